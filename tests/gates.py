@@ -9,8 +9,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megatron_ampipe.layers.gates.id_router import TokenIdRouter
-from megatron_ampipe.layers.gates.scored import ExpertChoiceRouter, ScoredRouter
+from megatron_ampipe.layers.gates import ExpertChoiceRouter, ScoredRouter, TokenIdRouter
 
 
 class ForwardRouter(TopKRouter):

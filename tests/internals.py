@@ -734,7 +734,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.router.TopKRouter",
-        "layers/router.py layers/layer.py layers/gates tools/gate_check.py launch/routing_recorder.py",
+        "layers/router.py layers/layer.py layers/gates.py tools/gate_check.py launch/routing_recorder.py",
         "subclassed; `forward` runs on a chunk, with its losses intercepted and without dropping",
         "routing, losses or expert bias differ from stock",
         (
@@ -764,13 +764,13 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.router.InferenceTopKRouter",
-        "layers/gates",
+        "layers/gates.py",
         "refused as the router of a pipelined layer",
         "start-up fails",
     ),
     Internal(
         "core.transformer.moe.moe_utils.router_gating_linear",
-        "layers/gates",
+        "layers/gates.py",
         "the linear layers of shipped routers, in the dtype of the router",
         "start-up fails, or logits in another precision",
         (begins_with("inp", "weight", "bias", "router_dtype"),),
@@ -833,7 +833,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_utils.apply_router_token_dropping",
-        "layers/block_routing.py layers/gates launch/host/megatron.py launch/host/dropping.py",
+        "layers/block_routing.py layers/gates.py launch/host/megatron.py launch/host/dropping.py",
         (
             "what `CapacityCounter` reproduces; called for a capacity per chunk; its ties are broken by "
             "index on the host platform"
@@ -1010,7 +1010,7 @@ INTERNALS = [
     ),
     Internal(
         "core.models.gpt.GPTModel",
-        "launch/hooks.py launch/patched.py layers/gates",
+        "launch/hooks.py launch/patched.py layers/gates.py",
         "its constructor is wrapped, or patched: the layer specification passes through; its first argument "
         "is the ids of the tokens, which are below its `vocab_size`",
         "layers stay stock; the launcher refuses the run; a router that reads ids is refused",
@@ -1022,7 +1022,7 @@ INTERNALS = [
     ),
     Internal(
         "core.models.hybrid.hybrid_model.HybridModel",
-        "launch/hooks.py layers/gates",
+        "launch/hooks.py layers/gates.py",
         "its constructor is wrapped: the specification of its stack passes through; its first argument is "
         "the ids of the tokens, which are below its `vocab_size`",
         "layers stay stock; the launcher refuses the run; a router that reads ids is refused",

@@ -32,10 +32,8 @@ from megatron_ampipe.attention.pieces import (
     causal_then_earlier,
     repeat_heads,
 )
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.runtime.key_value_sums import sum_dtype
-from megatron_ampipe.schedule.chunks import Span
-from megatron_ampipe.schedule.documents import DocumentRows
+from megatron_ampipe.schedule.chunks import DocumentRows, Span
 
 HEADS_FIRST, BATCH_FIRST = (1, 2, 0, 3), (1, 0, 2, 3)
 """Layouts: torch's operators take ``[B, H, R, C]``, the packages ``[B, R, H, C]``."""
@@ -44,20 +42,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How scores become attention weights.
-
-    Attributes:
-        scale: Factor on the scores.
-        dropout: Probability of dropping an attention weight.
-        window: How many keys before its own position a query sees; None for all.
-        sinks: ``[H]``, the score of one more key that every query sees, whose value is zero
-            (``--softmax-type``). For :func:`exact` and :func:`sdpa` only.
-    """
+    """How scores become attention weights."""
 
     scale: float
+    """Factor on the scores."""
     dropout: float = 0.0
+    """Probability of dropping an attention weight."""
     window: int | None = None
+    """How many keys before its own position a query sees; None for all."""
     sinks: Tensor | None = None
+    """``[H]``, the score of one more key that every query sees, whose value is zero (``--softmax-type``). For
+    :func:`exact` and :func:`sdpa` only."""
 
     @property
     def is_plain(self) -> bool:
@@ -306,13 +301,7 @@ def _cudnn_forward(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
 ) -> tuple[Any, ...]:
     """Also gives the number of dimensions of its log-sum-exp, which depends on torch's version."""
-    if key.shape[2] == 1:
-        raise BadInput(
-            "rows of a chunk",
-            1,
-            rule="cuDNN attends to two keys or more",
-            remedy="Use a smaller --ampipe-degree, or --ampipe-chunks with two rows or more in each.",
-        )
+    assert key.shape[2] > 1, "cuDNN attends to two keys or more: use a smaller --ampipe-degree"
     output, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, causal, False, scale=scale
     )
@@ -411,14 +400,9 @@ FLASH_ATTN_3 = PieceKernel(all_visible_keys, _flash_3_forward, _flash_3_backward
 class Bounds(NamedTuple):
     """The documents of one call, whose rows are one after another; under the names that all kernels use.
 
-    The first document of a chunk may have begun in an earlier one and then has more keys than queries; the
-    kernels align causal masks to the bottom right of every document.
-
-    Attributes:
-        cu_seqlens_q: ``[documents + 1]`` int32, where the query rows of each document begin and end.
-        cu_seqlens_k: The same of its keys.
-        max_seqlen_q: Most query rows of a document.
-        max_seqlen_k: Most keys of a document.
+    ``[documents + 1]`` int32, where the query rows of each document begin and end, and its keys; the most of
+    both. The first document of a chunk may have begun in an earlier one and then has more keys than queries;
+    the kernels align causal masks to the bottom right of every document.
     """
 
     cu_seqlens_q: Tensor

@@ -29,8 +29,7 @@ from megatron_ampipe.attention.pieces import (
     split_spans,
 )
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.schedule.chunks import Span
-from megatron_ampipe.schedule.documents import DocumentRows, Documents
+from megatron_ampipe.schedule.chunks import DocumentRows, Documents, Span
 from megatron_ampipe.schedule.features import uses_ring_attention
 
 
@@ -66,19 +65,11 @@ class Kernel:
     ) -> Tensor:
         """Attention of one chunk; differentiable.
 
-        Scale, dropout, window and sinks are of a :class:`~.backends.Scoring`; pieces have the scale alone.
-
-        Args:
-            query: ``[R, B, H, C]``, the rows of the spans one after another.
-            key: ``[S, B, G, C]``, from the start of the sequence.
-            value: ``[S, B, G, V]``.
-            spans: Positions of the query rows in the sequence.
-            documents: Of the micro-batch; None where rows see all earlier ones of their sequence.
-            sums: Where a kernel of pieces adds the gradients of keys and values; it then returns None for
-                both. Other kernels ignore it.
-
-        Returns:
-            ``[R, B, H * V]``.
+        From ``query [R, B, H, C]``, the rows of the spans one after another, ``key [S, B, G, C]`` from the
+        start of the sequence and ``value [S, B, G, V]`` to ``[R, B, H * V]``. Scale, dropout, window and
+        sinks are of a :class:`~.backends.Scoring`; pieces have the scale alone. Without ``documents``, rows
+        see all earlier ones of their sequence. A kernel of pieces adds the gradients of keys and values to
+        ``sums`` and then returns None for both; other kernels ignore it.
         """
         scoring = Scoring(scale, dropout, window, sinks)
         if documents is None:
@@ -297,15 +288,12 @@ KERNELS: dict[str, Kernel] = {
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The chosen attention kernel.
-
-    Attributes:
-        name: ``te`` or a name in :data:`KERNELS`.
-        reason: Why each faster kernel cannot be used; empty if there is none.
-    """
+    """The chosen attention kernel."""
 
     name: str
+    """``te`` or a name in :data:`KERNELS`."""
     reason: str = ""
+    """Why each faster kernel cannot be used; empty if there is none."""
 
 
 def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool = False) -> KernelChoice:
@@ -316,11 +304,9 @@ def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool =
     takes for whole sequences. A local layer, whose stock kernel materializes the scores of the sequence, gets
     the fastest available kernel that computes the same function; in a ring, one of pieces.
 
-    Args:
-        settings: Megatron's arguments or configuration of a layer.
-        local: The layer is built from Megatron's local modules, not Transformer Engine's.
-        on_gpu: The layer runs on a GPU.
-        documents: Rows attend to their own document only.
+    ``settings`` are Megatron's arguments or configuration of a layer; a ``local`` one is built from
+    Megatron's local modules, not Transformer Engine's. With ``documents``, rows attend to their own document
+    only.
     """
     if not (local or documents or settings.context_parallel_size > 1):
         return KernelChoice("te")

@@ -30,13 +30,8 @@ AddKeys = Callable[[int, Tensor, Tensor], None]
 class AttentionPiece:
     """Rows of a span and the keys that they attend to in one kernel call.
 
-    Attributes:
-        first_row: First row, counted in the span.
-        last_row: One past the last row.
-        first_key: First key, counted in the sequence.
-        last_key: One past the last key.
-        causal: The last row sees the last key, the row before it one key less, and so on; otherwise all rows
-            see all keys.
+    Rows are counted in the span, keys in the sequence; the last ones are not included. If ``causal``, the
+    last row sees the last key, the row before it one key less, and so on; otherwise all rows see all keys.
     """
 
     first_row: int
@@ -48,17 +43,14 @@ class AttentionPiece:
 
 @dataclass(frozen=True, slots=True)
 class PieceOutput:
-    """What a kernel returns for one piece, or several merged.
-
-    Attributes:
-        output: ``[R, B, H, V]``.
-        lse: ``[B, H, R]``, at least fp32: log-sum-exp (natural logarithm) of the scaled scores.
-        state: What else the kernel's backward call needs; it is the same for all pieces of a chunk.
-    """
+    """What a kernel returns for one piece, or several merged."""
 
     output: Tensor
+    """``[R, B, H, V]``."""
     lse: Tensor
+    """``[B, H, R]``, at least fp32: log-sum-exp (natural logarithm) of the scaled scores."""
     state: tuple[Any, ...] = ()
+    """What else the kernel's backward call needs; it is the same for all pieces of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,19 +202,9 @@ def differentiate_in_pieces(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of query, key and value; None for the last two if they were added.
 
-    Args:
-        kernel: As in :func:`attend_in_pieces`.
-        gradient: Of the output, ``[R, B, H, V]``.
-        query: ``[R, B, H, C]``.
-        key: ``[S, B, G, C]``.
-        value: ``[S, B, G, V]``.
-        attended: Merged over all keys that the rows see, of which ``key`` may be a part.
-        spans: Positions of the rows in ``key``.
-        scale: Factor on the scores.
-        add: Where the gradients of keys and values are added.
-
-    Returns:
-        The gradient of the query may have the dtype of sums.
+    ``gradient`` is of the output, ``[R, B, H, V]``; ``attended`` is merged over all keys that the rows see,
+    of which ``key`` may be a part. ``spans`` are the positions of the rows in ``key``. The gradient of the
+    query may have the dtype of sums; those of keys and values go to ``add``, if it is given.
     """
 
     def differentiate(rows: slice, piece: AttentionPiece) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,10 +31,7 @@ from megatron_ampipe.schedule.chunks import Span
 
 @dataclass(slots=True)
 class _Chunk:
-    """What is kept of a chunk from its first step to the backward of that step.
-
-    ``gradient`` is that of the queries so far, in the dtype of sums.
-    """
+    """What is kept of a chunk from its first step to the backward of that step."""
 
     query: Tensor
     spans: tuple[Span, ...]
@@ -42,6 +39,7 @@ class _Chunk:
     state: tuple[Any, ...]
     output: Tensor | None = None
     gradient: Tensor | None = None
+    """Of the queries so far, in the dtype of sums."""
 
 
 class RingAttention:

@@ -20,13 +20,10 @@ DENSE = "-"
 
 @dataclass(frozen=True, slots=True)
 class HybridPattern:
-    """The layers of a hybrid model.
-
-    Attributes:
-        stages: The layers of every pipeline stage, virtual ones included.
-    """
+    """The layers of a hybrid model."""
 
     stages: tuple[str, ...]
+    """The layers of every pipeline stage, virtual ones included."""
 
     @classmethod
     def of(
@@ -88,11 +85,8 @@ class HybridPattern:
 def runs_of_pairs(layers: Sequence[str]) -> Iterator[tuple[int, int]]:
     """The pairs of one pipeline stage that follow each other directly, if one of them has experts.
 
-    Args:
-        layers: The letters of its layers.
-
-    Yields:
-        The first layer of each run of pairs, from 0, and the number of its pairs.
+    From the letters of its layers; yields the first layer of each run of pairs, from 0, and the number of
+    pairs.
     """
     first = 0
     while first < len(layers) - 1:

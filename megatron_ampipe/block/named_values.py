@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Collection
+from typing import Any
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.spelling import did_you_mean
@@ -12,23 +13,13 @@ from megatron_ampipe.files.spelling import did_you_mean
 ROUTER_FLAG, WIRE_FLAG, BUDGET_FLAG = "--ampipe-router", "--ampipe-wire", "--ampipe-memory-budget"
 
 SHIPPED_GATES = {
-    "noisy-topk": "megatron_ampipe.layers.gates.scored:NoisyTopKRouter",
-    "cosine": "megatron_ampipe.layers.gates.scored:CosineRouter",
-    "sigmoid": "megatron_ampipe.layers.gates.scored:SigmoidRouter",
-    "expert-choice": "megatron_ampipe.layers.gates.scored:ExpertChoiceRouter",
-    "hash": "megatron_ampipe.layers.gates.hashed:HashRouter",
+    "noisy-topk": "megatron_ampipe.layers.gates:NoisyTopKRouter",
+    "cosine": "megatron_ampipe.layers.gates:CosineRouter",
+    "sigmoid": "megatron_ampipe.layers.gates:SigmoidRouter",
+    "expert-choice": "megatron_ampipe.layers.gates:ExpertChoiceRouter",
+    "hash": "megatron_ampipe.layers.gates:HashRouter",
 }
 """Routers of AMPipe by the name under which a user asks for them. Their papers are in docs/gates.md."""
-
-IMPOSSIBLE_GATES = {
-    "soft-moe": (
-        "an expert of SoftMoE works on mixtures of all tokens of a sequence, so every token would depend on "
-        "later ones, and no chunk could be sent before the last is known",
-        "Use one of " + ", ".join(SHIPPED_GATES) + ".",
-    ),
-    "sinkhorn": ("it is a load-balancing type of Megatron", "Use --moe-router-load-balancing-type sinkhorn."),
-}
-"""Names of gates that there are and that cannot be had: why, and what to use."""
 
 SHIPPED_WIRES = {
     "bf16": "megatron_ampipe.exchange.codecs:Bf16Wire",
@@ -43,9 +34,6 @@ _SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(MiB|GiB)", re.ASCII)
 
 def class_path(name: str) -> str:
     """``package.module:Class`` for a value of ``--ampipe-router``; :class:`BadInput` if it names none."""
-    if name in IMPOSSIBLE_GATES:
-        rule, remedy = IMPOSSIBLE_GATES[name]
-        raise BadInput(ROUTER_FLAG, name, rule=rule, remedy=remedy)
     if name in SHIPPED_GATES:
         return SHIPPED_GATES[name]
     _require_class(ROUTER_FLAG, name, SHIPPED_GATES, "cosine", "my_package.my_module:MyRouter")
@@ -70,21 +58,27 @@ def _require_class(flag: str, name: str, shipped: Collection[str], *examples: st
 
 
 def import_class(
-    flag: str, name: str, path: str, *, fits: Callable[[type], bool], kind: str, rule: str, remedy: str
-) -> type:
-    """The class that a path names. Imports its module.
+    flag: str,
+    name: str,
+    path: str,
+    *,
+    fits: Callable[[type], bool],
+    kind: str,
+    rule: str,
+    remedy: str,
+    make: bool = False,
+) -> Any:
+    """The class at ``path`` (``package.module:Class``), which imports its module; or :class:`BadInput`.
 
     Args:
         flag: Whose value it is.
         name: The value as the user wrote it.
-        path: ``package.module:Class``.
+        path: What it stands for.
         fits: Whether a class can be meant.
         kind: What such classes are called.
         rule: Why another one is refused.
         remedy: What to do about it.
-
-    Raises:
-        BadInput: there is no such module or class, or it does not fit.
+        make: Return an object of it, made without arguments.
     """
     module_name, _, class_name = path.partition(":")
     cause: Exception | None = None
@@ -92,8 +86,14 @@ def import_class(
         module = importlib.import_module(module_name)
         found: object = getattr(module, class_name, None)
         if isinstance(found, type) and fits(found):
-            return found
-        if found is None:
+            if not make:
+                return found
+            try:
+                return found()
+            except Exception as error:
+                cause, remedy = error, "Give its arguments defaults."
+                rule = f"cannot be made without arguments: {type(error).__name__}: {error}".rstrip(".")
+        elif found is None:
             rule, remedy = f"{module_name} has no class {class_name!r}", "Check the name of the class."
             classes = [key for key, value in vars(module).items() if isinstance(value, type) and fits(value)]
             if classes:

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from megatron_ampipe.block.named_values import SHIPPED_WIRES, WIRE_FLAG, import_class
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.transports import Arrived
 from megatron_ampipe.schedule import Direction
 
@@ -102,7 +101,7 @@ class Fp8Wire:
 
 def load_wire(name: str) -> Wire:
     """The wire that ``--ampipe-wire NAME`` names, made without arguments, or :class:`BadInput`."""
-    wire_class = import_class(
+    wire: Wire = import_class(
         WIRE_FLAG,
         name,
         SHIPPED_WIRES.get(name, name),
@@ -112,16 +111,8 @@ def load_wire(name: str) -> Wire:
         kind="Wires",
         rule="is no class with the methods encode(rows, trip) and decode(parts, out, trip)",
         remedy="Give it both; see docs/wire.md.",
+        make=True,
     )
-    try:
-        wire: Wire = wire_class()
-    except Exception as error:
-        raise BadInput(
-            WIRE_FLAG,
-            name,
-            rule=f"cannot be made without arguments: {type(error).__name__}: {error}".rstrip("."),
-            remedy="Give its arguments defaults.",
-        ) from error
     return wire
 
 
@@ -135,22 +126,14 @@ class WireCodec:
 
     @torch.no_grad()
     def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]:
-        """What the wire returns for the rows ``[T, D]``, and the other tensors.
-
-        Raises:
-            BadInput: the wire returned a tensor without a row for each row.
-        """
+        """What the wire returns for the rows ``[T, D]``, and the other tensors."""
         rows, *others = tensors
         encoded = tuple(self._wire.encode(rows, self._trip))
-        if not encoded or any([part.ndim == 0 or part.shape[0] != rows.shape[0] for part in encoded]):
-            sizes = [list(part.shape) for part in encoded]
-            raise BadInput(
-                WIRE_FLAG,
-                type(self._wire).__qualname__,
-                rule=f"encode returned tensors of sizes {sizes} for {rows.shape[0]} rows, which go to "
-                "several ranks",
-                remedy="Return tensors whose first size is the number of rows.",
-            )
+        sizes, name = [list(part.shape) for part in encoded], type(self._wire).__qualname__
+        assert sizes and all(size[:1] == [rows.shape[0]] for size in sizes), (
+            f"encode of {name} returned tensors of sizes {sizes} for {rows.shape[0]} rows, which go to "
+            "several ranks: their first size must be the number of rows"
+        )
         self._num_parts, self._row_shape, self._dtype = len(encoded), rows.shape[1:], rows.dtype
         return (*encoded, *others)
 
@@ -171,17 +154,14 @@ ROUNDING = 1e-6
 
 
 class Condensed(NamedTuple):
-    """Which rows of a chunk are sent.
-
-    Attributes:
-        sent: ``[Q]`` int64, rows that are sent, in order.
-        place: ``[P]`` int64, for each row the place in ``sent`` of the row whose result it takes.
-        counts: ``[E]`` int64, rows that are sent for each expert.
-    """
+    """Which rows of a chunk are sent."""
 
     sent: Tensor
+    """``[Q]`` int64, rows that are sent, in order."""
     place: Tensor
+    """``[P]`` int64, for each row the place in ``sent`` of the row whose result it takes."""
     counts: Tensor
+    """``[E]`` int64, rows that are sent for each expert."""
 
 
 class Condenser:
@@ -195,16 +175,11 @@ class Condenser:
         self._rows = self._sent = 0
 
     def condense(self, rows: Tensor, routing_map: Tensor, *, batch: int, counted: bool) -> Condensed:
-        """Choose the rows of one chunk.
+        """Choose the rows of one chunk, perhaps counted for :meth:`take_share`.
 
-        On a GPU the host waits for the number of rows of each expert, and for the choice.
-
-        Args:
-            rows: ``[P, D]``, sorted by expert and then by token, as Megatron permutes them; perhaps followed
-                by rows that are not sent.
-            routing_map: ``[T, E]`` bool; token ``t`` is of sequence ``t % B``.
-            batch: Number of sequences, ``B``.
-            counted: Whether the rows count for :meth:`take_share`.
+        On a GPU the host waits for the number of rows of each expert, and for the choice. ``rows [P, D]`` are
+        sorted by expert and then by token, as Megatron permutes them, perhaps followed by rows that are not
+        sent; of ``routing_map [T, E]`` bool, token ``t`` is of sequence ``t % batch``.
         """
         tokens = routing_map.T.nonzero()[:, 1]
         directions = normalize(rows[: len(tokens)].detach().float(), dim=1)

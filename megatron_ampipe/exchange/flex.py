@@ -152,14 +152,12 @@ class DeepEPTransport:
         buffer: ``deep_ep.Buffer``. It copies what it receives to new tensors, so chunks share nothing.
         experts: ``[T, K]`` int64, the experts of each token; -1 for none.
         num_experts: Of all ranks.
-        told: ``R`` and :attr:`tokens_per_expert`, if known; DeepEP takes ``R`` within a node alone.
-
-    Attributes:
-        received_experts: ``[R, K]`` int64, local experts of the received tokens; -1 for those of other ranks.
-        tokens_per_expert: Received tokens for each local expert, known on the host.
+        told: ``R``, and received tokens for each local expert, if known; DeepEP takes ``R`` within a node
+        alone.
     """
 
     received_experts: Tensor
+    """``[R, K]`` int64, local experts of the received tokens; -1 for those of other ranks."""
     _handle: Any = None
 
     def __init__(
@@ -225,12 +223,10 @@ class HybridEPTransport:
     Args:
         manager: Megatron's ``_HybridEPManager`` of the chunk, after ``setup_metadata``: it makes the first
             call, and with the very first the buffer. Its routing map is ``[T, E]`` bool.
-
-    Attributes:
-        tokens_per_expert: ``[local experts]`` int64 on the host, received rows of each local expert.
     """
 
     tokens_per_expert: Tensor
+    """``[local experts]`` int64 on the host, received rows of each local expert."""
     _handle: Any = None
     _num_received = 0
 

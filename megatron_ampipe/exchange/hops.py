@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.transports import ALL_TO_ALL, Arrived, RowTransport
 
 # R rows that came from other nodes, D hidden size, E experts, L experts of a rank, N nodes, G ranks of a
@@ -54,30 +53,18 @@ def turned(tensor: Tensor, rows: Sequence[Sequence[int]], *, out: Tensor | None 
 def node_groups(
     group: dist.ProcessGroup, ranks_per_node: int | None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Make the groups of the two hops. To be called by all ranks of ``group``, and by no others.
+    """Make the groups of the two hops: to be called by all expert-parallel ranks of ``group``, and no others.
 
-    Args:
-        group: The expert-parallel ranks.
-        ranks_per_node: Of all ranks, how many a node has; they follow one another.
-
-    Returns:
-        The ranks of the place of this rank in all nodes, node by node; and those of its node.
-
-    Raises:
-        BadInput: the ranks of ``group`` are not spread node by node, several on each of several nodes.
+    ``ranks_per_node`` are, of all ranks, those of a node; they follow one another. Returns the ranks of the
+    place of this rank in all nodes, node by node; and those of its node.
     """
     ranks, near = dist.get_process_group_ranks(group), 0
     if ranks_per_node is not None:
         nodes = [rank // ranks_per_node for rank in ranks]
         near = nodes.count(nodes[0])
-    if not 1 < near < len(ranks) or nodes != sorted(nodes) or {*map(nodes.count, nodes)} != {near}:
-        raise BadInput(
-            "--ampipe-ranks-per-node",
-            ranks_per_node,
-            rule=f"does not spread the expert-parallel ranks {', '.join(map(str, ranks))} equally over "
-            "several nodes, with several of them on each",
-            remedy="Use --ampipe-exchange ranks.",
-        )
+    assert 1 < near < len(ranks) and nodes == sorted(nodes) and {*map(nodes.count, nodes)} == {near}, (
+        f"{ranks_per_node} ranks of a node do not spread the expert-parallel ranks {ranks} equally over nodes"
+    )
     node, place = divmod(group.rank(), near)
     first = node * near
     # Separate groups, also where one has the same ranks as another: each lane has its own.

@@ -39,10 +39,9 @@ from megatron_ampipe.runtime.collectives import HostCopy, lane_group
 class Permutation:
     """Rows of tokens in the order of where they go, and back: Megatron's ``permute`` and ``unpermute``.
 
-    Args:
-        routing_map: ``[T, places]`` bool, where each token goes.
-        num_rows: How many rows are prepared: those of the first place, those of the second, ..., and others.
-        fused: Whether with the fused kernels. They refuse to choose no row, and return no sum of no row.
+    ``routing_map [T, places]`` bool says where each token goes; ``num_rows`` are prepared: those of the first
+    place, those of the second, ..., and others. The fused kernels refuse to choose no row, and return no sum
+    of no row.
     """
 
     def __init__(self, routing_map: Tensor, num_rows: int, *, fused: bool) -> None:
@@ -75,22 +74,20 @@ class Permutation:
 class ToldCounts(NamedTuple):
     """What the other ranks have told of a chunk, on the host.
 
-    Attributes:
-        num_prepared: ``M``.
-        transport: The exchange between expert-parallel ranks, or the first of its two hops.
-        hop: The second hop, if there is one.
-        gather: Between the ranks that share an expert, if there are several.
-        tokens_per_expert: ``[L]`` int64.
-        pieces: Where every copy of a token is sent to a rank of several experts, rows of each source for each
-            expert ``[P * S][L]``, as they arrive, and ``[L][P * S]``; on the device if they are sorted there.
+    ``transport`` is the exchange between expert-parallel ranks, or the first of its two hops. ``gather`` is
+    between the ranks that share an expert, if there are several.
     """
 
     num_prepared: int
+    """``M``."""
     transport: RowTransport
     hop: SortHop | SumHop | None
     gather: RowTransport | None
     tokens_per_expert: Tensor
+    """``[L]`` int64."""
     pieces: Any
+    """Where every copy of a token is sent to a rank of several experts, rows of each source for each expert
+    ``[P * S][L]``, as they arrive, and ``[L][P * S]``; on the device if they are sorted there."""
 
 
 class AllToAllChunk:

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.block.setting import AUTO
-from megatron_ampipe.block.settings import SETTING, check_given, given_settings
+from megatron_ampipe.block.settings import AUTO, SETTING, check_given, given_settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.refusal_conditions import ranks_per_node

@@ -18,8 +18,7 @@ from megatron_ampipe.block.named_values import ROUTER_FLAG as FLAG
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.refusal_conditions import load_balancing
 from megatron_ampipe.launch.refusals import refuse_with_token_ids
-from megatron_ampipe.layers.gates import load_gate, needs_all_tokens
-from megatron_ampipe.layers.gates.id_router import TokenIdRouter, give_token_ids
+from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, load_gate, needs_all_tokens
 from megatron_ampipe.schedule.config import AMPipeConfig
 
 ForwardStep = Callable[..., Any]

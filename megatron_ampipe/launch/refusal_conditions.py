@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
-from megatron_ampipe.block.setting import AUTO
-from megatron_ampipe.block.settings import settings_of
+from megatron_ampipe.block.settings import AUTO, settings_of
 from megatron_ampipe.schedule import KEEP, Exchange, NodeLayout, Pipeline, useful_exchanges
 from megatron_ampipe.schedule.features import expert_tensor_ranks, has_capacity
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ampipe.block.setting import AUTO
+from megatron_ampipe.block.settings import AUTO
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import refusal_conditions as when
 from megatron_ampipe.schedule.config import AMPipeConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -21,14 +21,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.flex import FlexChunk
 from megatron_ampipe.exchange.hops import node_groups
 from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, kernel_of, reads_mask
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.linear_layers import Linear, Products, expert_products, linears_of, weights_apart
-from megatron_ampipe.layers.stage_functions import BACKWARDS, FUNCTIONS, StageFunction
 from megatron_ampipe.runtime.block_functions import Function
 from megatron_ampipe.runtime.collectives import lane_group
 from megatron_ampipe.runtime.reductions import Reductions
@@ -44,19 +42,64 @@ from megatron_ampipe.schedule import (
     with_exchange,
     with_memory,
 )
-from megatron_ampipe.schedule.documents import Documents
+from megatron_ampipe.schedule.chunks import Documents
 from megatron_ampipe.schedule.features import features_of_settings, has_latent_experts
+
+Tensors = Sequence[Sequence[Tensor]]
+"""What a transfer is given of each of its chunks."""
+Reads = Callable[["BlockModules"], Iterable[Module | Parameter | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class StageFunction:
+    """The function of a kind.
+
+    Attributes:
+        run: See :class:`~megatron_ampipe.runtime.block_functions.BlockFunctions`.
+        reads: Of a block that has the kind, the modules that it calls, and parameters that it reads besides.
+        recompute: Names of Megatron's ``--recompute-modules`` with which it runs again before its backward.
+    """
+
+    run: Function
+    reads: Reads
+    recompute: tuple[str, ...]
+
+
+FUNCTIONS: dict[StageKind, StageFunction] = {}
+"""By kind; what computes a kind with steps takes the number of the step after the state."""
+BACKWARDS: dict[StageKind, Function] = {}
+"""The backward of kinds with ``own_backward``, which autograd does not differentiate, likewise."""
+
+
+def runs[F: Function](
+    *of_kinds: StageKind, reads: Reads = lambda _: (), recompute: tuple[str, ...] = ()
+) -> Callable[[F], F]:
+    """Decorate the function of these kinds; the arguments are those of :class:`StageFunction`."""
+
+    def register(function: F) -> F:
+        FUNCTIONS.update(dict.fromkeys(of_kinds, StageFunction(function, reads, recompute)))
+        return function
+
+    return register
+
+
+def differentiates[F: Function](kind: StageKind) -> Callable[[F], F]:
+    """Decorate the backward of a kind."""
+
+    def register(function: F) -> F:
+        BACKWARDS[kind] = function
+        return function
+
+    return register
 
 
 class BlockModules:
     """The modules of a block, and the functions of its stages (``runtime.block_functions.BlockFunctions``).
 
-    Args:
-        attention_layer: Whose norm, attention and residual come first.
-        moe_layer: Whose norm, MoE layer and residual follow; may be the same layer. A dense layer, with an
-            MLP in place of experts, can share the schedule of other blocks.
-        context: Shared settings and machinery.
-        recomputed: In training, keep only what the block is given, and run it again in the backward pass.
+    Norm, attention and residual of ``attention_layer`` come first; norm, MoE layer and residual of
+    ``moe_layer`` follow, which may be the same layer. A dense layer, with an MLP in place of experts, can
+    share the schedule of other blocks. If ``recomputed``, training keeps only what the block is given, and
+    runs it again in the backward pass.
     """
 
     def __init__(
@@ -179,7 +222,6 @@ class BlockModules:
         features = replace(
             features,
             recomputed=self._is_recomputed and trains,
-            added=self.context.added,
             gathers_rows=features.gathers_rows and self._gathers_rows,
         )
         features = with_exchange(features, pipeline.exchange)
@@ -207,7 +249,7 @@ class BlockModules:
             data_flow(self._features_of_settings(with_losses=True, shares_schedule=shares_schedule))
             for shares_schedule in (False, True)
         ]
-        return frozenset(kind.row for flow in flows for kind in flow.kinds) | {*self.context.added}
+        return frozenset(kind.row for flow in flows for kind in flow.kinds)
 
     @cached_property
     def chooses(self) -> bool:
@@ -230,18 +272,17 @@ class BlockModules:
             or config.moe_router_force_load_balancing
             or getattr(config, "moe_router_force_biased", None)
             or self.context.gate
-            or self.context.added
         )
 
     @cached_property
     def _reads_mask(self) -> bool:
         return reads_mask(self.attention_layer.self_attention)
 
-    def run(self, kind: StageKind) -> tuple[int, Function]:
+    def run(self, kind: StageKind) -> Function:
         """See ``BlockFunctions``."""
-        return _bound(FUNCTIONS[kind.row], kind)
+        return _bound(FUNCTIONS[kind.row].run, kind)
 
-    def differentiate(self, kind: StageKind) -> tuple[int, Function]:
+    def differentiate(self, kind: StageKind) -> Function:
         """See ``BlockFunctions``."""
         return _bound(BACKWARDS[kind.row], kind)
 
@@ -252,11 +293,10 @@ class BlockModules:
     @cached_property
     def _read(self) -> Mapping[StageKind, Sequence[Module | Parameter]]:
         """The modules and parameters that each kind of stage of the block reads."""
-        in_order = sorted(FUNCTIONS.items(), key=lambda item: item[1].half)
         return {
-            kind: [part for part in function.reads(self) if part is not None]
-            for kind, function in in_order
-            if kind in self._kinds
+            kind: [part for part in FUNCTIONS[kind].reads(self) if part is not None]
+            for kind in kinds.MOE_BLOCK
+            if kind in self._kinds and kind in FUNCTIONS
         }
 
     @cached_property
@@ -302,21 +342,12 @@ class BlockModules:
         return {kind: linears_of(parts) for kind, parts in self._read.items()}
 
     def require_linears(self, weights: Iterable[StageKind]) -> None:
-        """Check that gradients of weights can be separate stages.
-
-        Raises:
-            BadInput: a stage of these kinds would have nothing to compute.
-        """
+        """Assert that gradients of weights can be separate stages, as start-up has checked."""
         for kind in weights:
             of = kind.weights_of
-            if of is not None and self._read.get(of) and not self._linears[of]:
-                raise BadInput(
-                    "--ampipe-schedule",
-                    f"with {kind}",
-                    rule=f"the linear layers of the stage {of} are not Megatron's local ones, which alone "
-                    "can compute gradients of weights apart",
-                    remedy="Use --transformer-impl local, or --ampipe-schedule ampipe.",
-                )
+            assert of is None or not self._read.get(of) or self._linears[of], (
+                f"{kind}: the linear layers of the stage {of} are not Megatron's local ones"
+            )
 
     @cached_property
     def expert_products(self) -> Products:
@@ -363,14 +394,13 @@ class BlockModules:
         return tuple({module: None for module in modules if hasattr(module, "is_first_microbatch")})
 
 
-def _bound(function: StageFunction, kind: StageKind) -> tuple[int, Function]:
-    """The half of a function, and the function; what computes all steps of a kind as that of one step."""
+def _bound(function: Function, kind: StageKind) -> Function:
+    """The function; what computes all steps of a kind as that of one step."""
     if kind.step_of is None or not kind.lane.computes:
-        return function.half, function.run
-    of_steps, step = function.run, kind.step
+        return function
 
-    @functools.wraps(of_steps)
-    def run(state: Any, *args: Any) -> Any:
-        return of_steps(state, step, *args)
+    @functools.wraps(function)
+    def of_step(state: Any, *args: Any) -> Any:
+        return function(state, kind.step, *args)
 
-    return function.half, run
+    return of_step

@@ -14,8 +14,6 @@ from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping,
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_ampipe.errors import BadInput
-
 # S sequence rows of the whole block, R rows of one chunk, B batch, D hidden size, T tokens, E experts, K
 # experts per token.
 
@@ -31,10 +29,8 @@ class Capacity:
     and is called once for all chunks; with a separate capacity for every chunk, in proportion to its tokens,
     a stock run drops other tokens.
 
-    Args:
-        config: Megatron's ``TransformerConfig``, with a capacity factor.
-        topk: Experts per token.
-        num_tokens: Tokens of the block on this rank; None if the capacity is that of what is routed at once.
+    ``num_tokens`` are those of the block on this rank; None if the capacity is that of what is routed at
+    once.
     """
 
     def __init__(self, config: Any, topk: int, num_tokens: int | None) -> None:
@@ -112,27 +108,24 @@ class ChunkLosses:
 
 @dataclass(slots=True)
 class BlockRouting:
-    """Routing state that the chunks of one block share; one per forward pass.
-
-    Attributes:
-        capacity: Which tokens are kept; None for dropless routing.
-        num_tokens: Tokens of the block on this rank.
-        first_tokens: The first token of each chunk in the block.
-        prescribed: The experts that a routing replay prescribes, ``[T, K]``; None without.
-        forced_std: ``--moe-router-force-biased``, or None.
-        losses: By chunk, what its losses are computed from.
-        forced_bias: ``[E]``, drawn with that deviation and added to the logits of all tokens; None before.
-        parts: What :meth:`join` keeps.
-    """
+    """Routing state that the chunks of one block share; one per forward pass."""
 
     capacity: Capacity | None
+    """Which tokens are kept; None for dropless routing."""
     num_tokens: int
+    """Of the block on this rank."""
     first_tokens: Sequence[int]
+    """The first token of each chunk in the block."""
     prescribed: Tensor | None
+    """The experts that a routing replay prescribes, ``[T, K]``; None without."""
     forced_std: float | None
+    """``--moe-router-force-biased``, or None."""
     losses: dict[int, ChunkLosses] = field(default_factory=dict)
+    """By chunk, what its losses are computed from."""
     forced_bias: Tensor | None = None
+    """``[E]``, drawn with that deviation and added to the logits of all tokens; None before."""
     parts: dict[object, dict[int, tuple[Tensor, ...]]] = field(default_factory=dict)
+    """What :meth:`join` keeps."""
 
     def join(self, what: object, chunk: int, *tensors: Tensor) -> tuple[Tensor, ...] | None:
         """Keep tensors of a chunk, with one row for each token; the last one returns those of the block.
@@ -207,15 +200,11 @@ def hook_of_block(hook: Hook) -> Callable[..., Any]:
         if whole is None:
             return None
         rows, *routed = whole
-        if hook(module, (rows.unsqueeze(1),), tuple(routed)) is not None:
-            raise BadInput(
-                "forward hook of a router",
-                getattr(hook, "__qualname__", type(hook).__qualname__),
-                rule="it returns a value to replace the routing of a whole sequence, and chunks are sent "
-                "before the last one is routed",
-                remedy="Return None, use --ampipe-router with a custom class, or train with "
-                "--ampipe-degree 1.",
-            )
+        replaced = hook(module, (rows.unsqueeze(1),), tuple(routed))
+        assert replaced is None, (
+            f"{hook}, a forward hook of a router, replaces the routing of a sequence, and chunks are sent "
+            "before the last one is routed: use --ampipe-router with a custom class"
+        )
         return None
 
     of_chunk.sees_whole_blocks = True  # type: ignore[attr-defined]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,20 +14,18 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.exchange.row_scatter import RowTransfers
-from megatron_ampipe.layers.attention_stages import AttentionStages
+from megatron_ampipe.layers import attention_stages, moe_stages  # noqa: F401  Their functions register.
 from megatron_ampipe.layers.block_modules import BlockModules
+from megatron_ampipe.layers.block_pass import BlockPass
 from megatron_ampipe.layers.block_routing import sees_whole_blocks
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.moe_stages import MoEStages
-from megatron_ampipe.layers.recompute import RandomStates
 from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.stack_call import StackCall
 from megatron_ampipe.runtime.tape import Tapes
 from megatron_ampipe.schedule import BlockFeatures, Chunk, Pipeline, SequenceLayout
-from megatron_ampipe.schedule.documents import Documents
+from megatron_ampipe.schedule.chunks import Documents
 from megatron_ampipe.schedule.features import boundary
 
 # S sequence rows, B batch, D hidden size, R rows of the residual stream on one rank.
@@ -90,60 +87,6 @@ class RunBuilder:
         return self.latest
 
 
-class BlockPass:
-    """The state of one pass of one micro-batch through a block (``runtime.block_functions.BlockState``).
-
-    Args:
-        block: Its modules.
-        features: What it contains in this pass.
-        hidden: What it is given, ``[S, B, D]``.
-        chunks: Of the sequence.
-        whole: The sequence as one chunk.
-        rotary_pos_emb: As Megatron passes it to a layer.
-        documents: Of the micro-batch, if rows attend to their own document only.
-        token_ids: ``[S, B]``, for a router that reads them.
-    """
-
-    def __init__(
-        self,
-        block: BlockModules,
-        features: BlockFeatures,
-        hidden: Tensor,
-        *,
-        chunks: Sequence[Chunk],
-        whole: Chunk,
-        rotary_pos_emb: RotaryEmbedding | None,
-        documents: Documents | None,
-        token_ids: Tensor | None,
-    ) -> None:
-        block.add_first_weight_gradients()
-        row_transfers = None
-        if features.scatters_rows:
-            keeps = features.recomputed or not torch.is_grad_enabled()
-            row_transfers = RowTransfers(block.row_group, gathers=features.gathers_rows, keeps=keeps)
-        attention = AttentionStages(
-            block,
-            chunks=chunks,
-            whole=whole,
-            attend=block.attend(hidden.is_cuda, documents is not None),
-            rotary_pos_emb=rotary_pos_emb,
-            documents=documents,
-            ring_ranks=block.attention_layer.pg_collection.cp if features.ring else None,
-            row_transfers=row_transfers,
-        )
-        num_tokens = hidden.shape[0] * hidden.shape[1]
-        moe = MoEStages(block, chunks=chunks, whole=whole, num_tokens=num_tokens, token_ids=token_ids)
-        self.halves: tuple[AttentionStages, MoEStages] = attention, moe
-        self.draws = RandomStates() if features.recomputed and block.draws else None
-
-    def again(self) -> BlockPass:
-        """See ``BlockState``."""
-        second = copy.copy(self)
-        attention, moe = self.halves
-        second.halves = attention.again(), moe.again()
-        return second
-
-
 class BlockStack:
     """Consecutive blocks that share a schedule, from the first to the last."""
 
@@ -172,13 +115,9 @@ class BlockStack:
     ) -> Tensor:
         """``[S, B, D]``, this rank's rows of the residual stream, through all blocks to the same shape.
 
-        Args:
-            hidden: Of a packed micro-batch also ``[B * S, 1, D]``, one sequence after another.
-            rotary_pos_emb: As Megatron passes it to a layer.
-            documents: Of the micro-batch, if rows attend to their own document only.
-
-        Raises:
-            BadInput: several layers of Megatron run as one, and one of them has a hook of the user.
+        Of a packed micro-batch ``hidden`` can be ``[B * S, 1, D]``, one sequence after another; ``documents``
+        are None unless rows attend to their own one only. Raises :class:`BadInput` if several layers of
+        Megatron run as one, and one of them has a hook of the user.
         """
         if documents is not None and documents.num_sequences > hidden.shape[1]:
             sequences = hidden.view(documents.num_sequences, -1, hidden.shape[-1]).transpose(0, 1)
@@ -282,9 +221,7 @@ class ChunkSharding:
     two, and a chunk of the same rows of every rank needs the keys of all others. So where layers share a
     schedule, rows are exchanged once before the first layer and back after the last.
 
-    Args:
-        lengths: Rows of one rank in each chunk.
-        group: The tensor-parallel ranks.
+    ``lengths`` are the rows of one rank in each chunk, ``group`` the tensor-parallel ranks.
     """
 
     def __init__(self, lengths: Sequence[int], group: dist.ProcessGroup) -> None:

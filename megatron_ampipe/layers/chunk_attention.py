@@ -31,7 +31,7 @@ from megatron_ampipe.layers.recompute import recomputed
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.moves import take_rows
 from megatron_ampipe.schedule import Span
-from megatron_ampipe.schedule.documents import Documents
+from megatron_ampipe.schedule.chunks import Documents
 from megatron_ampipe.schedule.features import reads_largest_scores
 
 RotaryEmbedding = Tensor | tuple[Tensor, Tensor]
@@ -52,11 +52,10 @@ def project_qkv(
     Args:
         attention: Megatron's module.
         normed: ``[rows of this rank, B, D]``, the output of the input norm.
-        rotary_pos_emb: As Megatron passes it to a layer, for the whole sequence; None for latent attention,
-            which computes its own.
+        rotary_pos_emb: Of the whole sequence; None for latent attention, which computes its own.
         spans: Which rows of the local queries they are.
         num_keys: Rows of the whole sequence.
-        documents: Of the micro-batch, if rows attend to their own document only.
+        documents: If rows attend to their own document only.
         gathered: Under context parallelism, return keys and values of the whole sequence.
 
     Returns:
@@ -185,9 +184,7 @@ def gather_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 class ChunkAttention:
     """Core attention of one layer's chunks, with one kernel.
 
-    Args:
-        attention: Megatron's module; gives scale, window, dropout and sinks.
-        kernel: ``te`` or a name in ``KERNELS``.
+    Megatron's module gives scale, window, dropout and sinks; ``kernel`` is ``te`` or a name in ``KERNELS``.
     """
 
     def __init__(self, attention: Attention, *, kernel: str) -> None:

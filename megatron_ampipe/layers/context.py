@@ -10,7 +10,7 @@ from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
-from megatron_ampipe.schedule import KEEP, Pipeline, StageKind
+from megatron_ampipe.schedule import KEEP, Pipeline
 from megatron_ampipe.schedule.config import AMPipeConfig
 
 
@@ -19,14 +19,10 @@ class AMPipeContext:
     """Settings, executor and recorder of a process.
 
     Attributes:
-        config: The user's settings.
-        recorder: Called around every stage.
         executor: Runs the stages; if None, chosen by the first layer that runs.
         kernel: Name of the attention kernel; if None, chosen by each layer.
-        added: Kinds beyond those of the table, in every block that is built from then on.
         recompute: Full recompute inside the schedules, in every block that is built from then on; None where
             Megatron recomputes around the layers, or not at all.
-        documents: Reads where the documents of a micro-batch begin.
         reductions: Of gradients, held back for stages of the backward passes; None where data parallelism
             starts them itself.
         gate: The router class of ``--ampipe-router``, a subclass of Megatron's ``TopKRouter``; None for
@@ -42,7 +38,6 @@ class AMPipeContext:
     recorder: Recorder = field(default_factory=Recorder)
     executor: Executor | None = None
     kernel: str | None = None
-    added: tuple[StageKind, ...] = ()
     recompute: FullRecompute | None = None
     documents: DocumentReader = field(default_factory=DocumentReader)
     reductions: Reductions | None = None
@@ -67,7 +62,6 @@ class AMPipeContext:
             self.pipeline.is_stock
             and self.pipeline.memory == KEEP
             and self.gate is None
-            and not self.added
             and self.reductions is None
             and self.wire is None
             and self.condenser is None

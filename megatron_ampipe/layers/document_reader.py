@@ -15,7 +15,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_ampipe.schedule.documents import Documents
+from megatron_ampipe.schedule.chunks import Documents
 
 # S sequence rows, B batch, D hidden size.
 
@@ -37,14 +37,9 @@ class DocumentReader:
     ) -> Documents | None:
         """The documents of a micro-batch; None if a row may attend to all earlier rows of its sequence.
 
-        Waits for the device once per micro-batch, for the bounds.
-
-        Args:
-            packing: As Megatron passes it to a layer.
-            mask: ``[B or 1, 1, S, S]`` bool, True where a row must not attend to a key; read only if masks
-                separate documents.
-            num_rows: Rows of the residual stream over all ranks, of all packed sequences together.
-            ranks: Over how many tensor-parallel ranks they are spread (sequence parallelism).
+        Waits for the device once per micro-batch, for the bounds. ``mask [B or 1, 1, S, S]`` bool, True where
+        a row must not attend to a key, is read only if masks separate documents. Sequence parallelism spreads
+        ``num_rows`` of all packed sequences together over so many tensor-parallel ``ranks``.
         """
         source = packing if packing is not None else mask if self._masked else None
         if source is None:

@@ -44,8 +44,6 @@ class AMPipeTransformerLayer(TransformerLayer):
         ampipe: State shared by all pipelined layers.
         run_builder: Of the layers that can share a schedule; None for a layer alone.
         begins_run: Whether they begin with this layer.
-        args: As for ``TransformerLayer``.
-        kwargs: As for ``TransformerLayer``.
     """
 
     def __init__(
@@ -84,7 +82,7 @@ class AMPipeTransformerLayer(TransformerLayer):
             hidden_states: ``[S, B, D]``.
             attention_mask: Read only where it separates documents; attention is causal.
             context: Returned unchanged, as by a stock layer without cross-attention.
-            rotary_pos_emb: Rotary embedding, or None.
+            rotary_pos_emb: As in Megatron.
             inference_context: If given, the stock layer runs. So do a dense layer on its own, and every
                 layer while the pipeline is one chunk in which nothing overlaps (``--ampipe-degree auto``),
                 unless rows attend to their own document only.

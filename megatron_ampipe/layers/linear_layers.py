@@ -141,14 +141,11 @@ def _forward(
 def _weight_gradient(
     weight: Parameter, inputs: Tensor, gradient: Tensor, *, fused: bool, group: Any
 ) -> Tensor | None:
-    """What ``LinearWithGradAccumulationAndAsyncCommunication.backward`` returns for the weight.
+    """What ``LinearWithGradAccumulationAndAsyncCommunication.backward`` returns for the weight ``[N, K]``.
 
-    Args:
-        weight: ``[N, K]``.
-        inputs: ``[R, K]``, this rank's rows.
-        gradient: ``[R, N]``; with sequence parallelism of the rows of all ranks.
-        fused: Whether it is added to ``main_grad``.
-        group: The ranks that hold the other rows of the input; None if this one has them all.
+    From ``inputs [R, K]``, this rank's rows, and ``gradient [R, N]``, with sequence parallelism of the rows
+    of all ranks; ``group`` are the ranks that hold the other rows of the input, None if this one has them
+    all. If ``fused``, it is added to ``main_grad``.
     """
     if group is not None:
         inputs = gather_from_sequence_parallel_region(inputs, group=group)

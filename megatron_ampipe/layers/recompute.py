@@ -18,16 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True, slots=True)
 class FullRecompute:
-    """Megatron's full recompute, run inside the schedule: which layers keep only what they are given.
-
-    Attributes:
-        method: ``uniform`` for every layer, ``block`` for the first ones of a pipeline stage.
-        num_layers: How many layers ``block`` recomputes. Megatron's ``uniform`` keeps the input of one layer
-            in so many; here every layer keeps its own, and at most two layers are recomputed at a time.
-    """
+    """Megatron's full recompute, run inside the schedule: which layers keep only what they are given."""
 
     method: str
+    """``uniform`` for every layer, ``block`` for the first ones of a pipeline stage."""
     num_layers: int
+    """How many layers ``block`` recomputes. Megatron's ``uniform`` keeps the input of one layer in so many;
+    here
+    every layer keeps its own, and at most two layers are recomputed at a time."""
 
     def covers(self, place: int) -> bool:
         """Whether a layer is recomputed; ``place`` counts from 0 in its (virtual) pipeline stage."""

@@ -54,10 +54,8 @@ class ChunkRouting:
     ) -> BlockRouting:
         """The argument ``block`` of :meth:`forward` for all chunks of a block.
 
-        Args:
-            num_tokens: Tokens of the whole block on this rank.
-            per_chunk: Every chunk has a separate capacity, if a capacity is set.
-            first_tokens: The first token of each chunk in the block.
+        The block has ``num_tokens`` on this rank, of which the chunks begin with ``first_tokens``. With
+        ``per_chunk``, every chunk has a separate capacity, if a capacity is set.
         """
         config, capacity = self.config, None
         # Older versions have neither.
@@ -82,11 +80,10 @@ class ChunkRouting:
 
         Args:
             hidden: ``[R, B, D]``.
-            args: Arguments of the stock router.
+            args: Of the stock router, like ``kwargs``.
             block: From :meth:`begin_block`; with a capacity, chunks must be routed in order.
             chunk: The index of the chunk in the block; 0 if all are routed at once.
             token_ids: ``[R, B]``, for a class that reads ids (``TokenIdRouter``).
-            kwargs: Arguments of the stock router.
 
         Returns:
             ``probs [R*B, E]``, ``routing_map [R*B, E]`` bool, and for a chunk what :meth:`block_losses`
@@ -145,13 +142,9 @@ class ChunkRouting:
         The losses are not linear in the tokens, so the sum over chunks would be a different function. Reads
         no parameter and therefore needs no hook: it is called as a method.
 
-        Args:
-            packed: ``[S, B, L]``, the third result of :meth:`forward` of all chunks, in order.
-            block: That of the chunks.
-
-        Returns:
-            A scalar whose backward adds the gradient of the losses to ``packed``, independent of the incoming
-            gradient (Megatron's ``MoEAuxLossAutoScaler``); call it with a gradient of zero.
+        ``packed [S, B, L]`` is the third result of :meth:`forward` of all chunks, in order. Returns a scalar
+        whose backward adds the gradient of the losses to it, independent of the incoming gradient (Megatron's
+        ``MoEAuxLossAutoScaler``); call it with a gradient of zero.
         """
         sequence_length, batch = packed.shape[:2]
         chunks = [block.losses[index] for index in sorted(block.losses)]

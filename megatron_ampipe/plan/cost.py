@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from megatron_ampipe.plan.cluster import Cluster
@@ -21,7 +21,7 @@ from megatron_ampipe.plan.operation_times import (
     expert_products,
     is_one_product,
 )
-from megatron_ampipe.plan.stage_costs import COSTS, CostFunction, Work, exchange, facts_of
+from megatron_ampipe.plan.stage_costs import COSTS, Work, exchange, facts_of
 from megatron_ampipe.plan.workload import Rows, Workload, chunk_rows
 from megatron_ampipe.schedule import (
     KEEP,
@@ -43,7 +43,6 @@ class CostModel:
     Args:
         workload: The block.
         cluster: The times of its operations.
-        added: Cost functions of kinds of stages that are not in :data:`.stage_costs.COSTS`.
         shares_schedule: The block shares its schedule with other layers.
         memory: What the experts keep for their backward, see ``Pipeline.memory``.
 
@@ -56,16 +55,13 @@ class CostModel:
         workload: Workload,
         cluster: Cluster,
         *,
-        added: Mapping[StageKind, CostFunction] | None = None,
         shares_schedule: bool = False,
         memory: str = KEEP,
     ) -> None:
         self.workload, self.cluster, self._shares_schedule = workload, cluster, shares_schedule
-        self._costs = {**COSTS, **(added or {})}
         # Where layers share a schedule, they recompute as a part of it.
         features = replace(
             workload.features_of(shares_schedule=shares_schedule),
-            added=tuple(added or ()),
             recomputed=shares_schedule and workload.recomputes,
         )
         self.features = with_memory(with_exchange(features, workload.exchange), memory)
@@ -169,7 +165,7 @@ class CostModel:
 
     def _stage(self, kind: StageKind, work: Work, *, dense: bool) -> Pair:
         """The time of one stage of one chunk, including its overhead."""
-        pair = self._costs[kind.row](self._dense_times if dense else self._times, work)
+        pair = COSTS[kind.row](self._dense_times if dense else self._times, work)
         if not kind.is_differentiated:
             forward = Direction.FORWARD in kind.directions
             pair = Pair(pair.forward, 0.0) if forward else Pair(0.0, pair.forward)

@@ -18,7 +18,7 @@ from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.operation_times import ZERO, Pair
 from megatron_ampipe.plan.simulate import Compiled, Pace, compile_named, run
-from megatron_ampipe.plan.stage_costs import CostFunction, issue_us
+from megatron_ampipe.plan.stage_costs import issue_us
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import (
     KEEP,
@@ -29,7 +29,6 @@ from megatron_ampipe.schedule import (
     Pipeline,
     Schedule,
     Stage,
-    StageKind,
     data_flow,
     needs_of,
     period,
@@ -44,7 +43,6 @@ class Predictor:
     Args:
         workload: The block.
         cluster: The times of its operations.
-        added: Cost functions of kinds of stages that are not in :data:`.stage_costs.COSTS`.
         num_layers: How many such blocks share a schedule.
         dense: Which of them have no experts, counted from 0.
         memory: What the experts keep for their backward, see ``Pipeline.memory``.
@@ -58,14 +56,12 @@ class Predictor:
         workload: Workload,
         cluster: Cluster,
         *,
-        added: Mapping[StageKind, CostFunction] | None = None,
         num_layers: int = 1,
         dense: Collection[int] = (),
         memory: str = KEEP,
     ) -> None:
         self.workload, self.cluster, self.memory = workload, cluster, memory
-        self._added = added
-        self._model = CostModel(workload, cluster, added=added, shares_schedule=num_layers > 1, memory=memory)
+        self._model = CostModel(workload, cluster, shares_schedule=num_layers > 1, memory=memory)
         self.features = self._model.features
         """Of a block with experts."""
         self.layers: tuple[BlockFeatures, ...] = tuple(
@@ -104,7 +100,6 @@ class Predictor:
         return Predictor(
             replace(self.workload, **changes),
             self.cluster,
-            added=self._added,
             num_layers=num_layers,
             dense=dense,
             memory=self.memory if memory is None else memory,

@@ -12,11 +12,11 @@ from megatron_ampipe.runtime.segment import WeightProducts
 from megatron_ampipe.schedule import StageKind
 
 Function = Callable[..., Any]
-"""Of a stage, with the state of its half of the block as first argument."""
+"""Of a stage, with the state of the block as first argument."""
 
 
 class BlockFunctions(Protocol):
-    """What the stages of a block compute: functions of the state of one of its halves (:class:`BlockState`).
+    """What the stages of a block compute: functions of its state (:class:`BlockState`).
 
     A function of a kind that is computed takes ``(state, chunk, *values it takes)`` to the values it gives.
     The chunk is an index, or None for the whole sequence. A kind that takes keys and values also gets
@@ -32,8 +32,8 @@ class BlockFunctions(Protocol):
     all_parameters: Sequence[Parameter]
     """Of the block, each once."""
 
-    def run(self, kind: StageKind) -> tuple[int, Function]:
-        """The half of a kind, and its function.
+    def run(self, kind: StageKind) -> Function:
+        """The function of a kind.
 
         Of one that is started and waited for: ``(state, chunks, tensors, direction)``, where ``tensors`` are,
         for each chunk, what the stage takes; in the backward pass the gradients of what it gave. Returns a
@@ -41,8 +41,8 @@ class BlockFunctions(Protocol):
         it took.
         """
 
-    def differentiate(self, kind: StageKind) -> tuple[int, Function]:
-        """The half and the backward of a kind that has its own.
+    def differentiate(self, kind: StageKind) -> Function:
+        """The backward of a kind that has its own.
 
         ``(state, chunk, gradients, recalled, sums)``: of what the stage gave, the keys and values that it
         took, and what their gradients are added to. Returns the gradients of what it took; None for keys and
@@ -62,10 +62,11 @@ class Draws(Protocol):
 
 
 class BlockState(Protocol):
-    """The state of one pass of one micro-batch through a block; made for every forward call."""
+    """The state of one pass of one micro-batch through a block, which functions of stages get first.
 
-    halves: Sequence[Any]
-    """What functions of stages get first."""
+    Made for every forward call.
+    """
+
     draws: Draws | None
     """None where no number is drawn twice."""
 

@@ -182,8 +182,8 @@ class _Steps:
 
     def _compute(self, stage: Stage, *, backward: bool) -> RunStage:
         kind, block = stage.kind, self._blocks[stage.layer]
-        half, function = block.functions.run(kind)
-        step = RunStage(stage, function, half)
+        function = block.functions.run(kind)
+        step = RunStage(stage, function)
         if stage.again:
             block.make_empty(step, stage.chunk)
         self._bind_values(step, stage.chunk, backward=backward)
@@ -235,9 +235,9 @@ class _Steps:
             step.others.append(segment)
             gradients.take(step, chunk)
         else:
-            half, function = block.functions.differentiate(kind)
+            function = block.functions.differentiate(kind)
             sums = block.slot("sums", block.summed(kind)[0][1].giver)
-            step = RunStage(stage, _by_layer(function, len(block.flow.given[kind])), half, {"sums": sums})
+            step = RunStage(stage, _by_layer(function, len(block.flow.given[kind])), {"sums": sums})
             step.others.append(sums)
             gradients.take(step, chunk)
             recalled = [
@@ -260,10 +260,10 @@ class _Steps:
 
     def _communicate(self, stage: Stage, chunks: Sequence[int | None], *, backward: bool) -> Communicate:
         kind, block = stage.kind, self._blocks[stage.layer]
-        half, function = block.functions.run(kind)
+        function = block.functions.run(kind)
         of_gradients = backward and not stage.computes_values
         direction = Direction.BACKWARD if of_gradients else Direction.FORWARD
-        step = Communicate(stage, function, half, chunks, direction)
+        step = Communicate(stage, function, chunks, direction)
         for chunk in chunks:
             begin = len(step.takes)
             if of_gradients:
@@ -318,9 +318,9 @@ def _dropping(function: Function) -> Function:
 def _rebuilding(function: Function) -> Function:
     """The function of a stage that restores a graph, run for ``inner`` alone."""
 
-    def run(half: Any, chunk: int | None, *inputs: Tensor, inner: InnerTensors) -> tuple[()]:
+    def run(state: Any, chunk: int | None, *inputs: Tensor, inner: InnerTensors) -> tuple[()]:
         with inner.restored():
-            function(half, chunk, *with_history(inputs), inner=inner)
+            function(state, chunk, *with_history(inputs), inner=inner)
         return ()
 
     return run
@@ -329,7 +329,7 @@ def _rebuilding(function: Function) -> Function:
 def _by_layer(function: Function, num_gradients: int) -> Function:
     """The backward of a kind that has its own: of its arguments the last are values that it recalls."""
 
-    def run(half: Any, chunk: int | None, *inputs: Tensor | None, sums: KeyValueSums) -> Any:
-        return function(half, chunk, inputs[:num_gradients], inputs[num_gradients:], sums)
+    def run(state: Any, chunk: int | None, *inputs: Tensor | None, sums: KeyValueSums) -> Any:
+        return function(state, chunk, inputs[:num_gradients], inputs[num_gradients:], sums)
 
     return run

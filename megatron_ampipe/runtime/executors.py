@@ -34,9 +34,8 @@ class Executor(Protocol):
     """Runs the calls of a tape."""
 
     host_waits: bool
-    """Whether issuing a stage can make the host wait for the device; see ``schedule.issue_order``."""
-    crosses_streams: bool
-    """Whether stages run on several streams, so that ``execute`` needs ``crossing``."""
+    """Whether stages run on several streams of a device, for whose results issuing one can make the host wait
+    (``schedule.issue_order``); ``execute`` then needs ``crossing``."""
     threads: bool
     """Whether lanes run on several threads."""
 
@@ -56,7 +55,6 @@ class SequentialExecutor:
     """Runs one stage after another on the calling thread, and waits for every collective."""
 
     host_waits = False
-    crosses_streams = False
     threads = False
 
     def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
@@ -92,7 +90,6 @@ class CudaExecutor:
     """
 
     host_waits = True
-    crosses_streams = True
     threads = False
 
     def __init__(self) -> None:
@@ -155,7 +152,6 @@ class ThreadExecutor:
     """
 
     host_waits = False
-    crosses_streams = False
     threads = True
 
     def __init__(self) -> None:

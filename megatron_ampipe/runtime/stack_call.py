@@ -57,9 +57,7 @@ class StackCall:
     ) -> None:
         self._tapes, self._executor, self._recorder, self._numbers = tapes, executor, recorder, numbers
         self._reductions, self._keeps_graph, self._parameters = reductions, keep_graph, parameters
-        self._state = Pass(
-            tapes.num_slots, blocks, parameters, Crossing() if executor.crosses_streams else None
-        )
+        self._state = Pass(tapes.num_slots, blocks, parameters, Crossing() if executor.host_waits else None)
         # How many reductions were asked for when the gradients were complete that a stage waits for.
         self._asked: dict[tuple[StageKind, int], int] = {}
 

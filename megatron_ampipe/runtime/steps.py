@@ -36,13 +36,12 @@ class Pass:
 
     Attributes:
         slots: Tensors and other things that steps hand to one another, by number.
-        states: By block and half.
-        draws: By block.
+        blocks: Their states.
         sums: By block, of the gradients of its parameters.
         crossing: Told of what several streams use; None where no stream is crossed.
     """
 
-    __slots__ = ("blocks", "crossing", "draws", "slots", "states", "sums")
+    __slots__ = ("blocks", "crossing", "slots", "sums")
 
     def __init__(
         self,
@@ -53,15 +52,12 @@ class Pass:
     ) -> None:
         self.slots: Slots = [None] * num_slots
         self.blocks = list(blocks)
-        self.states = [block.halves for block in blocks]
-        self.draws = [block.draws for block in blocks]
         self.sums = [GradientSums(of_block) for of_block in parameters]
         self.crossing = crossing
 
     def run_again(self, layer: int) -> None:
         """From here on, the stages of a block run a second time."""
-        block = self.blocks[layer] = self.blocks[layer].again()
-        self.states[layer] = block.halves
+        self.blocks[layer] = self.blocks[layer].again()
 
 
 class Place(NamedTuple):
@@ -200,7 +196,6 @@ class RunStage(Step):
 
     Attributes:
         function: Called with the state, the chunk and the arguments.
-        half: Whose state.
         extras: Slots of further arguments, by keyword.
         segment: Slot of the graph; None if it is not differentiated.
         recompute: Keep only the arguments, and run the function again before it is differentiated.
@@ -209,7 +204,6 @@ class RunStage(Step):
     """
 
     function: Function
-    half: int
     extras: dict[str, int] = field(default_factory=dict)
     segment: int | None = None
     recompute: bool = False
@@ -219,17 +213,16 @@ class RunStage(Step):
     def work(self, state: Pass, inputs: list[Any]) -> Any:
         """See :class:`Step`."""
         slots, stage, function = state.slots, self.stage, self.function
-        draws = state.draws[stage.layer]
-        if draws is not None:
-            function = draws.drawn(function, (stage.kind, stage.chunk), again=stage.again)
-        half = state.states[stage.layer][self.half]
+        block = state.blocks[stage.layer]
+        if block.draws is not None:
+            function = block.draws.drawn(function, (stage.kind, stage.chunk), again=stage.again)
         extras = {name: slots[slot] for name, slot in self.extras.items()}
         if state.crossing is not None:
             _note_in_graphs(state, state.crossing, self.restores, inputs)
         if self.segment is None:
             with torch.no_grad():
-                return function(half, stage.chunk, *inputs, **extras)
-        bound = functools.partial(function, half, stage.chunk, **extras)
+                return function(block, stage.chunk, *inputs, **extras)
+        bound = functools.partial(function, block, stage.chunk, **extras)
         segment = slots[self.segment] = Segment(
             bound, inputs, recompute=self.recompute, releases=self.releases
         )
@@ -291,7 +284,6 @@ class Communicate(Step):
 
     Attributes:
         function: Called with the state, the chunks, for each what it takes, and the direction.
-        half: Whose state.
         chunks: Which.
         direction: Forward for values, in whichever pass.
         parts: Of each chunk the arguments.
@@ -300,7 +292,6 @@ class Communicate(Step):
 
     transfers: ClassVar[bool] = True
     function: Function
-    half: int
     chunks: Sequence[int | None]
     direction: Direction
     parts: list[slice] = field(default_factory=list)
@@ -308,8 +299,8 @@ class Communicate(Step):
 
     def work(self, state: Pass, inputs: list[Any]) -> Transfer:
         """See :class:`Step`."""
-        half, tensors = state.states[self.stage.layer][self.half], [inputs[part] for part in self.parts]
-        transfer: Transfer = self.function(half, self.chunks, tensors, self.direction)
+        block, tensors = state.blocks[self.stage.layer], [inputs[part] for part in self.parts]
+        transfer: Transfer = self.function(block, self.chunks, tensors, self.direction)
         if state.crossing is not None:
             _note_in_graphs(state, state.crossing, self.restores, transfer.uses, transfers=True)
         return transfer

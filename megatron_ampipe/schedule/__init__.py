@@ -1,6 +1,25 @@
 """What runs when inside transformer blocks, as data: stages, lanes, orders, and their checks."""
 
-from megatron_ampipe.schedule.check import check
+from megatron_ampipe.schedule.choices import (
+    ALL_EXCHANGES,
+    ALL_LAYERS,
+    COPYING,
+    KEEP,
+    PAPER_NAMES,
+    STRATEGIES,
+    Exchange,
+    NodeLayout,
+    check_memory,
+    memory_to_text,
+    of_chunks,
+    parse_exchanges,
+    parse_shares,
+    parse_stack,
+    stack_to_text,
+    useful_exchanges,
+    with_exchange,
+    with_memory,
+)
 from megatron_ampipe.schedule.chunks import (
     Chunk,
     SequenceLayout,
@@ -10,89 +29,12 @@ from megatron_ampipe.schedule.chunks import (
     row_unit,
 )
 from megatron_ampipe.schedule.dataflow import DataFlow, Source, data_flow, dependencies, is_whole, needs_of
-from megatron_ampipe.schedule.exchange import (
-    ALL_EXCHANGES,
-    Exchange,
-    NodeLayout,
-    parse_exchanges,
-    useful_exchanges,
-    with_exchange,
-)
 from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.issue import issue_order, stream_of
 from megatron_ampipe.schedule.kinds import ALL_KINDS, MOE_BLOCK, WEIGHTS
-from megatron_ampipe.schedule.memory_strategy import (
-    COPYING,
-    KEEP,
-    PAPER_NAMES,
-    STRATEGIES,
-    check_memory,
-    memory_to_text,
-    of_chunks,
-    with_memory,
-)
 from megatron_ampipe.schedule.orders import IN_ONE_CHUNK, SCHEDULE_NAMES, build
 from megatron_ampipe.schedule.passes import period, unrolled
-from megatron_ampipe.schedule.pipeline import ALL_LAYERS, Pipeline, parse_shares, parse_stack, stack_to_text
+from megatron_ampipe.schedule.pipeline import Pipeline
 from megatron_ampipe.schedule.program import LaneOrder, Program, Schedule, Stage
 from megatron_ampipe.schedule.stage_kind import Direction, Lane, Layout, Scope, StageKind, Value
-from megatron_ampipe.schedule.text import from_text, stage_from_text, to_text
-
-__all__ = [
-    "ALL_EXCHANGES",
-    "ALL_KINDS",
-    "ALL_LAYERS",
-    "COPYING",
-    "IN_ONE_CHUNK",
-    "KEEP",
-    "MOE_BLOCK",
-    "PAPER_NAMES",
-    "SCHEDULE_NAMES",
-    "STRATEGIES",
-    "WEIGHTS",
-    "BlockFeatures",
-    "Chunk",
-    "DataFlow",
-    "Direction",
-    "Exchange",
-    "Lane",
-    "LaneOrder",
-    "Layout",
-    "NodeLayout",
-    "Pipeline",
-    "Program",
-    "Schedule",
-    "Scope",
-    "SequenceLayout",
-    "Source",
-    "Span",
-    "Stage",
-    "StageKind",
-    "Value",
-    "build",
-    "check",
-    "check_memory",
-    "chunk_sequence",
-    "data_flow",
-    "dependencies",
-    "even_chunks",
-    "from_text",
-    "is_whole",
-    "issue_order",
-    "memory_to_text",
-    "needs_of",
-    "of_chunks",
-    "parse_exchanges",
-    "parse_shares",
-    "parse_stack",
-    "period",
-    "row_unit",
-    "stack_to_text",
-    "stage_from_text",
-    "stream_of",
-    "to_text",
-    "unrolled",
-    "useful_exchanges",
-    "with_exchange",
-    "with_memory",
-]
+from megatron_ampipe.schedule.text import check, from_text, stage_from_text, to_text

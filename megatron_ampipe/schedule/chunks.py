@@ -1,12 +1,13 @@
-"""Splits a sequence into chunks.
+"""Splits a sequence into chunks, and the rows of a chunk into documents.
 
 A chunk is stored twice: as rows of this rank's residual stream, and as rows of the queries of attention. The
-two are the same unless sequence parallelism shards the residual stream. Pure arithmetic; called by ``layers``
-once per sequence length.
+two are the same unless sequence parallelism shards the residual stream. Pure arithmetic.
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -24,16 +25,14 @@ ALIGNED_TILES = 4
 class Span:
     """A range of rows that is contiguous in local memory and in the whole sequence.
 
-    Attributes:
-        local_start: First row in the local tensor.
-        length: Number of rows, at least 1.
-        global_start: Position of the first row in the whole sequence; a causal query of the span's
-            last row attends to the keys ``[0, global_start + length)``.
+    A causal query of the last row attends to the keys ``[0, global_end)``.
     """
 
     local_start: int
+    """First row in the local tensor."""
     length: int
     global_start: int
+    """Position of the first row in the whole sequence."""
 
     @property
     def local_end(self) -> int:
@@ -104,13 +103,7 @@ class SequenceLayout:
     by_chunk: bool = False
 
     def spans(self, first: int, length: int, *, sequence_length: int) -> tuple[Span, ...]:
-        """The spans of a range of this rank's query rows, counted from 0.
-
-        Args:
-            first: First row, ``0 <= first < sequence_length / context_ranks``.
-            length: Number of rows.
-            sequence_length: Rows of the whole sequence.
-        """
+        """The spans of ``length`` query rows of this rank from ``first`` on, counted from 0."""
         if self.context_ranks == 1:
             return (Span(first, length, first),)
         half = sequence_length // (2 * self.context_ranks)
@@ -131,7 +124,7 @@ def chunk_sequence(
     layout: SequenceLayout | None = None,
     flag: str = "--ampipe-chunks",
 ) -> tuple[Chunk, ...]:
-    """Split a sequence into ``degree`` chunks.
+    """Split a sequence of so many rows into ``degree`` chunks.
 
     Without shares, lengths differ by at most one row, with longer chunks first. If a rank has at least
     :data:`ALIGNED_TILES` tiles of :data:`TILE_ROWS` rows for every chunk, chunks end on tile boundaries:
@@ -143,7 +136,7 @@ def chunk_sequence(
     ``layout.by_chunk`` a chunk consists of consecutive rows of the sequence.
 
     Args:
-        sequence_length: Rows of the whole sequence.
+        sequence_length: Of the whole sequence.
         degree: Number of chunks.
         shares: Share of the sequence in each chunk, with a sum of 1.
         layout: The rows of this rank; the whole sequence if None.
@@ -235,3 +228,86 @@ def _nearest(num_rows: int, shares: Sequence[float], *, unit: int) -> tuple[int,
     """Lengths of the chunks; ends (except for the last) are rounded to the nearest multiple of a unit."""
     ends = [unit * math.floor(share * num_rows / unit + 0.5) for share in itertools.accumulate(shares)]
     return tuple(end - start for start, end in itertools.pairwise([0, *ends[:-1], num_rows]))
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentRows:
+    """Consecutive query rows of a chunk that belong to one document, and the keys that they see.
+
+    Attributes:
+        sequence: Index of the sequence in the micro-batch.
+        first_row: First row in the query tensor of the chunk; ``last_row`` is one past the last.
+        first_key: First row of the document, counted in the sequence.
+        last_key: One past the last key that the last row sees: its own.
+    """
+
+    sequence: int
+    first_row: int
+    last_row: int
+    first_key: int
+    last_key: int
+
+    @property
+    def num_rows(self) -> int:
+        """How many query rows."""
+        return self.last_row - self.first_row
+
+    @property
+    def num_keys(self) -> int:
+        """How many keys the last row sees."""
+        return self.last_key - self.first_key
+
+    @property
+    def span(self) -> Span:
+        """The rows as a span of a sequence that consists of this document alone."""
+        return Span(0, self.num_rows, self.num_keys - self.num_rows)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of a micro-batch begin.
+
+    Attributes:
+        starts: For each sequence of the micro-batch the first row of each of its documents, ascending; the
+            first one is 0.
+        num_rows: Rows of a sequence.
+        own_positions: The rotary embedding counts the rows of each document from 0, not those of the
+            sequence.
+    """
+
+    starts: tuple[tuple[int, ...], ...]
+    num_rows: int
+    own_positions: bool
+
+    def __post_init__(self) -> None:
+        for starts in self.starts:
+            ends = (*starts[1:], self.num_rows)
+            assert starts[0] == 0, "the first document begins with the sequence"
+            assert all(start < end for start, end in zip(starts, ends, strict=True)), "an empty document"
+
+    @property
+    def masked(self) -> bool:
+        """Whether a mask of the data loader separates them; otherwise they are packed."""
+        return not self.own_positions
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences the micro-batch has."""
+        return len(self.starts)
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019  Every layer asks for the same chunks.
+    def rows_of(self, spans: tuple[Span, ...]) -> tuple[DocumentRows, ...]:
+        """The query rows of a chunk, document by document: by sequence, then in the order of the spans."""
+        found = []
+        for sequence, starts in enumerate(self.starts):
+            row = 0
+            for span in spans:
+                first = bisect.bisect_right(starts, span.global_start) - 1
+                last = bisect.bisect_left(starts, span.global_end)
+                # The end of a document is the start of the next one.
+                bounds = (*starts[first:last], span.global_end)
+                for start, end in itertools.pairwise(bounds):
+                    length = end - max(start, span.global_start)
+                    found.append(DocumentRows(sequence, row, row + length, start, end))
+                    row += length
+        return tuple(found)

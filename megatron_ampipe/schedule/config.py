@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ampipe.block.setting import AUTO
-from megatron_ampipe.block.settings import SETTING, Settings
+from megatron_ampipe.block.settings import AUTO, SETTING, Settings
 from megatron_ampipe.schedule import STRATEGIES, Pipeline, of_chunks
 
 

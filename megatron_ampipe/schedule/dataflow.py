@@ -27,14 +27,10 @@ from megatron_ampipe.schedule.stage_kind import Direction, Layout, Scope, StageK
 
 
 class Source(NamedTuple):
-    """Where a value that a stage takes comes from. A tuple, because every stage looks some up.
-
-    Attributes:
-        giver: The kind that gives it; None for what the block itself is given.
-        name: Of the value.
-    """
+    """Where a value that a stage takes comes from. A tuple, because every stage looks some up."""
 
     giver: StageKind | None
+    """The kind that gives it; None for what the block itself is given."""
     name: str
 
 
@@ -163,8 +159,7 @@ def dependencies(
     whose tensors they copy.
 
     Args:
-        layers: The features of consecutive blocks that share a schedule: each takes what the one before it
-            returns.
+        layers: The features of consecutive blocks: each takes what the one before it returns.
         degree: Into how many parts the direction divides the sequence.
         whole_attention: Attention is of the whole sequence.
         direction: Of which pass.
@@ -371,10 +366,6 @@ def _with_copies_in_time(
 
     Forward, the experts of a chunk wait until what was kept of the chunk :data:`AHEAD` before it is stored;
     backward, a load waits until the experts of the chunk that many before its own are differentiated.
-
-    Args:
-        needs: What each stage waits for.
-        direction: Of the pass.
     """
     found = dict(needs)
     if not any(stage.kind.copies for stage in needs):

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from megatron_ampipe.block.settings import Settings
-from megatron_ampipe.schedule.stage_kind import COMM, COMM_LANE, INTRA, INTRA_LANE, StageKind
+from megatron_ampipe.schedule.stage_kind import COMM, COMM_LANE, INTRA, INTRA_LANE
 
 AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 """Load-balancing types that come with a loss."""
@@ -64,7 +64,6 @@ class BlockFeatures:
         gathers_rows: With :attr:`row_links`, these ranks also gather what attention is given as a stage.
         ring_ranks: Context-parallel ranks that pass keys on to one another; 1 where none do.
         latent: ``merge`` projects what the experts return, so its backward needs their values.
-        added: Kinds of stages beyond the table's; each names the row that it follows.
     """
 
     dense: bool = False
@@ -85,7 +84,6 @@ class BlockFeatures:
     gathers_rows: bool = False
     ring_ranks: int = 1
     latent: bool = False
-    added: tuple[StageKind, ...] = ()
 
     @property
     def experts(self) -> bool:
@@ -107,12 +105,9 @@ class BlockFeatures:
         return any(Restored.OFFLOAD in one and Restored.REDISPATCH in one for one in self.restored)
 
     def of_chunk(self, chunk: int, degree: int | None = None) -> BlockFeatures:
-        """With what is restored of one chunk.
+        """With what is restored of one chunk of a pass of this degree; of the backward pass if None.
 
-        Args:
-            chunk: Its index.
-            degree: Of the pass that it is a chunk of; of the backward pass if None. A chunk of a forward pass
-                with fewer chunks has what is restored of any of its parts.
+        A chunk of a forward pass with fewer chunks has what is restored of any of its parts.
         """
         count = len(self.restored)
         if count <= 1:
@@ -129,16 +124,8 @@ class BlockFeatures:
     @property
     def without_experts(self) -> BlockFeatures:
         """The features of a block with the same attention and an MLP."""
-        return BlockFeatures(
-            dense=True,
-            chunked_qkv=self.chunked_qkv,
-            recomputed=self.recomputed,
-            reduces=self.reduces,
-            row_links=self.row_links,
-            gathers_rows=self.gathers_rows,
-            ring_ranks=self.ring_ranks,
-            added=self.added,
-        )
+        of_attention = ("chunked_qkv", "recomputed", "reduces", "row_links", "gathers_rows", "ring_ranks")
+        return BlockFeatures(dense=True, **{name: getattr(self, name) for name in of_attention})
 
 
 def features_of_settings(
@@ -150,11 +137,11 @@ def features_of_settings(
     shares_schedule: bool = False,
     local: bool = False,
 ) -> BlockFeatures:
-    """The features of the blocks that Megatron builds from these settings.
+    """The features of the blocks that Megatron builds from its settings and AMPipe's ``own``.
 
     Args:
         settings: See the module.
-        own: AMPipe's settings.
+        own: AMPipe's.
         with_losses: Whether the pass adds the router's losses, if there are any: it trains and keeps a graph.
         dense: Of a layer without experts.
         shares_schedule: Several layers share a schedule.
@@ -213,9 +200,7 @@ def gather_lane(settings: Any, ranks_per_node: int | None) -> str:
     other nodes too, the two use different links. Elsewhere they use the same ones. Only the dispatcher
     ``alltoall`` gathers apart from its exchange.
 
-    Args:
-        settings: See the module.
-        ranks_per_node: Of all ranks, those of a node; None if that is not known.
+    ``ranks_per_node`` are, of all ranks, those of a node; None if that is not known.
     """
     num_ranks = expert_tensor_ranks(settings)
     if settings.moe_token_dispatcher_type != "alltoall" or num_ranks == 1:
@@ -271,9 +256,7 @@ def boundary(settings: Any, *, whole_attention: bool) -> str | None:
     With tensor parallelism Megatron spreads the whole sequence over the ranks. Layers that share a schedule
     spread each chunk, so that other ranks hold its tokens.
 
-    Args:
-        settings: See the module.
-        whole_attention: The schedule computes attention of the whole sequence at once (``moe-only``).
+    With ``whole_attention``, the schedule computes attention of the whole sequence at once (``moe-only``).
     """
     if settings.context_parallel_size > 1:
         return "with context parallelism, a layer needs keys and values of the whole sequence"

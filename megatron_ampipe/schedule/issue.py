@@ -20,7 +20,7 @@ def issue_order(
     A communication stage is issued as soon as everything it needs has been issued.
 
     Args:
-        program: One direction of a schedule that :func:`~megatron_ampipe.schedule.check.check` accepted.
+        program: One direction of a schedule that :func:`~.text.check` accepted.
         needs: The dependencies of that direction.
         host_waits: Whether the host waits for a result that it must read (``counts``) when it issues what
             takes it (``dispatch``), as on CUDA. That stage is then issued after the next compute stage that
@@ -74,16 +74,11 @@ def merge_lanes[S: Hashable](
     waits_before: Collection[S],
     covers: Collection[S],
 ) -> tuple[tuple[str, S], ...] | None:
-    """What :func:`issue_order` does, on anything that stands for stages.
+    """What :func:`issue_order` does, on anything that stands for stages; None if the lanes wait for each
+    other.
 
-    Args:
-        lanes: For each lane its stages, in order.
-        needs: For each stage those that must have been issued before.
-        waits_before: Stages before which the host waits.
-        covers: Compute stages that keep the device busy meanwhile.
-
-    Returns:
-        ``(lane, stage)`` in issue order; None if the lanes wait for each other.
+    Before the stages ``waits_before`` the host waits; the compute stages ``covers`` keep the device busy
+    meanwhile.
     """
     place = dict.fromkeys(lanes, 0)
     order: list[tuple[str, S]] = []

@@ -15,12 +15,14 @@ from dataclasses import replace
 from megatron_ampipe.schedule.features import BlockFeatures, Restored
 from megatron_ampipe.schedule.stage_kind import (
     COMM_LANE,
+    COMPUTE_LANE,
     COPY_LANE,
     INTRA,
     INTRA_LANE,
     TENSOR_INTRA_LANE,
     TENSOR_LANE,
     Direction,
+    Lane,
     Layout,
     Scope,
     StageKind,
@@ -130,47 +132,31 @@ MERGE = StageKind("merge", takes=(_OUTPUT_SHAPE, _RESIDUAL, _SHARED_OUTPUT), giv
 MLP = StageKind("mlp", takes=(_NORMED, _RESIDUAL), gives=(HIDDEN_STATES,), covers_wait=True)
 """Of a layer without experts: its MLP, residual."""
 
-REPERMUTE = StageKind(
-    "repermute", takes=(_NORMED,), gives=(_TOKENS,), directions=(Direction.BACKWARD,), restores=EXPERT
-)
-"""Permutation of the tokens by expert once more, for :data:`REDISPATCH`."""
-REDISPATCH = StageKind(
-    "redispatch",
-    lane=COMM_LANE,
-    takes=(_TOKENS,),
-    gives=(_TOKENS,),
-    directions=(Direction.BACKWARD,),
-    restores=EXPERT,
-)
-"""All-to-all that sends the tokens once more, because what arrived was not kept."""
-RESPREAD = StageKind(
-    "respread",
-    lane=INTRA_LANE,
-    takes=(_TOKENS,),
-    gives=(_TOKENS,),
-    directions=(Direction.BACKWARD,),
-    restores=EXPERT,
-)
-"""``spread`` once more, likewise."""
-LOAD_TOKENS = StageKind(
-    "load-tokens", lane=COPY_LANE, gives=(_TOKENS,), directions=(Direction.BACKWARD,), restores=EXPERT
-)
-"""What had arrived, from host memory."""
-REGATHER = StageKind(
-    "regather",
-    lane=COMM_LANE,
-    takes=(_TOKENS,),
-    gives=(_TOKENS,),
-    directions=(Direction.BACKWARD,),
-    restores=EXPERT,
-)
-"""``gather`` once more, of what was sent once more or comes from host memory."""
 
-REBUILD = StageKind("rebuild", takes=(_TOKENS, _PROBS), directions=(Direction.BACKWARD,), restores=EXPERT)
+def _restoring(
+    name: str, lane: Lane = COMPUTE_LANE, *, takes: tuple[Value, ...] = (), gives: tuple[Value, ...] = ()
+) -> StageKind:
+    """A kind that gives back what the experts have not kept for their backward."""
+    return StageKind(
+        name, lane=lane, takes=takes, gives=gives, directions=(Direction.BACKWARD,), restores=EXPERT
+    )
+
+
+REPERMUTE = _restoring("repermute", takes=(_NORMED,), gives=(_TOKENS,))
+"""Permutation of the tokens by expert once more, for :data:`REDISPATCH`."""
+REDISPATCH = _restoring("redispatch", COMM_LANE, takes=(_TOKENS,), gives=(_TOKENS,))
+"""All-to-all that sends the tokens once more, because what arrived was not kept."""
+RESPREAD = _restoring("respread", INTRA_LANE, takes=(_TOKENS,), gives=(_TOKENS,))
+"""``spread`` once more, likewise."""
+LOAD_TOKENS = _restoring("load-tokens", COPY_LANE, gives=(_TOKENS,))
+"""What had arrived, from host memory."""
+REGATHER = _restoring("regather", COMM_LANE, takes=(_TOKENS,), gives=(_TOKENS,))
+"""``gather`` once more, of what was sent once more or comes from host memory."""
+REBUILD = _restoring("rebuild", takes=(_TOKENS, _PROBS))
 """Sorting, first product and activation of the local experts once more, without the second product."""
-RESORT = StageKind("resort", takes=(_TOKENS, _PROBS), directions=(Direction.BACKWARD,), restores=EXPERT)
+RESORT = _restoring("resort", takes=(_TOKENS, _PROBS))
 """Sorting of what was sent once more; the experts' inner tensors come from host memory."""
-LOAD = StageKind("load", lane=COPY_LANE, directions=(Direction.BACKWARD,), restores=EXPERT)
+LOAD = _restoring("load", COPY_LANE)
 """What :data:`STORE` has copied, from host memory."""
 REDUCE = StageKind("reduce", lane=COMM_LANE, scope=Scope.WHOLE, directions=(Direction.BACKWARD,))
 """Reduction of the gradients that were complete when the pass had ended the block above."""
@@ -246,15 +232,6 @@ def rows(block: BlockFeatures) -> tuple[StageKind, ...]:
         found.append(REDUCE)
     if block.reduces_experts:
         found.append(REDUCE_EXPERTS)
-    for kind in block.added:
-        assert kind.after is not None, f"{kind} does not say which row it follows"
-        follows = ADD_NORM if kind.after == ATTENTION and block.scatters_rows else kind.after
-        if follows not in found:
-            continue
-        place = found.index(follows) + 1
-        while place < len(found) and found[place].after == kind.after:
-            place += 1
-        found.insert(place, kind)
     return tuple(found)
 
 
@@ -278,7 +255,7 @@ def _attention(block: BlockFeatures) -> Iterator[StageKind]:
     if block.scatters_rows:
         takes = tuple(value for value in ATTENTION.takes if value != HIDDEN_STATES)
         yield replace(ATTENTION, takes=takes, gives=(PARTIAL,))
-        yield SCATTER_ROWS.on(lane)
+        yield replace(SCATTER_ROWS, lane=lane)
         yield ADD_NORM
     else:
         yield ATTENTION
@@ -305,12 +282,12 @@ def _experts(block: BlockFeatures) -> Iterator[StageKind]:
     if block.restores(Restored.OFFLOAD_TOKENS):
         yield STORE_TOKENS
     if block.gathers:
-        yield GATHER.on(near)
+        yield replace(GATHER, lane=near)
     yield EXPERT
     if block.restores(Restored.OFFLOAD):
         yield STORE
     if block.gathers:
-        yield SCATTER.on(near)
+        yield replace(SCATTER, lane=near)
     if block.nodes:
         yield COLLECT
     yield COMBINE
@@ -326,7 +303,7 @@ def _experts(block: BlockFeatures) -> Iterator[StageKind]:
     if block.restores(Restored.OFFLOAD_TOKENS):
         yield LOAD_TOKENS
     if block.gathers and (block.restores(Restored.REDISPATCH) or block.restores(Restored.OFFLOAD_TOKENS)):
-        yield REGATHER.on(near)
+        yield replace(REGATHER, lane=near)
     if block.restores(Restored.REBUILD):
         yield REBUILD
     if block.resort:

@@ -27,7 +27,7 @@ from megatron_ampipe.schedule.kinds import (
     STORE_TOKENS,
 )
 from megatron_ampipe.schedule.program import Program, Schedule, Stage
-from megatron_ampipe.schedule.stage_kind import COMPUTE, Direction, StageKind
+from megatron_ampipe.schedule.stage_kind import COMPUTE, Direction
 
 
 def period(schedule: Schedule) -> Schedule:
@@ -54,17 +54,12 @@ def _merging(program: Program, *, before: int | None = None, after: int | None =
         for stage in stages:
             if stage.kind == begins and before is not None:
                 yield Stage(MERGE, stage.chunk, before)
-            if not _ends_a_block(stage.kind):
+            if stage.kind != MERGE:
                 yield stage
             if stage.kind == begins and after is not None:
                 yield Stage(MERGE, stage.chunk, after)
 
     return program.mapped(with_merges)
-
-
-def _ends_a_block(kind: StageKind | None) -> bool:
-    """Whether it is the merge, or a kind that was added after it, which :func:`unrolled` places."""
-    return kind is not None and (kind == MERGE or _ends_a_block(kind.after))
 
 
 def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
@@ -73,9 +68,9 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
     Args:
         schedule: Its stages that a block does not have are left out: a pass without gradients has no losses.
         layers: The features of the blocks. What the period lacks of a dense block is put right before the
-            first stage that needs it, and so are kinds of stages that were added, restore what was not kept
-            or store it, and those in which tensor-parallel ranks scatter rows. If it runs no stage again, all
-            that are to run again are placed, and so are reductions.
+            first stage that needs it, and so are kinds of stages that restore what was not kept or store it,
+            and those in which tensor-parallel ranks scatter rows. If it runs no stage again, all that are to
+            run again are placed, and so are reductions.
     """
 
     def repeated(program: Program, direction: Direction) -> Program:
@@ -87,14 +82,13 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
     whole = replace(schedule.mapped(repeated), repeats=False)
     # An order can come from before there were stages of tensor-parallel ranks.
     placeable = {MLP, REDUCE, REDUCE_EXPERTS, STORE, STORE_TOKENS, *OF_ROWS}
-    placeable.update(kind for features in layers for kind in features.added)
     runs_again = any(stage.again for stage in whole.backward.stages)
     lacks_others = any(
         stage.kind not in placeable and stage.kind.restores is None and (runs_again or not stage.again)
         for direction in Direction
         for stage in needs_of(whole, layers, direction).keys() - set(whole.program(direction).stages)
     )
-    # What else is missing is an error in the order that was given, which :func:`~.check.check` reports.
+    # What else is missing is an error in the order that was given, which :func:`~.text.check` reports.
     return bound(whole if lacks_others else placed(whole, layers), layers)
 
 
@@ -183,12 +177,8 @@ def _with_stages_again(order: Sequence[Stage], needs: Mapping[Stage, Sequence[St
     They run in the mirrored order of the backward stages of their block, spread evenly over those of the
     block above. A recomputed block is differentiated when the block above it has ended.
 
-    Args:
-        order: Stages of the backward pass, each after what it needs; may lack some.
-        needs: The dependencies of the backward pass.
-
-    Returns:
-        All stages; one may stand before a stage that it needs.
+    ``order`` has each stage after what it needs, and may lack some. In what is returned, a stage may stand
+    before one that it needs.
     """
     layers = {stage.layer for stage in needs if stage.again}
     if not layers:

@@ -7,24 +7,26 @@ of benchmarks, and ``--ampipe-degree auto`` replaces it between two iterations. 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Self
+from typing import Any, Self
 
-from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule.check import check
+from megatron_ampipe.schedule.choices import (
+    KEEP,
+    Exchange,
+    check_degrees,
+    check_memory,
+    stack_to_text,
+    with_exchange,
+    with_memory,
+)
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, chunk_sequence
-from megatron_ampipe.schedule.exchange import Exchange, with_exchange
 from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.kinds import QKV
-from megatron_ampipe.schedule.memory_strategy import KEEP, check_memory, with_memory
 from megatron_ampipe.schedule.orders import build
 from megatron_ampipe.schedule.passes import period, unrolled
 from megatron_ampipe.schedule.program import Schedule
-
-_ROUNDING_OF_SHARES = 0.015
-"""Allowed deviation of the sum of the shares from 1, so that 0.33,0.33,0.33 means thirds."""
+from megatron_ampipe.schedule.text import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +45,8 @@ class Pipeline:
         order: An order of the stages that replaces the named one; it has these degrees. Of one block, or
             one that repeats.
         stack: How many consecutive layers share a schedule: 1 is block by block, 0 all of a pipeline stage.
-        memory: What the experts keep for their backward: one of :data:`~.memory_strategy.STRATEGIES`, or one
-            for each chunk of the backward pass (:func:`~.memory_strategy.of_chunks`).
+        memory: What the experts keep for their backward: one of :data:`~.choices.STRATEGIES`, or one
+            for each chunk of the backward pass (:func:`~.choices.of_chunks`).
         exchange: How the all-to-all groups copies of a token.
 
     Raises:
@@ -62,32 +64,13 @@ class Pipeline:
     _hash: int = field(init=False, repr=False, compare=False)
 
     @classmethod
-    def of(
-        cls,
-        degree: int,
-        *,
-        backward_degree: int | None = None,
-        shares: tuple[float, ...] | None = None,
-        schedule: str = "ampipe",
-        order: Schedule | None = None,
-        stack: int = 1,
-        memory: str = KEEP,
-        exchange: Exchange = Exchange.ROWS,
-    ) -> Self:
+    def of(cls, degree: int, *, backward_degree: int | None = None, **others: Any) -> Self:
         """A pipeline whose backward degree defaults to the forward degree."""
-        return cls(
-            degree=degree,
-            backward_degree=degree if backward_degree is None else backward_degree,
-            shares=shares,
-            schedule=schedule,
-            order=order,
-            stack=stack,
-            memory=memory,
-            exchange=exchange,
-        )
+        backward = degree if backward_degree is None else backward_degree
+        return cls(degree=degree, backward_degree=backward, **others)
 
     def __post_init__(self) -> None:
-        self._check()
+        check_degrees(self.degree, self.backward_degree, None if self.shares is None else len(self.shares))
         assert self.stack >= 0
         check_memory(self.memory, backward_degree=self.backward_degree)
         if self.order is not None:
@@ -98,30 +81,6 @@ class Pipeline:
     def __hash__(self) -> int:
         # Blocks use it as a key in every pass, and an order has hundreds of stages.
         return self._hash
-
-    def _check(self) -> None:
-        degree, backward = self.degree, self.backward_degree
-        if degree < 1:
-            raise BadInput(
-                "--ampipe-degree",
-                degree,
-                rule="must be a whole number of chunks, at least 1",
-                remedy="Use --ampipe-degree 4, or 1 for Megatron's own layers.",
-            )
-        if backward < 1 or max(degree, backward) % min(degree, backward):
-            raise BadInput(
-                "--ampipe-backward-degree",
-                backward,
-                rule=f"must be a divisor or a multiple of the degree of the forward pass ({degree})",
-                remedy=f"Use --ampipe-backward-degree {2 * degree}, 1 or {degree}.",
-            )
-        if self.shares is not None and len(self.shares) not in (degree, self.num_chunks):
-            raise BadInput(
-                "--ampipe-degree",
-                degree,
-                rule=f"is not the number of shares of --ampipe-chunks ({len(self.shares)})",
-                remedy=f"Leave it out: --ampipe-chunks implies --ampipe-degree {len(self.shares)}.",
-            )
 
     def trained(self, features: BlockFeatures) -> BlockFeatures:
         """The features of a block that trains with it, from those that do not depend on it."""
@@ -153,15 +112,7 @@ class Pipeline:
         return max(self.degree, self.backward_degree)
 
     def chunks(self, sequence_length: int, layout: SequenceLayout | None = None) -> tuple[Chunk, ...]:
-        """The chunks of a sequence.
-
-        Args:
-            sequence_length: Rows of the whole sequence.
-            layout: The rows of this rank; the whole sequence if None.
-
-        Raises:
-            BadInput: a chunk would be empty, or the sequence cannot be split evenly over the ranks.
-        """
+        """See :func:`~.chunks.chunk_sequence`."""
         shares = self.shares
         if shares is not None and len(shares) < self.num_chunks:
             parts = self.num_chunks // self.degree
@@ -236,40 +187,6 @@ class Pipeline:
         return f"{degree}{shares}, schedule {self.name}{stack}{memory}{exchange}"
 
 
-def parse_stack(text: str, *, flag: str) -> int:
-    """Parse how many layers share a schedule, as :attr:`Pipeline.stack`: a number, or ``all``.
-
-    Args:
-        text: What was given.
-        flag: The flag with this value, for error messages.
-
-    Raises:
-        BadInput: it is neither.
-    """
-    if text == _ALL:
-        return ALL_LAYERS
-    if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < 1:
-        raise BadInput(
-            flag,
-            text or "(empty)",
-            rule=f"must be a whole number of layers, at least 1, or {_ALL}",
-            remedy=f"Use {flag} {_ALL}, or {flag} 1 to run layer by layer.",
-        )
-    return int(text)
-
-
-def stack_to_text(stack: int) -> str:
-    """What :func:`parse_stack` reads."""
-    return str(stack) if stack else _ALL
-
-
-ALL_LAYERS = 0
-"""The :attr:`Pipeline.stack` of all layers of a pipeline stage."""
-_ALL = "all"
-_MOST_DIGITS = 9
-"""Of a number of layers; Python does not read one of thousands of digits."""
-
-
 def _fits(order: Schedule, block: BlockFeatures) -> bool:
     """Whether a block on its own can run an order that was made for layers that share a schedule.
 
@@ -277,33 +194,3 @@ def _fits(order: Schedule, block: BlockFeatures) -> bool:
     that is left over, such as an MTP layer, runs the named schedule.
     """
     return not order.repeats or block.chunked_qkv or QKV in order.forward.whole
-
-
-def parse_shares(text: str, *, flag: str) -> tuple[float, ...]:
-    """Parse shares of a sequence, such as ``0.4,0.3,0.3``.
-
-    Args:
-        text: Numbers, separated by commas.
-        flag: The flag with this value, for error messages.
-
-    Returns:
-        The shares, scaled to a sum of exactly 1.
-
-    Raises:
-        BadInput: the text is not a list of numbers above 0 with a sum of 1.
-    """
-    remedy = f"Use for example {flag} 0.4,0.3,0.3."
-    try:
-        shares = [float(word) for word in text.split(",")]
-    except ValueError:
-        raise BadInput(
-            flag, text or "(empty)", rule="is not a list of numbers separated by commas", remedy=remedy
-        ) from None
-    if not all(0 < share < math.inf for share in shares):
-        raise BadInput(flag, text, rule="every share must be above 0", remedy=remedy)
-    total = sum(shares)
-    if abs(total - 1) > _ROUNDING_OF_SHARES:
-        raise BadInput(
-            flag, text, rule=f"the shares must have a sum of 1; the sum is {total:.6g}", remedy=remedy
-        )
-    return tuple(share / total for share in shares)

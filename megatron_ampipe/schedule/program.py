@@ -65,17 +65,15 @@ class Program:
     """One pass through the block: what each lane runs, in order.
 
     A communication stage that stands in the ``compute`` lane is waited for on the spot.
-
-    Attributes:
-        stages: All stages, lane by lane.
-        whole: Kinds of stages that run once for the whole sequence.
-        weights: Kinds of its stages that compute gradients of weights alone (``StageKind.weights_of``).
     """
 
     lanes: tuple[LaneOrder, ...]
     stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
+    """All stages, lane by lane."""
     whole: frozenset[StageKind] = field(init=False, repr=False, compare=False)
+    """Kinds of stages that run once for the whole sequence."""
     weights: frozenset[StageKind] = field(init=False, repr=False, compare=False)
+    """Kinds of its stages that compute gradients of weights alone (``StageKind.weights_of``)."""
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

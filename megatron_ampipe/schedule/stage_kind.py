@@ -5,7 +5,7 @@ The kinds themselves are in :mod:`.kinds`. Everything that handles stages of any
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
 from megatron_ampipe.files.timeline import COMPUTE as COMPUTE
@@ -27,16 +27,13 @@ class Direction(StrEnum):
 class Lane:
     """Where stages run one after another. Lanes run concurrently.
 
-    Attributes:
-        name: As in schedules, traces and pictures.
-        resource: What the lane occupies. Lanes of one resource share it; those of different ones overlap.
-
     The compute lane is the only one whose stages are computed. Two lanes must not use the same process group:
     a host issues each lane's collectives from a separate thread, so ranks could disagree about their order.
     """
 
     name: str
     resource: str
+    """What the lane occupies. Lanes of one resource share it; those of different ones overlap."""
 
     @property
     def computes(self) -> bool:
@@ -122,7 +119,6 @@ class StageKind:
         ordered: Each chunk waits for the one before it.
         host_reads: The host must know its result before it can issue the stages that take it.
         covers_wait: Long enough to keep a device busy while its host waits for such a result.
-        after: For a kind that is added to a block (``BlockFeatures.added``): the row that it follows.
         restores: For a kind that runs in the backward pass only, and computes values there, as a forward
             stage does: the kind whose backward waits for it, because its forward stage has not kept them.
         weights_of: For the weight gradients of a kind: that kind. A block has such a stage if the backward
@@ -140,7 +136,6 @@ class StageKind:
     ordered: bool = field(default=False, repr=False)
     host_reads: bool = field(default=False, repr=False)
     covers_wait: bool = field(default=False, repr=False)
-    after: StageKind | None = field(default=None, repr=False)
     restores: StageKind | None = field(default=None, repr=False)
     weights_of: StageKind | None = field(default=None, repr=False)
     step_of: StageKind | None = field(default=None, repr=False)
@@ -152,10 +147,6 @@ class StageKind:
     def __hash__(self) -> int:
         # Of a string, Python keeps it: stages are keys of many tables.
         return hash(self.name)
-
-    def on(self, lane: Lane) -> StageKind:
-        """The same kind on another lane."""
-        return replace(self, lane=lane)
 
     @property
     def copies(self) -> bool:

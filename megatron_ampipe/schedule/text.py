@@ -1,4 +1,4 @@
-"""The text form of a schedule: what people read in a log, keep in a file, and write by hand.
+"""The text form of a schedule, and its check: what people read in a log, keep in a file, and write by hand.
 
 ::
 
@@ -20,23 +20,16 @@ separate stages are ``expert-weights.0``, or ``expert-weights`` of all chunks at
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.timeline import AGAIN
-from megatron_ampipe.schedule.kinds import (
-    ALL_KINDS,
-    GATHER,
-    GATHER_ROWS,
-    REGATHER,
-    REGATHER_ROWS,
-    SCATTER,
-    SCATTER_ROWS,
-    STEPPED,
-    step_of,
-)
+from megatron_ampipe.schedule.dataflow import needs_of
+from megatron_ampipe.schedule.features import BlockFeatures
+from megatron_ampipe.schedule.kinds import ALL_KINDS, STEPPED, step_of
 from megatron_ampipe.schedule.program import LaneOrder, Program, Schedule, Stage
-from megatron_ampipe.schedule.stage_kind import Direction, Scope, StageKind
+from megatron_ampipe.schedule.stage_kind import COMPUTE, Direction, Scope
 
 
 def to_text(schedule: Schedule) -> str:
@@ -44,31 +37,22 @@ def to_text(schedule: Schedule) -> str:
     header = f"schedule {schedule.name} degree {schedule.degree}"
     if schedule.backward_degree != schedule.degree:
         header += f" backward {schedule.backward_degree}"
-    if schedule.repeats:
-        header += f" {_REPEATS}"
-    lines = [header]
+    lines = [f"{header} repeats" if schedule.repeats else header]
     for direction in Direction:
         for order in schedule.program(direction).lanes:
             lines.append(f"{direction} {order.lane}: {' '.join(map(str, order.stages))}".rstrip())
     return "\n".join(lines) + "\n"
 
 
-def from_text(text: str, *, kinds: Sequence[StageKind] = ALL_KINDS) -> Schedule:
-    """Read the text form. The result is well-formed, not yet checked against a block.
-
-    Args:
-        text: What :func:`to_text` returns.
-        kinds: Which stages there are.
+def from_text(text: str) -> Schedule:
+    """Read what :func:`to_text` returns. The result is well-formed, not yet checked against a block.
 
     Raises:
         BadInput: naming the line that is wrong.
     """
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    header = lines[0][1].split() if lines else []
-    repeats = header[-1:] == [_REPEATS]
-    header = header[: len(header) - repeats]
-    words = ["schedule", "degree", "backward"][: len(header) // 2]
-    if len(header) not in (4, 6) or header[0::2] != words or not all(map(_is_positive, header[3::2])):
+    header = _HEADER.fullmatch(" ".join(lines[0][1].split())) if lines else None
+    if header is None:
         raise BadInput(
             "schedule line 1",
             lines[0][1] if lines else "(empty)",
@@ -76,8 +60,8 @@ def from_text(text: str, *, kinds: Sequence[StageKind] = ALL_KINDS) -> Schedule:
             "with or without 'repeats' at the end",
             remedy="Write for example 'schedule mine degree 4'.",
         )
-    degree = int(header[3])
-    degrees = {Direction.FORWARD: degree, Direction.BACKWARD: int(header[-1])}
+    degree = int(header["degree"])
+    degrees = {Direction.FORWARD: degree, Direction.BACKWARD: int(header["backward"] or degree)}
     programs: dict[Direction, list[LaneOrder]] = {direction: [] for direction in Direction}
     for number, line in lines[1:]:
         head, colon, tail = line.partition(":")
@@ -90,82 +74,118 @@ def from_text(text: str, *, kinds: Sequence[StageKind] = ALL_KINDS) -> Schedule:
                 remedy="Write for example 'forward compute: qkv attention.0'.",
             )
         direction = Direction(words[0])
-        stages = tuple(
-            _stage(word, number=number, degree=degrees[direction], kinds=kinds) for word in tail.split()
-        )
+        stages = tuple(_stage(word, number=number, degree=degrees[direction]) for word in tail.split())
         programs[direction].append(LaneOrder(words[1], stages))
-    return Schedule(
-        header[1],
-        degree,
-        Program(tuple(programs[Direction.FORWARD])),
-        Program(tuple(programs[Direction.BACKWARD])),
-        degrees[Direction.BACKWARD],
-        repeats,
-    )
+    forward, backward = (Program(tuple(lanes)) for lanes in programs.values())
+    repeats = header["repeats"] is not None
+    return Schedule(header["name"], degree, forward, backward, degrees[Direction.BACKWARD], repeats)
 
 
-def stage_from_text(text: str, *, kinds: Sequence[StageKind] = ALL_KINDS) -> Stage:
+def stage_from_text(text: str) -> Stage:
     """Read the name of a stage, as ``str`` writes it.
 
     Raises:
         ValueError: there is no such stage.
     """
     found = _STAGE.fullmatch(text)
-    kind = None if found is None else _kind(found["kind"], found["step"], kinds)
-    if found is None or kind is None or not _fits(kind.scope, found["chunk"]):
+    kind = None if found is None else _KINDS.get(found["kind"])
+    if (
+        found is None
+        or kind is None
+        or (found["step"] is None) is (kind in STEPPED)
+        or (kind.scope is not Scope.EITHER and (found["chunk"] is None) is not (kind.scope is Scope.WHOLE))
+    ):
         raise ValueError(f"{text!r} is not a stage")
+    if found["step"] is not None:
+        kind = step_of(kind, int(found["step"]))
     chunk = None if found["chunk"] is None else int(found["chunk"])
     return Stage(kind, chunk, int(found["layer"] or 0), found["again"] is not None)
 
 
-def _kind(name: str, step: str | None, kinds: Sequence[StageKind]) -> StageKind | None:
-    name = _FORMER.get(name, name)
-    kind = next((kind for kind in kinds if kind.name == name), None)
-    if kind is None or (step is None) is (kind in STEPPED):
-        return None
-    return kind if step is None else step_of(kind, int(step))
-
-
-def _fits(scope: Scope, chunk: str | None) -> bool:
-    return scope is Scope.EITHER or (chunk is None) is (scope is Scope.WHOLE)
-
-
-_FORMER = {
-    f"{kind}-intra": kind.name
-    for kind in (GATHER_ROWS, REGATHER_ROWS, SCATTER_ROWS, GATHER, REGATHER, SCATTER)
-}
-"""Names in plans that were made when a kind on the lane of a node had a separate name."""
-_REPEATS = "repeats"
+_KINDS = {kind.name: kind for kind in ALL_KINDS}
+# Python does not read numbers of thousands of digits.
+_HEADER = re.compile(
+    r"schedule (?P<name>\S+) degree (?P<degree>0*[1-9][0-9]{0,8})"
+    r"( backward (?P<backward>0*[1-9][0-9]{0,8}))?( (?P<repeats>repeats))?",
+    re.ASCII,
+)
 _STAGE = re.compile(
     rf"(?P<again>{AGAIN})?(?P<kind>[a-z][a-z-]*)(?P<step>0|[1-9][0-9]{{0,3}})?(\.(?P<chunk>[0-9]{{1,9}}))?(@(?P<layer>-?[1-9][0-9]{{0,8}}))?",
     re.ASCII,
 )
 
 
-def _stage(word: str, *, number: int, degree: int, kinds: Sequence[StageKind]) -> Stage:
+def _stage(word: str, *, number: int, degree: int) -> Stage:
     try:
-        stage = stage_from_text(word, kinds=kinds)
+        stage = stage_from_text(word)
     except ValueError:
         stage = None
     if stage is not None and (stage.chunk is None or stage.chunk < degree):
         return stage
 
     def names(*scopes: Scope) -> str:
-        return ", ".join(sorted(kind.name for kind in kinds if kind.scope in scopes))
+        return ", ".join(sorted(kind.name for kind in ALL_KINDS if kind.scope in scopes))
 
     raise BadInput(
         f"schedule line {number}",
         word,
         rule=f"is not a stage of a block of degree {degree}",
-        remedy=f"Stages are {', '.join(map(str, kinds))}, followed by .0 to .{degree - 1} "
+        remedy=f"Stages are {', '.join(map(str, ALL_KINDS))}, followed by .0 to .{degree - 1} "
         f"except {names(Scope.WHOLE)}; {names(Scope.EITHER)} also without.",
     )
 
 
-def _is_positive(word: str) -> bool:
-    return _is_number(word) and int(word) > 0
+def check(schedule: Schedule, layers: Sequence[BlockFeatures]) -> None:
+    """Verify that a schedule runs every stage of its blocks once and never waits for itself.
+
+    Args:
+        schedule: What :func:`~.passes.unrolled` returns, if it repeats.
+        layers: The features of the blocks that share the schedule.
+
+    Raises:
+        BadInput: naming the direction and the first stage that is wrong.
+    """
+    if schedule.num_chunks % min(schedule.degree, schedule.backward_degree):
+        raise _refuse(
+            schedule,
+            Direction.BACKWARD,
+            f"has degree {schedule.backward_degree}, which neither divides the forward degree "
+            f"{schedule.degree} nor is divided by it",
+        )
+    for direction in Direction:
+        program, needs = schedule.program(direction), needs_of(schedule, layers, direction)
+        times = Counter(program.stages)
+        for stage in needs:
+            if times[stage] != 1:
+                raise _refuse(schedule, direction, f"runs {stage} {times[stage]} times instead of once")
+        for order in program.lanes:
+            for stage in order.stages:
+                if stage not in needs:
+                    raise _refuse(schedule, direction, f"has a stage {stage} that this block does not have")
+                if order.lane != COMPUTE and not stage.is_communication:
+                    lane = f"the communication lane {order.lane}"
+                    raise _refuse(schedule, direction, f"computes {stage} in {lane}")
+        _check_feasible(schedule, direction, program, needs)
 
 
-def _is_number(word: str) -> bool:
-    """Whether it is a whole number; Python does not read one of thousands of digits."""
-    return word.isdecimal() and len(word) < 10
+def _check_feasible(
+    schedule: Schedule, direction: Direction, program: Program, needs: dict[Stage, tuple[Stage, ...]]
+) -> None:
+    waiting = {order.lane: list(order.stages) for order in program.lanes}
+    done: set[Stage] = set()
+    while any(waiting.values()):
+        ready = [lane for lane, stages in waiting.items() if stages and done.issuperset(needs[stages[0]])]
+        if not ready:
+            stuck = "; ".join(
+                f"{lane} waits at {stages[0]} for {next(s for s in needs[stages[0]] if s not in done)}"
+                for lane, stages in waiting.items()
+                if stages
+            )
+            raise _refuse(schedule, direction, f"can never finish: {stuck}")
+        for lane in ready:
+            done.add(waiting[lane].pop(0))
+
+
+def _refuse(schedule: Schedule, direction: Direction, rule: str) -> BadInput:
+    remedy = "Use one of the named schedules, or fix the text form of this one."
+    return BadInput("schedule", f"{schedule.name} ({direction})", rule=rule, remedy=remedy)

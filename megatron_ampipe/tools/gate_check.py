@@ -17,8 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.layers.gates import needs_all_tokens
-from megatron_ampipe.layers.gates.id_router import TokenIdRouter, give_token_ids
+from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, needs_all_tokens
 from megatron_ampipe.layers.router import chunk_router_of
 
 TOLERANCE = 1e-5

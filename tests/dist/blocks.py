@@ -24,14 +24,13 @@ from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.document_reader import DocumentReader
-from megatron_ampipe.layers.gates import load_gate
-from megatron_ampipe.layers.gates.id_router import give_token_ids
+from megatron_ampipe.layers.gates import give_token_ids, load_gate
 from megatron_ampipe.layers.layer import pipelined, with_gate
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
-from megatron_ampipe.schedule import Exchange, StageKind
+from megatron_ampipe.schedule import Exchange
 from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.tools.measuring.blocks import Layers
 from tests.dist import changed_functions, logged_losses, routing_records, score_records
@@ -85,7 +84,6 @@ def build_layers(
     case: Case,
     recorder: Recorder | None = None,
     executor: Executor | None = None,
-    added: tuple[StageKind, ...] = (),
     reductions: Reductions | None = None,
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A stock layer and an AMPipe layer that loaded its ``state_dict``; ``executor`` replaces the case's."""
@@ -108,7 +106,6 @@ def build_layers(
         recorder=recorder or Recorder(),
         executor=executor or EXECUTORS[case.executor](),
         kernel=case.kernel,
-        added=added,
         reductions=reductions,
         documents=DocumentReader(masked=case.masked),
         gate=gate,

@@ -59,7 +59,6 @@ class _Impatient:
     """A fault: does not wait for collectives, except for counts, which are needed to run at all."""
 
     host_waits = False
-    crosses_streams = False
     threads = False
 
     def execute(self, tape: Any, run: Any, *rest: Any) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 from unittest import mock
 
-from megatron_ampipe.runtime.executors import CudaExecutor
+from megatron_ampipe.runtime import stack_call
 from megatron_ampipe.runtime.streams import StreamPlan
 from megatron_ampipe.runtime.tape import Tape
 from tests.streams.cases import block
@@ -24,7 +24,7 @@ def peaks(name: str) -> tuple[int, int, int]:
     def peak() -> int:
         return run_case(case, warm=True, **PEAKS[name]).peak_bytes
 
-    with mock.patch.object(CudaExecutor, "crosses_streams", False):
+    with mock.patch.object(stack_call, "Crossing", lambda: None):
         nothing = peak()
     plan = Tape.stream_plan.func
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from megatron_ampipe.launch.attach import accumulating_on_training_stream
 from megatron_ampipe.layers.block_modules import BlockModules
-from megatron_ampipe.layers.gates.id_router import give_token_ids
+from megatron_ampipe.layers.gates import give_token_ids
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
 from megatron_ampipe.runtime import compile as compiler
 from megatron_ampipe.runtime import segment

@@ -1,14 +1,12 @@
 """Attention of chunks in pieces: coverage of all visible keys, merging, and gradient sums."""
 
 import random
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ampipe.attention.kernels import KERNELS, Kernel
-from megatron_ampipe.attention.pieces import AttentionPiece, PieceKernel, PieceOutput, merge_pieces
+from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
 from tests.reference_pieces import REFERENCE_KERNELS
@@ -95,20 +93,6 @@ def test_the_whole_sequence_as_one_chunk(kernel: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_16_bit_outputs_are_merged_in_fp32_and_rounded_once() -> None:
-    torch.manual_seed(1)
-    parts = [
-        PieceOutput(torch.randn(64, 2, 4, 16, dtype=torch.bfloat16), torch.randn(2, 4, 64)) for _ in range(2)
-    ]
-    output, lse = merge_pieces(parts)
-    precise, total = merge_pieces([PieceOutput(part.output.double(), part.lse.double()) for part in parts])
-    assert output.dtype == torch.bfloat16
-    torch.testing.assert_close(lse.double(), total)
-    # A few fp32 values are rounded to the other neighbour.
-    equal = output == precise.to(torch.bfloat16)
-    assert equal.float().mean() > 0.999
-
-
 @pytest.mark.parametrize("kernel", MERGED)
 def test_attention_of_16_bit_tensors_is_within_their_precision(kernel: str) -> None:
     """Within a few bf16 roundings (2**-8 each) of the result in fp64."""
@@ -129,32 +113,6 @@ def test_attention_of_16_bit_tensors_is_within_their_precision(kernel: str) -> N
     for a, b in pairs:
         assert a.dtype == torch.bfloat16
         assert bool((a.double() - b).abs().max() <= 2**-6 * b.abs().max())
-
-
-def many_pieces() -> Kernel:
-    """A piece for every key before the span; each gives the query a gradient of one."""
-    reference = REFERENCE_KERNELS["reference-pieces"].pieces
-
-    def cut(span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
-        own = AttentionPiece(0, span.length, span.global_start, span.global_end, causal=True)
-        return own, *(
-            AttentionPiece(0, span.length, key, key + 1, causal=False) for key in range(span.global_start)
-        )
-
-    def backward(gradient: Tensor, query: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, ...]:
-        _, dk, dv = reference.backward(gradient, query, *rest, **more)
-        return torch.ones_like(query), dk, dv
-
-    return Kernel(pieces=PieceKernel(cut, reference.forward, backward))
-
-
-def test_gradients_of_16_bit_queries_are_summed_in_fp32() -> None:
-    spans = (Span(0, 2, 299),)
-    tensors = [x.detach().bfloat16().requires_grad_() for x in inputs(spans, groups=2)]
-    found = many_pieces()(*tensors, spans=spans, scale=0.3)
-    (dq, *_) = torch.autograd.grad(found, tensors, torch.ones_like(found))
-    # In bf16 the sum would stop at 256.
-    assert bool((dq == 300).all())
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -50,7 +50,6 @@ from megatron_ampipe.tools.measuring.link import (
 )
 from megatron_ampipe.tools.measuring.link_arguments import link_of, num_ranks
 from megatron_ampipe.tools.measuring.variant import Cut, Variant
-from tests.added_stages import COPY, DELAY
 
 CASE = Case(
     name="one",
@@ -507,22 +506,6 @@ def test_capacity_makes_earlier_chunks_part_of_a_later_head() -> None:
     times = times_of(needs, ONE_EACH)
     times[Stage(kinds.ATTENTION, 0)] = 5.0
     assert direction_bound(times, needs).head == 1.0 + 5.0 + 1.0
-
-
-def test_every_resource_has_a_bound() -> None:
-    """Transfers over two resources overlap; the one that bounds is the one that is shown."""
-    features = BlockFeatures(added=(DELAY, COPY))
-    needs = dependencies([features], degree=4, whole_attention=False, direction=Direction.FORWARD)
-
-    def bound(copy: float) -> DirectionBound:
-        return direction_bound(times_of(needs, ONE_EACH | {DELAY: 1.0, COPY: copy}), needs)
-
-    network, copier = bound(0.5), bound(9.0)
-    # 12 transfers of counts, tokens and expert outputs, after qkv, attention and route, before a merge.
-    assert (network.communication, network.head, network.tail) == (12.0, 3.0, 1.0)
-    # The first copy waits as well for counts, its tokens, expert and delay; a combine and its merge follow.
-    assert (copier.communication, copier.head, copier.tail) == (36.0, 7.0, 2.0)
-    assert copier.time == 45.0
 
 
 def test_layers_that_share_a_schedule_lose_the_edges_once() -> None:

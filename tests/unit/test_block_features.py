@@ -14,7 +14,7 @@ from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import read_model
 from megatron_ampipe.plan.model_workload import workload_of
 from megatron_ampipe.schedule import BlockFeatures, Pipeline
-from megatron_ampipe.schedule.features import boundary, features_of_settings, router_has_losses
+from megatron_ampipe.schedule.features import boundary, features_of_settings
 from tests.unit.test_plan_workload import PLAIN
 
 CASES: dict[str, tuple[dict[str, Any], bool]] = {
@@ -39,16 +39,6 @@ WHOLE = Settings()
 @pytest.fixture(params=CASES, ids=str)
 def case(request: pytest.FixtureRequest) -> tuple[dict[str, Any], bool]:
     return CASES[request.param]
-
-
-def test_the_answer(case: tuple[dict[str, Any], bool]) -> None:
-    given, expected = case
-    settings = arguments(
-        moe_router_load_balancing_type=given["type"],
-        moe_aux_loss_coeff=given["aux"],
-        moe_z_loss_coeff=given["z"],
-    )
-    assert router_has_losses(settings) is expected
 
 
 def test_a_model_file_and_arguments_give_it(case: tuple[dict[str, Any], bool], tmp_path: Path) -> None:
@@ -94,86 +84,49 @@ SHARED_EXPERTS = {"expert_tensor_parallel_size": 2, "moe_token_dispatcher_type":
 LOCAL_TENSOR = {
     "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "transformer_impl": "local",
 }  # fmt: skip
+WHOLE_QKV = {"chunked_qkv": False}
 RING = {"context_parallel_size": 2, "attention_dropout": 0.0, "cp_comm_type": "p2p"}
-FEATURES: dict[str, tuple[dict[str, Any], str, BlockFeatures]] = {
-    "plain": ({}, "sequence", BlockFeatures(chunked_qkv=True)),
-    "shared experts": (
-        {"moe_shared_expert_intermediate_size": 64},
-        "sequence",
-        BlockFeatures(shared=True, chunked_qkv=True),
-    ),
-    "capacity": (
-        {"moe_expert_capacity_factor": 1.25, "moe_token_drop_policy": "position"},
-        "sequence",
-        BlockFeatures(ordered_routing=True, chunked_qkv=True),
-    ),
-    "capacity of a chunk": ({"moe_expert_capacity_factor": 1.25}, "chunk", BlockFeatures(chunked_qkv=True)),
-    "capacity of nothing": (
-        {"moe_expert_capacity_factor": 0.0, "moe_token_drop_policy": "position"},
-        "sequence",
-        BlockFeatures(ordered_routing=True, chunked_qkv=True),
-    ),
-    "capacity of the most probable": (
-        {"moe_expert_capacity_factor": 1.25},
-        "sequence",
-        BlockFeatures(chooses=True, chunked_qkv=True),
-    ),
-    "sinkhorn": (
-        {"moe_router_load_balancing_type": "sinkhorn"},
-        "sequence",
-        BlockFeatures(chooses=True, chunked_qkv=True),
-    ),
-    "quantiles": (
-        {"moe_router_load_balancing_type": "quantile_balancing"},
-        "sequence",
-        BlockFeatures(chooses=True, chunked_qkv=True),
-    ),
-    "tensor-parallel": (
-        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-        "sequence",
-        BlockFeatures(),
-    ),
+CAPACITY, POSITION = {"moe_expert_capacity_factor": 1.25}, {"moe_token_drop_policy": "position"}
+ORDERED, CHOOSING = {"ordered_routing": True}, {"chooses": True}
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "shared experts": ({"moe_shared_expert_intermediate_size": 64}, {"shared": True}),
+    "capacity": (CAPACITY | POSITION, ORDERED),
+    "capacity of a chunk": (CAPACITY, {}),
+    "capacity of nothing": (POSITION | {"moe_expert_capacity_factor": 0.0}, ORDERED),
+    "capacity of the most probable": (CAPACITY, CHOOSING),
+    "sinkhorn": ({"moe_router_load_balancing_type": "sinkhorn"}, CHOOSING),
+    "quantiles": ({"moe_router_load_balancing_type": "quantile_balancing"}, CHOOSING),
+    "tensor-parallel": ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, WHOLE_QKV),
     # Rows that attention projects go over the links of a node, if tokens leave it.
-    "tensor-parallel with local layers": (
-        LOCAL_TENSOR | {"expert_model_parallel_size": 8},
-        "sequence",
-        BlockFeatures(row_links="network"),
+    "local layers": (
+        LOCAL_TENSOR | {"expert_model_parallel_size": 8}, WHOLE_QKV | {"row_links": "network"}
     ),
-    "tensor-parallel with local layers and experts on two nodes": (
+    "local layers and experts on two nodes": (
         LOCAL_TENSOR | SHARED_EXPERTS | {"expert_model_parallel_size": 8},
-        "sequence",
-        BlockFeatures(row_links="node", gathers="comm.intra"),
+        WHOLE_QKV | {"row_links": "node", "gathers": "comm.intra"},
     ),
     # On two nodes of 8 ranks; where the tokens of an expert do not leave a node, they use the same links.
-    "experts on two ranks": (
-        SHARED_EXPERTS | {"expert_model_parallel_size": 8},
-        "sequence",
-        BlockFeatures(gathers="comm.intra", chunked_qkv=True),
-    ),
-    "experts on two ranks of a node": (
-        SHARED_EXPERTS | {"expert_model_parallel_size": 4},
-        "sequence",
-        BlockFeatures(gathers="comm", chunked_qkv=True),
-    ),
-    "gathered by the dispatch": (
-        SHARED_EXPERTS | {"moe_token_dispatcher_type": "allgather"},
-        "sequence",
-        BlockFeatures(chunked_qkv=True),
-    ),
-    "ring": (RING, "sequence", BlockFeatures(ring_ranks=2)),
-    "gathered keys": (RING | {"cp_comm_type": "all_gather"}, "sequence", BlockFeatures()),
-    "gathered keys of a window": (RING | {"window_size": (8, 0)}, "sequence", BlockFeatures()),
-    "gathered keys, dropped weights": (RING | {"attention_dropout": 0.1}, "sequence", BlockFeatures()),
-    "latent attention": ({"multi_latent_attention": True}, "sequence", BlockFeatures(chunked_qkv=True)),
-    "z-loss of 0": ({"moe_z_loss_coeff": 0.0}, "sequence", BlockFeatures(losses=True, chunked_qkv=True)),
-}
+    "experts on two ranks": (SHARED_EXPERTS | {"expert_model_parallel_size": 8}, {"gathers": "comm.intra"}),
+    "experts of a node": (SHARED_EXPERTS | {"expert_model_parallel_size": 4}, {"gathers": "comm"}),
+    "gathered by the dispatch": (SHARED_EXPERTS | {"moe_token_dispatcher_type": "allgather"}, {}),
+    "ring": (RING, WHOLE_QKV | {"ring_ranks": 2}),
+    "gathered keys": (RING | {"cp_comm_type": "all_gather"}, WHOLE_QKV),
+    "gathered keys of a window": (RING | {"window_size": (8, 0)}, WHOLE_QKV),
+    "gathered keys, dropped weights": (RING | {"attention_dropout": 0.1}, WHOLE_QKV),
+    "latent attention": ({"multi_latent_attention": True}, {}),
+    "z-loss of 0": ({"moe_z_loss_coeff": 0.0}, {"losses": True}),
+}  # fmt: skip
+"""Settings, and what differs from a block whose queries are projected chunk by chunk."""
 
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_are_the_same_from_every_source(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings, scope, expected = FEATURES[name]
+    settings, differs = FEATURES[name]
+    expected = BlockFeatures(**{"chunked_qkv": True} | differs)
+    scope = "chunk" if name == "capacity of a chunk" else "sequence"
     # As the cluster file says.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     path = tmp_path / "model.yaml"
@@ -204,15 +157,6 @@ def test_features_are_the_same_from_every_source(
     assert features_of_settings(config, own, local=local) == expected
     evaluated = features_of_settings(config, own, local=local, with_losses=False)
     assert evaluated == dataclasses.replace(expected, losses=False)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "chooses"), [("sinkhorn", False), (["sinkhorn"], False), ("quantile_balancing", True)], ids=str
-)
-def test_only_sinkhorn_can_balance_a_chunk(kinds: Any, chooses: bool) -> None:
-    args = arguments(moe_router_load_balancing_type=kinds)
-    found = features_of_settings(args, Settings(router_scope="chunk"))
-    assert found.chooses is chooses
 
 
 def test_megatron_s_router_gives_it(case: tuple[dict[str, Any], bool]) -> None:

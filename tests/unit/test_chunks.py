@@ -34,10 +34,6 @@ def test_chunks_cover_the_sequence_evenly_and_in_order(length: int, data: st.Dat
     assert Chunk.joined(chunks) == Chunk(hidden=(Span(0, length, 0),), queries=(Span(0, length, 0),))
 
 
-def test_the_last_chunk_is_shorter_where_the_degree_does_not_divide() -> None:
-    assert [chunk.hidden[0].length for chunk in chunk_sequence(10, degree=4)] == [3, 3, 2, 2]
-
-
 def lengths(chunks: tuple[Chunk, ...]) -> list[int]:
     return [sum(span.length for span in chunk.hidden) for chunk in chunks]
 
@@ -87,19 +83,10 @@ def test_shares_go_to_the_nearest_tile_where_every_chunk_has_four() -> None:
     assert lengths(chunk_sequence(4096, degree=2, shares=(0.9, 0.1))) == [3686, 410]
 
 
-def test_a_chunk_sees_all_earlier_keys_and_its_own() -> None:
-    assert [chunk.num_keys for chunk in chunk_sequence(10, degree=4)] == [3, 6, 8, 10]
-
-
 @pytest.mark.parametrize("degree", [0, -1, 11])
 def test_a_degree_that_leaves_a_chunk_empty_is_refused(degree: int) -> None:
     with pytest.raises(BadInput, match="between 1 and the number of rows of the sequence on one rank"):
         chunk_sequence(10, degree=degree)
-
-
-def test_joining_keeps_a_gap() -> None:
-    parts = (Chunk((Span(0, 2, 0),), (Span(0, 2, 0),)), Chunk((Span(2, 2, 6),), (Span(2, 2, 6),)))
-    assert Chunk.joined(parts).hidden == (Span(0, 2, 0), Span(2, 2, 6))
 
 
 @given(st.integers(1, 300), st.data())
@@ -112,13 +99,6 @@ def test_shares_go_to_the_nearest_row(length: int, data: st.DataObject) -> None:
     chunks = chunk_sequence(length, degree=len(rows), shares=shares)
     assert [chunk.hidden[0].length for chunk in chunks] == rows
     assert Chunk.joined(chunks).hidden == (Span(0, length, 0),)
-
-
-def test_shares_hold_of_the_rows_of_every_rank() -> None:
-    layout = SequenceLayout(tensor_ranks=2, tensor_rank=1)
-    first, second = chunk_sequence(40, degree=2, shares=(0.7, 0.3), layout=layout)
-    assert first.hidden == (Span(0, 14, 20),)
-    assert second.queries == (Span(14, 6, 14), Span(34, 6, 34))
 
 
 def test_a_share_without_a_row_is_refused_with_one_that_has() -> None:

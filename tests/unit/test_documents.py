@@ -1,4 +1,4 @@
-"""Documents that share a sequence: which rows see which keys, and every kernel against a mask."""
+"""Documents that share a sequence, and the largest scores of chunks: every kernel against a mask."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe import compat
-from megatron_ampipe.attention.backends import Bounds
-from megatron_ampipe.attention.kernels import KERNELS, choose_kernel
+from megatron_ampipe.attention import kernels
+from megatron_ampipe.attention.kernels import KERNELS, choose_kernel, largest_scores
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
-from megatron_ampipe.schedule.documents import DocumentRows, Documents
+from megatron_ampipe.schedule.chunks import Documents
 from tests.reference_pieces import settings_of_plain_attention
 
 LENGTH = 40
@@ -26,12 +26,6 @@ LAYOUTS = {
     "plain": SequenceLayout(),
     "tensor-ranks": SequenceLayout(tensor_ranks=2),
 }
-
-
-def test_rows_of_a_chunk_by_document() -> None:
-    found = Documents(((0, 3, 9),), 12, own_positions=False).rows_of((Span(4, 6, 4),))
-    assert found == (DocumentRows(0, 0, 5, 3, 9), DocumentRows(0, 5, 6, 9, 10))
-    assert [one.span for one in found] == [Span(0, 5, 1), Span(0, 1, 0)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -142,13 +136,6 @@ def test_torch_accepts_the_call_of_its_kernel() -> None:
     assert [one.shape for one in found] == [one.shape for one in inputs]
 
 
-def test_bounds_are_those_of_the_documents() -> None:
-    bounds = Bounds.of(DOCUMENTS.rows_of((Span(0, 24, 16),)), device=torch.device("cpu"))
-    assert bounds.cu_seqlens_q.tolist() == [0, 1, 23, 24, 48, 52, 72]
-    assert bounds.cu_seqlens_k.tolist() == [0, 15, 37, 38, 78, 98, 118]
-    assert (bounds.max_seqlen_q, bounds.max_seqlen_k) == (24, 40)
-
-
 def test_a_kernel_that_takes_all_documents_at_once_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = compat.Gpu(capability=(10, 0), cudnn=92000, deterministic=False, torch_flash=True)
     monkeypatch.setattr(compat, "current_gpu", lambda: gpu)
@@ -158,3 +145,54 @@ def test_a_kernel_that_takes_all_documents_at_once_is_preferred(monkeypatch: pyt
     chosen = choose_kernel(settings, local=False, on_gpu=True, documents=True)
     assert chosen.name == "torch-flash-2"
     assert "cudnn: one call for each document" in chosen.reason
+
+
+ROWS, BATCH, HEADS, GROUPS = 24, 3, 4, 2
+WHOLE = (Span(0, ROWS, 0),)
+SPANS = [(Span(0, 10, 0),), (Span(10, 7, 10), Span(17, 7, 17))]
+
+
+def tensors() -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(3)
+    return (
+        torch.randn(ROWS, BATCH, HEADS, 8, generator=generator),
+        torch.randn(ROWS, BATCH, GROUPS, 8, generator=generator),
+    )
+
+
+def plain(query: Any, key: Any, *, window: int | None, starts: Any) -> Any:
+    found = torch.full((HEADS,), -torch.inf)
+    for batch in range(BATCH):
+        for row in range(ROWS):
+            first = max(start for start in starts[batch] if start <= row)
+            if window is not None:
+                first = max(first, row - window)
+            for head in range(HEADS):
+                scores = key[first : row + 1, batch, head * GROUPS // HEADS] @ query[row, batch, head]
+                found[head] = max(found[head], scores.max() * 0.3)
+    return found
+
+
+@pytest.mark.parametrize("most", [1, 100, 2**24])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("starts", [((0,),) * 3, ((0, 4, 19), (0, 23), (0, 1, 2, 11))], ids=["one", "many"])
+def test_chunks_have_the_scores_of_the_sequence(
+    most: int, window: int | None, starts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "MOST_SCORES", most)
+    query, key = tensors()
+    documents = None if len(starts[0]) == 1 else Documents(starts, ROWS, own_positions=True)
+    parts = [
+        largest_scores(
+            query[spans[0].global_start : spans[-1].global_end],
+            key,
+            spans=spans,
+            scale=0.3,
+            window=window,
+            documents=documents,
+        )
+        for spans in SPANS
+    ]
+    expected = plain(query, key, window=window, starts=starts)
+    torch.testing.assert_close(torch.stack(parts).amax(dim=0), expected)
+    assert not torch.equal(parts[0], parts[1])

@@ -50,30 +50,12 @@ def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -
             [NO_3, "cudnn: cuDNN 9.10.2 is older than 9.15.1", NO_2],
         ),
         (
-            dataclasses.replace(HOPPER, cudnn=8907, deterministic=True),
-            {"has_flash_attn_internals"},
-            "flash-attn-2",
-            [NO_3, "cudnn: cuDNN 8.9.7 is older than 9.15.1"],
-        ),
-        (
             dataclasses.replace(HOPPER, deterministic=True),
             set(),
             "torch-flash-2",
             [NO_3, "cudnn: not deterministic", NO_2],
         ),
         (BLACKWELL, {"has_flash_attn_3"}, "cudnn", ["flash-attn-3: needs Hopper"]),
-        (
-            AMPERE,
-            {"has_flash_attn_3", "has_flash_attn_internals"},
-            "flash-attn-2",
-            ["flash-attn-3: needs Hopper", "cudnn: needs Hopper or Blackwell"],
-        ),
-        (
-            AMPERE,
-            {"has_flash_attn"},
-            "torch-flash-2",
-            ["flash-attn-3: needs Hopper", "cudnn: needs Hopper or Blackwell", NO_2],
-        ),
         (
             dataclasses.replace(AMPERE, torch_flash=False),
             {"has_flash_attn"},

@@ -1,6 +1,5 @@
 """Schedules: the named ones, their text form, the checks, the issue order."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,6 @@ from megatron_ampipe.schedule import (
     Pipeline,
     Program,
     Schedule,
-    Source,
     Stage,
     build,
     check,
@@ -31,7 +29,7 @@ from megatron_ampipe.schedule import (
     to_text,
     unrolled,
 )
-from megatron_ampipe.schedule.stage_kind import COMM, INTRA, INTRA_LANE
+from megatron_ampipe.schedule.stage_kind import INTRA
 
 features = st.builds(
     BlockFeatures,
@@ -47,14 +45,6 @@ features = st.builds(
 ).map(lambda block: replace(block, gathers_rows=block.gathers_rows and block.scatters_rows))
 names = st.sampled_from(SCHEDULE_NAMES)
 degrees = st.integers(1, 9)
-
-AMPIPE_OF_TWO = """\
-schedule ampipe degree 2
-forward compute: qkv attention.0 route.0 attention.1 route.1 expert.0 expert.1 merge.0 merge.1
-forward comm: counts.0 dispatch.0 counts.1 dispatch.1 combine.0 combine.1
-backward compute: merge.1 merge.0 expert.1 expert.0 route.1 attention.1 route.0 attention.0 qkv
-backward comm: combine.1 combine.0 dispatch.1 dispatch.0
-"""
 
 
 def needs_of_block(
@@ -72,20 +62,6 @@ def test_a_pipeline_knows_the_weights_of_its_own_backward_pass(degrees: tuple[in
     assert pipeline.splits_weights == bool(schedule.backward.weights)
 
 
-def test_text_form_of_the_order_of_the_paper() -> None:
-    assert to_text(build("ampipe", degree=2, features=BlockFeatures())) == AMPIPE_OF_TWO
-
-
-@settings(deadline=None)
-@given(names, degrees, features)
-def test_named_schedules_pass_the_checks_and_are_read_back_from_text(
-    name: str, degree: int, block: BlockFeatures
-) -> None:
-    schedule = build(name, degree=degree, features=block)
-    check(schedule, [block])
-    assert from_text(to_text(schedule)) == schedule
-
-
 @settings(deadline=None)
 @given(names, degrees, features, st.booleans())
 def test_issue_order_respects_lanes_and_dependencies(
@@ -100,86 +76,6 @@ def test_issue_order_respects_lanes_and_dependencies(
         assert all(place[earlier] < place[stage] for stage, found in needs.items() for earlier in found)
         for lane in schedule.program(direction).lanes:
             assert [stage for name_, stage in order if name_ == lane.lane] == list(lane.stages)
-
-
-GATHERED_ON_ITS_LANE = """\
-schedule ampipe degree 2
-forward compute: qkv attention.0 route.0 attention.1 route.1 expert.0 expert.1 merge.0 merge.1
-forward comm: counts.0 dispatch.0 counts.1 dispatch.1 combine.0 combine.1
-forward comm.intra: gather.0 gather.1 scatter.0 scatter.1
-backward compute: merge.1 merge.0 expert.1 expert.0 route.1 attention.1 route.0 attention.0 qkv
-backward comm: combine.1 combine.0 dispatch.1 dispatch.0
-backward comm.intra: scatter.1 scatter.0 gather.1 gather.0
-"""
-
-
-def test_ranks_that_share_an_expert_gather_on_the_lane_of_their_links() -> None:
-    assert to_text(build("ampipe", degree=2, features=BlockFeatures(gathers=INTRA))) == GATHERED_ON_ITS_LANE
-    same_links = to_text(build("ampipe", degree=2, features=BlockFeatures(gathers=COMM)))
-    assert "comm.intra" not in same_links
-    assert "forward comm: counts.0 dispatch.0 gather.0 counts.1 dispatch.1 gather.1 scatter.0" in same_links
-    assert "backward comm: combine.1 scatter.1 combine.0 scatter.0 gather.1 dispatch.1" in same_links
-    # What comes from another node is handed on there, and then gathered.
-    handed_on = to_text(build("ampipe", degree=1, features=BlockFeatures(gathers=COMM, nodes=True)))
-    assert "forward comm.intra: spread.0 gather.0 scatter.0 collect.0" in handed_on
-    assert "backward comm.intra: collect.0 scatter.0 gather.0 spread.0" in handed_on
-    assert kinds.GATHER not in data_flow(BlockFeatures(dense=True)).kinds
-
-
-def test_a_gather_waits_for_what_arrives_and_the_experts_for_it() -> None:
-    block = BlockFeatures(gathers=INTRA)
-    needs = needs_of_block(build("ampipe", degree=2, features=block), block, Direction.FORWARD)
-    chain = (kinds.DISPATCH, kinds.GATHER, kinds.EXPERT, kinds.SCATTER, kinds.COMBINE)
-    for earlier, later in itertools.pairwise(chain):
-        assert needs[Stage(later, 1)] == (Stage(earlier, 1),)
-    # Its result is added in a linear function: it does not run again in a recomputed block.
-    once = data_flow(replace(block, recomputed=True)).once
-    assert {kinds.SCATTER, kinds.COMBINE} <= once and kinds.GATHER not in once
-
-
-ROWS_ON_THEIR_LANE = """\
-schedule ampipe degree 3
-forward compute: qkv attention.0 add-norm.0 route.0 attention.1 attention.2 add-norm.1 route.1 add-norm.2 \
-route.2 expert.0 expert.1 expert.2 merge.0 merge.1 merge.2
-forward comm: counts.0 dispatch.0 counts.1 dispatch.1 counts.2 dispatch.2 combine.0 combine.1 combine.2
-forward comm.tensor: scatter-rows.0 scatter-rows.1 scatter-rows.2
-backward compute: merge.2 merge.1 merge.0 expert.2 expert.1 route.2 add-norm.2 expert.0 route.1 add-norm.1 \
-attention.2 route.0 add-norm.0 attention.1 attention.0 qkv
-backward comm: combine.2 combine.1 dispatch.2 combine.0 dispatch.1 dispatch.0
-backward comm.tensor: scatter-rows.2 scatter-rows.1 scatter-rows.0
-"""
-
-
-def test_rows_of_a_chunk_are_scattered_while_another_chunk_is_computed() -> None:
-    block = BlockFeatures(row_links="network")
-    assert to_text(build("ampipe", degree=3, features=block)) == ROWS_ON_THEIR_LANE
-    # Where chunks project their queries, the next ones do so meanwhile, and the first dispatch comes earlier.
-    chunked = to_text(build("ampipe", degree=3, features=replace(block, chunked_qkv=True)))
-    assert "qkv.0 attention.0 qkv.1 add-norm.0 route.0 attention.1 qkv.2 add-norm.1 route.1" in chunked
-    assert "add-norm.1 attention.2 qkv.2 route.0 add-norm.0 attention.1 qkv.1" in chunked
-    # A router that sees all rows waits for all attention.
-    choosing = to_text(build("ampipe", degree=3, features=replace(block, chooses=True)))
-    assert "attention.0 attention.1 add-norm.0 attention.2 add-norm.1 add-norm.2 choose" in choosing
-    assert "choose add-norm.2 add-norm.1 attention.2 add-norm.0 attention.1 attention.0" in choosing
-    whole = to_text(build("moe-only", degree=3, features=replace(block, row_links="node")))
-    assert "forward comm.tensor: scatter-rows\n" in whole
-
-
-def test_what_a_row_takes_and_gives_where_rows_are_scattered() -> None:
-    block = BlockFeatures(row_links="network")
-    flow = data_flow(block)
-    assert [value.name for value in flow.kinds[flow.kinds.index(kinds.ATTENTION)].takes][-1] == "context"
-    assert flow.taken[kinds.ADD_NORM][1][1] == Source(None, "hidden")
-    needs = needs_of_block(build("ampipe", degree=2, features=block), block, Direction.FORWARD)
-    for earlier, later in itertools.pairwise((kinds.ATTENTION, kinds.SCATTER_ROWS, kinds.ADD_NORM)):
-        assert needs[Stage(later, 1)] == (Stage(earlier, 1),)
-    # The norm keeps its input, so a recomputed block scatters again.
-    assert kinds.SCATTER_ROWS not in data_flow(replace(block, recomputed=True)).once
-    # Resources: of ranks of a node, other links than those of the transfers between nodes.
-    intra = data_flow(replace(block, row_links="node")).kinds
-    (scatter,) = (kind for kind in intra if kind == kinds.SCATTER_ROWS)
-    assert scatter.lane.resource == INTRA_LANE.resource != kinds.SCATTER_ROWS.lane.resource
-    assert kinds.ADD_NORM in data_flow(BlockFeatures(dense=True, row_links="node")).kinds
 
 
 def test_an_order_with_these_stages_is_of_any_linear_layers() -> None:
@@ -205,34 +101,6 @@ def test_an_order_without_these_stages_is_completed() -> None:
     found = unrolled(before, [block] * 3)
     check(found, [block] * 3)
     assert "input-norm.0@1 qkv.0@1 attention.0@1 add-norm.0@1 route.0@1" in to_text(found)
-
-
-@pytest.mark.parametrize("chunked_qkv", [False, True])
-def test_the_next_attention_is_issued_before_the_host_waits(chunked_qkv: bool) -> None:
-    """Not only the next stage: the projection of a chunk ends before the counts have arrived."""
-    block = BlockFeatures(chunked_qkv=chunked_qkv)
-    schedule = build("ampipe", degree=4, features=block)
-    needs = needs_of_block(schedule, block, Direction.FORWARD)
-    order = [stage for _, stage in issue_order(schedule.forward, needs, host_waits=True)]
-    for chunk in range(3):
-        dispatch, next_attention = Stage(kinds.DISPATCH, chunk), Stage(kinds.ATTENTION, chunk + 1)
-        assert order.index(next_attention) < order.index(dispatch)
-        # And no more than that: tokens are dispatched after one attention, not after all.
-        assert order.index(dispatch) < order.index(Stage(kinds.ROUTE, chunk + 1))
-
-
-@settings(deadline=None)
-@given(names, degrees, features)
-def test_the_backward_issue_order_does_not_depend_on_host_waits(
-    name: str, degree: int, block: BlockFeatures
-) -> None:
-    """The split sizes are known, so the host does not wait."""
-    schedule = build(name, degree=degree, features=block)
-    needs = needs_of_block(schedule, block, Direction.BACKWARD)
-    waiting, running = (
-        issue_order(schedule.backward, needs, host_waits=host_waits) for host_waits in (True, False)
-    )
-    assert waiting == running
 
 
 def test_counts_have_a_separate_stream() -> None:
@@ -355,20 +223,6 @@ def test_degrees_that_do_not_divide_each_other_are_refused() -> None:
         check(mixed, [BlockFeatures()])
 
 
-@pytest.mark.parametrize("header", ["schedule mine degree 4 backward", "schedule mine degree 4 backward 0"])
-def test_a_bad_backward_degree_in_text_is_refused(header: str) -> None:
-    with pytest.raises(BadInput, match="schedule line 1"):
-        from_text(header)
-
-
-def test_a_training_order_is_restricted_to_a_pass_without_losses() -> None:
-    training = BlockFeatures(losses=True, shared=True)
-    evaluation = BlockFeatures(shared=True)
-    restricted = unrolled(build("ampipe", degree=3, features=training), [evaluation])
-    check(restricted, [evaluation])
-    assert restricted == build("ampipe", degree=3, features=evaluation)
-
-
 def test_every_kind_is_a_row_of_some_block() -> None:
     restored = (("rebuild", "redispatch"), ("offload", "redispatch"), ("rebuild", "offload_tokens"))
     everything = BlockFeatures(
@@ -388,11 +242,3 @@ def test_every_kind_is_a_row_of_some_block() -> None:
     )
     found = {kind.row for block in (everything, BlockFeatures(dense=True)) for kind in data_flow(block).kinds}
     assert found == set(kinds.MOE_BLOCK)
-
-
-@pytest.mark.parametrize(
-    "name", ["gather-rows", "regather-rows", "scatter-rows", "gather", "regather", "scatter"]
-)
-def test_a_plan_with_the_former_name_of_a_kind_is_read(name: str) -> None:
-    text = "schedule mine degree 1\nforward comm.intra: {}.0\n"
-    assert from_text(text.format(f"{name}-intra")) == from_text(text.format(name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_ampipe.layers import attention_stages, moe_stages
-from megatron_ampipe.layers.stage_functions import BACKWARDS, FUNCTIONS
+from megatron_ampipe.layers.block_modules import BACKWARDS, FUNCTIONS
 from megatron_ampipe.schedule import ALL_KINDS
 
 

@@ -94,7 +94,6 @@ class WatchedExecutor:
     """
 
     host_waits = False
-    crosses_streams = False
     threads = True
 
     def __init__(self, executor: Executor, meter: TensorMeter) -> None:

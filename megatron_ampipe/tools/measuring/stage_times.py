@@ -34,7 +34,6 @@ class StageTimer:
     """
 
     host_waits = False
-    crosses_streams = False
     threads = False
 
     def __init__(self, *, saved_bytes: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Hash layers and the ids of tokens: which experts an id gets, and which ids a row has when."""
+"""Names of gates, and hash layers: which experts an id has, and where the ids come from."""
 
 from __future__ import annotations
 
@@ -10,12 +10,38 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ampipe.block.named_values import SHIPPED_GATES, class_path
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.gate import find_gate, given_token_ids
 from megatron_ampipe.launch.refusals import TOKEN_ID_REFUSALS, refuse_with_token_ids
-from megatron_ampipe.layers.gates.hashed import HashRouter, balanced_table, hashed_experts
-from megatron_ampipe.layers.gates.id_router import TokenIds
+from megatron_ampipe.layers.gates import HashRouter, TokenIds, hashed_experts
 from megatron_ampipe.schedule.config import AMPipeConfig
+
+
+@pytest.mark.parametrize("name", SHIPPED_GATES)
+def test_shipped_gates_are_classes(name: str) -> None:
+    assert class_path(name).startswith("megatron_ampipe.layers.gates:")
+
+
+def test_a_class_is_named_by_module_and_class() -> None:
+    assert class_path("a.b_2:Router") == "a.b_2:Router"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "is neither package.module:Class nor one of noisy-topk"),
+        ("cosin", "Did you mean cosine?"),
+        ("a.b.Router", "Use for example --ampipe-router cosine"),
+        ("a..b:Router", "is neither package.module:Class"),
+        ("a:b:c", "is neither package.module:Class"),
+    ],
+)
+def test_other_names_are_refused(name: str, message: str) -> None:
+    with pytest.raises(BadInput, match="--ampipe-router") as caught:
+        class_path(name)
+    assert message in str(caught.value)
+
 
 VOCABULARY = 50_000
 KNOWN = [0, 7, 7, 0, 3, 7, 5, 2, 4, 7, 5, 7]
@@ -55,24 +81,6 @@ def test_every_expert_is_reached(num_experts: int, salt: int, data: Any) -> None
     assert set(experts.flatten().tolist()) == set(range(num_experts))
 
 
-def test_balanced_experts_get_tokens_equally_often() -> None:
-    frequencies = [1000 / (1 + index) for index in range(2000)]
-    num_experts, topk = 8, 2
-    table = balanced_table(tuple(frequencies), num_experts, topk)
-    assert int(table.sort(dim=-1).values.diff(dim=-1).min()) > 0
-    loads = torch.zeros(num_experts).index_add_(
-        0, table.flatten(), torch.tensor(frequencies).repeat_interleave(topk)
-    )
-    # The first id alone has less than an expert's part; greedily, the rest comes out even.
-    assert float(loads.max() / loads.min()) < 1.001
-
-
-class BalancedRouter(HashRouter):
-    """With frequencies, as a user would set them."""
-
-    frequencies = (5.0, 1.0, 1.0, 1.0, 1.0, 1.0)
-
-
 def router(kind: type[HashRouter], *, layer: int, vocabulary: int | None) -> Any:
     """A router without what Megatron's constructor needs."""
     made: Any = kind.__new__(kind)
@@ -95,14 +103,12 @@ def test_a_table_of_the_vocabulary_holds_the_hashes_of_a_layer() -> None:
 
 
 def test_weights_are_equal_and_in_the_dtype_of_the_router() -> None:
-    balanced = router(BalancedRouter, layer=1, vocabulary=None)
-    balanced.token_ids = torch.tensor([[0, 1], [2, 3], [4, 5]])
-    weights = balanced.gating(torch.zeros(3, 2, 16, dtype=torch.bfloat16))
+    hashing = router(HashRouter, layer=1, vocabulary=6)
+    hashing.token_ids = torch.tensor([[0, 1], [2, 3], [4, 5]])
+    weights = hashing.gating(torch.zeros(3, 2, 16, dtype=torch.bfloat16))
     assert weights.dtype == torch.float64 and set(weights.unique().tolist()) == {0.0, 0.5}
-    probs, routing_map, _ = balanced.choose(weights.view(-1, 8))
+    probs, routing_map, _ = hashing.choose(weights.view(-1, 8))
     assert routing_map.sum(dim=1).tolist() == [2] * 6 and probs.sum(dim=1).tolist() == [1.0] * 6
-    # The first id, five times as frequent, has two experts for itself, and the others share six.
-    assert int((routing_map[1:] & routing_map[0]).sum()) == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

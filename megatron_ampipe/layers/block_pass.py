@@ -1,0 +1,92 @@
+"""The state of one pass of one micro-batch through a block, so that a layer can have several in flight."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_ampipe.attention.ring import RingAttention
+from megatron_ampipe.exchange.codecs import Condensed
+from megatron_ampipe.exchange.transports import RowTransfers
+from megatron_ampipe.layers.block_modules import BlockModules
+from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, has_gate
+from megatron_ampipe.layers.recompute import RandomStates
+from megatron_ampipe.schedule import BlockFeatures, Chunk
+from megatron_ampipe.schedule.chunks import Documents
+
+
+class BlockPass:
+    """What functions of stages are given first (``runtime.block_functions.BlockState``).
+
+    The block contains ``features`` and is given ``hidden [S, B, D]``. There are ``documents`` if rows attend
+    to their own one only, and ``token_ids [S, B]`` for a router that reads them.
+    """
+
+    ring: RingAttention
+    """Attention to the keys of one context-parallel rank after another, where ranks pass them on."""
+    row_transfers: RowTransfers
+    """Between tensor-parallel ranks, where these are stages."""
+    chosen: Tensor
+    """The choice for all chunks at once, ``[S * B, E]`` bool."""
+    is_again = False
+    """Whether it is a second run of the forward pass."""
+
+    def __init__(
+        self,
+        block: BlockModules,
+        features: BlockFeatures,
+        hidden: Tensor,
+        *,
+        chunks: Sequence[Chunk],
+        whole: Chunk,
+        rotary_pos_emb: RotaryEmbedding | None,
+        documents: Documents | None,
+        token_ids: Tensor | None,
+    ) -> None:
+        block.add_first_weight_gradients()
+        self.block, self.features, self.chunks, self.whole = block, features, chunks, whole
+        self.rotary_pos_emb, self.documents, self.token_ids = rotary_pos_emb, documents, token_ids
+        self.attend = block.attend(hidden.is_cuda, documents is not None)
+        self.ring_ranks = block.attention_layer.pg_collection.cp
+        self.has_gate = has_gate(block.attention_layer.self_attention)
+        if features.scatters_rows:
+            keeps = features.recomputed or not torch.is_grad_enabled()
+            self.row_transfers = RowTransfers(block.row_group, keeps=keeps)
+        self.draws = RandomStates() if features.recomputed and block.draws else None
+        self._num_rows, self._batch = hidden.shape[:2]
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what a second run has apart from the first."""
+        block = self.block
+        if self.features.ring:
+            self.ring = self.attend.ring(self.ring_ranks)
+        if block.dense:
+            return
+        self.routing = block.moe.router.begin_block(
+            self._num_rows * self._batch,
+            per_chunk=block.context.config.capacity_scope == "chunk",
+            first_tokens=[chunk.hidden[0].local_start * self._batch for chunk in self.chunks],
+        )
+        # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
+        dispatcher = block.dispatcher(block.context.pipeline.exchange)
+        self.dispatchers = [copy.copy(dispatcher) for _ in self.chunks]
+        self.condensed: dict[int, Condensed] = {}
+
+    def again(self) -> BlockPass:
+        """See ``BlockState``."""
+        second = copy.copy(self)
+        second.is_again = True
+        second._begin()
+        if not self.block.dense:
+            second.routing.forced_bias = self.routing.forced_bias
+            for dispatcher, of_second in zip(self.dispatchers, second.dispatchers, strict=True):
+                of_second.told = dispatcher.told
+        return second
+
+    def rows_of(self, chunk: int | None) -> Chunk:
+        """A chunk by its index, or the whole sequence."""
+        return self.whole if chunk is None else self.chunks[chunk]

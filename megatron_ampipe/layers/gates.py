@@ -1,0 +1,409 @@
+"""Routers other than Megatron's: those that AMPipe ships, and how a class of the user is found.
+
+Each is a subclass of Megatron's ``TopKRouter`` and knows nothing of chunks; :mod:`.router` makes it route
+them. What a class must promise is in docs/gates.md.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, router_gating_linear
+from megatron.core.transformer.moe.router import InferenceTopKRouter, TopKRouter
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.functional import normalize, softplus
+
+from megatron_ampipe.block.named_values import ROUTER_FLAG as FLAG
+from megatron_ampipe.block.named_values import class_path, import_class
+from megatron_ampipe.errors import BadInput
+
+
+def load_gate(name: str) -> type[TopKRouter]:
+    """The class that ``--ampipe-router NAME`` names, which imports its module; or :class:`BadInput`."""
+    return import_class(
+        FLAG,
+        name,
+        class_path(name),
+        fits=is_gate,
+        kind="Routers",
+        rule="is not a subclass of megatron.core.transformer.moe.router.TopKRouter",
+        remedy="Derive the class from TopKRouter and override gating or routing; see docs/gates.md.",
+    )
+
+
+def is_gate(found: type) -> bool:
+    """Whether a class can be the router of a pipelined layer."""
+    return issubclass(found, TopKRouter) and not issubclass(found, InferenceTopKRouter)
+
+
+def needs_all_tokens(gate: type[TopKRouter]) -> str | None:
+    """Why the choice of ``gate`` for a token depends on other tokens, as the class says; None if not."""
+    reason: str | None = getattr(gate, "needs_all_tokens", None)
+    return reason
+
+
+# S sequence rows of this rank, R rows, B batch, T tokens, D hidden size, E experts, K experts per token.
+
+
+class ScoredRouter(TopKRouter):
+    """A router whose subclasses choose experts and their weights in :meth:`choose`.
+
+    Losses, capacity and expert counts are Megatron's: this is ``TopKRouter.routing`` around another choice.
+    It also takes the place of ``--moe-router-score-function softmax`` and ``--moe-router-pre-softmax``.
+    """
+
+    ignored_settings: ClassVar[tuple[str, ...]] = (
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "moe_router_topk_scaling_factor",
+        "moe_router_enable_expert_bias",
+    )
+    """Settings of Megatron's own choice, which start-up refuses next to the class."""
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Experts and weights of each token.
+
+        Args:
+            logits: ``[T, E]``.
+
+        Returns:
+            ``probs [T, E]``, 0 where an expert is not chosen; ``routing_map [T, E]`` bool; ``scores [T, E]``,
+            a distribution over experts for the load-balancing losses.
+        """
+        raise NotImplementedError
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """``[R, B, E]`` to ``probs [R*B, E]`` and ``routing_map [R*B, E]``; as ``TopKRouter.routing``."""
+        assert padding_mask is None, "padding masks are for inference"
+        sequence_length, batch = logits.shape[:2]
+        logits = self.apply_z_loss(logits.view(-1, self.config.num_moe_experts))
+        probs, routing_map, scores = self.choose(logits)
+        kept = routing_map
+        if self.config.moe_expert_capacity_factor is not None:
+            probs, kept = apply_router_token_dropping(
+                probs,
+                routing_map,
+                router_topk=self.topk,
+                capacity_factor=self.config.moe_expert_capacity_factor,
+                drop_policy=self.config.moe_token_drop_policy,
+                pad_to_capacity=self.config.moe_pad_expert_input_to_capacity,
+            )
+        if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
+            probs = self._apply_aux_loss(probs, scores, routing_map)
+            probs = self._apply_seq_aux_loss(probs, scores, routing_map, sequence_length, batch)
+            probs = self._apply_global_aux_loss(probs, scores, routing_map)
+        self._apply_expert_bias(kept)
+        return probs, kept
+
+
+class SigmoidRouter(ScoredRouter):
+    """Each token takes the ``topk`` experts of the highest logits; their outputs are weighted by the sigmoid.
+
+    The gate of BASE layers and StableMoE, without their assignment. BASE assigns tokens in training so that
+    every expert gets the same number, which needs all tokens of the batch; here every token takes its best
+    experts, as BASE does in evaluation.
+
+    Weights are not normalized over the chosen experts, unlike ``--moe-router-score-function sigmoid``: an
+    expert that helps a token raises the weight of that expert alone.
+
+    Sources: Lewis et al., BASE layers, 2021; Dai et al., StableMoE, 2022; FSMoE, section 3.
+    """
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`ScoredRouter`; load-balancing losses get the sigmoids, divided by their sum."""
+        sigmoids = torch.sigmoid(logits.float())
+        best = logits.topk(self.topk, dim=-1).indices
+        routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, best, True)
+        scores = sigmoids / sigmoids.sum(dim=-1, keepdim=True)
+        return (sigmoids * routing_map).type_as(logits), routing_map, scores
+
+
+class ExpertChoiceRouter(ScoredRouter):
+    """Each expert takes its ``topk * tokens / experts`` best tokens, rounded up: loads are always equal.
+
+    A token may have any number of experts, also none; it then passes by the residual connection alone.
+
+    Source: Zhou et al., Mixture-of-experts with expert choice routing, 2022.
+    """
+
+    needs_all_tokens: ClassVar[str] = (
+        "each expert chooses among all tokens of a sequence, so a later token can take the place of an "
+        "earlier one"
+    )
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`ScoredRouter`; a softmax over experts gives scores and weights."""
+        num_tokens, num_experts = logits.shape
+        scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        taken = min(-(-num_tokens * self.topk // num_experts), num_tokens)
+        best = scores.topk(taken, dim=0).indices
+        routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(0, best, True)
+        return (scores * routing_map).type_as(logits), routing_map, scores
+
+
+class CosineRouter(TopKRouter):
+    """Scores an expert by the cosine between its embedding and a projection of the token, over a temperature.
+
+    The parameters are ``projection`` ``[d, D]``, ``weight`` ``[E, d]`` (the embeddings) and ``temperature``
+    ``[1]``. A subclass may set ``dimension`` and ``first_temperature``.
+
+    Source: X-MoE, Chi et al., On the representation collapse of sparse mixture of experts, 2022 (arXiv
+    2204.09179).
+    """
+
+    dimension: ClassVar[int | None] = None
+    """Size ``d`` of embeddings; None for half the number of experts, and at least 2."""
+    first_temperature: ClassVar[float] = 0.3
+    """The learned temperature at the beginning of training."""
+    lowest_temperature: ClassVar[float] = 0.01
+    """Logits stay below its inverse, whatever is learned."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        size = self.dimension or max(self.config.num_moe_experts // 2, 2)
+        dtype = self.weight.dtype
+        self.projection = Parameter(torch.empty(size, self.config.hidden_size, dtype=torch.float32))
+        self.temperature = Parameter(torch.tensor([self.first_temperature], dtype=torch.float32))
+        # In place of Megatron's weight of a row of the hidden size for each expert.
+        self.weight = Parameter(torch.empty(self.config.num_moe_experts, size, dtype=torch.float32))
+        for parameter in (self.projection, self.temperature, self.weight):
+            if self.config.perform_initialization and parameter is not self.temperature:
+                self.config.init_method(parameter)
+            parameter.data = parameter.data.to(dtype)
+            # Each tensor-parallel rank sees some of the rows.
+            parameter.sequence_parallel = self.config.sequence_parallel
+
+    def gating(self, input: Tensor) -> Tensor:
+        """``[R, B, D]`` to ``[R, B, E]``, in fp32 or the dtype of ``--moe-router-dtype``."""
+        dtype = torch.float64 if self.config.moe_router_dtype == "fp64" else torch.float32
+        token = normalize(router_gating_linear(input, self.projection, None, dtype), dim=-1)
+        embedding = normalize(self.weight.to(dtype), dim=-1)
+        temperature = self.temperature.to(dtype).clamp_min(self.lowest_temperature)
+        return token @ embedding.t() / temperature
+
+
+class NoisyTopKRouter(TopKRouter):
+    """Megatron's router with normal noise on the logits in training; its size is learned for each token.
+
+    ``logits = x W + normal * softplus(x W_noise)``. ``noise_weight`` ``[E, D]`` begins with zeros, so that
+    the noise has a standard deviation of ``log 2`` at first. An evaluation adds no noise.
+
+    Sources: Shazeer et al., Outrageously large neural networks, 2017, equations 3 to 5; GShard; FSMoE,
+    section 3.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.noise_weight = Parameter(torch.zeros_like(self.weight))
+        # Each tensor-parallel rank sees some of the rows, as for ``weight``.
+        self.noise_weight.sequence_parallel = self.config.sequence_parallel
+
+    def gating(self, input: Tensor) -> Tensor:
+        """``[R, B, D]`` to ``[R, B, E]``."""
+        logits: Tensor = super().gating(input)
+        if not self.training:
+            return logits
+        deviation = softplus(router_gating_linear(input, self.noise_weight, None, logits.dtype))
+        return logits + _normal_like(logits) * deviation
+
+
+def _normal_like(tensor: Tensor) -> Tensor:
+    """Normal numbers of the shape of ``tensor``.
+
+    From uniform ones, which torch draws one by one on a CPU: chunks that are routed in order continue the
+    series of the whole sequence there. On a GPU they do not.
+    """
+    uniform = torch.rand(tensor.shape, dtype=torch.float32, device=tensor.device)
+    # Not 0, whose quantile is infinite.
+    centered = 2 * uniform.clamp_min(torch.finfo(torch.float32).eps) - 1
+    return (math.sqrt(2) * torch.erfinv(centered)).to(tensor.dtype)
+
+
+class TokenIds:
+    """The ids of the micro-batch that one model, or one virtual stage of it, runs at present.
+
+    In a forward pass, the model is given them. A recompute reads them in the backward pass, when the model
+    has run other micro-batches. So the gradient of the model's output, with which every backward pass begins,
+    puts the ids back that belong to that output.
+
+    Args:
+        vocabulary: All ids are below it, if it is known.
+    """
+
+    def __init__(self, vocabulary: int | None = None) -> None:
+        self.vocabulary = vocabulary
+        self._current: Tensor | None = None
+
+    def keep(self, ids: Tensor | None) -> None:
+        """From now on, a micro-batch with these ids runs: ``[B, S]`` of this context-parallel rank; of a
+        packed micro-batch ``[1, B * S]``."""
+        self._current = ids
+
+    def watch(self, model: Module) -> None:
+        """Keep the ``input_ids`` that a GPT or hybrid model of Megatron, without wrappers, is called with."""
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        model.register_forward_hook(self._after)
+
+    def _before(self, model: Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.keep(inputs[0] if inputs else options.get("input_ids"))
+
+    def _after(self, model: Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            ids = self._current
+            output.register_hook(lambda gradient: self.keep(ids))
+
+    def rows(self, num_rows: int, batch: int, *, ranks: int = 1) -> Tensor:
+        """The ids of all rows that the tensor-parallel ranks hold, in the order of the ranks.
+
+        A rank has ``num_rows``; ``batch`` sequences are side by side in the hidden states. Returns
+        ``[num_rows * ranks, B]``, int64; :class:`BadInput` if the model was not given ids.
+        """
+        ids = self._current
+        if ids is None:
+            raise BadInput(
+                "--ampipe-router",
+                "(reads token ids)",
+                rule="the model was called without input_ids",
+                remedy="Train with -m megatron_ampipe.pretrain_gpt, or use a router that reads hidden "
+                "states, such as --ampipe-router cosine.",
+            )
+        assert ids.numel() == num_rows * ranks * batch, (
+            f"{tuple(ids.shape)} ids of {num_rows} rows on {ranks} ranks, {batch} sequences"
+        )
+        if ids.shape[0] == batch:
+            return ids.t()
+        # Packed: TransformerLayer._maybe_unflatten_for_moe cuts the rows of a rank into sequences.
+        return ids.view(ranks, batch, num_rows).transpose(1, 2).reshape(-1, batch)
+
+    def rows_of_rank(self, num_rows: int, batch: int, *, ranks: int, rank: int) -> Tensor:
+        """The ids of the rows of one of the ranks, ``[num_rows, B]``; see :meth:`rows`."""
+        return self.rows(num_rows, batch, ranks=ranks)[rank * num_rows :][:num_rows]
+
+
+class TokenIdRouter(TopKRouter):
+    """A router that reads ``self.token_ids``. Comes before other bases, such as ``ScoredRouter``."""
+
+    token_ids: Tensor | None = None
+    """``[R, B]`` int64, the ids of the rows that ``forward`` is given; None outside of it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.id_source = TokenIds()
+        """Of the model; one that was never told ids until :func:`give_token_ids`."""
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As in Megatron for ``[R, B, D]``, with ``token_ids`` set (by ``ChunkRouting`` if of a chunk).
+
+        Raises:
+            BadInput: the model was not given ids.
+        """
+        if self.token_ids is not None:
+            return super().forward(input, *args, **kwargs)
+        is_spread = self.config.sequence_parallel
+        self.token_ids = self.id_source.rows_of_rank(
+            *input.shape[:2],
+            ranks=self.tp_group.size() if is_spread else 1,
+            rank=self.tp_group.rank() if is_spread else 0,
+        )
+        try:
+            return super().forward(input, *args, **kwargs)
+        finally:
+            self.token_ids = None
+
+
+def give_token_ids(model: Module) -> TokenIds:
+    """Let the routers that read ids in a model of Megatron, or in some of its layers, share one source.
+
+    The source still has to be told ids: by :meth:`TokenIds.watch` or :meth:`TokenIds.keep`.
+    """
+    source = TokenIds(getattr(model, "vocab_size", None))
+    for module in model.modules():
+        if isinstance(module, TokenIdRouter):
+            module.id_source = source
+    return source
+
+
+class HashRouter(TokenIdRouter, ScoredRouter):
+    """Each token goes to ``topk`` different experts by as many hashes of its id, with equal weights.
+
+    Has no parameters: nothing is learned, and a checkpoint holds nothing. The hashes of two layers differ. A
+    subclass may set ``seed``, and must keep it when a training is continued.
+    """
+
+    seed: ClassVar[int] = 0
+    """Chooses the hashes; independent of Megatron's ``--seed``."""
+    ignored_settings: ClassVar[tuple[str, ...]] = (
+        *ScoredRouter.ignored_settings,
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_input_jitter_eps",
+        "moe_router_force_load_balancing",
+        "moe_router_force_biased",
+        "moe_enable_routing_replay",
+    )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.weight = self.bias = None
+        # No buffer: it follows from the class, and is made when the vocabulary is known.
+        self._table: Tensor | None = None
+
+    def gating(self, input: Tensor) -> Tensor:
+        """``[R, B, D]``, of which the shape and dtype are read, to the weights ``[R, B, E]``, 0 or ``1 / K``.
+
+        In the dtype of ``input``, or that of ``--moe-router-dtype``.
+        """
+        assert self.token_ids is not None
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
+        weights = input.new_zeros((*input.shape[:2], self.config.num_moe_experts), dtype=dtype)
+        return weights.scatter_(-1, self.experts_of(self.token_ids), 1 / self.topk)
+
+    def experts_of(self, ids: Tensor) -> Tensor:
+        """The experts of tokens: ids ``[...]`` int64 to ``[..., K]`` int64, all different.
+
+        Looked up in a table of the vocabulary, which is made once: hashing takes many small operations.
+        """
+        num_experts, topk, vocabulary = self.config.num_moe_experts, self.topk, self.id_source.vocabulary
+        if vocabulary is None:
+            return hashed_experts(ids, num_experts, topk, salt=self._salt)
+        if self._table is None:
+            table = hashed_experts(torch.arange(vocabulary), num_experts, topk, salt=self._salt)
+            self._table = table.to(ids.device, torch.int32)
+        return self._table[ids].long()
+
+    @property
+    def _salt(self) -> int:
+        return _mixed(_mixed(self.seed) + (self.layer_number or 0))
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`ScoredRouter`; weights, experts and scores are all what :meth:`gating` gives."""
+        return logits, logits > 0, logits
+
+
+def hashed_experts(ids: Tensor, num_experts: int, topk: int, *, salt: int) -> Tensor:
+    """``topk`` different experts of each id, each uniform over those that are left: the same on every device.
+
+    Ids ``[...]`` int64 to ``[..., topk]`` int64; ``salt`` chooses the hashes.
+    """
+    mixed, found = _mixed(ids), ids.new_empty((*ids.shape, 0))
+    for index in range(topk):
+        expert = _mixed(mixed ^ _mixed(salt + index)) % (num_experts - index)
+        # A number among the experts that are left, counted without those that were taken.
+        for taken in found.sort(dim=-1).values.unbind(-1):
+            expert = expert + (expert >= taken)
+        found = torch.cat([found, expert.unsqueeze(-1)], dim=-1)
+    return found
+
+
+def _mixed[Integer: (int, Tensor)](value: Integer) -> Integer:
+    """The low 32 bit of a number, or of each of a tensor, mixed one to one so that each depends on all.
+
+    Two rounds of shift and multiplication; both factors are below 2**31, so a product fits into int64.
+    """
+    value = value & 0xFFFFFFFF
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        value = ((value ^ (value >> shift)) * factor) & 0xFFFFFFFF
+    return value ^ (value >> 15)
