@@ -48,6 +48,7 @@ setup(
         "PyYAML>=6.0",
         "matplotlib>=3.8",
         "numpy>=1.26",
+        "pydantic>=2.5",
         "rich>=13.0",
         "scipy>=1.11",
         "tqdm>=4.60",

@@ -10,66 +10,17 @@ from pathlib import Path
 
 from megatron_ampipe.files.shipped import config_names
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
-from megatron_ampipe.plan.model_file import read_model
-from megatron_ampipe.plan.model_workload import layers_of, workload_of
+from megatron_ampipe.plan.model_file import layers_of, read_model, workload_of
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import Plans, make_plans
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.simulate import compile_program, run
-from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import (
-    BlockFeatures,
-    Direction,
-    build,
-    dependencies,
-    kinds,
-)
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- begin: python -m tests.planner -->", "<!-- end -->"
-PLAIN = BlockFeatures(chunked_qkv=True)
 
-FSMOE_ROWS = (128, 512, 2048)
-"""Tokens of one rank in tests of FSMoE's choice."""
 MODELS = ("deepseek-v2-lite", "deepseek-v3-like", "gpt-moe-base", "mixtral-8x7b", "qwen3-30b-a3b-like")
 CLUSTERS = ("a800x8-20gbps", "ampipe-g5", "dgx-h100", "fsmoe-testbed-a", "gb200-nvl72")
 """Models and clusters in the table."""
-
-
-def appendix_c_simulated(attention: float, communication: float, experts: float, degree: int) -> float:
-    """A forward pass as in appendix C: three kinds of stages, equal chunks, no cost for splitting."""
-    schedule = build("ampipe", degree=degree, features=PLAIN)
-    needs = dependencies([PLAIN], degree=degree, whole_attention=False, direction=Direction.FORWARD)
-    whole = {
-        kinds.ATTENTION: attention,
-        kinds.DISPATCH: communication,
-        kinds.COMBINE: communication,
-        kinds.EXPERT: experts,
-    }
-    compiled = compile_program(schedule.forward, needs)
-    _, end = run(compiled, [whole.get(stage.kind, 0.0) / degree for stage in compiled.stages])
-    return max(end)
-
-
-def fsmoe_workload(rows: int, *, expert_tensor: int = 4) -> Workload:
-    """A layer from the ranges of FSMoE's table 4: M = 2048, H = 3 M, no token dropped."""
-    return Workload(
-        sequence_length=rows,
-        batch=1,
-        hidden=2048,
-        heads=16,
-        head_size=128,
-        value_size=128,
-        projections=((2048, 6144),),
-        key_value_width=4096,
-        experts=8,
-        topk=2,
-        ffn=6144,
-        gated=False,
-        dtype="fp16",
-        expert=8,
-        expert_tensor=expert_tensor,
-    )
 
 
 def stacks() -> Iterator[str]:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from megatron_ampipe.plan.cluster import read_cluster
-from megatron_ampipe.plan.gradient_plan import plan_gradients
+from megatron_ampipe.plan.gradients import plan_gradients
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import build, even_chunks
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case

@@ -14,7 +14,7 @@ from megatron_ampipe.block.named_values import parse_size, size_to_text
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.planned import cluster_of_flag, stage_of_args, workload_of_args
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.plan.memory_choice import Kept, by_work, fitting, simulated
+from megatron_ampipe.plan.planner import Kept, by_work, fitting, simulated
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import KEEP, STRATEGIES, Pipeline
 from megatron_ampipe.schedule.features import boundary

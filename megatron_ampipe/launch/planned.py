@@ -19,9 +19,8 @@ from megatron_ampipe.launch.refusal_conditions import exchanges_of, ranks_per_no
 from megatron_ampipe.launch.size_ranges import Shape
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
-from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile
-from megatron_ampipe.plan.model_workload import StageLayers, layers_of, workload_of
-from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences
+from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, StageLayers, layers_of, workload_of
+from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
@@ -157,7 +156,7 @@ def _compare(args: argparse.Namespace, plan: Plan, plan_file: str) -> tuple[str,
             rule=f"is not for the blocks of this model: it was made for {', '.join(essential)}",
             remedy=remedy,
         )
-    notes = [f"the plan was made on: {plan.made_for.cluster}"]
+    notes = [f"the plan was made on: {plan.made_for.get('cluster')}"]
     if found:
         notes.append(f"the plan was made for {', '.join(map(str, found))}; its predictions may be wrong")
     return tuple(notes)
@@ -165,7 +164,7 @@ def _compare(args: argparse.Namespace, plan: Plan, plan_file: str) -> tuple[str,
 
 def made_for_of_args(args: argparse.Namespace) -> MadeFor:
     """The record of this run's block and machines, to compare with that of a plan."""
-    return MadeFor.of(
+    return made_for(
         dataclasses.replace(workload_of_args(args, None), condense=args.ampipe_condense),
         cluster=f"the machines of a run with {args.world_size} ranks",
         ranks_per_node=ranks_per_node(args) or args.world_size,

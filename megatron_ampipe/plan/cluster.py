@@ -1,9 +1,8 @@
 """The times of a cluster's operations: the format of the files in ``configs/clusters``, read and written.
 
-Each figure is a linear function of the size of one operation (fitted, derived or taken from a data sheet):
-``alpha_us`` is the fixed time, and a slope is the time per size. All times are in microseconds; MB is 10**6
-bytes, GFLOP is 10**9 operations, where a multiplication and an addition are two. Each figure names its
-source.
+Each figure is a linear function of the size of one operation: ``alpha_us`` is the fixed time, and a slope is
+the time per size. All times are in microseconds; MB is 10**6 bytes, GFLOP is 10**9 operations, where a
+multiplication and an addition are two.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
-from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files.records import Lines, read_record, refuse, write_record
+from megatron_ampipe.files.records import read_record, refuse, write_record
 from megatron_ampipe.files.shipped import find_config, shown
 from megatron_ampipe.files.yaml_lines import LinedMapping, load
 from megatron_ampipe.schedule import Direction
@@ -252,45 +250,44 @@ class Cluster:
         return not self.host.issue.forward_us
 
     def collective(self, operation: Operation, *, across_nodes: bool) -> TransferCost:
-        """The figure of a collective.
-
-        Raises:
-            BadInput: the file has none; the message names file and line.
-        """
-        group = "inter" if across_nodes else "intra"
-        figures = (self.inter if across_nodes else self.intra) or {}
-        if operation not in figures:
-            raise self.missing(group, operation)
-        return figures[operation]
+        """The figure of a collective; like the other methods, BadInput if the file has none."""
+        section, figures = ("inter", self.inter) if across_nodes else ("intra", self.intra)
+        return self.figure(section, figures, operation)
 
     def gemm(self, dtype: Dtype) -> Gemm:
-        """The figure of matrix products; as for :meth:`collective`, BadInput if the file has none."""
-        if dtype not in self.compute.gemm:
-            raise self.missing("compute.gemm", dtype)
-        return self.compute.gemm[dtype]
+        """The figure of matrix products."""
+        return self.figure("compute.gemm", self.compute.gemm, dtype)
 
     def attention(self, dtype: Dtype) -> Attention:
-        """The figures of core attention, likewise."""
-        if dtype not in self.compute.attention:
-            raise self.missing("compute.attention", dtype)
-        return self.compute.attention[dtype]
+        """The figures of core attention."""
+        return self.figure("compute.attention", self.compute.attention, dtype)
 
     def stage_overhead(self, kind: str) -> StageOverhead:
-        """The overhead of a compute stage of this kind, or of ``any``; likewise."""
-        figures = {str(name): figure for name, figure in self.host.stage.items()}
-        overhead = figures.get(kind, figures.get("any"))
-        if overhead is None:
-            raise self.missing("host.stage", kind)
-        return overhead
+        """The overhead of a compute stage of this kind, or of ``any``."""
+        figures: Mapping[str, StageOverhead] = dict(self.host.stage.items())
+        return self.figure("host.stage", figures, kind if kind in figures else "any")
 
-    def missing(self, section: str, key: str) -> BadInput:
-        """The error for a figure that this workload needs and that the file does not contain."""
-        return BadInput(
-            f"{self.path}:{self.lines.get(section, 1)}:",
-            f"{section}.{key}",
-            rule="is missing, and this workload needs it",
-            remedy="Add the figure, or measure the cluster with ampipe profile.",
-        )
+    def copy(self) -> TransferCost:
+        """The figure of copies to host memory."""
+        return self.figure("compute", {"copy": self.compute.copy}, "copy")
+
+    def figure[Key: str, Value](
+        self, section: str, figures: Mapping[Key, Value | None] | None, key: Key
+    ) -> Value:
+        """A figure of a section."""
+        value = (figures or {}).get(key)
+        if value is None:
+            self.refuse(
+                f"{section}.{key}",
+                "is missing, and this workload needs it",
+                "Add the figure, or measure the cluster with ampipe profile.",
+            )
+        return value
+
+    def refuse(self, key: str, rule: str, remedy: str) -> NoReturn:
+        """Raise BadInput for a key of the file, or one that its section lacks."""
+        line = self.lines.get(key, self.lines.get(key.rpartition(".")[0], 1))
+        refuse(self.path, line, key, rule, remedy)
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -300,28 +297,19 @@ def read_cluster(path: Path) -> Cluster:
         BadInput: the file is wrong; the message names file, line, key, and the nearest known key.
     """
     top = load(path, what="cluster", remedy="Look at configs/clusters/a800x8-20gbps.yaml for the format.")
-    cluster, lines = read_record(path, Cluster, top)
-    for group, figures in (("intra", cluster.intra), ("inter", cluster.inter)):
+    record, lines = read_record(path, Cluster, top)
+    cluster = dataclasses.replace(record, path=shown(path), lines=lines)
+    for section, figures in (("intra", cluster.intra), ("inter", cluster.inter)):
         for operation, figure in (figures or {}).items():
-            _check_table(path, lines, f"{group}.{operation}", figure)
-    return dataclasses.replace(cluster, path=shown(path), lines=lines)
-
-
-def _check_table(path: Path, lines: Lines, where: str, figure: TransferCost) -> None:
-    sizes = [0.0, *(point.mb for point in figure.table or ())]
-    for smaller, larger in itertools.pairwise(sizes):
-        if larger <= smaller:
-            key = f"{where}.table"
-            rule = f"has {larger:g} MB after {smaller:g} MB, and sizes must be above 0 and ascending"
-            refuse(path, lines[key], key, rule, "Sort its points by size.")
+            sizes = [0.0, *(point.mb for point in figure.table or ())]
+            if any(larger <= smaller for smaller, larger in itertools.pairwise(sizes)):
+                key, rule = f"{section}.{operation}.table", "sizes must be above 0 MB and ascending"
+                refuse(path, lines[key], key, rule, "Sort its points by size.")
+    return cluster
 
 
 def write_cluster(cluster: Cluster, path: Path, *, head: str) -> None:
-    """Write a file of which :func:`read_cluster` reads an equal cluster.
-
-    It appears under its name only when it is whole. ``head`` is a comment for the first line, such as the
-    command that made it.
-    """
+    """Write a file that :func:`read_cluster` reads; ``head`` is a comment for its first line."""
     write_record(path, cluster, head=head)
 
 

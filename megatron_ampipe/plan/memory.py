@@ -9,7 +9,7 @@ the allocator, and, unless ``gathers``, gradients of parameters that Megatron ha
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron_ampipe.plan.operation_times import (
@@ -81,26 +81,27 @@ def peak_bytes(
             counted, as in ``ampipe bench``.
     """
     stock = not pipeline.overlaps and workload.exchange is Exchange.ROWS
-    splits_weights, joins_weights = pipeline.splits_weights, pipeline.joins_weights
-    whole_attention = pipeline.whole_attention
+    joins_weights = pipeline.joins_weights
     chunks, element = pipeline.backward_degree, workload.element_bytes
     modules = _LOCAL[element] if local else _FUSED
     dense, arrived, inner = _kept(workload, modules)
     names = of_chunks(pipeline.memory)
-    restored = [STRATEGIES[names[chunk * len(names) // chunks]] for chunk in range(chunks)]
-    # Of each chunk, of the experts: what is kept; and what is restored right before it is differentiated, of
-    # a redispatch while the next chunk's tokens are permuted and on their way.
-    loaded = [_loaded(one, arrived, inner) / chunks for one in restored]
-    again = [(3 * arrived * ("redispatch" in one) + inner * ("rebuild" in one)) / chunks for one in restored]
-    of_experts = [
-        0.0
-        if "offload" in one
-        else (arrived * (not {"redispatch", "offload_tokens"} & set(one)) + inner * ("rebuild" not in one))
-        / chunks
-        for one in restored
-    ]
+    # Of the experts of each chunk: what is kept, what is loaded from host memory, and what is restored right
+    # before they are differentiated; of a redispatch while tokens of the next chunk are on their way.
+    of_experts, loaded, again = [], [], []
+    for chunk in range(chunks):
+        restored = set(STRATEGIES[names[chunk * len(names) // chunks]])
+        here = arrived * (not restored & {"redispatch", "offload_tokens"}) + inner * (
+            "rebuild" not in restored
+        )
+        of_experts.append(0.0 if "offload" in restored else here / chunks)
+        with_tokens = "offload_tokens" in restored or {"offload", "redispatch"} & restored == {"offload"}
+        loaded.append((inner * ("offload" in restored) + arrived * with_tokens) / chunks)
+        again.append((3 * arrived * ("redispatch" in restored) + inner * ("rebuild" in restored)) / chunks)
     kept = dense + sum(of_experts)
-    experts, attention = _weights(workload)
+    # Numbers of weights of a layer on one rank.
+    experts = workload.local_experts * _weights(expert_products(workload, 0))
+    attention = _weights(_of_attention(workload))
     summed, of_attention = (0.0, 0.0) if workload.fused_gradients else (experts, attention)
     sum_bytes = element if stock else SUM_BYTES
     rows = workload.rows * workload.batch * workload.hidden * element
@@ -114,7 +115,7 @@ def peak_bytes(
     of_width = gradient_bytes * workload.ffn / workload.expert_tensor
     calls = 1 if workload.grouped else workload.local_experts
     of_chunk = received * (workload.hidden * element + of_width / calls) / chunks
-    if splits_weights:
+    if pipeline.splits_weights:
         # The input of that product waits instead.
         of_chunk += received * workload.ffn / workload.expert_tensor * element / calls / chunks
     else:
@@ -144,7 +145,7 @@ def peak_bytes(
             held -= _shared(workload, modules) * (chunks - chunk) / chunks
         # The attention of a chunk follows the experts of the next one. The first begins the sums.
         done = chunks - 2 - chunk
-        if whole_attention:
+        if pipeline.whole_attention:
             # Gradients of the residual stream are collected.
             held += rows
         elif done > 0:
@@ -183,13 +184,6 @@ def peak_bytes(
         found = max(found, before + given + (of_dense if is_dense else of_one))
         before += kept_dense if is_dense else kept
     return found
-
-
-def _loaded(restored: Collection[str], arrived: float, inner: float) -> float:
-    """Bytes that come from host memory, of all chunks."""
-    if "offload" in restored:
-        return inner + arrived * ("redispatch" not in restored)
-    return arrived * ("offload_tokens" in restored)
 
 
 def expert_bytes(workload: Workload, rows: int, *, local: bool, inner: bool) -> float:
@@ -245,13 +239,8 @@ def _keys(workload: Workload) -> float:
     return rows * workload.batch * workload.key_value_width / workload.tensor
 
 
-def _weights(workload: Workload) -> tuple[float, float]:
-    """Numbers of weights of a layer on one rank: of the local experts, and of attention."""
-    experts, attention = (
-        sum(product.k * product.n for product in products)
-        for products in (expert_products(workload, 0), _of_attention(workload))
-    )
-    return workload.local_experts * experts, attention
+def _weights(products: Sequence[Product]) -> float:
+    return sum(product.k * product.n for product in products)
 
 
 def _of_attention(workload: Workload) -> list[Product]:

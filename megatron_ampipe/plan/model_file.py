@@ -1,48 +1,130 @@
-"""Reads a model file without Megatron, and checks the keys and values that the planner needs.
+"""Model files: Megatron's flags as YAML, read without Megatron, and the block and the layers that they mean.
 
-A model file contains Megatron's flags without leading dashes (``num-layers: 12``) and AMPipe's flags in a
-section ``ampipe:``. Other keys are checked by Megatron's parser, at launch or by ``ampipe config``.
+A model file holds Megatron's flags without leading dashes (``num-layers: 12``) and AMPipe's in a section
+``ampipe:``. Flags on which no size of a block depends are checked by Megatron's parser, at launch or by
+``ampipe config``. In a run, its arguments take the place of a file.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import ast
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, ValidationError
+
+from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.block.settings import SETTING, Settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.records import refuse
 from megatron_ampipe.files.shipped import find_config
 from megatron_ampipe.files.spelling import did_you_mean, meant, nearest
 from megatron_ampipe.files.yaml_lines import LinedMapping, load
+from megatron_ampipe.plan.cluster import Cluster, Dtype
+from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.schedule.features import chooses_at_once, router_has_losses, uses_ring_attention
 
-SIZE_FLAGS = (
-    "hidden-size", "num-attention-heads", "kv-channels", "ffn-hidden-size", "num-experts", "seq-length",
-    "micro-batch-size", "moe-router-topk", "moe-ffn-hidden-size", "swiglu",
-    "moe-shared-expert-intermediate-size", "moe-expert-capacity-factor", "moe-pad-expert-input-to-capacity",
-    "moe-grouped-gemm", "recompute-granularity", "group-query-attention", "num-query-groups",
-    "multi-latent-attention", "kv-lora-rank", "q-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim",
-    "v-head-dim", "tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size",
-    "cp-comm-type", "attention-dropout", "softmax-type", "qk-clip", "log-max-attention-logit",
-    "expert-tensor-parallel-size", "expert-model-parallel-size", "moe-token-dispatcher-type",
-    "moe-router-load-balancing-type", "moe-token-drop-policy", "moe-aux-loss-coeff", "moe-z-loss-coeff",
-    "window-size", "bf16", "fp16",
-    "fp8-format", "no-gradient-accumulation-fusion", "num-layers", "moe-layer-freq",
-    "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank", "transformer-impl",
-    "hybrid-layer-pattern", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
-    "use-distributed-optimizer",
-)  # fmt: skip
-"""The flags that determine the sizes of a block, how many there are, and how their gradients are reduced."""
 _LARGEST = 10**7
 """The largest value of any size. Time and memory of planning grow with the number of experts."""
+_LONGEST = 10_000
+"""Of a pattern of layers: it comes from a file, and could name any number."""
+
+
+def _window(value: object) -> int | None:
+    """Earlier keys that a query attends to, from ``--window-size``; None for all."""
+    parts = value if isinstance(value, list | tuple) else str(value).strip("()").split(",")
+    try:
+        left, right = (int(part) for part in parts)
+    except (TypeError, ValueError):
+        raise ValueError("is not two whole numbers") from None
+    if right != 0:
+        raise ValueError("attends to later keys, which is not causal")
+    return left if left >= 0 else None
+
+
+def _listed(value: object) -> object:
+    return value if isinstance(value, list) else [value]
+
+
+_Size = Annotated[int, Field(strict=True, ge=1, le=_LARGEST)]
+_SizeOrNone = Annotated[int, Field(strict=True, ge=0, le=_LARGEST)]
+"""0 for none."""
+_Switch = Annotated[bool, Field(strict=True)]
+
+
+class ModelFlags(BaseModel):
+    """The flags that determine the sizes of a block, how many there are, and how gradients are reduced.
+
+    By Megatron's names and with its defaults, so functions that take Megatron's arguments take this too.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    hidden_size: _Size
+    num_attention_heads: _Size
+    num_experts: _Size
+    seq_length: _Size
+    kv_channels: _Size | None = None
+    ffn_hidden_size: _Size | None = None
+    micro_batch_size: _Size = 1
+    moe_router_topk: _Size = 2
+    moe_ffn_hidden_size: _Size | None = None
+    swiglu: _Switch = False
+    moe_shared_expert_intermediate_size: _SizeOrNone = 0
+    moe_expert_capacity_factor: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    moe_pad_expert_input_to_capacity: _Switch = False
+    moe_grouped_gemm: _Switch = False
+    recompute_granularity: str | None = None
+    group_query_attention: _Switch = False
+    num_query_groups: _Size = 1
+    multi_latent_attention: _Switch = False
+    kv_lora_rank: _Size = 32
+    q_lora_rank: _SizeOrNone = 0
+    qk_head_dim: _Size = 128
+    qk_pos_emb_head_dim: _Size = 64
+    v_head_dim: _Size = 128
+    tensor_model_parallel_size: _Size = 1
+    context_parallel_size: _Size = 1
+    pipeline_model_parallel_size: _Size = 1
+    cp_comm_type: str | list[str] | None = None
+    attention_dropout: Annotated[FiniteFloat, Field(ge=0)] = 0.1
+    softmax_type: str = "vanilla"
+    qk_clip: _Switch = False
+    log_max_attention_logit: _Switch = False
+    expert_tensor_parallel_size: _Size | None = None
+    expert_model_parallel_size: _Size | None = None
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "allgather"
+    moe_router_load_balancing_type: Annotated[list[str], BeforeValidator(_listed)] = ["aux_loss"]
+    moe_token_drop_policy: str = "probs"
+    moe_aux_loss_coeff: Annotated[list[FiniteFloat], BeforeValidator(_listed)] = [0.0]
+    moe_z_loss_coeff: FiniteFloat | None = None
+    window_size: Annotated[int | None, BeforeValidator(_window)] = None
+    bf16: _Switch = False
+    fp16: _Switch = False
+    fp8_format: str | None = None
+    no_gradient_accumulation_fusion: _Switch = False
+    num_layers: _Size | None = None
+    moe_layer_freq: Any = 1
+    num_layers_per_virtual_pipeline_stage: _Size | None = None
+    num_virtual_stages_per_pipeline_rank: _Size = 1
+    transformer_impl: str | None = None
+    hybrid_layer_pattern: Any = None
+    decoder_first_pipeline_num_layers: _SizeOrNone = 0
+    decoder_last_pipeline_num_layers: _SizeOrNone = 0
+    use_distributed_optimizer: _Switch = False
+
+
+SIZE_FLAGS = tuple(name.replace("_", "-") for name in ModelFlags.model_fields)
+"""As keys of a model file."""
+_EXAMPLES = {"bool": "true", "float": "1.25", "finite": "1.25", "literal": "alltoall", "value": "'128,0'"}
+"""A value that would work, by how the name of pydantic's error begins; 8 for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A model file whose keys are checked; its methods check the values.
+    """A model file whose keys are checked; :attr:`flags` checks the values.
 
     Attributes:
         path: The file.
@@ -56,55 +138,28 @@ class ModelFile:
     lines: Mapping[str, int]
     own: Settings = Settings()  # noqa: RUF009
 
-    def whole(self, key: str, *, default: int | None = None) -> int:
-        """A whole number of at least 1; 0 is a number too if it is the default.
+    @property
+    def flags(self) -> ModelFlags:
+        """The values of the flags.
 
         Raises:
-            BadInput: it is none, or missing without a default; as in the other methods, the message names
-                file and line.
+            BadInput: one is missing or invalid; the message names file and line.
         """
-        value = self.values.get(key)
-        if value is None:
-            if default is not None:
-                return default
-            remedy = f"Add '{key}: ...', or give --set {key}=..."
-            for wrong, near in self.misspelt().items():
-                if near == key:
-                    remedy = f"Write {key} in place of {wrong} in line {self.lines[wrong]}."
-            refuse(self.path, 1, key, "is missing", remedy)
-        if type(value) is not int or value < (0 if default == 0 else 1):
-            self.refuse(key, "must be a whole number of at least 1", "Write for example 8.")
-        if value > _LARGEST:
-            self.refuse(key, f"must be at most {_LARGEST}", "Write for example 8.")
-        return value
-
-    def numbers(self, key: str, *, signed: bool = False) -> list[float]:
-        """A number, or a list of numbers; none if it is not given."""
-        value = self.values.get(key)
-        if value is None:
-            return []
+        given = {key: value for key, value in self.values.items() if key in SIZE_FLAGS and value is not None}
         try:
-            # YAML reads 1e-3, without a point, as text.
-            numbers = [float(one) for one in (value if isinstance(value, list) else [value])]
-        except (TypeError, ValueError):
-            self.refuse(key, "must be a number", "Write for example 1.25.")
-        if not all(math.isfinite(one) and (signed or one >= 0) for one in numbers):
-            rule = "must be a finite number" if signed else "must be at least 0"
-            self.refuse(key, rule, "Write for example 1.25, or leave it out.")
-        return numbers
-
-    def number(self, key: str, *, signed: bool = False) -> float | None:
-        """A number; None if it is not given."""
-        if isinstance(self.values.get(key), list):
-            self.refuse(key, "must be a number", "Write for example 1.25.")
-        return next(iter(self.numbers(key, signed=signed)), None)
-
-    def on(self, key: str) -> bool:
-        """Whether a flag is given."""
-        value = self.values.get(key, False)
-        if not isinstance(value, bool):
-            self.refuse(key, "must be true or false", f"Write '{key}: true'.")
-        return value
+            return ModelFlags.model_validate({key.replace("-", "_"): value for key, value in given.items()})
+        except ValidationError as error:
+            wrong = error.errors()[0]
+        key, kind = str(wrong["loc"][0]).replace("_", "-"), wrong["type"]
+        if kind == "missing":
+            remedy = f"Add '{key}: ...', or give --set {key}=..."
+            for misspelt, right in self.misspelt().items():
+                if right == key:
+                    remedy = f"Write {key} in place of {misspelt} in line {self.lines[misspelt]}."
+            refuse(self.path, 1, key, "is missing", remedy)
+        example = next((value for start, value in _EXAMPLES.items() if kind.startswith(start)), "8")
+        rule = wrong["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        self.refuse(key, rule, f"Write for example {example}, or leave it out.")
 
     def misspelt(self) -> dict[str, str]:
         """Keys that are probably misspelled, with the key that was probably meant."""
@@ -139,22 +194,13 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
     values: dict[str, Any] = dict(top)
     section = values.pop("ampipe", LinedMapping(1))
     if not isinstance(section, LinedMapping):
-        refuse(
-            path, top.lines["ampipe"], "ampipe", "must hold keys with values", "Write 'degree: 4' below it."
-        )
+        remedy = "Write 'degree: 4' below it."
+        refuse(path, top.lines["ampipe"], "ampipe", "must hold keys with values", remedy)
     known = [setting.key for setting in SETTING.values()]
     for key in section:
         if key not in known:
             rule = "is not a setting of AMPipe"
             refuse(path, section.lines[key], f"ampipe.{key}", rule, nearest(key, known))
-    for key, value in values.items():
-        if isinstance(value, LinedMapping):
-            remedy = "Give a model file: 'hidden-size: 1024' and the like."
-            refuse(path, top.lines[key], key, "is a section, and no flag of Megatron has one", remedy)
-        plain = key.strip("-").replace("_", "-")
-        if key != plain and plain in SIZE_FLAGS:
-            rule = "keys are written with hyphens, and without leading dashes"
-            refuse(path, top.lines[key], key, rule, f"Write {plain}.")
     lines = dict(top.lines)
     for key, value in (overrides or {}).items():
         if key not in SIZE_FLAGS:
@@ -164,3 +210,242 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
         values[key], lines[key] = value, 0
     own = {key.replace("-", "_"): value for key, value in section.items()}
     return ModelFile(path, values, lines, Settings(**own))
+
+
+def workload_of(
+    model: ModelFile, cluster: Cluster | None, *, ranks: int | None = None, imbalance: float = 1.0
+) -> tuple[Workload, tuple[str, ...]]:
+    """The block of a model on a cluster.
+
+    Args:
+        model: What :func:`read_model` read.
+        cluster: Gives the dtype and the number of ranks where these are not given; None for a model file that
+            names its dtype, or trains in fp32.
+        ranks: Number of ranks of the run; those of one node of the cluster if None.
+        imbalance: See :class:`Workload`.
+
+    Returns:
+        The block, and a sentence for each assumption about what the model file does not specify.
+
+    Raises:
+        BadInput: a value is missing or invalid; the message names file and line.
+    """
+    if ranks is None:
+        assert cluster is not None
+        ranks = cluster.ranks_per_node
+    assumed: list[str] = []
+    flags, own = model.flags, model.own
+    attention = _attention(model, flags)
+    ffn = flags.ffn_hidden_size or 4 * flags.hidden_size
+    tensor, of_stage = flags.tensor_model_parallel_size, ranks // flags.pipeline_model_parallel_size
+    expert_tensor = flags.expert_tensor_parallel_size or tensor
+    expert = flags.expert_model_parallel_size
+    if expert is None:
+        room = max(1, of_stage // expert_tensor)
+        largest = min(room, flags.num_experts)
+        expert = max(size for size in range(1, largest + 1) if flags.num_experts % size == 0)
+        assumed.append(
+            f"expert-model-parallel-size {expert}: the model names none; this is the largest divisor of "
+            f"{flags.num_experts} that fits on {ranks} ranks"
+        )
+    local = flags.transformer_impl == "local"
+    workload = Workload(
+        sequence_length=flags.seq_length,
+        batch=flags.micro_batch_size,
+        hidden=flags.hidden_size,
+        heads=flags.num_attention_heads,
+        **attention,
+        experts=flags.num_experts,
+        topk=flags.moe_router_topk,
+        ffn=flags.moe_ffn_hidden_size or ffn,
+        gated=flags.swiglu,
+        shared_ffn=flags.moe_shared_expert_intermediate_size or None,
+        dense_ffn=ffn if _layers(model, flags).dense else None,
+        capacity=flags.moe_expert_capacity_factor,
+        capacity_per_chunk=own.capacity_scope == "chunk",
+        chooses=chooses_at_once(flags, own),
+        padded=flags.moe_pad_expert_input_to_capacity,
+        imbalance=imbalance,
+        grouped=flags.moe_grouped_gemm,
+        dispatcher=flags.moe_token_dispatcher_type,
+        dtype=_dtype(flags, cluster, assumed),
+        losses=router_has_losses(flags),
+        window=flags.window_size,
+        fused_gradients=not flags.no_gradient_accumulation_fusion,
+        tensor=tensor,
+        context=flags.context_parallel_size,
+        ring=uses_ring_attention(flags),
+        expert=expert,
+        expert_tensor=expert_tensor,
+        ranks_per_node=None if cluster is None else cluster.ranks_per_node,
+        recomputes=flags.recompute_granularity == "full",
+        local=local,
+        splits_weights=local and not flags.moe_grouped_gemm,
+        replicas=max(1, of_stage // tensor),
+        expert_replicas=max(1, of_stage // (expert * expert_tensor)),
+        shards_optimizer=flags.use_distributed_optimizer,
+    )
+    _check(model, workload, ranks)
+    for key, near in model.misspelt().items():
+        place = f"{model.path}:{model.lines[key]}"
+        assumed.append(f"{key} ({place}) is not read by the planner; did you mean {near}?")
+    return workload, tuple(assumed)
+
+
+def _attention(model: ModelFile, flags: ModelFlags) -> dict[str, Any]:
+    """Fields of a workload: sizes of heads, and products before attention."""
+    hidden, heads = flags.hidden_size, flags.num_attention_heads
+    if flags.kv_channels is None and hidden % heads:
+        rule = f"does not divide hidden-size {hidden}, and kv-channels is not given"
+        model.refuse("num-attention-heads", rule, "Choose a divisor, or set kv-channels.")
+    if not flags.multi_latent_attention:
+        groups = flags.num_query_groups if flags.group_query_attention else heads
+        if heads % groups:
+            rule = f"does not divide num-attention-heads {heads}"
+            model.refuse("num-query-groups", rule, "Choose a divisor.")
+        size = flags.kv_channels or max(1, hidden // heads)
+        return {
+            "head_size": size,
+            "value_size": size,
+            "projections": ((hidden, (heads + 2 * groups) * size),),
+            "key_value_width": 2 * groups * size,
+        }
+    rank, compressed, value = flags.kv_lora_rank, flags.q_lora_rank, flags.v_head_dim
+    plain, rotary = flags.qk_head_dim, flags.qk_pos_emb_head_dim
+    query = heads * (plain + rotary)
+    of_query = [(hidden, compressed), (compressed, query)] if compressed else [(hidden, query)]
+    return {
+        "latent": True,
+        "head_size": plain + rotary,
+        "value_size": value,
+        "projections": ((hidden, rank + rotary), (rank, heads * (plain + value)), *of_query),
+        "key_value_width": heads * (plain + rotary + value),
+    }
+
+
+def _dtype(flags: ModelFlags, cluster: Cluster | None, assumed: list[str]) -> Dtype:
+    if flags.fp8_format is not None:
+        return "fp8"
+    if flags.bf16 or flags.fp16:
+        return "bf16" if flags.bf16 else "fp16"
+    known = {} if cluster is None else cluster.compute.gemm
+    dtype: Dtype = "bf16" if "bf16" in known else "fp16" if "fp16" in known else "fp32"
+    assumed.append(f"{dtype}: the model file does not set a precision")
+    return dtype
+
+
+def _check(model: ModelFile, workload: Workload, ranks: int) -> None:
+    slices = workload.tensor * workload.context * (2 if workload.context > 1 else 1)
+    if workload.sequence_length % slices:
+        multiple = -(-workload.sequence_length // slices) * slices
+        rule = f"must be a multiple of {slices} for this tensor and context parallelism"
+        model.refuse("seq-length", rule, f"Write for example {multiple}.")
+    key = "expert-model-parallel-size"
+    if workload.experts % workload.expert:
+        model.refuse(key, f"does not divide {workload.experts} experts", "Choose a divisor.")
+    if workload.topk > workload.experts:
+        rule = f"is above num-experts {workload.experts}"
+        model.refuse("moe-router-topk", rule, f"Choose at most {workload.experts}.")
+    busiest = workload.expert * min(1.0, workload.local_experts / workload.topk)
+    if workload.imbalance > busiest * (1 + 1e-9):
+        raise BadInput(
+            "--imbalance",
+            f"{workload.imbalance:g}",
+            rule=f"none of the {workload.expert} expert-parallel ranks can have more than "
+            f"{busiest:g} times the mean: a token is sent to each of its experts once",
+            remedy=f"Use {busiest:g} or less.",
+        )
+    needed = workload.expert * workload.expert_tensor
+    if needed > ranks:
+        rule = f"{needed} ranks share the experts of a layer, and there are {ranks}"
+        model.refuse(key, rule, f"Give --ranks {needed} or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayers:
+    """Consecutive layers that one rank runs one after another, and that can share a schedule.
+
+    Attributes:
+        num_layers: How many.
+        dense: Which of them have no experts, from 0.
+    """
+
+    num_layers: int = 1
+    dense: tuple[int, ...] = ()
+
+
+def layers_of(model: ModelFile) -> StageLayers:
+    """The layers of the pipeline stage with the most experts; one layer if the file does not say how many.
+
+    Raises:
+        BadInput: a value is invalid; the message names file and line.
+    """
+    return _layers(model, model.flags)
+
+
+def _layers(model: ModelFile, flags: ModelFlags) -> StageLayers:
+    stages = flags.pipeline_model_parallel_size
+    text = flags.hybrid_layer_pattern
+    if text is not None:
+        first = flags.decoder_first_pipeline_num_layers or None
+        last = flags.decoder_last_pipeline_num_layers or None
+        pattern = HybridPattern.of(text, stages=stages, first=first, last=last) if type(text) is str else None
+        if pattern is None or not pattern.runs:
+            rule = "has no attention layer (* or +) with an MoE layer (E) right after it"
+            model.refuse("hybrid-layer-pattern", rule, "Use a pattern such as M*EM*E.")
+        # Pairs share schedules in runs; every stage is planned as its longest run.
+        return _busiest(pattern.runs[::-1])
+    with_experts: tuple[bool, ...] = (True,)
+    if flags.num_layers is not None:
+        with_experts = _with_experts(model, flags.moe_layer_freq, flags.num_layers)
+    if flags.num_layers_per_virtual_pipeline_stage is not None:
+        stages = max(stages, len(with_experts) // flags.num_layers_per_virtual_pipeline_stage)
+    else:
+        stages *= flags.num_virtual_stages_per_pipeline_rank
+    size = -(-len(with_experts) // stages)
+    return _busiest([with_experts[start : start + size] for start in range(0, len(with_experts), size)])
+
+
+def _busiest(parts: Sequence[tuple[bool, ...]]) -> StageLayers:
+    """The consecutive layers with the most experts; of equal ones the last."""
+    part = max(reversed(parts), key=lambda layers: (sum(layers), len(layers)))
+    return StageLayers(len(part), tuple(layer for layer, experts in enumerate(part) if not experts))
+
+
+def _with_experts(model: ModelFile, frequency: object, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer of a model has experts, from the value of ``--moe-layer-freq``.
+
+    That is a whole number, such as 2 for every second layer; a list of 0 and 1, or one as text, such as
+    ``([0]*1+[1]*26)``.
+    """
+    if isinstance(frequency, str):
+        try:
+            frequency = _value(ast.parse(frequency, mode="eval").body)
+        except (SyntaxError, RecursionError, MemoryError):
+            frequency = None
+    if type(frequency) is int and frequency > 0:
+        return tuple(layer % frequency == 0 for layer in range(num_layers))
+    rule = "is neither a whole number nor a pattern of 0 and 1"
+    if isinstance(frequency, list) and all(layer in (0, 1) for layer in frequency):
+        if len(frequency) == num_layers:
+            return tuple(layer == 1 for layer in frequency)
+        rule = f"is of {len(frequency)} layers, and num-layers is {num_layers}"
+    remedy = "Write 2 for every second layer, or a pattern such as ([0]*1+[1]*11)."
+    model.refuse("moe-layer-freq", rule, remedy)
+
+
+def _value(node: ast.expr) -> object:
+    """The value of a sum and product of lists and whole numbers; None for anything else."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.List(elts=elements):
+            return [_value(element) for element in elements]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            first, second = _value(left), _value(right)
+            return first + second if isinstance(first, list) and isinstance(second, list) else None
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            repeated, times = _value(left), _value(right)
+            if isinstance(repeated, list) and type(times) is int and len(repeated) * times <= _LONGEST:
+                return repeated * times
+    return None

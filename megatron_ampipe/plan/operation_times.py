@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import Cluster, Operation, TransferCost
 from megatron_ampipe.plan.workload import Rows, Workload
 from megatron_ampipe.schedule import BlockFeatures, Direction, NodeLayout
@@ -74,32 +73,68 @@ def attention_products(work: Workload, rows: int) -> list[Product]:
 
 def expert_products(work: Workload, rows: int) -> list[Product]:
     """Of all experts of a rank, with what they receive."""
-    received, inner = work.received(rows), work.ffn / work.expert_tensor
     calls = 1 if work.grouped else work.local_experts
-    return [
-        Product(received, work.hidden, (2 if work.gated else 1) * inner, calls),
-        Product(received, inner, work.hidden, calls),
-    ]
+    return _mlp(work, work.received(rows), work.ffn / work.expert_tensor, calls)
 
 
 def shared_products(work: Workload, rows: int) -> list[Product]:
     """Of shared experts."""
-    return _gated_products(work, rows, work.shared_ffn)
+    assert work.shared_ffn is not None
+    return _mlp(work, rows * work.batch * work.tensor, work.shared_ffn / work.tensor)
 
 
 def mlp_products(work: Workload, rows: int) -> list[Product]:
     """Of a layer without experts."""
-    return _gated_products(work, rows, work.dense_ffn)
+    assert work.dense_ffn is not None
+    return _mlp(work, rows * work.batch * work.tensor, work.dense_ffn / work.tensor)
 
 
-def _gated_products(work: Workload, rows: int, ffn: int | None) -> list[Product]:
-    assert ffn is not None
-    gathered = rows * work.batch * work.tensor
-    inner = ffn / work.tensor
-    return [
-        Product(gathered, work.hidden, (2 if work.gated else 1) * inner),
-        Product(gathered, inner, work.hidden),
-    ]
+def _mlp(work: Workload, rows: float, inner: float, calls: int = 1) -> list[Product]:
+    up = Product(rows, work.hidden, (2 if work.gated else 1) * inner, calls)
+    return [up, Product(rows, inner, work.hidden, calls)]
+
+
+class LayerTensors(NamedTuple):
+    """Parameters of each tensor of a layer on one rank, whose gradients are reduced."""
+
+    experts: tuple[float, ...]
+    others: tuple[float, ...]
+
+    @property
+    def parameters(self) -> float:
+        """All of them together."""
+        return sum(self.experts) + sum(self.others)
+
+
+class LayerReductions(NamedTuple):
+    """How long reducing the gradients takes that are complete with a layer, in microseconds.
+
+    Attributes:
+        experts: Those of experts, complete when the backward pass comes to attention.
+        others: Those of all others, complete when it has ended the layer. (A bucket that ends within an MLP
+            or shared experts is complete earlier, which is not counted.)
+    """
+
+    experts: float
+    others: float
+
+    @property
+    def total_us(self) -> float:
+        """Both, one after the other."""
+        return self.experts + self.others
+
+
+def tensors_of(work: Workload, *, dense: bool) -> LayerTensors:
+    """The tensors of a layer, with experts or ``dense``, without those that no other rank has."""
+    products = [*qkv_products(work, 0), *attention_products(work, 0)]
+    experts: list[Product] = []
+    if dense:
+        products += mlp_products(work, 0)
+    else:
+        products += [] if work.shared_ffn is None else shared_products(work, 0)
+        experts = expert_products(work, 0) * (work.local_experts if work.expert_replicas > 1 else 0)
+    others = products if work.replicas > 1 else []
+    return LayerTensors(tuple(one.k * one.n for one in experts), tuple(one.k * one.n for one in others))
 
 
 class OperationTimes:
@@ -138,12 +173,11 @@ class OperationTimes:
             expert=work.expert, expert_tensor=work.expert_tensor, ranks_per_node=ranks_per_node
         )
         if nodes is None:
-            raise BadInput(
+            self.cluster.refuse(
                 "ranks_per_node",
-                ranks_per_node,
-                rule=f"of {self.cluster.path} does not spread {work.expert} expert-parallel ranks equally "
-                f"over several nodes, as the exchange {work.exchange} needs it",
-                remedy="Use the cluster file of that machine.",
+                f"does not spread {work.expert} expert-parallel ranks equally over several nodes, as the "
+                f"exchange {work.exchange} needs it",
+                "Use the cluster file of that machine.",
             )
         return nodes
 
@@ -232,6 +266,13 @@ class OperationTimes:
             return self.figure("reduce_scatter", ranks * apart).time_us(size)
         return 2 * self.figure("all_gather", ranks * apart).time_us(size)
 
+    def reductions_us(self, tensors: LayerTensors) -> LayerReductions:
+        """The same of both buffers of a layer, or of several, as one bucket each."""
+        return LayerReductions(
+            self.reduction_us(sum(tensors.experts), experts=True),
+            self.reduction_us(sum(tensors.others), experts=False),
+        )
+
     def figure(self, operation: Operation, ranks: int) -> TransferCost:
         """A collective of a group that is spread over so many ranks, and so perhaps over several nodes."""
         return self.cluster.collective(operation, across_nodes=ranks > self.cluster.ranks_per_node)
@@ -261,9 +302,7 @@ class OperationTimes:
 
     def copy_us(self, size_bytes: float) -> float:
         """So many bytes are copied to host memory or back; BadInput if the cluster has no figure for it."""
-        if self.cluster.compute.copy is None:
-            raise self.cluster.missing("compute", "copy")
-        return self.cluster.compute.copy.time_us(size_bytes)
+        return self.cluster.copy().time_us(size_bytes)
 
     def memory_us(self, size_bytes: float) -> float:
         """So many bytes are read or written."""

@@ -6,16 +6,14 @@ and compares the two. Reading checks the format; ``schedule.check`` checks wheth
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.records import read_record, refuse, write_record
-from megatron_ampipe.files.yaml_lines import load
-from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.files.yaml_lines import LinedMapping, load
+from megatron_ampipe.plan.workload import RECORDED, Workload
 from megatron_ampipe.schedule import (
     KEEP,
     Exchange,
@@ -31,74 +29,19 @@ SHARE_TOLERANCE = 1e-3
 """Allowed deviation of the sum of a file's shares from 1."""
 
 
-def _size(flag: str, of: str | Callable[[Workload], object], **default: Any) -> Any:
-    """A size of the block or of its parallelism: a plan with another value cannot be used.
-
-    Args:
-        flag: Megatron's flag, or a description.
-        of: The attribute of a workload, or a function of it.
-        default: Of the field.
-    """
-    return field(metadata={"flag": flag, "of": of, "essential": True}, **default)
+MadeFor = LinedMapping
+"""The block and the machines that a plan was made for: the section ``made_for`` of a file."""
 
 
-def _figure(flag: str, of: str, **default: Any) -> Any:
-    """A setting that changes the time of stages, but not which stages there are or their inputs."""
-    return field(metadata={"flag": flag, "of": of, "essential": False}, **default)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MadeFor:
-    """The block and the machines that a plan was made for. Sizes are those of Megatron's flags."""
-
-    seq_length: int = _size("--seq-length", "sequence_length")
-    hidden_size: int = _size("--hidden-size", "hidden")
-    num_attention_heads: int = _size("--num-attention-heads", "heads")
-    query_head_size: int = _size("--kv-channels (or --qk-head-dim + --qk-pos-emb-head-dim)", "head_size")
-    value_head_size: int = _size("--v-head-dim", "value_size")
-    attention_projections: str = _size(
-        "query, key and value projections", lambda work: " ".join(f"{k}x{n}" for k, n in work.projections)
-    )
-    window_size: str | None = _size(
-        "--window-size", lambda work: None if work.window is None else f"{work.window},0", default=None
-    )
-    num_experts: int = _size("--num-experts", "experts")
-    moe_router_topk: int = _size("--moe-router-topk", "topk")
-    moe_ffn_hidden_size: int = _size("--moe-ffn-hidden-size", "ffn")
-    swiglu: bool = _size("--swiglu", "gated")
-    moe_shared_expert_intermediate_size: int | None = _size(
-        "--moe-shared-expert-intermediate-size", "shared_ffn", default=None
-    )
-    tensor_model_parallel_size: int = _size("--tensor-model-parallel-size", "tensor")
-    context_parallel_size: int = _size("--context-parallel-size", "context")
-    cp_comm_type: str | None = _size(
-        "--cp-comm-type", lambda work: "p2p" if work.ring else None, default=None
-    )
-    expert_model_parallel_size: int = _size("--expert-model-parallel-size", "expert")
-    expert_tensor_parallel_size: int = _size("--expert-tensor-parallel-size", "expert_tensor")
-    micro_batch_size: int = _figure("--micro-batch-size", "batch")
-    precision: str = _figure("precision", "dtype")
-    moe_token_dispatcher_type: str = _figure("--moe-token-dispatcher-type", "dispatcher")
-    moe_expert_capacity_factor: float | None = _figure(
-        "--moe-expert-capacity-factor", "capacity", default=None
-    )
-    moe_grouped_gemm: bool = _figure("--moe-grouped-gemm", "grouped")
-    condense: float | None = _size("--ampipe-condense", "condense", default=None)
-    gradient_accumulation_fusion: bool = _figure("gradient accumulation fusion", "fused_gradients")
-    full_recompute: bool = _figure("--recompute-granularity full", "recomputes")
-    ranks_per_node: int = field(metadata={"flag": "ranks of a node", "essential": False})
-    cluster: str = field(metadata={"flag": None})
-    """A description; not compared, because a run has none."""
-
-    @classmethod
-    def of(cls, workload: Workload, *, cluster: str, ranks_per_node: int) -> MadeFor:
-        """The record of a workload on these machines."""
-        values = {
-            one.name: getattr(workload, of) if isinstance(of, str) else of(workload)
-            for one in dataclasses.fields(cls)
-            if (of := one.metadata.get("of")) is not None
-        }
-        return cls(**values, cluster=cluster, ranks_per_node=ranks_per_node)
+def made_for(block: Workload, *, cluster: str, ranks_per_node: int) -> MadeFor:
+    """The record of a block on machines with this description; what the block lacks is left out."""
+    record = MadeFor(line=1)
+    for key, recorded in RECORDED.items():
+        record[key] = recorded.metadata["text"](getattr(block, recorded.name))
+    record |= {"ranks_per_node": ranks_per_node, "cluster": cluster}
+    for key in [key for key, value in record.items() if value is None]:
+        del record[key]
+    return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +50,8 @@ class Difference:
 
     Attributes:
         flag: Megatron's flag, or a description.
-        planned: Its value in the plan.
-        running: Its value in the run.
+        planned: Its value in the plan; None if it is not given.
+        running: Its value in the run, likewise.
         essential: Whether the plan cannot be used because of it.
     """
 
@@ -122,21 +65,21 @@ class Difference:
 
 
 def differences(planned: MadeFor, running: MadeFor) -> tuple[Difference, ...]:
-    """Every field in which the two records differ, in the order of the file."""
-    return tuple(
-        Difference(one.metadata["flag"], before, now, one.metadata["essential"])
-        for one in dataclasses.fields(MadeFor)
-        if one.metadata["flag"] is not None
-        and (before := getattr(planned, one.name)) != (now := getattr(running, one.name))
-    )
+    """Everything in which two records differ but the description of the machines, which a run lacks."""
+    found = []
+    for key in {**running, **planned}:
+        before, now = planned.get(key), running.get(key)
+        if before != now and key != "cluster":
+            columns = RECORDED[key].metadata if key in RECORDED else {"flag": key.replace("_", " ")}
+            essential = key != "ranks_per_node" and columns.get("changes") != "times"
+            found.append(Difference(columns["flag"], before, now, essential))
+    return tuple(found)
 
 
 def _shown(value: object) -> str:
     if value is None:
         return "not given"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return str(value)
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +182,7 @@ class Plan:
 
         ``head`` is a comment for the first line, such as the command that made it.
         """
-        values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in self.__slots__}
         record = _PlanFile(
             **values | {"schedule": to_text(self.schedule), "exchange": self.exchange.value},
             format="ampipe-plan-1",
@@ -256,34 +199,32 @@ class Plan:
             BadInput: the file is wrong; the message names file, line and key.
         """
         top = load(path, what="plan", remedy="Give a file that ampipe plan --output wrote.")
-        found, lines = read_record(path, _PlanFile, top)
+        record, lines = read_record(path, _PlanFile, top)
+
+        def require(good: bool, key: str, rule: str, remedy: str) -> None:
+            if not good:
+                refuse(path, lines[key], f"{key} {getattr(record, key)}", rule, remedy)
+
         try:
-            schedule = from_text(found.schedule)
+            schedule = from_text(record.schedule)
+            check_memory(record.memory, backward_degree=schedule.backward_degree)
         except BadInput as error:
-            refuse(path, lines["schedule"], f"{error.name} {error.value}", error.rule, error.remedy)
-        degrees = {"forward_degree": schedule.degree, "backward_degree": schedule.backward_degree}
-        for key, inside in degrees.items():
-            if getattr(found, key) != inside:
-                shown = f"{key} {getattr(found, key)}"
-                refuse(path, lines[key], shown, f"the schedule has {inside}", f"Write {inside}.")
-        chunks = schedule.num_chunks
-        if len(found.shares) != chunks:
-            rule = f"has {len(found.shares)} shares for {chunks} chunks"
-            refuse(path, lines["shares"], "shares", rule, "Give one share for each chunk.")
-        if (found.hidden_share or 0.0) > 1:
-            shown = f"hidden_share {found.hidden_share:g}"
-            refuse(path, lines["hidden_share"], shown, "is a share, from 0 to 1", "Write for example 0.9.")
-        try:
-            check_memory(found.memory, backward_degree=schedule.backward_degree)
-        except BadInput as error:
-            refuse(path, lines["memory"], f"memory {error.value}", error.rule, f"Write {KEEP}.")
-        total = sum(found.shares)
-        if min(found.shares) <= 0 or abs(total - 1) > SHARE_TOLERANCE:
-            rule = f"must be above 0 with a sum of 1; the sum is {total:g}"
-            refuse(path, lines["shares"], "shares", rule, "Write for example [0.5, 0.5].")
-        values = {one.name: getattr(found, one.name) for one in dataclasses.fields(cls)}
-        values |= {"schedule": schedule, "exchange": Exchange(found.exchange)}
-        return cls(**values | {"shares": tuple(share / total for share in found.shares)})
+            key = "memory" if error.name == "--ampipe-memory" else "schedule"
+            refuse(path, lines[key], f"{error.name} {error.value}", error.rule, error.remedy)
+        for key, degree in (
+            ("forward_degree", schedule.degree),
+            ("backward_degree", schedule.backward_degree),
+        ):
+            require(getattr(record, key) == degree, key, f"the schedule has {degree}", f"Write {degree}.")
+        chunks, total = schedule.num_chunks, sum(record.shares)
+        rule = f"has {len(record.shares)} shares for {chunks} chunks"
+        require(len(record.shares) == chunks, "shares", rule, "Give one share for each chunk.")
+        rule = f"must be above 0 with a sum of 1; the sum is {total:g}"
+        good = min(record.shares) > 0 and abs(total - 1) <= SHARE_TOLERANCE
+        require(good, "shares", rule, "Write for example [0.5, 0.5].")
+        values: dict[str, Any] = {name: getattr(record, name) for name in cls.__slots__}
+        values |= {"schedule": schedule, "exchange": Exchange(record.exchange)}
+        return cls(**values | {"shares": tuple(share / total for share in record.shares)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +238,7 @@ class _PlanFile:
     stack: int = field(default=1, metadata={"minimum": 0})
     memory: str = KEEP
     exchange: Literal["rows", "ranks", "nodes", "2dh"] = "rows"
-    made_for: MadeFor | None = None
+    made_for: LinedMapping | None = None
     schedule: str
     num_layers: int = 1
     stock_ms: float | None = None

@@ -1,32 +1,49 @@
-"""Makes the plan of a model's blocks on a cluster: block by block, or several layers as one schedule.
+"""Makes the plan of a model's blocks on a cluster, and chooses what the experts keep.
 
-Chooses between what :mod:`.search` finds for one block and for several layers, and says why.
-The simpler plan is kept unless another is predicted to be faster by more than predictions are exact.
+Chooses between what :mod:`.search` finds for one block and for several layers that share a schedule, and says
+why. The simpler plan is kept unless another is predicted to be faster by more than predictions are exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan.operation_times import Pair
-from megatron_ampipe.plan.plan_file import MadeFor, Plan
+from megatron_ampipe.plan.memory import expert_bytes
+from megatron_ampipe.plan.operation_times import expert_products
+from megatron_ampipe.plan.plan_file import Plan, made_for
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import (
     DEGREES,
     MINIMUM_SAVING,
+    SHORT,
     Candidate,
-    candidates,
     choose_degree,
     full_plan,
     in_one_chunk,
     named,
 )
-from megatron_ampipe.schedule import ALL_LAYERS, Exchange, NodeLayout, build
+from megatron_ampipe.schedule import (
+    ALL_LAYERS,
+    COPYING,
+    KEEP,
+    PAPER_NAMES,
+    STRATEGIES,
+    Exchange,
+    NodeLayout,
+    Pipeline,
+    Schedule,
+    Stage,
+    build,
+    even_chunks,
+    kinds,
+    memory_to_text,
+)
 from megatron_ampipe.schedule.features import boundary
 
+_WITH_WEIGHTS = ", and gradients of weights computed during transfers"
 MINIMUM_SPEEDUP = 1.01
 """Blocks are not split into chunks for a smaller predicted speedup: predictions are not that exact."""
 
@@ -86,22 +103,22 @@ def make_plans(
     Raises:
         BadInput: the predicted time of a block is 0.
     """
-    possible = predictor.workload.exchanges(predictor.cluster.ranks_per_node)
-    useful = [one for one in exchanges if one in possible]
-    found = [
-        _plans_of_exchange(predictor.with_exchange(one), degrees=degrees, full=full, stack=stack)
-        for one in useful or [Exchange.ROWS]
+    work, near = predictor.workload, predictor.cluster.ranks_per_node
+    useful = [exchange for exchange in exchanges if exchange in work.exchanges(near)]
+    compared = [
+        _plans_of_exchange(predictor.with_exchange(exchange), degrees=degrees, full=full, stack=stack)
+        for exchange in useful or [Exchange.ROWS]
     ]
-    best = found[0]
-    for plans in found[1:]:
+    best = compared[0]
+    for plans in compared[1:]:
         if plans.chosen_ms < (1 - MINIMUM_SAVING) * best.chosen_ms:
             best = plans
-    if len(found) == 1:
+    if len(compared) == 1:
         return best
-    compared = ", ".join(f"{plans.chosen.exchange} {plans.chosen_ms:.4g} ms" for plans in found)
-    reason = f"{best.chosen.reason} Exchange {best.chosen.exchange}: predicted are {compared}."
-    if best.chosen.exchange.has_two_hops:
-        work, near = predictor.workload, predictor.cluster.ranks_per_node
+    exchange = best.chosen.exchange
+    times = ", ".join(f"{plans.chosen.exchange} {plans.chosen_ms:.4g} ms" for plans in compared)
+    reason = f"{best.chosen.reason} Exchange {exchange}: predicted are {times}."
+    if exchange.has_two_hops:
         layout = NodeLayout.of(expert=work.expert, expert_tensor=work.expert_tensor, ranks_per_node=near)
         assert layout is not None
         fewer = layout.num_nodes - 1
@@ -113,17 +130,12 @@ def make_plans(
 
 
 def _plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: bool, stack: int) -> Plans:
-    """:func:`make_plans` with the exchange of the workload.
-
-    Block by block is chosen if sharing a schedule saves nothing; its degree is 1 if no speedup is predicted.
-    """
-    stock = predictor.stock()
-    if not stock.total > 0:
-        raise BadInput(
-            "cluster",
-            predictor.cluster.path,
-            rule="has figures with which the time of a block is 0",
-            remedy="Write the times of its operations, or measure the cluster with ampipe profile.",
+    """:func:`make_plans` with the exchange of the workload."""
+    if not predictor.stock().total > 0:
+        predictor.cluster.refuse(
+            "compute",
+            "has figures with which the time of a block is 0",
+            "Write the times of its operations, or measure the cluster with ampipe profile.",
         )
     alone = _block_plan(predictor.of_layers(1), degrees, full=full)
     if stack == 1 or len(predictor.layers) == 1:
@@ -132,25 +144,21 @@ def _plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: 
         because = replace(alone, reason=f"{alone.reason} {why}")
         return Plans(alone, None, _blocks_ms(predictor, alone), because)
     sharing = sharing_layers(predictor, stack)
-    found = _best(sharing, degrees, full=full)
-    assert found is not None
-    blocks_ms = _blocks_ms(sharing, alone)
-    shared = replace(_plan_without_reason(sharing, found), stack=stack)
-    blocks = sharing.stock().total / 1e3 / blocks_ms
-    if shared.predicted_speedup < max(blocks / (1 - MINIMUM_SAVING), MINIMUM_SPEEDUP):
-        why = (
-            f"Sharing a schedule saves nothing more: {len(sharing.layers)} layers that share one are "
-            f"predicted to be {shared.predicted_speedup:.2f} times as fast as Megatron's, block by block "
-            f"{blocks:.2f} times."
+    candidate = _best(sharing, degrees, full=full)
+    assert candidate is not None
+    blocks_ms, shared = _blocks_ms(sharing, alone), plan_of(sharing, candidate, stack=stack)
+    blocks, together = sharing.stock().total / 1e3 / blocks_ms, shared.predicted_speedup
+    compared = f"predicted to be {together:.2f} times as fast as Megatron's, and block by block"
+    if together < max(blocks / (1 - MINIMUM_SAVING), MINIMUM_SPEEDUP):
+        reason = (
+            f"{alone.reason} Sharing a schedule saves nothing more: {len(sharing.layers)} layers that share "
+            f"one are {compared} {blocks:.2f} times."
         )
-        return Plans(alone, shared, blocks_ms, replace(alone, reason=f"{alone.reason} {why}"))
-    before = "as Megatron runs them" if not alone.helps else f"with {_degrees(alone)} each"
-    communication_ms = sharing.timeline(found.schedule, found.lengths).communication_us / 1e3
+        return Plans(alone, shared, blocks_ms, replace(alone, reason=reason))
+    before = f"with {_degrees(alone.schedule)} each" if alone.helps else "as Megatron runs them"
     reason = (
-        f"With {len(sharing.layers)} layers as one schedule in {_degrees(shared)}, {shared.hidden_share:.0%} "
-        f"of {communication_ms:.4g} ms of communication are hidden under computation: the layers are "
-        f"predicted to be {shared.predicted_speedup:.2f} times as fast as Megatron's, and block by block, "
-        f"{before}, {blocks:.2f} times."
+        f"With {len(sharing.layers)} layers as one schedule in {_degrees(shared.schedule)}, "
+        f"{_hidden(sharing, candidate)}: the layers are {compared}, {before}, {blocks:.2f} times."
     )
     return Plans(alone, shared, blocks_ms, replace(shared, reason=reason))
 
@@ -163,16 +171,11 @@ def sharing_layers(predictor: Predictor, stack: int) -> Predictor:
 
 def _cannot_share(predictor: Predictor) -> str | None:
     """Why layers do not share a schedule, as a sentence; None if they can."""
-    workload = predictor.workload
-    with_experts = sum(features.experts for features in predictor.layers)
-    if workload.expert == 1 or workload.rows == 1:
+    work = predictor.workload
+    if work.expert == 1 or work.rows == 1 or not any(layer.experts for layer in predictor.layers):
         return "Nothing is hidden, so layers do not share a schedule."
-    if len(predictor.layers) == 1 or not with_experts:
-        return "A pipeline stage has one layer, so none share a schedule."
-    reason = boundary(workload.settings, whole_attention=False)
-    if reason is not None:
-        return f"Layers do not share a schedule: {reason}."
-    return None
+    reason = boundary(work.settings, whole_attention=False)
+    return None if reason is None else f"Layers do not share a schedule: {reason}."
 
 
 def _blocks_ms(predictor: Predictor, alone: Plan) -> float:
@@ -184,16 +187,30 @@ def _blocks_ms(predictor: Predictor, alone: Plan) -> float:
 
 
 def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Plan:
-    stock = predictor.stock()
-    workload = predictor.workload
+    """The plan of one block: Megatron's layer if no speedup is predicted."""
+    stock, work = predictor.stock(), predictor.workload
     best = _best(predictor, degrees, full=full)
-    if best is None or _speedup(stock, best) < MINIMUM_SPEEDUP:
-        schedule = build("sequential", degree=1, features=predictor.features)
-        megatron = _plan_without_reason(predictor, Candidate(schedule, (workload.rows,), stock))
-        return replace(
-            megatron, exchange=Exchange.ROWS, hidden_share=0.0, reason=_reason_against(predictor, best)
+    speedup = 0.0 if best is None else stock.total / best.total_us
+    if best is not None and speedup >= MINIMUM_SPEEDUP:
+        plan = plan_of(predictor, best)
+        reason = (
+            f"With {_degrees(plan.schedule)}, {_hidden(predictor, best)}: the block is predicted to be "
+            f"{speedup:.2f} times as fast as Megatron's."
         )
-    return plan_of(predictor, best, degrees=degrees)
+        return replace(plan, reason=reason)
+    why = "a sequence of one row cannot be split"
+    if work.expert == 1:
+        why = "each rank holds all experts, so nothing is sent that could be hidden"
+    elif best is not None:
+        why = (
+            f"communication is {predictor.communication_us() / stock.total:.0%} of the block, and the "
+            "overhead of chunks is about as large as the time that they hide, or larger (the best, schedule "
+            f"{best.schedule.name} in {_degrees(best.schedule)}, is predicted to be {speedup:.2f} times as "
+            "fast)"
+        )
+    schedule = build("sequential", degree=1, features=predictor.features)
+    megatron = plan_of(predictor, Candidate(schedule, (work.rows,), stock))
+    return replace(megatron, exchange=Exchange.ROWS, hidden_share=0.0, reason=f"AMPipe will not help: {why}.")
 
 
 def _best(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Candidate | None:
@@ -203,7 +220,7 @@ def _best(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Cand
         best = (full_plan if full else choose_degree)(predictor, degrees)
         if predictor.workload.exchange is not Exchange.ROWS and len(predictor.layers) == 1:
             # Without chunks nothing is hidden, but its exchange may be the faster one.
-            best = min(named(predictor, "ampipe", 1, 1), best, key=lambda one: one.total_us)
+            best = min(named(predictor, "ampipe", 1, 1), best, key=lambda way: way.total_us)
     whole = in_one_chunk(predictor)
     if whole is not None and (best is None or best.total_us > whole.total_us * (1 - MINIMUM_SAVING)):
         # The simpler one, and the one that costs nothing where its prediction is wrong.
@@ -211,76 +228,159 @@ def _best(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Cand
     return best
 
 
-def plan_of(predictor: Predictor, found: Candidate, *, degrees: tuple[int, ...] = DEGREES) -> Plan:
-    """The plan of a chosen candidate; its reason compares the next smaller and the next larger degree."""
-    plan = _plan_without_reason(predictor, found)
-    communication_ms = predictor.timeline(found.schedule, found.lengths).communication_us / 1e3
-    return replace(plan, reason=_reason(predictor, plan, communication_ms, degrees))
-
-
-def _plan_without_reason(predictor: Predictor, found: Candidate) -> Plan:
-    timeline, cluster = predictor.timeline(found.schedule, found.lengths), predictor.cluster
+def plan_of(predictor: Predictor, candidate: Candidate, *, stack: int = 1) -> Plan:
+    """The plan of a candidate, without a reason."""
+    timeline, cluster = predictor.timeline(candidate.schedule, candidate.lengths), predictor.cluster
     return Plan(
-        schedule=found.schedule,
-        shares=tuple(length / predictor.workload.rows for length in found.lengths),
+        schedule=candidate.schedule,
+        shares=tuple(length / predictor.workload.rows for length in candidate.lengths),
+        stack=stack,
         memory=predictor.memory,
         exchange=predictor.workload.exchange,
         num_layers=len(predictor.layers),
         stock_ms=predictor.stock().total / 1e3,
-        predicted_ms=found.total_us / 1e3,
+        predicted_ms=candidate.total_us / 1e3,
         stages_forward_ms=timeline.length_us("forward") / 1e3,
         stages_backward_ms=timeline.length_us("backward") / 1e3,
         hidden_share=timeline.hidden_share,
-        memory_gib=predictor.peak_bytes(found.schedule) / 2**30,
+        memory_gib=predictor.peak_bytes(candidate.schedule) / 2**30,
         reason="",
-        made_for=MadeFor.of(
+        made_for=made_for(
             predictor.workload, cluster=cluster.description, ranks_per_node=cluster.ranks_per_node
         ),
     )
 
 
-def _degrees(plan: Plan) -> str:
-    """How many chunks a plan has, as words."""
-    if plan.schedule.num_chunks == 1:
-        weights = ", and gradients of weights computed during transfers"
-        return "one chunk" + (weights if plan.schedule.backward.weights else "")
-    if plan.backward_degree == plan.forward_degree:
-        return f"{plan.forward_degree} chunks"
-    return f"{plan.forward_degree} chunks forward and {plan.backward_degree} backward"
+def _hidden(predictor: Predictor, candidate: Candidate) -> str:
+    timeline = predictor.timeline(candidate.schedule, candidate.lengths)
+    communication_ms = timeline.communication_us / 1e3
+    share = f"{timeline.hidden_share:.0%} of {communication_ms:.4g} ms of communication"
+    return f"{share} are hidden under computation"
 
 
-def _reason(predictor: Predictor, plan: Plan, communication_ms: float, degrees: tuple[int, ...]) -> str:
-    count = plan.schedule.num_chunks
-    fewer = [degree for degree in degrees if degree < count][-1:]
-    more = [degree for degree in degrees if count < degree <= predictor.workload.rows][:1]
-    others = []
-    for degree in (*fewer, *more):
-        best = min(candidates(predictor, [degree]), key=lambda one: one.total_us)
-        others.append(f"{_speedup(predictor.stock(), best):.2f} with {degree}")
-    compared = f", compared with {' and '.join(others)} equal chunks" if others else ""
-    return (
-        f"With {_degrees(plan)}, {plan.hidden_share:.0%} of {communication_ms:.3g} ms of communication are "
-        f"hidden under computation: the block is predicted to be {plan.predicted_speedup:.2f} times as fast "
-        f"as Megatron's{compared}."
+def _degrees(schedule: Schedule) -> str:
+    """How many chunks a schedule has, as words."""
+    if schedule.num_chunks == 1:
+        return "one chunk" + (_WITH_WEIGHTS if schedule.backward.weights else "")
+    if schedule.backward_degree == schedule.degree:
+        return f"{schedule.degree} chunks"
+    return f"{schedule.degree} chunks forward and {schedule.backward_degree} backward"
+
+
+# What the experts keep, chunk by chunk: the fastest of many combinations whose peak fits. Fewer chunks that
+# restore cost less time and hold more; what is computed while the compute lane waits for a combine costs
+# nothing.
+
+_ON_DEVICE = tuple(name for name in STRATEGIES if name not in COPYING)
+"""Each keeps less and does more again than the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One combination.
+
+    Attributes:
+        memory: As ``Pipeline.memory``.
+        peak_bytes: Predicted peak of the activations.
+        time_us: Simulated time of a pass of the layers that were simulated; None without a cluster.
+    """
+
+    memory: str
+    peak_bytes: float
+    time_us: float | None = None
+
+
+def fitting(combinations: Iterable[Kept], limit: float) -> Kept | None:
+    """The fastest that fits, of equals the first; the first that fits where no time is known."""
+    fit = [kept for kept in combinations if kept.peak_bytes <= limit]
+    return min(fit, key=lambda kept: kept.time_us or 0.0, default=None)
+
+
+def by_work(chunks: int) -> list[str]:
+    """Combinations of this number of chunks, each of which does more again than the one before.
+
+    Chunks whose backward comes later restore first: the others are differentiated while most is held.
+    """
+    pairs = itertools.pairwise(_ON_DEVICE)
+    return [KEEP, *(memory for pair in pairs for memory in _mixed(*pair, range(chunks)))]
+
+
+def simulated(predictor: Predictor, pipeline: Pipeline, peak: Callable[[str], float]) -> list[Kept]:
+    """Combinations for a pipeline of layers that share a schedule, with their simulated times.
+
+    For every strategy, alone and next to each other one, chunks restore in the order of what that costs when
+    one of them does. With copies to host memory if the cluster has a figure for them. ``peak`` predicts the
+    peak of a combination.
+    """
+    names = _ON_DEVICE if predictor.cluster.compute.copy is None else tuple(STRATEGIES)
+    layers, chunks = min(SHORT, len(predictor.layers)), pipeline.backward_degree
+    lengths = [chunk.hidden[0].length for chunk in pipeline.chunks(predictor.workload.rows)]
+    times: dict[str, float] = {}
+
+    def time_us(memory: str) -> float:
+        if memory not in times:
+            of_memory = predictor.of_layers(layers, memory=memory)
+            schedule = replace(pipeline, memory=memory).schedule_of(of_memory.layers)
+            times[memory] = of_memory.pass_us(schedule, lengths).total
+        return times[memory]
+
+    order = {
+        name: sorted(range(chunks), key=lambda chunk: time_us(_with(KEEP, name, [chunk], chunks)))
+        for name in names
+        if name != KEEP
+    }
+    pairs = itertools.combinations(names, 2)
+    memories = [KEEP, *(memory for pair in pairs for memory in _mixed(*pair, order[pair[1]]))]
+    return [Kept(memory, peak(memory), time_us(memory)) for memory in dict.fromkeys(memories)]
+
+
+def _mixed(before: str, after: str, order: Sequence[int]) -> list[str]:
+    """One strategy replaced by another in one chunk, in two, and so on to all."""
+    return [_with(before, after, order[: count + 1], len(order)) for count in range(len(order))]
+
+
+def _with(most: str, other: str, those: Sequence[int], chunks: int) -> str:
+    """A strategy in all chunks but those."""
+    return memory_to_text([other if chunk in those else most for chunk in range(chunks)])
+
+
+TABLE_II: Mapping[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
+    "S1": ((2, 2, 5), (4, 2, 5)),
+    "S2": ((2, 2, 4), (4, 3, 4)),
+    "S3": ((2, 2, 1), (5, 2, 1)),
+    "S4": ((2, 2, 0), (5, 3, 0)),
+}
+"""MPipeMoE's table II: for each strategy, forward and backward, the numbers of products, of transfers, and of
+copies of what arrived (Q_fw, Q_bw)."""
+
+
+def equation_10(*, product: float, transfer: float, copy: float | None) -> Mapping[str, float]:
+    """What MPipeMoE selects a strategy by: the time of a chunk in both directions, by its equation 10.
+
+    It knows neither attention nor which stage waits for which: in each direction, the time of a chunk is that
+    of the stream that takes longest. Strategies that copy are left out if ``copy`` is None.
+    """
+    return {
+        name: sum(max(a * product, b * transfer, c * (copy or 0.0)) for a, b, c in directions)
+        for name, directions in TABLE_II.items()
+        if copy is not None or PAPER_NAMES.get(name, name) not in COPYING
+    }
+
+
+def equation_10_us(predictor: Predictor, *, degree: int) -> Mapping[str, float]:
+    """The same of one of so many chunks on the cluster of a predictor.
+
+    The slowdowns are those of the cluster file: of a transfer next to computation (``mu``), whether or not
+    copies run as well; copies are not slowed (``eta`` is 1).
+    """
+    work, cluster = predictor.workload, predictor.cluster
+    lengths = even_chunks(work.rows, degree)
+    dispatch = predictor.model.stages(lengths)[Stage(kinds.DISPATCH, 0)]
+    both = predictor.model.times.all_products(expert_products(work, lengths[0]), chunked=False)
+    copies = cluster.compute.copy
+    size = expert_bytes(work, lengths[0], local=cluster.trains_on_host, inner=False)
+    return equation_10(
+        product=both.forward / 2,
+        transfer=dispatch.forward * cluster.overlap.communication_slowdown,
+        copy=None if copies is None else copies.time_us(size),
     )
-
-
-def _reason_against(predictor: Predictor, best: Candidate | None) -> str:
-    if predictor.workload.expert == 1:
-        return "AMPipe will not help: each rank holds all experts, so nothing is sent that could be hidden."
-    if best is None:
-        return "AMPipe will not help: a sequence of one row cannot be split."
-    found = f"degree that was found, {best.schedule.num_chunks}"
-    if best.schedule.num_chunks == 1:
-        found = "schedule that was found, which overlaps gradients of weights alone"
-    stock = predictor.stock()
-    share = predictor.communication_us() / stock.total
-    return (
-        f"AMPipe will not help: communication is {share:.0%} of the block, and the overhead of chunks is "
-        f"about as large as the time that they hide, or larger (the best {found}, "
-        f"is predicted to be {_speedup(stock, best):.2f} times as fast)."
-    )
-
-
-def _speedup(stock: Pair, found: Candidate) -> float:
-    return stock.total / found.total_us

@@ -1,7 +1,8 @@
 """Predicts one block, or several that share a schedule, on one cluster: the time of a schedule, its timeline.
 
-Combines :mod:`.cost` and :mod:`.simulate`. Times are microseconds of one forward or backward pass of all of
-these blocks and one micro-batch, on the rank with the most tokens.
+:class:`CostModel` says how long each stage takes alone, :class:`Predictor` simulates a schedule of them.
+Times are microseconds of one forward or backward pass of all of these blocks and one micro-batch, on the rank
+with the most tokens. Not modelled: caches, clock throttling, and the time that a rank waits for a slower one.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ampipe.files.timeline import COMPUTE, StageSpan, Timeline
-from megatron_ampipe.plan.bound import direction_bound
 from megatron_ampipe.plan.cluster import Cluster
-from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.plan.operation_times import ZERO, Pair
-from megatron_ampipe.plan.simulate import Compiled, Pace, compile_named, run
-from megatron_ampipe.plan.stage_costs import issue_us
-from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.plan.operation_times import ZERO, OperationTimes, Pair, Product, is_one_product
+from megatron_ampipe.plan.simulate import Compiled, Pace, compile_named, direction_bound, run
+from megatron_ampipe.plan.stage_costs import COSTS, Work, exchange, facts_of, issue_us
+from megatron_ampipe.plan.workload import Rows, Workload, chunk_rows
 from megatron_ampipe.schedule import (
     KEEP,
     WEIGHTS,
@@ -29,26 +28,207 @@ from megatron_ampipe.schedule import (
     Pipeline,
     Schedule,
     Stage,
+    StageKind,
     data_flow,
+    is_whole,
     needs_of,
     period,
     unrolled,
+    with_exchange,
+    with_memory,
 )
 from megatron_ampipe.schedule.kinds import REDUCE
 
 
-class Predictor:
-    """Predictions for one workload on one cluster.
+class CostModel:
+    """Times of the stages of one block on one cluster: each stage alone, with its overhead.
 
     Args:
         workload: The block.
         cluster: The times of its operations.
-        num_layers: How many such blocks share a schedule.
-        dense: Which of them have no experts, counted from 0.
+        shares_schedule: The block shares its schedule with other layers.
         memory: What the experts keep for their backward, see ``Pipeline.memory``.
 
     Raises:
         BadInput: the cluster has no figure for something that the block does.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        *,
+        shares_schedule: bool = False,
+        memory: str = KEEP,
+    ) -> None:
+        self.workload, self.cluster, self._shares_schedule = workload, cluster, shares_schedule
+        # Where layers share a schedule, they recompute as a part of it.
+        features = replace(
+            workload.features_of(shares_schedule=shares_schedule),
+            recomputed=shares_schedule and workload.recomputes,
+        )
+        self.features = with_memory(with_exchange(features, workload.exchange), memory)
+        self.dense_features = self.features.without_experts
+        (self._sequence,) = chunk_rows(workload, (workload.rows,))
+        self.times = OperationTimes(workload, cluster, features=self.features)
+        self._dense_times = OperationTimes(workload, cluster, features=self.dense_features)
+        # A search comes back to the same lengths many times: what was computed is kept, by kind and rows.
+        self._chunk_rows = functools.lru_cache(maxsize=4096)(
+            functools.partial(chunk_rows, workload, shares_schedule=shares_schedule)
+        )
+        self._known: dict[object, Pair] = {}
+
+    def stages(
+        self,
+        lengths: Sequence[int],
+        *,
+        parts: int = 1,
+        whole_attention: bool = False,
+        features: BlockFeatures | None = None,
+        weights: Collection[StageKind] = (),
+        joined: Collection[StageKind] = (),
+    ) -> dict[Stage, Pair]:
+        """The time of every stage of the block with chunks of these lengths, including its overhead.
+
+        Args:
+            lengths: Rows of the residual stream of one rank in each chunk.
+            parts: Number of adjacent chunks that form one stage, as in the direction with the smaller degree:
+                they are computed one after the other and share a collective.
+            whole_attention: Attention runs once for the whole sequence, as in the schedule ``moe-only``.
+            features: What the block contains; experts if None.
+            weights: Kinds of weight gradients that are separate stages (``Program.weights``).
+            joined: Those of them that are of the whole sequence: one product for all chunks.
+        """
+        features = self.features if features is None else features
+        chunks = self._chunk_rows(tuple(lengths))
+        starts = range(0, len(chunks), parts)
+        groups = {index: chunks[start : start + parts] for index, start in enumerate(starts)}
+        found: dict[Stage, Pair] = {}
+        for kind in data_flow(features).kinds:
+            whole = kind.of_parameters or is_whole(kind, whole_attention=whole_attention)
+            chunked = not whole and len(chunks) > 1
+            apart = WEIGHTS[kind] if WEIGHTS.get(kind) in weights else None
+            for place, rows in ({None: (self._sequence,)} if whole else groups).items():
+                found[Stage(kind, place)] = self._time(kind, rows, chunked=chunked, dense=features.dense)
+                if apart is not None:
+                    alone = sum(self._weights(kind, Work(one, chunked=chunked)) for one in rows)
+                    found[Stage(kind, place)] += Pair(0.0, -alone)
+                    if whole or apart not in joined:
+                        found[Stage(apart, place)] = Pair(0.0, alone)
+            if apart is not None and not whole and apart in joined:
+                found[Stage(apart)] = Pair(0.0, self._joined_weights(kind, chunks))
+        return found
+
+    def _time(self, kind: StageKind, rows: Sequence[Rows], *, chunked: bool, dense: bool) -> Pair:
+        """The time of one stage of some chunks."""
+        # Chunks are computed one by one; a single collective sends the rows of all of them.
+        parts = rows if kind.lane.computes and len(rows) > 1 else (_joined(rows),)
+        by_position, times = facts_of(kind).by_position, []
+        for part in parts:
+            key = (kind, chunked, dense, part if by_position else part.hidden)
+            if key not in self._known:
+                self._known[key] = self._stage(kind, Work(part, chunked=chunked), dense=dense)
+            times.append(self._known[key])
+        return times[0] if len(times) == 1 else sum(times, ZERO)
+
+    def _products(self, kind: StageKind, rows: Rows) -> Sequence[Product]:
+        products = facts_of(kind).products
+        assert products is not None, f"{kind} has no weights"
+        return products(self.workload, rows.hidden)
+
+    def _weights(self, kind: StageKind, work: Work) -> float:
+        """The part of a stage's backward that computes gradients of weights."""
+        factor = self.cluster.stage_overhead(kind.name).backward_factor
+        return factor * sum(
+            self.times.weight_product(*product, chunked=work.chunked)
+            for product in self._products(kind, work.rows)
+        )
+
+    def _joined_weights(self, kind: StageKind, chunks: Sequence[Rows]) -> float:
+        """The same of all chunks in one stage: one product where their rows are put together for it."""
+        factor, element = self.cluster.stage_overhead(kind.name).backward_factor, self.workload.element_bytes
+        of_chunks = [self._products(kind, rows) for rows in chunks]
+        total = 0.0
+        for whole, *parts in zip(self._products(kind, self._sequence), *of_chunks, strict=True):
+            if is_one_product(whole, len(chunks), element_bytes=element):
+                copied = whole.rows * (whole.k + whole.n)
+                total += factor * self.times.weight_product(*whole, chunked=False)
+                total += self.times.memory_us(2 * copied * element)
+            else:
+                chunked = len(parts) > 1
+                total += factor * sum(self.times.weight_product(*part, chunked=chunked) for part in parts)
+        return total
+
+    def _stage(self, kind: StageKind, work: Work, *, dense: bool) -> Pair:
+        """The time of one stage of one chunk, including its overhead."""
+        pair = COSTS[kind.row](self._dense_times if dense else self.times, work)
+        if not kind.is_differentiated:
+            forward = Direction.FORWARD in kind.directions
+            pair = Pair(pair.forward, 0.0) if forward else Pair(0.0, pair.forward)
+        if not kind.lane.computes:
+            return pair
+        overhead = self.cluster.stage_overhead((facts_of(kind).measured_as or kind).name)
+        return Pair(
+            pair.forward * overhead.forward_factor + overhead.forward_us,
+            pair.backward * overhead.backward_factor + overhead.backward_us,
+        )
+
+    def stock(self, *, dense: bool = False) -> Pair:
+        """The time of Megatron's own layer: the same work without chunks and without overlap."""
+        work = Work(self._sequence, chunked=False)
+        features = self._stock.features.without_experts if dense else self._stock.features
+        stages = (kind.row for kind in data_flow(features).kinds if not kind.of_parameters)
+        total = sum((COSTS[kind](self._stock, work) for kind in stages), ZERO)
+        overhead = self.cluster.host.stock
+        return total + Pair(overhead.forward_us, overhead.backward_us)
+
+    def stock_exchanges(self) -> Pair:
+        """The part of :meth:`stock` that its two all-to-alls take."""
+        one = exchange(self._stock, Work(self._sequence, chunked=False))
+        return one + one
+
+    @functools.cached_property
+    def _stock(self) -> OperationTimes:
+        return OperationTimes(self.workload.stock, self.cluster, stock=True)
+
+    def edges(self) -> float:
+        """What layers that share a schedule do once before the first and after the last, in each direction.
+
+        With tensor parallelism, rows move from Megatron's ranks to those of the chunks, and back.
+        """
+        work = self.workload
+        if not self._shares_schedule or work.tensor == 1:
+            return 0.0
+        moved = work.rows * work.batch * work.hidden * work.element_bytes * (work.tensor - 1) / work.tensor
+        figure = self.times.figure("all_to_all", work.tensor)
+        return 2 * (figure.time_us(moved) + self.times.move(work.rows * work.batch).forward)
+
+    def latency(self, kind: StageKind) -> float:
+        """The part of a collective of this kind that does not depend on its size."""
+        latency = facts_of(kind).latency
+        return 0.0 if latency is None else latency(self.times)
+
+
+def _joined(chunks: Sequence[Rows]) -> Rows:
+    """The rows of adjacent chunks."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return Rows(
+        hidden=sum(chunk.hidden for chunk in chunks),
+        pairs=sum(chunk.pairs for chunk in chunks),
+        keys=chunks[-1].keys,
+        merged=sum(chunk.merged for chunk in chunks),
+    )
+
+
+class Predictor:
+    """Predictions for one block, or several that share a schedule, on one cluster.
+
+    Args:
+        num_layers: How many such blocks share a schedule.
+        dense: Which of them have no experts, counted from 0.
+
+    The others are those of :class:`CostModel`.
     """
 
     def __init__(
@@ -61,17 +241,17 @@ class Predictor:
         memory: str = KEEP,
     ) -> None:
         self.workload, self.cluster, self.memory = workload, cluster, memory
-        self._model = CostModel(workload, cluster, shares_schedule=num_layers > 1, memory=memory)
-        self.features = self._model.features
-        """Of a block with experts."""
+        self._dense = dense
+        self.model = CostModel(workload, cluster, shares_schedule=num_layers > 1, memory=memory)
+        self.features = self.model.features
         self.layers: tuple[BlockFeatures, ...] = tuple(
-            self._model.dense_features if layer in dense else self.features for layer in range(num_layers)
+            self.model.dense_features if layer in dense else self.features for layer in range(num_layers)
         )
         """Of each block that shares the schedule."""
         self._times: dict[object, float] = {}
         kinds_of_block = {kind for features in {*self.layers} for kind in data_flow(features).kinds}
         kinds_of_block |= {kind for kind in WEIGHTS.values() if kind.weights_of in kinds_of_block}
-        self._costs = functools.lru_cache(maxsize=4096)(self._model.stages)
+        self._costs = functools.lru_cache(maxsize=4096)(self.model.stages)
         self._issue_us = {
             direction: {
                 kind: issue_us(kind, direction, workload, cluster.host, block=kinds_of_block)
@@ -79,35 +259,26 @@ class Predictor:
             }
             for direction in Direction
         }
-        self._latency = {kind: self._model.latency(kind) for kind in kinds_of_block}
+        self._latency = {kind: self.model.latency(kind) for kind in kinds_of_block}
 
     def with_exchange(self, exchange: Exchange) -> Predictor:
         """A predictor of the same layers with another exchange."""
-        return self._with(exchange=exchange)
+        return self.of_layers(len(self.layers), dense=self._dense, exchange=exchange)
 
     def with_reductions(self) -> Predictor:
         """A predictor of the same layers that reduce gradients in stages of their schedule."""
-        return self._with(places_reductions=True)
-
-    def _with(self, **changes: Any) -> Predictor:
-        dense = [layer for layer, features in enumerate(self.layers) if features.dense]
-        return self.of_layers(len(self.layers), dense=dense, **changes)
+        return self.of_layers(len(self.layers), dense=self._dense, places_reductions=True)
 
     def of_layers(
         self, num_layers: int, *, dense: Collection[int] = (), memory: str | None = None, **changes: Any
     ) -> Predictor:
         """A predictor of another number of the same blocks; ``changes`` are fields of the workload."""
-        return Predictor(
-            replace(self.workload, **changes),
-            self.cluster,
-            num_layers=num_layers,
-            dense=dense,
-            memory=self.memory if memory is None else memory,
-        )
+        block, memory = replace(self.workload, **changes), self.memory if memory is None else memory
+        return Predictor(block, self.cluster, num_layers=num_layers, dense=dense, memory=memory)
 
     def stock(self) -> Pair:
         """Time of Megatron's own layers."""
-        total = sum((self._model.stock(dense=features.dense) for features in self.layers), ZERO)
+        total = sum((self.model.stock(dense=features.dense) for features in self.layers), ZERO)
         return self._recomputed(total)
 
     def peak_bytes(self, schedule: Schedule | None, *, memory: str | None = None) -> float:
@@ -126,7 +297,7 @@ class Predictor:
         with_experts = sum(features.experts for features in self.layers)
         return with_experts * sum(
             cost.total
-            for stage, cost in self._model.stages((self.workload.rows,)).items()
+            for stage, cost in self.model.stages((self.workload.rows,)).items()
             if stage.is_communication and not stage.kind.copies
         )
 
@@ -260,7 +431,7 @@ class Predictor:
 
     def _block(self, direction: Direction) -> float:
         # Every layer of a stack makes its own call, and its parameters their own gradients.
-        return self.cluster.host.block.of(direction) * len(self.layers) + self._model.edges()
+        return self.cluster.host.block.of(direction) * len(self.layers) + self.model.edges()
 
     def _in_pass(self, forward: float, backward: float) -> Pair:
         """With what Megatron recomputes around a layer; layers that share a schedule recompute in it."""

@@ -13,15 +13,18 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files import inputs, outputs
 
 FORMAT = "ampipe-routing-2"
-_NUMBERS = ("iteration", "num_experts", "ranks", "batch", "ranks_per_sequence", "hidden_size")
 THRESHOLDS = (0.9, 0.95, 0.97, 0.99, 0.999)
 """Cosines for which every file says how many rows would be left (``--ampipe-condense``)."""
+_Count = Annotated[int, Field(strict=True, ge=0)]
+_Size = Annotated[int, Field(strict=True, ge=1)]
 _NAME = re.compile(r"iteration-(\d{8})\.json")
 
 
@@ -43,11 +46,11 @@ class LayerRouting:
         rows_left: For a threshold, those of them that would be sent if similar tokens were sent once.
     """
 
-    layer: int
-    counts: tuple[tuple[tuple[int, ...], ...], ...]
-    arrivals: Mapping[int, tuple[tuple[int, ...], ...]]
-    rows_compared: int
-    rows_left: Mapping[float, int]
+    layer: _Size
+    counts: tuple[tuple[tuple[_Count, ...], ...], ...]
+    arrivals: Mapping[int, tuple[tuple[_Count, ...], ...]]
+    rows_compared: _Count
+    rows_left: Mapping[float, _Count]
 
     def per_expert(self, chunk: int | None = None) -> list[int]:
         """Tokens of all parts for each expert; of one chunk, or of all."""
@@ -56,7 +59,9 @@ class LayerRouting:
 
     def per_place(self, places: int, chunk: int | None = None) -> list[int]:
         """Rows for the experts at each of so many places, between which they are divided in order."""
-        return _divided(self.per_expert(chunk), places)
+        rows = self.per_expert(chunk)
+        size = len(rows) // places
+        return [sum(rows[first : first + size]) for first in range(0, len(rows), size)]
 
     @property
     def rows(self) -> int:
@@ -85,19 +90,35 @@ class RoutingRecord:
         layers: The MoE layers, in order.
     """
 
-    iteration: int
-    num_experts: int
-    ranks: int
-    batch: int
-    ranks_per_sequence: int
-    hidden_size: int
-    tokens: tuple[int, ...]
+    iteration: _Size
+    num_experts: _Size
+    ranks: _Size
+    batch: _Size
+    ranks_per_sequence: _Size
+    hidden_size: _Size
+    tokens: Annotated[tuple[_Size, ...], Field(min_length=1)]
     layers: tuple[LayerRouting, ...]
 
     @property
     def num_parts(self) -> int:
         """Sequences, or what ranks hold of them."""
         return len(self.layers[0].counts)
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether tables have the sizes that the numbers say, and layers have tokens."""
+        if not self.layers or self.num_experts % self.ranks or self.num_parts % self.batch:
+            return False
+        chunked = (len(self.tokens), self.num_experts)
+        return all(
+            len(layer.counts) == self.num_parts
+            and all(_sizes(part) == chunked for part in layer.counts)
+            and set(layer.arrivals) == set(places_of(self.num_experts))
+            and all(_sizes(rows) == (self.num_parts, places) for places, rows in layer.arrivals.items())
+            and all(rows <= layer.rows_compared for rows in layer.rows_left.values())
+            and layer.rows
+            for layer in self.layers
+        )
 
     def write(self, folder: Path) -> None:
         """Write the file of this iteration; it appears under its name only when it is whole."""
@@ -184,9 +205,10 @@ class RecordedRouting:
         return [layer for record in self.records for layer in record.layers]
 
 
-def _divided(counts: Sequence[int], places: int) -> list[int]:
-    size = len(counts) // places
-    return [sum(counts[first : first + size]) for first in range(0, len(counts), size)]
+def _sizes(table: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Rows of a table, and columns; nothing further if rows differ."""
+    columns = {len(row) for row in table}
+    return (len(table), *columns) if len(columns) == 1 else (len(table),)
 
 
 def busiest(rows: Sequence[int]) -> float:
@@ -207,6 +229,9 @@ def files_of(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+_REMEDY = "Give the folder that a training got as --ampipe-routing-dir."
+
+
 def read_routing(folder: Path, *, flag: str) -> RecordedRouting:
     """All files of a folder of ``--ampipe-routing-dir``, which the user named by a flag.
 
@@ -218,81 +243,26 @@ def read_routing(folder: Path, *, flag: str) -> RecordedRouting:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BadInput(flag, folder, rule=f"cannot be read ({reason})", remedy=_REMEDY) from error
-    if not paths:
-        raise BadInput(flag, folder, rule="has no file of a recorded routing", remedy=_REMEDY)
-    records = [read_record(path, flag=flag) for path in paths.values()]
-    for one, path in zip(records, paths.values(), strict=True):
-        if _model_of(one) != _model_of(records[0]):
-            raise BadInput(
-                flag,
-                path,
-                rule=f"is of another model than the other files of {folder}",
-                remedy="Record each model in a separate folder.",
-            )
-    return RecordedRouting(tuple(records))
+    records = tuple(read_record(path, flag=flag) for path in paths.values())
+    models = {
+        (record.num_experts, record.hidden_size, tuple(layer.layer for layer in record.layers))
+        for record in records
+    }
+    if len(models) != 1:
+        rule = "has files of several models" if models else "has no file of a recorded routing"
+        raise BadInput(flag, folder, rule=rule, remedy=_REMEDY)
+    return RecordedRouting(records)
 
 
 def read_record(path: Path, *, flag: str) -> RoutingRecord:
     """One file that :meth:`RoutingRecord.write` wrote; BadInput if it is not."""
     try:
-        return _record(json.loads(inputs.read_text(path)))
+        content = json.loads(inputs.read_text(path))
+        record = TypeAdapter(RoutingRecord).validate_python(content)
+        if content["format"] != FORMAT or not record.is_consistent:
+            raise ValueError
     except OSError as error:
         raise BadInput(flag, path, rule=f"cannot be read ({error.strerror})", remedy=_REMEDY) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadInput(flag, path, rule="is not a file of a recorded routing", remedy=_REMEDY) from error
-
-
-_REMEDY = "Give the folder that a training got as --ampipe-routing-dir."
-
-
-def _model_of(record: RoutingRecord) -> tuple[object, ...]:
-    return record.num_experts, record.hidden_size, [one.layer for one in record.layers]
-
-
-def _record(found: Any) -> RoutingRecord:
-    """Raises ValueError, KeyError or TypeError for what :meth:`RoutingRecord.write` does not write."""
-    _require(found["format"] == FORMAT)
-    numbers = {name: _whole(found[name], least=1) for name in _NUMBERS}
-    tokens = tuple(_whole(one, least=1) for one in found["tokens"])
-    _require(bool(tokens) and bool(found["layers"]) and numbers["num_experts"] % numbers["ranks"] == 0)
-    num_parts = len(found["layers"][0]["counts"])
-    _require(num_parts > 0 and num_parts % numbers["batch"] == 0)
-    layers = tuple(
-        _layer(one, numbers["num_experts"], num_parts=num_parts, num_chunks=len(tokens))
-        for one in found["layers"]
-    )
-    return RoutingRecord(**numbers, tokens=tokens, layers=layers)
-
-
-def _layer(found: Any, num_experts: int, *, num_parts: int, num_chunks: int) -> LayerRouting:
-    arrivals = {int(places): of_places for places, of_places in found["arrivals"].items()}
-    _require(set(arrivals) == set(places_of(num_experts)))
-    compared = _whole(found["rows_compared"])
-    rows_left = {float(threshold): _whole(rows) for threshold, rows in found["rows_left"].items()}
-    counts = tuple(_table(part, num_chunks, num_experts) for part in found["counts"])
-    _require(len(counts) == num_parts and any(any(chunk) for part in counts for chunk in part))
-    _require(all(rows <= compared for rows in rows_left.values()))
-    return LayerRouting(
-        layer=_whole(found["layer"], least=1),
-        counts=counts,
-        arrivals={places: _table(rows, num_parts, places) for places, rows in arrivals.items()},
-        rows_compared=compared,
-        rows_left=rows_left,
-    )
-
-
-def _table(found: Any, num_rows: int, num_columns: int) -> tuple[tuple[int, ...], ...]:
-    rows = tuple(tuple(_whole(one) for one in row) for row in found)
-    _require(len(rows) == num_rows and all(len(row) == num_columns for row in rows))
-    return rows
-
-
-def _whole(found: Any, *, least: int = 0) -> int:
-    _require(type(found) is int and found >= least)
-    number: int = found
-    return number
-
-
-def _require(good: bool) -> None:
-    if not good:
-        raise ValueError
+    return record

@@ -1,18 +1,19 @@
-"""Simulates a schedule: computes the start and end of every stage from the time of each stage alone.
+"""Simulates a schedule, and bounds what any order of its stages can reach, from the time of each stage alone.
 
-The input is the schedule that an executor runs, and the result corresponds to the timeline that a run
-records. A lane runs its stages in order, and a stage begins when its dependencies have ended. Concurrent
-computation and communication slow each other down, and lanes with the same resource share it, so speeds
-change when a stage begins or ends. Where a host issues stages to a device (``host.issue`` above zero), a
-stage cannot begin before it was issued, in the order of ``schedule.issue_order``.
+:func:`run` computes the start and end of every stage, as a run records them. A lane runs its stages in order,
+and a stage begins when its dependencies have ended. Concurrent computation and communication slow each other
+down, and lanes with the same resource share it, so speeds change when a stage begins or ends. Where a host
+issues stages to a device (``host.issue`` above zero), a stage cannot begin before it was issued, in the order
+of ``schedule.issue_order``.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
 
 from megatron_ampipe.schedule import (
     BlockFeatures,
@@ -30,9 +31,10 @@ NOT_YET = float("inf")
 ROUNDING_US = 1e-6
 """Remaining time below which a stage has ended."""
 
-
 Lanes = tuple[tuple[int, ...], ...]
 """The order of the stages of each lane."""
+Needs = Mapping[Stage, tuple[Stage, ...]]
+"""Every stage with those that it waits for directly (:func:`megatron_ampipe.schedule.dependencies`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +108,7 @@ def compile_named(
     return compile_program(schedule.program(direction), needs, on_host=on_host)
 
 
-def compile_program(
-    program: Program, needs: Mapping[Stage, tuple[Stage, ...]], *, on_host: bool = False
-) -> Compiled:
+def compile_program(program: Program, needs: Needs, *, on_host: bool = False) -> Compiled:
     """Number the stages of a checked program; ``on_host`` as in :func:`contention`."""
     stages = program.stages
     number = {stage: index for index, stage in enumerate(stages)}
@@ -283,3 +283,118 @@ def run(
                         waiting[follower] -= 1
                         ready_at[follower] = now
     return begin, end
+
+
+@dataclass(frozen=True, slots=True)
+class DirectionBound:
+    """The time that no order of the stages of one direction can beat, in the unit of their times.
+
+    The compute lane needs the sum of all compute stages. Those that depend on a transfer cannot start before
+    some transfer has arrived, and those that a transfer depends on have ended before some last transfer
+    travels: while too little else is left to compute, the lane stands still. A resource (``Lane.resource``),
+    such as the network, is not used before all that some first transfer over it depends on has run, and after
+    some last one all that depends on it still has to run.
+
+    Head, tail and waits are the smallest possible, and count once where several blocks share a schedule.
+    Times must be of stages that run alone: without the wait for a peer, losses of an overlapped run, or what
+    a GPU waits for its host.
+
+    Attributes:
+        compute: Sum of the compute stages.
+        compute_with_waits: The same with the waits for a first transfer, and before a last one.
+        communication: Sum of the transfers over the resource for which the three together are largest.
+        head: The least time before a transfer over it can start.
+        tail: The least time after a transfer over it.
+        chain: The longest chain of stages that wait for one another.
+    """
+
+    compute: float
+    compute_with_waits: float
+    communication: float
+    head: float
+    tail: float
+    chain: float
+
+    @property
+    def time(self) -> float:
+        """No order is faster."""
+        return max(self.compute_with_waits, self.head + self.communication + self.tail, self.chain)
+
+
+def direction_bound(times: Mapping[Stage, float], needs: Needs) -> DirectionBound:
+    """The bound of one direction, from the time that every stage takes alone."""
+    assert times.keys() == needs.keys(), times.keys() ^ needs.keys()
+    followers: dict[Stage, list[Stage]] = {stage: [] for stage in needs}
+    for stage, earlier in needs.items():
+        for needed in earlier:
+            followers[needed].append(stage)
+    order = list(TopologicalSorter(needs).static_order())
+    before, fed = _towards_end(times, needs, order)
+    behind, feeding = _towards_end(times, followers, order[::-1])
+    transfers: dict[str, list[Stage]] = {}
+    for stage in times:
+        if stage.is_communication:
+            transfers.setdefault(stage.kind.lane.resource, []).append(stage)
+
+    def computing(stages: Iterable[Stage]) -> float:
+        return sum(times[stage] for stage in stages if not stage.is_communication)
+
+    def least(
+        stages: Iterable[Stage], edges: Mapping[Stage, Iterable[Stage]], chain: Mapping[Stage, float]
+    ) -> float:
+        """The least time that one of the stages must wait for all that ``edges`` leads to from it."""
+        return min(max(computing(_reachable(stage, edges)), chain[stage]) for stage in stages)
+
+    first = min((before[stage] for stage in fed), default=0.0)
+    last = min((behind[stage] for stage in feeding), default=0.0)
+    both = fed & feeding
+    parts = [
+        (
+            sum(times[stage] for stage in stages),
+            least(stages, needs, before),
+            least(stages, followers, behind),
+        )
+        for stages in transfers.values()
+    ]
+    communication, head, tail = max(parts, key=sum, default=(0.0, 0.0, 0.0))
+    return DirectionBound(
+        compute=computing(times),
+        compute_with_waits=max(
+            computing(times),
+            first + computing(fed),
+            computing(feeding) + last,
+            first + computing(both) + last if both else 0.0,
+        ),
+        communication=communication,
+        head=head,
+        tail=tail,
+        chain=max(before[stage] + times[stage] for stage in times),
+    )
+
+
+def _towards_end(
+    times: Mapping[Stage, float], edges: Mapping[Stage, Iterable[Stage]], order: Iterable[Stage]
+) -> tuple[dict[Stage, float], set[Stage]]:
+    """The longest chain that ``edges`` leads to from each stage; the compute stages from which to a transfer.
+
+    ``order`` has each stage after those that ``edges`` leads to from it.
+    """
+    longest: dict[Stage, float] = {}
+    with_transfer: set[Stage] = set()
+    for stage in order:
+        longest[stage] = max((times[other] + longest[other] for other in edges[stage]), default=0.0)
+        if any(other.is_communication or other in with_transfer for other in edges[stage]):
+            with_transfer.add(stage)
+    return longest, {stage for stage in with_transfer if not stage.is_communication}
+
+
+def _reachable(stage: Stage, edges: Mapping[Stage, Iterable[Stage]]) -> set[Stage]:
+    """Everything that ``stage`` leads to, without itself."""
+    reached: set[Stage] = set()
+    waiting = list(edges[stage])
+    while waiting:
+        following = waiting.pop()
+        if following not in reached:
+            reached.add(following)
+            waiting.extend(edges[following])
+    return reached

@@ -3,7 +3,7 @@
 One function for each kind, under the decorator :class:`CostOf`, which names the kind and what else the
 planner has to know of it; a new kind needs nothing else. Each adds up what the stage computes and copies,
 forward and backward, from :mod:`.operation_times`. Times are in microseconds, without the overheads that
-:class:`.cost.CostModel` adds.
+:class:`.predict.CostModel` adds.
 
 The host needs some time for every call, independent of the size of the tensors, so above some degree the
 device waits for the host. Calls were counted on real blocks (``tests/streams/census.py``; its test compares
@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 from megatron_ampipe.plan.cluster import Host, Operation
-from megatron_ampipe.plan.gradient_buckets import LayerReductions, reductions_us, tensors_of
 from megatron_ampipe.plan.memory import expert_bytes
 from megatron_ampipe.plan.operation_times import (
     ZERO,
@@ -29,6 +28,7 @@ from megatron_ampipe.plan.operation_times import (
     mlp_products,
     qkv_products,
     shared_products,
+    tensors_of,
 )
 from megatron_ampipe.plan.workload import Rows, Workload
 from megatron_ampipe.schedule import Direction, StageKind, kinds
@@ -388,19 +388,15 @@ def copy_tokens(times: OperationTimes, work: Work) -> Pair:
     return Pair(times.copy_us(size / (sizes.expert_tensor if sizes.dispatcher == "alltoall" else 1)), 0.0)
 
 
-def _reductions(times: OperationTimes) -> LayerReductions:
-    (total,) = reductions_us(times, [tensors_of(times.workload, dense=times.features.dense)])
-    return total
-
-
 @CostOf(kinds.REDUCE)
 def reduce(times: OperationTimes, work: Work) -> Pair:
-    return Pair(_reductions(times).others, 0.0)
+    tensors = tensors_of(times.workload, dense=times.features.dense)
+    return Pair(times.reductions_us(tensors).others, 0.0)
 
 
 @CostOf(kinds.REDUCE_EXPERTS)
 def reduce_experts(times: OperationTimes, work: Work) -> Pair:
-    return Pair(_reductions(times).experts, 0.0)
+    return Pair(times.reductions_us(tensors_of(times.workload, dense=False)).experts, 0.0)
 
 
 # The host's part.

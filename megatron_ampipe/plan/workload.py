@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
+from typing import Any
 
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.plan.cluster import Dtype
@@ -15,22 +17,38 @@ from megatron_ampipe.schedule.features import BALANCED, features_of_settings
 PROBABILITY_BYTES = 4
 
 
+def _of_plan(
+    flag: str, *, changes: str = "stages", text: Callable[[Any], object] = lambda value: value, **default: Any
+) -> Any:
+    """A field that a plan file records.
+
+    Args:
+        flag: Megatron's or AMPipe's flag, or a description.
+        changes: Whether another value changes ``stages`` or their inputs, so that a plan cannot be used, or
+            only their ``times``.
+        text: What the file has for a value.
+        default: Of the field.
+    """
+    return field(metadata={"flag": flag, "changes": changes, "text": text}, **default)
+
+
+def _times(flag: str, **default: Any) -> Any:
+    """A field that a plan file records, and that changes only times."""
+    return _of_plan(flag, changes="times", **default)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """One transformer block with an MoE layer, and how it is distributed over ranks.
 
+    Fields with a flag are as Megatron has it. Widths are over all tensor-parallel ranks.
+
     Attributes:
-        sequence_length: Rows of the whole sequence.
         batch: Sequences of a micro-batch.
-        hidden: Width of the residual stream.
-        heads: Query heads, over all tensor-parallel ranks.
         head_size: Width of a query or key head.
         value_size: Width of a value head.
-        projections: ``(k, n)`` of every matrix product that computes queries, keys and values, over all
-            tensor-parallel ranks.
-        key_value_width: Width of a row of keys and values together, over all tensor-parallel ranks.
-        experts: Number of experts, over all ranks.
-        topk: Number of experts of a token.
+        projections: ``(k, n)`` of every matrix product that computes queries, keys and values.
+        key_value_width: Width of a row of keys and values together.
         ffn: Hidden size of an expert.
         gated: Experts have a gate in addition to the up-projection (SwiGLU).
         shared_ffn: Total hidden size of the shared experts; None if there are none.
@@ -40,7 +58,6 @@ class Workload:
         chooses: The router chooses for all tokens at once (``schedule.features.chooses_at_once``).
         padded: Megatron's own layer pads every expert's input to its capacity.
         imbalance: Tokens of the expert-parallel rank with the most, divided by the mean.
-        grouped: The local experts run as one grouped GEMM.
         dispatcher: ``alltoall`` or ``allgather``.
         dtype: Dtype of matrix products. With ``fp8``, activations have 16 bits.
         losses: The router has auxiliary or z losses.
@@ -48,10 +65,8 @@ class Workload:
         latent: Multi-latent attention, whose projection is not split into chunks.
         fused_gradients: Weight gradients are accumulated in the GEMM that computes them.
         tensor: Tensor-parallel ranks (with sequence parallelism).
-        context: Context-parallel ranks.
-        ring: They pass keys and values on to one another (``--cp-comm-type p2p``) rather than gather them.
-        expert: Expert-parallel ranks.
-        expert_tensor: Expert-tensor-parallel ranks, which share one expert.
+        ring: Context-parallel ranks pass keys and values on to one another rather than gather them.
+        expert_tensor: Ranks that share one expert.
         ranks_per_node: Of all ranks, those of a node; None if that is not known. Says over which links ranks
             that share an expert gather, and tensor-parallel ranks scatter.
         recomputes: Full recompute: the forward pass runs again before the backward pass.
@@ -69,44 +84,48 @@ class Workload:
         places_reductions: Gradients are reduced in stages (``--ampipe-grad-reduce placed``).
     """
 
-    sequence_length: int
-    batch: int
-    hidden: int
-    heads: int
-    head_size: int
-    value_size: int
-    projections: tuple[tuple[int, int], ...]
+    sequence_length: int = _of_plan("--seq-length")
+    batch: int = _times("--micro-batch-size")
+    hidden: int = _of_plan("--hidden-size")
+    heads: int = _of_plan("--num-attention-heads")
+    head_size: int = _of_plan("query head size")
+    value_size: int = _of_plan("value head size")
+    projections: tuple[tuple[int, int], ...] = _of_plan(
+        "attention projections", text=lambda products: " ".join(f"{k}x{n}" for k, n in products)
+    )
     key_value_width: int
-    experts: int
-    topk: int
-    ffn: int
-    gated: bool
-    shared_ffn: int | None = None
+    experts: int = _of_plan("--num-experts")
+    topk: int = _of_plan("--moe-router-topk")
+    ffn: int = _of_plan("--moe-ffn-hidden-size")
+    gated: bool = _of_plan("--swiglu")
+    shared_ffn: int | None = _of_plan("--moe-shared-expert-intermediate-size", default=None)
     dense_ffn: int | None = None
-    capacity: float | None = None
+    capacity: float | None = _times("--moe-expert-capacity-factor", default=None)
     capacity_per_chunk: bool = False
     chooses: bool = False
     padded: bool = False
     imbalance: float = 1.0
-    grouped: bool = False
-    dispatcher: str = "alltoall"
-    dtype: Dtype
+    grouped: bool = _times("--moe-grouped-gemm", default=False)
+    dispatcher: str = _times("--moe-token-dispatcher-type", default="alltoall")
+    dtype: Dtype = _times("precision")  # noqa: RUF009
     losses: bool = False
-    window: int | None = None
+    window: int | None = _of_plan(
+        "--window-size", text=lambda keys: None if keys is None else f"{keys},0", default=None
+    )
     latent: bool = False
-    fused_gradients: bool = True
-    tensor: int = 1
-    context: int = 1
-    ring: bool = False
-    expert: int = 1
-    expert_tensor: int = 1
+    fused_gradients: bool = _times("gradient accumulation fusion", default=True)
+    tensor: int = _of_plan("--tensor-model-parallel-size", default=1)
+    context: int = _of_plan("--context-parallel-size", default=1)
+    ring: bool = _of_plan("--cp-comm-type", text=lambda ring: "p2p" if ring else None, default=False)
+    expert: int = _of_plan("--expert-model-parallel-size", default=1)
+    expert_tensor: int = _of_plan("--expert-tensor-parallel-size", default=1)
     ranks_per_node: int | None = None
-    recomputes: bool = False
+    recomputes: bool = _times("full recompute", default=False)
     exchange: Exchange = Exchange.ROWS
     local: bool = False
     splits_weights: bool = False
     rows_seen: tuple[tuple[int, float], ...] = ()
-    condense: float | None = None
+    condense: float | None = _of_plan("--ampipe-condense", default=None)
     condensed: float = 0.0
     replicas: int = 1
     expert_replicas: int = 1
@@ -176,7 +195,7 @@ class Workload:
 
     @property
     def features(self) -> BlockFeatures:
-        """What the block contains, for its schedule."""
+        """What the block contains, for a schedule of its own."""
         return self.features_of(shares_schedule=False)
 
     def features_of(self, *, shares_schedule: bool) -> BlockFeatures:
@@ -194,7 +213,7 @@ class Workload:
 
     @property
     def settings(self) -> SimpleNamespace:
-        """Settings of Megatron, by its names, from which a block like this follows."""
+        """Settings of Megatron from which a block like this follows."""
         return SimpleNamespace(
             tensor_model_parallel_size=self.tensor,
             sequence_parallel=True,
@@ -224,6 +243,14 @@ class Workload:
         if self.capacity is None or not self.padded:
             return plain
         return replace(plain, capacity=None, imbalance=self.capacity)
+
+
+RECORDED = {
+    row.metadata["flag"].removeprefix("--ampipe-").strip("-").replace("-", "_").replace(" ", "_"): row
+    for row in fields(Workload)
+    if "flag" in row.metadata
+}
+"""The fields that a plan file records, by their keys there."""
 
 
 def even_rows(experts: int, topk: int, places: int) -> float:
@@ -261,35 +288,25 @@ def chunk_rows(
     Args:
         workload: The block.
         lengths: Rows of the residual stream of one rank in each chunk.
-        shares_schedule: Layers share the schedule: every tensor-parallel rank holds a part of every chunk.
+        shares_schedule: Every tensor-parallel rank holds a part of every chunk.
     """
     assert sum(lengths) == workload.rows and min(lengths) > 0, lengths
-    found = []
-    start = 0
-    for length in lengths:
-        found.append(_rows(workload, start, length, shares_schedule=shares_schedule))
-        start += length
-    return tuple(found)
+    starts = itertools.accumulate(lengths, initial=0)
+    return tuple(
+        _rows(workload, start, length, shares_schedule=shares_schedule)
+        for start, length in zip(starts, lengths, strict=False)
+    )
 
 
 def _rows(workload: Workload, start: int, length: int, *, shares_schedule: bool) -> Rows:
-    # With zigzag slices, the first or the last context-parallel rank has the most pairs of a chunk.
-    last = workload.context - 1
-    by_rank = []
     shards, width = (1, workload.tensor) if shares_schedule else (workload.tensor, 1)
-    for rank in {0, last}:
+    by_rank = []
+    # With zigzag slices, the first or the last context-parallel rank has the most pairs of a chunk.
+    for rank in {0, workload.context - 1}:
         layout = SequenceLayout(tensor_ranks=shards, context_ranks=workload.context, context_rank=rank)
-        by_rank.append(
-            [
-                span
-                for shard in range(shards)
-                for span in layout.spans(
-                    shard * workload.rows + start * width,
-                    length * width,
-                    sequence_length=workload.sequence_length,
-                )
-            ]
-        )
+        starts = (shard * workload.rows + start * width for shard in range(shards))
+        all_rows = workload.sequence_length
+        by_rank.append([s for a in starts for s in layout.spans(a, length * width, sequence_length=all_rows)])
     heaviest = max(by_rank, key=lambda spans: sum(_pairs(span, workload.window) for span in spans))
     return Rows(
         hidden=length,

@@ -18,7 +18,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.timeline import COMPUTE, PREDICTED, StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
-from megatron_ampipe.tools.predicted import compare, read_predicted, require_fit, table_of
+from megatron_ampipe.tools.predicted import compare, misfit, table_of
 
 _CLOCK_US = 1.0
 """By how much times of a device's events may be wrong."""
@@ -168,8 +168,10 @@ def _prediction(arguments: argparse.Namespace, shown: Sequence[Timeline]) -> Tim
             rule="is every layer, and a prediction is of one block",
             remedy="Leave it out, or name one layer: --layer 1.",
         )
-    predicted = read_predicted(arguments.predicted)
-    require_fit(predicted, arguments.predicted, shown)
+    predicted = Timeline.read_chrome(arguments.predicted)
+    if (rule := misfit(predicted, shown)) is not None:
+        remedy = "Write it with ampipe plan --stack 1 --trace FILE --trace-of DEGREE, from this run's flags."
+        raise BadInput("--predicted", arguments.predicted, rule=rule, remedy=remedy)
     return predicted
 
 

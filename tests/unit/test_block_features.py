@@ -11,8 +11,7 @@ import pytest
 
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.plan.model_file import read_model
-from megatron_ampipe.plan.model_workload import workload_of
+from megatron_ampipe.plan.model_file import read_model, workload_of
 from megatron_ampipe.schedule import BlockFeatures, Pipeline
 from megatron_ampipe.schedule.features import boundary, features_of_settings
 from tests.unit.test_plan_workload import PLAIN

@@ -130,7 +130,7 @@ def test_stages_that_take_no_time_on_paper_have_no_ratio() -> None:
     [
         ({"degree": "4"}, "predicts degree 4, schedule a$b$, and rank 0 ran degree 2, schedule a$b$"),
         ({"backward degree": "1"}, "predicts degree 2, backward degree 1, schedule a$b$"),
-        ({"schedule": "moe-only"}, "Use ampipe plan --trace FILE --trace-of 2,a$b$."),
+        ({"schedule": "moe-only"}, "Write it with ampipe plan --stack 1 --trace FILE --trace-of DEGREE"),
         ({"shares": "0.4 0.6"}, "predicts degree 2, shares 0.4 0.6"),
     ],
 )
@@ -143,23 +143,14 @@ def test_a_prediction_of_another_run_is_refused(
     assert sorted(traces.parent.iterdir()) == [traces]
 
 
-def test_what_a_plan_alone_can_repeat_is_said_so(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for rank in range(2):
-        one = trace(rank)
-        searched = replace(one, labels=one.labels | {"schedule": "searched"})
-        searched.write_chrome(traces / f"rank{rank}.trace.json")
-    assert draw(traces) == 2
-    assert "run with --ampipe-plan plan.yaml" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
         # Layer 1 is dense.
-        (["--layer", "1"], "(predicted alone: attention.0, attention.1, dispatch.0, dispatch.1)"),
+        (["--layer", "1"], "than rank 0 recorded: attention.0, attention.1, dispatch.0, dispatch.1"),
         (["--layer", "all"], "a prediction is of one block"),
         (["--predicted", "{traces}/rank0.trace.json"], "was recorded by a run, not predicted"),
-        (["--predicted", "{traces}/absent"], "Give a file that ampipe plan --trace wrote."),
+        (["--predicted", "{traces}/absent"], "cannot be read"),
     ],
 )
 def test_what_does_not_fit_is_refused(

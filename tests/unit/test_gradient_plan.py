@@ -12,24 +12,17 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.cli import main
-from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.plan.cluster import read_cluster
-from megatron_ampipe.plan.gradient_buckets import (
-    LayerReductions,
-    LayerTensors,
-    completed,
-    reductions_us,
-    tensors_of,
-)
-from megatron_ampipe.plan.gradient_plan import (
+from megatron_ampipe.plan.gradients import (
     AFTER,
     PLACED,
     STOCK,
     GradientPlan,
     ReducedPass,
+    completed,
     plan_gradients,
 )
-from megatron_ampipe.plan.operation_times import GRADIENT_BYTES, OperationTimes
+from megatron_ampipe.plan.operation_times import LayerReductions
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import Direction, build, even_chunks, period
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case
@@ -61,32 +54,6 @@ def test_a_bucket_is_complete_with_a_layer(
     layers: list[list[float]], bucket_size: float, expected: list[list[float]]
 ) -> None:
     assert completed(layers, bucket_size) == expected
-
-
-def test_tensors_that_other_ranks_have() -> None:
-    work = workload(shared_ffn=512, dense_ffn=2048, gated=True, tensor=2, expert=2, experts=4)
-    both = replace(work, replicas=4, expert_replicas=2)
-    experts = (1024 * 2 * 4096, 4096 * 1024) * 2
-    attention = (1024 * 3072 / 2, 1024 * 1024 / 2)
-    assert tensors_of(both, dense=False) == (experts, (*attention, 1024 * 512, 1024 * 256))
-    assert tensors_of(both, dense=True) == ((), (*attention, 1024 * 2048, 1024 * 1024))
-    assert tensors_of(replace(both, expert_replicas=1), dense=False).experts == ()
-    assert tensors_of(work, dense=False).parameters == 0
-
-
-def test_a_reduction_goes_over_the_links_of_its_ranks() -> None:
-    figures = cluster("dgx-h100")
-    inside = workload(replicas=8, expert_replicas=1)
-    layers = [LayerTensors((2e6,), (1e6, 1e6)), LayerTensors((), (1e6,))]
-    one_us = 2 * figures.collective("all_gather", across_nodes=False).time_us(1e6 * GRADIENT_BYTES * 7 / 8)
-    times = OperationTimes(inside, figures)
-    assert reductions_us(times, layers, 1) == [(0.0, 2 * one_us), (0.0, one_us)]
-    whole = figures.collective("all_gather", across_nodes=False).time_us(2e6 * GRADIENT_BYTES * 7 / 8)
-    assert reductions_us(times, layers) == [(0.0, 2 * whole), (0.0, one_us)]
-    # Two ranks have an expert, each on another node.
-    across = workload(replicas=16, expert_replicas=2, shards_optimizer=True)
-    expected = figures.collective("reduce_scatter", across_nodes=True).time_us(2e6 * GRADIENT_BYTES / 2)
-    assert OperationTimes(across, figures).reduction_us(2e6, experts=True) == expected
 
 
 # The pass with reductions.
@@ -133,46 +100,6 @@ def of_layers(*others: float, experts: Sequence[float] = (0.0, 0.0, 0.0)) -> lis
     return [LayerReductions(*both) for both in zip(experts, others or (0.0, 0.0, 0.0), strict=True)]
 
 
-def test_placed_reductions_of_experts_are_in_their_own_layer_others_in_the_next() -> None:
-    run, _, transfer = reduced_pass("ampipe", 1)
-    endless = 1e6
-    # What is hidden of it.
-    late = run.placed(of_layers(experts=(endless, 0.0, 0.0))).computed - run.without_us
-    gap = endless - late
-    assert gap > 0
-    of_experts = run.placed(of_layers(experts=(gap, 0.0, 0.0)))
-    assert of_experts.computed == pytest.approx(run.without_us)
-    delayed = run.placed(of_layers(experts=(gap + transfer, 0.0, 0.0)))
-    assert delayed.computed == pytest.approx(run.without_us + transfer)
-    # Others run while the experts of the next layer compute; those of the last one come after the pass.
-    others = run.placed(of_layers(1.0, 1.0, 1e6))
-    assert others.computed == others.reduced == pytest.approx(run.without_us)
-    last = run.placed(of_layers(experts=(0.0, 0.0, gap)))
-    assert last.reduced == pytest.approx(run.without_us)
-
-
-def test_reductions_between_nodes_and_transfers_within_one_use_different_links() -> None:
-    run, _, _ = reduced_pass("ampipe", 1)
-    apart = workload(replicas=16, expert_replicas=2)
-    predictor = Predictor(apart, without_device(cluster("dgx-h100")))
-    schedule = build("ampipe", degree=1, features=predictor.features)
-    other = ReducedPass(predictor, schedule, (apart.rows,), num_layers=3)
-    assert other.overlapped(of_layers(1e9, 0.0, 0.0)).computed == pytest.approx(other.without_us)
-    assert run.overlapped(of_layers(1e9, 0.0, 0.0)).computed > run.without_us
-
-
-def test_without_transfers_reductions_follow_one_another() -> None:
-    run, _, transfer = reduced_pass("ampipe", 1, expert=1)
-    assert not transfer
-    layer = run.without_us / 3
-    found = run.overlapped(of_layers(2 * layer, 0.25 * layer, 7.0))
-    assert found.computed == pytest.approx(3 * layer)
-    # The first one begins when its layer has ended; the last one is left for after the pass. A pass is longer
-    # than its stages by what entering three blocks takes.
-    entered = 3 * cluster().host.block.backward_us
-    assert found.reduced == pytest.approx(entered + (3 * layer - entered) / 3 + 2.25 * layer)
-
-
 @pytest.mark.parametrize(("num_layers", "tensor"), [(2, 1), (4, 1), (5, 1), (5, 2)])
 def test_stacks_follow_one_another(num_layers: int, tensor: int) -> None:
     """Two layers share a schedule; of five, three do."""
@@ -185,26 +112,6 @@ def test_stacks_follow_one_another(num_layers: int, tensor: int) -> None:
     assert run.without_us == pytest.approx(sum(one.pass_us(schedule, lengths).backward for one in each))
     reductions = [LayerReductions(50.0, 0.0)] * num_layers
     assert run.placed(reductions).computed >= run.without_us
-
-
-def test_stages_that_reduce_have_a_time_and_are_drawn() -> None:
-    work = workload(replicas=4, expert=2, expert_replicas=2, shared_ffn=64, dense_ffn=512)
-    predictor = Predictor(work, cluster(), num_layers=3, dense=[2]).with_reductions()
-    schedule = build("ampipe", degree=2, features=predictor.features)
-    spans = predictor.timeline(schedule, even_chunks(work.rows, 2)).spans
-    own, above = (
-        {span.layer: span.end_us - span.begin_us for span in spans if span.kind == kind}
-        for kind in ("reduce-experts", "reduce")
-    )
-    times = OperationTimes(work, cluster())
-    dense, experts = (reductions_us(times, [tensors_of(work, dense=one)])[0] for one in (True, False))
-    slowdown = cluster().overlap.communication_slowdown * 1.001
-    # The third layer has no experts, and there is none above it.
-    assert 3 not in own and above[3] == dense.experts == 0
-    for layer in (1, 2):
-        assert experts.experts <= own[layer] <= experts.experts * slowdown
-    assert dense.others <= above[2] <= dense.others * slowdown
-    assert experts.others <= above[1] <= experts.others * slowdown
 
 
 # The plan.
@@ -222,19 +129,6 @@ def of_cpu_layers(
     return plan_gradients(predictor, order, even_chunks(block.rows, degree), num_layers=4)
 
 
-def test_reductions_take_as_long_as_measured() -> None:
-    found = of_cpu_layers("lancet", 1)
-    assert found is not None and found.parameters == ATTENTION + EXPERTS
-    ways = {way.name: way for way in found.ways}
-    layer_ms = found.reduction_ms
-    assert ways[AFTER].left_ms == pytest.approx(4 * layer_ms, rel=0.01)
-    assert ways[AFTER].pass_ms == found.without_ms
-    # Measured: 998 ms for the gradients of four layers and the table of words (docs/reductions.md).
-    alone = of_cpu_layers("lancet", 1, experts=1)
-    assert alone is not None
-    assert 4 * layer_ms + 98_304 / ATTENTION * alone.reduction_ms == pytest.approx(998, rel=0.1)
-
-
 @pytest.mark.parametrize(("schedule", "degree"), [("lancet", 1), ("ampipe", 4)])
 @pytest.mark.parametrize("layers", [1, 4])
 def test_the_best_way_is_chosen(schedule: str, degree: int, layers: int) -> None:
@@ -247,18 +141,6 @@ def test_the_best_way_is_chosen(schedule: str, degree: int, layers: int) -> None
         # Those of experts are complete within the first layer.
         assert way.left_ms >= found.reduction_ms * 0.25
     assert total[found.chosen] * 0.99 <= min(total.values())
-
-
-def test_a_reduction_that_fits_delays_nothing() -> None:
-    found = of_cpu_layers("lancet", 1, dense=2, experts=1)
-    assert found is not None and found.parameters == ATTENTION
-    placed = next(way for way in found.ways if way.name == PLACED)
-    # Computations are slower during a transfer.
-    assert placed.pass_ms == pytest.approx(found.without_ms, rel=0.03)
-
-
-def test_without_data_parallelism_nothing_is_reduced() -> None:
-    assert of_cpu_layers("lancet", 1, dense=1, experts=1) is None
 
 
 @pytest.fixture
@@ -288,17 +170,3 @@ def test_the_plan_compares_ways_to_reduce(command: list[str], capsys: pytest.Cap
     assert main([*command, "--ranks", "16", "--set", "expert-model-parallel-size=8"]) == 0
     shown = capsys.readouterr().out
     assert "reductions of gradients are not predicted: inter.all_gather is missing" in shown
-
-
-def test_the_timeline_shows_reductions_if_asked_to(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trace = tmp_path / "trace.json"
-    assert main([*command, "--trace", str(trace), "--grad-reduce", "placed"]) == 0
-    (span,) = [span for span in Timeline.read_chrome(trace).spans if span.kind == "reduce"]
-    assert span.lane == "comm" and 250 <= span.end_us - span.begin_us < 300
-    assert main([*command, "--grad-reduce", "placed"]) == 2
-    assert "--grad-reduce placed: chooses the timeline that is written" in capsys.readouterr().err
-    alone = ("--ranks", "1", "--set", "expert-model-parallel-size=1")
-    assert main([*command, *alone, "--trace", str(trace), "--grad-reduce", "placed"]) == 2
-    assert "--grad-reduce placed: shows reductions of gradients" in capsys.readouterr().err

@@ -23,18 +23,6 @@ def test_built_in_files_are_written_and_read_back_unchanged(path: Path, tmp_path
     assert [entry.name for entry in copy.parent.iterdir()] == ["copy.yaml"]
 
 
-def test_the_built_in_clusters() -> None:
-    assert {path.stem for path in BUILT_IN} == {
-        "a800x8-20gbps",
-        "ampipe-a800",
-        "ampipe-g5",
-        "dgx-h100",
-        "fsmoe-testbed-a",
-        "fsmoe-testbed-b",
-        "gb200-nvl72",
-    }
-
-
 def test_the_figures_of_fsmoe_equal_those_of_its_paper() -> None:
     testbed = read_cluster(find_cluster("fsmoe-testbed-b"))
     assert testbed.inter is not None and testbed.intra is not None
@@ -50,9 +38,7 @@ def test_the_figures_of_fsmoe_equal_those_of_its_paper() -> None:
     [
         ("ranks_per_node: 8", "rank_per_node: 8", ["rank_per_node", "Did you mean ranks_per_node?"]),
         ("ranks_per_node: 8", "ranks_per_node: 0", ["ranks_per_node 0", "at least 1"]),
-        ("ranks_per_node: 8", "ranks_per_node: true", ["ranks_per_node True", "whole number"]),
         ("beta_us_per_mb: 50", "beta_us_per_mb: -50", ["intra.all_to_all.beta_us_per_mb", "at least 0"]),
-        ("beta_us_per_mb: 50", "beta_us_per_mb: .nan", ["beta_us_per_mb", "must be a number"]),
         (
             "beta_us_per_mb: 50",
             "beta_us_per_mb: 50 us",
@@ -64,10 +50,7 @@ def test_the_figures_of_fsmoe_equal_those_of_its_paper() -> None:
             ["beta_ms_per_mb", "another unit", "beta_us_per_mb"],
         ),
         ("beta_us_per_mb: 50", "basis: derived", ["comes twice"]),
-        ("all_to_all:", "all2all:", ["intra.all2all", "Did you mean all_to_all?"]),
         ("compute_slowdown: 1.05", "compute_slowdown: 0.9", ["overlap.compute_slowdown", "at least 1"]),
-        ("basis: derived", "basis: guessed", ["basis 'guessed'", "measured, derived, datasheet"]),
-        ("  bf16:", "  bf17:", ["bf17", "Did you mean bf16?"]),
     ],
 )
 def test_an_error_is_reported_with_its_line(old: str, new: str, parts: list[str], tmp_path: Path) -> None:
@@ -95,16 +78,8 @@ def test_times_of_a_table_are_interpolated(tmp_path: Path) -> None:
     assert times == pytest.approx([start, (start + 120) / 2, 120, 110, 100, 200])
     path.write_text(text.replace("    beta_us_per_mb: 50\n", table.replace("mb: 3", "mb: 1"), 1))
     with pytest.raises(
-        BadInput, match=r"table\.yaml:\d+: intra\.all_to_all\.table: .* sizes must be above 0 and ascending"
+        BadInput, match=r"table\.yaml:\d+: intra\.all_to_all\.table: sizes must be above 0 MB and ascending"
     ):
-        read_cluster(path)
-
-
-def test_a_missing_figure_is_reported_by_name(tmp_path: Path) -> None:
-    text = find_cluster("a800x8-20gbps").read_text()
-    path = tmp_path / "broken.yaml"
-    path.write_text(text.replace("    beta_us_per_mb: 50\n", "", 1))
-    with pytest.raises(BadInput, match=r"broken\.yaml:\d+: intra\.all_to_all\.beta_us_per_mb: is missing"):
         read_cluster(path)
 
 
@@ -126,8 +101,3 @@ def test_the_section_flags_is_checked_at_launch_only(tmp_path: Path) -> None:
     path.write_text(text + "flags: true\n")
     with pytest.raises(BadInput, match="must hold keys"):
         read_cluster(path)
-
-
-def test_an_unknown_cluster_lists_the_known_ones() -> None:
-    with pytest.raises(BadInput, match="dgx-h100"):
-        find_cluster("dgx-h200")

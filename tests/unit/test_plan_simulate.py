@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import math
 from collections.abc import Mapping
 
 import pytest
 
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.simulate import Pace, compile_named, compile_program, run
+from megatron_ampipe.plan.simulate import Pace, compile_named, run
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
     Pipeline,
     Program,
-    Stage,
     StageKind,
     build,
-    dependencies,
     even_chunks,
     kinds,
     with_memory,
@@ -88,12 +84,6 @@ def test_two_chunks_equal_values_by_hand() -> None:
     assert found["merge.1"] == (26, 27)
 
 
-def test_sequential_takes_the_sum() -> None:
-    found = ends("sequential", TIMES, degree=3, compute_slowdown=2.0, communication_slowdown=2.0)
-    # No two stages run at the same time, so none is slowed down.
-    assert max(end for _, end in found.values()) == 3 * sum(TIMES.values())
-
-
 def test_lanes_slow_each_other_only_while_both_run() -> None:
     found = ends("ampipe", TIMES, compute_slowdown=2.0, communication_slowdown=1.25)
     # From 5 on both lanes are busy: counts.0 takes 1.25, and 0.625 of the 1 of qkv.1 is done by then.
@@ -104,15 +94,6 @@ def test_lanes_slow_each_other_only_while_both_run() -> None:
     # 6.25 + 5 = 11.25. By then (11.25 - 7) / 2 = 2.125 is done; the remaining 0.875 runs at full speed.
     assert found["dispatch.0"] == (6.25, 11.25)
     assert found["attention.1"] == (7, pytest.approx(12.125))
-
-
-def test_latency_does_not_slow_computation_down() -> None:
-    times = TIMES | dict.fromkeys((kinds.COUNTS, kinds.DISPATCH, kinds.COMBINE), 2.0)
-    slowdowns = {"compute_slowdown": 2.0, "communication_slowdown": 3.0}
-    assert ends("ampipe", times, latency=2.0, **slowdowns) == ends("ampipe", times, latency=2.0)
-    # Half of the time is latency, so half of the slowdown applies. counts.0 begins at 5 and takes 2 * (1 + 2
-    # / 2).
-    assert ends("ampipe", times, latency=1.0, **slowdowns)["counts.0"] == (5, 9)
 
 
 def test_busy_latency_delays_collectives_that_begin_during_a_computation() -> None:
@@ -130,17 +111,6 @@ def test_busy_latency_delays_collectives_that_begin_during_a_computation() -> No
     assert alone == ends("sequential", TIMES)
 
 
-def test_short_stages_wait_until_the_host_has_issued_them() -> None:
-    found = ends("ampipe", dict.fromkeys(TIMES, 0.001), issue=10.0)
-    # 16 stages of 10 each; each runs as soon as it is issued.
-    assert max(end for _, end in found.values()) == pytest.approx(160, abs=0.1)
-    assert found["qkv.0"][0] == 10
-    # With long stages only the first one waits for the host.
-    slow = {kind: 100 * time for kind, time in TIMES.items()}
-    free, issued = ends("ampipe", slow), ends("ampipe", slow, issue=1.0)
-    assert issued["route.0"][1] == free["route.0"][1] + 1
-
-
 def test_the_host_waits_for_the_counts_of_a_dispatch() -> None:
     times = TIMES | {kinds.COUNTS: 50.0}
     found = ends("ampipe", times, issue=0.5)
@@ -148,39 +118,6 @@ def test_the_host_waits_for_the_counts_of_a_dispatch() -> None:
     assert found["counts.0"] == (5.5, 55.5)
     assert found["dispatch.0"][0] == pytest.approx(56.0)
     assert found["expert.0"][0] >= 60
-
-
-def test_latency_overlaps_with_the_previous_collective() -> None:
-    schedule = build("ampipe", degree=2, features=PLAIN)
-    compiled = compile_named(schedule, (PLAIN,), Direction.FORWARD)
-    times = TIMES | {kinds.ATTENTION: 1.0, kinds.DISPATCH: 6.0}
-    durations = [times[stage.kind] for stage in compiled.stages]
-    latency = [2.0 if stage.kind in (kinds.DISPATCH, kinds.COUNTS) else 0.0 for stage in compiled.stages]
-    begin, end = run(compiled, durations, Pace(latency_us=latency))
-    number = {str(stage): index for index, stage in enumerate(compiled.stages)}
-    # Routes end at 3 and 6. counts.0 runs from 3 to 4, dispatch.0 from 4 to 10, without a previous
-    # collective.
-    assert (begin[number["dispatch.0"]], end[number["dispatch.0"]]) == (4, 10)
-    # counts.1 was ready at 6 and waited for dispatch.0: its time of 1 is latency and has passed at 10.
-    assert (begin[number["counts.1"]], end[number["counts.1"]]) == (10, 10)
-    # dispatch.1 waits for counts.1, so it was not ready earlier.
-    assert (begin[number["dispatch.1"]], end[number["dispatch.1"]]) == (10, 16)
-
-
-def test_a_deadlock_gives_an_infinite_time() -> None:
-    needs = dependencies([PLAIN], degree=2, whole_attention=False, direction=Direction.FORWARD)
-    good = build("ampipe", degree=2, features=PLAIN).forward
-    compute, comm = good.lanes
-    swapped = list(comm.stages)
-    # combine.0 before dispatch.0.
-    swapped.remove(Stage(kinds.COMBINE, 0))
-    swapped.insert(0, Stage(kinds.COMBINE, 0))
-    compiled = compile_program(good, needs)
-    number = {stage: index for index, stage in enumerate(compiled.stages)}
-    lanes = tuple(tuple(number[stage] for stage in order) for order in (compute.stages, swapped))
-    broken = dataclasses.replace(compiled, queues=tuple(order[::-1] for order in lanes))
-    _, end = run(broken, [1.0] * len(compiled.stages))
-    assert max(end) == math.inf
 
 
 @pytest.mark.parametrize("degree", [1, 2, 5])

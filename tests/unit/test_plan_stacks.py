@@ -8,18 +8,14 @@ from pathlib import Path
 import pytest
 
 from megatron_ampipe.plan.cluster import read_cluster
-from megatron_ampipe.plan.order import OrderProblem, improve_order
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.search import choose_degree, full_plan
+from megatron_ampipe.plan.search import OrderProblem, choose_degree, full_plan
 from megatron_ampipe.schedule import (
     Direction,
-    Pipeline,
-    Stage,
     build,
     check,
     even_chunks,
-    kinds,
     period,
     unrolled,
 )
@@ -81,17 +77,6 @@ def test_layers_with_and_without_experts_are_predicted(dense: tuple[int, ...]) -
     assert all(("mlp.0" in layers[layer + 1]) == (layer in dense) for layer in range(4))
 
 
-@pytest.mark.parametrize("block", BLOCKS.values(), ids=list(BLOCKS))
-def test_edges_of_a_pass_are_paid_once(block: object) -> None:
-    alone = Predictor(block, cluster())  # type: ignore[arg-type]
-    schedule = build("ampipe", degree=2, features=alone.features)
-    lengths = even_chunks(alone.workload.rows, 2)
-    one, four = sum(alone.pass_us(schedule, lengths)), sum(alone.of_layers(4).pass_us(schedule, lengths))
-    assert four < 0.98 * 4 * one
-    bounds = sum(alone.bound_us(schedule, lengths)), sum(alone.of_layers(4).bound_us(schedule, lengths))
-    assert 4 * max(0.0, bounds[0] - one) <= bounds[1] < 4 * bounds[0]
-
-
 @pytest.mark.parametrize("device", [True, False], ids=["GPU", "CPU"])
 @pytest.mark.parametrize("degrees", [(2, 2), (1, 2), (4, 2)], ids=str)
 def test_a_period_is_repeated_as_a_run_repeats_it(device: bool, degrees: tuple[int, int]) -> None:
@@ -128,27 +113,6 @@ def test_a_stack_is_not_slower_than_block_by_block(block: object, device: bool) 
         check(unrolled(found.schedule, features), features)
 
 
-@pytest.mark.parametrize("local", [False, True])
-def test_tensor_parallel_layers_that_share_a_schedule_project_by_chunk(local: bool) -> None:
-    """Each rank then holds a part of every chunk: early chunks attend to few keys, and rows move twice."""
-    alone = Predictor(workload(tensor=2, expert=4, local=local), cluster())
-    stack = alone.of_layers(3)
-    assert not alone.features.chunked_qkv and stack.features.chunked_qkv
-    first, last = (
-        (costs := one._costs((2048, 2048)))[Stage(kinds.ATTENTION, 0)].forward
-        / costs[Stage(kinds.ATTENTION, 1)].forward
-        for one in (alone, stack)
-    )
-    assert last < first
-    # A plan's order is for layers that share it; a layer on its own runs the named one.
-    found = full_plan(stack, (2,))
-    pipeline = Pipeline.of(
-        found.schedule.degree, backward_degree=found.schedule.backward_degree, order=found.schedule, stack=0
-    )
-    for features in ([alone.features], [stack.features] * 3):
-        check(pipeline.schedule_of(features), features)
-
-
 def test_full_recompute_is_a_part_of_the_shared_schedule() -> None:
     plain, repeated = (
         Predictor(workload(recomputes=recomputes), cluster(), num_layers=3) for recomputes in (False, True)
@@ -160,19 +124,3 @@ def test_full_recompute_is_a_part_of_the_shared_schedule() -> None:
     once, twice = (one.pass_us(found.schedule, found.lengths) for one in (plain, repeated))
     both = once.backward + once.forward
     assert twice.forward == once.forward and 0.9 * both < twice.backward < 1.02 * both
-
-
-def test_a_searched_period_is_faster_where_the_network_decides() -> None:
-    predictor = Predictor(workload(topk=4, sequence_length=4096), cluster(), num_layers=4)
-    schedule = period(build("ampipe", degree=4, features=predictor.features))
-    problem = OrderProblem.of(predictor, schedule, even_chunks(4096, 4), Direction.FORWARD)
-    named = problem.period_of(schedule.forward)
-    assert problem.time(improve_order(problem, named)) < 0.95 * problem.time(named)
-
-
-def test_the_search_of_a_period_is_deterministic() -> None:
-    found = [
-        full_plan(Predictor(workload(topk=4), without_device(cluster()), num_layers=5), (2,))
-        for _ in range(2)
-    ]
-    assert found[0] == found[1]

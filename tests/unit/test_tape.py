@@ -13,7 +13,7 @@ from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.streams import stream_plan
 from megatron_ampipe.runtime.tape import Tapes
 from megatron_ampipe.schedule import Direction, SequenceLayout
-from megatron_ampipe.tools.plan_tape import Unnamed
+from megatron_ampipe.tools.plan_command import Unnamed
 from tests import tapes
 from tests.golden.write import BLOCKS, pipelines, schedule_of
 

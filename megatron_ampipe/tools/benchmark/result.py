@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from megatron_ampipe.plan.bound import DirectionBound, direction_bound
+from megatron_ampipe.plan.simulate import DirectionBound, direction_bound
 from megatron_ampipe.schedule import Stage, stage_from_text
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.link import Link

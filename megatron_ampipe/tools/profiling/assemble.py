@@ -27,7 +27,7 @@ from megatron_ampipe.plan.cluster import (
     StageOverhead,
     TransferCost,
 )
-from megatron_ampipe.plan.cost import CostModel
+from megatron_ampipe.plan.predict import CostModel
 from megatron_ampipe.plan.stage_costs import issued_parts
 from megatron_ampipe.schedule import MOE_BLOCK, Direction, even_chunks
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case

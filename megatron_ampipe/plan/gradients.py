@@ -2,6 +2,9 @@
 
 Compares by simulation what Megatron does and what ``--ampipe-grad-reduce placed`` does, each with several
 sizes of buckets, for the last micro-batch of an iteration: in all others nothing is reduced.
+
+Megatron has one buffer for the parameters of experts and one for all others, because different ranks reduce
+them. Both are cut by the same rule (``--ddp-bucket-size``). Only the weights of matrix products are counted.
 """
 
 from __future__ import annotations
@@ -13,8 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_ampipe.plan.gradient_buckets import LayerReductions, LayerTensors, reductions_us, tensors_of
-from megatron_ampipe.plan.operation_times import OperationTimes
+from megatron_ampipe.plan.operation_times import LayerReductions, LayerTensors, OperationTimes, tensors_of
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import MINIMUM_SAVING
 from megatron_ampipe.plan.simulate import Compiled, compile_program, contention, run
@@ -85,7 +87,7 @@ def plan_gradients(
         bucket_size: ``--ddp-bucket-size``; the best of several if None.
 
     Raises:
-        BadInput: the cluster has no figure for them.
+        BadInput: the cluster has no figure for the reductions.
     """
     work = predictor.workload
     with_experts = tensors_of(work, dense=False)
@@ -94,33 +96,30 @@ def plan_gradients(
     dense = [False] * num_layers
     if len(predictor.layers) == num_layers:
         dense = [features.dense for features in reversed(predictor.layers)]
-    tensors = [tensors_of(work, dense=one) for one in dense]
+    tensors = [tensors_of(work, dense=is_dense) for is_dense in dense]
     times = OperationTimes(work, predictor.cluster)
     backward = ReducedPass(predictor, schedule, lengths, num_layers=num_layers)
-    all_us = reductions_us(times, [_together(tensors)])[0].total_us
+    together = LayerTensors(*(tuple(itertools.chain(*buffers)) for buffers in zip(*tensors, strict=True)))
+    all_us = times.reductions_us(together).total_us
 
-    def way(name: str, found: PassTimes, left_us: float, size: int | None = None) -> Reducing:
-        total = found.reduced + left_us
-        return Reducing(
-            name=name,
-            bucket_size=size,
-            pass_ms=found.computed / 1e3,
-            left_ms=(total - found.computed) / 1e3,
-            saves=1 - total / (backward.without_us + all_us),
-        )
+    def way(name: str, size: int | None = None) -> Reducing:
+        if name == AFTER:
+            computed, total = backward.without_us, backward.without_us + all_us
+        else:
+            buckets = bucket_reductions(times, tensors, size or default_bucket_size(work.replicas))
+            computed, reduced = (backward.overlapped if name == STOCK else backward.placed)(buckets)
+            total = reduced + buckets[-1].others
+        saves = 1 - total / (backward.without_us + all_us)
+        return Reducing(name, size, computed / 1e3, (total - computed) / 1e3, saves)
 
-    def with_buckets(name: str, size: int | None) -> Reducing:
-        of_buckets = reductions_us(times, tensors, size or default_bucket_size(work.replicas))
-        found = (backward.overlapped if name == STOCK else backward.placed)(of_buckets)
-        return way(name, found, of_buckets[-1].others, size)
-
-    sizes = [bucket_size] if bucket_size is not None else _bucket_sizes(tensors)
-    after = way(AFTER, PassTimes(backward.without_us, backward.without_us), all_us)
-    stock, in_places = (_simplest(with_buckets(name, size) for size in sizes) for name in (STOCK, PLACED))
-    ways = (after, stock, in_places)
+    # Megatron's default, and parts of what a layer has in each of the two buffers, the largest first.
+    buffers = {math.ceil(sum(buffer)) for layer in tensors for buffer in layer if buffer}
+    parts = {math.ceil(size / count) for size in buffers for count in PARTS}
+    sizes = (None, *sorted(parts, reverse=True)) if bucket_size is None else (bucket_size,)
+    ways = (way(AFTER), *(_simplest(way(name, size) for size in sizes) for name in (STOCK, PLACED)))
     return GradientPlan(
         parameters=round(with_experts.parameters),
-        reduction_ms=reductions_us(times, [with_experts])[0].total_us / 1e3,
+        reduction_ms=times.reductions_us(with_experts).total_us / 1e3,
         without_ms=backward.without_us / 1e3,
         ways=ways,
         chosen=_simplest(ways).name,
@@ -132,22 +131,44 @@ def default_bucket_size(replicas: int) -> int:
     return max(40_000_000, 1_000_000 * replicas)
 
 
-def _together(layers: Sequence[LayerTensors]) -> LayerTensors:
-    experts, others = (tuple(tensor for one in layers for tensor in one[buffer]) for buffer in (0, 1))
-    return LayerTensors(experts, others)
-
-
-def _bucket_sizes(layers: Sequence[LayerTensors]) -> list[int | None]:
-    """Megatron's default, and parts of what a layer has in each of the two buffers, the largest first."""
-    buffers = {math.ceil(sum(buffer)) for one in layers for buffer in one if buffer}
-    sizes = {math.ceil(size / parts) for size in buffers for parts in PARTS}
-    return [None, *sorted(sizes, reverse=True)]
-
-
 def _simplest(ways: Iterable[Reducing]) -> Reducing:
     """The first one unless another saves more than predictions are exact."""
-    total = {one: one.pass_ms + one.left_ms for one in ways}
-    return next(one for one in total if total[one] * (1 - MINIMUM_SAVING) <= min(total.values()))
+    total = {way: way.pass_ms + way.left_ms for way in ways}
+    return next(way for way in total if total[way] * (1 - MINIMUM_SAVING) <= min(total.values()))
+
+
+def completed(layers: Sequence[Sequence[float]], bucket_size: float) -> list[list[float]]:
+    """Parameters of the buckets that are complete with each layer, in the order of the backward pass.
+
+    A bucket ends with the tensor with which it has ``bucket_size`` parameters; the last one ends with the
+    last layer.
+    """
+    buckets: list[list[float]] = []
+    filled = 0.0
+    for tensors in layers:
+        buckets.append([])
+        for tensor in tensors:
+            filled += tensor
+            if filled >= bucket_size:
+                buckets[-1].append(filled)
+                filled = 0.0
+    if filled:
+        buckets[-1].append(filled)
+    return buckets
+
+
+def bucket_reductions(
+    times: OperationTimes, layers: Sequence[LayerTensors], bucket_size: float
+) -> list[LayerReductions]:
+    """How long reducing the buckets takes that are complete with each layer, in the order of the pass."""
+    experts, others = (
+        [
+            sum(times.reduction_us(size, experts=of_experts) for size in sizes)
+            for sizes in completed([layer[not of_experts] for layer in layers], bucket_size)
+        ]
+        for of_experts in (True, False)
+    )
+    return [LayerReductions(*both) for both in zip(experts, others, strict=True)]
 
 
 class PassTimes(NamedTuple):
@@ -168,9 +189,7 @@ class ReducedPass:
     Layers that share a schedule run as one, blocks one after another. A reduction either has a place in the
     communication lane, or starts when gradients are complete and shares the network with the transfers
     (Megatron's overlap). Lists have one item for each layer in the order of the pass, from the last layer to
-    the first.
-
-    The arguments are those of :func:`plan_gradients`.
+    the first. The arguments are those of :func:`plan_gradients`.
     """
 
     def __init__(
@@ -179,8 +198,8 @@ class ReducedPass:
         self._predictor = predictor.with_reductions()
         self._times: dict[Stage, float] = {}
         self._issue: dict[Stage, float] = {}
-        self._lanes: dict[str, list[Stage]] = {}
-        self._needs: dict[Stage, tuple[Stage, ...]] = {}
+        lanes: dict[str, list[Stage]] = {}
+        needs: dict[Stage, tuple[Stage, ...]] = {}
         self.without_us, shared = 0.0, min(len(predictor.layers), num_layers)
         first = num_layers
         while first:
@@ -188,41 +207,45 @@ class ReducedPass:
             count = first % shared or shared
             count += shared if count == 1 < shared else 0
             first -= count
-            alone = predictor if count == len(predictor.layers) else predictor.of_layers(count)
-            self.without_us += alone.pass_us(schedule, lengths).backward
-            self._append(alone.with_reductions(), schedule, lengths, first=first)
+            part = predictor if count == len(predictor.layers) else predictor.of_layers(count)
+            self.without_us += part.pass_us(schedule, lengths).backward
+            self._append(part.with_reductions(), schedule, lengths, first, lanes, needs)
         layers = range(num_layers)[::-1]
         self._above = [Stage(REDUCE, None, layer) for layer in layers]
-        of_experts = [Stage(REDUCE_EXPERTS, None, layer) for layer in layers]
+        of_experts = (Stage(REDUCE_EXPERTS, None, layer) for layer in layers)
         self._last = [
-            one if one in self._needs else above for one, above in zip(of_experts, self._above, strict=True)
+            stage if stage in needs else above for stage, above in zip(of_experts, self._above, strict=True)
         ]
-        self._placed = self._compiled(self._lanes, self._needs)
-        self._overlapped = self._with_overlap()
+        self._placed = self._compiled(lanes, needs)
+        self._overlapped = self._with_overlap(lanes, needs)
         # What is no stage: entering a block, what Megatron recomputes around one.
         self._others_us = 0.0
         nothing = [LayerReductions(0.0, 0.0)] * num_layers
         self._others_us = self.without_us - self.placed(nothing).computed
 
     def _append(
-        self, predictor: Predictor, schedule: Schedule, lengths: Sequence[int], *, first: int
+        self,
+        predictor: Predictor,
+        schedule: Schedule,
+        lengths: Sequence[int],
+        first: int,
+        lanes: dict[str, list[Stage]],
+        needs: dict[Stage, tuple[Stage, ...]],
     ) -> None:
         """Add layers that share a schedule, from the layer ``first`` on, after those that the pass has."""
         whole = placed(predictor.whole(schedule), predictor.layers)
         compiled, durations, pace = predictor.inputs(whole, lengths, Direction.BACKWARD)
-        moved = {
-            stage: dataclasses.replace(stage, layer=stage.layer + first) for stage in whole.backward.stages
-        }
-        needed = {one for stages in self._needs.values() for one in stages}
-        before = tuple(stage for stage in self._needs if stage not in needed)
+        moved = {stage: dataclasses.replace(stage, layer=stage.layer + first) for stage in compiled.stages}
+        needed = set(itertools.chain(*needs.values()))
+        before = tuple(stage for stage in needs if stage not in needed)
         for stage, stages in needs_of(whole, predictor.layers, Direction.BACKWARD).items():
-            self._needs[moved[stage]] = tuple(moved[one] for one in stages) or before
+            needs[moved[stage]] = tuple(moved[earlier] for earlier in stages) or before
         for number, stage in enumerate(compiled.stages):
             self._times[moved[stage]] = durations[number]
             if pace.issue_us is not None:
                 self._issue[moved[stage]] = pace.issue_us[number]
         for lane in whole.backward.lanes:
-            self._lanes.setdefault(lane.lane, []).extend(moved[stage] for stage in lane.stages)
+            lanes.setdefault(lane.lane, []).extend(moved[stage] for stage in lane.stages)
 
     def _compiled(
         self, lanes: Mapping[str, Sequence[Stage]], needs: Mapping[Stage, tuple[Stage, ...]]
@@ -230,25 +253,27 @@ class ReducedPass:
         program = Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items() if stages))
         return compile_program(program, needs, on_host=self._predictor.cluster.trains_on_host)
 
-    def _with_overlap(self) -> Compiled:
+    def _with_overlap(
+        self, lanes: Mapping[str, Sequence[Stage]], needs: Mapping[Stage, tuple[Stage, ...]]
+    ) -> Compiled:
         """The pass with reductions in a separate lane, for which nothing waits."""
-        lanes = {
-            lane: [stage for stage in stages if not stage.kind.of_parameters]
-            for lane, stages in self._lanes.items()
-        }
-        needs = {
-            stage: tuple(one for one in stages if not one.kind.of_parameters)
-            for stage, stages in self._needs.items()
-        }
+
+        def others(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+            return tuple(stage for stage in stages if not stage.kind.of_parameters)
+
         in_turns = dict.fromkeys(itertools.chain(*zip(self._above, self._last, strict=True)))
-        found = self._compiled({**lanes, OVERLAPPED: [*in_turns]}, needs)
+        compiled = self._compiled(
+            {**{lane: others(stages) for lane, stages in lanes.items()}, OVERLAPPED: [*in_turns]},
+            {stage: others(stages) for stage, stages in needs.items()},
+        )
         # Reductions and all-to-alls share links if both leave the node, or both stay in it.
-        work, near = self._predictor.workload, self._predictor.cluster.ranks_per_node
-        if (work.expert * work.expert_tensor > near) != (work.replicas * work.tensor > near):
-            own = [(lane, stages) for lane, stages in found.lanes if lane != OVERLAPPED]
-            on_host = self._predictor.cluster.trains_on_host
-            found = dataclasses.replace(found, contended=contention(own, found.stages, on_host=on_host))
-        return found
+        work, cluster = self._predictor.workload, self._predictor.cluster
+        near = cluster.ranks_per_node
+        if (work.expert * work.expert_tensor > near) == (work.replicas * work.tensor > near):
+            return compiled
+        own = [(lane, stages) for lane, stages in compiled.lanes if lane != OVERLAPPED]
+        contended = contention(own, compiled.stages, on_host=cluster.trains_on_host)
+        return dataclasses.replace(compiled, contended=contended)
 
     def placed(self, gradients: Sequence[LayerReductions]) -> PassTimes:
         """With the reductions of each layer in the first stage after its gradients are complete."""
@@ -268,7 +293,6 @@ class ReducedPass:
         issue = [self._issue[stage] for stage in compiled.stages] if self._issue else None
         durations = [times[stage] for stage in compiled.stages]
         _, end = run(compiled, durations, self._predictor.pace(compiled, issue))
-        computed = max(
-            one for stage, one in zip(compiled.stages, end, strict=True) if not stage.kind.of_parameters
-        )
+        ends = zip(compiled.stages, end, strict=True)
+        computed = max(time for stage, time in ends if not stage.kind.of_parameters)
         return PassTimes(computed + self._others_us, max(end) + self._others_us)
