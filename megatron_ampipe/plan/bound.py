@@ -16,7 +16,7 @@ directions, because the backward pass begins with the gradient of the whole outp
 a schedule, the sums are over all of them; head, tail and waits count once, and are the smallest possible: the
 bound holds for every order.
 
-Measured stage times must be those of stages that run alone (``tools.measuring.stage_times``): without the
+Measured stage times must be those of stages that run alone (``tools.measuring.meters``): without the
 wait for a peer, losses of an overlapped run, or what a GPU waits for its host. What runs outside stages is in
 no bound.
 """

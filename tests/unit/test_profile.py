@@ -15,13 +15,16 @@ from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.stage_costs import issue_us
 from megatron_ampipe.schedule import Direction, build, even_chunks, kinds
-from megatron_ampipe.tools.benchmark.prediction import predict
-from megatron_ampipe.tools.measuring.case_workload import workload_of_case
-from megatron_ampipe.tools.measuring.grid import Case
-from megatron_ampipe.tools.profiling import timing
-from megatron_ampipe.tools.profiling.assemble import assemble
-from megatron_ampipe.tools.profiling.fit import factor_and_rest, fit
-from megatron_ampipe.tools.profiling.samples import Sample, slowest, slowest_numbers
+from megatron_ampipe.tools.measuring.cluster_fit import (
+    Sample,
+    assemble,
+    factor_and_rest,
+    fit,
+    slowest,
+    slowest_numbers,
+)
+from megatron_ampipe.tools.measuring.grid import Case, workload_of_case
+from megatron_ampipe.tools.measuring.prediction import predict
 
 CASE = Case(
     name="one",
@@ -48,47 +51,35 @@ def transfers(family: str, times: list[float]) -> list[Sample]:
 # Lines
 
 
-def test_a_line_is_found_with_its_two_figures() -> None:
+def test_lines_and_what_is_refused() -> None:
     line = fit(transfers("permute", [30 + 200 * size for size in SIZES]))
     assert line.figures == pytest.approx({"alpha_us": 30.0, "beta_us_per_mb": 200.0})
-    assert line.r_squared == pytest.approx(1.0)
-    assert line.worst == pytest.approx(0.0, abs=1e-6)
-
-
-def test_no_figure_is_negative() -> None:
+    assert (line.r_squared, line.worst) == pytest.approx((1.0, 0.0), abs=1e-6)
+    # No figure is negative.
     line = fit(transfers("permute", [max(1.0, 200 * size - 15) for size in SIZES]))
-    assert line.figures["alpha_us"] == 0.0
-    assert line.figures["beta_us_per_mb"] > 0
-
-
-def test_times_on_no_line_are_refused_with_the_farthest() -> None:
-    times = [20.0, 40.0, 400.0, 160.0 * 2.5, 320.0]
-    with pytest.raises(RunFailed, match=r"permute: no line fits the times \(r\^2 .*Farthest off is .* MB: "):
-        fit(transfers("permute", times))
-
-
-def test_a_larger_size_that_is_much_faster_is_refused() -> None:
-    with pytest.raises(RunFailed, match=r"0\.8 MB took 50 us, and the smaller 0\.4 MB 110 us"):
-        fit(transfers("permute", [50.0, 70.0, 110.0, 50.0, 350.0]))
-
-
-def test_times_that_hardly_depend_on_the_size_are_a_line() -> None:
+    assert line.figures["alpha_us"] == 0.0 < line.figures["beta_us_per_mb"]
+    # Times that hardly depend on the size are a line.
     line = fit(transfers("permute", [100.0, 104.0, 97.0, 103.0, 101.0]))
     assert line.figures["alpha_us"] == pytest.approx(100, rel=0.05)
+    for times, said in (
+        ([20.0, 40.0, 400.0, 160.0 * 2.5, 320.0], r"permute: no line fits .*Farthest off is .* MB: "),
+        ([50.0, 70.0, 110.0, 50.0, 350.0], r"0\.8 MB took 50 us, and the smaller 0\.4 MB 110 us"),
+    ):  # fmt: skip
+        with pytest.raises(RunFailed, match=said):
+            fit(transfers("permute", times))
 
 
 def test_the_slowest_rank_counts() -> None:
-    one = [{"family": "gemm", "columns": {"alpha_us": 1.0}, "us": us} for us in (3.0, 5.0)]
-    other = [{"family": "gemm", "columns": {"alpha_us": 1.0}, "us": us} for us in (4.0, 2.0)]
-    assert [sample.us for sample in slowest([one, other])] == [4.0, 5.0]
+    ranks = [[{"family": "gemm", "columns": {"alpha_us": 1.0}, "us": us} for us in times]
+             for times in ((3.0, 5.0), (4.0, 2.0))]  # fmt: skip
+    assert [sample.us for sample in slowest(ranks)] == [4.0, 5.0]
     assert slowest_numbers([{"a": {"b": 1.0}}, {"a": {"b": 2.0}}]) == {"a": {"b": 2.0}}
 
 
 def test_what_a_stage_takes_more_is_a_factor_and_a_time() -> None:
     expected = [1000.0, 2000.0, 4000.0, 8000.0]
-    assert factor_and_rest(expected, [1.25 * us + 300 for us in expected]) == pytest.approx(
-        (1.25, 300), rel=0.02
-    )
+    more = [1.25 * us + 300 for us in expected]
+    assert factor_and_rest(expected, more) == pytest.approx((1.25, 300), rel=0.02)
     # The model counts too much: nothing is taken away.
     assert factor_and_rest(expected, [0.8 * us for us in expected]) == (1.0, 0.0)
     # All equal: no factor can be told from a time.
@@ -260,6 +251,8 @@ def test_only_megatrons_exchange_may_be_without_a_line(tmp_path: Path) -> None:
 
 
 def test_a_long_measurement_gives_a_sign_of_life_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_ampipe.tools.measuring import operations
+
     now = 0.0
     signs: list[float] = []
 
@@ -267,16 +260,16 @@ def test_a_long_measurement_gives_a_sign_of_life_about_once_a_second(monkeypatch
         nonlocal now
         now += 0.4
 
-    monkeypatch.setattr(timing.time, "monotonic", lambda: now)
-    watch = timing.Stopwatch(repeats=3, on_cuda=False, alive=lambda: signs.append(now))
-    watch.samples([timing.Probe("short", {}, operate), timing.Probe("short", {}, operate)])
+    monkeypatch.setattr(operations.time, "monotonic", lambda: now)
+    watch = operations.Stopwatch(repeats=3, on_cuda=False, alive=lambda: signs.append(now))
+    watch.samples([operations.Probe("short", {}, operate), operations.Probe("short", {}, operate)])
     # Two warm-up rounds and three timed ones, of two calls each: 4 s. Never two in a second.
     assert signs == pytest.approx([1.2, 2.4, 3.6])
 
 
 def result_row(degree: int, ms: float, **more: Any) -> dict[str, Any]:
     row = {"schedule": "ampipe", "degree": degree, "backward_degree": None, "shares": None, "ms": ms}
-    return {**row, "cut": str(degree), **more}
+    return {**row, "cut": str(degree), "stack": 1, "exchange": "rows", **more}
 
 
 def test_a_result_learns_how_good_its_predictions_are() -> None:
@@ -297,7 +290,7 @@ def test_a_result_learns_how_good_its_predictions_are() -> None:
         result_row(2, 100.0, backward_degree=4, cut="2:4"),
     ]
     case = {"name": "one", "block": block, "rows": rows[:2], "fused_gradients": True}
-    document: dict[str, Any] = {"ranks": 2, "cases": [case]}
+    document: dict[str, Any] = {"ranks": 2, "layers": 1, "cases": [case]}
     predict(document, cluster)
     assert [row["error"] for row in rows[:2]] == pytest.approx([1 / 1.25 - 1, 1 / 1.1 - 1], abs=1e-3)
     found = document["prediction"]
@@ -318,31 +311,26 @@ def test_a_result_learns_how_good_its_predictions_are() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--output", "nowhere/x.yaml"], "/nowhere does not exist. Create it, or choose"),
-        (["--output", "x.yaml", "--case", "top9"], "--case top9: is not in"),
-        (["--output", "x.yaml", "--ranks", "3"], "--ranks 3: does not divide the 4 experts"),
-        (["--output", "x.yaml", "--link", "fast"], "--link fast: "),
-        (["--output", "x.yaml", "--grid", "none-such"], "--grid none-such: is neither a file nor"),
+        ("--output nowhere/x.yaml", "/nowhere does not exist. Create it, or choose"),
+        ("--output x.yaml --case top9", "--case top9: is not a case of"),
+        ("--output x.yaml --ranks 3", "--ranks 3: does not divide the 4 experts"),
+        ("--output x.yaml --link fast", "--link fast: "),
+        ("--output x.yaml --grid none-such", "--grid none-such: is neither a file nor"),
+        ("--output x.yaml --link 200mbit", "--link 200mbit: is for ranks that the command starts itself"),
     ],
 )
 def test_bad_arguments_end_with_2_before_anything_starts(
-    words: list[str],
+    words: str,
     message: str,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["profile", *words]) == 2
+    if "200mbit" in words:
+        # As under torchrun.
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+            monkeypatch.setenv(name, "1")
+    assert main(["profile", *words.split()]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_under_torchrun_no_ranks_are_started(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.setenv(name, "1")
-    assert main(["profile", "--output", "x.yaml", "--link", "200mbit"]) == 2
-    assert "--link 200mbit: is for ranks that the command starts itself" in capsys.readouterr().err
