@@ -53,23 +53,16 @@ examples:
       the same without root: every all-to-all, of both layers, takes as much longer
   ampipe bench --grid paper --link emulated:20GB/s --json paper.json --plot paper
       on one GPU: the paper's cases; the other ranks are only pretended, and the output says so
-  ampipe bench --link 100mbit --layers 4 --schedules ampipe --degrees 2,4 --json layers.json
-      four layers: Megatron's one after the other, AMPipe's block by block, and AMPipe's under one schedule
   ampipe bench --link 200mbit --layers 8 --stack all --schedules ampipe --degrees 4 --memory keep,rebuild
-      eight layers whose experts keep everything, and whose experts compute their inner tensors once more
-  ampipe bench --link 100mbit --cases top2,many-top8 --degrees 4 --schedules ampipe --exchange rows,ranks
-      each token sent for each of its experts, and once to each rank; with the bytes on the wire
+      eight layers under one schedule, whose experts keep everything, or compute their inner tensors once more
   ampipe bench --link inter=50mbit,intra=400mbit --nodes 2 --ranks-per-node 2 --exchange rows,ranks
       a slow network between two nodes and a faster one within each
   ampipe bench --end-to-end --link 100mbit --schedules ampipe --degrees 4 --json training.json
       iterations per second of Megatron's whole training loop, and whether the losses are the same
   ampipe profile --link 100mbit --output mine.yaml && ampipe bench --link 100mbit --planned mine.yaml
-      what ampipe plan would choose for each block, and schedules and degrees chosen by hand; with --layers
-      also for layers that share a schedule
-  ampipe bench --from bench.json --plot bench
-      table and pictures of an earlier result
-  ampipe bench --from bench.json --predict cluster.yaml
-      what the planner predicts for each of its rows, next to what was measured
+      what ampipe plan would choose for each block, and schedules and degrees chosen by hand
+  ampipe bench --from bench.json --plot bench --predict cluster.yaml
+      table and pictures of an earlier result, next to what the planner predicts
 
 Before anything is timed, outputs and gradients of all layers are compared; a difference ends with code 4.
 Close other work first: the row 'control', Megatron's layer measured a second time, shows how quiet the
@@ -191,11 +184,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         print(f"wrote {arguments.json}{emulated}")
     if arguments.plot is not None:
-        written, left_out = show.draw(document, arguments.plot)
-        for path in written:
+        for path in (written := show.draw(document, arguments.plot)):
             print(f"wrote {path}{emulated}")
-        for reason in left_out:
-            print(f"not drawn, {reason}")
+        if not written:
+            print("not drawn: no degree above 1 was measured")
     return 0
 
 

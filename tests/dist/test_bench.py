@@ -121,17 +121,10 @@ def check_document(document: dict[str, Any], *, link: str, rows: list[tuple[str,
 
 def free_cluster(folder: Path) -> Path:
     """A cluster with slow communication and no overhead of chunks, so that every block is pipelined."""
-    figures = yaml.safe_load((REPOSITORY / "docs" / "measured" / "profile-100mbit.yaml").read_text())
-    free = dict.fromkeys(("alpha_us", "forward_us", "backward_us", "latency_us"), 0)
-    free |= dict.fromkeys(("forward_factor", "backward_factor", "compute_slowdown"), 1)
-
-    def simplify(section: dict[str, Any]) -> None:
-        section.update({key: free[key] for key in section if key in free})
-        for below in section.values():
-            if isinstance(below, dict):
-                simplify(below)
-
-    simplify(figures)
+    text = (REPOSITORY / "docs" / "measured" / "profile-100mbit.yaml").read_text()
+    text = re.sub(r"(alpha_us|forward_us|backward_us|latency_us): .*", r"\1: 0", text)
+    text = re.sub(r"(forward_factor|backward_factor|compute_slowdown): .*", r"\1: 1", text)
+    figures = yaml.safe_load(text)
     for figure in figures["intra"].values():
         figure["beta_us_per_mb"] *= 100
         figure.pop("table", None)

@@ -12,7 +12,6 @@ from megatron_ampipe.cli import main
 from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.plan.cluster import read_cluster, write_cluster
 from megatron_ampipe.plan.cost import CostModel
-from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.stage_costs import issue_us
 from megatron_ampipe.schedule import Direction, build, even_chunks, kinds
 from megatron_ampipe.tools.measuring.cluster_fit import (
@@ -24,7 +23,6 @@ from megatron_ampipe.tools.measuring.cluster_fit import (
     slowest_numbers,
 )
 from megatron_ampipe.tools.measuring.grid import Case, workload_of_case
-from megatron_ampipe.tools.measuring.prediction import predict
 
 CASE = Case(
     name="one",
@@ -196,35 +194,6 @@ def test_the_file_has_the_times_to_issue_a_stage_of_the_slowest_host(tmp_path: P
     assert read_cluster(tmp_path / "cluster.yaml") == cluster
 
 
-def test_both_classes_of_links_are_in_the_file() -> None:
-    """Four ranks on two nodes; the stages take what they take on two."""
-    report = report_of_truth()
-    for sample in list(report["samples"]):
-        name = sample["family"].removeprefix("intra.")
-        if name != sample["family"]:
-            names = (name, "direct_all_to_all") if name == "all_to_all" else (name,)
-            for factor, one in zip((8, 10), names, strict=False):
-                report["samples"].append({**sample, "family": f"inter.{one}", "us": factor * sample["us"]})
-    cluster = assemble(CASE, [report] * 4, ranks_per_node=2, description="x", source="y").cluster
-    assert cluster.ranks_per_node == 2
-    inside, between, direct = (
-        cluster.collective(operation, across_nodes=across).beta_us_per_mb
-        for operation, across in (("all_to_all", False), ("all_to_all", True), ("direct_all_to_all", True))
-    )
-    assert (between / inside, direct / inside) == pytest.approx((8, 10), rel=1e-3)
-    # An exchange of all ranks takes what was measured with all of them, half of whose rows leave the node.
-    workload = workload_of_case(CASE, num_ranks=4, fused_gradients=True)
-    model = CostModel(workload, cluster)
-    rows = CASE.sequence_length * CASE.topk
-    crossing_mb = 1e-6 * rows / 2 * (4 * CASE.hidden + 4)
-    expected = cluster.collective("direct_all_to_all", across_nodes=True).alpha_us + crossing_mb * direct
-    (dispatch,) = (pair for stage, pair in model.stages((1024,)).items() if stage.name == "dispatch.0")
-    assert dispatch.forward == pytest.approx(expected, rel=1e-3)
-    measured = sum(report["block"]["stock"].values())
-    stock = model.stock()
-    assert stock.forward + stock.backward >= measured
-
-
 def test_only_megatrons_exchange_may_be_without_a_line(tmp_path: Path) -> None:
     report = report_of_truth()
     odd_us = (900.0, 20000.0, 1000.0, 90000.0, 2000.0, 5000.0, 70000.0, 3000.0)
@@ -247,9 +216,6 @@ def test_only_megatrons_exchange_may_be_without_a_line(tmp_path: Path) -> None:
         assemble(CASE, [report], ranks_per_node=2, description="d", source="s")
 
 
-# Predictions compared with measurements
-
-
 def test_a_long_measurement_gives_a_sign_of_life_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_ampipe.tools.measuring import operations
 
@@ -265,44 +231,6 @@ def test_a_long_measurement_gives_a_sign_of_life_about_once_a_second(monkeypatch
     watch.samples([operations.Probe("short", {}, operate), operations.Probe("short", {}, operate)])
     # Two warm-up rounds and three timed ones, of two calls each: 4 s. Never two in a second.
     assert signs == pytest.approx([1.2, 2.4, 3.6])
-
-
-def result_row(degree: int, ms: float, **more: Any) -> dict[str, Any]:
-    row = {"schedule": "ampipe", "degree": degree, "backward_degree": None, "shares": None, "ms": ms}
-    return {**row, "cut": str(degree), "stack": 1, "exchange": "rows", **more}
-
-
-def test_a_result_learns_how_good_its_predictions_are() -> None:
-    cluster = assemble(CASE, [report_of_truth()] * 2, ranks_per_node=2, description="d", source="s").cluster
-    predictor = Predictor(workload_of_case(CASE, num_ranks=2, fused_gradients=True), cluster)
-    times = {}
-    for degree in (2, 4):
-        schedule = build("ampipe", degree=degree, features=predictor.workload.features)
-        time = predictor.pass_us(schedule, even_chunks(1024, degree))
-        times[degree] = (time.forward + time.backward) / 1e3
-    better = min(times, key=lambda degree: times[degree])
-    other = 6 - better
-    block = {name: getattr(CASE, name) for name in CASE.__slots__}
-    rows = [
-        result_row(better, times[better] * 1.25),
-        result_row(other, times[other] * 1.1),
-        result_row(2, 100.0, shares=[0.6, 0.4], cut="0.6,0.4"),
-        result_row(2, 100.0, backward_degree=4, cut="2:4"),
-    ]
-    case = {"name": "one", "block": block, "rows": rows[:2], "fused_gradients": True}
-    document: dict[str, Any] = {"ranks": 2, "layers": 1, "cases": [case]}
-    predict(document, cluster)
-    assert [row["error"] for row in rows[:2]] == pytest.approx([1 / 1.25 - 1, 1 / 1.1 - 1], abs=1e-3)
-    found = document["prediction"]
-    assert found["worst_error"] == pytest.approx(0.2, abs=1e-3)
-    choice = document["cases"][0]["choice"]
-    assert choice["cut"] == str(better)
-    fastest = min(row["ms"] for row in rows[:2])
-    assert choice["loss"] == pytest.approx(rows[0]["ms"] / fastest - 1, abs=1e-3)
-    document["cases"][0]["rows"] = rows
-    predict(document, cluster)
-    assert all(row["predicted_ms"] > 0 for row in rows)
-    assert rows[2]["predicted_ms"] != rows[3]["predicted_ms"]
 
 
 # The command

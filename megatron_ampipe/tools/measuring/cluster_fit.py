@@ -242,27 +242,30 @@ def assemble(
         family: _table(samples) for family, samples in families.items() if family.endswith(STOCK_EXCHANGE)
     }
     slowdowns = slowest_numbers([report["slowdowns"] for report in reports])
-    make = _Figures(lines, tables, source)
-    overhead = make.overhead(0.0, 0.0)
+    figures = _Figures(lines, tables, source)
+    overhead = figures.overhead(0.0, 0.0)
     cluster = Cluster(
         description=description,
         ranks_per_node=ranks_per_node,
         device_memory_gib=device_memory_gib,
-        intra=make.collectives("intra"),
-        inter=make.collectives("inter"),
+        intra=figures.collectives("intra"),
+        inter=figures.collectives("inter"),
         compute=Compute(
-            gemm={case.dtype: make.gemm()},
+            gemm={case.dtype: figures.make(Gemm, "gemm")},
             attention={
-                case.dtype: Attention(forward=make.attend("forward"), backward=make.attend("backward"))
+                case.dtype: Attention(
+                    forward=figures.make(AttentionLine, "attention.forward"),
+                    backward=figures.make(AttentionLine, "attention.backward"),
+                )
             },
-            memory=make.transfer("memory"),
-            permute=make.transfer("permute"),
-            copy=make.transfer("copy"),
+            memory=figures.make(TransferCost, "memory"),
+            permute=figures.make(TransferCost, "permute"),
+            copy=figures.make(TransferCost, "copy"),
         ),
         host=Host(
-            issue=make.overhead(block["issue"], block["issue"]),
-            issue_of={kind: make.overhead(*times) for kind, times in issue_of.items()} or None,
-            stage={"any": make.stage_overhead([(1.0, 0.0)] * 2)},
+            issue=figures.overhead(block["issue"], block["issue"]),
+            issue_of={kind: figures.overhead(*times) for kind, times in issue_of.items()} or None,
+            stage={"any": figures.stage_overhead([(1.0, 0.0)] * 2)},
             block=overhead,
             stock=overhead,
         ),
@@ -286,11 +289,11 @@ def assemble(
         beyond = dict.fromkeys(Direction, 0.0)
     host = dataclasses.replace(
         cluster.host,
-        stage=_stage_overheads(model, block["stages"], make),
-        block=make.overhead(
+        stage=_stage_overheads(model, block["stages"], figures),
+        block=figures.overhead(
             *(statistics.median(of[way] for of in block["around"].values()) for way in Direction)
         ),
-        stock=make.overhead(*(beyond[way] for way in Direction)),
+        stock=figures.overhead(*(beyond[way] for way in Direction)),
     )
     return Profile(dataclasses.replace(cluster, host=host), lines)
 
@@ -349,18 +352,18 @@ class _Figures:
     ) -> None:
         self._lines, self._tables, self._source = lines, tables, source
 
-    def transfer(self, family: str) -> TransferCost:
-        return TransferCost(**self._fields(family), table=self._tables.get(family))
-
-    def gemm(self) -> Gemm:
-        return Gemm(**self._fields("gemm"))
-
-    def attend(self, direction: str) -> AttentionLine:
-        return AttentionLine(**self._fields(f"attention.{direction}"))
+    def make[Record](self, kind: type[Record], family: str) -> Record:
+        """The figures of one operation."""
+        line = self._lines[family]
+        fields: dict[str, Any] = {name: _rounded(value) for name, value in line.figures.items()}
+        if family in self._tables:
+            fields["table"] = self._tables[family]
+        r_squared = round(line.r_squared, 4)
+        return kind(**fields, basis="measured", source=self._source, r_squared=r_squared)
 
     def collectives(self, group: str) -> dict[Operation, TransferCost] | None:
         names = [family.partition(".")[2] for family in self._lines if family.startswith(f"{group}.")]
-        return {cast(Operation, name): self.transfer(f"{group}.{name}") for name in names} or None
+        return {cast(Operation, name): self.make(TransferCost, f"{group}.{name}") for name in names} or None
 
     def overhead(self, forward_us: float, backward_us: float) -> Overhead:
         """At least 0: an overhead cannot correct a model that counts too much."""
@@ -383,14 +386,9 @@ class _Figures:
             backward_factor=_rounded(backward_factor),
         )
 
-    def _fields(self, family: str) -> dict[str, Any]:
-        line = self._lines[family]
-        figures = {name: _rounded(value) for name, value in line.figures.items()}
-        return {**figures, "basis": "measured", "source": self._source, "r_squared": round(line.r_squared, 4)}
-
 
 def _stage_overheads(
-    model: CostModel, stages: Mapping[str, Mapping[str, Mapping[str, float]]], make: _Figures
+    model: CostModel, stages: Mapping[str, Mapping[str, Mapping[str, float]]], figures: _Figures
 ) -> dict[OverheadKind, StageOverhead]:
     """By kind of stage, what its stages of all degrees took beyond what the model counts in them."""
     expected: dict[tuple[str, Direction], list[float]] = {}
@@ -406,7 +404,7 @@ def _stage_overheads(
     for kind in KINDS:
         if (kind, Direction.FORWARD) in took:
             fits = [factor_and_rest(expected[kind, way], took[kind, way]) for way in Direction]
-            found[kind] = make.stage_overhead(fits)
+            found[kind] = figures.stage_overhead(fits)
     fits = [
         (
             statistics.median(getattr(figure, f"{way}_factor") for figure in found.values()),
@@ -414,7 +412,7 @@ def _stage_overheads(
         )
         for way in Direction
     ]
-    return {"any": make.stage_overhead(fits), **found}
+    return {"any": figures.stage_overhead(fits), **found}
 
 
 def _rounded(value: float) -> float:

@@ -21,6 +21,7 @@ other values; and outputs and all gradients can be compared with those of that l
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -66,11 +67,10 @@ class Emulation:
     def __init__(self, *, clock: Literal["host"] | Clock, why_cycles: str | None) -> None:
         self.clock, self.why_cycles = clock, why_cycles
         self.num_experts: int | None = None
-        self._rotations: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def gather_counts(
         self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
-    ) -> _Done | None:
+    ) -> _InTurn | None:
         """In place of ``all_gather_into_tensor``: every pretended rank's counts, made of this rank's.
 
         Args:
@@ -85,19 +85,16 @@ class Emulation:
         assert input.dim() == 1 and not input.is_floating_point() and input.numel() % experts == 0, (
             "pretended ranks can exchange counts of tokens only"
         )
-        rotation = self._rotation(ranks, experts, input.device)
-        counts = input.view(-1, experts)[:, rotation].transpose(0, 1)
+        counts = input.view(-1, experts)[:, _rotation(ranks, experts, input.device)].transpose(0, 1)
         output.view(counts.shape).copy_(counts)
-        return _Done() if async_op else None
+        return _InTurn(()) if async_op else None
 
-    def _rotation(self, ranks: int, experts: int, device: torch.device) -> Tensor:
-        """``[ranks, experts]``: rank p sends to its q-th next rank what this rank sends to its own."""
-        key = ranks, experts, device
-        if key not in self._rotations:
-            place = torch.arange(experts, device=device)
-            shift = torch.arange(ranks, device=device) * (experts // ranks)
-            self._rotations[key] = (place.unsqueeze(0) + shift.unsqueeze(1)) % experts
-        return self._rotations[key]
+
+@functools.cache
+def _rotation(ranks: int, experts: int, device: torch.device) -> Tensor:
+    """``[ranks, experts]``: rank p sends to its q-th next rank what this rank sends to its own."""
+    shift = torch.arange(ranks, device=device) * (experts // ranks)
+    return (torch.arange(experts, device=device).unsqueeze(0) + shift.unsqueeze(1)) % experts
 
 
 def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
@@ -178,13 +175,6 @@ class _InTurn:
         works, self._works = self._works, ()
         for work in works:
             work()
-        return True
-
-
-class _Done:
-    """The handle of an exchange that was only pretended."""
-
-    def wait(self, *_: Any) -> bool:
         return True
 
 

@@ -1,10 +1,10 @@
 """What ``ampipe profile`` times on every rank, and how: computation, collectives, and a real block.
 
-**Computation** (:class:`Computation`): matrix products, core attention, passes over memory, permutation, in
+**Computation**: matrix products, core attention, passes over memory, permutation, in
 the sizes of a block's stages, whole and cut into up to 16 chunks. All ranks measure at the same time, as they
 compute in training, or those that share a core in turns.
 
-**Collectives** (:class:`Traffic`), by the functions that training calls, and how they and computation slow
+**Collectives**, by the functions that training calls, and how they and computation slow
 each other. Sizes are what one rank sends to the others of its group. Within a node, that is all of its ranks.
 Between nodes, AMPipe's all-to-all is between the ranks of one place in all nodes, as in the first of two
 hops. The other collectives there are between all ranks of all nodes, and the size of an all-to-all is then
@@ -42,7 +42,7 @@ from megatron_ampipe.tools.measuring.cluster_fit import Sample
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.meters import stage_times
 from megatron_ampipe.tools.measuring.ranks import Rank
-from megatron_ampipe.tools.measuring.timed_passes import Passes
+from megatron_ampipe.tools.measuring.timed_passes import Passes, meet
 
 WARMUP = 2
 """Rounds that do not count."""
@@ -74,22 +74,21 @@ def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int, t
     factory = BlockFactory(
         case, rank=rank.number, num_ranks=job.num_ranks, on_cuda=job.on_cuda, seed=job.seed
     )
-    compute = Computation(case, kernel=factory.kernel, on_cuda=job.on_cuda)
-    traffic = Traffic(case, watch=watch)
+    operations = Operations(case, watch=watch, kernel=factory.kernel)
     links = link_groups(ranks_per_node)
     samples = []
     for turn in range(turns):
-        watch.meet()
+        meet(on_cuda=job.on_cuda)
         if rank.number % turns == turn:
             # Ranks that share a core would be timed together or alone by chance. What sharing costs is in the
             # stages of the block, which all ranks run at the same time.
-            samples = watch.samples(list(compute.probes()))
-    watch.meet()
+            samples = watch.samples(list(operations.computation()))
+    meet(on_cuda=job.on_cuda)
     rank.progress()
-    samples += watch.samples(list(traffic.probes(links)))
+    samples += watch.samples([probe for link in links for probe in operations.traffic(link)])
     rank.progress()
     # On the links where the longest transfers are.
-    slowdowns = traffic.slowdowns(links[-1].exchange)
+    slowdowns = operations.slowdowns(links[-1].exchange)
     rank.progress()
     return {
         "samples": [asdict(sample) for sample in samples],
@@ -105,7 +104,7 @@ class Probe:
     """An operation of one size to be timed.
 
     Attributes:
-        family: As in :class:`~.samples.Sample`.
+        family: As in :class:`.Sample`.
         columns: Likewise.
         operation: What is timed.
         count: How many such operations it is; the time is divided by that.
@@ -139,14 +138,11 @@ class Stopwatch:
         the backend that has to wait for the scheduler's next tick adds 4 ms to whatever the transfer takes,
         sometimes to more than half of the calls (docs/log).
         """
-        for _ in range(WARMUP):
-            for probe in probes:
-                probe.operation()
-                self.give_sign()
         times_us: list[list[float]] = [[] for _ in probes]
-        for _ in range(self.repeats):
+        for number in range(WARMUP + self.repeats):
             for times, probe in zip(times_us, probes, strict=True):
-                times.append(self._once(probe) / probe.count)
+                us = self._once(probe) / probe.count
+                times += [us] * (number >= WARMUP)
                 self.give_sign()
         return [
             Sample(
@@ -170,17 +166,9 @@ class Stopwatch:
             self._last_sign = now
             self._alive()
 
-    def meet(self) -> None:
-        """Until every rank is here and idle."""
-        if self.on_cuda:
-            torch.cuda.synchronize()
-        dist.barrier()
-        if self.on_cuda:
-            torch.cuda.synchronize()
-
     def _once(self, probe: Probe) -> float:
         if probe.together:
-            self.meet()
+            meet(on_cuda=self.on_cuda)
         if not self.on_cuda:
             begin = time.perf_counter()
             probe.operation()
@@ -193,41 +181,64 @@ class Stopwatch:
         return float(first.elapsed_time(last)) * 1e3
 
 
-class Computation:
-    """The computation of a block on this rank.
+@dataclass(frozen=True, slots=True)
+class LinkGroups:
+    """The ranks over which one class of links is measured.
 
-    Args:
-        case: The block.
-        kernel: Name of the attention kernel.
-        on_cuda: Where it runs.
+    Attributes:
+        name: ``intra`` or ``inter``, as in a cluster file.
+        exchange: Of AMPipe's all-to-all.
+        all: Of the other collectives.
+        near: How many of those are reached over other links, this rank included.
     """
 
-    def __init__(self, case: Case, *, kernel: str, on_cuda: bool) -> None:
-        self._case = case
-        self._kernel = KERNELS[kernel]
-        self._device, self._dtype = "cuda" if on_cuda else "cpu", DTYPES[case.dtype]
+    name: str
+    exchange: dist.ProcessGroup
+    all: dist.ProcessGroup
+    near: int = 1
+
+
+def link_groups(ranks_per_node: int) -> list[LinkGroups]:
+    """What to measure on this rank: links within its node, if it has several ranks, then those between."""
+    world = dist.get_world_size()
+    nodes = [list(range(first, first + ranks_per_node)) for first in range(0, world, ranks_per_node)]
+    links = []
+    if ranks_per_node > 1:
+        node = dist.new_subgroups_by_enumeration(nodes)[0]
+        links.append(LinkGroups("intra", node, node))
+    if len(nodes) > 1:
+        counterparts = [list(range(place, world, ranks_per_node)) for place in range(ranks_per_node)]
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        between = dist.new_subgroups_by_enumeration(counterparts)[0]
+        links.append(LinkGroups("inter", between, everyone, near=ranks_per_node))
+    return links
+
+
+class Operations:
+    """The operations of a block on this rank, to be timed."""
+
+    def __init__(self, case: Case, *, watch: Stopwatch, kernel: str) -> None:
+        self._case, self._watch, self._kernel = case, watch, KERNELS[kernel]
+        self._device, self._dtype = "cuda" if watch.on_cuda else "cpu", DTYPES[case.dtype]
         self._head_size = case.head_size or case.hidden // case.heads
         self._groups = case.query_groups or case.heads
 
-    def probes(self) -> Iterator[Probe]:
-        """Everything to be timed."""
-        width = (self._case.heads + 2 * self._groups) * self._head_size
-        up = self._case.ffn * (2 if self._case.activation == "swiglu" else 1)
+    def computation(self) -> Iterator[Probe]:
+        """Products, passes over memory, permutation and copies of parts of the rows; attention of chunks."""
+        case, tokens = self._case, self._case.sequence_length * self._case.batch
         shapes = {
-            (self._case.hidden, width),
-            (self._case.heads * self._head_size, self._case.hidden),
-            (self._case.hidden, up),
-            (self._case.ffn, self._case.hidden),
+            (case.hidden, (case.heads + 2 * self._groups) * self._head_size),
+            (case.heads * self._head_size, case.hidden),
+            (case.hidden, case.ffn * (2 if case.activation == "swiglu" else 1)),
+            (case.ffn, case.hidden),
         }
-        for rows in self._rows():
+        for rows in sorted({tokens // cut for cut in CUTS if tokens >= cut}):
             for k, n in sorted(shapes):
                 yield from self._product(rows, k, n)
-            yield self._pass_over_memory(rows)
-            yield self._permutation(rows)
-            yield self._copy(rows)
-        length = self._case.sequence_length
+            yield from self._passes_over_memory(rows)
         for cut in CUTS:
-            rows = length // cut
+            rows = case.sequence_length // cut
             # At the front, in the middle and at the end of the sequence.
             for start in sorted({0, (cut // 2) * rows, (cut - 1) * rows}):
                 if rows:
@@ -258,11 +269,8 @@ class Computation:
         gradient = torch.randn_like(output)
         pairs = end * (end + 1) // 2 - start * (start + 1) // 2
         gflops = 4e-9 * pairs * batch * heads * size
-        columns = {
-            "alpha_us": 1.0,
-            "beta_us_per_gflop": gflops,
-            "merge_us_per_mb": 1e-6 * output.nbytes if start else 0.0,
-        }
+        merge = 1e-6 * output.nbytes if start else 0.0
+        columns = {"alpha_us": 1.0, "beta_us_per_gflop": gflops, "merge_us_per_mb": merge}
         yield Probe("attention.forward", columns, attend)
         yield Probe(
             "attention.backward",
@@ -271,144 +279,77 @@ class Computation:
             lambda: torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True),
         )
 
-    def _pass_over_memory(self, rows: int) -> Probe:
-        """Adding two tensors into a third, as a residual is added."""
+    def _passes_over_memory(self, rows: int) -> Iterator[Probe]:
+        """A residual is added; rows are put into another order and back; what arrives for the experts is
+        copied to host memory and back, as the lane ``copy`` does."""
         left, right = (self._random(rows, self._case.hidden) for _ in range(2))
-        return _of_bytes("memory", 3 * left.nbytes, lambda: left + right)
-
-    def _copy(self, rows: int) -> Probe:
-        """What arrives for the experts to host memory and back, as the lane ``copy`` copies."""
         tokens = self._random(rows * self._case.topk, self._case.hidden)
+        order = torch.randperm(len(tokens)).to(tokens.device)
+
+        def permute() -> None:
+            tokens.index_select(0, order)
+            torch.zeros_like(tokens).index_add_(0, order, tokens)
 
         def copy() -> None:
             copies = HostCopies([tokens])
             copies.store(lambda: None).wait()
             copies.load().wait()
 
-        return _of_bytes("copy", tokens.nbytes, copy, count=2)
+        yield _of_bytes("memory", 3 * left.nbytes, lambda: left + right)
+        yield _of_bytes("permute", 2 * tokens.nbytes, permute, count=2)
+        yield _of_bytes("copy", tokens.nbytes, copy, count=2)
 
-    def _permutation(self, rows: int) -> Probe:
-        """Rows into another order and back."""
-        tokens = self._random(rows * self._case.topk, self._case.hidden)
-        order = torch.randperm(len(tokens)).to(tokens.device)
-        return _of_bytes(
-            "permute",
-            2 * tokens.nbytes,
-            lambda: (
-                tokens.index_select(0, order),
-                torch.zeros_like(tokens).index_add_(0, order, tokens),
-            ),
-            count=2,
-        )
+    def traffic(self, link: LinkGroups) -> Iterator[Probe]:
+        """Every collective over one class of links."""
+        for rows in self._rows(link.exchange):
+            yield self._exchange(f"{link.name}.all_to_all", link.exchange, rows)
+        sizes = self._rows(link.all)
+        if link.near > 1:
+            for rows in sizes:
+                yield self._exchange(f"{link.name}.direct_all_to_all", link.all, rows, near=link.near)
+        if not self._watch.on_cuda:
+            # With NCCL, both call the same. Megatron's layer sends whole blocks: of half as many tokens as
+            # this one, up to twice as many.
+            for multiple in (1, 2, 3, 4):
+                family = f"{link.name}.stock_all_to_all"
+                yield self._exchange(family, link.all, multiple * sizes[-2], near=link.near, as_stock=True)
+        ranks = link.all.size()
+        for rows in (1, *(rows // ranks for rows in sizes)):
+            yield from self._gathers(link, self._random(rows, self._case.hidden))
 
-    def _rows(self) -> list[int]:
-        tokens = self._case.sequence_length * self._case.batch
-        return sorted({tokens // cut for cut in CUTS if tokens >= cut})
-
-    def _random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self._device, dtype=self._dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class LinkGroups:
-    """The ranks over which one class of links is measured.
-
-    Attributes:
-        name: ``intra`` or ``inter``, as in a cluster file.
-        exchange: Of AMPipe's all-to-all.
-        all: Of the other collectives.
-        near: How many of those are reached over other links, this rank included.
-    """
-
-    name: str
-    exchange: dist.ProcessGroup
-    all: dist.ProcessGroup
-    near: int = 1
-
-
-class Traffic:
-    """The collectives of a block.
-
-    Args:
-        case: The block.
-        watch: Times.
-    """
-
-    def __init__(self, case: Case, *, watch: Stopwatch) -> None:
-        self._case, self._watch = case, watch
-        self._on_cuda = watch.on_cuda
-        self._device = "cuda" if watch.on_cuda else "cpu"
-        self._dtype = DTYPES[case.dtype]
-
-    def probes(self, links: Sequence[LinkGroups]) -> Iterator[Probe]:
-        """Every collective over every class of links, to be timed.
-
-        Args:
-            links: Of this rank.
-        """
-        for link in links:
-            name, group = link.name, link.all
-            for rows in self._rows(link.exchange.size()):
-                yield self._exchange(f"{name}.all_to_all", link.exchange, rows)
-            if link.near > 1:
-                for rows in self._rows(group.size()):
-                    yield self._exchange(f"{name}.direct_all_to_all", group, rows, near=link.near)
-            if not self._on_cuda:
-                # With NCCL, both call the same. Megatron's layer sends whole blocks: of half as many tokens
-                # as this one, up to twice as many.
-                half = self._rows(group.size())[-2]
-                for multiple in (1, 2, 3, 4):
-                    yield self._stock_exchange(name, group, multiple * half, near=link.near)
-            for rows in (1, *(rows // group.size() for rows in self._rows(group.size()))):
-                yield from self._gathers(name, group, rows)
-
-    def _exchange(self, family: str, group: dist.ProcessGroup, rows: int, *, near: int = 1) -> Probe:
-        """AMPipe's all-to-all of tokens and their probabilities, equally many to each rank.
+    def _exchange(
+        self, family: str, group: dist.ProcessGroup, rows: int, *, near: int = 1, as_stock: bool = False
+    ) -> Probe:
+        """An all-to-all of tokens and probabilities, as Megatron's or AMPipe's layer does it.
 
         Its size is what goes to others than ``near`` ranks.
         """
-        tensors, splits, sent = self._tokens(group, rows, near=near)
-        return _of_bytes(
-            family,
-            sent,
-            lambda: exchange_rows(tensors, send=splits, receive=splits, group=group).wait(),
-            together=True,
-        )
-
-    def _stock_exchange(self, name: str, group: dist.ProcessGroup, rows: int, *, near: int) -> Probe:
-        """Likewise, as Megatron's layer does it."""
-        tensors, splits, sent = self._tokens(group, rows, near=near)
+        ranks = group.size()
+        tensors = [self._random(rows, self._case.hidden), torch.zeros(rows, device=self._device)]
+        splits = [rows // ranks] * ranks
 
         def exchange() -> None:
+            if not as_stock:
+                exchange_rows(tensors, send=splits, receive=splits, group=group).wait()
+                return
             for tensor in tensors:
                 dist.all_to_all_single(torch.empty_like(tensor), tensor, splits, splits, group=group)
 
-        return _of_bytes(f"{name}.stock_all_to_all", sent, exchange, together=True)
+        sent = sum(tensor.nbytes for tensor in tensors) * (ranks - near) / ranks
+        return _of_bytes(family, sent, exchange, together=True)
 
-    def _tokens(
-        self, group: dist.ProcessGroup, rows: int, *, near: int = 1
-    ) -> tuple[list[Tensor], list[int], float]:
-        """Tokens and probabilities, how many go to each rank, and bytes to others than the ``near`` ranks."""
-        ranks = group.size()
-        tensors = [self._random(rows), torch.zeros(rows, device=self._device)]
-        return tensors, [rows // ranks] * ranks, sum(t.nbytes for t in tensors) * (ranks - near) / ranks
-
-    def _gathers(self, name: str, group: dist.ProcessGroup, rows: int) -> Iterator[Probe]:
-        part = self._random(rows)
-        whole = self._random(rows * group.size())
+    def _gathers(self, link: LinkGroups, part: Tensor) -> Iterator[Probe]:
+        group = link.all
+        whole = part.repeat(group.size(), 1)
         sent = part.nbytes * (group.size() - 1)
-        yield _of_bytes(
-            f"{name}.all_gather",
-            sent,
-            lambda: all_gather_rows([part], group=group).wait(),
-            together=True,
-        )
-        yield _of_bytes(
-            f"{name}.reduce_scatter",
-            sent,
-            lambda: dist.reduce_scatter_tensor(torch.empty_like(part), whole, group=group),
-            together=True,
-        )
+        for name, operation in (
+            ("all_gather", lambda: all_gather_rows([part], group=group).wait()),
+            (
+                "reduce_scatter",
+                lambda: dist.reduce_scatter_tensor(torch.empty_like(part), whole, group=group),
+            ),
+        ):
+            yield _of_bytes(f"{link.name}.{name}", sent, operation, together=True)
 
     def slowdowns(self, group: dist.ProcessGroup) -> dict[str, float]:
         """How much longer computation and an all-to-all take while the other runs.
@@ -417,9 +358,9 @@ class Traffic:
             ``compute`` and ``communication``, factors of at least 1 on computation and on time on the wire;
             ``latency_us``, what every all-to-all takes longer, whatever its size.
         """
-        sizes = self._rows(group.size())
+        sizes = self._rows(group)
         (small_mb, small_us, small_concurrent_us, _), (large_mb, large_us, large_concurrent_us, compute) = (
-            self._with_products(group, rows) for rows in (sizes[0], sizes[-2])
+            self._with_products(group, rows, left_rows=sizes[-2]) for rows in (sizes[0], sizes[-2])
         )
         alone = max(0.0, (large_us - small_us) / (large_mb - small_mb))
         concurrent = max(0.0, (large_concurrent_us - small_concurrent_us) / (large_mb - small_mb))
@@ -430,17 +371,17 @@ class Traffic:
             "latency_us": max(0.0, small_concurrent_us - small_us - small_mb * alone * (slowdown - 1.0)),
         }
 
-    def _with_products(self, group: dist.ProcessGroup, rows: int) -> tuple[float, float, float, float]:
+    def _with_products(
+        self, group: dist.ProcessGroup, rows: int, *, left_rows: int
+    ) -> tuple[float, float, float, float]:
         """An all-to-all of ``rows`` rows concurrent with matrix products.
 
         Returns:
             Its size in MB, its microseconds alone and with the products, and the products' slowdown.
         """
-        ranks = group.size()
-        tokens = self._random(rows)
-        splits = [rows // ranks] * ranks
-        left = self._random(self._rows(ranks)[-2])
-        weight = torch.randn(self._case.hidden, self._case.ffn, device=self._device, dtype=self._dtype)
+        ranks, hidden = group.size(), self._case.hidden
+        tokens, left = self._random(rows, hidden), self._random(left_rows, hidden)
+        weight, splits = self._random(hidden, self._case.ffn), [rows // ranks] * ranks
 
         def exchange() -> None:
             exchange_rows([tokens], send=splits, receive=splits, group=group).wait()
@@ -454,66 +395,23 @@ class Traffic:
         slowest = torch.tensor([exchange_us], dtype=torch.float64, device=self._device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         rounds = max(_MINIMUM_ROUNDS, min(_MAXIMUM_ROUNDS, int(OVERLAP_US / float(slowest))))
-        self._watch.meet()
-        run_both = self._concurrent_on_streams if self._watch.on_cuda else self._concurrent_on_threads
-        computing_us, communicating_us = run_both(exchange, compute, rounds, exchange_us / compute_us)
+        meet(on_cuda=self._watch.on_cuda)
+        if self._watch.on_cuda:
+            # As many computations as take about as long as the exchanges.
+            calls = max(1, int(rounds * exchange_us / compute_us))
+            computing_us, communicating_us = _concurrent_on_streams(exchange, compute, rounds, calls)
+        else:
+            computing_us, communicating_us = _concurrent_on_threads(exchange, compute, rounds, self._watch)
         megabytes = 1e-6 * tokens.nbytes * (ranks - 1) / ranks
         return megabytes, exchange_us, communicating_us, max(1.0, computing_us / compute_us)
 
-    def _concurrent_on_threads(
-        self, exchange: Callable[[], object], compute: Callable[[], object], rounds: int, ratio: float
-    ) -> tuple[float, float]:
-        """Microseconds of one computation and of one exchange."""
-        took_us = 0.0
-
-        def communicate() -> None:
-            nonlocal took_us
-            begin = time.perf_counter()
-            for _ in range(rounds):
-                exchange()
-            took_us = self._watch.since(begin)
-
-        thread = threading.Thread(target=communicate)
-        begin, calls = time.perf_counter(), 0
-        thread.start()
-        while thread.is_alive():
-            compute()
-            calls += 1
-            self._watch.give_sign()
-        computing_us = self._watch.since(begin) / calls
-        thread.join()
-        return computing_us, took_us / rounds
-
-    def _concurrent_on_streams(
-        self, exchange: Callable[[], object], compute: Callable[[], object], rounds: int, ratio: float
-    ) -> tuple[float, float]:
-        """Likewise on the device; as many computations as take about as long as the exchanges."""
-        calls = max(1, int(rounds * ratio))
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            marks[0].record()
-            for _ in range(rounds):
-                exchange()
-            marks[1].record()
-        marks[2].record()
-        for _ in range(calls):
-            compute()
-        marks[3].record()
-        torch.cuda.synchronize()
-        return (
-            float(marks[2].elapsed_time(marks[3])) * 1e3 / calls,
-            float(marks[0].elapsed_time(marks[1])) * 1e3 / rounds,
-        )
-
-    def _rows(self, ranks: int) -> list[int]:
+    def _rows(self, group: dist.ProcessGroup) -> list[int]:
         """Rows that are exchanged for the block's tokens and their parts; each rank gets equally many."""
-        tokens = self._case.sequence_length * self._case.batch * self._case.topk
+        ranks, tokens = group.size(), self._case.sequence_length * self._case.batch * self._case.topk
         return sorted({max(1, tokens // cut // ranks) * ranks for cut in CUTS})
 
-    def _random(self, rows: int) -> Tensor:
-        return torch.randn(rows, self._case.hidden, device=self._device, dtype=self._dtype)
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self._device, dtype=self._dtype)
 
 
 def _of_bytes(
@@ -523,22 +421,49 @@ def _of_bytes(
     return Probe(family, columns, operation, count=count, together=together)
 
 
-def link_groups(ranks_per_node: int) -> list[LinkGroups]:
-    """What to measure on this rank: links within its node, if it has several ranks, then those between."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    nodes = [list(range(first, first + ranks_per_node)) for first in range(0, world, ranks_per_node)]
-    links = []
-    if ranks_per_node > 1:
-        node = dist.new_subgroups_by_enumeration(nodes)[0]
-        links.append(LinkGroups("intra", node, node))
-    if len(nodes) > 1:
-        counterparts = [list(range(place, world, ranks_per_node)) for place in range(ranks_per_node)]
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        between = dist.new_subgroups_by_enumeration(counterparts)[0]
-        links.append(LinkGroups("inter", between, everyone, near=ranks_per_node))
-    assert all(dist.get_rank(link.exchange) >= 0 for link in links), rank
-    return links
+def _concurrent_on_threads(
+    exchange: Callable[[], object], compute: Callable[[], object], rounds: int, watch: Stopwatch
+) -> tuple[float, float]:
+    """Microseconds of one computation and of one exchange; as many computations as fit in."""
+    took_us = 0.0
+
+    def communicate() -> None:
+        nonlocal took_us
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            exchange()
+        took_us = watch.since(begin)
+
+    thread = threading.Thread(target=communicate)
+    begin, calls = time.perf_counter(), 0
+    thread.start()
+    while thread.is_alive():
+        compute()
+        calls += 1
+        watch.give_sign()
+    computing_us = watch.since(begin) / calls
+    thread.join()
+    return computing_us, took_us / rounds
+
+
+def _concurrent_on_streams(
+    exchange: Callable[[], object], compute: Callable[[], object], rounds: int, calls: int
+) -> tuple[float, float]:
+    """Likewise on the device, each on a stream."""
+    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
+    marks = []
+    for on, operation, count in ((stream, exchange, rounds), (current, compute, calls)):
+        with torch.cuda.stream(on):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(count):
+                operation()
+            end.record()
+            marks.append((begin, end, count))
+    torch.cuda.synchronize()
+    times_us = [float(begin.elapsed_time(end)) * 1e3 / count for begin, end, count in marks]
+    return times_us[1], times_us[0]
 
 
 def block_times(rank: Rank[Any], case: Case, factory: BlockFactory, *, watch: Stopwatch) -> dict[str, Any]:

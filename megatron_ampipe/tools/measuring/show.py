@@ -1,15 +1,12 @@
 """Shows a result: the table in the terminal, and pictures, one file each. Chooses and computes nothing.
 
-The pictures are the figures of the paper's evaluation: ``by-case`` (figure 7), ``by-degree`` (8),
-``overhead``
-(9: what chunking costs and what overlap gains) and ``bound`` (11: the speedup that the bound allows, and the
-one reached).
+The pictures are figures of the paper's evaluation: the speedups ``by-case`` (figure 7) and ``by-degree`` (8).
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +51,6 @@ _WIRE = (
 )
 _DEGREE_1 = " degree 1 is stock again."
 
-PAPER_DEGREE = 4
-"""The degree of the paper's figures 7 and 9; where it was not measured, each case shows its fastest."""
 # Okabe and Ito, as in the timelines.
 _COLOURS = {"ampipe": "#0072B2", "moe-only": "#E69F00", "sequential": "#CC79A7"}
 _OTHER_COLOURS = ("#009E73", "#56B4E9", "#D55E00", "#8C6BB1")
@@ -218,11 +213,11 @@ def check_target(prefix: Path) -> None:
     outputs.check_prefix(prefix, suffixes=suffixes, flag="--plot")
 
 
-def draw(document: Record, prefix: Path) -> tuple[list[Path], list[str]]:
-    """Draw every picture for which there is data: ``PREFIX-by-case.svg`` and so on.
+def draw(document: Record, prefix: Path) -> list[Path]:
+    """Draw every picture: ``PREFIX-by-case.svg`` and so on.
 
     Returns:
-        The files, and for each picture that was left out, why.
+        The files; none where no degree above 1 was measured.
 
     Raises:
         EnvironmentMissing: matplotlib is absent.
@@ -235,12 +230,10 @@ def draw(document: Record, prefix: Path) -> tuple[list[Path], list[str]]:
         raise EnvironmentMissing(
             f"ampipe bench --plot needs matplotlib ({error}). Install it: pip install matplotlib"
         ) from error
-    written, left_out = [], []
-    series = set(_series(document))
-    for name, (paint, needed, why) in _PICTURES.items():
-        if not series or not needed <= series:
-            left_out.append(f"{name}: {why}")
-            continue
+    written: list[Path] = []
+    if not _series(document):
+        return written
+    for name, paint in _PICTURES.items():
         groups = len(document["cases"]) if name != "by-degree" else 1
         width = min(max(_WIDTHS_IN[0], 1.5 + _GROUP_IN * groups), _WIDTHS_IN[1])
         with matplotlib.rc_context({"svg.hashsalt": "ampipe", "text.parse_math": False}):
@@ -255,15 +248,23 @@ def draw(document: Record, prefix: Path) -> tuple[list[Path], list[str]]:
                 with outputs.atomic_file(target) as partial:
                     figure.savefig(partial, format=kind, dpi=160)
                 written.append(target)
-    return written, left_out
+    return written
 
 
 def _by_case(axes: Axes, document: Record) -> None:
-    degree = _shown_degree(document)
-    bars = {series: _heights(document, series, degree) for series in _series(document)}
-    _bars(axes, document, bars)
+    """Bars that begin at 1, each series of a case at its best degree; none where it was not measured."""
+    series, names = _series(document), [case["name"] for case in document["cases"]]
+    width = 0.8 / len(series)
+    for place, name in enumerate(series):
+        rows = [_fastest(case, name) for case in document["cases"]]
+        at = [index + (place - (len(series) - 1) / 2) * width for index in range(len(names))]
+        heights = [row["speedup"] - 1 if row else 0.0 for row in rows]
+        axes.bar(at, heights, width, bottom=1.0, color=_colour(document, name), label=name)
+    axes.axhline(1.0, color="#22262B", linewidth=0.8)
+    axes.set_xticks(range(len(names)), names, rotation=60 if len(names) > 6 else 0, fontsize=7)
+    axes.margins(x=0.02)
     axes.set_ylabel("speedup over stock")
-    axes.set_title(f"degree {degree}" if degree else "each at its best degree", fontsize=9)
+    axes.set_title("each at its best degree", fontsize=9)
 
 
 def _by_degree(axes: Axes, document: Record) -> None:
@@ -289,55 +290,6 @@ def _by_degree(axes: Axes, document: Record) -> None:
     axes.set_title("median over cases; shaded: from the lowest to the highest", fontsize=9)
 
 
-def _overhead(axes: Axes, document: Record) -> None:
-    degree = _shown_degree(document)
-    bars = {
-        label: [100 * (speedup - 1) if speedup else 0.0 for speedup in _heights(document, series, degree)]
-        for label, series in (
-            ("chunked, nothing overlapped", "sequential"),
-            ("chunked and overlapped", "ampipe"),
-        )
-    }
-    _bars(axes, document, bars, level=0.0, colours=[_COLOURS["sequential"], _COLOURS["ampipe"]])
-    axes.set_ylabel("gain over stock, %")
-    axes.set_title(f"degree {degree}" if degree else "each at its best degree", fontsize=9)
-
-
-def _bound(axes: Axes, document: Record) -> None:
-    best = [_fastest(case, "ampipe", None) for case in document["cases"]]
-    bars = {
-        "allowed by the bound": [
-            case["stock_ms"] / row["bound_ms"] if row else 0.0
-            for case, row in zip(document["cases"], best, strict=True)
-        ],
-        "reached": [row["speedup"] if row else 0.0 for row in best],
-    }
-    _bars(axes, document, bars, colours=[_FAINT, _COLOURS["ampipe"]])
-    axes.set_ylabel("speedup over stock")
-    axes.set_title("ampipe at its best degree", fontsize=9)
-
-
-def _bars(
-    axes: Axes,
-    document: Record,
-    bars: Mapping[str, Sequence[float]],
-    *,
-    level: float = 1.0,
-    colours: Sequence[str] | None = None,
-) -> None:
-    """Grouped bars that begin at ``level``; a case without a value has none."""
-    names = [case["name"] for case in document["cases"]]
-    width = 0.8 / len(bars)
-    for place, (label, values) in enumerate(bars.items()):
-        at = [index + (place - (len(bars) - 1) / 2) * width for index in range(len(names))]
-        heights = [value - level if value else 0.0 for value in values]
-        colour = colours[place] if colours else _colour(document, label)
-        axes.bar(at, heights, width, bottom=level, color=colour, label=label)
-    axes.axhline(level, color="#22262B", linewidth=0.8)
-    axes.set_xticks(range(len(names)), names, rotation=60 if len(names) > 6 else 0, fontsize=7)
-    axes.margins(x=0.02)
-
-
 def _rows(cases: Iterable[Record], series: str | None = None) -> list[Record]:
     """The rows of a named order, equal chunks and one degree, as in the paper; of one series if given."""
     special = ("shares", "backward_degree", "order")
@@ -359,22 +311,10 @@ def _series(document: Record) -> list[str]:
     return list(dict.fromkeys(_series_of(row) for row in _rows(document["cases"]) if row["degree"] > 1))
 
 
-def _shown_degree(document: Record) -> int | None:
-    """The paper's degree where every schedule has it."""
-    degrees = [{row["degree"] for row in _rows(document["cases"], series)} for series in _series(document)]
-    return PAPER_DEGREE if all(PAPER_DEGREE in measured for measured in degrees) else None
-
-
-def _fastest(case: Record, series: str, degree: int | None) -> Record | None:
-    """The row at a degree; the fastest of the chunked ones for None."""
-    rows = [row for row in _rows([case], series) if row["degree"] > 1 and degree in (None, row["degree"])]
+def _fastest(case: Record, series: str) -> Record | None:
+    """Of the chunked rows."""
+    rows = [row for row in _rows([case], series) if row["degree"] > 1]
     return min(rows, key=lambda row: row["ms"], default=None)
-
-
-def _heights(document: Record, series: str, degree: int | None) -> list[float]:
-    """By case, the speedup; 0 where it was not measured."""
-    rows = [_fastest(case, series, degree) for case in document["cases"]]
-    return [row["speedup"] if row else 0.0 for row in rows]
 
 
 def _colour(document: Record, series: str) -> str:
@@ -382,13 +322,4 @@ def _colour(document: Record, series: str) -> str:
     return _COLOURS.get(series) or _OTHER_COLOURS[others.index(series) % len(_OTHER_COLOURS)]
 
 
-_PICTURES: dict[str, tuple[Callable[[Any, Record], None], set[str], str]] = {
-    "by-case": (_by_case, set(), "no degree above 1 was measured"),
-    "by-degree": (_by_degree, set(), "no degree above 1 was measured"),
-    "overhead": (
-        _overhead,
-        {"sequential", "ampipe"},
-        "needs --schedules sequential,moe-only,ampipe, block by block",
-    ),
-    "bound": (_bound, {"ampipe"}, "schedule ampipe was not measured above degree 1, block by block"),
-}
+_PICTURES: dict[str, Callable[[Any, Record], None]] = {"by-case": _by_case, "by-degree": _by_degree}

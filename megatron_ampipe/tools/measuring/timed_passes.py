@@ -213,7 +213,7 @@ class Passes:
         gc.disable()
         try:
             sent_before = sent_bytes() if self._counts_wire else {}
-            self._meet()
+            meet(on_cuda=self.on_cuda)
             with gloo_all_to_all() if layer.gloo_all_to_all else contextlib.nullcontext():
                 begin, worked = time.perf_counter(), time.process_time()
                 output, _ = layer(hidden_states=hidden, attention_mask=None)
@@ -224,20 +224,22 @@ class Passes:
             wire_bytes = None
             if self._counts_wire:
                 # A rank may have what it waited for while a peer still receives.
-                self._meet()
+                meet(on_cuda=self.on_cuda)
                 wire_bytes = {name: sent - sent_before[name] for name, sent in sent_bytes().items()}
             return Sample(wall_s, issued_s, backward_s, processor_s, wire_bytes), output, hidden
         finally:
             gc.enable()
             self._progress()
 
-    def _meet(self) -> None:
-        if self.on_cuda:
-            torch.cuda.synchronize()
-        dist.barrier()
-        if self.on_cuda:
-            # NCCL's barrier may return when it is only enqueued.
-            torch.cuda.synchronize()
+
+def meet(*, on_cuda: bool) -> None:
+    """Wait until every rank is here and idle."""
+    if on_cuda:
+        torch.cuda.synchronize()
+    dist.barrier()
+    if on_cuda:
+        # NCCL's barrier may return when it is only enqueued.
+        torch.cuda.synchronize()
 
 
 class _Clock:
