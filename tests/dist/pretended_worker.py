@@ -28,7 +28,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "no package": {"expert_kind": "grouped", "on_cuda": True},
     "no GPU": {"expert_kind": "grouped"},
     "precision": {"expert_kind": "torch-grouped", "on_cuda": True},
-    "width": {"expert_kind": "torch-grouped", "ffn": 66},
     "nothing": {"expert_kind": "torch-grouped", "on_cuda": True, "dtype": "bf16"},
 }
 
