@@ -87,9 +87,9 @@ def layers() -> dict[str, Callable[[], None]]:
         expert_model_parallel_size=RANKS, create_gloo_process_groups=False
     )
     from megatron_ampipe.runtime.executors import SequentialExecutor
+    from megatron_ampipe.tools.measuring.bench_job import Cut, Variant
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
     from megatron_ampipe.tools.measuring.grid import Case
-    from megatron_ampipe.tools.measuring.variant import Cut, Variant
 
     case = Case(
         name="tiny",

@@ -885,8 +885,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.spec_utils.ModuleSpec",
-        "layers/layer.py layers/hybrid.py launch/recipes.py launch/host/hybrid_layers.py tools/benchmark "
-        "tools/measuring",
+        "layers/layer.py layers/hybrid.py launch/recipes.py launch/host/hybrid_layers.py tools/measuring",
         "a layer's specification is rewritten",
         "start-up fails",
         (fields("module", "params", "submodules"),),
@@ -1145,7 +1144,7 @@ INTERNALS = [
     ),
     Internal(
         "training.training.training_log",
-        "launch/metrics.py tools/benchmark",
+        "launch/metrics.py tools/measuring",
         "wrapped: our figures follow it; `ampipe bench --end-to-end` reads its line",
         "no figures of AMPipe; no times are found",
         (
@@ -1568,7 +1567,7 @@ INTERNALS = [
     ),
     Internal(
         "core.models.backends.LocalSpecProvider",
-        "launch/host/megatron.py tools/benchmark",
+        "launch/host/megatron.py tools/measuring",
         (
             "`core_attention` is replaced: context parallelism and latent attention in local layers; "
             "our kernel in the stock runs of `ampipe bench --end-to-end`"
@@ -1685,7 +1684,7 @@ INTERNALS = [
     ),
     Internal(
         "core.parallel_state.initialize_model_parallel",
-        "tools/measuring tools/profiling launch/adjustments.py",
+        "tools/measuring launch/adjustments.py",
         "process groups of a benchmark; names of the groups whose collectives get a high priority",
         "benchmarks fail; collectives wait for computation",
         (
@@ -1695,7 +1694,7 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.random.model_parallel_cuda_manual_seed",
-        "tools/measuring tools/profiling",
+        "tools/measuring",
         "seeds a benchmark",
         "benchmarks fail",
     ),

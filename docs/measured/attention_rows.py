@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 from megatron_ampipe.tools.measuring import machine, network
-from megatron_ampipe.tools.measuring.link import parse_link, with_nodes
+from megatron_ampipe.tools.measuring.link import parse_link
 
 ROUNDS, TIMEOUT_S = 9, 500
 STACKS = {"layer by layer": 1, "one stack": 0}
@@ -48,7 +48,7 @@ def main() -> None:
 
 def measure(ranks: int, text: str) -> dict[str, Any]:
     """What rank 0 found."""
-    link = parse_link(with_nodes(text, ranks_per_node=2) if "inter" in text else text)
+    link = parse_link(text, ranks_per_node=2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = [sys.executable, __file__, "--rank"]
@@ -57,9 +57,8 @@ def measure(ranks: int, text: str) -> dict[str, Any]:
         try:
             while not all((folder / f"up{rank}").exists() for rank in range(ranks)):
                 time.sleep(0.05)
-            assert link.rate_bit_per_s is not None
             pids = [worker.pid for worker in workers]
-            with network.joined(pids, rate_bit_per_s=link.rate_bit_per_s, nodes=link.nodes):
+            with network.joined(pids, link):
                 (folder / "go").touch()
                 for worker in workers:
                     worker.wait(timeout=TIMEOUT_S)

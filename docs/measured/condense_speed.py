@@ -29,10 +29,11 @@ from typing import Any
 
 from condense import FLAGS, ITERATIONS, SETTINGS
 
-from megatron_ampipe.tools.benchmark.result import percentile
-from megatron_ampipe.tools.benchmark.training_job import TrainingJob
-from megatron_ampipe.tools.measuring import machine, rank_processes
-from megatron_ampipe.tools.measuring.network import INTERFACE
+from megatron_ampipe.tools.measuring import machine, training
+from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks, signals_as_interrupts
+from megatron_ampipe.tools.measuring.result import percentile
+from megatron_ampipe.tools.measuring.training import TrainingJob
 from megatron_ampipe.tools.quickstart import CONFIGS
 
 LINK, RANKS, REPEATS = "100mbit", 2, 2
@@ -91,7 +92,7 @@ _SENT_COLUMN = 8
 
 def main() -> None:
     """Learn, measure or show, as the command line says."""
-    with rank_processes.signals_as_interrupts():
+    with signals_as_interrupts():
         match sys.argv[1:]:
             case "learn", name, data, folder:
                 learn(MODELS[name], data, folder)
@@ -122,9 +123,9 @@ def job_of(model: Model, data: str, flags: list[str]) -> TrainingJob:
             *flags,
         ),
         stock_attends_as="fp32" if flags[-2:] == [*VARIANTS["Megatron"]] else None,
-        link="none",
+        link=parse_link("none"),
+        timeout_s=600.0,
         num_ranks=RANKS,
-        timeout_s=120.0,
         cores=machine.cores_of(RANKS),
     )
 
@@ -133,10 +134,12 @@ def learn(model: Model, data: str, folder: str) -> None:
     """Train exactly, and save."""
     last = str(model.learned)
     flags = ["--train-iters", last, "--log-interval", "20", "--save", folder, "--save-interval", last]
-    with rank_processes.started(job_of(model, data, flags), timeout_s=600.0) as ranks:
-        for _, found in ranks.events(timeout_s=600.0):
-            if found["event"] == "iteration":
-                print(found["number"], found["lm_loss"], flush=True)
+
+    def on_message(_: int, event: str, value: Any) -> None:
+        if event == "iteration":
+            print(value["number"], value["lm_loss"], flush=True)
+
+    run_ranks(job_of(model, data, flags), training.train, on_message=on_message)
 
 
 def measure(name: str, data: str, folder: str, seconds: float) -> None:
@@ -173,19 +176,21 @@ def train(model: Model, data: str, folder: str, flags: tuple[str, ...]) -> dict[
     first = model.learned + model.warmup
     last = first + model.counted
     again = ["--load", folder, "--train-iters", str(last), "--log-interval", "1", *AGAIN, *flags]
-    job = dataclasses.replace(job_of(model, data, again), link=LINK)
+    job = dataclasses.replace(job_of(model, data, again), link=parse_link(LINK))
     ms, losses, sent = [], [], {}
     with tempfile.TemporaryDirectory() as place:
         log = Path(place) / "log"
-        with rank_processes.started(job, timeout_s=job.timeout_s, log=log) as ranks:
-            for _, found in ranks.events(timeout_s=job.timeout_s):
-                if found["event"] == "iteration":
-                    if found["number"] > first:
-                        ms.append(found["ms"])
-                        losses.append(found["lm_loss"])
-                    # The last iteration is followed by the end of the training.
-                    if found["number"] in (first, last - 1):
-                        sent[found["number"]] = statistics.fmean(map(sent_bytes, ranks.pids))
+
+        def on_message(rank: int, event: str, value: Any) -> None:
+            if event == "iteration":
+                if value["number"] > first:
+                    ms.append(value["ms"])
+                    losses.append(value["lm_loss"])
+                # The last iteration is followed by the end of the training. The rank that logs counts.
+                if value["number"] in (first, last - 1):
+                    sent[value["number"]] = value["sent"]
+
+        run_ranks(job, counted_training, on_message=on_message, log=log)
         shares = [
             float(share)
             for number, share in _SHARE.findall(log.read_text(errors="replace"))
@@ -201,13 +206,17 @@ def train(model: Model, data: str, folder: str, flags: tuple[str, ...]) -> dict[
     }
 
 
-def sent_bytes(pid: int) -> int:
-    """What a process has sent over the link so far, headers included."""
-    for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
-        name, _, columns = line.partition(":")
-        if name.strip() == INTERFACE:
-            return int(columns.split()[_SENT_COLUMN])
-    raise AssertionError(f"process {pid} has no interface {INTERFACE}")
+def counted_training(rank: Rank[training.TrainingJob]) -> None:
+    """A training in a rank that says with each iteration what this rank has sent so far, headers included."""
+    say = rank.say
+
+    def with_bytes(event: str, value: Any = None) -> None:
+        from megatron_ampipe.tools.measuring.meters import sent_bytes
+
+        say(event, {**value, "sent": sum(sent_bytes().values())} if event == "iteration" else value)
+
+    rank.say = with_bytes  # type: ignore[method-assign]
+    training.train(rank)
 
 
 def show(found: dict[str, Any]) -> None:

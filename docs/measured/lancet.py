@@ -20,22 +20,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.schedule import WEIGHTS, BlockFeatures, build, to_text
 from megatron_ampipe.schedule.kinds import EXPERT
-from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.measuring import machine
+from megatron_ampipe.tools.measuring.bench_job import STOCK, BenchJob, Cut, Variant
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
-from megatron_ampipe.tools.measuring.rank_processes import started
-from megatron_ampipe.tools.measuring.rank_worker import measure_cases, serve
-from megatron_ampipe.tools.measuring.variant import STOCK, Cut, Variant
+from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
 WARMUP = 3
 SILENCE_S = 120.0
@@ -44,9 +42,8 @@ COVERED, NOT_COVERED = "covered", "not covered"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LancetJob(BenchJob):
-    """A job whose ranks run this file."""
+    """Which orders are compared."""
 
-    worker = Path(__file__).stem
     what: str
 
 
@@ -86,31 +83,21 @@ def main() -> None:
     parser.add_argument("--link", default="200mbit")
     parser.add_argument("--repeats", type=int, default=60)
     asked = parser.parse_args()
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     orders, _, grid, names = WHAT[asked.what]
     found_grid = read_grid(find_grid(grid))
     cases = tuple((found_grid.only(names) if names else found_grid).cases)
     job = LancetJob(
         what=asked.what,
         cases=cases,
-        schedules=(),
-        cuts=(),
-        link=asked.link,
+        link=parse_link(asked.link),
         num_ranks=2,
-        pretended=False,
-        device="cpu",
         repeats=asked.repeats,
         warmup=WARMUP,
         seed=1,
         timeout_s=SILENCE_S,
-        rendezvous="",
         cores=(0, 1),
     )
-    found: dict[int, list[dict[str, Any]]] = {}
-    with started(job, timeout_s=SILENCE_S) as ranks:
-        for _, event in ranks.events(timeout_s=SILENCE_S):
-            if event["event"] == "case":
-                found.setdefault(event["index"], []).append(event)
+    found = list(zip(*run_ranks(job, work), strict=True))
     judge = of_covers if asked.what == "covers" else of_joined
     document = {
         "command": ["python", *sys.argv],
@@ -125,7 +112,7 @@ def main() -> None:
         print(name, {key: value for key, value in case.items() if not key.startswith("samples")})
 
 
-def of_covers(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def of_covers(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures of one case, milliseconds, from what all ranks measured."""
     names = [variant.schedule for variant in variants("covers")]
     backward = {
@@ -154,7 +141,7 @@ def of_covers(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def of_joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def of_joined(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Likewise: seconds that both ranks' processors worked, over those for Megatron's layer; times."""
     names = [variant.schedule for variant in variants("joined")]
 
@@ -178,19 +165,13 @@ def of_joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def work(job: LancetJob, rank: int, answer: Callable[..., None]) -> None:
-    """One rank: all layers in turns."""
+def work(rank: Rank[LancetJob]) -> list[dict[str, Any]]:
+    """One rank: all layers in turns, case after case."""
+    rank.start_megatron()
+    from megatron_ampipe.tools.measuring.timed_passes import measure
 
-    def measure_case(index: int, progress: Callable[[], None]) -> dict[str, Any]:
-        from megatron_ampipe.tools.benchmark.timed_passes import measure
-
-        return measure(job.cases[index], variants(job.what), job, rank=rank, progress=progress)
-
-    measure_cases(job, rank, answer, measure_case)
+    return [measure(rank, case, variants(rank.job.what)) for case in rank.job.cases]
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main()
-    else:
-        serve(LancetJob.from_json, work)
+    main()

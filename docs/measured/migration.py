@@ -40,9 +40,10 @@ from megatron_ampipe.plan.recorded_routing import (
     busiest,
     read_routing,
 )
-from megatron_ampipe.tools.benchmark.training import run
-from megatron_ampipe.tools.benchmark.training_job import TrainingJob
-from megatron_ampipe.tools.measuring import machine, rank_processes
+from megatron_ampipe.tools.measuring import machine
+from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.ranks import signals_as_interrupts
+from megatron_ampipe.tools.measuring.training import TrainingJob, run
 from megatron_ampipe.tools.quickstart import CONFIGS
 
 ITERATIONS, INTERVAL, PHASE = 240, 5, 60
@@ -75,7 +76,7 @@ def main() -> None:
     match sys.argv[1:]:
         case "train", data, folder, *numbers:
             chosen = [TRAININGS[int(number)] for number in numbers] or TRAININGS
-            with rank_processes.signals_as_interrupts():
+            with signals_as_interrupts():
                 for one in chosen:
                     train(one, data, Path(folder) / str(one))
         case "count", folder, output:
@@ -106,11 +107,11 @@ def train(one: Training, data: str, folder: Path) -> None:
     job = TrainingJob(
         flags=(*where, *map(str, flags)),
         stock_attends_as="fp32",
-        link="none",
+        link=parse_link("none"),
         num_ranks=RANKS,
         timeout_s=300.0,
     )
-    curve = run(job, iterations=ITERATIONS, title=str(one), on_iteration=lambda _: None)
+    curve = run(job, iterations=ITERATIONS, title=str(one))
     document = {"flags": flags, "lm_loss": curve.lm_loss, "versions": machine.versions()}
     (folder / "training.json").write_text(json.dumps(document))
     print(one, flush=True)

@@ -26,7 +26,6 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ampipe.tools.benchmark.bench_job import BenchJob
+from megatron_ampipe.tools.measuring.bench_job import BenchJob, Cut, Variant
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
-from megatron_ampipe.tools.measuring.rank_processes import started
-from megatron_ampipe.tools.measuring.rank_worker import serve, start_torch
-from megatron_ampipe.tools.measuring.variant import Cut, Variant
+from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
 PARTS = (2, 4)
 WARMUP = 3
@@ -54,9 +52,8 @@ KEEPING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsJob(BenchJob):
-    """A job whose ranks run this file; ``only`` names its rows, all if it is empty."""
+    """``only`` names the rows, all if it is empty."""
 
-    worker = Path(__file__).stem
     only: tuple[str, ...]
 
 
@@ -69,7 +66,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="ROW")
     parser.add_argument("--default-allocator", action="store_true", help="not the other one")
     asked = parser.parse_args()
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     found: dict[str, Any] = {}
     settings: dict[str, dict[str, str]] = {"default": {}}
     if not asked.default_allocator:
@@ -87,28 +83,19 @@ def measure(names: str | None, *, repeats: int, only: tuple[str, ...]) -> dict[s
     cases = tuple((grid.only(names) if names else grid).cases)
     job = PartsJob(
         cases=cases,
-        schedules=(),
-        cuts=(),
-        link="none",
+        link=parse_link("none"),
         num_ranks=2,
-        pretended=False,
-        device="cpu",
         only=only,
         repeats=repeats,
         warmup=WARMUP,
         seed=1,
         timeout_s=SILENCE_S,
-        rendezvous="",
         cores=(0, 1),
     )
-    by_rank: dict[tuple[int, int], dict[str, list[list[float]]]] = {}
-    with started(job, timeout_s=SILENCE_S) as ranks:
-        for rank, event in ranks.events(timeout_s=SILENCE_S):
-            if event["event"] == "case":
-                by_rank[event["index"], rank] = event["samples_ms"]
+    by_rank = run_ranks(job, work)
     found: dict[str, dict[str, Any]] = {}
     for index, case in enumerate(cases):
-        first, second = by_rank[index, 0], by_rank[index, 1]
+        first, second = (cases[index] for cases in by_rank)
         found[case.name] = {
             name: compared(first["stock"], second["stock"], first[name], second[name]) for name in first
         }
@@ -196,22 +183,16 @@ def frozen(layer: Any) -> torch.nn.Module:
     return Frozen()
 
 
-def work(job: PartsJob, rank: int, answer: Callable[..., None]) -> None:
-    """One rank: every row in turns, in an order that rotates."""
-    start_torch(job, rank=rank)
-    from megatron_ampipe.tools.benchmark.timed_passes import _Passes
+def work(rank: Rank[PartsJob]) -> list[dict[str, list[list[float]]]]:
+    """One rank: every row in turns, in an order that rotates; by case and row, the samples."""
+    rank.start_megatron()
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
+    from megatron_ampipe.tools.measuring.timed_passes import Passes
 
-    for index, case in enumerate(job.cases):
-        factory = BlockFactory(case, rank=rank, num_ranks=job.num_ranks, on_cuda=False, seed=job.seed)
-        passes = _Passes(
-            case,
-            rank=rank,
-            on_cuda=False,
-            seed=job.seed,
-            counts_wire=False,
-            progress=lambda: answer(event="progress"),
-        )
+    job, by_case = rank.job, []
+    for case in job.cases:
+        factory = BlockFactory(case, rank=rank.number, num_ranks=job.num_ranks, on_cuda=False, seed=job.seed)
+        passes = Passes(rank, case)
         rows = {"stock": factory.stock}
         rows |= {f"parts {count}": of_parts(factory.stock, count) for count in PARTS}
         for schedule in SCHEDULES:
@@ -237,11 +218,9 @@ def work(job: PartsJob, rank: int, answer: Callable[..., None]) -> None:
                 name = names[(repeat + step) % len(names)]
                 sample = passes.run(rows[name])
                 samples[name].append([1e3 * sample.wall_s, 1e3 * sample.processor_s])
-        answer(event="case", index=index, samples_ms=samples)
+        by_case.append(samples)
+    return by_case
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main()
-    else:
-        serve(PartsJob.from_json, work)
+    main()

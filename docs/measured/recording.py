@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.tools.benchmark.result import percentile
-from megatron_ampipe.tools.benchmark.training import run
-from megatron_ampipe.tools.benchmark.training_job import TrainingJob
-from megatron_ampipe.tools.measuring import machine, rank_processes
+from megatron_ampipe.tools.measuring import machine
+from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.ranks import signals_as_interrupts
+from megatron_ampipe.tools.measuring.result import percentile
+from megatron_ampipe.tools.measuring.training import TrainingJob, run
 from megatron_ampipe.tools.quickstart import CONFIGS
 
 RANKS, ITERATIONS, INTERVAL, WARMUP = 2, 208, 4, 8
@@ -46,7 +47,7 @@ def train(data: str, output: Path, degrees: Sequence[str]) -> None:
     """Train at every degree and add what was found to the document."""
     found = json.loads(output.read_text()) if output.exists() else {"degrees": {}}
     for degree in degrees:
-        with rank_processes.signals_as_interrupts():
+        with signals_as_interrupts():
             found["degrees"][degree] = measure(data, degree)
         print(f"degree {degree}: {text_of(found['degrees'][degree])}", flush=True)
     found |= {"hardware": machine.hardware(), "versions": machine.versions()}
@@ -65,12 +66,12 @@ def measure(data: str, degree: str) -> dict[str, Any]:
         job = TrainingJob(
             flags=flags,
             stock_attends_as="fp32" if degree == "1" else None,
-            link="none",
+            link=parse_link("none"),
             num_ranks=RANKS,
             timeout_s=120.0,
             cores=machine.cores_of(RANKS),
         )
-        curve = run(job, iterations=ITERATIONS, title=f"degree {degree}", on_iteration=lambda _: None)
+        curve = run(job, iterations=ITERATIONS, title=f"degree {degree}")
         size = statistics.fmean(path.stat().st_size for path in Path(folder).iterdir())
     kinds: dict[str, list[float]] = {"recorded": [], "after": [], "others": []}
     for number, ms in enumerate(curve.ms, start=1):

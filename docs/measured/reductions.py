@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import re
 import statistics
 import sys
@@ -33,11 +32,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.tools.benchmark.training import Curve, loss_difference, run
-from megatron_ampipe.tools.benchmark.training_job import TrainingJob, training_flags
-from megatron_ampipe.tools.measuring import machine, rank_processes
+from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
-from megatron_ampipe.tools.measuring.rank_worker import Answer, serve
+from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.ranks import Rank, signals_as_interrupts
+from megatron_ampipe.tools.measuring.training import (
+    Curve,
+    TrainingJob,
+    loss_difference,
+    run,
+    train,
+    training_flags,
+)
 
 LAYERS = 4
 TIMERS = ("--timing-log-level", "2", "--no-barrier-with-level-1-timing")
@@ -60,7 +66,6 @@ PLACES = {
 class DilatedJob(TrainingJob):
     """A training whose computation takes ``dilation`` times as long."""
 
-    worker = Path(__file__).stem
     dilation: int
 
 
@@ -84,7 +89,6 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure one place and write the document."""
     asked = arguments()
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     num_ranks, rate, changed = PLACES[asked.place]
     link = f"{rate / asked.dilation:g}mbit"
     (case,) = read_grid(find_grid("cpu-small")).only("top1").cases
@@ -99,7 +103,7 @@ def main() -> None:
     curves: dict[str, list[Curve]] = {name: [] for name in variants}
     waits: dict[str, list[float]] = {name: [] for name in variants}
     passes: dict[str, list[float]] = {name: [] for name in variants}
-    with rank_processes.signals_as_interrupts():
+    with signals_as_interrupts():
         for round_ in range(asked.rounds):
             first_of_round = round_ % len(variants)
             for name in (*variants[first_of_round:], *variants[:first_of_round]):
@@ -107,14 +111,14 @@ def main() -> None:
                     dilation=asked.dilation,
                     flags=(*flags, *VARIANTS[name]),
                     stock_attends_as=None,
-                    link=link,
+                    link=parse_link(link),
                     num_ranks=num_ranks,
                     timeout_s=600.0,
                     cores=machine.cores_of(num_ranks),
                 )
                 with tempfile.TemporaryDirectory() as folder:
                     log = Path(folder) / "log"
-                    curve = run(job, iterations=iterations, title=name, on_iteration=lambda _: None, log=log)
+                    curve = run(job, iterations=iterations, title=name, work=work, log=log)
                     text = log.read_text(errors="replace")
                 waited, passed = (
                     [float(ms) / asked.dilation for ms in timer.findall(text)] for timer in (SYNC, BACKWARD)
@@ -155,19 +159,16 @@ def main() -> None:
     print(medians)
 
 
-def work(job: DilatedJob, rank: int, answer: Answer) -> None:
+def work(rank: Rank[DilatedJob]) -> None:
     """One rank: a training that sleeps after each stage, and at the end of an iteration for all else."""
     from megatron_ampipe.launch import host
-    from megatron_ampipe.tools.measuring.link import parse_link
-    from megatron_ampipe.tools.measuring.rank_worker import use_interface
 
-    use_interface(parse_link(job.link))
     host.install()
     from megatron.training import training
 
     from megatron_ampipe.runtime import executors
-    from megatron_ampipe.tools.benchmark.training_worker import train
 
+    job = rank.job
     run_on_host, train_step = executors.run_on_host, training.train_step
     computed_s = 0.0
 
@@ -188,11 +189,8 @@ def work(job: DilatedJob, rank: int, answer: Answer) -> None:
         return found
 
     executors.run_on_host, training.train_step = longer_stage, longer_step
-    train(job, rank, answer)
+    train(rank)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main()
-    else:
-        serve(DilatedJob.from_json, work)
+    main()

@@ -18,8 +18,7 @@ from megatron_ampipe.plan.cluster import read_cluster
 from megatron_ampipe.plan.gradients import plan_gradients
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import build, even_chunks
-from megatron_ampipe.tools.measuring.case_workload import workload_of_case
-from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
+from megatron_ampipe.tools.measuring.grid import find_grid, read_grid, workload_of_case
 
 FOLDER = Path(__file__).parent
 LAYERS, BUCKET_SIZE = 4, 250_000

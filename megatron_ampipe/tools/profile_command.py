@@ -1,40 +1,40 @@
 """``ampipe profile``: measures what the operations of a block cost on these ranks, and writes a cluster file.
 
-Declares and checks the arguments and puts :mod:`megatron_ampipe.tools.profiling` together. Starts its own
-ranks, or takes part as one of those that torchrun has started. Called by :mod:`megatron_ampipe.cli`.
+Starts its own ranks, or takes part as one of those that torchrun has started.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.files import outputs
 from megatron_ampipe.plan.cluster import write_cluster
-from megatron_ampipe.tools.measuring import machine, network, rank_processes
+from megatron_ampipe.tools.measuring import machine, network
+from megatron_ampipe.tools.measuring.cluster_fit import Profile, assemble
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import LinkKind
-from megatron_ampipe.tools.measuring.link_arguments import (
+from megatron_ampipe.tools.measuring.link import (
     NO_LINK,
+    LinkKind,
     add_link_arguments,
     link_of,
     num_ranks,
+    parse_link,
+    refuse_own_ranks,
 )
-from megatron_ampipe.tools.profiling.assemble import Profile, assemble
-from megatron_ampipe.tools.profiling.joined import measure_here, under_torchrun
-from megatron_ampipe.tools.profiling.profile_job import ProfileJob
+from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, progress_bar, run_ranks
 from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
 
-NUM_PARTS = 3
-"""Steps of a measurement before the rounds of a real block: computation, collectives, both concurrently."""
-WARMUP = 2
-"""Rounds of a real block that do not count."""
+NUM_STEPS, WARMUP = 3, 2
+"""Steps of a measurement before the rounds of a real block (computation, collectives, both concurrently), and
+rounds that do not count."""
 
 _EPILOG = """\
 examples:
@@ -67,6 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeout", metavar="S", type=at_least(1), default=300, help=timeout + chosen)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileJob(RankJob):
+    """The block around which is measured, timed calls of each operation, and ranks of a node."""
+
+    case: Case
+    repeats: int
+    ranks_per_node: int
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Measure, fit and write.
 
@@ -76,96 +85,91 @@ def run(arguments: argparse.Namespace) -> int:
         RunFailed: a rank was lost, no line fits the times of some operation, or the file cannot be written.
     """
     outputs.check(arguments.output, flag="--output")
-    case = _case(arguments)
-    with _progress(steps=NUM_PARTS + WARMUP + arguments.repeats) as advance:
-        if under_torchrun():
-            _refuse_own_ranks(arguments)
-            reports, ranks_per_node = measure_here(
-                case, repeats=arguments.repeats, seed=arguments.seed, progress=lambda: advance("progress")
-            )
-            if int(os.environ["RANK"]) != 0:
-                return 0
+    grid = read_grid(find_grid(arguments.grid)).only(arguments.case, flag="--case")
+    case = grid.cases[0]
+    started = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+    if started:
+        refuse_own_ranks(arguments)
+        link, count, ranks_per_node = (
+            parse_link(NO_LINK),
+            int(os.environ["WORLD_SIZE"]),
+            int(os.environ["LOCAL_WORLD_SIZE"]),
+        )
+    else:
+        link, count = link_of(arguments), num_ranks(arguments)
+        ranks_per_node = count if link.nodes is None else link.nodes.ranks_per_node
+        grid.check_ranks(count)
+    if link.kind is LinkKind.NETWORK:
+        network.check_usable()
+    num_gpus = 0 if link.kind is LinkKind.NETWORK else machine.num_gpus()
+    if not started and 0 < num_gpus < count:
+        raise EnvironmentMissing(
+            f"{count} ranks need as many GPUs, and there are {num_gpus}. Use --link RATE, which measures "
+            "on the processor, or run where there are more."
+        )
+    job = ProfileJob(
+        case=case,
+        link=link,
+        num_ranks=count,
+        device="cuda" if num_gpus else "cpu",
+        repeats=arguments.repeats,
+        seed=arguments.seed,
+        timeout_s=arguments.timeout,
+        cores=() if num_gpus or started else machine.cores_of(count),
+        ranks_per_node=ranks_per_node,
+    )
+    is_first = not started or os.environ["RANK"] == "0"
+    with progress_bar(NUM_STEPS + WARMUP + arguments.repeats, quiet=not is_first) as bar:
+
+        def on_message(rank: int, event: str, _: Any) -> None:
+            if rank == 0 and event == "progress":
+                bar(advance=1, description="measuring")
+
+        if started:
+            reports = _measure_here(job, int(os.environ["RANK"]), on_message)
         else:
-            job = _job(arguments, case)
-            found = rank_processes.measure(job, timeout_s=arguments.timeout, on_event=advance)
-            reports, ranks_per_node = found.cases[0], job.ranks_per_node
-    command = shlex.join(["ampipe", *sys.argv[1:]])
+            reports = run_ranks(job, measure_rank, on_message=on_message)
+    if not is_first:
+        return 0
     profile = assemble(
         case,
         reports,
         ranks_per_node=ranks_per_node,
-        description=_description(case, arguments.link or NO_LINK, len(reports), reports[0]["kernel"]),
+        description=_description(case, link.text, count, reports[0]["kernel"]),
         source="measured by ampipe profile; medians of the slowest rank",
         device_memory_gib=_device_memory_gib(),
     )
     try:
-        write_cluster(profile.cluster, arguments.output, head=command)
+        write_cluster(profile.cluster, arguments.output, head=shlex.join(["ampipe", *sys.argv[1:]]))
     finally:
         _show(profile)
     print(f"wrote {arguments.output}")
     return 0
 
 
-def _job(arguments: argparse.Namespace, case: Case) -> ProfileJob:
-    link, count = link_of(arguments), num_ranks(arguments)
-    if link.kind is LinkKind.NETWORK:
-        network.check_usable()
-    num_gpus = 0 if link.kind is LinkKind.NETWORK else machine.num_gpus()
-    if 0 < num_gpus < count:
-        raise EnvironmentMissing(
-            f"{count} ranks need as many GPUs, and there are {num_gpus}. Use --link RATE, which measures "
-            "on the processor, or run where there are more."
-        )
-    if case.experts % count:
-        raise BadInput(
-            "--ranks",
-            count,
-            rule=f"does not divide the {case.experts} experts of case {case.name}",
-            remedy="Use --ranks 2, or another grid.",
-        )
-    return ProfileJob(
-        case=case,
-        link=link.text,
-        num_ranks=count,
-        device="cuda" if num_gpus else "cpu",
-        repeats=arguments.repeats,
-        seed=arguments.seed,
-        timeout_s=arguments.timeout,
-        rendezvous="",
-        cores=() if num_gpus else machine.cores_of(count),
+def measure_rank(rank: Rank[ProfileJob]) -> dict[str, Any]:
+    """Measure in a rank; what :func:`.operations.measure` returns."""
+    rank.start_megatron()
+    # Imports Megatron, which must not come before the link is emulated.
+    from megatron_ampipe.tools.measuring import blocks, operations
+
+    job = rank.job
+    blocks.require(job.case, on_cuda=job.on_cuda)
+    turns = 1 if job.cores or job.on_cuda else machine.ranks_per_core(job.ranks_per_node)
+    return operations.measure(
+        rank, job.case, repeats=job.repeats, ranks_per_node=job.ranks_per_node, turns=turns
     )
 
 
-def _case(arguments: argparse.Namespace) -> Case:
-    grid = read_grid(find_grid(arguments.grid))
-    if arguments.case is None:
-        return grid.cases[0]
-    for case in grid.cases:
-        if case.name == arguments.case:
-            return case
-    known = ", ".join(case.name for case in grid.cases[:5])
-    raise BadInput(
-        "--case",
-        arguments.case,
-        rule=f"is not in {grid.path}",
-        remedy=f"Use one of {known}, or others there.",
-    )
+def _measure_here(job: ProfileJob, number: int, on_message: Callable[[int, str, Any], None]) -> list[Any]:
+    """Measure as a rank that torchrun has started; what every rank found."""
+    import torch.distributed as dist
 
-
-def _refuse_own_ranks(arguments: argparse.Namespace) -> None:
-    for flag, value in (
-        ("--ranks", arguments.ranks),
-        ("--link", arguments.link),
-        ("--nodes", arguments.nodes),
-        ("--ranks-per-node", arguments.ranks_per_node),
-    ):
-        if value is not None:
-            raise BadInput(
-                flag,
-                value,
-                rule="is for ranks that the command starts itself, and torchrun has started these",
-                remedy=f"Leave {flag} out.",
-            )
+    report = measure_rank(Rank(job, number, tell=lambda event, value: on_message(number, event, value)))
+    reports: list[Any] = [None] * job.num_ranks
+    dist.all_gather_object(reports, report)
+    dist.destroy_process_group()
+    return reports
 
 
 def _description(case: Case, link: str, num_ranks: int, kernel: str) -> str:
@@ -204,23 +208,3 @@ def _show(profile: Profile) -> None:
 
 def _figures(figures: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
-
-
-@contextlib.contextmanager
-def _progress(*, steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar on the terminal, nothing elsewhere; yields what takes each event of the first rank."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    quiet = not console.is_terminal or int(os.environ.get("RANK", "0")) != 0
-    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=quiet) as bar:
-        task = bar.add_task("", total=steps)
-
-        def on_event(event: str) -> None:
-            if event == "progress":
-                bar.advance(task)
-                bar.refresh()
-
-        yield on_event

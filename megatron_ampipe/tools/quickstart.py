@@ -24,12 +24,11 @@ from megatron_ampipe.files import outputs
 from megatron_ampipe.files.shipped import configs_folder
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.tools import quickstart_report
-from megatron_ampipe.tools.benchmark import training
-from megatron_ampipe.tools.benchmark.training import Curve
-from megatron_ampipe.tools.benchmark.training_job import TrainingJob
-from megatron_ampipe.tools.measuring import machine, rank_processes
-from megatron_ampipe.tools.measuring.link_choice import LinkChoice, choose_link
+from megatron_ampipe.tools.measuring import machine, training
 from megatron_ampipe.tools.measuring.machine import cores_of
+from megatron_ampipe.tools.measuring.network import LinkChoice, choose_link
+from megatron_ampipe.tools.measuring.ranks import signals_as_interrupts
+from megatron_ampipe.tools.measuring.training import Curve, TrainingJob
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LINK = "100mbit"
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(words)
     console = Console()
     try:
-        with rank_processes.signals_as_interrupts():
+        with signals_as_interrupts():
             if chosen.iterations <= WARMUP:
                 raise BadInput(
                     "--iterations",
@@ -111,7 +110,7 @@ def _compare(choice: LinkChoice, chosen: argparse.Namespace, console: Console) -
         flags=(*flags, "--ampipe-degree", "1"),
         # The attention kernel of AMPipe's layers: Megatron's own is slower on a CPU.
         stock_attends_as="fp32",
-        link=choice.link.text,
+        link=choice.link,
         num_ranks=NUM_RANKS,
         timeout_s=_TIMEOUT_S,
         cores=cores_of(NUM_RANKS),

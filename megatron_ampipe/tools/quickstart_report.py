@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe.errors import DifferenceFound
-from megatron_ampipe.tools.benchmark.training import TOLERANCE, Curve, loss_difference
 from megatron_ampipe.tools.measuring.link import LinkKind
-from megatron_ampipe.tools.measuring.link_choice import LinkChoice
+from megatron_ampipe.tools.measuring.network import LinkChoice
+from megatron_ampipe.tools.measuring.training import TOLERANCE, Curve, loss_difference
 
 _AS_FAST = 0.05
 """Speeds that differ by less are called equal."""

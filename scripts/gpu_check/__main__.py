@@ -142,8 +142,7 @@ def _require_packages(folder: Path | None) -> None:
 def _report(device: Device, done: Sequence[Done], *, output: Path, seconds: float) -> int:
     """Write the summary, print the table; the exit code."""
     from gpu_check import findings
-    from megatron_ampipe.tools.benchmark import result_file
-    from megatron_ampipe.tools.measuring import machine
+    from megatron_ampipe.tools.measuring import machine, result
 
     document: dict[str, Any] = {
         "format": findings.FORMAT,
@@ -154,7 +153,7 @@ def _report(device: Device, done: Sequence[Done], *, output: Path, seconds: floa
         "versions": machine.versions() | {"torch": device.torch},
         "steps": [step.as_json() for step in done],
     }
-    result_file.write(document, output / "summary.json")
+    result.write(document, output / "summary.json")
     rows = findings.rows(document)
     findings.show(document, rows)
     print(f"everything: {output / 'summary.json'}")

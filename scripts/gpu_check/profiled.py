@@ -19,11 +19,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from gpu_check.torch_trace import MARK, read_profile
-from megatron_ampipe.tools.benchmark import result_file
-from megatron_ampipe.tools.benchmark.bench_job import BenchJob
+from megatron_ampipe.tools.measuring import result
+from megatron_ampipe.tools.measuring.bench_job import STOCK, BenchJob, Cut, Variant
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.rank_worker import start_torch
-from megatron_ampipe.tools.measuring.variant import STOCK, Cut, Variant
+from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.ranks import Rank
 
 DEGREE = 4
 """Of the profiled pass."""
@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True, help="receives what was found")
     chosen = parser.parse_args()
     (case,) = read_grid(find_grid(chosen.grid)).only(chosen.case).cases
-    result_file.write(examine(_job(case, chosen.link, chosen.device), trace=chosen.trace), chosen.json)
+    result.write(examine(_job(case, chosen.link, chosen.device), trace=chosen.trace), chosen.json)
     return 0
 
 
@@ -60,7 +60,7 @@ def _job(case: Case, link: str, device: Any) -> BenchJob:
         cases=(case,),
         schedules=("ampipe",),
         cuts=(Cut.of(2), Cut.of(DEGREE), Cut.of(8)),
-        link=link,
+        link=parse_link(link),
         num_ranks=min(_RANKS, case.experts),
         pretended=True,
         device=device,
@@ -68,8 +68,6 @@ def _job(case: Case, link: str, device: Any) -> BenchJob:
         warmup=_WARMUP,
         seed=1,
         timeout_s=60,
-        rendezvous="",
-        cores=(),
     )
 
 
@@ -85,7 +83,7 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
         direction and kind, the host's time to issue a stage while the device is busy), and the fields of
         :class:`.Profile`.
     """
-    emulation = start_torch(job, rank=0)
+    emulation = Rank(job, 0).start_megatron()
     assert emulation is not None, "--link has to be an emulated one"
     (case,) = job.cases
     emulation.num_experts = case.experts
@@ -107,23 +105,23 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
     pipelined = factory.build(Variant("ampipe", Cut.of(DEGREE)))
     for _ in range(job.warmup):
         block.run(pipelined)
-    timed, recorder, timer = factory.build_timed(Variant("ampipe", Cut.of(DEGREE)), num_passes=_TIMED)
+    timed = factory.build_timed(Variant("ampipe", Cut.of(DEGREE)), num_passes=_TIMED)
     for number in range(_TIMED):
-        recorder.start_iteration(number)
-        block.run(timed)
+        timed.recorder.start_iteration(number)
+        block.run(timed.layers)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with profile(activities=activities) as recorded:
         block.run(pipelined)
     found = read_profile(_export(recorded, trace))
     return {
         "case": case.name,
-        "link": job.link,
+        "link": job.link.text,
         "kernel": factory.kernel,
         "clock": emulation.clock,
         "degree": DEGREE,
         "peak_bytes": peaks,
         "allocator": allocator,
-        "issued_us": timer.queue.issued_us(),
+        "issued_us": timed.timer.queue.issued_us(),
         **asdict(found),
     }
 

@@ -28,9 +28,9 @@ def main() -> None:
     from megatron_ampipe.layers.recompute import FullRecompute
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
     from megatron_ampipe.schedule.config import AMPipeConfig
-    from megatron_ampipe.tools.benchmark.bench_job import PEAK_PASSES
+    from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES
     from megatron_ampipe.tools.measuring.blocks import KernelAttention, Layers
-    from megatron_ampipe.tools.measuring.peak_memory import TensorMeter, Watch, WatchedExecutor
+    from megatron_ampipe.tools.measuring.meters import TensorMeter, Watch, WatchedExecutor
     from tests.dist import logged_losses
     from tests.dist.blocks import transformer_config
 

@@ -28,7 +28,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "no package": {"expert_kind": "grouped", "on_cuda": True},
     "no GPU": {"expert_kind": "grouped"},
     "precision": {"expert_kind": "torch-grouped", "on_cuda": True},
-    "width": {"expert_kind": "torch-grouped", "ffn": 66},
     "nothing": {"expert_kind": "torch-grouped", "on_cuda": True, "dtype": "bf16"},
 }
 
@@ -48,13 +47,13 @@ def main() -> None:
 
 def _refusal(**changes: Any) -> str | None:
     from megatron_ampipe.errors import AMPipeError
-    from megatron_ampipe.tools.measuring import experts
+    from megatron_ampipe.tools.measuring import blocks
     from megatron_ampipe.tools.measuring.grid import Case
 
     on_cuda = changes.pop("on_cuda", False)
     case = Case(**FIGURES | {"name": "x", "experts": 4, "topk": 1, "activation": "gelu"} | changes)
     try:
-        experts.require(case, on_cuda=on_cuda)
+        blocks.require(case, on_cuda=on_cuda)
     except AMPipeError as error:
         return f"{error.exit_code}: {error}"
     return None
@@ -63,37 +62,20 @@ def _refusal(**changes: Any) -> str | None:
 def _start() -> Any:
     import megatron.core.tensor_parallel.mappings as mappings
 
-    from megatron_ampipe.tools.benchmark.bench_job import BenchJob
-    from megatron_ampipe.tools.measuring.rank_worker import start_torch
-    from megatron_ampipe.tools.measuring.variant import Cut
+    from megatron_ampipe.tools.measuring.link import parse_link
+    from megatron_ampipe.tools.measuring.ranks import Rank, RankJob
 
-    emulation = start_torch(
-        BenchJob(
-            cases=(),
-            schedules=("ampipe",),
-            cuts=(Cut.of(2),),
-            link="emulated:100GB/s",
-            num_ranks=RANKS,
-            pretended=True,
-            device="cpu",
-            repeats=1,
-            warmup=0,
-            seed=1,
-            timeout_s=60,
-            rendezvous="",
-            cores=(),
-        ),
-        rank=0,
-    )
+    job = RankJob(link=parse_link("emulated:100GB/s"), num_ranks=RANKS, pretended=True)
+    emulation = Rank(job, 0).start_megatron()
     # Megatron was imported before the process was forked, and holds a reference to torch's function.
     mappings.dist_all_gather_func = torch.distributed.all_gather_into_tensor
     return emulation
 
 
 def _compare(request: dict[str, Any], emulation: Any) -> dict[str, Any]:
+    from megatron_ampipe.tools.measuring.bench_job import Cut, Variant
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
     from megatron_ampipe.tools.measuring.grid import Case
-    from megatron_ampipe.tools.measuring.variant import Cut, Variant
 
     case = Case(**FIGURES, **request)
     emulation.num_experts = case.experts

@@ -21,9 +21,8 @@ import pytest
 import yaml
 
 from megatron_ampipe.schedule import from_text
-from megatron_ampipe.tools.benchmark import training
-from megatron_ampipe.tools.measuring import network
-from megatron_ampipe.tools.measuring.link import Nodes
+from megatron_ampipe.tools.measuring import network, training
+from megatron_ampipe.tools.measuring.link import parse_link
 from tests.dist.launch import REPOSITORY
 
 pytestmark = pytest.mark.alone
@@ -78,7 +77,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     done = subprocess.run(
-        command(folder, *words),
+        command(folder, *words, "--warmup", "0"),
         cwd=REPOSITORY,
         # Standard error as on a terminal, with the progress bar.
         env=environment(folder) | {"FORCE_COLOR": "1"},
@@ -89,41 +88,30 @@ def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list((folder / "temporary").iterdir())
     assert sorted(path.name for path in folder.glob("*result.json*")) == ["result.json"]
-    document = json.loads((folder / "result.json").read_text())
     # Every pass is reported, so a long silence means that a pass does not end.
     steps = [tuple(map(int, step)) for step in re.findall(r"(\d+)/(\d+)", done.stderr)]
-    total = steps[0][1]
-    assert [number for number, _ in dict.fromkeys(steps)] == list(range(total + 1))
-    num_layers = sum(1 + len(case["rows"]) for case in document["cases"])
-    assert total >= num_layers * (document["warmup"] + document["repeats"])
+    assert [number for number, _ in dict.fromkeys(steps)] == list(range(steps[0][1] + 1))
+    document = json.loads((folder / "result.json").read_text())
     return document, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.stdout)
 
 
-def check_document(
-    document: dict[str, Any], *, link: str, layers: list[tuple[str, int]], repeats: int, num_layers: int = 1
-) -> None:
+def check_document(document: dict[str, Any], *, link: str, rows: list[tuple[str, int, int]]) -> None:
+    """Of two repeats; ``rows`` are schedule, degree and stack."""
     assert document["link"] == link
-    assert document["versions"]["torch"]
-    assert document["hardware"]["cpu"]
-    assert len(document["hardware"]["load_average"]) == 3
+    assert document["versions"]["torch"] and document["hardware"]["cpu"]
+    assert len(document["hardware"]["load_average"]) == len(document["hardware"]["load_average_after"]) == 3
     assert document["clean"] in ({True, False} if "commit" in document["versions"] else {None})
     assert [case["name"] for case in document["cases"]] == ["top1", "rich"]
     for case in document["cases"]:
-        assert case["link"] == link
-        assert case["stock_ms"] > 0
-        assert case["stock_peak_bytes"] > 0
-        assert document["layers"] == case["layers"] == num_layers
+        assert (case["link"], case["layers"]) == (link, document["layers"])
+        assert case["stock_ms"] > 0 and case["stock_peak_bytes"] > 0
         assert case["control"]["spread"] >= abs(case["control"]["speedup"] - 1) - 1e-4
-        assert len(case["control"]["samples_ms"]) == repeats
+        assert len(case["control"]["samples_ms"]) == 2
         assert case["control"]["difference_from_stock"] == 0.0
-        assert [(row["schedule"], row["degree"]) for row in case["rows"]] == layers
+        assert [(row["schedule"], row["degree"], row["stack"]) for row in case["rows"]] == rows
         for row in case["rows"]:
-            assert len(row["samples_ms"]) == repeats
-            assert row["ms"] > 0
-            assert row["speedup"] > 0
-            assert row["busy_cores"] > 0
-            assert row["peak_bytes"] > 0
-            assert row["layers"] == num_layers
+            assert len(row["samples_ms"]) == 2
+            assert min(row["ms"], row["speedup"], row["busy_cores"], row["peak_bytes"]) > 0
             assert row["difference_from_stock"] <= (1e-4 if row["degree"] > 1 else 0.0)
             assert (row["bound_share"] is None) == (row["degree"] == 1)
             if row["bound_share"] is not None:
@@ -131,132 +119,92 @@ def check_document(
                 assert all(part >= 0 for parts in row["bound"].values() for part in parts.values())
 
 
-def test_without_a_link(tmp_path: Path) -> None:
-    schedules = ["sequential", "moe-only", "ampipe"]
-    words = ["--link", "none", "--degrees", "1,3", "--schedules", ",".join(schedules), "--repeats", "2"]
-    document, shown = bench(tmp_path, *words, "--warmup", "0")
-    layers = [(schedule, degree) for schedule in schedules for degree in (1, 3)]
-    check_document(document, link="none", layers=layers, repeats=2)
-    assert document["emulated"] is False
-    assert "emulated" not in shown
-
-
-def test_several_layers_block_by_block_and_together(tmp_path: Path) -> None:
-    words = ["--layers", "3", "--stack", "1,2,all", "--degrees", "1,4", "--schedules", "ampipe"]
-    document, shown = bench(tmp_path, *words, "--repeats", "1", "--warmup", "0")
-    layers = [("ampipe", degree) for degree in (1, 4, 4, 4)]
-    check_document(document, link="none", layers=layers, repeats=1, num_layers=3)
-    assert document["stacks"] == [1, 2, 3]
-    for case in document["cases"]:
-        again, *rows = case["rows"]
-        # A thread of gloo may keep a buffer for a moment after a collective.
-        assert again["peak_bytes"] == pytest.approx(case["stock_peak_bytes"], rel=0.1)
-        assert [row["stack"] for row in rows] == [1, 2, 3]
-        found = {row["stack"]: row for row in rows}
-        assert len({frozenset(row["stages_us_by_rank"][0]["forward"]) for row in rows}) == 1
-        for stack, row in found.items():
-            needs = row["stage_needs"]["forward"]
-            # The second layer takes what the first returns within the schedule, or from Megatron.
-            assert ("merge.0" in needs["qkv.0@1"]) is (stack > 1)
-            assert ("merge.0@1" in needs["qkv.0@2"]) is (stack > 2)
-            # The same transfers in all.
-            assert len(needs) == 3 * len([name for name in needs if "@" not in name])
-    assert "3 layers" in shown
-    assert "stack" in shown
-
-
-def test_the_planned_variant_is_measured(tmp_path: Path) -> None:
-    # A cluster with slow communication and no overhead of chunks, so that every block is pipelined.
-    figures = yaml.safe_load((REPOSITORY / "docs" / "measured" / "profile-100mbit.yaml").read_text())
-    free = dict.fromkeys(("alpha_us", "forward_us", "backward_us", "latency_us"), 0)
-    free |= dict.fromkeys(("forward_factor", "backward_factor", "compute_slowdown"), 1)
-
-    def simplify(section: dict[str, Any]) -> None:
-        section.update({key: free[key] for key in section if key in free})
-        for below in section.values():
-            if isinstance(below, dict):
-                simplify(below)
-
-    simplify(figures)
+def free_cluster(folder: Path) -> Path:
+    """A cluster with slow communication and no overhead of chunks, so that every block is pipelined."""
+    text = (REPOSITORY / "docs" / "measured" / "profile-100mbit.yaml").read_text()
+    text = re.sub(r"(alpha_us|forward_us|backward_us|latency_us): .*", r"\1: 0", text)
+    text = re.sub(r"(forward_factor|backward_factor|compute_slowdown): .*", r"\1: 1", text)
+    figures = yaml.safe_load(text)
     for figure in figures["intra"].values():
         figure["beta_us_per_mb"] *= 100
         figure.pop("table", None)
-    cluster = tmp_path / "cluster.yaml"
+    cluster = folder / "cluster.yaml"
     cluster.write_text(yaml.safe_dump(figures))
-    words = ["--layers", "2", "--degrees", "2", "--schedules", "ampipe", "--repeats", "2", "--warmup", "0"]
-    document, shown = bench(tmp_path, *words, "--planned", str(cluster), "--predict", str(cluster))
+    return cluster
+
+
+def test_layers_block_by_block_together_and_planned(tmp_path: Path) -> None:
+    cluster = str(free_cluster(tmp_path))
+    words = ["--layers", "3", "--degrees", "1,3", "--schedules", "sequential,ampipe", "--repeats", "2"]
+    document, shown = bench(tmp_path, *words, "--planned", cluster, "--predict", cluster)
+    assert "3 layers" in shown and "emulated" not in shown
     for case in document["cases"]:
-        by_hand, planned = case["rows"][:2], case["rows"][2:]
-        for stack, ours, theirs in zip((1, 2), by_hand, planned, strict=True):
-            assert (ours["schedule"], ours["stack"]) == ("ampipe", stack)
-            assert (theirs["schedule"], theirs["stack"]) == ("planned", stack)
-            schedule = from_text(theirs["order"])
-            assert schedule.degree == theirs["degree"]
-            assert schedule.repeats is (stack > 1)
-            assert max(theirs["degree"], theirs["backward_degree"] or 0) > 1 or schedule.backward.weights
-            assert theirs["difference_from_stock"] <= 1e-4
-            assert theirs["predicted_ms"] <= ours["predicted_ms"]
-    assert "planned" in shown
+        again, *rows, block, stack = case["rows"]
+        # A thread of gloo may keep a buffer for a moment after a collective.
+        assert again["peak_bytes"] == pytest.approx(case["stock_peak_bytes"], rel=0.1)
+        for row in rows:
+            if row["degree"] > 1:
+                needs = row["stage_needs"]["forward"]
+                # The second layer takes what the first returns within the schedule, or from Megatron.
+                assert (
+                    ("merge.0" in needs["qkv.0@1"]) is ("merge.0@1" in needs["qkv.0@2"]) is (row["stack"] > 1)
+                )
+                # The same transfers in all.
+                assert len(needs) == 3 * len([name for name in needs if "@" not in name])
+        for planned, size in ((block, 1), (stack, 3)):
+            assert (planned["schedule"], planned["stack"]) == ("planned", size)
+            schedule = from_text(planned["order"])
+            assert (schedule.degree, schedule.repeats) == (planned["degree"], size > 1)
+            assert planned["difference_from_stock"] <= 1e-4
+            by_hand = [row["predicted_ms"] for row in rows if row["stack"] == size]
+            assert planned["predicted_ms"] <= min(by_hand)
+        case["rows"] = [again, *rows]
+    one, together = ("sequential", 1, 1), [("sequential", 3, 1), ("sequential", 3, 3)]
+    both = [one, *together, *(("ampipe", *row[1:]) for row in (one, *together))]
+    check_document(document, link="none", rows=both)
 
 
 @needs_network
 def test_over_a_real_network(tmp_path: Path) -> None:
-    words = ["--link", "200mbit", "--degrees", "2", "--repeats", "2", "--warmup", "0", "--gloo-all-to-all"]
+    words = ["--link", "200mbit", "--degrees", "2", "--repeats", "2", "--gloo-all-to-all"]
     document, shown = bench(tmp_path, *words)
-    check_document(document, link="200mbit", layers=[("moe-only", 2), ("ampipe", 2)], repeats=2)
-    assert "stock-gloo" in shown
+    check_document(document, link="200mbit", rows=[("moe-only", 2, 1), ("ampipe", 2, 1)])
+    assert "stock-gloo" in shown and "wire MB" in shown
     for case in document["cases"]:
         assert case["gloo_all_to_all"]["difference_from_stock"] == 0.0
-        assert len(case["gloo_all_to_all"]["samples_ms"]) == 2
+        assert case["stock_wire_bytes"] == pytest.approx(case["stock_expected_wire_bytes"], rel=0.5)
 
 
 def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:
     words = ["--link", "emulated:1gbit:10ms", "--degrees", "1,2", "--schedules", "ampipe", "--repeats", "2"]
-    document, shown = bench(tmp_path, *words, "--warmup", "0", "--pretend-peers")
-    check_document(document, link="emulated:1gbit:10ms", layers=[("ampipe", 1), ("ampipe", 2)], repeats=2)
+    document, shown = bench(tmp_path, *words, "--pretend-peers")
+    check_document(document, link="emulated:1gbit:10ms", rows=[("ampipe", 1, 1), ("ampipe", 2, 1)])
     assert document["emulated"] is document["pretended"] is document["cases"][0]["emulated"] is True
     assert "emulated:1gbit:10ms (emulated) · 2 ranks, all but one pretended" in shown
     for case in document["cases"]:
-        control, chunked = case["rows"]
+        again, chunked = case["rows"]
         # Dispatch of tokens and probabilities, combine, and the same in backward: at least six latencies.
-        assert min(case["stock_ms"], control["ms"]) > 60
-        assert chunked["bound"]["forward"]["communication_ms"] >= 2 * 30
-        assert chunked["bound"]["backward"]["communication_ms"] >= 2 * 30
+        assert min(case["stock_ms"], again["ms"]) > 60
+        assert all(parts["communication_ms"] >= 2 * 30 for parts in chunked["bound"].values())
 
 
 def test_end_to_end_training_alternates_the_variants(tmp_path: Path) -> None:
     link = "none" if NO_NETWORK else "400mbit"
-    words = ["--end-to-end", "--cases", "rich", "--degrees", "4", "--schedules", "ampipe", "--repeats", "2"]
+    words = ["--end-to-end", "--cases", "rich", "--degrees", "4", "--schedules", "ampipe", "--repeats", "3"]
     document, shown = bench(
-        tmp_path,
-        *words,
-        "--warmup",
-        "1",
-        "--rounds",
-        "1",
-        "--layers",
-        "2",
-        "--link",
-        link,
-        "--gloo-all-to-all",
+        tmp_path, *words, "--rounds", "1", "--layers", "2", "--link", link, "--gloo-all-to-all"
     )
     assert {"ampipe", "stack", "control", "stock-gloo"} <= set(shown.split())
     assert (document["format"], document["layers"], document["rounds"]) == (training.FORMAT, 2, 1)
-    assert document["stacks"] == [1, 2]
     (case,) = document["cases"]
-    assert case["name"] == "rich"
     assert {"--mock-data", "--expert-model-parallel-size"} <= set(case["flags"])
-    assert case["layers"] == 2
-    assert [(row["layers"], row["stack"]) for row in case["rows"]] == [(2, 1), (2, 2)]
+    assert [(row["degree"], row["layers"], row["stack"]) for row in case["rows"]] == [(4, 2, 1), (4, 2, 2)]
     for kind in (case["stock"], case["control"], case["gloo_all_to_all"], *case["rows"]):
         (found,) = kind["trainings"]
         assert len(found["ms"]) == len(found["lm_loss"]) == 3
-        assert kind["ms"] > 0
         # The model learns: the first loss is about the logarithm of the vocabulary size.
         assert 6.5 > found["lm_loss"][0] > found["lm_loss"][-1] > 0
-    for row in case["rows"]:
-        assert (row["schedule"], row["degree"]) == ("ampipe", 4)
-        assert row["loss_difference"] <= training.TOLERANCE
+        assert kind.get("loss_difference", 0.0) <= training.TOLERANCE
 
 
 COMPARE = """
@@ -264,8 +212,8 @@ import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.tools.measuring.grid import Case
-from megatron_ampipe.tools.measuring.variant import Cut, Variant
-from megatron_ampipe.tools.benchmark.timed_passes import _compare
+from megatron_ampipe.tools.measuring.bench_job import Cut, Variant
+from megatron_ampipe.tools.measuring.timed_passes import compare
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 
@@ -279,7 +227,7 @@ for dtype in ("fp32", "bf16"):
     for value in (2.0, 2.0 + 1e-6, 2.5, float("nan"), float("inf")):
         try:
             variants = (Variant("stock", Cut.of(1)), Variant("ampipe", Cut.of(2)))
-            _compare(Passes(), [2.0, value], variants, rank=0, case=case)
+            compare(Passes(), [2.0, value], variants, rank=0, case=case)
             print("same")
         except DifferenceFound as error:
             print("gradient on rank 0" in str(error))
@@ -343,31 +291,17 @@ assert control.rstrip(bytes(1)) == b"cubic", control
 
 
 @needs_network
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_network_has_its_rate(count: int) -> None:
-    size, rate = 500_000, 40e6
-
-    def inside(pid: int, code: str) -> subprocess.Popen[str]:
-        words = ["nsenter", f"--net=/proc/{pid}/ns/net", sys.executable, "-c", code]
-        return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-
-    with namespaces(count) as pids, network.joined(pids, rate_bit_per_s=rate):
-        receiver = inside(pids[0], RECEIVE.format(size=size, senders=count - 1))
-        assert receiver.stdout is not None
-        assert receiver.stdout.readline() == "ready\n"
-        for pid in pids[1:]:
-            sender = inside(pid, SEND.format(size=size))
-            taken_s = float(sender.communicate(timeout=30)[0])
-            assert sender.returncode == 0
-            # The token bucket allows a small burst; a busy machine can only be slower.
-            assert taken_s >= 0.85 * (size - network.burst_bytes(rate)) * 8 / rate
-        receiver.communicate(timeout=30)
-        assert receiver.returncode == 0
-
-
-@needs_network
-def test_a_network_of_nodes_sends_over_two_interfaces() -> None:
-    """Four ranks on two nodes: each peer is reached over the interface of its class, at that class's rate."""
+@pytest.mark.parametrize(
+    ("text", "ranks_per_node", "interfaces"),
+    [
+        ("40mbit", None, ["ampipe0"]),
+        ("40mbit", None, ["ampipe0", "ampipe0"]),
+        # Each peer is reached over the interface of its class, at that class's rate.
+        ("inter=40mbit,intra=160mbit", 2, ["ampipe1", "ampipe0", "ampipe0"]),
+    ],
+)
+def test_a_network_has_its_rates(text: str, ranks_per_node: int | None, interfaces: list[str]) -> None:
+    """Every rank sends to the first, one after the other; ``interfaces`` says over which."""
     size, rates = 500_000, {"ampipe0": 40e6, "ampipe1": 160e6}
 
     def inside(pid: int, *words: str) -> subprocess.Popen[str]:
@@ -377,19 +311,21 @@ def test_a_network_of_nodes_sends_over_two_interfaces() -> None:
     def sent(pid: int) -> dict[str, int]:
         lines = inside(pid, "cat", "/proc/self/net/dev").communicate(timeout=30)[0].splitlines()
         found = {line.split(":")[0].strip(): line.split(":")[1].split() for line in lines if ":" in line}
-        return {name: int(found[name][8]) for name in rates}
+        return {name: int(found[name][8]) for name in rates if name in found}
 
-    nodes = Nodes(ranks_per_node=2, rate_bit_per_s=rates["ampipe1"])
-    with namespaces(4) as pids, network.joined(pids, rate_bit_per_s=rates["ampipe0"], nodes=nodes):
-        receiver = inside(pids[0], sys.executable, "-c", RECEIVE.format(size=size, senders=3))
+    link = parse_link(text, ranks_per_node=ranks_per_node)
+    with namespaces(1 + len(interfaces)) as pids, network.joined(pids, link):
+        receive = RECEIVE.format(size=size, senders=len(interfaces))
+        receiver = inside(pids[0], sys.executable, "-c", receive)
         assert receiver.stdout is not None
         assert receiver.stdout.readline() == "ready\n"
-        for rank, used in ((1, "ampipe1"), (2, "ampipe0"), (3, "ampipe0")):
-            before = sent(pids[rank])
-            sender = inside(pids[rank], sys.executable, "-c", SEND.format(size=size))
+        for pid, used in zip(pids[1:], interfaces, strict=True):
+            before = sent(pid)
+            sender = inside(pid, sys.executable, "-c", SEND.format(size=size))
             taken_s = float(sender.communicate(timeout=30)[0])
             assert sender.returncode == 0
-            after = sent(pids[rank])
+            after = sent(pid)
+            # The token bucket allows a small burst; a busy machine can only be slower.
             assert taken_s >= 0.85 * (size - network.burst_bytes(rates[used])) * 8 / rates[used]
             assert size < after[used] - before[used] < 1.02 * size
             assert sum(after.values()) - sum(before.values()) < 1.02 * size, "and nothing over the other"
@@ -407,7 +343,7 @@ def ranks_of(pid: int) -> list[int]:
         # Processes may end during the search.
         with contextlib.suppress(OSError):
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"tools.benchmark." in (process / "cmdline").read_bytes():
+            if parent == pid and b"spawn_main" in (process / "cmdline").read_bytes():
                 found.append(int(process.name))
     return sorted(found)
 
@@ -483,17 +419,13 @@ def check_nothing_is_left(folder: Path, ranks: list[int], networks: set[str]) ->
     assert network.INTERFACE not in interfaces
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
-def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    check_interruption(tmp_path, number, early=number is signal.SIGTERM)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
-def test_an_interrupted_training_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    check_interruption(tmp_path, number, "--end-to-end", early=number is signal.SIGKILL)
-
-
-def check_interruption(tmp_path: Path, number: signal.Signals, *words: str, early: bool) -> None:
+@pytest.mark.parametrize(
+    ("number", "words", "early"),
+    [(signal.SIGINT, (), False), (signal.SIGTERM, ("--end-to-end",), False), (signal.SIGKILL, (), True)],
+)
+def test_an_interrupted_run_leaves_nothing(
+    tmp_path: Path, number: signal.Signals, words: tuple[str, ...], early: bool
+) -> None:
     link = "none" if NO_NETWORK else "200mbit"
     with running(tmp_path, *words, "--link", link, early=early) as (process, ranks):
         networks = networks_of(ranks)

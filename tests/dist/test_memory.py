@@ -15,8 +15,8 @@ import pytest
 
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange
-from megatron_ampipe.tools.measuring.case_workload import workload_of_case
 from megatron_ampipe.tools.measuring.grid import Case as GridCase
+from megatron_ampipe.tools.measuring.grid import workload_of_case
 from tests.dist.cases import Case
 from tests.dist.launch import run_workers
 

@@ -60,8 +60,7 @@ def test_no_exchanged_row_is_zero(name: str, reports: dict[str, Any]) -> None:
     [
         ("no package", "1: expert_kind grouped (case x) needs a GPU and Transformer Engine"),
         ("no GPU", "1: expert_kind grouped (case x) needs a GPU and Transformer Engine"),
-        ("precision", "torch's grouped product takes no fp32 on a GPU. Write dtype: bf16"),
-        ("width", "ffn 66 is no multiple of 4. Choose one"),
+        ("precision", "torch-grouped (case x) takes no fp32 on a GPU. Write dtype: bf16"),
     ],
 )
 def test_unavailable_experts_are_refused(name: str, said: str, reports: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.tools import quickstart_report
-from megatron_ampipe.tools.measuring.link_choice import IN_USER_NAMESPACE
+from megatron_ampipe.tools.measuring.network import IN_USER_NAMESPACE
 from tests.dist.launch import REPOSITORY
 from tests.dist.test_bench import NO_NETWORK, check_nothing_is_left, networks_of, ranks_of, until
 
@@ -28,7 +28,7 @@ Of the fastest iterations: other work slows some of them, and rarely all.
 """
 
 CHOOSE = """
-from megatron_ampipe.tools.measuring.link_choice import choose_link
+from megatron_ampipe.tools.measuring.network import choose_link
 found = choose_link("100mbit", may_emulate=True)
 print(found.link.text, *found.prefix, found.why_emulated, sep="|")
 """

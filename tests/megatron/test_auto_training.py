@@ -11,7 +11,7 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.plan.cluster import write_cluster
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.tools.profiling.assemble import assemble
+from megatron_ampipe.tools.measuring.cluster_fit import assemble
 from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, launch, train
 from tests.megatron.pairs import assert_same_digits, runs_of
 from tests.unit.test_profile import CASE, report_of_truth

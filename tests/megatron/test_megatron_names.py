@@ -22,7 +22,7 @@ from tests.megatrons import OLDER, at_hand
 
 PACKAGE = REPOSITORY / "megatron_ampipe"
 PAGE = REPOSITORY / "docs" / "internals.md"
-ALL_OF_A_FOLDER = ("tools/benchmark", "tools/measuring", "tools/profiling")
+ALL_OF_A_FOLDER = ("tools/measuring",)
 """Folders that are listed as one, in place of their files."""
 BY_NAME = {internal.name: internal for internal in INTERNALS}
 

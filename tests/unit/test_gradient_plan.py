@@ -25,8 +25,7 @@ from megatron_ampipe.plan.gradients import (
 from megatron_ampipe.plan.operation_times import LayerReductions
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import Direction, build, even_chunks, period
-from megatron_ampipe.tools.measuring.case_workload import workload_of_case
-from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
+from megatron_ampipe.tools.measuring.grid import find_grid, read_grid, workload_of_case
 from tests.plan_cases import cluster, without_device, workload
 from tests.unit.test_plan_workload import PLAIN
 

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 import torch
 
 from megatron_ampipe.runtime.saved_tensors import HostCopies, InnerTensors, is_host_memory
-from megatron_ampipe.tools.measuring.peak_memory import TensorMeter, Watch
+from megatron_ampipe.tools.measuring.meters import TensorMeter, Watch
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:

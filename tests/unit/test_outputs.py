@@ -14,7 +14,7 @@ from megatron_ampipe import errors
 from megatron_ampipe.cli import TOOLS, build_parser, main
 from megatron_ampipe.files import outputs
 from megatron_ampipe.tools import bench_command, doctor_command, plan_command, profile_command
-from megatron_ampipe.tools.benchmark import result_file
+from megatron_ampipe.tools.measuring import result
 
 PLAN = ["plan", "--model", "mixtral-8x7b", "--cluster", "dgx-h100"]
 SBATCH = ["sbatch", "--no-check", "--nodes", "1", "--gpus-per-node", "8"]
@@ -174,14 +174,14 @@ def test_bench_keeps_its_result_when_the_file_is_lost_meanwhile(
     folder = tmp_path / "out"
     folder.mkdir()
 
-    def measured(arguments: object, _link: object) -> dict[str, Any]:
+    def measured(arguments: object) -> dict[str, Any]:
         folder.rmdir()
         folder.touch()
         return {"measured": True, "emulated": False, "cases": []}
 
     monkeypatch.setattr(bench_command, "_measure", measured)
     monkeypatch.setattr(
-        "megatron_ampipe.tools.benchmark.table.show", lambda document, console: print("the table")
+        "megatron_ampipe.tools.measuring.show.show", lambda document, console: print("the table")
     )
     assert main(["bench", "--json", str(folder / "x.json")]) == 3
     said = capsys.readouterr()
@@ -191,5 +191,5 @@ def test_bench_keeps_its_result_when_the_file_is_lost_meanwhile(
 
 def test_results_are_written_with_this_module(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    result_file.write({"a": 1}, path)
+    result.write({"a": 1}, path)
     assert path.read_text() == '{"a": 1}\n'

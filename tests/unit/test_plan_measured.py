@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ampipe.plan.simulate import Pace, compile_named, run
 from megatron_ampipe.schedule import Direction, stage_from_text
-from megatron_ampipe.tools.benchmark.prediction import _variant, _workload, predict_peaks
+from megatron_ampipe.tools.measuring.prediction import _variant, _workload, predict_peaks
 
 MEASURED = Path(__file__).resolve().parents[2] / "docs" / "measured"
 SLOWDOWNS = {"compute_slowdown": 1.2, "communication_slowdown": 1.2}

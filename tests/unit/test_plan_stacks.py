@@ -19,8 +19,7 @@ from megatron_ampipe.schedule import (
     period,
     unrolled,
 )
-from megatron_ampipe.tools.measuring.case_workload import workload_of_case
-from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.grid import Case, workload_of_case
 from tests.plan_cases import cluster, without_device, workload
 
 BLOCKS = {

@@ -1,10 +1,8 @@
-"""What ``ampipe bench`` and ``ampipe profile`` share: processes, links, and the layers that are measured.
+"""What ``ampipe bench`` and ``ampipe profile`` are made of.
 
-What is measured: :mod:`.grid` (blocks, read from a file), :mod:`.variant` (ways to run one), :mod:`.blocks`
-and :mod:`.experts` (the layers), :mod:`.case_workload` (the same block for the planner). Over what:
-:mod:`.link` (the value of ``--link``), :mod:`.network` (a real slow network), :mod:`.emulation` and
-:mod:`.device_clock` (an emulated link), :mod:`.machine` (the hardware). By whom: :mod:`.rank_processes`
-starts the ranks with a :mod:`.rank_job`, :mod:`.rank_worker` runs in each of them, :mod:`.stage_times` times
-stages alone. Only what runs in the ranks imports torch. Nothing here imports ``tools.benchmark`` or
-``tools.profiling``.
+:mod:`.ranks` runs ranks over a :mod:`.link`, real (:mod:`.network`) or emulated (:mod:`.emulation`). Of a
+:mod:`.grid` of blocks, :mod:`.bench_job` says which layers are compared, :mod:`.blocks` builds them,
+:mod:`.timed_passes` and :mod:`.meters` measure them, :mod:`.training` trains whole models; :mod:`.result`,
+:mod:`.prediction` and :mod:`.show` are the document. For a cluster file, :mod:`.operations` are timed and
+:mod:`.cluster_fit` makes the file. Only what runs in ranks imports torch.
 """

@@ -1,19 +1,25 @@
 """Builds the layers that are compared: Megatron's own, and AMPipe's from the same specification and weights.
 
-All of them use one kernel of :mod:`megatron_ampipe.attention.kernels`, one that runs the same backend
-for every shape (``pinned_kernel``): Megatron's layer gets a core attention module that
-calls it on the whole sequence, so that no variant gains by a better kernel. All hold the same ``Parameter``
-objects. Called in the ranks of ``ampipe bench`` and ``ampipe profile``.
+All of them use one kernel of :mod:`megatron_ampipe.attention.kernels`, one that runs the same backend for
+every shape (``pinned_kernel``): Megatron's layer gets a core attention module that calls it on the whole
+sequence, so that no variant gains by a better kernel. All hold the same ``Parameter`` objects.
+
+Experts are computed one after another, or all of a rank in grouped products: Megatron's ``TEGroupedMLP`` on
+Transformer Engine's grouped linear layers, or, where that is not installed, on torch's grouped product: other
+kernels, but likewise few launches for all experts, in place of several for each.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,6 +27,7 @@ from torch import Tensor
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import KERNELS, pinned_kernel
+from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import pipelined
@@ -28,10 +35,9 @@ from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.schedule.config import AMPipeConfig
-from megatron_ampipe.tools.measuring.experts import use_experts
+from megatron_ampipe.tools.measuring.bench_job import STOCK_GLOO, Variant
 from megatron_ampipe.tools.measuring.grid import Case
-from megatron_ampipe.tools.measuring.stage_times import StageTimer
-from megatron_ampipe.tools.measuring.variant import STOCK_GLOO, Variant
+from megatron_ampipe.tools.measuring.meters import StageTimer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -71,6 +77,14 @@ class Layers(torch.nn.Module):
         for layer in self.layers:
             hidden_states, _ = layer(hidden_states=hidden_states, **kwargs)
         return hidden_states, None
+
+
+class TimedLayers(NamedTuple):
+    """Layers whose stages run alone, what records them, and what runs them."""
+
+    layers: Layers
+    recorder: Recorder
+    timer: StageTimer
 
 
 class BlockFactory:
@@ -128,7 +142,7 @@ class BlockFactory:
 
     def build(
         self, variant: Variant, *, recorder: Recorder | None = None, executor: Executor | None = None
-    ) -> torch.nn.Module:
+    ) -> Layers:
         """The variant as a user would get it, on the parameters of the stock layers.
 
         Args:
@@ -150,12 +164,10 @@ class BlockFactory:
         layers.gloo_all_to_all = variant.schedule == STOCK_GLOO
         return layers
 
-    def build_timed(
-        self, variant: Variant, *, num_passes: int, saved_bytes: int = 0
-    ) -> tuple[torch.nn.Module, Recorder, StageTimer]:
-        """The same layer, its stages run alone and recorded; see :class:`~.stage_times.StageTimer`."""
+    def build_timed(self, variant: Variant, *, num_passes: int, saved_bytes: int = 0) -> TimedLayers:
+        """The same layers, their stages run alone and recorded; see :class:`.StageTimer`."""
         recorder, timer = Recorder(num_iterations=num_passes), StageTimer(saved_bytes=saved_bytes)
-        return self.build(variant, recorder=recorder, executor=timer), recorder, timer
+        return TimedLayers(self.build(variant, recorder=recorder, executor=timer), recorder, timer)
 
     def _on_stock_parameters(self, spec: TransformerBlockSubmodules) -> Layers:
         layers = self._build(spec)
@@ -214,3 +226,94 @@ def _transformer_config(case: Case, *, layers: int, num_ranks: int, on_cuda: boo
         fp16=case.dtype == "fp16",
         **fields,
     )
+
+
+def require(case: Case, *, on_cuda: bool) -> None:
+    """Refuse experts that this machine cannot run.
+
+    Raises:
+        EnvironmentMissing: a package is missing or too old.
+    """
+    missing = None
+    if case.expert_kind == "grouped" and not (on_cuda and compat.has_transformer_engine()):
+        missing = (
+            "needs a GPU and Transformer Engine. Write expert_kind: torch-grouped, which needs torch alone"
+        )
+    elif case.expert_kind == "torch-grouped" and not hasattr(F, "grouped_mm"):
+        missing = "needs torch.nn.functional.grouped_mm, a newer torch. Write expert_kind: sequential"
+    elif case.expert_kind == "torch-grouped" and on_cuda and case.dtype != "bf16":
+        missing = f"takes no {case.dtype} on a GPU. Write dtype: bf16, or expert_kind: sequential"
+    if missing is not None:
+        raise EnvironmentMissing(f"expert_kind {case.expert_kind} (case {case.name}) {missing}")
+
+
+def use_experts(spec: ModuleSpec, case: Case) -> None:
+    """Put the case's kind of experts into a layer's specification."""
+    if case.expert_kind == "sequential":
+        return
+    submodules = spec.submodules
+    moe = compat.moe_submodules(submodules.mlp)
+    moe = dataclasses.replace(
+        moe, experts=_torch_grouped() if case.expert_kind == "torch-grouped" else _grouped(case)
+    )
+    submodules.mlp = compat.with_moe_submodules(submodules.mlp, moe)
+
+
+def _grouped(case: Case) -> Any:
+    """As Megatron's specification for Transformer Engine has them."""
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    mlp = get_moe_module_spec_for_backend(TESpecProvider(), num_experts=case.experts, moe_grouped_gemm=True)
+    return compat.moe_submodules(mlp).experts
+
+
+def _torch_grouped() -> Any:
+    linear = TorchGroupedLinear
+    submodules = GroupedMLPSubmodules(linear_fc1=linear, linear_fc2=linear, activation_func=None)
+    return partial(TEGroupedMLP, submodules=submodules)
+
+
+class TorchGroupedLinear(torch.nn.Module):
+    """A linear layer of each local expert, all in one product; in place of Transformer Engine's."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_inputs: int,
+        num_outputs: int,
+        *,
+        config: Any,
+        init_method: Any,
+        bias: bool,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        assert not bias, "the blocks of a benchmark have none"
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        weight = torch.empty(num_experts, num_outputs, num_inputs, dtype=config.params_dtype, device=device)
+        init_method(weight)
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, tokens: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
+        """``[T, inputs]``, sorted by expert, to ``[T, outputs]``; and no bias."""
+        ends = torch.tensor(tokens_per_expert, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        if tokens.is_cuda:
+            # From pinned memory, or the host would wait.
+            ends = ends.pin_memory().to(tokens.device, non_blocking=True)
+        output = F.grouped_mm(tokens, self.weight.transpose(1, 2), offs=ends)
+        return _ContiguousGradient.apply(output), None
+
+    def backward_dw(self) -> None:
+        """Nothing is deferred: the gradients of weights are computed with the others."""
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The product's backward takes no expanded gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()

@@ -1,26 +1,27 @@
 """The emulated link, and ranks that are only pretended. The one place where torch's collectives are patched.
 
-:func:`install` replaces ``torch.distributed.all_to_all_single``, which both
-Megatron's layer and AMPipe's look up at every call. So every all-to-all of either, forward and backward,
-takes ``latency + bytes / rate`` longer than its copy, on the lane that waits for it: on CPU the thread
-sleeps, on CUDA a kernel of one thread spins on the stream (:mod:`.device_clock`), and so occupies one SM in
-part. This is how the paper slowed its links (section 4.3). ``bytes`` is what the rank sends to or receives
-from others, whichever is more. The small exchange of counts takes no longer, in either layer. The part for
-CUDA has not been run yet.
+:func:`install` replaces ``torch.distributed.all_to_all_single``, which both Megatron's layer and AMPipe's
+look up at every call. So every all-to-all of either, forward and backward, takes ``latency + bytes / rate``
+longer than its copy, on the lane that waits for it: on CPU the thread sleeps, on CUDA a kernel of one thread
+spins on the stream, and so occupies one SM in part. This is how the paper slowed its links (section 4.3).
+``bytes`` is what the rank sends to or receives from others, whichever is more. The small exchange of counts
+takes no longer. The part for CUDA has not been run yet.
+
+A GPU changes its clock rate with load and heat, so a number of cycles is not a time. Its ``%globaltimer``
+counts nanoseconds whatever the clock, in steps of at most about a microsecond. torch compiles the kernel with
+the compiler that it brings (NVRTC). Where that fails, or the timer is wrong, cycles are counted.
 
 Pretended ranks are for one GPU: this process is rank 0 of N. Every other rank is its mirror image: it sends
 as many tokens to each of this rank's experts as this rank sends to the expert of the same place there, and
-these tokens are the ones that this rank sends it, with the opposite sign. This equals
-one rank with all experts, in which expert ``l`` of every other rank has the weights of this rank's
-expert ``l``, all negated. So a row depends on the row that was sent alone, wherever a chunk ends; no row is
-zero; every buffer holds other values; and outputs and all gradients can be compared with those of that
-layer (the tests do).
-
-Call before Megatron is imported: it keeps references to some collectives.
+these tokens are the ones that this rank sends it, with the opposite sign. This equals one rank with all
+experts, in which expert ``l`` of every other rank has the weights of this rank's expert ``l``, all negated.
+So a row depends on the row that was sent alone, wherever a chunk ends; no row is zero; every buffer holds
+other values; and outputs and all gradients can be compared with those of that layer (the tests do).
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -30,8 +31,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.launch.host import all_to_all
-from megatron_ampipe.tools.measuring.device_clock import Clock, device_spin
 from megatron_ampipe.tools.measuring.link import Link
+
+Clock = Literal["nanoseconds", "cycles"]
+
+SPIN_SOURCE = """
+template <typename T>
+T ampipe_spin(T unused, T nanoseconds) {
+  unsigned long long begin, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+  do {
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  } while (now - begin < (unsigned long long)nanoseconds);
+  return now - begin;
+}
+"""
+"""What each thread does for one element: wait, and return how long it waited."""
+
+_CALIBRATION_CYCLES = 20_000_000
+_TRIAL_S = 5e-3
+_ALLOWED_ERROR = 0.05
+"""Of the trial, compared with CUDA's events: far above the time of a launch, far below another unit."""
 
 
 class Emulation:
@@ -47,11 +67,10 @@ class Emulation:
     def __init__(self, *, clock: Literal["host"] | Clock, why_cycles: str | None) -> None:
         self.clock, self.why_cycles = clock, why_cycles
         self.num_experts: int | None = None
-        self._rotations: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def gather_counts(
         self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
-    ) -> _Done | None:
+    ) -> _InTurn | None:
         """In place of ``all_gather_into_tensor``: every pretended rank's counts, made of this rank's.
 
         Args:
@@ -66,19 +85,16 @@ class Emulation:
         assert input.dim() == 1 and not input.is_floating_point() and input.numel() % experts == 0, (
             "pretended ranks can exchange counts of tokens only"
         )
-        rotation = self._rotation(ranks, experts, input.device)
-        counts = input.view(-1, experts)[:, rotation].transpose(0, 1)
+        counts = input.view(-1, experts)[:, _rotation(ranks, experts, input.device)].transpose(0, 1)
         output.view(counts.shape).copy_(counts)
-        return _Done() if async_op else None
+        return _InTurn(()) if async_op else None
 
-    def _rotation(self, ranks: int, experts: int, device: torch.device) -> Tensor:
-        """``[ranks, experts]``: rank p sends to its q-th next rank what this rank sends to its own."""
-        key = ranks, experts, device
-        if key not in self._rotations:
-            place = torch.arange(experts, device=device)
-            shift = torch.arange(ranks, device=device) * (experts // ranks)
-            self._rotations[key] = (place.unsqueeze(0) + shift.unsqueeze(1)) % experts
-        return self._rotations[key]
+
+@functools.cache
+def _rotation(ranks: int, experts: int, device: torch.device) -> Tensor:
+    """``[ranks, experts]``: rank p sends to its q-th next rank what this rank sends to its own."""
+    shift = torch.arange(ranks, device=device) * (experts // ranks)
+    return (torch.arange(experts, device=device).unsqueeze(0) + shift.unsqueeze(1)) % experts
 
 
 def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
@@ -162,13 +178,6 @@ class _InTurn:
         return True
 
 
-class _Done:
-    """The handle of an exchange that was only pretended."""
-
-    def wait(self, *_: Any) -> bool:
-        return True
-
-
 def _or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     group = group or dist.group.WORLD
     assert group is not None
@@ -184,3 +193,50 @@ def _foreign_bytes(tensor: Tensor, splits: Sequence[int] | None, group: dist.Pro
     rows = tensor.shape[0]
     own = splits[group.rank()] if splits is not None else rows // group.size()
     return (rows - own) * (tensor.numel() // max(rows, 1)) * tensor.element_size()
+
+
+def device_spin() -> tuple[Callable[[float], object], Clock, str | None]:
+    """A function that keeps the current stream busy for a number of seconds.
+
+    Returns:
+        The function; what it counts; and why that is cycles, if it is.
+    """
+    try:
+        spin = _by_nanoseconds()
+    except (RuntimeError, AttributeError, OSError) as error:
+        reason = f"the kernel cannot be compiled ({str(error).strip().splitlines()[0]})"
+        return _by_cycles(), "cycles", reason
+    measured_s = _seconds(lambda: spin(_TRIAL_S))
+    if abs(measured_s / _TRIAL_S - 1) > _ALLOWED_ERROR:
+        reason = f"the timer let {measured_s * 1e3:.2f} ms pass for {_TRIAL_S * 1e3:.2f} ms"
+        return _by_cycles(), "cycles", reason
+    return spin, "nanoseconds", None
+
+
+def _by_nanoseconds() -> Callable[[float], object]:
+    kernel = torch.cuda.jiterator._create_jit_fn(SPIN_SOURCE, nanoseconds=0)
+    # One element, so one thread waits.
+    element = torch.zeros(1, dtype=torch.int64, device="cuda")
+
+    def spin(seconds: float) -> object:
+        return kernel(element, nanoseconds=round(seconds * 1e9))
+
+    # The first launch compiles.
+    spin(0.0)
+    return spin
+
+
+def _by_cycles() -> Callable[[float], object]:
+    cycles_per_s = _CALIBRATION_CYCLES / _seconds(lambda: torch.cuda._sleep(_CALIBRATION_CYCLES))
+    return lambda seconds: torch.cuda._sleep(int(seconds * cycles_per_s))
+
+
+def _seconds(launch: Callable[[], object]) -> float:
+    """How long the device needs for what ``launch`` launches, by events; the second time, warm."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    launch()
+    begin.record()
+    launch()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3

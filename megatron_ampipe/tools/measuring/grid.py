@@ -2,8 +2,7 @@
 
 A grid holds ``cases`` (a list), or ``axes`` (a list of lists: every combination of one entry of each is a
 case, named by joining the entries' names). ``defaults`` hold what an entry does not give. ``fits`` leaves out
-cases that would not have fitted some memory, and ``expected_cases`` says how many must be left. Called by
-``ampipe bench``.
+cases that would not have fitted some memory, and ``expected_cases`` says how many must be left.
 """
 
 from __future__ import annotations
@@ -21,10 +20,12 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.records import read_record, refuse
 from megatron_ampipe.files.shipped import find_config
 from megatron_ampipe.files.yaml_lines import LinedMapping, load
-from megatron_ampipe.schedule import Exchange, useful_exchanges
+from megatron_ampipe.plan.workload import Workload
 
 _MAXIMUM_CASES = 1000
 _ABOVE_0 = {"above": 0}
+_ALIGNED_BYTES = 16
+"""Of a row, for torch's grouped product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +64,36 @@ class Case:
     """Of parameters and activations."""
 
 
-def exchanges_of_case(case: Case, *, num_ranks: int, ranks_per_node: int | None) -> tuple[Exchange, ...]:
-    """What the layers of a case can choose from (``schedule.useful_exchanges``)."""
-    return useful_exchanges(
+def workload_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Workload:
+    """The block as the planner needs it: local layers, no router losses, as :mod:`.blocks` builds them.
+
+    Args:
+        case: The block.
+        num_ranks: Over which the experts are spread.
+        fused_gradients: Whether linear layers add their weights' gradients to ``main_grad`` themselves.
+    """
+    head_size = case.head_size or case.hidden // case.heads
+    key_value_width = 2 * (case.query_groups or case.heads) * head_size
+    return Workload(
+        sequence_length=case.sequence_length,
+        batch=case.batch,
+        hidden=case.hidden,
+        heads=case.heads,
+        head_size=head_size,
+        value_size=head_size,
+        projections=((case.hidden, case.heads * head_size + key_value_width),),
+        key_value_width=key_value_width,
         experts=case.experts,
-        expert=num_ranks,
-        expert_tensor=1,
         topk=case.topk,
-        dispatcher="alltoall",
-        ranks_per_node=ranks_per_node,
+        ffn=case.ffn,
+        gated=case.activation == "swiglu",
+        shared_ffn=case.shared_ffn,
+        capacity=case.capacity,
+        dtype=case.dtype,
+        fused_gradients=fused_gradients,
+        grouped=case.expert_kind != "sequential",
+        expert=num_ranks,
+        splits_weights=case.expert_kind == "sequential",
     )
 
 
@@ -109,11 +131,8 @@ class Grid:
     path: Path
     cases: tuple[Case, ...]
 
-    def only(self, names: str | None) -> Grid:
-        """The grid with only the cases of these names.
-
-        Args:
-            names: Separated by commas; None for all.
+    def only(self, names: str | None, *, flag: str = "--cases") -> Grid:
+        """The grid with only the cases of these names, separated by commas; with all for None.
 
         Raises:
             BadInput: there is no such case.
@@ -124,9 +143,20 @@ class Grid:
         for name in chosen:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=3) or known[:3]
-                rule, remedy = f"is not a case of {self.path}", f"Use --cases {','.join(near)}."
-                raise BadInput("--cases", name or "(empty)", rule=rule, remedy=remedy)
+                rule, remedy = f"is not a case of {self.path}", f"Use one of {', '.join(near)}."
+                raise BadInput(flag, name or "(empty)", rule=rule, remedy=remedy)
         return dataclasses.replace(self, cases=tuple(case for case in self.cases if case.name in chosen))
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse a number of ranks that cannot share the experts equally.
+
+        Raises:
+            BadInput: the experts of a case are no multiple of it.
+        """
+        for case in self.cases:
+            if case.experts % num_ranks:
+                rule = f"does not divide the {case.experts} experts of case {case.name} in {self.path}"
+                raise BadInput("--ranks", num_ranks, rule=rule, remedy="Use --ranks 2, or change the grid.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +229,11 @@ def _case(path: Path, defaults: LinedMapping | None, parts: Sequence[LinedMappin
     check(whole, "query_groups", f"does not divide heads {case.heads}", "Choose a divisor.")
     enough = case.topk <= case.experts
     check(enough, "topk", f"is above experts {case.experts}", f"Choose at most {case.experts}.")
+    if case.expert_kind == "torch-grouped":
+        multiple = _ALIGNED_BYTES // (4 if case.dtype == "fp32" else 2)
+        for key in ("hidden", "ffn"):
+            rule = f"is no multiple of {multiple}, which expert_kind torch-grouped needs"
+            check(getattr(case, key) % multiple == 0, key, rule, "Choose one, or another expert_kind.")
     return case
 
 

@@ -1,39 +1,32 @@
-"""The value of ``--link``: no link, a real network of some rate, or an emulated one. Parses text only."""
+"""The link between ranks: what ``--link`` says, and the flags that go with it. Needs no torch."""
 
 from __future__ import annotations
 
+import argparse
 import re
 from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.tools.whole_numbers import at_least
 
-# Bits per second. The units of bits are those of tc. 'GB/s', the unit of accelerator links, is in bytes.
-_RATE_UNITS = {
-    "kbit": 1e3,
-    "mbit": 1e6,
-    "gbit": 1e9,
-    "tbit": 1e12,
-    "kB/s": 8e3,
-    "MB/s": 8e6,
-    "GB/s": 8e9,
-    "TB/s": 8e12,
-}
-_LATENCY_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z/]+)")
+NO_LINK, RANKS = "none", 2
+"""Where ``--link`` is not given, and where neither ``--ranks`` nor ``--nodes`` is."""
 
 SPIN_KERNELS = ("ampipe_spin", "spin_kernel")
-"""An emulated link's kernels in a GPU's trace: by nanoseconds (:mod:`.device_clock`), torch's by cycles."""
+"""An emulated link's kernels in a GPU's trace: by nanoseconds (:mod:`.emulation`), torch's by cycles."""
 
+# Bits per second. The units of bits are those of tc. 'GB/s', the unit of accelerator links, is in bytes.
+_RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12,
+               "kB/s": 8e3, "MB/s": 8e6, "GB/s": 8e9, "TB/s": 8e12}  # fmt: skip
+_LATENCY_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _MINIMUM_BIT_PER_S = 100e3
-_MAXIMUM_NETWORK_BIT_PER_S = 100e9
-_MAXIMUM_LATENCY_S = 1.0
-
-_CLASSES, _RANKS_PER_NODE = ("inter", "intra"), "ranks-per-node"
-
+_CLASSES = ("inter", "intra")
 _REMEDY = (
-    "Write none, a rate (200mbit, 25MB/s), emulated:RATE or emulated:RATE:LATENCY (emulated:20GB/s:10us)."
+    "Write none, a rate (200mbit, 25MB/s), emulated:RATE or emulated:RATE:LATENCY (emulated:20GB/s:10us), or "
+    "inter=RATE,intra=RATE with --nodes and --ranks-per-node."
 )
+_EXAMPLE = "--link inter=50mbit,intra=400mbit --nodes 2 --ranks-per-node 2"
 
 
 class LinkKind(StrEnum):
@@ -70,7 +63,6 @@ class Link:
 
     Attributes:
         text: As the user wrote it.
-        kind: See :class:`LinkKind`.
         rate_bit_per_s: Of each rank, in each direction; None without a limit. With nodes, between them.
         latency_s: Added to every all-to-all of an emulated link.
         nodes: Where ranks of a node have another network among themselves; None where all have one.
@@ -93,66 +85,30 @@ class Link:
         return self.latency_s + size_bytes * 8 / self.rate_bit_per_s
 
 
-def parse_link(text: str) -> Link:
-    """Read the value of ``--link``.
+def parse_link(text: str, *, ranks_per_node: int | None = None) -> Link:
+    """Read the value of ``--link``, with that of ``--ranks-per-node`` for two classes of links.
 
     Raises:
-        BadInput: it is none of the three forms, or a figure is out of range.
+        BadInput: it has none of the forms, or a figure is out of range.
     """
-    if text == "none":
+    if text == NO_LINK:
         return Link(text, LinkKind.NONE)
     if "=" in text:
-        return _of_nodes(text)
+        rates = dict(part.partition("=")[::2] for part in text.split(","))
+        if sorted(rates) != sorted(_CLASSES) or text.count("=") != 2 or ranks_per_node is None:
+            raise _refused(text, f"two classes of links are written as in {_EXAMPLE}")
+        inter, intra = (_rate(text, rates[name]) for name in _CLASSES)
+        text = f"{text},ranks-per-node={ranks_per_node}"
+        return Link(text, LinkKind.NETWORK, inter, nodes=Nodes(ranks_per_node, intra))
     head, *rest = text.split(":")
     if head != "emulated":
         if rest:
             raise _refused(text, "only an emulated link takes a latency")
-        rate = _rate(text, text)
-        if rate > _MAXIMUM_NETWORK_BIT_PER_S:
-            raise _refused(text, "is more than a network of this machine can carry (100gbit)")
-        return Link(text, LinkKind.NETWORK, rate)
+        return Link(text, LinkKind.NETWORK, _rate(text, text))
     if not 1 <= len(rest) <= 2:
         raise _refused(text, "an emulated link has a rate and at most a latency")
     latency_s = _quantity(text, rest[1], _LATENCY_UNITS, "latency") if len(rest) == 2 else 0.0
-    if latency_s > _MAXIMUM_LATENCY_S:
-        raise _refused(text, "the latency must be at most 1s")
     return Link(text, LinkKind.EMULATED, _rate(text, rest[0]), latency_s)
-
-
-def require_one_class(link: Link, *, flag: str = "--link") -> None:
-    """Refuse a link with nodes where one kind of link is measured.
-
-    Raises:
-        BadInput: it has two classes.
-    """
-    if link.nodes is not None:
-        rule = "has two classes of links, which ampipe bench and ampipe profile make"
-        raise BadInput(flag, link.text, rule=rule, remedy=f"Use {flag} 100mbit.")
-
-
-def with_nodes(text: str, *, ranks_per_node: int) -> str:
-    """A ``--link`` of two classes with the ranks of a node, as :func:`parse_link` reads it."""
-    return f"{text},{_RANKS_PER_NODE}={ranks_per_node}"
-
-
-def has_classes(text: str) -> bool:
-    """Whether a ``--link`` names classes of links."""
-    return "=" in text
-
-
-def _of_nodes(text: str) -> Link:
-    parts = [part.partition("=") for part in text.split(",")]
-    found = {key: value for key, _, value in parts}
-    if sorted(found) != sorted([*_CLASSES, _RANKS_PER_NODE]) or len(parts) != len(found):
-        raise _refused(
-            text, "two classes of links are inter=RATE,intra=RATE with --nodes and --ranks-per-node"
-        )
-    rates = {key: _rate(text, found[key]) for key in _CLASSES}
-    for rate in rates.values():
-        if rate > _MAXIMUM_NETWORK_BIT_PER_S:
-            raise _refused(text, "is more than a network of this machine can carry (100gbit)")
-    nodes = Nodes(int(found[_RANKS_PER_NODE]), rates["intra"])
-    return Link(text, LinkKind.NETWORK, rates["inter"], nodes=nodes)
 
 
 def _rate(text: str, rate: str) -> float:
@@ -163,14 +119,72 @@ def _rate(text: str, rate: str) -> float:
 
 
 def _quantity(text: str, quantity: str, units: dict[str, float], what: str) -> float:
-    found = _QUANTITY.fullmatch(quantity)
-    if found is None:
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z/]+)", quantity)
+    if parts is None or parts[2] not in units:
         raise _refused(text, f"{quantity!r} is not a {what}: a number and one of {', '.join(units)}")
-    number, unit = found.groups()
-    if unit not in units:
-        raise _refused(text, f"{unit!r} is not a unit of {what}; units are {', '.join(units)}")
-    return float(number) * units[unit]
+    return float(parts[1]) * units[parts[2]]
 
 
 def _refused(text: str, rule: str) -> BadInput:
     return BadInput("--link", text or "(empty)", rule=rule, remedy=_REMEDY)
+
+
+def add_link_arguments(parser: argparse.ArgumentParser, *, fewest_ranks: int) -> None:
+    """Declare ``--link``, ``--ranks``, ``--nodes`` and ``--ranks-per-node``."""
+    add = parser.add_argument
+    link = (
+        "none; a rate (200mbit) for a real network between namespaces; inter=RATE,intra=RATE for one between "
+        f"nodes and one within each; or emulated:RATE[:LATENCY] (default: {NO_LINK})"
+    )
+    ranks = f"expert-parallel ranks (default: {RANKS}, or those of all nodes)"
+    nodes = "with --link inter=RATE,intra=RATE: how many nodes there are; ranks of a node follow one another"
+    add("--link", metavar="L", help=link)
+    add("--ranks", metavar="N", type=at_least(fewest_ranks), help=ranks)
+    add("--nodes", metavar="N", type=at_least(2), help=nodes)
+    add("--ranks-per-node", metavar="N", type=at_least(2), help="ranks of a node, with --nodes")
+
+
+def link_of(arguments: argparse.Namespace) -> Link:
+    """The link that the flags describe.
+
+    Raises:
+        BadInput: it is not a link, or the flags about nodes do not go together with it.
+    """
+    text = arguments.link or NO_LINK
+    for flag, value in (("--nodes", arguments.nodes), ("--ranks-per-node", arguments.ranks_per_node)):
+        if (value is None) == ("=" in text):
+            if value is None:
+                rule = f"has two classes of links, and needs {flag}"
+                raise BadInput("--link", text, rule=rule, remedy=f"Use for example {_EXAMPLE}.")
+            rule = f"has no effect with --link {text}"
+            raise BadInput(flag, value, rule=rule, remedy=f"Use for example {_EXAMPLE}.")
+    return parse_link(text, ranks_per_node=arguments.ranks_per_node)
+
+
+def num_ranks(arguments: argparse.Namespace) -> int:
+    """The value of ``--ranks``, or how many there are without.
+
+    Raises:
+        BadInput: it is not the number of ranks of all nodes.
+    """
+    ranks: int = arguments.ranks or RANKS
+    if arguments.nodes is None:
+        return ranks
+    on_nodes: int = arguments.nodes * arguments.ranks_per_node
+    if arguments.ranks not in (None, on_nodes):
+        rule = f"is not {arguments.nodes} nodes of {arguments.ranks_per_node} ranks"
+        raise BadInput("--ranks", ranks, rule=rule, remedy=f"Leave it out: there are {on_nodes}.")
+    return on_nodes
+
+
+def refuse_own_ranks(arguments: argparse.Namespace) -> None:
+    """Refuse these flags where torchrun has started the ranks.
+
+    Raises:
+        BadInput: one of them is given.
+    """
+    for flag in ("--link", "--ranks", "--nodes", "--ranks-per-node"):
+        value = getattr(arguments, flag[2:].replace("-", "_"))
+        if value is not None:
+            rule = "is for ranks that the command starts itself, and torchrun has started these"
+            raise BadInput(flag, value, rule=rule, remedy=f"Leave {flag} out.")

@@ -2,15 +2,14 @@
 
 The namespaces have no names. A rank makes its namespace (``unshare``), and the kernel removes it with every
 interface in it when its last process has ended for any reason, so nothing can be left over, even after
-``kill -9``. Two ranks are connected directly, more of them by a bridge. The bridge's namespace is held open
-by a ``cat`` that reads from a pipe of this process and ends with it. Needs root. Called by
-:mod:`.rank_processes`.
+``kill -9``. Two ranks are connected directly, more of them by a bridge, whose namespace is held open by a
+``cat`` that reads from a pipe of this process. Needs root, or :func:`choose_link` finds a user namespace in
+which there is one, or an emulated link. Needs no torch.
 
 Every interface is shaped where packets leave it. With a bridge that applies to both ends of each cable, so no
-rank receives faster than the rate either.
-
-With nodes, each rank has a second interface: its node has another bridge, and routes to the ranks of the same
-node lead over it. So both classes of links carry bytes at the same time, and each is counted separately.
+rank receives faster than the rate either. With nodes, each rank has a second interface: its node has another
+bridge, and routes to the ranks of the same node lead over it. So both classes of links carry bytes at the
+same time, and each is counted separately.
 """
 
 from __future__ import annotations
@@ -19,16 +18,19 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from megatron_ampipe.errors import EnvironmentMissing, RunFailed
-from megatron_ampipe.tools.measuring.link import Nodes
+from megatron_ampipe.tools.measuring.link import Link, LinkKind, parse_link
 
 INTERFACE, WITHIN_NODE = "ampipe0", "ampipe1"
 """What the interfaces are called in every rank's namespace; the second exists where there are nodes."""
+IN_USER_NAMESPACE = ("unshare", "--user", "--map-root-user", "--net", "--")
+"""Runs a command as the root of a new user namespace, which may make network namespaces."""
 
 _SUBNET, _ADDRESS = "10.77.0.0/16", "10.77.{high}.{low}"
-_INSTEAD = "or use --link emulated:RATE, which needs none of this."
 _PROGRAMS = ("ip", "tc", "nsenter")
 # How much may leave at once after a pause. It has to be small compared with a chunk: with the 256 KB of many
 # examples, whole chunks would pass a 100 Mbit/s link in almost no time.
@@ -37,68 +39,122 @@ _SEGMENT_BYTES = 28 * 1024
 _QUEUE = "400ms"
 _CONGESTION_CONTROL = "cubic"
 """Linux's default, whatever this host's is: BBR paces by timers, which are work for the ranks' cores."""
-_COMMAND_TIMEOUT_S = 20
+_COMMAND_TIMEOUT_S, _TRIAL_TIMEOUT_S = 20, 60
+# Where tc is on many systems, and not on the path of an ordinary user.
+_SYSTEM_FOLDERS = ("/usr/sbin", "/sbin")
 
 
 class NetworkUnavailable(EnvironmentMissing):
-    """No real slow network can be made here.
+    """No real slow network can be made here; ``reason`` says why, as one clause without a full stop."""
 
-    Args:
-        reason: Why, as one clause without a full stop.
-        remedy: What to do, as one clause; an emulated link is offered after it.
-    """
-
-    def __init__(self, reason: str, *, remedy: str) -> None:
+    def __init__(self, reason: str) -> None:
         self.reason = reason
-        super().__init__(f"{reason}. {remedy}, {_INSTEAD}")
-
-
-def missing_programs() -> list[str]:
-    """The programs that a network is made with and that are not on the path."""
-    return [program for program in _PROGRAMS if shutil.which(program) is None]
+        super().__init__(
+            f"{reason}. --link RATE makes network namespaces: run as root on Linux where that is allowed, or "
+            "use --link emulated:RATE, which needs none of this."
+        )
 
 
 def check_usable() -> None:
     """Refuse early where no network can be made.
 
     Raises:
-        NetworkUnavailable: this is not root, or a program is absent.
+        NetworkUnavailable: this is not root or not Linux, or a program is absent.
     """
+    if reason := _lacking() or ("this is not root" if os.geteuid() != 0 else None):
+        raise NetworkUnavailable(reason)
+
+
+def _lacking() -> str | None:
+    """What a network is made with and is not here."""
     if not hasattr(os, "unshare"):
-        raise NetworkUnavailable(
-            "--link RATE needs Linux: it makes network namespaces", remedy="Run it there"
-        )
-    if missing := missing_programs():
-        raise NetworkUnavailable(
-            f"--link RATE needs {' and '.join(missing)}", remedy="Install iproute2 and util-linux"
-        )
-    if os.geteuid() != 0:
-        raise NetworkUnavailable("--link RATE makes network namespaces, which needs root", remedy="Use sudo")
+        return "network namespaces need Linux"
+    missing = [program for program in _PROGRAMS if shutil.which(program) is None]
+    return f"{' and '.join(missing)} not found (packages iproute2 and util-linux)" if missing else None
 
 
-def try_out(*, rate_bit_per_s: float) -> None:
-    """Make a network between two idle processes and remove it again.
+@dataclass(frozen=True, slots=True)
+class LinkChoice:
+    """What to run over.
 
-    Raises:
-        NetworkUnavailable: :func:`check_usable` refuses, or the kernel does.
+    Attributes:
+        link: Real, emulated, or none where none was wanted.
+        prefix: Put before the command that starts the ranks; empty where it can start them as it is.
+        why_emulated: Why no real network could be made, where one was wanted and the link is emulated.
     """
-    check_usable()
-    with _holder() as first, _holder() as second, joined([first, second], rate_bit_per_s=rate_bit_per_s):
-        pass
+
+    link: Link
+    prefix: tuple[str, ...] = ()
+    why_emulated: str | None = None
 
 
-@contextlib.contextmanager
-def joined(pids: Sequence[int], *, rate_bit_per_s: float, nodes: Nodes | None = None) -> Iterator[None]:
-    """Connect processes that each have a network namespace, for as long as they live.
+def choose_link(wanted: str, *, may_emulate: bool) -> LinkChoice:
+    """The link that is wanted, and how it can be made here, which is found out by trying.
 
     Args:
-        pids: One for each rank.
-        rate_bit_per_s: Of every rank, in each direction; with nodes, to ranks of other nodes.
-        nodes: The network within each node, in addition.
+        wanted: A value of ``--link`` with one class of links.
+        may_emulate: Take an emulated link of the same rate where no real one can be made.
+
+    Raises:
+        BadInput: ``wanted`` is not such a link.
+        EnvironmentMissing: no real network can be made, and none may be emulated.
+    """
+    link = parse_link(wanted)
+    if link.kind is not LinkKind.NETWORK:
+        return LinkChoice(link)
+    path = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join([*path, *(f for f in _SYSTEM_FOLDERS if f not in path)])
+    reasons = []
+    for prefix in ((), IN_USER_NAMESPACE):
+        reason = _why_not(prefix, link)
+        if reason is None:
+            return LinkChoice(link, prefix)
+        reasons.append(reason)
+    # The second is most often the first again.
+    why = "; ".join(dict.fromkeys(reasons))
+    if not may_emulate:
+        raise NetworkUnavailable(f"--link {wanted} cannot be made here: {why}")
+    return LinkChoice(parse_link(f"emulated:{wanted}"), why_emulated=why)
+
+
+def _why_not(prefix: Sequence[str], link: Link) -> str | None:
+    """Why a command with this prefix cannot make the network; None if it can."""
+    if reason := _lacking() or ("this is not root" if not prefix and os.geteuid() != 0 else None):
+        return reason
+    command = [*prefix, sys.executable, "-m", "megatron_ampipe.tools.measuring.network", link.text]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TRIAL_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode == 0:
+        return None
+    said = done.stderr.strip().splitlines()
+    return said[-1] if said else f"'{' '.join(command)}' ended with code {done.returncode}"
+
+
+def enter_namespace() -> None:
+    """Put this process into a new network namespace.
 
     Raises:
         NetworkUnavailable: the kernel does not allow it.
     """
+    try:
+        os.unshare(os.CLONE_NEWNET)
+    except OSError as error:
+        raise NetworkUnavailable(f"a network namespace cannot be made ({error.strerror})") from error
+
+
+@contextlib.contextmanager
+def joined(pids: Sequence[int], link: Link) -> Iterator[None]:
+    """Connect processes, one for each rank, that each have a network namespace, for as long as they live.
+
+    Raises:
+        NetworkUnavailable: the kernel does not allow it.
+    """
+    rate_bit_per_s, nodes = link.rate_bit_per_s, link.nodes
+    assert rate_bit_per_s is not None
     with contextlib.ExitStack() as stack:
         _connect(stack, pids, INTERFACE, rate_bit_per_s)
         for rank, pid in enumerate(pids):
@@ -168,31 +224,18 @@ def burst_bytes(rate_bit_per_s: float) -> int:
 def _holder() -> Iterator[int]:
     """A namespace held open by a process that ends when this one does; yields its process id."""
     try:
+        # With its own standard input, it also ends when this process is killed.
         process = subprocess.Popen(
-            ["cat"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=_unshare,
+            ["cat"], stdin=subprocess.PIPE, start_new_session=True, preexec_fn=enter_namespace
         )
     except subprocess.SubprocessError as error:
         # What an exception in preexec_fn becomes; its own text is lost.
-        raise NetworkUnavailable(
-            "the kernel does not allow a new network namespace", remedy="Run where that is allowed"
-        ) from error
-    assert process.stdin is not None
+        raise NetworkUnavailable("the kernel does not allow a new network namespace") from error
     try:
         yield process.pid
     finally:
-        process.stdin.close()
         process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-
-
-def _unshare() -> None:
-    os.unshare(os.CLONE_NEWNET)
+        process.communicate()
 
 
 def _shape(pid: int, interface: str, rate_bit_per_s: float) -> None:
@@ -210,7 +253,18 @@ def _run(*command: str) -> None:
     except subprocess.TimeoutExpired as error:
         raise RunFailed(f"'{' '.join(command)}' did not end within {_COMMAND_TIMEOUT_S} s") from error
     if done.returncode != 0:
-        raise NetworkUnavailable(
-            f"'{' '.join(command)}' failed: {done.stderr.strip() or done.returncode}",
-            remedy="Run where network namespaces, veth and tbf are allowed",
-        )
+        raise NetworkUnavailable(f"'{' '.join(command)}' failed: {done.stderr.strip() or done.returncode}")
+
+
+def main() -> int:
+    """Make the network of the rate in the first argument between two idle processes; say what is wrong."""
+    try:
+        with _holder() as first, _holder() as second, joined([first, second], parse_link(sys.argv[1])):
+            return 0
+    except NetworkUnavailable as error:
+        print(error.reason, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

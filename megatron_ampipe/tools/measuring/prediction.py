@@ -1,27 +1,23 @@
-"""What the planner chooses for cases, and what it predicts for every row of a result. Pure.
+"""What the planner chooses for cases, and what it predicts for every row of a result. Needs no torch.
 
 Also which row the planner would have chosen, and how much slower that is than the fastest one: so a result
-says how good predictions are, and choices made from them. Called by ``ampipe bench`` with ``--planned`` and
-``--predict``.
+says how good predictions are, and choices made from them.
 """
 
 from __future__ import annotations
 
-import functools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.planner import make_plans
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, to_text
-from megatron_ampipe.tools.measuring.case_workload import workload_of_case
-from megatron_ampipe.tools.measuring.grid import Case
-from megatron_ampipe.tools.measuring.variant import PLANNED, Cut, Variant
+from megatron_ampipe.tools.measuring.bench_job import PLANNED, BenchJob, Cut, Variant
+from megatron_ampipe.tools.measuring.grid import Case, workload_of_case
 
 CLOSE = 0.03
 """A choice that is slower than the best by no more than this counts as equal."""
@@ -41,9 +37,8 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
     Raises:
         BadInput: the cluster has no figure for something that a block does.
     """
-    # Absent from older results, which are of single blocks.
-    layers = document.get("layers", 1)
-    for case in document["cases"]:
+    cases, layers = document["cases"], document["layers"]
+    for case in cases:
         predictor = Predictor(_workload(case, document["ranks"]), cluster)
         stock = predictor.of_layers(layers).stock()
         case["predicted_stock_ms"] = round((stock.forward + stock.backward) / 1e3, 4)
@@ -51,89 +46,66 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
             row["predicted_ms"] = round(_predicted_ms(row, predictor, layers=layers), 4)
             row["error"] = round(row["predicted_ms"] / row["ms"] - 1, 4)
         chosen = min(case["rows"], key=lambda row: row["predicted_ms"])
-        fastest = min(row["ms"] for row in case["rows"])
-        case["choice"] = {
-            "schedule": chosen["schedule"],
-            "cut": chosen["cut"],
-            "stack": chosen.get("stack", 1),
-            "exchange": chosen.get("exchange", Exchange.ROWS),
-            "loss": round(chosen["ms"] / fastest - 1, 4),
+        loss = round(chosen["ms"] / min(row["ms"] for row in case["rows"]) - 1, 4)
+        case["choice"] = {key: chosen[key] for key in ("schedule", "cut", "stack", "exchange")} | {
+            "loss": loss
         }
-    document["prediction"] = {"cluster": cluster.description, **_summary(document["cases"])}
-
-
-def predict_peaks(document: dict[str, Any]) -> None:
-    """Add ``predicted_peak_bytes`` to every row of a result, ``stock_predicted_peak_bytes`` to every case.
-
-    Of all layers, gradients of parameters included, as ``peak_bytes`` is measured. Needs no cluster.
-
-    Args:
-        document: What ``ampipe bench --json`` holds; changed. A result of an older version stays as it is.
-    """
-    for case in document["cases"]:
-        if "cut" not in case["rows"][0]:
-            continue
-        predicted = functools.partial(
-            peak_bytes,
-            _workload(case, document["ranks"]),
-            num_layers=case.get("layers", 1),
-            local=True,
-            gathers=True,
-        )
-        case["stock_predicted_peak_bytes"] = round(predicted(Pipeline.of(1)))
-        for row in case["rows"]:
-            row["predicted_peak_bytes"] = round(predicted(_variant(row).pipeline))
-
-
-def planned(
-    case: Case,
-    cluster: Cluster,
-    *,
-    stacks: Sequence[int],
-    exchanges: Sequence[Exchange],
-    num_ranks: int,
-    fused_gradients: bool,
-) -> tuple[Variant, ...]:
-    """What the planner chooses for a case, for each number of layers that share a schedule.
-
-    Args:
-        case: The block.
-        cluster: Measured on the same machine and link.
-        stacks: Those numbers; 1 is block by block.
-        exchanges: Those that the planner compares.
-        num_ranks: Over which the experts are spread.
-        fused_gradients: Whether linear layers add their weights' gradients to ``main_grad`` themselves.
-
-    Raises:
-        BadInput: the cluster has no figure for something that the block does.
-    """
-    workload = workload_of_case(case, num_ranks=num_ranks, fused_gradients=fused_gradients)
-    predictor = Predictor(workload, cluster)
-    return tuple(dict.fromkeys(_planned(predictor.of_layers(stack), exchanges) for stack in stacks))
-
-
-def _planned(predictor: Predictor, exchanges: Sequence[Exchange]) -> Variant:
-    """All layers of a predictor under one schedule if possible, also where that is not predicted to help."""
-    plans = make_plans(predictor, exchanges=exchanges)
-    plan = plans.shared or plans.alone
-    if not plan.helps:
-        return Variant(PLANNED, Cut.of(1))
-    pipeline = plan.pipeline(rows=predictor.workload.rows)
-    cut = Cut(pipeline.degree, pipeline.backward_degree, pipeline.shares)
-    stack = pipeline.stack_of(len(predictor.layers))
-    return Variant(PLANNED, cut, to_text(plan.schedule), stack, memory=plan.memory, exchange=plan.exchange)
-
-
-def _summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     errors = [abs(row["error"]) for case in cases for row in case["rows"]]
     losses = [case["choice"]["loss"] for case in cases]
-    return {
+    document["prediction"] = {
+        "cluster": cluster.description,
         "median_error": round(statistics.median(errors), 4),
         "worst_error": round(max(errors), 4),
         "close_choices": sum(loss <= CLOSE for loss in losses),
         "cases": len(losses),
         "worst_loss": max(losses),
     }
+
+
+def predict_peaks(document: dict[str, Any]) -> None:
+    """Add ``predicted_peak_bytes`` to every row of a result, ``stock_predicted_peak_bytes`` to every case.
+
+    Of all layers, gradients of parameters included, as ``peak_bytes`` is measured. Needs no cluster.
+    """
+    for case in document["cases"]:
+        workload, num_layers = _workload(case, document["ranks"]), case.get("layers", 1)
+
+        def predicted(pipeline: Pipeline, workload: Workload = workload, num_layers: int = num_layers) -> int:
+            return round(peak_bytes(workload, pipeline, num_layers=num_layers, local=True, gathers=True))
+
+        case["stock_predicted_peak_bytes"] = predicted(Pipeline.of(1))
+        for row in case["rows"]:
+            row["predicted_peak_bytes"] = predicted(_variant(row).pipeline)
+
+
+def planned(job: BenchJob, case: Case, cluster: Cluster, *, fused_gradients: bool) -> tuple[Variant, ...]:
+    """What the planner chooses for a case of a job, for each number of layers that share a schedule.
+
+    Args:
+        job: Gives these numbers, the exchanges that are compared, and the ranks.
+        case: The block.
+        cluster: Measured on the same machine and link.
+        fused_gradients: Whether linear layers add their weights' gradients to ``main_grad`` themselves.
+
+    Raises:
+        BadInput: the cluster has no figure for something that the block does.
+    """
+    workload = workload_of_case(case, num_ranks=job.num_ranks, fused_gradients=fused_gradients)
+    predictor = Predictor(workload, cluster)
+    variants = []
+    for size in job.stacks:
+        layers = predictor.of_layers(size)
+        # All layers under one schedule if possible, also where that is not predicted to help.
+        plans = make_plans(layers, exchanges=job.exchanges)
+        plan = plans.shared or plans.alone
+        if not plan.helps:
+            variants.append(Variant(PLANNED, Cut.of(1)))
+            continue
+        pipeline = plan.pipeline(rows=workload.rows)
+        cut = Cut(pipeline.degree, pipeline.backward_degree, pipeline.shares)
+        stack, order = pipeline.stack_of(len(layers.layers)), to_text(plan.schedule)
+        variants.append(Variant(PLANNED, cut, order, stack, memory=plan.memory, exchange=plan.exchange))
+    return tuple(dict.fromkeys(variants))
 
 
 def _predicted_ms(row: Mapping[str, Any], predictor: Predictor, *, layers: int) -> float:
@@ -164,13 +136,6 @@ def _variant(row: Mapping[str, Any]) -> Variant:
 
 
 def _workload(case: Mapping[str, Any], num_ranks: int) -> Workload:
-    if "cut" not in case["rows"][0]:
-        raise BadInput(
-            "--from",
-            case["name"],
-            rule="is a result of an older version, which does not say where chunks end",
-            remedy="Measure again with ampipe bench.",
-        )
     # Results of older versions were of gradients that AMPipe summed itself.
     fused = case.get("fused_gradients", False)
     return workload_of_case(Case(**case["block"]), num_ranks=num_ranks, fused_gradients=fused)

@@ -1,6 +1,4 @@
-"""From samples to figures: medians, ratios with their spread, bounds. Called by ``ampipe bench``.
-
-Pure; :mod:`.result_file` writes and reads the document that holds them.
+"""The document of ``ampipe bench --json``: medians of samples, ratios with their spread, bounds. No torch.
 
 The time of a pass is the maximum over ranks. The speedup is the median of the ratios stock / variant taken
 within each repeat, where the machine was in the same state for both; its spread is the range from the 10th to
@@ -9,22 +7,64 @@ the 90th percentile of these ratios. What the machine itself contributes is :fun
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
+from megatron_ampipe.files import inputs, outputs
 from megatron_ampipe.plan.simulate import DirectionBound, direction_bound
-from megatron_ampipe.schedule import Stage, stage_from_text
+from megatron_ampipe.schedule import KEEP, Exchange, Stage, stage_from_text
+from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK_GLOO, BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case
-from megatron_ampipe.tools.measuring.link import Link
-from megatron_ampipe.tools.measuring.variant import CONTROL, STOCK_GLOO, Variant
+
+FORMAT = "ampipe-bench-1"
+_ABSENT_FROM_OLDER = {"memory": KEEP, "exchange": Exchange.ROWS.value, "wire": None, "difference_seen": True}
+"""Fields of a row that older documents lack, and what was measured then."""
 
 StageSamples = Mapping[str, Mapping[str, Sequence[float]]]
 """By direction and stage, the microseconds of every pass, alone."""
-
 StageNeeds = Mapping[str, Mapping[str, Sequence[str]]]
 """By direction and stage, the stages it waits for."""
+
+
+def write(document: Mapping[str, Any], path: Path) -> None:
+    """Write the document; it appears under its name only when it is whole.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    outputs.write_text(path, json.dumps(document) + "\n")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a document of blocks that :func:`write` wrote, with what older ones lack filled in.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such document.
+    """
+    try:
+        document: dict[str, Any] = json.loads(inputs.read_text(path))
+        if document["format"] != FORMAT or not document["cases"]:
+            raise ValueError("not a result of blocks")
+        document = {"layers": 1, "missing_cases": [], "pretended": False} | document
+        for case in document["cases"]:
+            case |= {key: case.get(key) for key in ("control", "gloo_all_to_all", "stock_wire_bytes")}
+            for row in (*case["rows"], *megatrons_again(case)):
+                row |= {key: row.get(key, default) for key, default in _ABSENT_FROM_OLDER.items()}
+                if not min(row["ms"], row["speedup"], row["degree"], case["stock_ms"]) > 0 or not row["cut"]:
+                    raise ValueError("a time that is not above 0")
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError("not a result of blocks") from error
+    return document
+
+
+def megatrons_again(case: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The control, and Megatron's layers with gloo's all-to-all, if there are."""
+    return [case[key] for key in ("control", "gloo_all_to_all") if case[key] is not None]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -57,13 +97,9 @@ def spread_of(control: Mapping[str, Any]) -> float:
     return round(max(control["speedup_p90"], 1 / control["speedup_p10"]) - 1, 4)
 
 
-def is_seen(row: Mapping[str, Any], spread: float) -> bool:
-    """Whether the speedup of a row is further from 1, as a factor, than the spread of the control."""
-    return max(row["speedup"], 1 / row["speedup"]) - 1 > spread
-
-
 def with_control(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Rows as a case holds them, each with ``difference_seen``.
+    """Rows as a case holds them, each with ``difference_seen``: whether its speedup is further from 1, as a
+    factor, than the spread of the control.
 
     Args:
         rows: Of all variants but stock.
@@ -74,7 +110,11 @@ def with_control(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     control, *_ = (row for row in rows if row["schedule"] == CONTROL)
     spread = spread_of(control)
-    others = [row | {"difference_seen": is_seen(row, spread)} for row in rows if row is not control]
+    others = [
+        row | {"difference_seen": max(row["speedup"], 1 / row["speedup"]) - 1 > spread}
+        for row in rows
+        if row is not control
+    ]
     return {
         "control": control | {"spread": spread},
         "gloo_all_to_all": next((row for row in others if row["schedule"] == STOCK_GLOO), None),
@@ -88,19 +128,15 @@ def slowest_rank(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
 
 
 def busy_cores(
-    wall_ms_by_rank: Sequence[Sequence[float]], processor_ms_by_rank: Sequence[Sequence[float]]
+    wall_by_rank: Sequence[Sequence[float]], processor_by_rank: Sequence[Sequence[float]]
 ) -> float:
     """How many cores the slowest rank kept busy: median over repeats of processor time over time.
 
     A rank of one core that is busy all the time cannot be made faster by another order of the same work.
     """
-    shares = []
-    for walls, processors in zip(
-        zip(*wall_ms_by_rank, strict=True), zip(*processor_ms_by_rank, strict=True), strict=True
-    ):
-        slowest = max(range(len(walls)), key=walls.__getitem__)
-        shares.append(processors[slowest] / walls[slowest])
-    return round(statistics.median(shares), 4)
+    repeats = zip(zip(*wall_by_rank, strict=True), zip(*processor_by_rank, strict=True), strict=True)
+    slowest = (max(zip(*repeat, strict=True)) for repeat in repeats)
+    return round(statistics.median(worked / wall for wall, worked in slowest), 4)
 
 
 def bounds(samples: StageSamples, needs: StageNeeds, *, stack: int) -> dict[str, list[DirectionBound]]:
@@ -109,79 +145,46 @@ def bounds(samples: StageSamples, needs: StageNeeds, *, stack: int) -> dict[str,
     Returns:
         By direction, one for every ``stack`` layers, which share a schedule.
     """
-    found = {}
+    by_direction = {}
     for direction, stages in samples.items():
         graphs: dict[int, dict[Stage, tuple[Stage, ...]]] = {}
         for name, earlier in needs[direction].items():
             stage = stage_from_text(name)
             graphs.setdefault(stage.layer // stack, {})[stage] = tuple(map(stage_from_text, earlier))
         times = {stage_from_text(name): statistics.median(passes) / 1e3 for name, passes in stages.items()}
-        found[direction] = [
+        by_direction[direction] = [
             direction_bound({stage: times[stage] for stage in graph}, graph) for graph in graphs.values()
         ]
-    return found
+    return by_direction
 
 
 def case_result(
-    case: Case,
-    variants: Sequence[Variant],
-    reports: Sequence[Mapping[str, Any]],
-    *,
-    link: Link,
-    layers: int,
+    case: Case, job: BenchJob, variants: Sequence[Variant], reports: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """One entry of ``cases`` in the document.
 
     Args:
         case: What was measured.
+        job: How.
         variants: Stock first.
-        reports: What each rank found (:func:`.timed_passes.measure`).
-        link: Over which link.
-        layers: How many of these blocks one pass goes through.
+        reports: What each rank found (:func:`.timed_passes.measure`), and its ``clock``.
     """
-    by_variant, backward, worked = (
-        _by_variant_ms(reports, key) for key in ("samples_s", "backward_s", "processor_s")
-    )
-    assert by_variant is not None and backward is not None
-    stock = slowest_rank(by_variant[0])
+    figures = [_figures(reports, index) for index in range(len(variants))]
+    stock = figures[0]
     rows = [
-        _row(
-            variant,
-            layers=layers,
-            stock=stock,
-            by_rank=by_variant[index],
-            backward_by_rank=backward[index],
-            processor_by_rank=worked and worked[index],
-            stages=[report["stages"][index] for report in reports],
-            needs=reports[0]["needs"][index],
-            starved=[report["starved"][index] for report in reports],
-            difference=reports[0]["difference"][index],
-            peak_bytes=_largest(reports, "peak_bytes", index),
-            wire=_wire(reports, index),
-        )
+        _row(variant, job, figures[index], stock=stock["samples_ms"], reports=reports, index=index)
         for index, variant in enumerate(variants)
         if index > 0
     ]
-    stock_ms = round(statistics.median(stock), 4)
     return {
         "name": case.name,
-        "link": link.text,
-        "emulated": link.emulated,
-        "layers": layers,
-        "stock_ms": stock_ms,
-        "stock_samples_ms": stock,
-        "stock_backward_ms": round(statistics.median(slowest_rank(backward[0])), 4),
-        "stock_samples_ms_by_rank": by_variant[0],
-        "stock_processor_ms_by_rank": worked and worked[0],
-        "stock_peak_bytes": _largest(reports, "peak_bytes", 0),
-        **{f"stock_{key}": value for key, value in _wire(reports, 0).items()},
-        "stock_busy_cores": worked and busy_cores(by_variant[0], worked[0]),
-        "kernel": reports[0]["kernel"],
-        "attention": reports[0]["attention"],
-        "fused_gradients": reports[0]["fused_gradients"],
-        "clock": reports[0]["clock"],
+        "link": job.link.text,
+        "emulated": job.link.emulated,
+        "layers": job.layers,
+        **{f"stock_{key}": value for key, value in stock.items()},
+        **{key: reports[0][key] for key in ("kernel", "attention", "fused_gradients", "clock")},
         "block": asdict(case),
-        "possible_speedup": possible_speedup(stock_ms, rows),
+        "possible_speedup": possible_speedup(stock["ms"], rows),
         **with_control(rows),
     }
 
@@ -195,61 +198,61 @@ def possible_speedup(stock_ms: float, rows: Sequence[Mapping[str, Any]]) -> floa
     return round(stock_ms / min(found), 4) if found else None
 
 
-def _by_variant_ms(reports: Sequence[Mapping[str, Any]], key: str) -> list[list[list[float]]] | None:
-    """Milliseconds by variant, rank and repeat; None if they were not measured."""
-    if reports[0][key] is None:
-        return None
-    return [
-        [[round(1e3 * s, 4) for s in of_variant] for of_variant in of_ranks]
-        for of_ranks in zip(*(report[key] for report in reports), strict=True)
-    ]
+def _figures(reports: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
+    """What the document holds of every variant, stock included.
 
-
-def _largest(reports: Sequence[Mapping[str, Any]], key: str, index: int) -> int:
-    """Of a variant, over all ranks."""
-    return max(report[key][index] for report in reports)
-
-
-def _wire(reports: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
-    """What all ranks together send in a pass of a variant: counted, the median over repeats, and expected.
-
-    ``wire_bytes`` (None where nothing was counted) and ``expected_wire_bytes``; where there are two classes
-    of links also both ``by_class``.
+    ``backward_ms`` is from the end of the forward pass of a rank. ``peak_bytes`` is of the rank that holds
+    most, beyond weights and input. ``wire_bytes`` (None where nothing was counted) and
+    ``expected_wire_bytes`` are of all ranks together, by the kernel's counters and by the routing; where
+    there are two classes of links, also both ``by_class``.
     """
-    of_ranks = [report["wire_bytes"][index] for report in reports]
+
+    def ms(key: str) -> list[list[float]] | None:
+        if reports[0][key] is None:
+            return None
+        return [[round(1e3 * seconds, 4) for seconds in report[key][index]] for report in reports]
+
+    by_rank, backward, worked = ms("samples_s"), ms("backward_s"), ms("processor_s")
+    assert by_rank is not None and backward is not None
+    samples = slowest_rank(by_rank)
+    counted = [report["wire_bytes"][index] for report in reports]
     expected = [report["expected_wire_bytes"][index] for report in reports]
-    by_class = {
+    by_class: dict[str, dict[str, int]] = {
         "wire_bytes": {
             name: round(
-                statistics.median(sum(part[name] for part in parts) for parts in zip(*of_ranks, strict=True))
+                statistics.median(
+                    sum(ranks[name] for ranks in passed) for passed in zip(*counted, strict=True)
+                )
             )
-            for name in of_ranks[0][0] or ()
+            for name in counted[0][0] or ()
         },
-        "expected_wire_bytes": {name: sum(part[name] for part in expected) for name in expected[0]},
+        "expected_wire_bytes": {name: sum(rank[name] for rank in expected) for name in expected[0]},
     }
-    found: dict[str, Any] = {key: sum(parts.values()) if parts else None for key, parts in by_class.items()}
-    if len(expected[0]) > 1:
-        found |= {f"{key}_by_class": parts for key, parts in by_class.items()}
-    return found
+    two_classes = len(expected[0]) > 1
+    return {
+        "ms": round(statistics.median(samples), 4),
+        "backward_ms": round(statistics.median(slowest_rank(backward)), 4),
+        "samples_ms": samples,
+        "samples_ms_by_rank": by_rank,
+        "processor_ms_by_rank": worked,
+        "busy_cores": worked and busy_cores(by_rank, worked),
+        "peak_bytes": max(report["peak_bytes"][index] for report in reports),
+        **{key: sum(parts.values()) if parts else None for key, parts in by_class.items()},
+        **({f"{key}_by_class": parts for key, parts in by_class.items()} if two_classes else {}),
+    }
 
 
 def _row(
     variant: Variant,
+    job: BenchJob,
+    figures: Mapping[str, Any],
     *,
-    layers: int,
     stock: Sequence[float],
-    by_rank: Sequence[Sequence[float]],
-    backward_by_rank: Sequence[Sequence[float]],
-    processor_by_rank: Sequence[Sequence[float]] | None,
-    stages: Sequence[StageSamples | None],
-    needs: StageNeeds | None,
-    starved: Sequence[Mapping[str, int] | None],
-    difference: float,
-    peak_bytes: int,
-    wire: Mapping[str, Any],
+    reports: Sequence[Mapping[str, Any]],
+    index: int,
 ) -> dict[str, Any]:
-    samples = slowest_rank(by_rank)
-    median_ms, cut = statistics.median(samples), variant.cut
+    cut, needs = variant.cut, reports[0]["needs"][index]
+    stages: list[StageSamples] = [report["stages"][index] for report in reports]
     row: dict[str, Any] = {
         "schedule": variant.schedule,
         "degree": cut.degree,
@@ -258,39 +261,27 @@ def _row(
         "shares": cut.shares,
         "cut": str(cut),
         "order": variant.order,
-        "layers": layers,
+        "layers": job.layers,
         "stack": variant.stack,
         "memory": variant.memory,
         "exchange": variant.exchange,
         "wire": variant.wire,
-        "ms": round(median_ms, 4),
-        # Of these, from the end of the forward pass of a rank.
-        "backward_ms": round(statistics.median(slowest_rank(backward_by_rank)), 4),
-        **speedup(stock, samples),
+        **figures,
+        **speedup(stock, figures["samples_ms"]),
+        "difference_from_stock": reports[0]["difference"][index],
         # Megatron's own layer, as at degree 1, has no stages to overlap.
         "bound_ms": None,
         "bound_share": None,
         "bound": None,
-        "busy_cores": None if processor_by_rank is None else busy_cores(by_rank, processor_by_rank),
-        "difference_from_stock": difference,
-        # Of what a pass holds at once beyond weights and input, on the rank that holds most.
-        "peak_bytes": peak_bytes,
-        # Of all ranks together: by the kernel's counters on a real network, and by the routing.
-        **wire,
-        "samples_ms": samples,
-        "samples_ms_by_rank": by_rank,
-        "processor_ms_by_rank": processor_by_rank,
-        "stages_us_by_rank": stages if variant.pipelined else None,
         "stage_needs": needs,
+        "stages_us_by_rank": stages if variant.pipelined else None,
         # On a GPU: by kind of stage, in how many of the times above the host was too slow to keep it busy.
-        "starved_by_rank": starved if variant.pipelined else None,
+        "starved_by_rank": [report["starved"][index] for report in reports] if variant.pipelined else None,
     }
     if needs is not None:
-        of_ranks = [bounds(found, needs, stack=variant.stack) for found in stages if found is not None]
-        slowest = max(of_ranks, key=_total_ms)
-        bound_ms = _total_ms(slowest)
-        row["bound_ms"] = round(bound_ms, 4)
-        row["bound_share"] = round(bound_ms / median_ms, 4)
+        slowest = max((bounds(of_rank, needs, stack=variant.stack) for of_rank in stages), key=_total_ms)
+        row["bound_ms"] = round(_total_ms(slowest), 4)
+        row["bound_share"] = round(_total_ms(slowest) / figures["ms"], 4)
         row["bound"] = {
             direction: {
                 f"{part.name}_ms": round(sum(getattr(bound, part.name) for bound in of_stacks), 4)

@@ -1,9 +1,9 @@
-"""The measurement of one case on one rank: whether all variants compute the same, then their times.
+"""What a rank of ``ampipe bench`` does: checks that all variants of a case compute the same, then times them.
 
 One pass is forward and backward of all layers. Before it the ranks meet at a barrier; its time is this
 rank's, from there until its gradients are there, and the command takes the maximum over ranks. Stock and
 every variant run once in each repeat, in an order that is rotated from repeat to repeat, so that a machine
-that becomes slower affects all equally. Called by :mod:`.block_worker`.
+that becomes slower affects all equally.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +22,21 @@ from megatron_ampipe.attention.kernels import describe_kernel
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.launch.host.all_to_all import gloo_all_to_all
 from megatron_ampipe.runtime.executors import ThreadExecutor
-from megatron_ampipe.tools.benchmark.bench_job import PEAK_PASSES, BenchJob
-from megatron_ampipe.tools.benchmark.wire_bytes import Routings, sent_bytes
+from megatron_ampipe.schedule import Direction
+from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES, BenchJob, Variant
 from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.measuring.grid import Case
-from megatron_ampipe.tools.measuring.link import LinkKind, parse_link
+from megatron_ampipe.tools.measuring.link import LinkKind
+from megatron_ampipe.tools.measuring.meters import (
+    Routings,
+    TensorMeter,
+    WatchedExecutor,
+    peak_bytes,
+    sent_bytes,
+    stage_times,
+)
 from megatron_ampipe.tools.measuring.network import burst_bytes
-from megatron_ampipe.tools.measuring.peak_memory import TensorMeter, WatchedExecutor, peak_bytes
-from megatron_ampipe.tools.measuring.stage_times import stage_times
-from megatron_ampipe.tools.measuring.variant import Variant
+from megatron_ampipe.tools.measuring.ranks import Rank
 
 TOLERANCE = 1e-4
 """Largest difference from stock, relative to the largest value of the tensor, in fp32."""
@@ -40,99 +46,81 @@ TOLERANCE_16_BIT = 3e-2
 """Norm of the difference relative to the norm of the tensor, in 16 bit."""
 
 
-def measure(
-    case: Case, variants: tuple[Variant, ...], job: BenchJob, *, rank: int, progress: Callable[[], None]
-) -> dict[str, Any]:
-    """Measure one case.
-
-    Args:
-        case: The block, of which there are ``job.layers`` one after another.
-        variants: What is compared; stock first.
-        job: How, and how often.
-        rank: Of this process.
-        progress: Called after every pass, whatever it is for.
+def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> dict[str, Any]:
+    """Measure one case; ``variants`` are what is compared, stock first.
 
     Returns:
         ``samples_s``: by variant, seconds of every repeat, and ``backward_s``, of its backward part;
         ``processor_s``: by variant, seconds that processors worked in it, None on CUDA; ``stages``: by
         variant (None where the layer is Megatron's own), microseconds of every stage alone, and ``needs``,
         what each waits for; ``starved``: by variant, how often a GPU was out of work within a stage, by the
-        stage's kind;
-        ``difference`` by variant; ``peak_bytes`` by variant, of tensors that a pass holds at once beyond
-        weights and input; ``wire_bytes``: by variant, bytes that this rank put on the wire in every repeat,
-        by class of links, None where the link is no real network, and ``expected_wire_bytes``, what it had to
-        send by the routing; ``kernel`` of attention, the same for all variants, and ``attention``,
-        which backend computes which part; ``fused_gradients``, whether linear layers add their weights'
-        gradients to ``main_grad`` themselves.
+        stage's kind; ``difference`` by variant; ``peak_bytes`` by variant, of tensors that a pass holds at
+        once beyond weights and input; ``wire_bytes``: by variant, bytes that this rank put on the wire in
+        every repeat, by class of links, None where the link is no real network, and ``expected_wire_bytes``,
+        what it had to send by the routing; ``kernel`` of attention, the same for all variants, and
+        ``attention``, which backend computes which part; ``fused_gradients``, whether linear layers add their
+        weights' gradients to ``main_grad`` themselves.
 
     Raises:
         DifferenceFound: on every rank, if some variant differs from stock on some rank.
     """
-    on_cuda = job.device == "cuda"
+    job = rank.job
     factory = BlockFactory(
         case,
-        rank=rank,
+        rank=rank.number,
         num_ranks=job.num_ranks,
-        on_cuda=on_cuda,
+        on_cuda=job.on_cuda,
         seed=job.seed,
         layers=job.layers,
         ranks_per_node=job.ranks_per_node,
     )
-    link = parse_link(job.link)
-    passes = _Passes(
-        case,
-        rank=rank,
-        on_cuda=on_cuda,
-        seed=job.seed,
-        counts_wire=link.kind is LinkKind.NETWORK,
-        progress=progress,
-    )
+    on_network, rate = job.link.kind is LinkKind.NETWORK, job.link.rate_bit_per_s
+    passes = Passes(rank, case, counts_wire=on_network)
     routings = Routings(factory.stock)
     layers = [factory.stock, *(factory.build(variant) for variant in variants[1:])]
-    difference = _compare(passes, layers, variants, rank=rank, case=case)
+    difference = compare(passes, layers, variants, rank=rank.number, case=case)
     routings.stop()
-    saved_bytes = 0
-    if link.kind is LinkKind.NETWORK:
-        assert link.rate_bit_per_s is not None
-        saved_bytes = burst_bytes(link.rate_bit_per_s)
-    timed = {
-        index: factory.build_timed(variant, num_passes=job.repeats, saved_bytes=saved_bytes)
-        for index, variant in enumerate(variants)
+    saved_bytes = burst_bytes(rate) if on_network and rate else 0
+    timed = [
+        factory.build_timed(variant, num_passes=job.repeats, saved_bytes=saved_bytes)
         if variant.pipelined
-    }
-    peaks = _peak_bytes(passes, factory, layers, variants, on_cuda=on_cuda)
+        else None
+        for variant in variants
+    ]
+    peaks = _peak_bytes(passes, factory, layers, variants)
     for _ in range(job.warmup):
-        for layer in (*layers, *(layer for layer, *_ in timed.values())):
+        for layer in (*layers, *(build.layers for build in timed if build)):
             passes.run(layer)
-    for _, _, timer in timed.values():
-        timer.queue.starved.clear()
-    samples: list[list[_Sample]] = [[] for _ in layers]
+    for build in filter(None, timed):
+        build.timer.queue.starved.clear()
+    samples: list[list[Sample]] = [[] for _ in layers]
     for repeat in range(job.repeats):
         order = [(repeat + step) % len(layers) for step in range(len(layers))]
         for index in order:
             samples[index].append(passes.run(layers[index]))
-        for index in order:
-            if index in timed:
-                layer, recorder, _ = timed[index]
-                recorder.start_iteration(repeat)
-                passes.run(layer)
-                recorder.pause()
+        for build in (timed[index] for index in order):
+            if build:
+                build.recorder.start_iteration(repeat)
+                passes.run(build.layers)
+                build.recorder.pause()
+
+    def by_variant(field: str) -> list[list[Any]]:
+        return [[getattr(sample, field) for sample in of_layer] for of_layer in samples]
+
     return {
-        "samples_s": [[sample.wall_s for sample in of_layer] for of_layer in samples],
-        "backward_s": [[sample.backward_s for sample in of_layer] for of_layer in samples],
-        "processor_s": (
-            None if on_cuda else [[sample.processor_s for sample in of_layer] for of_layer in samples]
-        ),
-        "stages": [stage_times(timed[index][1]) if index in timed else None for index in range(len(layers))],
-        "needs": [timed[index][2].needs if index in timed else None for index in range(len(layers))],
-        "starved": [
-            timed[index][2].queue.starved if index in timed else None for index in range(len(layers))
-        ],
+        "samples_s": by_variant("wall_s"),
+        "backward_s": by_variant("backward_s"),
+        "processor_s": None if job.on_cuda else by_variant("processor_s"),
+        "stages": [build and stage_times(build.recorder) for build in timed],
+        "needs": [build and build.timer.needs for build in timed],
+        "starved": [build and build.timer.queue.starved for build in timed],
         "difference": difference,
         "peak_bytes": peaks,
-        "wire_bytes": [[sample.wire_bytes for sample in of_layer] for of_layer in samples],
+        "wire_bytes": by_variant("wire_bytes"),
         "expected_wire_bytes": [
-            routings.expected_bytes(variant.exchange, wire=variant.wire, rank=rank, nodes=link.nodes)
+            routings.expected_bytes(
+                variant.exchange, wire=variant.wire, rank=rank.number, nodes=job.link.nodes
+            )
             for variant in variants
         ],
         "kernel": factory.kernel,
@@ -141,11 +129,12 @@ def measure(
     }
 
 
-class _Sample(NamedTuple):
+class Sample(NamedTuple):
     """One pass on one rank.
 
     Attributes:
         wall_s: Seconds it took.
+        issued_s: Those until the host had issued the forward part.
         backward_s: Those from the end of the forward part: on a CPU when the host has reached it, on a GPU
             when the device has.
         processor_s: Seconds that processors worked for it: all threads of this process, and the kernel on
@@ -155,36 +144,41 @@ class _Sample(NamedTuple):
     """
 
     wall_s: float
+    issued_s: float
     backward_s: float
     processor_s: float
     wire_bytes: dict[str, int] | None
 
+    @property
+    def by_direction_us(self) -> dict[Direction, float]:
+        """Microseconds of the forward and of the backward part."""
+        backward_us = self.backward_s * 1e6
+        return {Direction.FORWARD: self.wall_s * 1e6 - backward_us, Direction.BACKWARD: backward_us}
 
-class _Passes:
+
+class Passes:
     """Runs one pass of any layer on always the same input and output gradient, and reports each."""
 
     def __init__(
         self,
+        rank: Rank[Any],
         case: Case,
         *,
-        rank: int,
-        on_cuda: bool,
-        seed: int,
-        counts_wire: bool,
-        progress: Callable[[], None],
+        counts_wire: bool = False,
+        progress: Callable[[], None] | None = None,
     ) -> None:
-        self._counts_wire, self._progress = counts_wire, progress
-        generator = torch.Generator().manual_seed(seed * 10_007 + rank)
+        self._counts_wire, self._progress = counts_wire, progress or rank.progress
+        self.on_cuda = rank.job.on_cuda
+        generator = torch.Generator().manual_seed(rank.job.seed * 10_007 + rank.number)
         shape = (case.sequence_length, case.batch, case.hidden)
-        self._on_cuda = on_cuda
         self._hidden, self._gradient = (
-            torch.randn(shape, generator=generator).to("cuda" if on_cuda else "cpu", DTYPES[case.dtype])
+            torch.randn(shape, generator=generator).to("cuda" if self.on_cuda else "cpu", DTYPES[case.dtype])
             for _ in range(2)
         )
         # What exists now stays: later collections skip it.
         gc.freeze()
 
-    def run(self, layer: torch.nn.Module) -> _Sample:
+    def run(self, layer: torch.nn.Module) -> Sample:
         """One timed pass."""
         return self._run(layer)[0]
 
@@ -212,42 +206,40 @@ class _Passes:
         _clear_gradients(layer)
         return peak_bytes(run, passes=PEAK_PASSES, known=known, meter=meter)
 
-    def _run(self, layer: torch.nn.Module) -> tuple[_Sample, Tensor, Tensor]:
-        found = self._measured(layer)
-        self._progress()
-        return found
-
-    def _measured(self, layer: torch.nn.Module) -> tuple[_Sample, Tensor, Tensor]:
+    def _run(self, layer: torch.nn.Module) -> tuple[Sample, Tensor, Tensor]:
         _clear_gradients(layer)
         hidden = self._hidden.detach().requires_grad_()
         gc.collect()
         gc.disable()
         try:
             sent_before = sent_bytes() if self._counts_wire else {}
-            self._meet()
+            meet(on_cuda=self.on_cuda)
             with gloo_all_to_all() if layer.gloo_all_to_all else contextlib.nullcontext():
                 begin, worked = time.perf_counter(), time.process_time()
                 output, _ = layer(hidden_states=hidden, attention_mask=None)
-                between = _Clock(on_cuda=self._on_cuda)
+                issued_s, between = time.perf_counter() - begin, _Clock(on_cuda=self.on_cuda)
                 output.backward(self._gradient)
                 backward_s = between.passed_s()
                 wall_s, processor_s = time.perf_counter() - begin, time.process_time() - worked
             wire_bytes = None
             if self._counts_wire:
                 # A rank may have what it waited for while a peer still receives.
-                self._meet()
+                meet(on_cuda=self.on_cuda)
                 wire_bytes = {name: sent - sent_before[name] for name, sent in sent_bytes().items()}
-            return _Sample(wall_s, backward_s, processor_s, wire_bytes), output, hidden
+            return Sample(wall_s, issued_s, backward_s, processor_s, wire_bytes), output, hidden
         finally:
             gc.enable()
+            self._progress()
 
-    def _meet(self) -> None:
-        if self._on_cuda:
-            torch.cuda.synchronize()
-        dist.barrier()
-        if self._on_cuda:
-            # NCCL's barrier may return when it is only enqueued.
-            torch.cuda.synchronize()
+
+def meet(*, on_cuda: bool) -> None:
+    """Wait until every rank is here and idle."""
+    if on_cuda:
+        torch.cuda.synchronize()
+    dist.barrier()
+    if on_cuda:
+        # NCCL's barrier may return when it is only enqueued.
+        torch.cuda.synchronize()
 
 
 class _Clock:
@@ -277,15 +269,13 @@ def _clear_gradients(layer: torch.nn.Module) -> None:
 
 
 def _peak_bytes(
-    passes: _Passes,
+    passes: Passes,
     factory: BlockFactory,
     layers: list[torch.nn.Module],
-    variants: tuple[Variant, ...],
-    *,
-    on_cuda: bool,
+    variants: Sequence[Variant],
 ) -> list[int]:
     """The peak memory of each variant, in passes that are not timed."""
-    if on_cuda:
+    if passes.on_cuda:
         return [passes.peak_bytes(layer, meter=None) for layer in layers]
     meter = TensorMeter()
     executor = WatchedExecutor(ThreadExecutor(), meter)
@@ -293,8 +283,8 @@ def _peak_bytes(
     return [passes.peak_bytes(layer, meter=meter) for layer in watched]
 
 
-def _compare(
-    passes: _Passes, layers: list[torch.nn.Module], variants: tuple[Variant, ...], *, rank: int, case: Case
+def compare(
+    passes: Passes, layers: list[torch.nn.Module], variants: Sequence[Variant], *, rank: int, case: Case
 ) -> list[float]:
     """The largest difference of each variant from stock, over tensors and ranks; the same on every rank."""
     limits = [_limit(case, variant) for variant in variants]

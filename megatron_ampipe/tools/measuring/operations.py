@@ -1,0 +1,527 @@
+"""What ``ampipe profile`` times on every rank, and how: computation, collectives, and a real block.
+
+**Computation**: matrix products, core attention, passes over memory, permutation, in
+the sizes of a block's stages, whole and cut into up to 16 chunks. All ranks measure at the same time, as they
+compute in training, or those that share a core in turns.
+
+**Collectives**, by the functions that training calls, and how they and computation slow
+each other. Sizes are what one rank sends to the others of its group. Within a node, that is all of its ranks.
+Between nodes, AMPipe's all-to-all is between the ranks of one place in all nodes, as in the first of two
+hops. The other collectives there are between all ranks of all nodes, and the size of an all-to-all is then
+what leaves the node. Every rank measures the same things in the same order.
+
+**A real block** (:func:`block_times`), stage by stage and as a whole, and Megatron's own: what they take
+beyond their operations. It is built, and its stages run alone, as in ``ampipe bench``.
+
+All operations are timed once in each round, so that a disturbance of some seconds hits a few rounds of all of
+them, which the medians ignore, and not all rounds of a few.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ampipe.attention.kernels import KERNELS
+from megatron_ampipe.runtime.collectives import all_gather_rows, exchange_rows
+from megatron_ampipe.runtime.executors import SequentialExecutor
+from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.saved_tensors import HostCopies
+from megatron_ampipe.schedule import Direction, Span
+from megatron_ampipe.tools.measuring.bench_job import Cut, Variant
+from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
+from megatron_ampipe.tools.measuring.cluster_fit import Sample
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.meters import stage_times
+from megatron_ampipe.tools.measuring.ranks import Rank
+from megatron_ampipe.tools.measuring.timed_passes import Passes, meet
+
+WARMUP = 2
+"""Rounds that do not count."""
+CUTS = (1, 2, 4, 8, 16)
+"""Into how many parts the rows of a block are cut, to get smaller sizes."""
+OVERLAP_US = 300e3
+"""For about how long computation and communication run concurrently."""
+DEGREES = (2, 4, 8)
+"""Of the real block."""
+_SIGN_S = 1.0
+_MINIMUM_ROUNDS, _MAXIMUM_ROUNDS = 3, 100
+
+
+def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int, turns: int) -> dict[str, Any]:
+    """Measure around one block, on a rank that has started Megatron; a message ``progress`` after each step.
+
+    Args:
+        rank: This rank.
+        case: Whose sizes are measured.
+        repeats: Timed calls of each operation.
+        ranks_per_node: Ranks on one node.
+        turns: In how many turns ranks time their computation: as many as share a core.
+
+    Returns:
+        ``samples``, ``slowdowns``, ``block`` (:func:`block_times`), ``kernel`` and ``fused_gradients``.
+    """
+    job = rank.job
+    watch = Stopwatch(repeats=repeats, on_cuda=job.on_cuda, alive=lambda: rank.say("alive"))
+    factory = BlockFactory(
+        case, rank=rank.number, num_ranks=job.num_ranks, on_cuda=job.on_cuda, seed=job.seed
+    )
+    operations = Operations(case, watch=watch, kernel=factory.kernel)
+    links = link_groups(ranks_per_node)
+    samples = []
+    for turn in range(turns):
+        meet(on_cuda=job.on_cuda)
+        if rank.number % turns == turn:
+            # Ranks that share a core would be timed together or alone by chance. What sharing costs is in the
+            # stages of the block, which all ranks run at the same time.
+            samples = watch.samples(list(operations.computation()))
+    meet(on_cuda=job.on_cuda)
+    rank.progress()
+    samples += watch.samples([probe for link in links for probe in operations.traffic(link)])
+    rank.progress()
+    # On the links where the longest transfers are.
+    slowdowns = operations.slowdowns(links[-1].exchange)
+    rank.progress()
+    return {
+        "samples": [asdict(sample) for sample in samples],
+        "slowdowns": slowdowns,
+        "block": block_times(rank, case, factory, watch=watch),
+        "kernel": factory.kernel,
+        "fused_gradients": factory.fused_gradients,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """An operation of one size to be timed.
+
+    Attributes:
+        family: As in :class:`.Sample`.
+        columns: Likewise.
+        operation: What is timed.
+        count: How many such operations it is; the time is divided by that.
+        together: It is a collective: ranks meet before each call, so that no wait for a late one counts.
+    """
+
+    family: str
+    columns: Mapping[str, float]
+    operation: Callable[[], object]
+    count: int = 1
+    together: bool = False
+
+
+class Stopwatch:
+    """Medians of repeated calls.
+
+    Args:
+        repeats: How often each operation is timed.
+        on_cuda: Whether it runs on the device, whose events then time it.
+        alive: Called after a call, but at most once a second: signs of life must not slow short calls down.
+    """
+
+    def __init__(self, *, repeats: int, on_cuda: bool, alive: Callable[[], None]) -> None:
+        self.repeats, self.on_cuda = repeats, on_cuda
+        self._alive, self._last_sign = alive, time.monotonic()
+
+    def samples(self, probes: Sequence[Probe]) -> list[Sample]:
+        """The typical time of each operation, all of them timed in turns.
+
+        Of a computation that is the median. Of a collective it is the lower quartile: on a host, a thread of
+        the backend that has to wait for the scheduler's next tick adds 4 ms to whatever the transfer takes,
+        sometimes to more than half of the calls (docs/log).
+        """
+        times_us: list[list[float]] = [[] for _ in probes]
+        for number in range(WARMUP + self.repeats):
+            for times, probe in zip(times_us, probes, strict=True):
+                us = self._once(probe) / probe.count
+                times += [us] * (number >= WARMUP)
+                self.give_sign()
+        return [
+            Sample(
+                probe.family,
+                probe.columns,
+                sorted(times)[len(times) // 4] if probe.together else statistics.median(times),
+            )
+            for times, probe in zip(times_us, probes, strict=True)
+        ]
+
+    def since(self, begin: float) -> float:
+        """Microseconds since a moment of ``time.perf_counter``, all issued work included."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begin) * 1e6
+
+    def give_sign(self) -> None:
+        """Say that something has ended, unless that was said less than a second ago."""
+        now = time.monotonic()
+        if now - self._last_sign >= _SIGN_S:
+            self._last_sign = now
+            self._alive()
+
+    def _once(self, probe: Probe) -> float:
+        if probe.together:
+            meet(on_cuda=self.on_cuda)
+        if not self.on_cuda:
+            begin = time.perf_counter()
+            probe.operation()
+            return self.since(begin)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        probe.operation()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) * 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class LinkGroups:
+    """The ranks over which one class of links is measured.
+
+    Attributes:
+        name: ``intra`` or ``inter``, as in a cluster file.
+        exchange: Of AMPipe's all-to-all.
+        all: Of the other collectives.
+        near: How many of those are reached over other links, this rank included.
+    """
+
+    name: str
+    exchange: dist.ProcessGroup
+    all: dist.ProcessGroup
+    near: int = 1
+
+
+def link_groups(ranks_per_node: int) -> list[LinkGroups]:
+    """What to measure on this rank: links within its node, if it has several ranks, then those between."""
+    world = dist.get_world_size()
+    nodes = [list(range(first, first + ranks_per_node)) for first in range(0, world, ranks_per_node)]
+    links = []
+    if ranks_per_node > 1:
+        node = dist.new_subgroups_by_enumeration(nodes)[0]
+        links.append(LinkGroups("intra", node, node))
+    if len(nodes) > 1:
+        counterparts = [list(range(place, world, ranks_per_node)) for place in range(ranks_per_node)]
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        between = dist.new_subgroups_by_enumeration(counterparts)[0]
+        links.append(LinkGroups("inter", between, everyone, near=ranks_per_node))
+    return links
+
+
+class Operations:
+    """The operations of a block on this rank, to be timed."""
+
+    def __init__(self, case: Case, *, watch: Stopwatch, kernel: str) -> None:
+        self._case, self._watch, self._kernel = case, watch, KERNELS[kernel]
+        self._device, self._dtype = "cuda" if watch.on_cuda else "cpu", DTYPES[case.dtype]
+        self._head_size = case.head_size or case.hidden // case.heads
+        self._groups = case.query_groups or case.heads
+
+    def computation(self) -> Iterator[Probe]:
+        """Products, passes over memory, permutation and copies of parts of the rows; attention of chunks."""
+        case, tokens = self._case, self._case.sequence_length * self._case.batch
+        shapes = {
+            (case.hidden, (case.heads + 2 * self._groups) * self._head_size),
+            (case.heads * self._head_size, case.hidden),
+            (case.hidden, case.ffn * (2 if case.activation == "swiglu" else 1)),
+            (case.ffn, case.hidden),
+        }
+        for rows in sorted({tokens // cut for cut in CUTS if tokens >= cut}):
+            for k, n in sorted(shapes):
+                yield from self._product(rows, k, n)
+            yield from self._passes_over_memory(rows)
+        for cut in CUTS:
+            rows = case.sequence_length // cut
+            # At the front, in the middle and at the end of the sequence.
+            for start in sorted({0, (cut // 2) * rows, (cut - 1) * rows}):
+                if rows:
+                    yield from self._attention(start, start + rows)
+
+    def _product(self, rows: int, k: int, n: int) -> Iterator[Probe]:
+        """Forward, and the two of the backward pass."""
+        inputs, weight, gradient = self._random(rows, k), self._random(n, k), self._random(rows, n)
+        columns = {
+            "alpha_us": 1.0,
+            "beta_us_per_gflop": 2e-9 * rows * k * n,
+            "weights_us_per_million": 1e-6 * k * n,
+        }
+        yield Probe("gemm", columns, lambda: inputs @ weight.t())
+        yield Probe("gemm", columns, lambda: (gradient @ weight, gradient.t() @ inputs), count=2)
+
+    def _attention(self, start: int, end: int) -> Iterator[Probe]:
+        """Rows ``[start, end)`` with all keys up to them, forward and backward."""
+        batch, heads, size = self._case.batch, self._case.heads, self._head_size
+        query = self._random(end - start, batch, heads, size).requires_grad_()
+        key, value = (self._random(end, batch, self._groups, size).requires_grad_() for _ in range(2))
+        spans = (Span(0, end - start, start),)
+
+        def attend() -> Tensor:
+            return self._kernel(query, key, value, spans=spans, scale=size**-0.5)
+
+        output = attend()
+        gradient = torch.randn_like(output)
+        pairs = end * (end + 1) // 2 - start * (start + 1) // 2
+        gflops = 4e-9 * pairs * batch * heads * size
+        merge = 1e-6 * output.nbytes if start else 0.0
+        columns = {"alpha_us": 1.0, "beta_us_per_gflop": gflops, "merge_us_per_mb": merge}
+        yield Probe("attention.forward", columns, attend)
+        yield Probe(
+            "attention.backward",
+            # Five products instead of two.
+            {**columns, "beta_us_per_gflop": 2.5 * gflops},
+            lambda: torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True),
+        )
+
+    def _passes_over_memory(self, rows: int) -> Iterator[Probe]:
+        """A residual is added; rows are put into another order and back; what arrives for the experts is
+        copied to host memory and back, as the lane ``copy`` does."""
+        left, right = (self._random(rows, self._case.hidden) for _ in range(2))
+        tokens = self._random(rows * self._case.topk, self._case.hidden)
+        order = torch.randperm(len(tokens)).to(tokens.device)
+
+        def permute() -> None:
+            tokens.index_select(0, order)
+            torch.zeros_like(tokens).index_add_(0, order, tokens)
+
+        def copy() -> None:
+            copies = HostCopies([tokens])
+            copies.store(lambda: None).wait()
+            copies.load().wait()
+
+        yield _of_bytes("memory", 3 * left.nbytes, lambda: left + right)
+        yield _of_bytes("permute", 2 * tokens.nbytes, permute, count=2)
+        yield _of_bytes("copy", tokens.nbytes, copy, count=2)
+
+    def traffic(self, link: LinkGroups) -> Iterator[Probe]:
+        """Every collective over one class of links."""
+        for rows in self._rows(link.exchange):
+            yield self._exchange(f"{link.name}.all_to_all", link.exchange, rows)
+        sizes = self._rows(link.all)
+        if link.near > 1:
+            for rows in sizes:
+                yield self._exchange(f"{link.name}.direct_all_to_all", link.all, rows, near=link.near)
+        if not self._watch.on_cuda:
+            # With NCCL, both call the same. Megatron's layer sends whole blocks: of half as many tokens as
+            # this one, up to twice as many.
+            for multiple in (1, 2, 3, 4):
+                family = f"{link.name}.stock_all_to_all"
+                yield self._exchange(family, link.all, multiple * sizes[-2], near=link.near, as_stock=True)
+        ranks = link.all.size()
+        for rows in (1, *(rows // ranks for rows in sizes)):
+            yield from self._gathers(link, self._random(rows, self._case.hidden))
+
+    def _exchange(
+        self, family: str, group: dist.ProcessGroup, rows: int, *, near: int = 1, as_stock: bool = False
+    ) -> Probe:
+        """An all-to-all of tokens and probabilities, as Megatron's or AMPipe's layer does it.
+
+        Its size is what goes to others than ``near`` ranks.
+        """
+        ranks = group.size()
+        tensors = [self._random(rows, self._case.hidden), torch.zeros(rows, device=self._device)]
+        splits = [rows // ranks] * ranks
+
+        def exchange() -> None:
+            if not as_stock:
+                exchange_rows(tensors, send=splits, receive=splits, group=group).wait()
+                return
+            for tensor in tensors:
+                dist.all_to_all_single(torch.empty_like(tensor), tensor, splits, splits, group=group)
+
+        sent = sum(tensor.nbytes for tensor in tensors) * (ranks - near) / ranks
+        return _of_bytes(family, sent, exchange, together=True)
+
+    def _gathers(self, link: LinkGroups, part: Tensor) -> Iterator[Probe]:
+        group = link.all
+        whole = part.repeat(group.size(), 1)
+        sent = part.nbytes * (group.size() - 1)
+        for name, operation in (
+            ("all_gather", lambda: all_gather_rows([part], group=group).wait()),
+            (
+                "reduce_scatter",
+                lambda: dist.reduce_scatter_tensor(torch.empty_like(part), whole, group=group),
+            ),
+        ):
+            yield _of_bytes(f"{link.name}.{name}", sent, operation, together=True)
+
+    def slowdowns(self, group: dist.ProcessGroup) -> dict[str, float]:
+        """How much longer computation and an all-to-all take while the other runs.
+
+        Returns:
+            ``compute`` and ``communication``, factors of at least 1 on computation and on time on the wire;
+            ``latency_us``, what every all-to-all takes longer, whatever its size.
+        """
+        sizes = self._rows(group)
+        (small_mb, small_us, small_concurrent_us, _), (large_mb, large_us, large_concurrent_us, compute) = (
+            self._with_products(group, rows, left_rows=sizes[-2]) for rows in (sizes[0], sizes[-2])
+        )
+        alone = max(0.0, (large_us - small_us) / (large_mb - small_mb))
+        concurrent = max(0.0, (large_concurrent_us - small_concurrent_us) / (large_mb - small_mb))
+        slowdown = max(1.0, concurrent / alone) if alone else 1.0
+        return {
+            "compute": compute,
+            "communication": slowdown,
+            "latency_us": max(0.0, small_concurrent_us - small_us - small_mb * alone * (slowdown - 1.0)),
+        }
+
+    def _with_products(
+        self, group: dist.ProcessGroup, rows: int, *, left_rows: int
+    ) -> tuple[float, float, float, float]:
+        """An all-to-all of ``rows`` rows concurrent with matrix products.
+
+        Returns:
+            Its size in MB, its microseconds alone and with the products, and the products' slowdown.
+        """
+        ranks, hidden = group.size(), self._case.hidden
+        tokens, left = self._random(rows, hidden), self._random(left_rows, hidden)
+        weight, splits = self._random(hidden, self._case.ffn), [rows // ranks] * ranks
+
+        def exchange() -> None:
+            exchange_rows([tokens], send=splits, receive=splits, group=group).wait()
+
+        def compute() -> Tensor:
+            return left @ weight
+
+        alone = self._watch.samples([Probe("", {}, exchange, together=True), Probe("", {}, compute)])
+        exchange_us, compute_us = (sample.us for sample in alone)
+        # Every rank must exchange equally often, whatever its clock says.
+        slowest = torch.tensor([exchange_us], dtype=torch.float64, device=self._device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        rounds = max(_MINIMUM_ROUNDS, min(_MAXIMUM_ROUNDS, int(OVERLAP_US / float(slowest))))
+        meet(on_cuda=self._watch.on_cuda)
+        if self._watch.on_cuda:
+            # As many computations as take about as long as the exchanges.
+            calls = max(1, int(rounds * exchange_us / compute_us))
+            computing_us, communicating_us = _concurrent_on_streams(exchange, compute, rounds, calls)
+        else:
+            computing_us, communicating_us = _concurrent_on_threads(exchange, compute, rounds, self._watch)
+        megabytes = 1e-6 * tokens.nbytes * (ranks - 1) / ranks
+        return megabytes, exchange_us, communicating_us, max(1.0, computing_us / compute_us)
+
+    def _rows(self, group: dist.ProcessGroup) -> list[int]:
+        """Rows that are exchanged for the block's tokens and their parts; each rank gets equally many."""
+        ranks, tokens = group.size(), self._case.sequence_length * self._case.batch * self._case.topk
+        return sorted({max(1, tokens // cut // ranks) * ranks for cut in CUTS})
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self._device, dtype=self._dtype)
+
+
+def _of_bytes(
+    family: str, size: float, operation: Callable[[], object], *, count: int = 1, together: bool = False
+) -> Probe:
+    columns = {"alpha_us": 1.0, "beta_us_per_mb": 1e-6 * size}
+    return Probe(family, columns, operation, count=count, together=together)
+
+
+def _concurrent_on_threads(
+    exchange: Callable[[], object], compute: Callable[[], object], rounds: int, watch: Stopwatch
+) -> tuple[float, float]:
+    """Microseconds of one computation and of one exchange; as many computations as fit in."""
+    took_us = 0.0
+
+    def communicate() -> None:
+        nonlocal took_us
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            exchange()
+        took_us = watch.since(begin)
+
+    thread = threading.Thread(target=communicate)
+    begin, calls = time.perf_counter(), 0
+    thread.start()
+    while thread.is_alive():
+        compute()
+        calls += 1
+        watch.give_sign()
+    computing_us = watch.since(begin) / calls
+    thread.join()
+    return computing_us, took_us / rounds
+
+
+def _concurrent_on_streams(
+    exchange: Callable[[], object], compute: Callable[[], object], rounds: int, calls: int
+) -> tuple[float, float]:
+    """Likewise on the device, each on a stream."""
+    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
+    marks = []
+    for on, operation, count in ((stream, exchange, rounds), (current, compute, calls)):
+        with torch.cuda.stream(on):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(count):
+                operation()
+            end.record()
+            marks.append((begin, end, count))
+    torch.cuda.synchronize()
+    times_us = [float(begin.elapsed_time(end)) * 1e3 / count for begin, end, count in marks]
+    return times_us[1], times_us[0]
+
+
+def block_times(rank: Rank[Any], case: Case, factory: BlockFactory, *, watch: Stopwatch) -> dict[str, Any]:
+    """Microseconds of a block's parts on this rank.
+
+    Returns:
+        ``stages``: by degree, direction and stage, the median of the stage alone; ``around``: by degree and
+        direction, of what a pass spends outside its stages; ``stock``: by direction, of Megatron's own layer;
+        ``issue``: of the host to issue one stage (0 where the host computes); ``issue_of``: by direction and
+        kind, of the host to issue a stage while the device is busy (empty where the host computes).
+    """
+    rounds = WARMUP + watch.repeats
+    passes = Passes(rank, case, progress=watch.give_sign)
+    variants = {degree: Variant("ampipe", Cut.of(degree)) for degree in DEGREES}
+    alone = {degree: factory.build_timed(of, num_passes=rounds) for degree, of in variants.items()}
+    in_order = {degree: Recorder(num_iterations=rounds) for degree in DEGREES}
+    layers = {
+        degree: factory.build(variants[degree], recorder=recorder, executor=SequentialExecutor())
+        for degree, recorder in in_order.items()
+    }
+    usual = factory.build(variants[max(DEGREES)])
+    stock: list[dict[Direction, float]] = []
+    whole: dict[int, list[dict[Direction, float]]] = {degree: [] for degree in DEGREES}
+    issued_us = []
+    for number in range(rounds):
+        stock.append(passes.run(factory.stock).by_direction_us)
+        for degree, timed in alone.items():
+            timed.recorder.start_iteration(number)
+            passes.run(timed.layers)
+            in_order[degree].start_iteration(number)
+            whole[degree].append(passes.run(layers[degree]).by_direction_us)
+        if watch.on_cuda:
+            issued_us.append(passes.run(usual).issued_s * 1e6)
+        rank.progress()
+    stages = {str(degree): _medians(stage_times(timed.recorder)) for degree, timed in alone.items()}
+    num_stages = len(stages[str(max(DEGREES))]["forward"])
+    return {
+        "stock": {way: statistics.median(times[way] for times in stock[WARMUP:]) for way in Direction},
+        "stages": stages,
+        "around": {str(degree): _outside(whole[degree], in_order[degree]) for degree in DEGREES},
+        "issue": statistics.median(issued_us[WARMUP:]) / num_stages if issued_us else 0.0,
+        "issue_of": alone[max(DEGREES)].timer.queue.issued_us(),
+    }
+
+
+def _medians(times: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+    return {
+        direction: {stage: statistics.median(passes[WARMUP:]) for stage, passes in stages.items()}
+        for direction, stages in times.items()
+    }
+
+
+def _outside(whole: Sequence[dict[Direction, float]], recorder: Recorder) -> dict[str, float]:
+    """The median of what passes took beyond the sum of their stages."""
+    times = stage_times(recorder)
+    found = {}
+    for way in Direction:
+        in_stages = map(sum, zip(*times[way.value].values(), strict=True))
+        beyond = [took[way] - inside for took, inside in zip(whole, in_stages, strict=True)]
+        found[way.value] = max(0.0, statistics.median(beyond[WARMUP:]))
+    return found

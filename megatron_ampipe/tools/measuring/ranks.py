@@ -1,0 +1,442 @@
+"""Runs a function in several ranks of this machine, connected by a chosen link: the one rank runner.
+
+For ``ampipe bench``, ``ampipe profile``, the quick start and measuring scripts. Importing it needs no torch::
+
+    def work(rank: Rank[RankJob]) -> float:      # of a module or script that can be imported again
+        rank.connect()                           # torch's process group over the link
+        rank.say("progress")                     # reaches on_message of the command at once
+        return seconds
+
+    job = RankJob(num_ranks=2, link=parse_link("200mbit"), cores=machine.cores_of(2))
+    seconds_by_rank = run_ranks(job, work, on_message=lambda rank, event, value: ...)
+
+What ``work`` needs besides is in fields of a subclass of :class:`RankJob`. Jobs, messages and results are
+pickled.
+
+Ranks are processes that ``multiprocessing`` spawns, as ``torch.multiprocessing`` does, each in a separate
+session: Ctrl-C reaches only the command, which then kills them, and the kernel kills them if the command dies
+itself. Not torch's elastic agent: a real link is made between processes that exist and have not begun, and
+ranks in network namespaces cannot reach the agent's TCP store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron_ampipe.errors import AMPipeError, DifferenceFound, EnvironmentMissing, RunFailed
+from megatron_ampipe.tools.measuring import network
+from megatron_ampipe.tools.measuring.link import Link, LinkKind
+
+if TYPE_CHECKING:
+    from multiprocessing.context import SpawnProcess
+
+    from megatron_ampipe.tools.measuring.emulation import Emulation
+
+_LOG_LINES = 15
+_GRACE_S, _POLL_S = 0.3, 1.0
+"""How long other ranks' failures are awaited after the first, and how often ranks are looked after: rarely,
+as on two cores the command competes with them."""
+_PAUSE_S = 0.02
+_PR_SET_PDEATHSIG = 1
+_KINDS: dict[int, type[AMPipeError]] = {1: EnvironmentMissing, 4: DifferenceFound}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJob:
+    """How ranks are run; a subclass says what they do."""
+
+    num_ranks: int
+    """Expert-parallel ranks."""
+    link: Link
+    """What connects them."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    pretended: bool = False
+    """One process stands for all ranks; see :mod:`.emulation`."""
+    cores: tuple[int, ...] = ()
+    """One for each rank; empty when ranks are not pinned."""
+    seed: int = 1
+    """Of weights and inputs."""
+    timeout_s: float = 300.0
+    """A collective fails after this time, and the run when no rank says anything for so long."""
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are."""
+        return 1 if self.pretended else self.num_ranks
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device == "cuda"
+
+
+class Rank[Job: RankJob]:
+    """A rank, for the function that runs in it.
+
+    Args:
+        job: What is to be done.
+        number: From 0.
+        rendezvous: File over which ranks find each other; None under torchrun, which has set the environment.
+        tell: Takes an event and a value to the command.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        number: int,
+        *,
+        rendezvous: Path | None = None,
+        tell: Callable[[str, object], None] = lambda *_: None,
+    ) -> None:
+        self.job, self.number = job, number
+        self._rendezvous, self._tell = rendezvous, tell
+
+    def say(self, event: str, value: object = None) -> None:
+        """Send a message to the command."""
+        self._tell(event, value)
+
+    def progress(self) -> None:
+        """Say that a step has ended, and leave a core to the command while it draws that."""
+        self.say("progress")
+        time.sleep(_PAUSE_S)
+
+    def connect(self) -> Emulation | None:
+        """Join torch's process group over the job's link; to be called before Megatron is imported.
+
+        Returns:
+            What emulates the link.
+        """
+        import torch
+        import torch.distributed as dist
+
+        job, emulation = self.job, None
+        if job.on_cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", self.number)))
+        if job.link.emulated:
+            from megatron_ampipe.tools.measuring.emulation import install
+
+            # Before Megatron is imported, which keeps references to collectives.
+            emulation = install(job.link, on_cuda=job.on_cuda, pretended=job.pretended)
+            if emulation.why_cycles is not None:
+                print(f"the emulated link counts clock cycles: {emulation.why_cycles}", file=sys.stderr)
+        if not job.on_cuda:
+            from megatron_ampipe.launch import host
+
+            host.install()
+        settings: dict[str, Any] = {"rank": self.number, "world_size": job.num_ranks}
+        if job.pretended:
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", store=FakeStore(), **settings)
+            return emulation
+        if self._rendezvous is not None:
+            settings["init_method"] = f"file://{self._rendezvous}"
+            settings["timeout"] = datetime.timedelta(seconds=job.timeout_s)
+            os.environ["GLOO_SOCKET_IFNAME"] = (
+                network.INTERFACE if job.link.kind is LinkKind.NETWORK else "lo"
+            )
+        dist.init_process_group("nccl" if job.on_cuda else "gloo", **settings)
+        return emulation
+
+    def start_megatron(self) -> Emulation | None:
+        """:meth:`connect`, and Megatron's parallel state: all ranks expert-parallel."""
+        emulation = self.connect()
+        import torch
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        from megatron_ampipe.runtime.executors import demote_gloo_threads
+
+        if not self.job.on_cuda:
+            torch.set_num_threads(1)
+        # The extra gloo groups are for checkpoints and data, and a pretended rank cannot have any.
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=self.job.num_ranks, create_gloo_process_groups=not self.job.pretended
+        )
+        model_parallel_cuda_manual_seed(self.job.seed)
+        # As a pipeline does in training; here before anything is timed, so that Megatron's layer has it too.
+        demote_gloo_threads()
+        return emulation
+
+
+def run_ranks[Job: RankJob](
+    job: Job,
+    work: Callable[[Rank[Job]], Any],
+    *,
+    on_message: Callable[[int, str, Any], None] = lambda *_: None,
+    log: Path | None = None,
+) -> list[Any]:
+    """Run a function in every rank to its end; no process is left when this ends for any reason.
+
+    Args:
+        job: How, and what.
+        work: Runs in each rank. It must be importable by name, and imports Megatron only after
+            :meth:`Rank.connect`.
+        on_message: Told rank, event and value of everything that ranks say.
+        log: File to which all ranks' output is appended; None for temporary files, one for each rank.
+
+    Returns:
+        What ``work`` has returned, by rank.
+
+    Raises:
+        RunFailed: a rank failed or was lost, or none said anything for ``job.timeout_s``: says which rank,
+        and
+            the last lines that it printed.
+        EnvironmentMissing: the link cannot be made, or a rank raised it.
+        DifferenceFound: a rank raised it.
+    """
+    results: list[Any] = [None] * job.num_processes
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ampipe-ranks-")))
+        stack.enter_context(signals_as_interrupts())
+        ranks = stack.enter_context(_Processes(job, work, folder, log))
+        for _ in ranks.messages("placed"):
+            pass
+        if job.link.kind is LinkKind.NETWORK:
+            stack.enter_context(network.joined(ranks.pids, job.link))
+        ranks.go()
+        for rank, event, value in ranks.messages("done"):
+            if event == "done":
+                results[rank] = value
+            else:
+                on_message(rank, event, value)
+    return results
+
+
+class _Processes:
+    """The processes of a job; they are killed when the context ends."""
+
+    def __init__(self, job: RankJob, work: Callable[[Any], Any], folder: Path, log: Path | None) -> None:
+        self._job, self._work, self._folder, self._log = job, work, folder, log
+        self._processes: list[SpawnProcess] = []
+        self._pipes: dict[Connection, int] = {}
+        self._failures: dict[int, tuple[str, int]] = {}
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self._processes]
+
+    def __enter__(self) -> _Processes:
+        # Temporary files of libraries are removed with the folder.
+        environment = {"TMPDIR": str(self._folder)}
+        if not self._job.on_cuda:
+            environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        try:
+            with _environment(environment):
+                for rank in range(self._job.num_processes):
+                    self._start(rank)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            # Before the rank has made its session, there is no group.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+    def _start(self, rank: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        pipe, of_rank = spawn.Pipe()
+        process = spawn.Process(
+            target=_run_rank,
+            args=(self._work, self._job, rank, self._folder, self._log_of(rank), os.getpid(), of_rank),
+        )
+        process.start()
+        of_rank.close()
+        self._processes.append(process)
+        self._pipes[pipe] = rank
+
+    def go(self) -> None:
+        """Let the ranks begin. A rank that has ended is noticed when messages are read."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send("go")
+
+    def messages(self, last: str) -> Iterator[tuple[int, str, Any]]:
+        """Messages with their rank, until every rank has said ``last``.
+
+        Raises:
+            AMPipeError: a rank failed or was lost, or all were silent for too long.
+        """
+        missing, count = set(range(len(self._processes))), [0] * len(self._processes)
+        last_sign, failing_since = time.monotonic(), 0.0
+        pipes = dict(self._pipes)
+        while missing:
+            for pipe in wait(list(pipes), timeout=_GRACE_S if failing_since else _POLL_S):
+                assert isinstance(pipe, Connection)
+                rank = pipes[pipe]
+                try:
+                    event, value = pipe.recv()
+                except (EOFError, OSError):
+                    del pipes[pipe]
+                    continue
+                last_sign, count[rank] = time.monotonic(), count[rank] + 1
+                if event == "failed":
+                    self._failures[rank] = value
+                    continue
+                if event == last:
+                    missing.discard(rank)
+                    del pipes[pipe]
+                yield rank, event, value
+            # A process that a rank has started may keep the pipe of a rank open that is gone.
+            lost = any(self._processes[rank].exitcode is not None for rank in missing)
+            if lost or self._failures:
+                failing_since = failing_since or time.monotonic()
+                if time.monotonic() - failing_since > _GRACE_S:
+                    raise self._failure(missing)
+            elif time.monotonic() - last_sign > self._job.timeout_s:
+                raise self._silence(count)
+
+    def _failure(self, missing: set[int]) -> AMPipeError:
+        """The first cause: peers of a rank that was killed or that failed lose their connection to it."""
+        codes = {rank: self._processes[rank].exitcode for rank in sorted(missing)}
+        for rank, code in codes.items():
+            if code is not None and code < 0:
+                name = signal.Signals(-code).name
+                return RunFailed(f"rank {rank} was killed by {name}; the others were ended")
+        for message, exit_code in self._failures.values():
+            if exit_code in _KINDS:
+                return _KINDS[exit_code](message)
+        rank = next(iter(self._failures), None)
+        if rank is None:
+            rank = next(rank for rank, code in codes.items() if code is not None)
+            return RunFailed(f"rank {rank} ended with exit code {codes[rank]}{self._log_tail(rank)}")
+        return RunFailed(f"rank {rank} failed: {self._failures[rank][0]}{self._log_tail(rank)}")
+
+    def _silence(self, count: list[int]) -> RunFailed:
+        rank = min(range(len(count)), key=count.__getitem__)
+        behind = ""
+        if count[rank] < max(count):
+            behind = f"Rank {rank} hangs: it said {count[rank]} things, others up to {max(count)}. "
+        return RunFailed(
+            f"no rank answered for {self._job.timeout_s:g} s; all were ended. {behind}Use a longer --timeout."
+            f"{self._log_tail(rank)}"
+        )
+
+    def _log_of(self, rank: int) -> Path:
+        return self._log or self._folder / f"rank{rank}.log"
+
+    def _log_tail(self, rank: int) -> str:
+        log = self._log_of(rank)
+        lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
+        return "".join(f"\n  {line}" for line in ["", f"last lines of rank {rank}:", *lines] if lines)
+
+
+def _run_rank(
+    work: Callable[[Any], Any],
+    job: RankJob,
+    number: int,
+    folder: Path,
+    log: Path,
+    parent: int,
+    pipe: Connection,
+) -> None:
+    """The life of a rank: exits without cleaning up, as its peers may have ended already."""
+    os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It may have ended before this was set.
+    if os.getppid() != parent:
+        os._exit(1)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable()
+    # What the rank starts itself, such as workers of a data loader, is started as in a training.
+    multiprocessing.set_start_method(None, force=True)
+    ranks = str(job.num_ranks)
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
+    os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    code = 1
+    try:
+        if job.link.kind is LinkKind.NETWORK:
+            network.enter_namespace()
+        pipe.send(("placed", None))
+        assert pipe.recv() == "go"
+        if job.cores:
+            # Before torch starts its threads, which inherit it.
+            os.sched_setaffinity(0, {job.cores[number]})
+        rank = Rank(
+            job,
+            number,
+            rendezvous=folder / "rendezvous",
+            tell=lambda event, value: pipe.send((event, value)),
+        )
+        pipe.send(("done", work(rank)))
+        code = 0
+    except AMPipeError as error:
+        pipe.send(("failed", (str(error), error.exit_code)))
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send(("failed", (f"{type(error).__name__}: {error}", RunFailed.exit_code)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def signals_as_interrupts() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, so that everything is cleaned up."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    earlier = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """A bar on the terminal, nothing elsewhere; yields what updates it (``advance``, ``description``)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    quiet = quiet or not console.is_terminal
+    # Drawn when something has happened: a thread that draws would take time from the ranks.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=quiet) as bar:
+        task = bar.add_task("starting ranks", total=total)
+
+        def update(**changes: Any) -> None:
+            bar.update(task, **changes)
+            bar.refresh()
+
+        yield update

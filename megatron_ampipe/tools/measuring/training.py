@@ -1,0 +1,358 @@
+"""``ampipe bench --end-to-end``: whole trainings in turns, stock and AMPipe's, and whether losses are equal.
+
+Every training is Megatron's own loop as ``-m megatron_ampipe.pretrain_gpt`` runs it, on CPUs, from the same
+seed. A round trains every variant once, in an order that is rotated from round to round, so that a machine
+that becomes slower affects all equally. Times are those of Megatron's log. :func:`run` also trains for the
+quick start and for measuring scripts. Needs torch in the ranks only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from megatron_ampipe.errors import DifferenceFound, RunFailed
+from megatron_ampipe.schedule import Exchange
+from megatron_ampipe.tools.measuring.bench_job import STOCK_GLOO, BenchJob, Variant
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks, signals_as_interrupts
+from megatron_ampipe.tools.measuring.result import percentile, speedup, with_control
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMAT = "ampipe-training-1"
+TOLERANCE = 1e-5
+"""Largest relative difference of the losses that still counts as the same curve."""
+MICRO_BATCHES = 2
+"""Of each rank in an iteration: few, which is where the package is meant to help."""
+ITERATION = re.compile(
+    r" iteration +(?P<number>\d+)/ *\d+ \|.*"
+    r" elapsed time per iteration \(ms\): (?P<ms>[0-9.]+) \|.* lm loss: (?P<lm_loss>\S+) \|"
+)
+"""What Megatron's log says of an iteration."""
+
+_VOCABULARY = 256
+# A learning rate and an epsilon that do not amplify rounding: see docs/log.
+_OPTIMIZER = "--lr 5e-4 --adam-eps 1e-5 --lr-decay-style constant --lr-warmup-iters 0 --clip-grad 1.0"
+# Routed in fp32, as the blocks of ``ampipe bench`` are.
+_ROUTER = ("--moe-router-dtype", "fp32")
+_PRECISION = {"fp32": (), "bf16": ("--bf16", *_ROUTER), "fp16": ("--fp16", *_ROUTER)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJob(RankJob):
+    """One training, on CPUs. An emulated link slows its all-to-alls alone.
+
+    Attributes:
+        flags: The command line of ``megatron_ampipe.pretrain_gpt``.
+        stock_attends_as: For a stock training, the precision for which its core attention is to be the
+            kernel that AMPipe's layers have; None in a training of AMPipe's, which has it.
+        gloo_all_to_all: Whether it uses gloo's own all-to-all.
+    """
+
+    flags: tuple[str, ...]
+    stock_attends_as: str | None
+    gloo_all_to_all: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What one training logged, by iteration: milliseconds, and the loss."""
+
+    ms: tuple[float, ...]
+    lm_loss: tuple[float, ...]
+
+
+def block_flags(case: Case) -> list[str]:
+    """Megatron's flags for blocks of a case, as :mod:`.blocks` builds them."""
+    flags = [
+        *("--hidden-size", case.hidden, "--num-attention-heads", case.heads),
+        *("--kv-channels", case.head_size or case.hidden // case.heads),
+        *("--ffn-hidden-size", case.ffn, "--moe-ffn-hidden-size", case.ffn),
+        *("--num-experts", case.experts, "--moe-router-topk", case.topk),
+        *("--moe-router-load-balancing-type", "none", "--moe-token-dispatcher-type", "alltoall"),
+        *("--normalization", "RMSNorm", "--disable-bias-linear", "--no-bias-gelu-fusion"),
+        *("--attention-dropout", 0, "--hidden-dropout", 0),
+        *_PRECISION[case.dtype],
+    ]
+    if case.topk == 1:
+        flags += ["--moe-router-pre-softmax"]
+    if case.query_groups is not None:
+        flags += ["--group-query-attention", "--num-query-groups", case.query_groups]
+    if case.shared_ffn is not None:
+        flags += ["--moe-shared-expert-intermediate-size", case.shared_ffn]
+    if case.activation == "swiglu":
+        flags += ["--swiglu"]
+    if case.capacity is not None:
+        flags += ["--moe-expert-capacity-factor", case.capacity, "--moe-token-drop-policy", "position"]
+    return [str(flag) for flag in flags]
+
+
+def training_flags(case: Case, *, layers: int, num_ranks: int, iterations: int, seed: int) -> tuple[str, ...]:
+    """Megatron's flags for training a model of such blocks on made-up data, the experts over all ranks.
+
+    In addition to the blocks the model has an embedding and an output layer, small compared with them.
+    """
+    flags = [
+        *block_flags(case),
+        *("--num-layers", layers, "--expert-model-parallel-size", num_ranks),
+        *("--seq-length", case.sequence_length, "--max-position-embeddings", case.sequence_length),
+        # A table of positions would be reduced over the link in every iteration, as large as all attention.
+        *("--position-embedding-type", "rope"),
+        *("--micro-batch-size", case.batch, "--global-batch-size", case.batch * MICRO_BATCHES * num_ranks),
+        *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", _VOCABULARY),
+        *("--train-iters", iterations, "--seed", seed, *_OPTIMIZER.split()),
+        # AMPipe uses no mask; stock gets a kernel that needs none.
+        "--no-create-attention-mask-in-dataloader",
+        *("--log-interval", 1, "--eval-interval", 1_000_000, "--eval-iters", 0),
+    ]
+    return tuple(str(flag) for flag in flags)
+
+
+def variant_flags(variant: Variant) -> tuple[str, ...]:
+    """What makes a training stock or AMPipe's."""
+    if not variant.pipelined:
+        return ("--ampipe-degree", "1")
+    exchange = () if variant.exchange is Exchange.ROWS else ("--ampipe-exchange", str(variant.exchange))
+    if not variant.pipeline.overlaps:
+        return ("--ampipe-degree", "1", *exchange)
+    cut = variant.cut
+    flags = ["--ampipe-degree", str(cut.degree)]
+    if cut.shares is not None:
+        flags = ["--ampipe-chunks", ",".join(map(repr, cut.shares))]
+    if cut.backward_degree != cut.degree:
+        flags += ["--ampipe-backward-degree", str(cut.backward_degree)]
+    flags += ["--ampipe-schedule", variant.schedule, "--ampipe-stack", str(variant.stack)]
+    return (*flags, "--ampipe-memory", variant.memory, *exchange)
+
+
+def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Train every case with every variant, as often as there are rounds.
+
+    Args:
+        job: Cases, variants, link and ranks; ``warmup`` and ``repeats`` are iterations of a training that do
+            not and that do count.
+        rounds: Trainings of each variant.
+        on_iteration: Called at every iteration with what is trained.
+
+    Yields:
+        The entries ``cases`` of the document, each when it is measured.
+
+    Raises:
+        DifferenceFound: a loss differs from the stock training's.
+        RunFailed: a training did not come to its end.
+    """
+    # Between two trainings there is nothing to clean up, but the exit code should be the same.
+    with signals_as_interrupts():
+        for number, case in enumerate(job.cases):
+            variants = job.variants_of(number)
+            curves: list[list[Curve]] = [[] for _ in variants]
+            for round_ in range(rounds):
+                for step in range(len(variants)):
+                    index = (round_ + step) % len(variants)
+                    curves[index].append(_train(case, variants[index], job, on_iteration=on_iteration))
+                    # The first training of all is stock's.
+                    check_same(case, variants[index], curves[0][0], curves[index][-1])
+            yield case_result(case, job, variants, curves)
+
+
+def _flags(case: Case, job: BenchJob) -> tuple[str, ...]:
+    iterations = job.warmup + job.repeats
+    return training_flags(
+        case, layers=job.layers, num_ranks=job.num_ranks, iterations=iterations, seed=job.seed
+    )
+
+
+def _train(case: Case, variant: Variant, job: BenchJob, *, on_iteration: Callable[[str], None]) -> Curve:
+    """One training, on newly started ranks."""
+    training = TrainingJob(
+        flags=(*_flags(case, job), *variant_flags(variant)),
+        stock_attends_as=None if variant.pipelined else case.dtype,
+        link=job.link,
+        num_ranks=job.num_ranks,
+        timeout_s=job.timeout_s,
+        cores=job.cores,
+        gloo_all_to_all=variant.schedule == STOCK_GLOO,
+    )
+    return run(
+        training,
+        iterations=job.warmup + job.repeats,
+        title=f"case {case.name}: the training of {variant}",
+        on_iteration=lambda _: on_iteration(f"{case.name}, {variant}"),
+    )
+
+
+def run[Job: TrainingJob](
+    training: Job,
+    *,
+    iterations: int,
+    title: str,
+    on_iteration: Callable[[float], None] = lambda _: None,
+    work: Callable[[Rank[Job]], None] | None = None,
+    log: Path | None = None,
+) -> Curve:
+    """Run one training to its end.
+
+    Args:
+        training: What to run.
+        iterations: How many it is to log.
+        title: What an error calls it.
+        on_iteration: Told the loss of every iteration.
+        work: What each rank does; :func:`train` if None.
+        log: File to which what all ranks print is appended; None for temporary files, one for each rank.
+
+    Raises:
+        RunFailed: a rank failed, or an iteration is missing.
+        EnvironmentMissing: the network cannot be made.
+    """
+    logged: list[tuple[int, float, float]] = []
+
+    def on_message(_rank: int, event: str, value: Any) -> None:
+        if event == "iteration":
+            logged.append((value["number"], value["ms"], value["lm_loss"]))
+            on_iteration(value["lm_loss"])
+
+    run_ranks(training, work or train, on_message=on_message, log=log)
+    if [number for number, *_ in logged] != list(range(1, iterations + 1)):
+        raise RunFailed(f"{title} logged {len(logged)} of {iterations} iterations")
+    return Curve(tuple(ms for _, ms, _ in logged), tuple(loss for *_, loss in logged))
+
+
+def check_same(case: Case, variant: Variant, stock: Curve, curve: Curve) -> None:
+    """Refuse losses that differ from those of the stock training.
+
+    Raises:
+        DifferenceFound: they do by more than :data:`TOLERANCE`.
+    """
+    difference, iteration = loss_difference(stock, curve)
+    # Written so that NaN is a difference.
+    if not difference <= TOLERANCE:
+        raise DifferenceFound(
+            f"case {case.name}: the loss of {variant} differs from the stock training's by "
+            f"{difference:.1e} at iteration {iteration}, allowed is {TOLERANCE:.0e}. Over many "
+            "iterations a tie between experts can do this: use fewer, or another --seed."
+        )
+
+
+def loss_difference(stock: Curve, other: Curve) -> tuple[float, int]:
+    """The largest relative difference of the losses, and the iteration, from 1, that has it."""
+    differences = [abs(b - a) / max(abs(a), 1e-12) for a, b in zip(stock.lm_loss, other.lm_loss, strict=True)]
+    # NaN is the largest.
+    place = max(range(len(differences)), key=lambda i: (differences[i] != differences[i], differences[i]))
+    return differences[place], place + 1
+
+
+def case_result(
+    case: Case, job: BenchJob, variants: Sequence[Variant], curves: Sequence[Sequence[Curve]]
+) -> dict[str, Any]:
+    """One entry of ``cases`` in the document; ``curves`` are by variant, stock first, and by round."""
+    timed = [[ms for curve in of_rounds for ms in curve.ms[job.warmup :]] for of_rounds in curves]
+    rows = [
+        {
+            "schedule": variant.schedule,
+            "degree": variant.cut.degree,
+            "cut": str(variant.cut),
+            "layers": job.layers,
+            "stack": variant.stack,
+            "memory": variant.memory,
+            "exchange": variant.exchange,
+            **_speed(samples),
+            **speedup(timed[0], samples),
+            "loss_difference": max(loss_difference(curves[0][0], curve)[0] for curve in of_rounds),
+            "trainings": [asdict(curve) for curve in of_rounds],
+        }
+        for variant, samples, of_rounds in zip(variants[1:], timed[1:], curves[1:], strict=True)
+    ]
+    return {
+        "name": case.name,
+        "block": asdict(case),
+        "flags": list(_flags(case, job)),
+        "layers": job.layers,
+        "stock": {**_speed(timed[0]), "trainings": [asdict(curve) for curve in curves[0]]},
+        **with_control(rows),
+    }
+
+
+def _speed(samples_ms: Sequence[float]) -> dict[str, float]:
+    median = statistics.median(samples_ms)
+    return {
+        "ms": round(median, 2),
+        "ms_p10": round(percentile(samples_ms, 0.1), 2),
+        "ms_p90": round(percentile(samples_ms, 0.9), 2),
+        "iterations_per_s": round(1e3 / median, 4),
+    }
+
+
+def train(rank: Rank[TrainingJob]) -> None:
+    """Train in a rank, through the entry point that users launch; a message ``iteration`` for each it logs.
+
+    Two things are added, so that neither side has an advantage that the other could have: the local layers of
+    a stock run attend with the kernel that AMPipe's use, and gloo's event loops are batch threads there too.
+
+    Raises:
+        RunFailed: it failed; the reason is in this rank's log.
+    """
+    job = rank.job
+    rank.connect()
+    from megatron_ampipe.launch import pretrain
+    from megatron_ampipe.launch.host.all_to_all import gloo_all_to_all
+
+    if job.stock_attends_as is not None:
+        _use_kernel_of_ampipe(job.stock_attends_as)
+    sys.stdout = _Log(sys.stdout, rank)
+    with gloo_all_to_all() if job.gloo_all_to_all else contextlib.nullcontext():
+        code = pretrain.main(job.flags)
+    if code != 0:
+        raise RunFailed(f"the training ended with code {code}")
+
+
+def _use_kernel_of_ampipe(dtype: str) -> None:
+    """Have Megatron's local layers attend with the kernel of AMPipe's layers, on the whole sequence."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_ampipe.attention.kernels import pinned_kernel
+    from megatron_ampipe.runtime.executors import demote_gloo_threads
+    from megatron_ampipe.tools.measuring.blocks import DTYPES, KernelAttention
+
+    class StockAttention(KernelAttention):
+        """Demotes gloo's threads in the first pass, as a pipeline does, when all process groups exist."""
+
+        demoted = False
+
+        def forward(self, *inputs: Any, **more: Any) -> Tensor:
+            if not StockAttention.demoted:
+                demote_gloo_threads()
+                StockAttention.demoted = True
+            return super().forward(*inputs, **more)
+
+    kernel = pinned_kernel(on_gpu=False, dtype=DTYPES[dtype])
+    spec = ModuleSpec(module=StockAttention, params={"kernel": kernel})
+    LocalSpecProvider.core_attention = lambda self: spec
+
+
+class _Log(io.TextIOBase):
+    """Standard output that also tells the command of every iteration."""
+
+    def __init__(self, stream: TextIO, rank: Rank[TrainingJob]) -> None:
+        self._stream, self._rank, self._line = stream, rank, ""
+
+    def write(self, text: str) -> int:
+        self._stream.write(text)
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            if found := ITERATION.search(line):
+                values = {"ms": float(found["ms"]), "lm_loss": float(found["lm_loss"])}
+                self._rank.say("iteration", {"number": int(found["number"]), **values})
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()

@@ -1,0 +1,135 @@
+"""The rank runner, with ranks that need no torch: what they return and say, how they fail, what is left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.errors import AMPipeError, BadInput, DifferenceFound, EnvironmentMissing, RunFailed
+from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum(RankJob):
+    number: int = 0
+
+
+def run(work: Callable[[Any], Any], **settings: Any) -> list[Any]:
+    return run_ranks(Sum(num_ranks=2, link=parse_link("none"), **settings), work)
+
+
+def add(rank: Rank[Sum]) -> tuple[int, str, str]:
+    print("printed by a library")
+    rank.say("step", rank.number)
+    rank.progress()
+    return rank.job.number + rank.number, os.environ["RANK"], os.environ["OMP_NUM_THREADS"]
+
+
+def test_results_messages_and_output(tmp_path: Path) -> None:
+    said: list[tuple[int, str, Any]] = []
+    log = tmp_path / "log"
+    job = Sum(num_ranks=2, link=parse_link("none"), number=5, cores=())
+    results = run_ranks(job, add, on_message=lambda *message: said.append(message), log=log)
+    assert results == [(5, "0", "1"), (6, "1", "1")]
+    assert sorted(said) == [(0, "progress", None), (0, "step", 0), (1, "progress", None), (1, "step", 1)]
+    assert log.read_text() == "printed by a library\n" * 2
+
+
+def test_a_pretended_job_is_one_process() -> None:
+    assert len(run(add, pretended=True)) == 1
+
+
+def fails(rank: Rank[Sum]) -> None:
+    print("what a library said")
+    if rank.number == 1:
+        raise ValueError("cannot")
+    time.sleep(60)
+
+
+def is_refused(rank: Rank[Sum]) -> None:
+    raise BadInput("--x", 1, rule="is wrong", remedy="Use 2.")
+
+
+def lacks(rank: Rank[Sum]) -> None:
+    raise EnvironmentMissing("there is no GPU")
+
+
+def differs(rank: Rank[Sum]) -> None:
+    if rank.number == 0:
+        raise RuntimeError("connection lost")
+    raise DifferenceFound("not the same")
+
+
+def is_killed(rank: Rank[Sum]) -> None:
+    if rank.number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.1)
+    raise RuntimeError("connection lost")
+
+
+def leaves(rank: Rank[Sum]) -> None:
+    if rank.number == 1:
+        os._exit(0)
+    time.sleep(60)
+
+
+def hangs(rank: Rank[Sum]) -> None:
+    rank.say("step")
+    if rank.number == 0:
+        rank.say("step")
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("work", "kind", "said"),
+    [
+        (fails, RunFailed, r"rank 1 failed: ValueError: cannot\n.*\n  last lines of rank 1:\n.*library said"),
+        (is_refused, RunFailed, r"rank \d failed: --x 1: is wrong. Use 2."),
+        (lacks, EnvironmentMissing, "^there is no GPU$"),
+        (differs, DifferenceFound, "^not the same$"),
+        (is_killed, RunFailed, "rank 1 was killed by SIGKILL; the others were ended"),
+        (leaves, RunFailed, "rank 1 ended with exit code 0"),
+        (hangs, RunFailed, "no rank answered for 1 s; .* Rank 1 hangs: it said 1 things, others up to 2"),
+    ],
+)  # fmt: skip
+def test_the_first_cause_is_reported_and_nothing_is_left(
+    work: Callable[[Any], Any],
+    kind: type[AMPipeError],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(kind, match=f"(?s){said}"):
+        run(work, timeout_s=1.0)
+    assert not list(tmp_path.iterdir())
+    assert not multiprocessing.active_children()
+
+
+def starts_more(rank: Rank[Sum]) -> bool:
+    """As a data loader does: by fork, and workers that outlive a killed rank for a moment."""
+    return multiprocessing.get_start_method() == ("fork" if sys.version_info < (3, 14) else "forkserver")
+
+
+def test_what_a_rank_starts_is_started_as_in_a_training() -> None:
+    assert run(starts_more) == [True, True]
+
+
+def test_an_error_of_the_command_ends_the_ranks() -> None:
+    def on_message(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(Sum(num_ranks=2, link=parse_link("none")), hangs, on_message=on_message)
+    assert not multiprocessing.active_children()
