@@ -70,7 +70,7 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
         if name == chosen:
             tool = importlib.import_module(f"megatron_ampipe.tools.{name}_command")
             tool.add_arguments(command)
-            command.set_defaults(run=tool.run)
+            command.set_defaults(run=tool.run, refuse=command.error)
     return parser
 
 
