@@ -60,7 +60,7 @@ def hosts_of(nodelist: str) -> list[str]:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of orphaned descendants, so that none can leave the process tree."""
+    """None can leave the process tree then."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.files.timeline import StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
-from megatron_ampipe.tools.draw_command import sharing_layers, split_passes
+from megatron_ampipe.tools.draw_command import sharing_layers
 
 PNG = b"\x89PNG\r\n"
 
@@ -95,10 +95,9 @@ def test_all_layers_of_a_chosen_iteration(traces: Path, tmp_path: Path, drawn: d
 def test_a_rank_without_the_layer_is_left_out(tmp_path: Path, drawn: dict[str, Any]) -> None:
     trace(0, layers=(1, 2)).write_chrome(tmp_path / "rank0.trace.json")
     trace(1, layers=(3, 4)).write_chrome(tmp_path / "rank1.trace.json")
-    assert main(["draw", str(tmp_path), "--output", str(tmp_path / "p"), "--layer", "4"]) == 0
-    assert [timeline.rank for timeline in drawn["timelines"]] == [1]
-    assert main(["draw", str(tmp_path), "--output", str(tmp_path / "p")]) == 0
-    assert [timeline.spans[0].layer for timeline in drawn["timelines"]] == [2, 3]
+    for words, layers in ((["--layer", "4"], [4]), ([], [2, 3])):
+        assert main(["draw", str(tmp_path), "--output", str(tmp_path / "p"), *words]) == 0
+        assert [timeline.spans[0].layer for timeline in drawn["timelines"]] == layers
 
 
 def stacks(rank: int) -> Timeline:
@@ -168,13 +167,6 @@ def test_stages_of_no_length_and_many_chunks_can_be_drawn(tmp_path: Path) -> Non
     Timeline(0, tuple(spans)).write_chrome(tmp_path / "rank0.trace.json")
     for layer in ("1", "all"):
         assert main(["draw", str(tmp_path), "--output", str(tmp_path / "p"), "--layer", layer]) == 0
-
-
-def test_passes_are_parted_where_a_stage_comes_again() -> None:
-    first = one_pass(0, layer=1, direction="forward", iteration=1)
-    second = one_pass(50_000, layer=1, direction="forward", iteration=1)
-    assert [len(part) for part in split_passes([*second, *first])] == [len(first), len(second)]
-    assert split_passes([]) == []
 
 
 @pytest.mark.parametrize(
