@@ -39,7 +39,7 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["megatron_ampipe", "megatron_ampipe.*"]),
     cmdclass={"build_py": BuildWithData},
-    package_data={"megatron_ampipe.tools.slurm": ["*.j2"]},
+    package_data={"megatron_ampipe.tools": ["*.j2"]},
     python_requires=">=3.12",
     install_requires=[
         "torch>=2.6",

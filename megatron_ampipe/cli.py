@@ -2,7 +2,7 @@
 
 Each sub-command is a module of :mod:`megatron_ampipe.tools` with ``add_arguments(parser)`` and
 ``run(arguments) -> int``. Only the module of the requested sub-command is imported, so ``ampipe draw --help``
-needs neither torch nor Megatron. Called by the console entry point and by ``python -m megatron_ampipe.cli``.
+needs neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
         if name == chosen:
             tool = importlib.import_module(f"megatron_ampipe.tools.{name}_command")
             tool.add_arguments(command)
-            command.set_defaults(run=tool.run)
+            command.set_defaults(run=tool.run, refuse=command.error)
     return parser
 
 
@@ -78,7 +78,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse one command line.
 
     A tool that accepts training flags has ``training_flags`` among its defaults; all arguments that it does
-    not define are stored there. For other tools an unknown argument is an error.
+    not define are stored there. For other tools an unknown argument is an error. Tools call ``refuse`` with a
+    message where a combination of arguments is wrong; it ends the process as argparse does.
     """
     # Only flags without a value come before the sub-command, so it is the first known word.
     parser = build_parser(next((word for word in words if word in TOOLS), None))
@@ -118,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _stdout_is_closed():
             raise
+        # Otherwise the interpreter would write the rest of the buffer when it exits, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt as interrupt:
         notes = _notes(interrupt) or ("incomplete output was not saved under its final name",)
@@ -125,24 +128,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def _stdout_is_closed() -> bool:
+    """Whether the reader of standard output has closed it."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout, 0)
+    except (OSError, ValueError):
+        # It is not a file.
+        return False
+    return bool(poll.poll(0))
+
+
 def _notes(error: BaseException) -> tuple[str, ...]:
     """What a tool has added with ``add_note``: for example where the part that was finished is."""
     return tuple(getattr(error, "__notes__", ()))
-
-
-def _stdout_is_closed() -> bool:
-    """Whether the reader of standard output has closed it; if so, further output is discarded."""
-    try:
-        poll = select.poll()
-        poll.register(sys.stdout, 0)
-    except (AttributeError, OSError, ValueError):
-        # Standard output is not a file, or the system has no poll.
-        return False
-    if not poll.poll(0):
-        return False
-    # Otherwise the interpreter would write the rest of the buffer when it exits, and fail again.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
 
 
 if __name__ == "__main__":

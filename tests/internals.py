@@ -1645,12 +1645,12 @@ INTERNALS = [
     # Tools.
     Internal(
         "core.datasets.indexed_dataset.IndexedDatasetBuilder",
-        "tools/dataset_writer.py",
+        "tools/data_command.py",
         "`ampipe data` writes with it",
         "datasets cannot be written",
         (
             begins_with("bin_path", "dtype", method="__init__"),
-            has("add_document", "add_index", "finalize"),
+            has("add_document", "finalize"),
             sets("data_file"),
         ),
     ),

@@ -6,9 +6,13 @@ Trains nothing and opens no data. Needs Megatron, whose parser checks the settin
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import os
+import sys
+import warnings
 
-from megatron_ampipe.errors import BadInput
-from megatron_ampipe.tools.launch_check import check_launch_flags
+from megatron_ampipe.tools.whole_numbers import at_least
 
 _EPILOG = """\
 examples:
@@ -35,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", choices=("yaml", "command"), default="yaml", help="what to print (default: yaml)"
     )
     parser.add_argument(
-        "--ranks", type=int, metavar="N", help="check everything that a launch on N ranks checks"
+        "--ranks", type=at_least(1), metavar="N", help="check everything that a launch on N ranks checks"
     )
     parser.set_defaults(training_flags=[])
 
@@ -47,12 +51,22 @@ def run(arguments: argparse.Namespace) -> int:
         EnvironmentMissing: torch or Megatron is not there.
         BadInput: a file or a flag is wrong.
     """
-    from megatron_ampipe.launch import settings
+    from megatron_ampipe.launch import command_line, settings
 
-    if arguments.ranks is not None and arguments.ranks < 1:
-        raise BadInput(
-            "--ranks", arguments.ranks, rule="must be a whole number, at least 1", remedy="Use --ranks 8."
-        )
-    resolved = check_launch_flags(arguments.training_flags, num_ranks=arguments.ranks)
+    # Some libraries print to standard output when they are imported.
+    with contextlib.redirect_stdout(sys.stderr):
+        command_line.import_megatron()
+        parser = command_line.full_parser()
+    resolved = settings.resolve(arguments.training_flags, parser)
+    command_line.check_settings(resolved, parser)
+    # Refuses words that are not flags.
+    parser.parse_args(resolved.words)
+    if arguments.ranks is not None:
+        from megatron_ampipe.launch import pretrain
+
+        os.environ |= {"WORLD_SIZE": str(arguments.ranks), "RANK": "0"}
+        # What a launch would print is left out.
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
+            pretrain.check_launch(resolved.words)
     print(settings.as_yaml(resolved) if arguments.format == "yaml" else settings.as_command(resolved), end="")
     return 0

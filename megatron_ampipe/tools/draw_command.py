@@ -1,8 +1,4 @@
-"""``ampipe draw``: pictures of the timelines that a run recorded.
-
-Chooses what is shown and prints how much was hidden; the drawing itself is
-:mod:`megatron_ampipe.tools.timeline_picture`. Called by :mod:`megatron_ampipe.cli`.
-"""
+"""``ampipe draw``: chooses what of recorded timelines is shown, draws it, prints how much was hidden."""
 
 from __future__ import annotations
 
@@ -63,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layer",
         metavar="N",
-        type=_layer,
+        type=lambda text: text if text == "all" else int(text),
         help="layer to draw, from 1, with the layers that share its schedule; or 'all' (default: each rank's "
         "first MoE layer)",
     )
@@ -81,16 +77,29 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         BadInput: no trace, not one of a run, or without the iteration or layer that was asked for; or
             a prediction of something else.
-        EnvironmentMissing: matplotlib is absent.
         RunFailed: the pictures cannot be written.
     """
-    targets = _targets(arguments.output or _beside(arguments.traces[0]))
+    first = arguments.traces[0]
+    output = arguments.output or (first if first.is_dir() else first.parent) / "timeline"
+    if output.suffix in timeline_picture.SUFFIXES or output.is_dir():
+        raise BadInput(
+            "--output",
+            output,
+            rule="is a directory or has a suffix, and an SVG and a PNG of this name are written",
+            remedy="Name them without a suffix: --output timeline.",
+        )
+    targets = outputs.check_prefix(
+        output, suffixes=timeline_picture.SUFFIXES, flag="--output", makes_folder=True
+    )
     timelines = read_timelines(arguments.traces)
     iteration = _iteration(timelines, wanted=arguments.iteration)
-    if arguments.layer == "all":
-        shown, num_passes = [_of_iteration(timeline, iteration) for timeline in timelines], 1
-    else:
-        shown, num_passes = _one_schedule(timelines, iteration=iteration, wanted=arguments.layer)
+    timelines = [
+        replace(timeline, spans=tuple(span for span in timeline.spans if span.iteration == iteration))
+        for timeline in timelines
+    ]
+    shown, num_passes = timelines, 1
+    if arguments.layer != "all":
+        shown, num_passes = _one_schedule(timelines, wanted=arguments.layer)
     title = _title(shown, iteration=iteration, num_passes=num_passes)
     prediction = _prediction(arguments, shown)
     drawn = shown if prediction is None else [one for rank in shown for one in (rank, prediction)]
@@ -175,38 +184,6 @@ def _prediction(arguments: argparse.Namespace, shown: Sequence[Timeline]) -> Tim
     return predicted
 
 
-def _layer(text: str) -> int | str:
-    if text == "all":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a layer number nor 'all'; write --layer 1"
-        ) from None
-
-
-def _beside(trace: Path) -> Path:
-    return (trace if trace.is_dir() else trace.parent) / "timeline"
-
-
-def _targets(output: Path) -> list[Path]:
-    if output.suffix in (".svg", ".png"):
-        raise BadInput(
-            "--output",
-            output,
-            rule="has a suffix, and both an SVG and a PNG are written",
-            remedy=f"Leave it out: {output.with_suffix('')}.",
-        )
-    if output.is_dir():
-        raise BadInput(
-            "--output", output, rule="is a directory", remedy=f"Name the files too: {output / 'timeline'}."
-        )
-    return outputs.check_prefix(
-        output, suffixes=timeline_picture.SUFFIXES, flag="--output", makes_folder=True
-    )
-
-
 def _iteration(timelines: Sequence[Timeline], *, wanted: int | None) -> int:
     recorded = [{span.iteration for span in timeline.spans} for timeline in timelines]
     common = set.intersection(*recorded)
@@ -223,43 +200,41 @@ def _iteration(timelines: Sequence[Timeline], *, wanted: int | None) -> int:
     )
 
 
-def _of_iteration(timeline: Timeline, iteration: int) -> Timeline:
-    return replace(timeline, spans=tuple(span for span in timeline.spans if span.iteration == iteration))
-
-
-def _one_schedule(
-    timelines: Sequence[Timeline], *, iteration: int, wanted: int | None
-) -> tuple[list[Timeline], int]:
+def _one_schedule(timelines: Sequence[Timeline], *, wanted: int | None) -> tuple[list[Timeline], int]:
     """Of each rank that ran the layer, its first forward and first backward pass; and how many it ran.
 
     With the layers that share its schedule: they compute and communicate in what would be gaps without them.
+
+    Args:
+        timelines: Of one iteration.
+        wanted: The layer; None for each rank's first one that dispatches tokens.
     """
     shown: list[Timeline] = []
     num_passes = 1
-    for whole in timelines:
-        timeline = _of_iteration(whole, iteration)
-        layer = _first_moe_layer(timeline) if wanted is None else wanted
+    for timeline in timelines:
+        dispatching = [span.layer for span in timeline.spans if span.kind == "dispatch"]
+        layer = wanted or min(dispatching or [span.layer for span in timeline.spans])
         parts: defaultdict[str, defaultdict[int, list[StageSpan]]] = defaultdict(lambda: defaultdict(list))
         for span in timeline.spans:
             parts[span.direction][span.layer].append(span)
         passes = {
-            direction: {number: split_passes(part) for number, part in of_layers.items()}
-            for direction, of_layers in parts.items()
+            direction: {number: split_passes(spans) for number, spans in by_layer.items()}
+            for direction, by_layer in parts.items()
         }
-        of_direction = next((found for found in passes.values() if layer in found), {})
-        layers = sharing_layers(layer, {number: part[0] for number, part in of_direction.items()})
-        chosen = [found[number] for found in passes.values() for number in layers if number in found]
+        with_layer = next((by_layer for by_layer in passes.values() if layer in by_layer), {})
+        layers = sharing_layers(layer, {number: part[0] for number, part in with_layer.items()})
+        chosen = [by_layer[number] for by_layer in passes.values() for number in layers if number in by_layer]
         spans = [span for part in chosen for span in part[0]]
         if spans:
             num_passes = max(num_passes, *map(len, chosen))
             shown.append(replace(timeline, spans=tuple(sorted(spans, key=lambda span: span.begin_us))))
     if not shown:
-        layers = sorted({span.layer for timeline in timelines for span in timeline.spans})
+        numbers = sorted({span.layer for timeline in timelines for span in timeline.spans})
         raise BadInput(
             "--layer",
             wanted,
-            rule=f"no trace holds it; they hold {', '.join(map(str, layers))}",
-            remedy=f"Choose one of them: --layer {layers[0]}.",
+            rule=f"no trace holds it; they hold {', '.join(map(str, numbers))}",
+            remedy=f"Choose one of them: --layer {numbers[0]}.",
         )
     return shown, num_passes
 
@@ -278,27 +253,19 @@ def sharing_layers(layer: int, first_passes: Mapping[int, Sequence[StageSpan]]) 
         for number, part in first_passes.items()
         if (spans := [span for span in part if span.lane == COMPUTE])
     }
-    found = {layer}
-    if layer not in computing:
-        return found
-    first, last = computing[layer]
-    while True:
-        sharing = {
+    sharing = {layer}
+    while layer in computing:
+        first = min(computing[number][0] for number in sharing)
+        last = max(computing[number][1] for number in sharing)
+        more = {
             number
             for number, (begin, end) in computing.items()
             if begin < last - _CLOCK_US and end > first + _CLOCK_US
         }
-        if sharing <= found:
-            return found
-        found |= sharing
-        first = min(computing[number][0] for number in found)
-        last = max(computing[number][1] for number in found)
-
-
-def _first_moe_layer(timeline: Timeline) -> int:
-    """The first layer that dispatches tokens; the first of all where none does."""
-    dispatching = [span.layer for span in timeline.spans if span.kind == "dispatch"]
-    return min(dispatching or [span.layer for span in timeline.spans])
+        if more <= sharing:
+            break
+        sharing |= more
+    return sharing
 
 
 def _title(shown: Sequence[Timeline], *, iteration: int, num_passes: int) -> str:

@@ -8,7 +8,7 @@ import sys
 import warnings
 
 from megatron_ampipe.block.named_values import SHIPPED_GATES
-from megatron_ampipe.errors import BadInput, DifferenceFound
+from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.tools.whole_numbers import at_least
 
 _EPILOG = """\
@@ -46,9 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         DifferenceFound: a check failed.
     """
     if arguments.topk > arguments.experts:
-        raise BadInput(
-            "--topk", arguments.topk, rule=f"is above --experts {arguments.experts}", remedy="Use --topk 2."
-        )
+        arguments.refuse(f"--topk {arguments.topk} is above --experts {arguments.experts}")
     from megatron_ampipe.launch import command_line
 
     # Some libraries print to standard output when they are imported.

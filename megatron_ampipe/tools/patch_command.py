@@ -17,8 +17,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from packaging.version import Version
-
 from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.files import outputs
@@ -33,24 +31,26 @@ Without a patch, -m megatron_ampipe.launch PATH/pretrain_gpt.py does the same. d
 """
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-PATCHES = next(
-    (found for parent in (_PACKAGE, _PACKAGE.parent) if (found := parent / "patches").is_dir()),
-    _PACKAGE.parent / "patches",
-)
+PATCHES = (_PACKAGE if (_PACKAGE / "patches").is_dir() else _PACKAGE.parent) / "patches"
 """In the package of an installed wheel, else next to it in a checkout."""
+_NO_PATCH_NEEDED = "launch with -m megatron_ampipe.launch PATH/pretrain_gpt.py, which needs no patch"
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """The patch of one version of Megatron."""
+    """The patch of one version of Megatron.
+
+    Attributes:
+        version: Major and minor.
+        diff: The patch.
+        original: SHA-256 of every touched file as it is released, by path in the tree.
+        patched: The same once the patch is in it.
+    """
 
     version: str
-    """Major and minor."""
     diff: Path
     original: dict[str, str]
-    """SHA-256 of every touched file as it is released, by path in the tree."""
     patched: dict[str, str]
-    """The same once the patch is in it."""
 
     @classmethod
     def of(cls, tree: Path) -> Patch:
@@ -60,42 +60,32 @@ class Patch:
             BadInput: There is no Megatron in it, or of a version without a patch.
             EnvironmentMissing: The patches were not installed.
         """
-        core = tree / "megatron" / "core"
-        if not core.is_dir():
-            raise BadInput(
-                "PATH",
-                tree,
-                rule="there is no megatron/core in it",
-                remedy="Name the folder of the checkout, the one that pretrain_gpt.py lies in.",
-            )
-        try:
-            found = compat.megatron_version(core)
-        except EnvironmentMissing as error:
-            raise BadInput(
-                "PATH", tree, rule=str(error).removesuffix("."), remedy="Name a release of Megatron-LM."
-            ) from error
-        version = f"{found.major}.{found.minor}"
         if not PATCHES.is_dir():
             raise EnvironmentMissing(
                 "This installation has no patches. In a checkout of AMPipe, run: pip install -e ."
             )
-        folder = PATCHES / version
-        if not folder.is_dir():
-            known = sorted(each.name for each in PATCHES.iterdir() if each.is_dir())
-            oldest = compat.MINIMUM_VERSIONS["megatron-core"]
-            remedy = "Launch with -m megatron_ampipe.launch PATH/pretrain_gpt.py, which needs no patch."
-            if found < Version(oldest):
-                remedy = f"Use Megatron {oldest} or later: AMPipe runs on no earlier one."
+        known = sorted(folder.name for folder in PATCHES.iterdir() if folder.is_dir())
+        try:
+            version = compat.megatron_version(tree / "megatron" / "core")
+        except (EnvironmentMissing, OSError) as error:
             raise BadInput(
                 "PATH",
                 tree,
-                rule=f"it holds Megatron {found}, and there are patches for {', '.join(known)} alone",
-                remedy=remedy,
+                rule=f"there is no release of Megatron in it ({error})",
+                remedy="Name the folder of the checkout, the one that pretrain_gpt.py lies in.",
+            ) from error
+        name = f"{version.major}.{version.minor}"
+        if name not in known:
+            raise BadInput(
+                "PATH",
+                tree,
+                rule=f"it holds Megatron {version}, and there are patches for {', '.join(known)} alone",
+                remedy=f"Use one of these, or for a newer one {_NO_PATCH_NEEDED}.",
             )
-        files = json.loads((folder / "files.json").read_text())
+        files = json.loads((PATCHES / name / "files.json").read_text())
         return cls(
-            version,
-            folder / "ampipe.patch",
+            name,
+            PATCHES / name / "ampipe.patch",
             original={name: sums["original"] for name, sums in files.items()},
             patched={name: sums["patched"] for name, sums in files.items()},
         )
@@ -107,23 +97,16 @@ class Patch:
             BadInput: A touched file is neither the release's nor the patched one, or only some are patched.
         """
         sums = {name: _checksum(tree / name) for name in self.original}
-        if sums == self.original:
-            return False
-        if sums == self.patched:
-            return True
+        if sums in (self.original, self.patched):
+            return sums == self.patched
         known = {name: (self.original[name], self.patched[name]) for name in sums}
-        changed = [name for name, found in sums.items() if found not in known[name]]
-        if not changed:
-            changed = [name for name, found in sums.items() if found == self.original[name]]
-            rule = f"only a part of the patch is in it, and not in {', '.join(changed)}"
-        else:
-            rule = f"not as in the releases of {self.version} that were tested: {', '.join(changed)}"
+        changed = [name for name, checksum in sums.items() if checksum not in known[name]]
+        rule = f"not as in the releases of {self.version} that were tested: {', '.join(changed)}"
         raise BadInput(
             "PATH",
             tree,
-            rule=rule,
-            remedy="Restore these files (git checkout), or launch with -m megatron_ampipe.launch "
-            "PATH/pretrain_gpt.py, which needs no patch.",
+            rule=rule if changed else "only a part of the patch is in it",
+            remedy=f"Restore the files (git checkout), or {_NO_PATCH_NEEDED}.",
         )
 
 
@@ -174,11 +157,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def write(patch: Patch, tree: Path, *, revert: bool) -> None:
     """Put the patch in or take it out, in a copy of the touched files that then replace those of ``tree``.
-
-    Args:
-        patch: Fits ``tree``.
-        tree: Is written only once every new file has the checksum that it must have.
-        revert: Take it out.
 
     Raises:
         EnvironmentMissing: There is no git.

@@ -1,8 +1,7 @@
 """Trains a small GPT-MoE on real text over a slow link, with Megatron's layers and with AMPipe, and compares.
 
-What ``scripts/quickstart.sh`` runs. Both trainings are Megatron's own loop, started through the entry point
-that users launch, and differ in AMPipe's flags alone. Ranks, link and times are those of
-``ampipe bench --end-to-end``: one process for each of two ranks, on a CPU.
+What ``scripts/quickstart.sh`` runs. Both trainings are Megatron's own loop, with and without AMPipe's flags.
+Ranks, link and times are those of ``ampipe bench --end-to-end``: one process for each of two ranks, on a CPU.
 """
 
 from __future__ import annotations
@@ -11,24 +10,27 @@ import argparse
 import dataclasses
 import json
 import os
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from megatron_ampipe.errors import AMPipeError, BadInput, RunFailed
+from megatron_ampipe.errors import AMPipeError, DifferenceFound, RunFailed
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.shipped import configs_folder
 from megatron_ampipe.files.timeline import Timeline
-from megatron_ampipe.tools import quickstart_report
 from megatron_ampipe.tools.measuring import machine, training
-from megatron_ampipe.tools.measuring.machine import cores_of
+from megatron_ampipe.tools.measuring.link import LinkKind
 from megatron_ampipe.tools.measuring.network import LinkChoice, choose_link
 from megatron_ampipe.tools.measuring.ranks import signals_as_interrupts
-from megatron_ampipe.tools.measuring.training import Curve, TrainingJob
+from megatron_ampipe.tools.measuring.training import TOLERANCE, Curve, TrainingJob, loss_difference
+from megatron_ampipe.tools.whole_numbers import at_least
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LINK = "100mbit"
@@ -42,6 +44,17 @@ CONFIGS = [str(configs_folder() / name) for name in ("models/tiny.yaml", "runs/q
 
 _MODULE = "megatron_ampipe.tools.quickstart"
 _TIMEOUT_S = 300.0
+_AS_FAST = 0.05
+"""Speeds that differ by less are called equal."""
+_ROWS = 12
+_NEXT = """
+next:
+  your own launch: replace pretrain_gpt.py by -m megatron_ampipe.pretrain_gpt, add --ampipe-degree 4
+      (docs/usage.md)
+  the degree for your model and machines: ampipe plan, ampipe profile, --ampipe-degree auto
+      (docs/tuning.md)
+  what was measured, and how: docs/measured.md; on your machine: ampipe bench --link 200mbit
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,13 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         with signals_as_interrupts():
-            if chosen.iterations <= WARMUP:
-                raise BadInput(
-                    "--iterations",
-                    chosen.iterations,
-                    rule=f"the first {WARMUP} iterations are not timed, so at least {WARMUP + 1} are needed",
-                    remedy="Use --iterations 12.",
-                )
             choice = choose_link(chosen.link or LINK, may_emulate=chosen.link is None)
             if choice.prefix:
                 # This process becomes the root of a user namespace and begins again, knowing its link.
@@ -79,8 +85,13 @@ def _parser() -> argparse.ArgumentParser:
         "that a slow link connects, once with Megatron's own layers and once with AMPipe from the same seed. "
         "Compare speed and losses.",
     )
-    parser.add_argument("--degree", type=int, default=4, help="chunks of the AMPipe run (default: 4)")
-    parser.add_argument("--iterations", type=int, default=12, help="training iterations (default: 12)")
+    parser.add_argument("--degree", type=at_least(1), default=4, help="chunks of the AMPipe run (default: 4)")
+    parser.add_argument(
+        "--iterations",
+        type=at_least(WARMUP + 1),
+        default=12,
+        help=f"training iterations, of which the first {WARMUP} are not timed (default: 12)",
+    )
     parser.add_argument(
         "--link",
         help="what connects the processes: a rate such as 50mbit (a real network between network "
@@ -98,8 +109,14 @@ def _parser() -> argparse.ArgumentParser:
 def _compare(choice: LinkChoice, chosen: argparse.Namespace, console: Console) -> int:
     folder, degree, iterations = chosen.output.resolve(), chosen.degree, chosen.iterations
     before = machine.hardware()
-    quickstart_report.show_link(console, choice)
-    data, traces, timeline = folder / "data" / "stdlib", folder / "trace", folder / "timeline"
+    link = choice.link
+    _line(console, f"link: {_name(choice)}")
+    if choice.why_emulated is not None:
+        _line(console, f"    No real slow network can be made here: {choice.why_emulated}.")
+    if link.emulated:
+        _line(console, "    Emulated: every all-to-all takes longer by the time its bytes need at this rate.")
+        _line(console, "    Nothing else is slowed, gradient reduction included.")
+    data, traces, timeline = folder / "data" / "library", folder / "trace", folder / "timeline"
     _ampipe("data", "--output", str(data))
     flags = (
         *("--ampipe-config", *CONFIGS),
@@ -113,21 +130,41 @@ def _compare(choice: LinkChoice, chosen: argparse.Namespace, console: Console) -
         link=choice.link,
         num_ranks=NUM_RANKS,
         timeout_s=_TIMEOUT_S,
-        cores=cores_of(NUM_RANKS),
+        cores=machine.cores_of(NUM_RANKS),
     )
     pipelined = dataclasses.replace(
         stock,
         flags=(*flags, "--ampipe-degree", str(degree), "--ampipe-trace-dir", str(traces)),
         stock_attends_as=None,
     )
-    runs = [("baseline", "Megatron", stock), ("ampipe", f"AMPipe, degree {degree}", pipelined)]
-    logs = {name: folder / f"{name}.log" for name, *_ in runs}
+    jobs = {"baseline": ("Megatron", stock), "ampipe": (f"AMPipe, degree {degree}", pipelined)}
+    logs = {name: folder / f"{name}.log" for name in jobs}
     curves = {
         name: train(title, job, iterations=iterations, log=logs[name], console=console)
-        for name, title, job in runs
+        for name, (title, job) in jobs.items()
     }
     _ampipe("draw", str(traces), "--output", str(timeline))
-    summary = quickstart_report.summarize(choice, warmup=WARMUP, logs=logs, **curves) | {
+    runs: dict[str, dict[str, Any]] = {
+        name: {
+            "losses": list(curve.lm_loss),
+            "ms": list(curve.ms),
+            "median_ms": statistics.median(curve.ms[WARMUP:]),
+            "log": str(logs[name]),
+        }
+        for name, curve in curves.items()
+    }
+    difference, iteration = loss_difference(curves["baseline"], curves["ampipe"])
+    summary = {
+        "speedup": round(runs["baseline"]["median_ms"] / runs["ampipe"]["median_ms"], 4),
+        "link": {
+            "kind": "real" if link.kind is LinkKind.NETWORK else str(link.kind),
+            "rate_mbit_per_s": None if link.rate_bit_per_s is None else link.rate_bit_per_s / 1e6,
+            "why_emulated": choice.why_emulated,
+        },
+        **runs,
+        "warmup": WARMUP,
+        "max_loss_diff": difference,
+        "max_loss_diff_iteration": iteration,
         "degree": degree,
         "hidden_share": Timeline.read_chrome(traces / "rank0.trace.json").hidden_share,
         "timeline": str(timeline.with_suffix(".png")),
@@ -136,9 +173,33 @@ def _compare(choice: LinkChoice, chosen: argparse.Namespace, console: Console) -
     }
     path = folder / "summary.json"
     outputs.write_text(path, json.dumps(summary, indent=2) + "\n")
-    quickstart_report.show_runs(console, summary)
-    quickstart_report.check_losses(summary)
-    quickstart_report.show_result(console, summary, choice, path=path)
+    _show_runs(console, summary)
+    # Written so that NaN is a difference.
+    if not difference <= TOLERANCE:
+        raise DifferenceFound(
+            f"the losses differ by {difference:.1e} at iteration {iteration}, more than {TOLERANCE:.0e}: "
+            "this is a defect, please report it with summary.json and both logs"
+        )
+    console.print(f"\n[bold]{verdict(summary['speedup'])}, same losses[/bold]", highlight=False)
+    _line(console, f"    over {_name(choice)}")
+    _line(
+        console,
+        f"    an iteration (median, without the first {WARMUP}): Megatron "
+        f"{runs['baseline']['median_ms']:.0f} ms, AMPipe {runs['ampipe']['median_ms']:.0f} ms",
+    )
+    rounding = f"largest relative difference {difference:.1e}, which is rounding"
+    _line(console, f"    losses: {rounding if difference else 'equal in every digit that Megatron logs'}")
+    _line(console, f"    communication that ran during computation: {summary['hidden_share']:.0%}")
+    _line(
+        console, "    Both runs use the same all-to-all and attention kernel: what AMPipe gains is overlap."
+    )
+    if summary["load_average_before"] > summary["usable_cores"] / 2:
+        _line(
+            console,
+            f"    The machine was busy before (load average {summary['load_average_before']}): "
+            "on an idle one the difference may be larger.",
+        )
+    _line(console, f"\ntimeline: {summary['timeline']}\nsummary: {path}\n{_NEXT.rstrip()}")
     return 0
 
 
@@ -171,6 +232,43 @@ def train(title: str, job: TrainingJob, *, iterations: int, log: Path, console: 
             return training.run(job, iterations=iterations, title=title, on_iteration=on_iteration, log=log)
         except RunFailed as error:
             raise RunFailed(f"{title}: {error}\nThe whole log is {log}") from error
+
+
+def verdict(speedup: float) -> str:
+    """A speedup in words."""
+    if speedup >= 1 + _AS_FAST:
+        return f"{speedup:.1f} times faster"
+    if speedup > 1 - _AS_FAST:
+        return "as fast as Megatron here"
+    return f"slower here: {speedup:.2f} times Megatron's speed"
+
+
+def _show_runs(console: Console, summary: Mapping[str, Any]) -> None:
+    """Print the losses and times of both trainings next to each other."""
+    table = Table("iteration", "Megatron", f"AMPipe, degree {summary['degree']}", "relative difference")
+    stock, ampipe = summary["baseline"], summary["ampipe"]
+    pairs = list(zip(stock["losses"], ampipe["losses"], strict=True))
+    for index in sorted({*range(0, len(pairs), max(1, len(pairs) // _ROWS)), len(pairs) - 1}):
+        expected, actual = pairs[index]
+        difference = f"{abs(expected - actual) / expected:.1e}"
+        table.add_row(str(index + 1), f"{expected:.6f}", f"{actual:.6f}", difference)
+    table.add_section()
+    table.add_row("ms, median", f"{stock['median_ms']:.0f}", f"{ampipe['median_ms']:.0f}")
+    console.print(table)
+
+
+def _name(choice: LinkChoice) -> str:
+    if choice.link.rate_bit_per_s is None:
+        return "no slow link: this machine's loopback"
+    rate = f"{choice.link.rate_bit_per_s / 1e6:g} Mbit/s"
+    if choice.link.emulated:
+        return f"an emulated link of {rate}"
+    return f"a real TCP network of {rate} between two network namespaces of this machine"
+
+
+def _line(console: Console, text: str) -> None:
+    """One line, whatever the terminal's width: people copy paths."""
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def _ampipe(*arguments: str) -> None:

@@ -1,13 +1,14 @@
 """``ampipe routing``: shows who went where in a training that ran with ``--ampipe-routing-dir``.
 
-Needs neither torch nor a GPU. The figures are :mod:`megatron_ampipe.plan.recorded_routing`'s, which ``ampipe
-plan --routing`` plans with.
+The figures are those of :mod:`megatron_ampipe.plan.recorded_routing`, with which ``ampipe plan --routing``
+plans.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files import outputs
-from megatron_ampipe.plan.recorded_routing import RecordedRouting, busiest, places_of, read_routing
+from megatron_ampipe.plan.recorded_routing import (
+    RecordedRouting,
+    busiest,
+    places_of,
+    read_routing,
+    share_condensed,
+)
 from megatron_ampipe.plan.workload import even_rows
-from megatron_ampipe.tools import routing_picture
 from megatron_ampipe.tools.timeline_picture import SUFFIXES
 from megatron_ampipe.tools.whole_numbers import at_least
 
@@ -57,8 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Read, show, and draw.
 
     Raises:
-        BadInput: the folder has no recorded routing, or the experts cannot be divided so.
-        EnvironmentMissing: matplotlib is absent, and a picture was asked for.
+        BadInput: the folder has no recorded routing.
         RunFailed: an output cannot be written.
     """
     if arguments.json not in (None, "-"):
@@ -68,12 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     routing = read_routing(arguments.folder, flag="DIR")
     ranks = arguments.ranks or routing.records[-1].ranks
     if routing.num_experts % ranks:
-        raise BadInput(
-            "--ranks",
-            ranks,
-            rule=f"does not divide the {routing.num_experts} experts",
-            remedy=f"Use one of {', '.join(map(str, divisors(routing.num_experts)))}.",
-        )
+        numbers = ", ".join(map(str, divisors(routing.num_experts)))
+        arguments.refuse(f"--ranks {ranks} does not divide the {routing.num_experts} experts; use {numbers}")
     figures = figures_of(routing, ranks)
     text = json.dumps(figures, indent=1) + "\n"
     if arguments.json == "-":
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json is not None:
             outputs.write_text(Path(arguments.json), text)
     if arguments.picture is not None:
-        routing_picture.draw(routing, ranks, arguments.picture)
+        _draw(routing, ranks, arguments.picture)
     return 0
 
 
@@ -160,3 +160,69 @@ def _show(figures: dict[str, Any], console: Console) -> None:
             )
     shares = ", ".join(f"{share:.1%} at {threshold}" for threshold, share in figures["condensed"].items())
     console.print(f"rows that --ampipe-condense would not send: {shares}", soft_wrap=True)
+
+
+def _draw(routing: RecordedRouting, ranks: int, prefix: Path) -> None:
+    """Write the picture with each suffix: load of experts and ranks, rows sent, similar rows."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"svg.hashsalt": "ampipe"}):
+        figure = Figure(figsize=(11, 7.5), layout="constrained")
+        panels = figure.subplots(2, 2)
+        _experts(panels[0][0], routing)
+        _ranks(panels[0][1], routing, ranks)
+        _chunks(panels[1][0], routing, ranks)
+        _similar(panels[1][1], routing)
+        for axes in (axes for row in panels for axes in row):
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        for suffix in SUFFIXES:
+            with outputs.atomic_file(prefix.with_name(prefix.name + suffix)) as partial:
+                figure.savefig(partial, format=suffix.removeprefix("."), dpi=110)
+
+
+def _experts(axes: Any, routing: RecordedRouting) -> None:
+    record = routing.records[-1]
+    shares = [
+        [count * record.num_experts / layer.rows for count in layer.per_expert()] for layer in record.layers
+    ]
+    image = axes.imshow(shares, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
+    axes.figure.colorbar(image, ax=axes, label="tokens over the mean")
+    axes.set(xlabel="expert", ylabel="layer", title=f"load of the experts, iteration {record.iteration}")
+    axes.set_yticks(range(len(record.layers)), [str(layer.layer) for layer in record.layers])
+
+
+def _ranks(axes: Any, routing: RecordedRouting, ranks: int) -> None:
+    iterations = [record.iteration for record in routing.records]
+    for index, layer in enumerate(routing.records[0].layers):
+        values = [busiest(record.layers[index].per_place(ranks)) for record in routing.records]
+        axes.plot(iterations, values, marker=".", linewidth=1, label=f"layer {layer.layer}")
+    axes.set(xlabel="iteration", ylabel="rows of the busiest rank over the mean", title=f"{ranks} ranks")
+    axes.set_ylim(bottom=0.98)
+    if len(routing.records[0].layers) <= 8:
+        axes.legend(fontsize=7)
+
+
+def _chunks(axes: Any, routing: RecordedRouting, ranks: int) -> None:
+    record = routing.records[-1]
+    rows = [
+        [sum(layer.per_place(ranks, chunk)[rank] for layer in record.layers) for rank in range(ranks)]
+        for chunk in range(len(record.tokens))
+    ]
+    image = axes.imshow(rows, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
+    axes.figure.colorbar(image, ax=axes, label="rows, all layers")
+    axes.set(
+        xlabel="rank of the experts", ylabel="chunk", title=f"who gets what, iteration {record.iteration}"
+    )
+    axes.set_yticks(range(len(record.tokens)))
+
+
+def _similar(axes: Any, routing: RecordedRouting) -> None:
+    iterations = [record.iteration for record in routing.records]
+    for threshold in routing.thresholds:
+        shares = [share_condensed(record.layers, threshold) for record in routing.records]
+        percent = [math.nan if share is None else 100 * share for share in shares]
+        axes.plot(iterations, percent, marker=".", linewidth=1, label=f"{threshold:g}")
+    axes.set(xlabel="iteration", ylabel="rows, %", title="not sent by --ampipe-condense")
+    axes.set_ylim(0, 100)
+    axes.legend(title="threshold", fontsize=7)

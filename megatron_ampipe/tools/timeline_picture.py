@@ -1,65 +1,46 @@
 """Draws timelines with matplotlib: a row for each lane of each rank, a colour for each chunk.
 
-A timeline that was predicted is one more, with another background; the caller chooses its place, for
-example below the rank that it is compared with.
-
-Chooses nothing of what it draws. Called by ``ampipe draw`` and ``ampipe plan``.
-
-Several layers that share a schedule run at the same time, so a strip along the top of each bar says of which
-layer it is.
-
-:mod:`.timeline_layout` says where each bar goes, and :mod:`.timeline_style` what it looks like.
+The forward and the backward pass of one layer get a panel each, on one scale, because between them a run
+does other things for a long time; a whole iteration gets one panel. Each rank's clock begins at its own
+first stage of the panel: the clocks of different ranks need not agree. Layers that share a schedule run at
+the same time, so a strip along the top of each bar says of which layer it is.
 """
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.timeline import PREDICTED, StageSpan, Timeline
-from megatron_ampipe.tools.timeline_layout import (
-    ROW_IN,
-    TimelinePanel,
-    TimelineRow,
-    panels_of,
-    rows_of,
-    width_in_of,
-)
-from megatron_ampipe.tools.timeline_style import (
-    FAINT_INK,
-    INK,
-    LABEL_PT,
-    LAYER_SHADES,
-    PAPER,
-    WHOLE_BLOCK,
-    chunk_colours,
-    chunks_of,
-    fill_of,
-    fitting_name,
-    initials_of,
-    ink_on,
-    shade_of,
-    shows_backward,
-)
+from megatron_ampipe.files.timeline import COMPUTE, DIRECTIONS, PREDICTED, StageSpan, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LEFT_IN, _RIGHT_IN, _TOP_IN, _PANEL_GAP_IN = 1.75, 1.3, 1.12, 0.16
 SUFFIXES = (".svg", ".png")
 """Of the files that a picture is written to."""
-_PNG_DPI = 180
-_MAX_PNG_PIXELS = 30_000
-_BAR_SHARE, _SEAM_IN = 0.84, 0.012
-_BACKWARD_SHARE, _BACKWARD_ALPHA = 0.15, 0.75
-_LAYER_SHARE = 0.2
-_LEGEND_COLUMNS, _LEGEND_ROW_IN = 10, 0.2
+_WIDTH_IN, _MARGINS_IN, _ROW_IN = 13.0, 2.6, 0.36
+# A whole iteration is drawn wider, so that its median span has this width, up to a limit.
+_MEDIAN_SPAN_IN, _MAX_WIDTH_IN = 0.06, 90.0
+_PNG_DPI, _MAX_PNG_PIXELS = 180, 30_000
+_BAR, _SEAM_IN, _FOOT, _STRIP = 0.84, 0.012, 0.13, 0.17
+"""Height of a bar in its row, the gap to its neighbour, and its parts for the backward pass and the layer."""
+_LABEL_PT = 7.5
+# Okabe and Ito's palette, for all common kinds of colour vision, without its black and its pale yellow; the
+# order keeps neighbouring chunks far apart.
+_PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C6BB1", "#7F7F3F")
+_WHOLE_BLOCK, _INK, _FAINT, _PAPER = "#A6A9AD", "#22262B", "#6B7280", "#FFFFFF"
+_STRIPE, _PREDICTED_STRIPE = "#F3F4F6", "#FBF3DC"
+# Within a chunk's colour, what the stage does: the share of white mixed in.
+_TINTS = {"attention": 0.0, "dispatch": 0.0, "expert": 0.35, "combine": 0.35, "shared": 0.5, "wgrad": 0.5}
+_OTHER_TINT = 0.6
+# Layers next to each other run at the same time: three shades tell them apart.
+_SHADES = (_INK, "#9AA0A6", _PAPER)
 _NAMED_LAYERS = 4
 
 
@@ -67,45 +48,35 @@ def draw(timelines: Sequence[Timeline], *, targets: Sequence[Path], title: str, 
     """Draw one picture and write it under every target; the suffix gives the format.
 
     Args:
-        timelines: What is to be shown, from the top, one for each rank; none may be empty.
+        timelines: What is to be shown, from the top, one for each rank; none may be empty. A predicted one
+            has another background.
         targets: Files to write. Each appears under its name only when it is whole.
         title: First line of the picture.
         split: Whether forward and backward get a panel each.
 
     Raises:
-        EnvironmentMissing: matplotlib is absent.
         RunFailed: a file cannot be written.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EnvironmentMissing(
-            f"ampipe draw needs matplotlib ({error}). Install it: pip install matplotlib"
-        ) from error
+    import matplotlib
+
     # Labels come from files: a dollar sign in one is no formula. The salt makes the SVG reproducible.
     settings: dict[Any, Any] = {
         "text.parse_math": False,
         "svg.hashsalt": "ampipe",
         "font.family": "DejaVu Sans",
+        "text.color": _INK,
+        "axes.labelcolor": _INK,
+        "xtick.color": _FAINT,
     }
     with matplotlib.rc_context(settings):
-        rows, height_in = rows_of(timelines)
-        panels = panels_of(timelines, split=split)
-        layers = _layers(timelines)
-        bottom_in = 0.78 + _LEGEND_ROW_IN * _legend_rows(timelines)
-        size_in = (width_in_of(panels, split=split and len(layers) == 1), height_in + _TOP_IN + bottom_in)
-        figure = Figure(figsize=size_in, facecolor=PAPER)
-        _draw_panels(figure, panels, rows, layers=layers, rows_in=height_in, bottom_in=bottom_in)
-        _draw_margins(figure, timelines, rows, title=title, bottom_in=bottom_in)
-        _draw_legend(figure, timelines)
+        figure = _figure(timelines, title=title, split=split)
         for target in targets:
             _write(figure, target)
 
 
 def layers_of(timeline: Timeline) -> str:
     """``layer 2`` or ``layers 1-4``: what a timeline holds, as text."""
-    layers = sorted({span.layer for span in timeline.spans})
+    layers = _layers([timeline])
     return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
 
 
@@ -113,134 +84,126 @@ def _layers(timelines: Sequence[Timeline]) -> list[int]:
     return sorted({span.layer for timeline in timelines for span in timeline.spans})
 
 
-def _draw_panels(
-    figure: Figure,
-    panels: Sequence[TimelinePanel],
-    rows: Sequence[TimelineRow],
-    *,
-    layers: Sequence[int],
-    rows_in: float,
-    bottom_in: float,
-) -> None:
-    width_in, height_in = figure.get_size_inches()
-    room_in = width_in - _LEFT_IN - _RIGHT_IN - _PANEL_GAP_IN * (len(panels) - 1)
-    in_per_ms = room_in / sum(panel.length_ms for panel in panels)
-    colours = chunk_colours(
-        chunks_of([span for panel in panels for part in panel.spans.values() for span in part])
-    )
-    left_in = _LEFT_IN
-    for panel in panels:
-        panel_in = panel.length_ms * in_per_ms
-        axes = figure.add_axes(
-            (left_in / width_in, bottom_in / height_in, panel_in / width_in, rows_in / height_in)
-        )
-        left_in += panel_in + _PANEL_GAP_IN
-        axes.set_xlim(0, panel.length_ms)
-        axes.set_ylim(0, rows_in)
-        _dress(axes, rows, panel=panel, panel_in=panel_in)
-        for row in rows:
-            spans = [span for span in panel.spans.get(row.timeline, []) if span.lane == row.lane]
-            _draw_row(axes, row, spans, colours=colours, in_per_ms=in_per_ms)
-            if len(layers) > 1:
-                _draw_layers(axes, row, spans, layers)
-
-
-def _dress(axes: Axes, rows: Sequence[TimelineRow], *, panel: TimelinePanel, panel_in: float) -> None:
+def _figure(timelines: Sequence[Timeline], *, title: str, split: bool) -> Figure:
+    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    for row in rows:
-        axes.axhspan(row.y_in - ROW_IN / 2, row.y_in + ROW_IN / 2, color=row.stripe, linewidth=0, zorder=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT_INK)
-    axes.spines["bottom"].set_position(("outward", 4))
-    axes.set_yticks([])
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=max(1, int(panel_in / 0.8)), steps=[1, 2, 2.5, 5, 10]))
-    axes.tick_params(axis="x", colors=FAINT_INK, labelsize=8, length=3)
-    axes.grid(axis="x", color="#DDE0E4", linewidth=0.6, zorder=0.5)
-    axes.set_axisbelow(True)
-    if panel.heading:
-        axes.set_title(f"{panel.heading}  {panel.length_ms:.3g} ms", loc="left", fontsize=9, color=INK, pad=5)
+    wanted = [(name,) for name in DIRECTIONS] if split else [DIRECTIONS]
+    panels = [
+        (directions, [_from_zero(timeline, directions) for timeline in timelines]) for directions in wanted
+    ]
+    panels = [(directions, parts) for directions, parts in panels if any(parts)]
+    # A panel of which every stage took no time at all still needs an axis.
+    lengths_ms = [max(1e-6, *(span.end_us / 1e3 for part in parts for span in part)) for _, parts in panels]
+    spans = [span for _, parts in panels for part in parts for span in part]
+    width_in = _WIDTH_IN
+    if not split:
+        median_ms = max(statistics.median((span.end_us - span.begin_us) / 1e3 for span in spans), 1e-6)
+        width_in = min(_MAX_WIDTH_IN, max(_WIDTH_IN, sum(lengths_ms) / median_ms * _MEDIAN_SPAN_IN))
+    lanes = [
+        sorted({span.lane for span in timeline.spans}, key=lambda lane: (lane != COMPUTE, lane))
+        for timeline in timelines
+    ]
+    in_per_ms = (width_in - _MARGINS_IN) / sum(lengths_ms)
+    height_in = _ROW_IN * sum(map(len, lanes)) + 0.25 * len(timelines) + 1.6
+    figure = Figure(figsize=(width_in, height_in), layout="constrained", facecolor=_PAPER)
+    grid = figure.subplots(
+        len(timelines),
+        len(panels),
+        sharex="col",
+        squeeze=False,
+        width_ratios=lengths_ms,
+        height_ratios=list(map(len, lanes)),
+    )
+    colours = _chunk_colours(sorted({span.chunk for span in spans if span.chunk is not None}))
+    layers = _layers(timelines)
+    for column, (directions, parts) in enumerate(panels):
+        for row, timeline in enumerate(timelines):
+            axes = grid[row][column]
+            _draw_bars(axes, parts[row], lanes[row], colours=colours, in_per_ms=in_per_ms, layers=layers)
+            stripe = _PREDICTED_STRIPE if timeline.is_predicted else _STRIPE
+            for lane in range(len(lanes[row])):
+                axes.axhspan(lane - 0.48, lane + 0.48, color=stripe, linewidth=0, zorder=0)
+            axes.set_yticks(range(len(lanes[row])), lanes[row] if column == 0 else [], fontsize=8.5)
+            axes.tick_params(length=0, labelsize=8)
+            axes.spines[:].set_visible(False)
+            axes.grid(axis="x", color="#DDE0E4", linewidth=0.6, zorder=0.5)
+            if column == 0:
+                axes.set_ylabel(_name_of(timeline), rotation=0, ha="right", va="center", fontsize=8.5)
+        grid[0][column].set_xlim(0, lengths_ms[column])
+        ticks = MaxNLocator(nbins=max(1, int(lengths_ms[column] * in_per_ms / 0.8)), steps=[1, 2, 2.5, 5, 10])
+        grid[0][column].xaxis.set_major_locator(ticks)
+        if split:
+            heading = f"{directions[0]}  {lengths_ms[column]:.3g} ms"
+            grid[0][column].set_title(heading, loc="left", fontsize=9)
+    figure.suptitle(f"{title}\n{_hidden(timelines)}", x=0.01, ha="left", fontsize=11)
+    kinds = "   ".join(f"{_letter(kind)} {kind}" for kind in sorted({span.kind for span in spans}))
+    figure.supxlabel(f"ms after the first stage of each rank        {kinds}", fontsize=8, color=_FAINT)
+    handles = _legend(spans, colours, layers)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=min(10, len(handles)), frameon=False, fontsize=8.5
+    )
+    return figure
 
 
-def _draw_row(
-    axes: Axes, row: TimelineRow, spans: Sequence[StageSpan], *, colours: dict[int, str], in_per_ms: float
+def _from_zero(timeline: Timeline, directions: Sequence[str]) -> list[StageSpan]:
+    """The spans of these directions, from the begin of the first one on."""
+    spans = [span for span in timeline.spans if span.direction in directions]
+    zero = min((span.begin_us for span in spans), default=0.0)
+    return [replace(span, begin_us=span.begin_us - zero, end_us=span.end_us - zero) for span in spans]
+
+
+def _draw_bars(
+    axes: Axes,
+    spans: Sequence[StageSpan],
+    lanes: Sequence[str],
+    *,
+    colours: dict[int, str],
+    in_per_ms: float,
+    layers: Sequence[int],
 ) -> None:
     """Bars in one collection for each style, which is fast for tens of thousands of spans; then the names."""
-    looks: defaultdict[tuple[str, bool], list[tuple[float, float]]] = defaultdict(list)
-    bar_in = ROW_IN * _BAR_SHARE
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    bars: defaultdict[tuple[float, float, str, float], list[tuple[float, float]]] = defaultdict(list)
     for span in spans:
-        begin_ms, length_ms = span.begin_us / 1e3, (span.end_us - span.begin_us) / 1e3
-        fill = fill_of(span, colours)
+        row, begin_ms, length_ms = (
+            lanes.index(span.lane),
+            span.begin_us / 1e3,
+            (span.end_us - span.begin_us) / 1e3,
+        )
+        fill = _fill(span, colours)
         # A gap between neighbours: a white edge would cover narrow ones completely.
-        shown_ms = length_ms - min(_SEAM_IN / in_per_ms, 0.2 * length_ms)
-        looks[fill, shows_backward(span)].append((begin_ms, shown_ms))
-        name = fitting_name(span, room_in=length_ms * in_per_ms)
-        if name:
-            axes.text(
-                begin_ms + length_ms / 2,
-                row.y_in,
-                name,
-                ha="center",
-                va="center_baseline",
-                fontsize=LABEL_PT,
-                color=ink_on(fill),
-                clip_on=True,
-                zorder=4,
-            )
-    for (fill, has_foot), bars in looks.items():
-        axes.broken_barh(bars, (row.y_in - bar_in / 2, bar_in), facecolor=fill, linewidth=0, zorder=2)
-        if has_foot:
-            foot = (row.y_in - bar_in / 2, bar_in * _BACKWARD_SHARE)
-            axes.broken_barh(bars, foot, facecolor=INK, linewidth=0, alpha=_BACKWARD_ALPHA, zorder=3)
+        bar = (begin_ms, length_ms - min(_SEAM_IN / in_per_ms, 0.2 * length_ms))
+        bars[row - _BAR / 2, _BAR, fill, 1.0].append(bar)
+        if _shows_backward(span):
+            bars[row + _BAR / 2 - _FOOT, _FOOT, _INK, 0.75].append(bar)
+        if len(layers) > 1:
+            shade = _SHADES[layers.index(span.layer) % len(_SHADES)]
+            bars[row - _BAR / 2, _STRIP, shade, 1.0].append(bar)
+        # The longest name that fits: the stage's, or its first letter with the chunk.
+        short = _letter(span.kind) + span.stage.partition(".")[2]
+        for name in (span.stage, short):
+            if len(name) * _LABEL_PT * 0.6 / 72 + 0.05 <= length_ms * in_per_ms:
+                where = (begin_ms + length_ms / 2, row)
+                style = {"ha": "center", "va": "center_baseline", "fontsize": _LABEL_PT, "clip_on": True}
+                axes.text(*where, name, color=_ink_on(fill), zorder=4, **style)
+                break
+    for (top, height, fill, alpha), where in bars.items():
+        zorder = 2 if height == _BAR else 3
+        axes.broken_barh(where, (top, height), facecolor=fill, alpha=alpha, linewidth=0, zorder=zorder)
 
 
-def _draw_layers(axes: Axes, row: TimelineRow, spans: Sequence[StageSpan], layers: Sequence[int]) -> None:
-    bar_in = ROW_IN * _BAR_SHARE
-    strip = (row.y_in + bar_in * (0.5 - _LAYER_SHARE), bar_in * _LAYER_SHARE)
-    for place, layer in enumerate(layers):
-        bars = [
-            (span.begin_us / 1e3, (span.end_us - span.begin_us) / 1e3)
-            for span in spans
-            if span.layer == layer
-        ]
-        axes.broken_barh(bars, strip, facecolor=shade_of(place), linewidth=0, zorder=3)
-
-
-def _draw_margins(
-    figure: Figure,
-    timelines: Sequence[Timeline],
-    rows: Sequence[TimelineRow],
-    *,
-    title: str,
-    bottom_in: float,
-) -> None:
-    width_in, height_in = figure.get_size_inches()
-
-    def write(x_in: float, y_in: float, text: str, **how: Any) -> None:
-        figure.text(x_in / width_in, y_in / height_in, text, **{"color": INK, "fontsize": 9, **how})
-
-    write(0.2, height_in - 0.36, title, fontsize=13, fontweight="bold")
-    write(0.2, height_in - 0.62, _hidden(timelines), fontsize=10, color=FAINT_INK)
-    under_axis_in = bottom_in - 0.5
-    write(_LEFT_IN, under_axis_in, "ms after the first stage of each rank", fontsize=8.5, color=FAINT_INK)
-    key = {"fontsize": 8.5, "ha": "right", "color": FAINT_INK}
-    write(width_in - _RIGHT_IN, under_axis_in, initials_of(timelines), **key)
-    for row in rows:
-        write(_LEFT_IN - 0.12, bottom_in + row.y_in, row.lane, ha="right", va="center", fontsize=8.5)
-    for number, timeline in enumerate(timelines):
-        own = [row.y_in for row in rows if row.timeline == number]
-        middle_in = bottom_in + (own[0] + own[-1]) / 2
-        name, below = f"rank {timeline.rank}", layers_of(timeline)
-        if timeline.is_predicted:
-            name, below = PREDICTED, "one block" if len(_layers([timeline])) == 1 else below
-        write(0.2, middle_in + 0.02, name, fontweight="bold", va="bottom")
-        write(0.2, middle_in - 0.02, below, color=FAINT_INK, fontsize=8, va="top")
-        if timeline.communication_us:
-            right_in = width_in - _RIGHT_IN + 0.15
-            write(right_in, middle_in + 0.02, f"{timeline.hidden_share:.0%}", fontweight="bold", va="bottom")
-            hidden = f"of {timeline.communication_us / 1e3:.3g} ms hidden"
-            write(right_in, middle_in - 0.02, hidden, color=FAINT_INK, fontsize=7.5, va="top")
+def _name_of(timeline: Timeline) -> str:
+    """What stands left of a timeline's rows."""
+    layers = layers_of(timeline)
+    if timeline.is_predicted:
+        name, layers = PREDICTED, "one block" if len(_layers([timeline])) == 1 else layers
+    else:
+        name = f"rank {timeline.rank}"
+    lines = [name, layers]
+    if timeline.communication_us:
+        lines += [f"{timeline.hidden_share:.0%} hidden", f"of {timeline.communication_us / 1e3:.3g} ms"]
+    return "\n".join(lines)
 
 
 def _hidden(timelines: Sequence[Timeline]) -> str:
@@ -252,54 +215,66 @@ def _hidden(timelines: Sequence[Timeline]) -> str:
         return "no communication"
     text = f"{hidden_us / total_us:.0%} of communication hidden under computation"
     predicted = next((timeline for timeline in timelines if timeline.is_predicted), None)
-    if recorded and predicted is not None:
-        text += f", {predicted.hidden_share:.0%} predicted"
-    return text
+    return text + (f", {predicted.hidden_share:.0%} predicted" if recorded and predicted is not None else "")
 
 
-def _draw_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
+def _legend(spans: Sequence[StageSpan], colours: dict[int, str], layers: Sequence[int]) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    spans = [span for timeline in timelines for span in timeline.spans]
-    chunks = chunks_of(spans)
-    colours = chunk_colours(chunks)
-    handles: list[Any] = [Patch(facecolor=colours[chunk], label=f"chunk {chunk}") for chunk in chunks]
+    handles: list[Any] = [Patch(facecolor=fill, label=f"chunk {chunk}") for chunk, fill in colours.items()]
     if any(span.chunk is None for span in spans):
-        handles.append(Patch(facecolor=WHOLE_BLOCK, label="whole block"))
-    if any(map(shows_backward, spans)):
-        handles.append(Line2D([], [], color=INK, alpha=_BACKWARD_ALPHA, linewidth=2.5, label="backward"))
-    layers = _layers(timelines)
-    for place in range(min(len(layers), len(LAYER_SHADES)) if len(layers) > 1 else 0):
-        named = ", ".join(map(str, layers[place :: len(LAYER_SHADES)][:_NAMED_LAYERS]))
-        more = ", ..." if len(layers[place :: len(LAYER_SHADES)]) > _NAMED_LAYERS else ""
-        handles.append(
-            Patch(facecolor=shade_of(place), edgecolor=FAINT_INK, label=f"strip: layer {named}{more}")
-        )
-    figure.legend(
-        handles=handles,
-        loc="lower center",
-        ncol=math.ceil(len(handles) / math.ceil(len(handles) / _LEGEND_COLUMNS)),
-        frameon=False,
-        fontsize=8.5,
-        handlelength=1.3,
-        handleheight=1.0,
-        columnspacing=1.6,
-        borderaxespad=0.3,
-    )
+        handles.append(Patch(facecolor=_WHOLE_BLOCK, label="whole block"))
+    if any(map(_shows_backward, spans)):
+        handles.append(Line2D([], [], color=_INK, alpha=0.75, linewidth=2.5, label="backward"))
+    for place, shade in enumerate(_SHADES[: len(layers)] if len(layers) > 1 else ()):
+        named = layers[place :: len(_SHADES)]
+        more = ", ..." if len(named) > _NAMED_LAYERS else ""
+        label = f"strip: layer {', '.join(map(str, named[:_NAMED_LAYERS]))}{more}"
+        handles.append(Patch(facecolor=shade, edgecolor=_FAINT, label=label))
+    return handles
 
 
-def _legend_rows(timelines: Sequence[Timeline]) -> int:
-    # More than the chunks: the whole block, backward, and shades of layers.
-    chunks = chunks_of([span for timeline in timelines for span in timeline.spans])
-    shades = len(LAYER_SHADES) if len(_layers(timelines)) > 1 else 0
-    return math.ceil((len(chunks) + 2 + shades) / _LEGEND_COLUMNS)
+def _chunk_colours(chunks: Sequence[int]) -> dict[int, str]:
+    """A colour for each chunk: the palette, or for more chunks than it has, colours evenly from viridis."""
+    if len(chunks) <= len(_PALETTE):
+        return dict(zip(chunks, _PALETTE, strict=False))
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    shares = (0.95 * place / (len(chunks) - 1) for place in range(len(chunks)))
+    return {chunk: to_hex(colormaps["viridis"](share)) for chunk, share in zip(chunks, shares, strict=True)}
+
+
+def _fill(span: StageSpan, colours: dict[int, str]) -> str:
+    """The colour of a bar: its chunk's, lighter for some kinds of stages."""
+    from matplotlib.colors import to_hex, to_rgb
+
+    if span.chunk is None:
+        return _WHOLE_BLOCK
+    tint = _TINTS.get(span.kind, _OTHER_TINT)
+    red, green, blue = (value + (1 - value) * tint for value in to_rgb(colours[span.chunk]))
+    return to_hex((red, green, blue))
+
+
+def _ink_on(fill: str) -> str:
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = to_rgb(fill)
+    return _PAPER if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else _INK
+
+
+def _shows_backward(span: StageSpan) -> bool:
+    """Whether the bar is marked as backward; a forward stage that the backward pass runs again is not."""
+    return span.direction == "backward" and not span.runs_again
+
+
+def _letter(kind: str) -> str:
+    """The initial of a stage, where its name does not fit; counts and combine would share one."""
+    return {"counts": "#", "reduce": "Σ", "reduce-experts": "Σ"}.get(kind, kind[:1].upper())
 
 
 def _write(figure: Figure, target: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    FigureCanvasAgg(figure)
     kind = target.suffix.removeprefix(".")
     dpi = min(_PNG_DPI, _MAX_PNG_PIXELS / max(figure.get_size_inches()))
     metadata = {"Date": None} if kind == "svg" else None

@@ -64,7 +64,7 @@ def test_a_failed_rendezvous_is_reported_without_a_traceback(tmp_path: Path) -> 
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     (problem,) = json.loads((tmp_path / "health.json").read_text())["problems"]
-    assert problem.startswith("the ranks that torchrun has started cannot connect (")
+    assert problem.startswith("the ranks cannot connect (")
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_overlap_is_measured_only_if_there_is_overlap(
 import json, time, torch, torch.distributed as dist
 from megatron_ampipe.runtime import executors
 from megatron_ampipe.runtime.collectives import Transfer
-from megatron_ampipe.tools.checkup import overlap
-overlap.ThreadExecutor = executors.{executor}
+from megatron_ampipe.tools import doctor_ranks
+doctor_ranks.ThreadExecutor = executors.{executor}
 class Sleep:
     wait = staticmethod(lambda: time.sleep(0.012))
-overlap._Work._exchange = lambda work: Transfer((), (Sleep,))
+doctor_ranks._Work._exchange = lambda work: Transfer((), (Sleep,))
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
-print(json.dumps(overlap.measure("cpu")))
+print(json.dumps(doctor_ranks.measure("cpu")))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, env=environment(), capture_output=True, text=True,

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe.tools import quickstart_report
 from megatron_ampipe.tools.measuring.network import IN_USER_NAMESPACE
+from megatron_ampipe.tools.quickstart import verdict
 from tests.dist.launch import REPOSITORY
 from tests.dist.test_bench import NO_NETWORK, check_nothing_is_left, networks_of, ranks_of, until
 
@@ -81,7 +81,7 @@ def run(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     assert summary["max_loss_diff"] <= 1e-6
     # 0 where nothing is overlapped.
     assert 0.2 < summary["hidden_share"] <= 1
-    assert quickstart_report.verdict(summary["speedup"]) + ", same losses" in done.stdout
+    assert verdict(summary["speedup"]) + ", same losses" in done.stdout
     return summary, done.stdout
 
 

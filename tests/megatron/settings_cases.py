@@ -173,13 +173,3 @@ LAUNCHES = {
     "qwen3-30b-a3b-like": ("many-nodes", 64, []),
 }
 """For every model: a run for it, the number of ranks, and further words."""
-
-_JOB = ["--ampipe-config", "deepseek-v2-lite", "one-node", "--tokenizer-type", "NullTokenizer", "--mock-data"]
-_SAVING = ["--save", "runs/x", "--load", "runs/x", "--exit-signal-handler", "--exit-signal", "SIGUSR1"]
-PREFLIGHTS = {
-    "well": [*_JOB, *_SAVING],
-    "unknown": [*_JOB, "--foo"],
-    "value": [*_JOB, "--lr", "abc"],
-    "megatrons-own-check": [*_JOB, "--global-batch-size", "3"],
-}
-"""Arguments of a training run that ``ampipe sbatch`` checks for 8 ranks."""

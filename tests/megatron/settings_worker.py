@@ -12,17 +12,15 @@ import json
 import os
 import shlex
 import sys
-import unittest.mock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_ampipe import cli
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import command_line, settings
-from megatron_ampipe.tools.slurm import preflight
 from tests.help_examples import help_examples
-from tests.megatron.settings_cases import LAUNCHES, PREFLIGHTS, WRONG, WRONG_LAUNCHES
+from tests.megatron.settings_cases import LAUNCHES, WRONG, WRONG_LAUNCHES
 
 
 def outcome(act: Callable[[], object]) -> dict[str, Any]:
@@ -41,16 +39,6 @@ def command(*words: str) -> dict[str, Any]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = cli.main(words)
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
-
-
-def preflighted(words: Sequence[str]) -> dict[str, Any]:
-    """The answer of the process that ``ampipe sbatch`` runs."""
-    out = io.StringIO()
-    asked = json.dumps({"words": list(words), "num_ranks": 8})
-    with contextlib.redirect_stdout(out), unittest.mock.patch.object(sys, "stdin", io.StringIO(asked)):
-        preflight.main()
-    answer: dict[str, Any] = json.loads(out.getvalue().splitlines()[-1].removeprefix(preflight._ANSWER))
-    return answer
 
 
 def every_flag(parser: argparse.ArgumentParser) -> list[str]:
@@ -138,7 +126,6 @@ def main() -> None:
         "as_command": command("config", "--format", "command", *tiny, "--lr", "0.5"),
         "refused": command("config", *tiny, "--num-layers", "two"),
         "examples": {shlex.join(words): example(words) for words in help_examples("config")},
-        "preflight": {name: preflighted(words) for name, words in PREFLIGHTS.items()},
         "help": parser.format_help(),
     }
     Path(os.environ["AMPIPE_TEST_REPORT"]).write_text(json.dumps(report))

@@ -101,16 +101,6 @@ def test_every_example_of_config_does_what_it_shows(report: dict[str, Any]) -> N
         assert "num-layers" in found["out"]
 
 
-def test_a_job_is_checked_like_a_launch(report: dict[str, Any]) -> None:
-    """How ``ampipe sbatch`` uses the answers is tested in tests/slurm/test_preflight.py."""
-    found = report["preflight"]
-    assert found["well"] == {}
-    assert found["unknown"]["refused"]["name"] == "argument"
-    assert found["unknown"]["refused"]["value"] == "--foo"
-    assert (found["value"]["refused"]["name"], found["value"]["refused"]["value"]) == ("--lr", "'abc'")
-    assert "global_batch_size (3)" in found["megatrons-own-check"]["refused"]["rule"]
-
-
 def test_config_shows_the_source_of_each_value(report: dict[str, Any]) -> None:
     lines = report["as_yaml"]["out"].splitlines()
     assert report["as_yaml"]["code"] == 0

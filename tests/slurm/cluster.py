@@ -52,36 +52,27 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of the user who submits."""
         path = [str(self._bin), str(Path(sys.executable).parent), os.environ["PATH"]]
         kept = {name: value for name, value in environment().items() if not name.startswith("SLURM_")}
         return {**kept, "PATH": os.pathsep.join(path), "SLURM_STUB_DIR": str(self._state)}
 
     def ampipe_sbatch(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run ``ampipe sbatch``, as on a login node."""
         return subprocess.run(
             [sys.executable, "-m", "megatron_ampipe.cli", "sbatch", *words],
             cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=200,
         )  # fmt: skip
 
     def submit(self, *words: str) -> None:
-        """Create a job script and submit it."""
         done = self.ampipe_sbatch("--submit", *words)
         assert done.returncode == 0, done.stderr
         self.submitted = done.stdout.count(f"Submitted batch job {self.job_id}\n")
         assert self.submitted
 
-    def sbatch(self, script: Path) -> None:
-        """Submit a job script with the stub's ``sbatch``."""
-        subprocess.run(["sbatch", str(script)], cwd=self.folder, env=self.environment, check=True)
-
     def next_job(self) -> None:
-        """Use a new job number for the next submission."""
         self.job_id = _job_id_with_a_free_port(self.job_id + 1)
         (self._state / "job-id").write_text(str(self.job_id))
-        (self._state / "events").unlink()
-        (self._state / "state").unlink()
-        (self._state / "script").unlink()
+        for name in ("events", "state", "script"):
+            (self._state / name).unlink()
 
     def until(self, happened: Callable[[], object], *, timeout_s: float = 30) -> None:
         """Wait until a condition holds; after a timeout, end the job and fail the test."""
@@ -104,7 +95,6 @@ class Cluster:
             os.kill(pid, signal.SIGTERM)
 
     def end(self) -> None:
-        """Kill all processes of the job."""
         for pid in self.processes(""):
             # One that ends meanwhile is gone.
             with suppress(ProcessLookupError):
@@ -125,13 +115,11 @@ class Cluster:
 
     @property
     def state(self) -> str:
-        """The state, as in ``scontrol show job``."""
         path = self._state / "state"
         return path.read_text() if path.exists() else "PENDING"
 
     @property
     def attempts(self) -> list[Ended]:
-        """The attempts that have ended."""
         pattern = r"^ended \d+ code (-?\d+) requeued (True|False) left (\d+)$"
         return [
             Ended(int(code), requeued == "True", int(left))
@@ -145,30 +133,24 @@ class Cluster:
 
     @property
     def events(self) -> str:
-        """The stub's log of events."""
         path = self._state / "events"
         return path.read_text() if path.exists() else ""
 
     def said(self, name: str) -> str:
-        """The output of the job script, of all attempts."""
         path = self.folder / f"{name}-{self.job_id}.out"
         return path.read_text() if path.exists() else ""
 
     def run_dir(self, name: str) -> Path:
-        """The default folder of the job's checkpoints and logs."""
         return self.folder / "runs" / name / str(self.job_id)
 
     def log(self, name: str, *, attempt: int, node: int) -> str:
-        """The output of a node's ranks in one attempt."""
         path = self.run_dir(name) / f"logs/{self.job_id}.{attempt}/127.0.0.{node}.log"
         return path.read_text() if path.exists() else ""
 
     def losses(self, name: str, *, attempt: int, node: int) -> Run:
-        """The losses that Megatron logged in it."""
         return parse(0, self.log(name, attempt=attempt, node=node))
 
     def everything(self) -> str:
-        """All output, for the message of a failed test."""
         logs = [*self.folder.glob("*.out"), *self.folder.glob("runs/**/logs/*/*.log"), self._state / "events"]
         return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in logs if path.exists())
 

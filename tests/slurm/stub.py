@@ -27,30 +27,15 @@ SHARED = Path(os.environ["SLURM_STUB_DIR"])
 KILL_WAIT_S = 3.0
 POLL_S = 0.02
 PR_SET_CHILD_SUBREAPER = 36
-DIRECTIVES = (
-    *("--job-name", "--account", "--partition", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--time"),
-    *(
-        "--output",
-        "--open-mode",
-        "--signal",
-        "--qos",
-        "--mem",
-        "--gres",
-        "--exclude",
-        "--dependency",
-        "--array",
-    ),
+DIRECTIVES = re.findall(
+    r"\S+",
+    "--job-name --account --partition --nodes --ntasks-per-node --gpus-per-node --time --output --open-mode "
+    "--signal --qos --mem --gres --exclude --dependency --array",
 )
-SWITCHES = ("--exclusive", "--requeue")
-SRUN_OPTIONS = (
-    *("--ntasks-per-node", "--kill-on-bad-exit", "--cpu-bind", "--output"),
-    # pyxis adds these options.
-    *(
-        ()
-        if "STUB_WITHOUT_PYXIS" in os.environ
-        else ("--container-image", "--container-mounts", "--container-workdir")
-    ),
-)
+SWITCHES = ["--exclusive", "--requeue"]
+SRUN_OPTIONS = ["--ntasks-per-node", "--kill-on-bad-exit", "--cpu-bind", "--output"]
+if "STUB_WITHOUT_PYXIS" not in os.environ:
+    SRUN_OPTIONS += ["--container-image", "--container-mounts", "--container-workdir"]
 
 
 def note(event: str) -> None:
@@ -58,11 +43,11 @@ def note(event: str) -> None:
         events.write(event + "\n")
 
 
-def parser_of(options: tuple[str, ...], switches: tuple[str, ...] = ()) -> argparse.ArgumentParser:
+def parser_of(options: list[str], switches: list[str] | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for option in options:
         parser.add_argument(option)
-    for switch in switches:
+    for switch in switches or []:
         parser.add_argument(switch, action="store_true")
     return parser
 
@@ -75,7 +60,7 @@ def hosts_of(nodelist: str) -> list[str]:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of orphaned descendants, so that none can leave the process tree."""
+    """None can leave the process tree then."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -1,4 +1,4 @@
-"""``ampipe sbatch``: the shipped scripts, refused input, and that nothing is submitted without a request."""
+"""``ampipe sbatch``: the shipped scripts, the site's file, mounts, refused input, the check of the flags."""
 
 from __future__ import annotations
 
@@ -14,29 +14,63 @@ from pathlib import Path
 import pytest
 
 from megatron_ampipe.cli import main
+from megatron_ampipe.tools import sbatch_command
 from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "scripts/slurm").glob("*.sbatch"))
 FLAGS = ["--no-check", "--", "--lr", "1e-4"]
-"""The check itself is tested in test_preflight.py."""
+NODES = ["sbatch", "--nodes", "2"]
 GPUS = ["--gpus-per-node", "8"]
-IMAGE = ["--container", "./image.sqsh"]
-COMMAND = [sys.executable, "-m", "megatron_ampipe.cli", "sbatch"]
+CONTAINER = [*GPUS, "--container", "team#image"]
+SITE = """
+account: me
+gpus-per-node: 4
+gres: gpu:a100
+mem: 900G
+exclude: node[3,7-9]
+time: 12:00:00
+setup:
+  - module load cuda/12.4
+health-check: ampipe doctor --quick
+sbatch-option: --qos=high
+save-before-end: 600
+"""
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model file in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "small.yaml"
-    path.write_text("num-layers: 2\nhidden-size: 64\n")
-    return path
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The submission folder, with files; next to it a shared folder with data."""
+    files = {
+        "small.yaml": "num-layers: 2\nhidden-size: 64\n",
+        "data.yaml": "lr: 1.0e-4\nsave-interval: 50\n",
+        "cluster.yaml": "ranks_per_node: 4\nflags:\n  bf16: true\n",
+        "none.yaml": "ranks_per_node: many\n",
+        "saves.yaml": "num-layers: 2\nsave: here\n",
+        "site.yaml": SITE,
+        "../lustre/data/text.idx": "",
+        "../lustre/settings/run.yaml": "data-path: [0.3, {lustre}/data/text, 0.7, own/text]\n"
+        "ampipe:\n  trace-dir: {lustre}/traces\n",
+    }
+    (tmp_path / "submit").mkdir()
+    for name, text in files.items():
+        path = tmp_path / "submit" / name
+        path.parent.resolve().mkdir(parents=True, exist_ok=True)
+        path.write_text(text.replace("{lustre}", str(tmp_path / "lustre")))
+    monkeypatch.chdir(tmp_path / "submit")
+    return tmp_path / "submit"
+
+
+def script(capsys: pytest.CaptureFixture[str], *words: str, flags: list[str] = FLAGS) -> tuple[str, str]:
+    """The script and the notes."""
+    assert main([*NODES, *words, *flags]) == 0
+    shown = capsys.readouterr()
+    return shown.out, shown.err
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_shipped_scripts_are_the_output_of_their_commands(
-    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """To regenerate them, run the command in their header."""
     monkeypatch.chdir(ROOT)
@@ -48,13 +82,9 @@ def test_shipped_scripts_are_the_output_of_their_commands(
     # Not written, because the script is also printed.
     monkeypatch.setattr("megatron_ampipe.files.outputs.write_text", lambda path, script, mode: None)
     # Whether Megatron takes these models and runs is tested in tests/megatron/test_settings.py.
-    monkeypatch.setattr("megatron_ampipe.tools.slurm.preflight._ask_megatron", lambda words, ranks: None)
+    monkeypatch.setattr(sbatch_command, "_check_training", lambda arguments, words: [])
     assert main(words) == 0
     assert capsys.readouterr().out == text
-
-
-def test_there_is_a_script_for_every_kind_of_job() -> None:
-    assert {path.stem for path in SHIPPED} == {"one-node", "many-nodes", "container"}
 
 
 @pytest.mark.skipif(
@@ -62,130 +92,148 @@ def test_there_is_a_script_for_every_kind_of_job() -> None:
 )
 @pytest.mark.parametrize("words", [[], ["--container", "/images/of us", "--mount", "/a:/b,/c:/d"]])
 def test_scripts_with_special_characters_pass_shellcheck(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    odd = ["--folder", "a folder/it's $HOME", "--sbatch-option=--qos=high", "--account", "me"]
-    assert main(["sbatch", "--nodes", "2", "--gpus-per-node", "8", *words, *odd, *FLAGS, "$(x) 'y'"]) == 0
-    script = capsys.readouterr().out
-    shellcheck = Path(sys.executable).with_name("shellcheck")
+    odd = ["--folder", "a folder/it's $HOME", "--sbatch-option=--qos=high"]
+    text, _ = script(capsys, *GPUS, *words, *odd, flags=[*FLAGS, "$(x) 'y'"])
     # SC2016 is about '$' in single quotes, which is intended here.
-    command = [shellcheck, "--exclude=SC2016", "-"]
-    done = subprocess.run(command, input=script, capture_output=True, text=True)
+    command = [Path(sys.executable).with_name("shellcheck"), "--exclude=SC2016", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    assert "\n#SBATCH --qos=high\n#" in script and "\n#SBATCH --account=me\n" in script
-    assert "run_dir='a folder/it'\"'\"'s $HOME'\n" in script
-    assert """    --lr 1e-4 '$(x) '"'"'y'"'"''\n""" in script
-    assert ("--container-mounts" in script) == bool(words)
+    assert "\n#SBATCH --qos=high\n#" in text and "run_dir='a folder/it'\"'\"'s $HOME'\n" in text
+    assert """    --lr 1e-4 '$(x) '"'"'y'"'"''\n""" in text
+    assert ("--container-mounts" in text) == bool(words)
 
 
 def test_files_are_passed_to_the_training_run_in_order(
-    model: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (model.parent / "data.yaml").write_text("lr: 1.0e-4\nsave-interval: 50\n")
-    words = ["sbatch", "--no-check", "--model", "small.yaml", "--run", "data.yaml", "--nodes", "1"]
-    words += ["--gpus-per-node", "2"]
-    assert main(words) == 0
-    script = capsys.readouterr().out
-    assert "    --ampipe-config small.yaml data.yaml\n" in script
-    assert "--save-interval" not in script, "the file sets it"
-    assert "#SBATCH --job-name=small\n" in script and "run_dir=runs/small/${SLURM_ARR" in script
-    assert main([*words, "--save-interval", "7"]) == 0
-    assert '--load "$checkpoints" --save-interval 7\n' in capsys.readouterr().out
+    words = ["--model", "small.yaml", "--run", "data.yaml", "--cluster", "cluster.yaml"]
+    text, _ = script(capsys, *words, flags=["--no-check"])
+    assert "    --ampipe-config small.yaml cluster.yaml data.yaml\n" in text
+    assert "--save-interval" not in text, "the file sets it"
+    assert "#SBATCH --job-name=small\n" in text and "run_dir=runs/small/${SLURM_ARR" in text
+    assert "#SBATCH --gpus-per-node=4\n" in text and "--nproc-per-node 4 " in text
+    assert "#SBATCH --mem=0\n" in text and "#SBATCH --time=24:00:00\n" in text
+    assert "--save-interval 7\n" in script(capsys, *words, "--save-interval", "7")[0]
+    # SLURM accepts only one memory option.
+    assert "--mem=" not in script(capsys, *GPUS, "--sbatch-option=--mem-per-gpu=64G")[0]
 
 
-def test_a_cluster_file_gives_the_number_of_gpus(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (model.parent / "cluster.yaml").write_text("ranks_per_node: 4\nflags:\n  bf16: true\n")
-    assert (
-        main(["sbatch", "--no-check", "--model", "small.yaml", "--nodes", "1", "--cluster", "cluster.yaml"])
-        == 0
-    )
-    script = capsys.readouterr().out
-    assert "#SBATCH --gpus-per-node=4\n" in script and "--nproc-per-node 4 " in script
-    assert "--ampipe-config small.yaml cluster.yaml\n" in script
+def test_the_site_sets_the_options_and_the_command_line_wins(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, _ = script(capsys, "--site", "site.yaml")
+    directives = set(re.findall(r"^#SBATCH (.*)$", text, re.M))
+    expected = "--account=me --gres=gpu:a100:4 --mem=900G --exclude=node[3,7-9] --time=12:00:00 --qos=high"
+    assert {*expected.split(), "--signal=B:USR1@600"} <= directives
+    assert "\nmodule load cuda/12.4\n" in text and "bash -c 'ampipe doctor --quick'" in text
+
+    words = ["--gres", "none", "--mem", "none", "--account", "you", "--time", "1-00", "--exclude", "none"]
+    words += ["--health-check", "none", "--setup", "export X=1", "--max-restarts", "0", *GPUS]
+    text, _ = script(capsys, "--site", "site.yaml", *words)
+    directives = set(re.findall(r"^#SBATCH (.*)$", text, re.M))
+    assert {"--gpus-per-node=8", "--account=you", "--time=1-00"} <= directives
+    assert not [line for line in directives if line.startswith(("--gres", "--mem", "--exclude"))]
+    assert "doctor" not in text.partition("\n\n")[2] and "max_restarts=0\n" in text
+    assert "\nmodule load cuda/12.4\nexport X=1\n" in text
+    assert "--gres=gpu:a100:8\n" in script(capsys, "--site", "site.yaml", "--cluster", "dgx-h100")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("partitions: gpu", "unrecognized arguments: --partitions=gpu"),
+        ("gpus-per-node: many", "--gpus-per-node: 'many' is not a whole number of at least 1"),
+        ("mount: foo", "--mount: 'foo' is not valid; write for example /data:/data:ro"),
+        ("- a", "does not hold keys with values"),
+    ],
+)
+def test_a_wrong_site_file_is_refused(
+    text: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "site.yaml").write_text(text + "\n")
+    assert main([*NODES, *GPUS, "--site", "site.yaml", *FLAGS]) == 2
+    said = capsys.readouterr().err
+    assert "site.yaml" in said and message in said
+
+
+def test_the_example_in_the_docs_is_valid(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/slurm.md").read_text()
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)
+    (folder / "site.yaml").write_text(example)
+    assert "#SBATCH --partition=gpu\n" in script(capsys, "--site", "site.yaml")[0]
+    for name in sbatch_command.SITE_OPTIONS:
+        assert f"`--{name}" in page, f"docs/slurm.md does not explain --{name}"
+
+
+def mounts(text: str) -> list[str]:
+    (found,) = re.findall(r"--container-mounts=\"\$PWD:\$PWD\"(.*)$", text, re.M)
+    return found.replace("'", "").split(",")[1:]
+
+
+def test_folders_that_a_job_names_are_mounted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = folder.parent / "lustre"
+    words = [*CONTAINER, "--run", "../lustre/settings/run.yaml", "--folder", f"{shared}/runs/1"]
+    flags = [*FLAGS, "--tensorboard-dir", f"{shared}/board", "--tokenizer-model", "/opt/of/the/image"]
+    text, notes = script(capsys, *words, flags=flags)
+    names = ("runs/1", "settings", "data", "traces", "board")
+    assert mounts(text) == [f"{shared}/{name}:{shared}/{name}" for name in names]
+    assert f"mkdir -p {shared}/traces {shared}/board\n" in text
+    assert "note: --data-path own/text is not on this machine" in notes
+    assert "note: --tokenizer-model /opt/of/the/image is not on this machine" in notes
+    words = [*CONTAINER, "--mount", f"{shared}:/data"]
+    text, _ = script(capsys, *words, flags=[*FLAGS, "--data-path", "/data/data/text"])
+    assert mounts(text) == [f"{shared}:/data"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpus-per-node", "8"], "--model (not given): there is nothing to train. Give --model"),
+        (GPUS, "nothing to train: give --model"),
+        (["--model", "small.yaml"], "add --gpus-per-node 8, or a cluster file"),
+        (["--model", "mixtral-8x7", *GPUS], "is neither a file nor a built-in configuration. Did you mean"),
+        (["--cluster", "cluster.yaml", *GPUS, *FLAGS], "ranks_per_node 4: is no whole number, or differs"),
+        (["--cluster", "none.yaml", *FLAGS], "none.yaml ranks_per_node many: is no whole number"),
+        ([*GPUS, "--time", "a day", *FLAGS], "--time: 'a day' is not valid; write for example 24:00:00"),
+        ([*GPUS, "--time", "5", *FLAGS], "--save-before-end 300 is not less than the 300 s of --time 5"),
+        ([*GPUS, "--time", "0-00:04", *FLAGS], "is not less than the 240 s of --time 0-00:04"),
+        ([*GPUS, "--gres", "gpu:8", *FLAGS], "--gres: 'gpu:8' is not valid"),
+        ([*GPUS, "--setup", "module load 'cuda", *FLAGS], "is not valid shell. bash: line 1: unexpected EOF"),
+        ([*GPUS, "--setup", "END_OF_NODE_SCRIPT", *FLAGS], "is not valid shell"),
+        ([*GPUS, "--job-name", "a/b", *FLAGS], "--job-name: 'a/b' is not valid"),
+        ([*GPUS, "--folder", "", *FLAGS], "--folder: '' is not valid"),
+        ([*GPUS, "--chain", "3", *FLAGS], "--chain needs a folder that all its jobs share"),
         (
-            ["--model", "small.yaml"],
-            "--gpus-per-node (not given): nothing says how many ranks a node gets. Add",
+            [*GPUS, "--chain", "3", "--folder", "x", "--sbatch-option=--array=1", *FLAGS],
+            "conflicts with --ar",
         ),
-        (
-            ["--model", "mixtral-8x7", "--gpus-per-node", "8"],
-            "is neither a file nor a built-in model. Did you mean mixtral-8x7b?",
-        ),
-        (["--cluster", "four.yaml", "--gpus-per-node", "8", *FLAGS], "differs from ranks_per_node 4 of four"),
-        (["--cluster", "none.yaml", *FLAGS], "none.yaml:2:"),
-        ([*GPUS, "--time", "a day", *FLAGS], "--time a day: is not a duration"),
-        (
-            [*GPUS, "--time", "25:99:99", *FLAGS],
-            "--time 25:99:99: has 99 minutes, which must be less than 60",
-        ),
-        (
-            [*GPUS, "--time", "1:00", "--save-before-end", "600", *FLAGS],
-            "--save-before-end 600: is not less than the 60 s of --time 1:00. Use --save-before-end 15",
-        ),
-        ([*GPUS, "--partition", "a b", *FLAGS], "--partition a b: contains a blank"),
-        ([*GPUS, "--mem", "lots", *FLAGS], "--mem lots: is not an amount of memory"),
-        ([*GPUS, "--gres", "gpu:8", *FLAGS], "--gres gpu:8: is not the name of a resource"),
-        ([*GPUS, "--exclude", "node 1", *FLAGS], "--exclude node 1: contains a blank"),
-        ([*GPUS, "--setup", "module load 'cuda", *FLAGS], "is not valid shell (line 1: unexpected EOF"),
-        ([*GPUS, "--setup", "END_OF_NODE_SCRIPT", *FLAGS], "is the delimiter of the node's script"),
-        ([*GPUS, "--health-check", " ", *FLAGS], "--health-check (empty): is not valid shell"),
-        ([*GPUS, "--job-name", "a/b", *FLAGS], "--job-name a/b: is not valid in a file name"),
-        ([*GPUS, "--folder", "", *FLAGS], "--folder (empty): is not a folder name"),
-        ([*GPUS, "--chain", "3", *FLAGS], "--chain 3: needs a folder that all its jobs share"),
-        (
-            [*GPUS, "--chain", "3", "--folder", "x", "--sbatch-option=--array=1-3", *FLAGS],
-            "--chain 3: makes each job wait for the one before",
-        ),
-        ([*GPUS, "--mount", "/a:/b", *FLAGS], "--mount /a:/b: has no effect without a cont"),
-        ([*GPUS, *IMAGE, "--mount", "foo", *FLAGS], "--mount foo: is not FROM:TO, two absolute paths"),
-        ([*GPUS, *IMAGE, "--mount", "/a:/b,/c:d", *FLAGS], "--mount /c:d: is not FROM:TO"),
-        ([*GPUS, "--container", "", *FLAGS], "--container (empty): is not an image name"),
-        ([*GPUS, "--container", "x.sqsh", *FLAGS], "pyxis treats a name that does not begin with / or . as"),
-        ([*GPUS, "--sbatch-option=qos", *FLAGS], "does not begin with --"),
-        ([*GPUS, "--sbatch-option=--mem=0", *FLAGS], "has a separate argument. Use --mem instead"),
-        ([*GPUS, "--sbatch-option=--signal=9", *FLAGS], "is set by the job script, which depends on it"),
-        ([*GPUS, "--model", "saves.yaml"], "saves.yaml:2: save: is set by the job script"),
+        ([*GPUS, "--mount", "/a:/b", *FLAGS], "--mount has no effect without --container IMAGE"),
+        ([*CONTAINER, "--mount", "/a:/b,/c:d", *FLAGS], "--mount: '/a:/b,/c:d' is not valid"),
+        ([*GPUS, "--container", "x.sqsh", *FLAGS], "write for example registry.org#me/image:1 or ./image."),
+        ([*GPUS, "--sbatch-option=qos", *FLAGS], "write for example --sbatch-option=--qos=high"),
+        ([*GPUS, "--sbatch-option=--signal=9", *FLAGS], "Options that the script or 'ampipe sbatch' sets"),
+        ([*GPUS, "--model", "saves.yaml"], "saves.yaml save: is set by the job script"),
+        ([*GPUS, "--", "--ampipe-config", "saves.yaml"], "saves.yaml save: is set by the job script"),
         ([*GPUS, "--", "--save=x"], "flag --save=x: is set by the job script"),
-        ([*GPUS, "--", "--ampipe-config", "saves.yaml"], "saves.yaml:2: save: is set by the job script"),
-        ([*GPUS, "--model", "small.yaml", "--", "lr", "3"], "argument lr: does not belong to a flag"),
-        (["--gpus-per-node", "8", "--output", "no/job.sbatch", *FLAGS], "/no does not exist. Create it, or"),
+        ([*GPUS, "--model", "small.yaml", "--", "lr", "3"], "unexpected argument 'lr' after --"),
+        ([*GPUS, "--output", "no/job.sbatch", *FLAGS], "/no does not exist. Create it, or"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_input_is_refused_with_a_remedy(
-    words: list[str], message: str, model: Path, capsys: pytest.CaptureFixture[str]
+def test_bad_input_is_refused(
+    words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (model.parent / "four.yaml").write_text("ranks_per_node: 4\n")
-    (model.parent / "none.yaml").write_text("a: 1\nranks_per_node: many\n")
-    (model.parent / "saves.yaml").write_text("num-layers: 2\nsave: here\n")
-    assert main(["sbatch", "--nodes", "2", *words]) == 2
-    assert message in capsys.readouterr().err
+    assert main([*NODES, *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_without_a_request_the_script_is_shown_and_not_submitted(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path / "cluster")
-    words = ["--nodes", "2", "--gpus-per-node", "1", "--output", "job.sbatch", *FLAGS]
-    done = cluster.ampipe_sbatch(*words)
-    assert done.returncode == 0, done.stderr
-    assert (cluster.folder / "job.sbatch").read_text() == done.stdout
-    unasked = cluster.ampipe_sbatch(*words[:4], *FLAGS)
-    assert unasked.returncode == 0
-    assert "it cannot ask. Add --submit, or --output job.sbatch.\nnot submitted\n" in unasked.stderr
-    assert cluster.state == "PENDING" and cluster.events == ""
-    assert not list(cluster.folder.glob("*.partial"))
-
-
-@pytest.mark.parametrize(("answer", "submitted"), [("y", True), ("", False), ("no", False)])
+@pytest.mark.parametrize(("answer", "submitted"), [("y", True), ("", False)])
 def test_on_a_terminal_it_asks(answer: str, submitted: bool, tmp_path: Path) -> None:
     cluster = Cluster(tmp_path / "cluster", fake_python="exit 0")
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, "--nodes", "1", "--gpus-per-node", "1", *FLAGS],
+        [sys.executable, "-m", "megatron_ampipe.cli", *NODES, "--gpus-per-node", "1", *FLAGS],
         cwd=cluster.folder, env=cluster.environment, stdin=theirs, stdout=theirs, stderr=theirs,
     )  # fmt: skip
     os.close(theirs)
@@ -201,32 +249,60 @@ def test_on_a_terminal_it_asks(answer: str, submitted: bool, tmp_path: Path) -> 
         pass
     os.close(ours)
     assert process.wait(timeout=30) == 0
-    assert b"#SBATCH --nodes=1" in shown
+    assert b"#SBATCH --nodes=2" in shown
     assert (b"Submitted batch job" in shown) == submitted
-    if submitted:
-        assert cluster.wait() == "COMPLETED"
-    assert (cluster.state == "COMPLETED") == submitted
+    assert (cluster.wait() if submitted else cluster.state) == ("COMPLETED" if submitted else "PENDING")
 
 
-def test_a_script_that_sbatch_refuses_is_an_error(tmp_path: Path) -> None:
+def test_without_a_request_nothing_is_submitted_and_a_refusal_of_sbatch_is_an_error(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path / "cluster")
-    words = ["--submit", "--nodes", "2", "--gpus-per-node", "1", "--sbatch-option=--nonsense=1", *FLAGS]
-    done = cluster.ampipe_sbatch(*words)
+    done = cluster.ampipe_sbatch(*NODES[1:], *GPUS, "--output", "job.sbatch", *FLAGS)
+    assert done.returncode == 0, done.stderr
+    assert (cluster.folder / "job.sbatch").read_text() == done.stdout
+    assert "not submitted. Add --submit, or --output job.sbatch and submit that.\n" in done.stderr
+    assert cluster.state == "PENDING" and cluster.events == ""
+    done = cluster.ampipe_sbatch(*NODES[1:], *GPUS, "--submit", "--sbatch-option=--nonsense=1", *FLAGS)
     assert done.returncode == 3
     assert "sbatch refused the script: " in done.stderr and "--nonsense=1" in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("sbatch") is not None, reason="needs a machine without SLURM")
-def test_without_slurm_the_message_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sbatch", "--submit", "--nodes", "2", "--gpus-per-node", "1", *FLAGS]) == 1
+def test_without_slurm_nothing_can_be_submitted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*NODES, "--submit", *GPUS, *FLAGS]) == 1
     assert "--output job.sbatch" in capsys.readouterr().err
-    assert main(["sbatch", "--nodes", "2", "--gpus-per-node", "1", *FLAGS]) == 0
+
+
+def test_the_template_is_in_a_wheel() -> None:
+    assert 'package_data={"megatron_ampipe.tools": ["*.j2"]}' in (ROOT / "setup.py").read_text()
+
+
+def test_megatron_refuses_a_value_of_a_file_with_its_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With Megatron, in a separate process. How it checks is tested in tests/megatron/test_settings.py."""
+    (folder / "run.yaml").write_text("train-iters: 10\nlr: abc\n")
+    assert main([*NODES, *GPUS, "--model", "mixtral-8x7b", "--run", "run.yaml"]) == 2
     shown = capsys.readouterr()
-    assert shown.out.startswith("#!/usr/bin/env bash\n")
-    assert "Write the script with --output job.sbatch and submit that.\nnot submitted\n" in shown.err
+    assert shown.out == "" and shown.err.startswith("ampipe: run.yaml:2: lr: 'abc': invalid float value. ")
+    assert shown.err.endswith("To submit it anyway, add --no-check.\n")
 
 
-def test_the_template_is_in_the_package() -> None:
-    """Also in a wheel: setup.py lists it as package data."""
-    setup = (ROOT / "setup.py").read_text()
-    assert '"megatron_ampipe.tools.slurm": ["*.j2"]' in setup
+def test_without_megatron_or_memory_for_it_a_note_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "fake/torch").mkdir(parents=True)
+    (folder / "fake/torch/__init__.py").write_text("raise ImportError('not on this login node')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{folder}/fake{os.pathsep}{ROOT}")
+    flags = ["--", "--lr", "1e-4"]
+    _, notes = script(capsys, *GPUS, flags=flags)
+    assert "note: the training flags are not checked here (ended with 1: " in notes
+    assert "not on this login node" in notes and "ampipe config --ranks 16 " in notes
+
+    def hangs(*_: object, timeout: int, **__: object) -> None:
+        raise subprocess.TimeoutExpired("x", timeout)
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert "(it took more than 180 s)" in script(capsys, *GPUS, flags=flags)[1]
+    killed = subprocess.CompletedProcess([], -9, stdout="", stderr="Killed\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
+    assert "(ended with -9: Killed)" in script(capsys, *GPUS, flags=flags)[1]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.launcher import MODULE, Run
+from tests.megatron.launcher import MODULE
 from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(900)
@@ -55,7 +55,6 @@ LAST_RANKS_NODE = 2
 
 
 def submitted(folder: Path, *words: str) -> Cluster:
-    """A cluster to which the job has been submitted."""
     (folder / "model.yaml").write_text(MODEL)
     (folder / "run.yaml").write_text(RUN)
     cluster = Cluster(folder)
@@ -65,7 +64,6 @@ def submitted(folder: Path, *words: str) -> Cluster:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A job that is not interrupted."""
     cluster = submitted(tmp_path_factory.mktemp("uninterrupted"))
     cluster.wait(timeout_s=300)
     yield cluster
@@ -96,53 +94,37 @@ def _last_iteration(cluster: Cluster, *, attempt: int) -> int:
     return max(cluster.losses(NAME, attempt=attempt, node=LAST_RANKS_NODE).iterations, default=0)
 
 
-def _logged(cluster: Cluster, *, attempt: int) -> Run:
-    return cluster.losses(NAME, attempt=attempt, node=LAST_RANKS_NODE)
-
-
-def test_a_job_on_two_nodes_trains(uninterrupted: Cluster) -> None:
+def test_a_job_on_two_nodes_trains_and_each_node_has_its_log(uninterrupted: Cluster) -> None:
     assert uninterrupted.state == "COMPLETED", uninterrupted.everything()
     (attempt,) = uninterrupted.attempts
     assert (attempt.code, attempt.requeued, attempt.left) == (0, False, 0)
-    run = _logged(uninterrupted, attempt=0)
+    run = uninterrupted.losses(NAME, attempt=0, node=LAST_RANKS_NODE)
     assert run.iterations == list(range(1, NUM_ITERATIONS + 1))
     assert run.lm_loss[-1] < run.lm_loss[0] - 0.05
     assert f"finished; last checkpoint: {NUM_ITERATIONS}" in uninterrupted.said(NAME)
-
-
-def test_each_node_has_its_log(uninterrupted: Cluster) -> None:
     first, second = (uninterrupted.log(NAME, attempt=0, node=node) for node in (1, 2))
     assert "AMPipe" in first and "chunk boundaries" in first, "the start-up table of rank 0"
     assert "elapsed time per iteration" in second and "elapsed time per iteration" not in first
 
 
-def test_a_lost_rank_ends_the_attempt_and_requeues_the_job(interrupted: Cluster) -> None:
-    attempt = interrupted.attempts[0]
-    assert attempt.code != 0
-    assert attempt.requeued
-    assert attempt.left == 0, "all processes of both nodes have ended"
-    assert _logged(interrupted, attempt=0).iterations[-1] < NUM_ITERATIONS
-    assert "failed with code" in interrupted.said(NAME)
-
-
-def test_a_job_that_receives_usr1_saves_and_is_requeued(interrupted: Cluster) -> None:
-    attempt = interrupted.attempts[1]
-    assert (attempt.code, attempt.requeued, attempt.left) == (0, True, 0)
-    stopped_after = _logged(interrupted, attempt=1).iterations[-1]
-    assert ASKED_TO_STOP_AFTER <= stopped_after < NUM_ITERATIONS
-    assert f"resumes from checkpoint {stopped_after}" in interrupted.said(NAME), "not an earlier one"
-
-
-def test_the_third_attempt_finishes_the_job(interrupted: Cluster) -> None:
+def test_a_lost_rank_and_a_signal_requeue_the_job(interrupted: Cluster) -> None:
     assert interrupted.state == "COMPLETED", interrupted.everything()
+    lost, asked, last = interrupted.attempts
+    assert lost.code != 0 and asked.code == last.code == 0
     assert [attempt.requeued for attempt in interrupted.attempts] == [True, True, False]
+    assert not any(attempt.left for attempt in interrupted.attempts), "all processes of both nodes have ended"
+    stopped_after = interrupted.losses(NAME, attempt=1, node=LAST_RANKS_NODE).iterations[-1]
+    assert ASKED_TO_STOP_AFTER <= stopped_after < NUM_ITERATIONS
+    said = interrupted.said(NAME)
+    assert "failed with code" in said
+    assert f"resumes from checkpoint {stopped_after}" in said, "not an earlier one"
 
 
 def test_the_loss_curve_equals_that_of_the_uninterrupted_job(
     uninterrupted: Cluster, interrupted: Cluster
 ) -> None:
-    expected = _logged(uninterrupted, attempt=0)
-    attempts = [_logged(interrupted, attempt=number) for number in range(3)]
+    expected = uninterrupted.losses(NAME, attempt=0, node=LAST_RANKS_NODE)
+    attempts = [interrupted.losses(NAME, attempt=number, node=LAST_RANKS_NODE) for number in range(3)]
     resumed = re.findall(r"resumes from checkpoint (\d+)", interrupted.said(NAME))
     checkpoints = [int(iteration) for iteration in resumed]
     assert [run.iterations[0] - 1 for run in attempts] == [0, *checkpoints]

@@ -25,12 +25,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_every_tool(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for name, summary in TOOLS.items():
-        assert name in text
-        assert summary in text
-
-
-def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert all(f"{name} {summary}" in text for name, summary in TOOLS.items())
     assert main([]) == 2
     shown = capsys.readouterr().err
     assert all(f"\n    {name} " in shown for name in TOOLS)
@@ -51,34 +46,28 @@ def test_bad_arguments_end_with_2(words: list[str], capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
+    ("error", "code", "said"),
     [
-        (errors.EnvironmentMissing("no torch"), 1),
-        (errors.BadInput("--x", 3, rule="is odd", remedy="Use --x 4."), 2),
-        (errors.RunFailed("broke"), 3),
-        (errors.DifferenceFound("differ"), 4),
+        (errors.EnvironmentMissing("no torch"), 1, "no torch"),
+        (errors.BadInput("--x", 3, rule="is odd", remedy="Use --x 4."), 2, "--x 3: is odd. Use --x 4."),
+        (errors.RunFailed("broke"), 3, "broke"),
+        (errors.DifferenceFound("differ"), 4, "differ"),
+        (KeyboardInterrupt(), 130, "interrupted; incomplete output was not saved under its final name"),
     ],
 )
-def test_an_ampipe_error_gives_one_line_and_its_exit_code(
-    error: errors.AMPipeError, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_error_gives_one_line_and_its_exit_code(
+    error: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(arguments: object) -> int:
         raise error
 
     monkeypatch.setattr(draw_command, "run", fail)
     assert main(["draw", "x", "--output", "y"]) == code
-    assert capsys.readouterr().err == f"ampipe: {error}\n"
-
-
-def test_ctrl_c_ends_with_130_and_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(arguments: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(draw_command, "run", interrupt)
-    assert main(["draw", "x", "--output", "y"]) == 130
-    assert capsys.readouterr().err.count("\n") == 1
+    assert capsys.readouterr().err == f"ampipe: {said}\n"
 
 
 @pytest.mark.parametrize(
@@ -98,12 +87,15 @@ def test_a_closed_standard_output_ends_it_without_a_traceback(words: str) -> Non
     assert b"BrokenPipe" not in done.stderr and b"Traceback" not in done.stderr
 
 
-def test_only_ampipe_errors_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, BrokenPipeError])
+def test_other_errors_are_not_caught(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken pipe that is not standard output neither."""
+
     def fail(arguments: object) -> int:
-        raise ZeroDivisionError
+        raise error
 
     monkeypatch.setattr(draw_command, "run", fail)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(error):
         main(["draw", "x", "--output", "y"])
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.launch.dataset_helpers import missing_tools, must_be_compiled, use_built_helpers
-from megatron_ampipe.tools.checkup import components
+from megatron_ampipe.tools import checkup
 
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 TOOLS = {"make": "", "g++": "", "python3": "", "python3-config": f"echo {SUFFIX}"}
@@ -66,9 +66,9 @@ def test_what_is_missing_is_named_by_launch_and_doctor(
     (tools / name).unlink()
     if does is not None:
         stand_in(tools, name, does)
-    component = components._dataset_helper()
+    component = checkup.dataset_helper()
     assert expected in component.found and "pip install pybind11" in component.remedy
-    assert not component.is_problem, "the Megatron that is installed here is a wheel"
+    assert component.problem is None, "the Megatron that is installed here is a wheel"
     package = ModuleType("megatron.core.datasets")
     package.utils = SimpleNamespace(__file__=str(checkout / "utils.py"))  # type: ignore[attr-defined]
     for module in ("megatron", "megatron.core"):
@@ -98,4 +98,4 @@ def test_of_a_checkout_that_is_not_built_the_doctor_demands_the_tools(
 ) -> None:
     (tools / "make").unlink()
     monkeypatch.setattr("megatron_ampipe.compat.megatron_folder", lambda: checkout.parent)
-    assert components._dataset_helper().is_problem
+    assert checkup.dataset_helper().problem is not None

@@ -11,7 +11,7 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.plan.cluster import read_cluster, write_cluster
-from megatron_ampipe.plan.predict import CostModel, Predictor
+from megatron_ampipe.plan.predict import CostModel
 from megatron_ampipe.plan.stage_costs import issue_us
 from megatron_ampipe.schedule import Direction, build, even_chunks, kinds
 from megatron_ampipe.tools.measuring.cluster_fit import (

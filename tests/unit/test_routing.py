@@ -165,7 +165,7 @@ def test_the_command_shows_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "50.0% at 0.9, 25.0% at 0.99" in shown
     assert (tmp_path / "picture.svg").stat().st_size and (tmp_path / "picture.png").stat().st_size
     assert main(["routing", str(tmp_path), "--ranks", "3"]) == BadInput.exit_code
-    assert "--ranks 3: does not divide the 4 experts. Use one of 1, 2, 4." in capsys.readouterr().err
+    assert "--ranks 3 does not divide the 4 experts; use 1, 2, 4" in capsys.readouterr().err
 
 
 def test_the_command_needs_neither_torch_nor_megatron(tmp_path: Path) -> None:
