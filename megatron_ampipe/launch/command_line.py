@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from megatron_ampipe import __version__, compat
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
-from megatron_ampipe.launch import flags, host, own_launcher, settings
+from megatron_ampipe.launch import flags, host, patched, settings
 from megatron_ampipe.launch.flags import PlanReader, config_from_args
 from megatron_ampipe.launch.refuse import report_parser_errors
 from megatron_ampipe.plan.plan_file import Plan
@@ -42,7 +42,7 @@ def import_megatron() -> bool:
             f"Megatron cannot be imported ({error}). Run: pip install 'megatron-core[training]>=0.19.2'"
         ) from error
     compat.require_peers()
-    own_launcher.note_use()
+    patched.switch_off()
     return on_gpu
 
 

@@ -144,7 +144,7 @@ def test_the_megatron_that_an_import_finds_is_the_one_that_is_named(tmp_path: Pa
     word, found = status(document, "Megatron")
     assert word == "ok" and re.fullmatch(rf"0\.18\.\d+ from {re.escape(str(tmp_path))}/megatron", found)
     (megatron,) = [component for component in document["pieces"] if component["name"] == "Megatron"]
-    assert "megatron.training.models.gpt.default_layer_spec (launch/pretrain.py)" in megatron["lacks"]
+    assert "megatron.training.models.gpt.default_layer_spec (launch/recipes.py)" in megatron["lacks"]
 
 
 @pytest.mark.parametrize(
