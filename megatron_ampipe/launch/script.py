@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def check() -> None:
         rule, remedy = "is not a script", "Name it before all flags: -m megatron_ampipe.launch SCRIPT FLAGS"
-        if Path(script).is_dir():
+        if script and Path(script).is_dir():
             rule, remedy = "is a folder", f"Name the script in it: {Path(script, 'pretrain_gpt.py')}."
         if not Path(script).is_file():
             raise BadInput("script", script or "(not given)", rule=rule, remedy=remedy)

@@ -1,6 +1,6 @@
 """One launch of training, from its command line to its trace: what every way to launch does, in this order.
 
-There are three doors, each of which calls a :class:`TrainingSession` from other places in Megatron:
+There are three entry points, each of which calls a :class:`TrainingSession` from other places in Megatron:
 :mod:`.pretrain` (our entry), :mod:`.script` (a script of a checkout) and :mod:`.patched` (a patched
 Megatron). What is checked, printed and recorded is decided here and is the same for all of them.
 """
@@ -211,12 +211,17 @@ class TrainingSession:
         """
         if not self.changes_layers:
             return spec
-        from megatron_ampipe.layers import hybrid, layer
+        from megatron_ampipe.layers import layer
 
         self.num_models += 1
         changed = spec if self.gate is None else layer.with_gate(spec, self.gate)
-        if self.context is not None:
-            changed = (hybrid.pipelined_stack if is_stack else layer.pipelined)(changed, self.context)
+        if self.context is not None and not is_stack:
+            changed = layer.pipelined(changed, self.context)
+        elif self.context is not None:
+            # Not in 0.17.
+            from megatron_ampipe.layers.hybrid import pipelined_stack
+
+            changed = pipelined_stack(changed, self.context)
         if self.args.spec is not None and changed == spec:
             raise BadInput(
                 "--spec",

@@ -1,7 +1,6 @@
 """Stock GPT-MoE training (degree 1) with Megatron's loop, on a CPU with gloo, and bad input."""
 
 import math
-import os
 import resource
 import signal
 import subprocess
@@ -19,7 +18,6 @@ from tests.megatron.launcher import (
     environment,
     execute,
     launch,
-    torchrun_command,
     train,
     unfolded,
 )
@@ -58,31 +56,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     for index in (0, 2, 3):
         assert resumed.lm_loss[index] == unbroken.lm_loss[2 + index]
         assert resumed.load_balancing_loss[index] == unbroken.load_balancing_loss[2 + index]
-
-
-def test_a_killed_rank_ends_the_job() -> None:
-    command = torchrun_command("-m", MODULE, *TINY_GPT, *TINY_MOE, "--mock-data", "--train-iters", "100000")
-    job = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        for line in job.stdout:
-            if "iteration        2/" in line:
-                break
-        os.kill(_ranks_of(job.pid)[1], signal.SIGKILL)
-        killed_at_s = time.monotonic()
-        output, _ = job.communicate(timeout=60)
-    finally:
-        job.kill()
-    assert job.returncode != 0
-    assert time.monotonic() - killed_at_s < 30
-    # torchrun itself fails if it terminates the other rank while that one writes its error file.
-    assert "Signal 9 (SIGKILL)" in output or "Failed to parse reply file" in output
 
 
 def _start_alone(log: Path, *arguments: str, until: str) -> subprocess.Popen[bytes]:
@@ -139,11 +112,6 @@ def test_ctrl_c_ends_a_training_with_130_and_one_line(tmp_path: Path) -> None:
     assert "--attention-dropout 0.1 --hidden-dropout 0.1: every degree draws other" in unfolded(output)
     assert "Traceback" not in output
     assert sum(line.startswith("interrupted. ") for line in output.splitlines()) == 1
-
-
-def _ranks_of(launcher_pid: int) -> list[int]:
-    children = Path(f"/proc/{launcher_pid}/task/{launcher_pid}/children").read_text().split()
-    return sorted(int(pid) for pid in children)
 
 
 @pytest.mark.parametrize(

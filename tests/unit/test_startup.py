@@ -45,7 +45,7 @@ def test_reasons_are_shown_on_the_first_rank(
     assert not lines(capsys, "installed")
     rows = [("attention", "cudnn", "flash-attn-3: not installed")]
     print_startup_table(rows, [])
-    assert "cudnn     │ flash-attn-3: not installed" in capsys.readouterr().out
+    assert "cudnn │ flash-attn-3: not installed" in capsys.readouterr().out
     monkeypatch.setenv("RANK", "1")
     print_startup_table(rows, [])
     assert not capsys.readouterr().out

@@ -29,47 +29,33 @@ TENSOR_FACTORIES = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zero
 _CPU = torch.device("cpu")
 
 
-class HostStream:
-    """A stream that is always idle: CPU work has finished when the call that started it returns."""
+def _always(value: Any) -> Callable[..., Any]:
+    """A new function that returns ``value``.
 
-    cuda_stream = 0
-    device = _CPU
-
-    def __init__(self, *_args: object, **_kwargs: object) -> None: ...
-
-    def wait_stream(self, _stream: "HostStream") -> None: ...
-
-    def wait_event(self, _event: "HostEvent") -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def record_event(self, event: "HostEvent | None" = None) -> "HostEvent":
-        return event if event is not None else HostEvent()
-
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        return (0, 0)
+    torch.compile keeps one rule per function object, so no two names in torch may share a function.
+    """
+    return lambda *_args, **_kwargs: value
 
 
 class HostEvent:
     """An event that has always completed."""
 
-    def __init__(self, *_args: object, **_kwargs: object) -> None: ...
+    __init__ = record = wait = synchronize = _always(None)
+    query = _always(True)
+    elapsed_time = _always(0.0)
 
-    def record(self, _stream: HostStream | None = None) -> None: ...
 
-    def wait(self, _stream: HostStream | None = None) -> None: ...
+class HostStream:
+    """A stream that is always idle: CPU work has finished when the call that started it returns."""
 
-    def synchronize(self) -> None: ...
+    cuda_stream = 0
+    device = _CPU
+    __init__ = wait_stream = wait_event = synchronize = _always(None)
+    query = _always(True)
+    priority_range = staticmethod(_always((0, 0)))
 
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _end: "HostEvent") -> float:
-        return 0.0
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        return event if event is not None else HostEvent()
 
 
 @contextlib.contextmanager
@@ -127,14 +113,6 @@ def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
 
-def _no_op() -> Callable[..., None]:
-    """A new function that does nothing.
-
-    torch.compile keeps one rule per function object, so no two names in torch may share a function.
-    """
-    return lambda *_args, **_kwargs: None
-
-
 def install() -> None:
     """Install all replacements."""
     _install_cuda()
@@ -153,20 +131,20 @@ def _install_cuda() -> None:
         "Stream": HostStream,
         "Event": HostEvent,
         "stream": _stream_context,
-        "current_stream": lambda *_args: current_stream,
-        "default_stream": lambda *_args: current_stream,
-        "set_stream": _no_op(),
+        "current_stream": _always(current_stream),
+        "default_stream": _always(current_stream),
+        "set_stream": _always(None),
         # Timers, p2p communication, checkpointing.
-        "synchronize": _no_op(),
+        "synchronize": _always(None),
         # The `device=` argument of nearly every buffer that Megatron allocates.
-        "current_device": lambda: _CPU,
-        "set_device": _no_op(),
+        "current_device": _always(_CPU),
+        "set_device": _always(None),
         # _initialize_distributed and _set_random_seed skip model-parallel set-up when this is 0.
         "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         # Argument checks and log lines.
         "get_device_properties": _device_properties,
-        "get_device_capability": lambda *_args: (10, 0),
-        "get_device_name": lambda *_args: "cpu",
+        "get_device_capability": _always((10, 0)),
+        "get_device_name": _always("cpu"),
         # report_memory and the memory lines of the training log: memory of the process.
         "memory_allocated": lambda *_args: _resident_bytes(),
         "memory_reserved": lambda *_args: _resident_bytes(),
@@ -175,10 +153,10 @@ def _install_cuda() -> None:
         "device_memory_used": lambda *_args: _resident_bytes(),
         "mem_get_info": lambda *_args: (_memory_bytes("SC_AVPHYS_PAGES"), _memory_bytes("SC_PHYS_PAGES")),
         "memory_stats": _memory_stats,
-        "empty_cache": _no_op(),
-        "reset_peak_memory_stats": _no_op(),
+        "empty_cache": _always(None),
+        "reset_peak_memory_stats": _always(None),
         # Recompute and the optimizer step check this before they set random states.
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": _always(False),
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
@@ -187,8 +165,8 @@ def _install_cuda() -> None:
         namespace.set_rng_state = set_rng_state
         namespace.manual_seed = _manual_seed
     # nvtx_range_push and nvtx_range_pop of megatron.core.utils.
-    torch.cuda.nvtx.range_push = _no_op()
-    torch.cuda.nvtx.range_pop = _no_op()
+    torch.cuda.nvtx.range_push = _always(None)
+    torch.cuda.nvtx.range_pop = _always(None)
 
 
 def _to_host(device: Any) -> Any:
