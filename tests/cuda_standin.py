@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention import backends
-from megatron_ampipe.launch.host.devices import FACTORIES, TENSOR_FACTORIES
+from megatron_ampipe.launch.host.torch_calls import FACTORIES, TENSOR_FACTORIES
 from megatron_ampipe.schedule import Span
 
 NAME = "cuda-stand-ins"

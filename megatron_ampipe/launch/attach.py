@@ -1,46 +1,48 @@
-"""Decides how the blocks of a run are pipelined: rules, choice, start-up table. Called by :mod:`.session`."""
+"""Decides how the blocks of a run are pipelined: rules, choice, hooks around training, start-up table."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import os
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.training import training
-
 from megatron_ampipe import compat
-from megatron_ampipe.block.settings import TRACED_ITERATIONS
+from megatron_ampipe.block.named_values import ROUTER_FLAG
+from megatron_ampipe.block.settings import SETTING, TRACED_ITERATIONS
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.codecs import load_wire
-from megatron_ampipe.launch import host, startup_rows
+from megatron_ampipe.files import outputs
+from megatron_ampipe.launch import host, startup
 from megatron_ampipe.launch.adjustments import adjust_arguments, take_over_recompute
-from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
-from megatron_ampipe.launch.degrees_file import DegreesFile
+from megatron_ampipe.launch.auto import Agreement, AutoDegree, print_on_first_rank
 from megatron_ampipe.launch.flags import PlanReader
-from megatron_ampipe.launch.grad_reduce import placing
+from megatron_ampipe.launch.grad_reduce import PlacedReductions
+from megatron_ampipe.launch.hooks import Hook, Hooks
 from megatron_ampipe.launch.memory_budget import choose_memory
-from megatron_ampipe.launch.planned import choice_of_plan, layout_of_args, planner_of
-from megatron_ampipe.launch.refusal_conditions import exchanges_of
-from megatron_ampipe.launch.refusals import refuse_unsupported
-from megatron_ampipe.launch.save_plan import iterations_left, keeper_of, prepare_plan_file
-from megatron_ampipe.launch.startup import print_startup_table
-from megatron_ampipe.launch.trace import prepare_trace_dir
-from megatron_ampipe.launch.trials import candidates
+from megatron_ampipe.launch.planned import (
+    KeptChoices,
+    choice_of_plan,
+    iterations_left,
+    layout_of_args,
+    planner_of,
+)
+from megatron_ampipe.launch.recording import Recording
+from megatron_ampipe.launch.refusal_conditions import exchanges_of, load_balancing
+from megatron_ampipe.launch.refusals import refuse_unsupported, refuse_with_token_ids
+from megatron_ampipe.launch.routing_recorder import RoutingRecording
+from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.document_reader import DocumentReader
-from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, load_gate, needs_all_tokens
+from megatron_ampipe.plan.recorded_routing import files_of, read_record
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
-from megatron_ampipe.schedule import (
-    IN_ONE_CHUNK,
-    Exchange,
-    SequenceLayout,
-)
+from megatron_ampipe.schedule import IN_ONE_CHUNK
 from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.schedule.features import expert_tensor_ranks
 
@@ -50,6 +52,7 @@ def make_context(
     config: AMPipeConfig,
     *,
     gate: type | None,
+    hooks: Hooks,
     adjustments: Sequence[host.Adjustment],
     read_plan: PlanReader,
 ) -> AMPipeContext | None:
@@ -59,6 +62,7 @@ def make_context(
         args: Megatron's validated arguments.
         config: What AMPipe's flags resolve to.
         gate: The router class of ``--ampipe-router``.
+        hooks: Those of the features that the run uses are added.
         adjustments: What the host platform chose, for the table.
         read_plan: Reads a plan file.
 
@@ -68,156 +72,177 @@ def make_context(
     Raises:
         BadInput: a flag is wrong or a combination is not supported.
     """
-    megatron = ("Megatron", compat.describe_megatron())
-    plan = None if config.plan is None else read_plan(Path(config.plan))
-    if not config.pipelined:
-        rows = [
-            megatron,
-            ("degree", "1: Megatron's own layers"),
-            *config.startup_rows(stock=True),
-        ]
-        if plan is not None:
-            choice = choice_of_plan(args, plan, str(config.plan))
-            rows += [("why", choice.reason), *startup_rows.notes(choice)]
-            # Another rank may have read another plan, or found none where --ampipe-save-plan names it.
-            training.train_step = agreed_upon(choice.pipeline, training.train_step)
-        print_startup_table(rows, adjustments)
-        return None
-    refuse_unsupported(config, args)
-    memory = None
-    if config.memory_budget is not None:
-        memory = choose_memory(
-            args, config.pipeline, config.memory_budget, config.cluster, automatic=config.automatic
+    context, rows = None, [("degree", "1: Megatron's own layers"), *config.startup_rows(stock=True)]
+    if config.pipelined:
+        refuse_unsupported(config, args)
+        memory = None
+        if config.memory_budget is not None:
+            memory = choose_memory(
+                args, config.pipeline, config.memory_budget, config.cluster, automatic=config.automatic
+            )
+            config = replace(config, pipeline=replace(config.pipeline, memory=memory.memory))
+        on_gpu = not host.installed()
+        adjustments = [*adjustments, *adjust_arguments(args, on_gpu=on_gpu)]
+        # Without a trace, only what the log says of an iteration is recorded.
+        context = AMPipeContext(
+            config,
+            recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 1),
+            recompute=take_over_recompute(args, config),
+            documents=DocumentReader(masked=startup.masks_documents(args)),
+            gate=gate,
+            wire=None if config.wire is None else load_wire(config.wire),
         )
-        config = replace(config, pipeline=replace(config.pipeline, memory=memory.memory))
-    if config.trace_dir is not None:
-        prepare_trace_dir(Path(config.trace_dir))
-    if config.save_plan is not None:
-        prepare_plan_file(Path(config.save_plan))
-    on_gpu = not host.installed()
-    adjustments = [*adjustments, *adjust_arguments(args, on_gpu=on_gpu)]
-    # Without a trace, only what the log says of an iteration is recorded.
-    context = AMPipeContext(
-        config,
-        recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 1),
-        recompute=take_over_recompute(args, config),
-        documents=DocumentReader(masked=startup_rows.masks_documents(args)),
-        gate=gate,
-        wire=None if config.wire is None else load_wire(config.wire),
-    )
-    layout = layout_of_args(args)
-    if config.grad_reduce == "placed":
-        ranks_of_stage = args.world_size // args.pipeline_model_parallel_size
-        ranks_of_experts = args.expert_model_parallel_size * expert_tensor_ranks(args)
-        context.reductions = Reductions(on_cuda=on_gpu, of_experts=ranks_of_stage > ranks_of_experts)
-        training.train_step = placing(context.reductions, training.train_step)
-    rows = [
-        megatron,
-        *_choose(args, context, layout, plan),
-        *startup_rows.hybrid_row(args),
-        startup_rows.stack_row(args, context.pipeline),
-        *startup_rows.recompute_row(args, context.recompute),
-        *startup_rows.memory_row(context.pipeline.memory, memory),
-        *config.startup_rows(stock=False),
-        startup_rows.attention_row(args, on_gpu=on_gpu),
-        *startup_rows.context_row(args),
-        *startup_rows.documents_row(args),
-        ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
-        *startup_rows.connections_row(on_gpu=on_gpu),
-        *startup_rows.nothing_to_hide(args),
-        *startup_rows.random_routing(args),
-        *startup_rows.differing_numbers(args),
-    ]
-    print_startup_table(rows, adjustments)
+        if config.grad_reduce == "placed":
+            ranks_of_stage = args.world_size // args.pipeline_model_parallel_size
+            ranks_of_experts = args.expert_model_parallel_size * expert_tensor_ranks(args)
+            context.reductions = Reductions(on_cuda=on_gpu, of_experts=ranks_of_stage > ranks_of_experts)
+            hooks.add(PlacedReductions(context.reductions))
+        hooks.add(Recording(context, args))
+    choice = None
+    if config.plan is not None:
+        choice = choice_of_plan(args, read_plan(Path(config.plan)), config.plan)
+        # Another rank may have read another plan, or none where --ampipe-save-plan names it.
+        hooks.add(Agreement(choice.pipeline))
+    if context is not None:
+        if choice is not None:
+            context.pipeline, context.predicted_ms = choice.pipeline, choice.predicted_ms
+        elif config.automatic:
+            choice = _choose(args, context, hooks)
+        rows = startup.pipelined_rows(args, context, choice, memory=memory, on_gpu=on_gpu)
+    elif choice is not None:
+        rows += startup.reason_rows(choice)
+    if gate is not None and issubclass(gate, TokenIdRouter):
+        hooks.add(TokenIdsOfModels())
+    if config.routing_dir is not None:
+        _check_recorded_routing(args, config, Path(config.routing_dir))
+        hooks.add(RoutingRecording(args, config, context))
+    startup.print_startup_table([("Megatron", compat.describe_megatron()), *rows], adjustments)
     return context
 
 
-@contextlib.contextmanager
-def accumulating_on_training_stream() -> Iterator[None]:
-    """Within it, gradients are accumulated on the stream that computes them.
-
-    Megatron's ``DistributedDataParallel`` keeps the accumulation nodes of all parameters, which belong to the
-    stream that is current when it is built, and Megatron builds it on a separate stream. A block asks for
-    the gradients of every chunk at these nodes: each would cross to that stream by an event, a wait and
-    ``record_stream``, and memory would be released at another stage in every pass (``runtime.streams``).
-    Training runs on the default stream, because CUDA graphs are refused.
-    """
-    construct = DistributedDataParallel.__init__
-
-    @functools.wraps(construct)
-    def constructing(*args: Any, **kwargs: Any) -> None:
-        with torch.cuda.stream(torch.cuda.default_stream()):
-            construct(*args, **kwargs)
-
-    DistributedDataParallel.__init__ = constructing
-    try:
-        yield
-    finally:
-        DistributedDataParallel.__init__ = construct
-
-
-def _choose(
-    args: argparse.Namespace, context: AMPipeContext, layout: SequenceLayout, plan: Plan | None
-) -> list[tuple[str, ...]]:
-    """Decide how blocks are run, or have it decided later; the rows about it in the start-up table."""
-    config, choice = context.config, None
-    if plan is not None:
-        choice = choice_of_plan(args, plan, str(config.plan))
-        context.pipeline, context.predicted_ms = choice.pipeline, choice.predicted_ms
-        training.train_step = agreed_upon(choice.pipeline, training.train_step)
-    elif config.automatic:
-        planner, exchanges = None, _exchanges(args, config)
-        if config.cluster is not None:
-            given = config.pipeline
-            planner = planner_of(
-                args, config.cluster, stack=given.stack, memory=given.memory, exchanges=exchanges
-            )
-        rows = args.seq_length // (layout.tensor_ranks * layout.context_ranks)
-        shape = (rows, args.micro_batch_size)
-        keep, tried = [keeper_of(args, config.save_plan, shape)], None
-        if planner is None:
-            tried = DegreesFile(args, config.pipeline, exchanges)
-            keep.append(tried.keep)
-        auto = AutoDegree(
-            context,
-            planner=planner,
-            exchanges=exchanges,
-            say=print_on_first_rank,
-            keep=keep,
-            earlier=tuple if tried is None else tried.read,
-            in_one_chunk=_in_one_chunk(args),
-            iterations_left=functools.partial(iterations_left, args),
+def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> Choice | None:
+    """Have the degree chosen by a planner, or, if there is none, by the first iterations."""
+    config, planner = context.config, None
+    exchanges = exchanges_of(args) if config.chooses_exchange else (config.pipeline.exchange,)
+    if config.save_plan is not None:
+        outputs.check(Path(config.save_plan), flag="--ampipe-save-plan", makes_folder=True)
+    if config.cluster is not None:
+        given = config.pipeline
+        planner = planner_of(
+            args, config.cluster, stack=given.stack, memory=given.memory, exchanges=exchanges
         )
-        choice = auto.start(shape)
-        training.train_step = auto.around(training.train_step)
-        if choice is None:
-            tried = ", ".join(map(str, candidates(rows)))
-            return [
-                ("degree", f"auto: the first iterations try {tried}, the fastest stays"),
-                ("schedule", config.pipeline.schedule),
-                ("exchange", " or ".join(exchanges)),
-            ]
-    pipeline = context.pipeline
-    degree = str(pipeline.degree)
-    if pipeline.backward_degree != pipeline.degree:
-        degree += f" forward, {pipeline.backward_degree} backward"
-    return [
-        ("degree", degree),
-        ("schedule", pipeline.name),
-        ("exchange", pipeline.exchange.value, startup_rows.EXCHANGE[pipeline.exchange]),
-        ("chunk boundaries", startup_rows.boundaries(pipeline.chunks(args.seq_length, layout))),
-        *([("why", choice.reason), *startup_rows.notes(choice)] if choice is not None else []),
-    ]
+    layout = layout_of_args(args)
+    shape = (args.seq_length // (layout.tensor_ranks * layout.context_ranks), args.micro_batch_size)
+    choices = KeptChoices(args, config, announced=shape, exchanges=exchanges)
+    # Gradients of weights during transfers, where the user and the layers leave that open.
+    is_open = args.ampipe_schedule is None and args.transformer_impl == "local"
+    auto = AutoDegree(
+        context,
+        planner=planner,
+        exchanges=exchanges,
+        in_one_chunk=IN_ONE_CHUNK if is_open else None,
+        say=print_on_first_rank,
+        keep=choices.keep,
+        earlier=choices.read,
+        iterations_left=functools.partial(iterations_left, args),
+    )
+    hooks.add(auto)
+    return auto.start(shape)
 
 
-def _exchanges(args: argparse.Namespace, config: AMPipeConfig) -> tuple[Exchange, ...]:
-    """What the choice of a degree may choose from; the first is simpler."""
-    if not config.chooses_exchange:
-        return (config.pipeline.exchange,)
-    return exchanges_of(args)
+def find_gate(config: AMPipeConfig, args: argparse.Namespace, *, of_script: bool = False) -> type | None:
+    """The class that a run's MoE layers use as their router (``--ampipe-router``); None for Megatron's own.
+
+    What depends on the class itself is refused here; the table in ``refusals.py`` knows flags alone.
+
+    Args:
+        config: What AMPipe's flags resolve to.
+        args: Megatron's validated arguments.
+        of_script: A script that is not ours reads the data.
+
+    Raises:
+        BadInput: there is no such class, or it does not fit the other flags.
+    """
+    name = config.router
+    if name is None:
+        return None
+    if not args.num_experts:
+        raise BadInput(ROUTER_FLAG, name, rule="the model has no MoE layer", remedy="Set --num-experts.")
+    gate = load_gate(name)
+    for setting in getattr(gate, "ignored_settings", ()):
+        value = getattr(args, setting, None)
+        if any(value) if isinstance(value, list) else value not in (None, False):
+            raise BadInput(
+                f"--{setting.replace('_', '-')}",
+                value,
+                rule=f"has no effect with {ROUTER_FLAG} {name}, which chooses experts in its own way",
+                remedy="Leave one of the two out.",
+            )
+    reason = needs_all_tokens(gate)
+    if reason is not None and config.router_scope == "sequence":
+        raise BadInput(
+            ROUTER_FLAG,
+            name,
+            rule=f"{reason}, which causal training does not allow",
+            remedy="Add --ampipe-router-scope chunk and --ampipe-degree 4: it then compares the tokens of a "
+            "chunk, and later tokens influence earlier ones within a chunk only.",
+        )
+    if reason is None and config.router_scope == "chunk" and load_balancing("sinkhorn")(args) is None:
+        raise SETTING["router_scope"].refuse(
+            "chunk",
+            f"has no effect with {ROUTER_FLAG} {name}, whose choice for a token depends on that token alone",
+            "Leave it out; a class says otherwise by an attribute needs_all_tokens.",
+        )
+    if issubclass(gate, TokenIdRouter):
+        refuse_with_token_ids(name, args)
+        if of_script and args.pipeline_model_parallel_size > 1:
+            raise BadInput(
+                "--pipeline-model-parallel-size",
+                args.pipeline_model_parallel_size,
+                rule=f"with {ROUTER_FLAG} {name}, every pipeline stage needs the ids of the tokens, and this "
+                "script reads them for the first one alone",
+                remedy="Start the run with -m megatron_ampipe.pretrain_gpt, or use a router that reads "
+                "hidden states, such as --ampipe-router cosine.",
+            )
+    return gate
 
 
-def _in_one_chunk(args: argparse.Namespace) -> str | None:
-    """What the trials also try at degree 1: gradients of weights during transfers, where the user and the
-    layers leave that open."""
-    return IN_ONE_CHUNK if args.ampipe_schedule is None and args.transformer_impl == "local" else None
+class TokenIdsOfModels(Hook):
+    """Lets every model tell its routers the ids of the tokens that it is given."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def before_forward(self, model: Any) -> None:
+        """Watch a model that is new."""
+        if model not in self._known:
+            give_token_ids(model).watch(model)
+            self._known.add(model)
+
+
+def _check_recorded_routing(args: argparse.Namespace, config: AMPipeConfig, folder: Path) -> None:
+    """Refuse a run in which nothing could be recorded, or a folder of another model."""
+    refuse = functools.partial(SETTING["routing_dir"].refuse, folder)
+    if not args.num_experts:
+        raise refuse("the model has no MoE layer", "Set --num-experts, or leave it out.")
+    if args.skip_train:
+        raise refuse("has no effect with --skip-train", "Leave it out: training iterations are recorded.")
+    if args.train_iters is not None and config.routing_interval > args.train_iters:
+        raise SETTING["routing_interval"].refuse(
+            config.routing_interval,
+            f"records none of the {args.train_iters} iterations of this training",
+            f"Use --ampipe-routing-interval {max(1, args.train_iters // 10)}.",
+        )
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    flag = SETTING["routing_dir"].flag
+    outputs.check_folder(folder.absolute(), flag=flag, value=folder, makes_folder=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in list(files_of(folder).values())[:1]:
+        earlier = read_record(path, flag=flag)
+        if (earlier.num_experts, earlier.hidden_size) != (args.num_experts, args.hidden_size):
+            raise refuse(
+                f"has the routing of another model, with {earlier.num_experts} experts and hidden size "
+                f"{earlier.hidden_size}",
+                "Name another folder, or remove its files.",
+            )

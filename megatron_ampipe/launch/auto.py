@@ -1,24 +1,24 @@
 """``--ampipe-degree auto``: chooses the pipeline of the blocks, between iterations.
 
 With a cluster file, the planner chooses; without one, :mod:`.trials` chooses during the first iterations of
-each size of input that :mod:`.size_ranges` does not know. Measured
-times are reduced over all ranks before they are used, and plans are compared between the ranks, because every
-rank must issue the same collectives. Once chosen, only the shape of the input is reduced, now and then.
-Called by :mod:`.attach`.
+each size of input that :mod:`.size_ranges` does not know. Measured times are reduced over all ranks before
+they are used, and plans are compared between the ranks, because every rank must issue the same collectives.
+Once chosen, only the shape of the input is reduced, now and then.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_ampipe.errors import RunFailed
+from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.launch.size_ranges import ChosenSize, Shape, SizeRanges
 from megatron_ampipe.launch.trials import Choice, Trials, candidates
 from megatron_ampipe.layers.context import AMPipeContext
@@ -27,23 +27,21 @@ from megatron_ampipe.schedule import Direction, Exchange, Pipeline, to_text
 Planner = Callable[[Shape], Choice]
 """Chooses a pipeline from a cluster file, without measuring; the same one on every rank."""
 
-TrainStep = Callable[..., Any]
-
 SHAPE_INTERVAL = 50
 """Iterations between two comparisons of the ranks' input shapes, while no pipeline is tried."""
 
 
-class AutoDegree:
+class AutoDegree(Hook):
     """Chooses a pipeline once for each shape of input that occurs in training.
 
     Args:
         context: The pipeline is set in this context.
-        planner: Chooses without measuring; if None, degrees are tried in the first iterations.
-        exchanges: What trials choose from; the first is tried with every degree.
-        say: Prints a line to the log; called on every rank.
-        keep: Each is called with every new choice and its shape, on every rank.
-        earlier: Returns what an earlier run chose. Called once, on the first rank, which tells the others.
+        planner: Chooses without measuring; if None, pipelines are tried in the first iterations.
+        exchanges: What trials choose from.
         in_one_chunk: Name of a second schedule that is tried at degree 1; none if None.
+        say: Prints a line to the log; called on every rank.
+        keep: Called with every new choice and its shape, on every rank.
+        earlier: Returns what an earlier run chose. Called once, on the first rank, which tells the others.
         iterations_left: Returns how many iterations the run has left, including the current one, or None if
             that is unknown. A warning is logged if the run ends before the trials.
         shape_interval: See :data:`SHAPE_INTERVAL`.
@@ -55,10 +53,10 @@ class AutoDegree:
         *,
         planner: Planner | None,
         exchanges: Sequence[Exchange] = (Exchange.ROWS,),
-        say: Callable[[str], None],
-        keep: Sequence[Callable[[Shape, Choice], None]] = (),
-        earlier: Callable[[], Sequence[ChosenSize]] = tuple,
         in_one_chunk: str | None = None,
+        say: Callable[[str], None],
+        keep: Callable[[Shape, Choice], None] = lambda shape, choice: None,
+        earlier: Callable[[], Sequence[ChosenSize]] = tuple,
         iterations_left: Callable[[], int | None] = lambda: None,
         shape_interval: int = SHAPE_INTERVAL,
     ) -> None:
@@ -78,52 +76,41 @@ class AutoDegree:
         """Plan for the input shape of the flags, before process groups exist; None without a planner."""
         if self._planner is None:
             return None
-        choice = self._planner(shape)
-        self._shape, self._choices[shape] = shape, choice
-        self._tell(shape, choice)
-        self._next = choice
+        self._shape, self._next = shape, self._planner(shape)
+        self._choices[shape] = self._next
+        self._keep(shape, self._next)
         self._use_next()
-        return choice
+        return self._next
 
-    def around(self, train_step: TrainStep) -> TrainStep:
-        """Wrap Megatron's training step: choose a pipeline after it. All ranks call it equally often."""
+    def before_step(self, models: list[Any]) -> None:
+        """Run the next pipeline, and measure it while pipelines are tried."""
+        if not self._agreed:
+            require_agreement(self._context.pipeline)
+            self._recall()
+            self._agreed = True
+        # Set here, not right after the choice: an iteration is logged after its step, with its pipeline.
+        self._use_next()
+        passes = self._context.recorder.passes
+        passes.restart()
+        passes.measuring = self._trials is not None
 
-        @functools.wraps(train_step)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if not self._agreed:
-                require_agreement(self._context.pipeline)
-                self._recall()
-                self._agreed = True
-            # Set here, not right after the choice: an iteration is logged after its step, with its pipeline.
-            self._use_next()
-            passes = self._context.recorder.passes
-            passes.restart()
-            passes.measuring = self._trials is not None
-            try:
-                result = train_step(*args, **kwargs)
-            finally:
-                passes.measuring = False
-            if self._until_compared:
-                # The same on all ranks. A comparison is a collective that all ranks and devices wait for.
-                self._until_compared -= 1
-            else:
-                self._decide()
-            return result
-
-        return step
-
-    def _tell(self, shape: Shape, choice: Choice) -> None:
-        for keep in self._keep:
-            keep(shape, choice)
+    def after_step(self) -> None:
+        """Choose the pipeline of the next iteration."""
+        self._context.recorder.passes.measuring = False
+        if self._until_compared:
+            # The same on all ranks. A comparison is a collective that all ranks and devices wait for.
+            self._until_compared -= 1
+        else:
+            self._decide()
 
     def _recall(self) -> None:
         """Learn what an earlier run chose. The first rank tells the others, which may not see its files."""
-        found = [self._earlier() if dist.get_rank() == 0 else ()]
-        dist.broadcast_object_list(found, src=0)
-        for one in found[0]:
-            pipeline = one.pipeline(self._context.config.pipeline)
-            self._remembered[one.shape] = pipeline
-            self._ranges.add(math.prod(one.shape), pipeline)
+        told = [self._earlier() if dist.get_rank() == 0 else ()]
+        dist.broadcast_object_list(told, src=0)
+        for size in told[0]:
+            pipeline = size.pipeline(self._context.config.pipeline)
+            self._remembered[size.shape] = pipeline
+            self._ranges.add(math.prod(size.shape), pipeline)
 
     def _use_next(self) -> None:
         self._context.pipeline = self._next.pipeline
@@ -155,6 +142,7 @@ class AutoDegree:
         self._shape, self._trials = shape, None
         # The prediction does not apply to the shape of this iteration, which will be logged.
         self._context.predicted_ms = None
+        degrees, tokens = candidates(shape[0]), math.prod(shape)
         if shape in self._choices:
             self._settle(self._choices[shape])
         elif self._planner is not None:
@@ -163,29 +151,33 @@ class AutoDegree:
             self._settle(choice)
         elif shape in self._remembered:
             self._settle(Choice(self._remembered[shape], "an earlier run tried this size"))
-        elif (known := self._ranges.find(math.prod(shape), candidates(shape[0]))) is not None:
+        elif (known := self._ranges.find(tokens, degrees)) is not None:
             pipeline, sizes = known
             self._settle(Choice(pipeline, f"as for {sizes}"))
         else:
-            degrees = self._ranges.left(math.prod(shape), candidates(shape[0]))
-            given, left = self._context.config.pipeline, self._iterations_left()
-            self._trials = Trials(
-                degrees,
-                schedule=given.schedule,
-                in_one_chunk=self._in_one_chunk,
-                stack=given.stack,
-                memory=given.memory,
-                exchanges=self._exchanges,
-                iterations_left=left,
+            self._begin_trials(shape, self._ranges.left(tokens, degrees))
+
+    def _begin_trials(self, shape: Shape, degrees: Sequence[int]) -> None:
+        given, left = self._context.config.pipeline, self._iterations_left()
+        cut = [
+            replace(given, degree=degree, backward_degree=degree, exchange=exchange)
+            for exchange in self._exchanges
+            for degree in degrees
+        ]
+        uncut = []
+        if self._in_one_chunk is not None:
+            uncut = [
+                replace(pipeline, schedule=self._in_one_chunk) for pipeline in cut if pipeline.degree == 1
+            ]
+        self._trials = Trials(list(dict.fromkeys([*uncut, *cut])), iterations_left=left)
+        tried = ", ".join(map(str, degrees))
+        self._say(f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, one per iteration")
+        needed = self._trials.most_iterations
+        if left is not None and left < needed:
+            self._say(
+                f"the run has {left} iterations left, and the trials take up to {needed}: it may end "
+                "before a degree is chosen. For a short run, set the degree: --ampipe-degree 4"
             )
-            tried = ", ".join(map(str, degrees))
-            self._say(f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, one per iteration")
-            needed = self._trials.most_iterations
-            if left is not None and left < needed:
-                self._say(
-                    f"the run has {left} iterations left, and the trials take up to {needed}: it may end "
-                    "before a degree is chosen. For a short run, set the degree: --ampipe-degree 4"
-                )
 
     def _settle(self, choice: Choice) -> None:
         assert self._shape is not None
@@ -196,22 +188,20 @@ class AutoDegree:
             self._ranges.add(math.prod(self._shape), choice.pipeline)
             rows, batch = self._shape
             self._say(f"input of {rows} rows x {batch}: {choice.pipeline}: {choice.reason}")
-            self._tell(self._shape, choice)
+            self._keep(self._shape, choice)
 
 
-def agreed_upon(pipeline: Pipeline, train_step: TrainStep) -> TrainStep:
-    """Wrap Megatron's training step: before the first one, the pipelines of all ranks are compared."""
-    agreed = False
+class Agreement(Hook):
+    """Compares the pipelines of all ranks before the first step: each has read a plan file."""
 
-    @functools.wraps(train_step)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal agreed
-        if not agreed:
-            require_agreement(pipeline)
-            agreed = True
-        return train_step(*args, **kwargs)
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline: Pipeline | None = pipeline
 
-    return step
+    def before_step(self, models: list[Any]) -> None:
+        """Compare them once."""
+        if self._pipeline is not None:
+            require_agreement(self._pipeline)
+            self._pipeline = None
 
 
 def require_agreement(pipeline: Pipeline) -> None:

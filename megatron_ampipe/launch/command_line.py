@@ -12,10 +12,13 @@ from collections.abc import Sequence
 
 from megatron_ampipe import __version__, compat
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
-from megatron_ampipe.launch import flags, host, own_launcher, settings
+from megatron_ampipe.launch import flags, host, settings
 from megatron_ampipe.launch.flags import PlanReader, config_from_args
 from megatron_ampipe.launch.refuse import report_parser_errors
 from megatron_ampipe.plan.plan_file import Plan
+
+is_launched = False
+"""Whether one of AMPipe's launchers runs this process. Then the lines of a patched Megatron do nothing."""
 
 
 def import_megatron() -> bool:
@@ -27,6 +30,7 @@ def import_megatron() -> bool:
     Raises:
         EnvironmentMissing: torch or Megatron is not there, or too old.
     """
+    global is_launched
     try:
         import torch  # noqa: F401
     except ImportError as error:
@@ -42,7 +46,7 @@ def import_megatron() -> bool:
             f"Megatron cannot be imported ({error}). Run: pip install 'megatron-core[training]>=0.19.2'"
         ) from error
     compat.require_peers()
-    own_launcher.note_use()
+    is_launched = True
     return on_gpu
 
 

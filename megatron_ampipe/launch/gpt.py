@@ -1,13 +1,14 @@
 """One GPT training step, and the data it reads: the functions that ``megatron.training.pretrain`` calls back.
 
 The same steps as in Megatron's own GPT pretraining script, which is not in the wheel. Imports
-Megatron, so on a machine without a GPU only after the host platform is in place. Passed to ``pretrain`` by
-:mod:`.pretrain`.
+Megatron, so on a machine without a GPU only after the host platform is in place.
 """
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,8 +35,7 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_ampipe.launch.gate import reads_token_ids
-from megatron_ampipe.layers.gates import load_gate
+from megatron_ampipe.layers.gates import TokenIdRouter, load_gate
 
 Batch = dict[str, torch.Tensor | None]
 
@@ -124,7 +124,7 @@ def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int
 @functools.cache
 def _routes_by_ids(router: str | None) -> bool:
     """Whether ``--ampipe-router`` names a class that chooses by the ids of tokens."""
-    return router is not None and reads_token_ids(load_gate(router))
+    return router is not None and issubclass(load_gate(router), TokenIdRouter)
 
 
 def _of_first_tensor_rank(tokens: torch.Tensor | None) -> torch.Tensor:
@@ -204,12 +204,20 @@ def forward_step(
     return output, functools.partial(loss_func, batch["loss_mask"], model=model)
 
 
-@functools.lru_cache(maxsize=1)
-def _distillation_loss(**settings: Any) -> Callable[..., Any]:
+@functools.cache
+def _distillation_loss() -> Callable[..., Any]:
     """The loss against a teacher's stored log-probabilities; opens their reader once per process."""
     from megatron.training.distillation import LossFuncCallable
 
-    return LossFuncCallable(**settings)
+    args = get_args()
+    return LossFuncCallable(
+        logprobs_dir=args.logits_load_dir,
+        decode_threads=args.logits_load_decode_threads,
+        prefetch_factor=args.logits_load_prefetch_factor,
+        msc_prefetch_depth=args.logits_load_msc_prefetch_depth,
+        kd_loss_alpha=args.logits_load_kd_loss_alpha,
+        ignore_errors=args.logits_load_ignore_errors,
+    )
 
 
 def loss_func(
@@ -227,14 +235,7 @@ def loss_func(
     """
     args = get_args()
     if args.logits_load_dir is not None:
-        loss, num_tokens, report = _distillation_loss(
-            logprobs_dir=args.logits_load_dir,
-            decode_threads=args.logits_load_decode_threads,
-            prefetch_factor=args.logits_load_prefetch_factor,
-            msc_prefetch_depth=args.logits_load_msc_prefetch_depth,
-            kd_loss_alpha=args.logits_load_kd_loss_alpha,
-            ignore_errors=args.logits_load_ignore_errors,
-        )(loss_mask, output, model=model)
+        loss, num_tokens, report = _distillation_loss()(loss_mask, output, model=model)
     else:
         mask = loss_mask.view(-1).float()
         loss = (output.view(-1).float() * mask).sum()
@@ -248,18 +249,15 @@ def _check_loss(loss: torch.Tensor) -> None:
     """Let Megatron's rerun state machine check this rank's loss, before it is averaged with the others'."""
     args = get_args()
     machine = get_rerun_state_machine()
-    checks: list[tuple[Callable[..., Any], str, bool]] = []
+    # Tolerance 0: a forward pass is deterministic.
+    check = functools.partial(machine.validate_result, result=loss, tolerance=0.0)
     if args.check_for_nan_in_loss_and_grad:
-        checks.append((torch.isnan, "found NaN in local forward loss calculation", True))
-        checks.append((torch.isinf, "found Inf in local forward loss calculation", True))
+        for rejects, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            message = f"found {name} in local forward loss calculation"
+            check(rejection_func=rejects, message=message, fatal=True)
     if args.check_for_spiky_loss:
         is_spike = functools.partial(machine.is_unexpectedly_large, threshold=SPIKE_FACTOR, context="loss")
-        checks.append((is_spike, "Spiky loss", False))
-    for rejects, message, fatal in checks:
-        # Tolerance 0: a forward pass is deterministic.
-        machine.validate_result(
-            result=loss, rejection_func=rejects, message=message, tolerance=0.0, fatal=fatal
-        )
+        check(rejection_func=is_spike, message="Spiky loss", fatal=False)
 
 
 def embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
@@ -310,51 +308,31 @@ def _is_dataset_needed_here(vp_stage: int | None) -> bool:
 
 
 def _dataset_config(args: Any) -> GPTDatasetConfig:
+    kind = GPTFIMDatasetConfig if args.fim_data else GPTDatasetConfig
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    sequences_per_dataset = None
-    if args.per_dataset_sequences_path is not None:
-        with open(args.per_dataset_sequences_path) as file:
-            sequences_per_dataset = json.load(file)
     settings = {
+        # Most fields are named as the arguments.
+        **{
+            field.name: getattr(args, field.name)
+            for field in dataclasses.fields(kind)
+            if field.init and hasattr(args, field.name)
+        },
         "tokenizer": build_tokenizer(args),
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
         "blend": blend,
         "blend_per_split": blend_per_split,
-        "split": args.split,
-        "multiple_validation_sets": args.multiple_validation_sets,
-        "full_validation": args.full_validation,
-        "sequences_per_dataset": sequences_per_dataset,
-        "num_dataset_builder_threads": args.num_dataset_builder_threads,
-        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
-        "allow_ambiguous_pad_tokens": args.allow_ambiguous_pad_tokens,
-        # Masks and positions.
-        "reset_position_ids": args.reset_position_ids,
-        "reset_attention_mask": args.reset_attention_mask,
-        "eod_mask_loss": args.eod_mask_loss,
         "create_attention_mask": args.create_attention_mask_in_dataloader,
         "inter_document_masking": args.dataloader_inter_document_masking,
-        # Where and how files are read.
         "path_to_cache": args.data_cache_path,
-        "object_storage_cache_path": args.object_storage_cache_path,
-        "mmap_bin_files": args.mmap_bin_files,
         "fast_cache_load": args.dataloader_fast_cache_load,
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
         # The layout a packed sample is padded for.
-        "context_parallel_size": args.context_parallel_size,
-        "data_parallel_size": args.data_parallel_size,
         "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
-        "hybrid_context_parallel": args.hybrid_context_parallel,
     }
-    if not args.fim_data:
-        return GPTDatasetConfig(**settings)
-    names = ("prefix", "middle", "suffix", "pad", "eod")
-    return GPTFIMDatasetConfig(
-        **settings,
-        fim_rate=args.fim_rate,
-        fim_spm_rate=args.fim_spm_rate,
-        fim_split_sample=args.fim_split_sample,
-        fim_fragment_rate=args.fim_fragment_rate,
-        fim_no_prefix=args.fim_no_prefix,
-        fim_extra_tokens={name: getattr(args, f"fim_{name}_token") for name in names},
-    )
+    if args.per_dataset_sequences_path is not None:
+        settings["sequences_per_dataset"] = json.loads(Path(args.per_dataset_sequences_path).read_text())
+    if args.fim_data:
+        names = ("prefix", "middle", "suffix", "pad", "eod")
+        settings["fim_extra_tokens"] = {name: getattr(args, f"fim_{name}_token") for name in names}
+    return kind(**settings)

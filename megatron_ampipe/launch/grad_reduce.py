@@ -2,50 +2,36 @@
 
 With ``--overlap-grad-reduce``, a bucket group of Megatron's ``DistributedDataParallel`` starts its reduction
 when its last gradient is complete. Here it asks for it instead (``runtime.reductions``), and finishes it when
-Megatron says so. Called by :mod:`.attach`.
+Megatron says so.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.runtime.collectives import Waitable
 from megatron_ampipe.runtime.reductions import Reductions
 
-TrainStep = Callable[..., Any]
 
+class PlacedReductions(Hook):
+    """Has the bucket groups of the models ask ``reductions`` before they reduce."""
 
-def placing(reductions: Reductions, step: TrainStep) -> TrainStep:
-    """Megatron's ``train_step``, which has the bucket groups of its models ask before they reduce.
+    def __init__(self, reductions: Reductions) -> None:
+        self._reductions = reductions
+        self._known: set[int] = set()
 
-    Args:
-        reductions: Whom they ask.
-        step: What Megatron calls in every iteration.
-    """
-    signature = inspect.signature(step)
-    known: set[int] = set()
-
-    @functools.wraps(step)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        models = signature.bind(*args, **kwargs).arguments["model"]
-        for group in _bucket_groups(models):
-            if id(group) not in known:
-                known.add(id(group))
-                hold_back(group, reductions)
-        return step(*args, **kwargs)
-
-    return train_step
-
-
-def _bucket_groups(models: Any) -> Iterator[Any]:
-    for model in models if isinstance(models, list) else [models]:
-        yield from (*model.bucket_groups, *model.expert_parallel_bucket_groups)
+    def before_step(self, models: list[Any]) -> None:
+        """Change the groups that are new."""
+        for model in models:
+            for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
+                if id(group) not in self._known:
+                    self._known.add(id(group))
+                    hold_back(group, self._reductions)
 
 
 def hold_back(group: Any, reductions: Reductions) -> None:

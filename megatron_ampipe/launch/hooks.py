@@ -1,140 +1,137 @@
-"""Puts AMPipe into a training script that is not ours, by wrapping what such a script calls in Megatron.
+"""What AMPipe does around Megatron's training: one list of hooks, installed and removed together.
 
-Functions are wrapped that are steps which all of Megatron's training passes through, whatever the script
-around it: the parser, the check of the arguments, the constructors of GPT and hybrid models, the model's
-set-up, and the training loop's entry. At degree 1 all of them pass on what they are given. What is done there
-is in :mod:`.session`. Called by :mod:`.script`, before the script is read, because scripts import these
-functions by name.
+Each feature of a run is a :class:`Hook` with the moments that it needs. :class:`Hooks` replaces Megatron's
+functions in one place and gives them back at the end, also after a failure.
 """
 
-import argparse
+from __future__ import annotations
+
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_ampipe import compat
-from megatron_ampipe.launch.refuse import refuse_as_bad_input
-from megatron_ampipe.launch.session import TrainingSession
+import torch
 
-Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+class Hook:
+    """What a feature does at moments of the training; here, nothing. All ranks call it equally often."""
+
+    def before_step(self, models: list[Any]) -> None:
+        """Before every ``train_step``, whose models are the parts on this rank, wrapped as Megatron does."""
+
+    def after_step(self) -> None:
+        """After a ``train_step`` that has not failed."""
+
+    def before_forward(self, model: Any) -> None:
+        """Before the forward pass of a micro-batch through an unwrapped model; in evaluation too."""
+
+    def after_log(self, iteration: int) -> None:
+        """After Megatron's ``training_log`` of an iteration, counted from 1."""
+
+    def at_end(self) -> None:
+        """When the training has ended, in whatever way."""
 
 
 class Hooks:
-    """The places in Megatron where a script's launch calls its session."""
+    """The hooks of one run, called in the order in which they were added."""
 
-    def __init__(self, session: TrainingSession) -> None:
-        self._session = session
-        self._parsed = False
-        self._models: tuple[type, ...] = ()
-        self.training = False
-        """Whether Megatron's training has begun, so that an error is no longer one of the input."""
+    def __init__(self) -> None:
+        self._hooks: list[Hook] = []
+        self._restore = contextlib.ExitStack()
 
-    def install(self) -> None:
-        """Wrap the functions wherever Megatron's own modules hold them by name."""
-        import megatron.training as package
-        from megatron.core.models.gpt import GPTModel
-        from megatron.training import arguments, initialize, training
+    def add(self, hook: Hook) -> None:
+        """Call it from the next moment on."""
+        self._hooks.append(hook)
 
-        arguments.parse_args = self._parse(arguments.parse_args)
-        arguments.validate_args = self._validate(arguments.validate_args)
-        for name in ("parse_args", "validate_args"):
-            if hasattr(initialize, name):
-                setattr(initialize, name, getattr(arguments, name))
-        GPTModel.__init__ = self._build(GPTModel.__init__, self._session.layer_spec)
-        self._models = (GPTModel,)
-        if compat.has_hybrid_models():
-            from megatron.core.models.hybrid.hybrid_model import HybridModel
+    def install(self, *, pipelined: bool) -> None:
+        """Replace Megatron's functions that have moments; none without hooks.
 
-            HybridModel.__init__ = self._build(HybridModel.__init__, self._session.stack_spec)
-            self._models += (HybridModel,)
-        training.setup_model_and_optimizer = self._set_up(training.setup_model_and_optimizer)
-        package.pretrain = training.pretrain = self._train(training.pretrain)
-
-    def require_reached(self) -> None:
-        """Refuse a script that has ended without AMPipe's having had a part in it.
-
-        Raises:
-            BadInput: It read its arguments by other means than Megatron's, or built no model to pipeline.
+        Args:
+            pipelined: Layers are AMPipe's, which ask for gradients on the training stream.
         """
-        if not self._parsed:
-            raise self._session.refused_script(
-                "it did not read its arguments with Megatron's parser, so no flag of AMPipe was read"
-            )
-        self._session.require_pipelined_model()
+        from megatron.training import training
 
-    def _parse(self, parse: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's ``parse_args``, with AMPipe's flags."""
+        if self._hooks:
+            wrapped = {
+                "train_step": self.around_step(training.train_step),
+                "training_log": self._around_log(training.training_log),
+            }
+            for name, function in wrapped.items():
+                self._restore.callback(setattr, training, name, getattr(training, name))
+                setattr(training, name, function)
+        if pipelined:
+            self._restore.enter_context(accumulating_on_training_stream())
 
-        @functools.wraps(parse)
-        def parsing(extra_args_provider: Provider | None = None, *args: Any, **kwargs: Any) -> Any:
-            def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-                parser = extra_args_provider(parser) if extra_args_provider is not None else parser
-                return self._session.add_arguments(parser)
+    def remove(self) -> None:
+        """Give Megatron its functions back, and end every hook."""
+        self._restore.close()
+        while self._hooks:
+            self._hooks.pop(0).at_end()
 
-            self._parsed = True
-            with refuse_as_bad_input():
-                parsed = parse(provide, *args, **kwargs)
-            self._session.check_parsed(parsed)
-            return parsed
+    def around_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's ``train_step`` with its two moments."""
+        signature = inspect.signature(train_step)
 
-        return parsing
+        @functools.wraps(train_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            models = signature.bind(*args, **kwargs).arguments.get("model", [])
+            for hook in self._hooks:
+                hook.before_step(models if isinstance(models, list) else [models])
+            result = train_step(*args, **kwargs)
+            for hook in self._hooks:
+                hook.after_step()
+            return result
 
-    def _validate(self, validate: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's ``validate_args``, then AMPipe's checks, the start-up table, and the run's record."""
+        return step
 
-        @functools.wraps(validate)
-        def validating(args: Any, *rest: Any, **kwargs: Any) -> Any:
-            with refuse_as_bad_input():
-                validated = validate(args, *rest, **kwargs)
-            self._session.accept(args)
-            return validated
+    def around_forward(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward step that a script gives to ``pretrain``, with its moment."""
+        from megatron.core.utils import unwrap_model
 
-        return validating
+        @functools.wraps(forward_step)
+        def step(data_iterator: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
+            for hook in self._hooks:
+                hook.before_forward(unwrap_model(model))
+            return forward_step(data_iterator, model, *rest, **kwargs)
 
-    def _build(self, construct: Callable[..., None], pipelined: Callable[[Any], Any]) -> Callable[..., None]:
-        """A model's constructor, with the specification that is its second argument pipelined."""
-        name = list(inspect.signature(construct).parameters)[2]
+        return step
 
-        @functools.wraps(construct)
-        def constructing(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-            if name in kwargs:
-                kwargs[name] = pipelined(kwargs[name])
-            else:
-                args = (pipelined(args[0]), *args[1:])
-            construct(model, config, *args, **kwargs)
+    def _around_log(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(training_log)
 
-        return constructing
+        @functools.wraps(training_log)
+        def log(*args: Any, **kwargs: Any) -> Any:
+            result = training_log(*args, **kwargs)
+            for hook in self._hooks:
+                hook.after_log(signature.bind(*args, **kwargs).arguments["iteration"])
+            return result
 
-    def _set_up(self, set_up: Callable[..., Any]) -> Callable[..., Any]:
-        """``setup_model_and_optimizer``, whose models have to be pipelined before the first iteration."""
+        return log
 
-        @functools.wraps(set_up)
-        def setting_up(*args: Any, **kwargs: Any) -> Any:
-            made = set_up(*args, **kwargs)
-            if self._session.changes_layers:
-                from megatron.core.utils import unwrap_model
 
-                kinds = {type(chunk) for chunk in unwrap_model(made[0])}
-                if self._session.num_models == 0 or not all(issubclass(kind, self._models) for kind in kinds):
-                    names = " and ".join(sorted(kind.__name__ for kind in kinds))
-                    raise self._session.refused_script(
-                        f"it trains a {names}, and only GPT and hybrid models can be pipelined"
-                    )
-            return made
+@contextlib.contextmanager
+def accumulating_on_training_stream() -> Iterator[None]:
+    """Within it, gradients are accumulated on the stream that computes them.
 
-        return setting_up
+    Megatron's ``DistributedDataParallel`` keeps the accumulation nodes of all parameters, which belong to the
+    stream that is current when it is built, and Megatron builds it on a separate stream. A block asks for
+    the gradients of every chunk at these nodes: each would cross to that stream by an event, a wait and
+    ``record_stream``, and memory would be released at another stage in every pass (``runtime.streams``).
+    Training runs on the default stream, because CUDA graphs are refused.
+    """
+    from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 
-    def _train(self, pretrain: Callable[..., Any]) -> Callable[..., Any]:
-        """``pretrain`` with a forward step that tells the recorder which iteration it is in."""
-        signature = inspect.signature(pretrain)
+    construct = DistributedDataParallel.__init__
 
-        @functools.wraps(pretrain)
-        def training(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            forward_step = bound.arguments["forward_step_func"]
-            bound.arguments["forward_step_func"] = self._session.recorded(forward_step)
-            self.training = True
-            return pretrain(*bound.args, **bound.kwargs)
+    @functools.wraps(construct)
+    def constructing(*args: Any, **kwargs: Any) -> None:
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            construct(*args, **kwargs)
 
-        return training
+    DistributedDataParallel.__init__ = constructing
+    try:
+        yield
+    finally:
+        DistributedDataParallel.__init__ = construct

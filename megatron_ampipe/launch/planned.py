@@ -1,22 +1,28 @@
-"""Makes a pipeline from arguments and a cluster file, or from a plan file. Called by :mod:`.attach`.
+"""Makes a pipeline from arguments and a cluster file, or from a plan file; keeps what a run has chosen.
 
-In a run, only this module uses ``plan``: layers and runtime receive a ``schedule.Pipeline``.
+Layers and runtime do not know ``plan``: they receive a ``schedule.Pipeline``. What ``--ampipe-degree auto``
+chose for the shape of the flags becomes the plan file of ``--ampipe-save-plan``. What trials chose for every
+shape is in :data:`NAME` next to the checkpoints, so that a restart tries no size of input twice.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.block.settings import settings_of
-from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.auto import Planner
+from megatron_ampipe.errors import BadInput, RunFailed
+from megatron_ampipe.files.records import read_record, write_record
+from megatron_ampipe.files.yaml_lines import load
+from megatron_ampipe.launch.auto import Planner, print_on_first_rank
 from megatron_ampipe.launch.refusal_conditions import exchanges_of, ranks_per_node, recomputes
-from megatron_ampipe.launch.size_ranges import Shape
+from megatron_ampipe.launch.size_ranges import ChosenSize, Shape
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, StageLayers, layers_of, workload_of
@@ -24,7 +30,8 @@ from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import KEEP, BlockFeatures, Exchange, SequenceLayout
+from megatron_ampipe.schedule import KEEP, BlockFeatures, Exchange, Pipeline, SequenceLayout, period
+from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.schedule.features import boundary, features_of_settings
 
 
@@ -89,77 +96,177 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
     Raises:
         BadInput: the plan was made for other blocks, or its order or chunks do not fit this model's blocks.
     """
-    notes = _compare(args, plan, plan_file)
+    flag = "--ampipe-plan" if args.ampipe_plan is not None else "--ampipe-save-plan"
+
+    def refused(rule: str, remedy: str = _REMEDY) -> BadInput:
+        if args.ampipe_save_plan is not None:
+            remedy = "Remove the file, or give another name, to choose again."
+        return BadInput(flag, plan_file, rule=rule, remedy=remedy)
+
+    notes: tuple[str, ...] = (f"{plan_file} has no section made_for, so it was not compared with this run",)
+    if plan.made_for is not None:
+        other = differences(plan.made_for, made_for_of_args(args))
+        if essential := [str(difference) for difference in other if difference.essential]:
+            raise refused(
+                f"is not for the blocks of this model: it was made for {', '.join(essential)}",
+                f"{_REMEDY} To use this one unchanged, remove its section made_for.",
+            )
+        notes = (f"the plan was made on: {plan.made_for.get('cluster')}",)
+        if other:
+            notes += (f"the plan was made for {', '.join(map(str, other))}; its predictions may be wrong",)
     if plan.memory != KEEP and (module := recomputes("moe")(args)) is not None:
-        raise BadInput(
-            "--ampipe-plan",
-            plan_file,
-            rule=f"has memory {plan.memory}, and --recompute-modules {module} computes the experts again",
-            remedy="Leave moe out of --recompute-modules.",
+        raise refused(
+            f"has memory {plan.memory}, and --recompute-modules {module} computes the experts again",
+            "Leave moe out of --recompute-modules.",
         )
     if plan.exchange not in exchanges_of(args):
-        raise BadInput(
-            "--ampipe-plan",
-            plan_file,
-            rule=f"is not for the blocks of this model: its exchange {plan.exchange} has nothing to save "
-            "there",
-            remedy=_REMEDY,
+        raise refused(
+            f"is not for the blocks of this model: its exchange {plan.exchange} has nothing to save there"
         )
     layout = layout_of_args(args)
     pipeline = plan.pipeline(rows=args.seq_length // (layout.tensor_ranks * layout.context_ranks))
     try:
         # If layers share the order, two show whether it can be repeated.
-        shares = plan.stack != 1 and boundary(args, whole_attention=pipeline.whole_attention) is None
-        features = pipeline.trained(features_of_args(args, shares_schedule=shares))
-        pipeline.schedule_of([features] * (2 if shares else 1))
-    except BadInput as error:
-        raise BadInput(
-            "--ampipe-plan",
-            plan_file,
-            rule=f"is not for the blocks of this model: {error.value} {error.rule}",
-            remedy=_REMEDY,
-        ) from error
-    try:
+        features = [_features_of(args, pipeline)] * (2 if _shares_schedule(args, pipeline) else 1)
+        pipeline.schedule_of(features)
         pipeline.chunks(args.seq_length, layout)
     except BadInput as error:
         if error.name == "--seq-length":
             raise
-        raise BadInput(
-            "--ampipe-plan",
-            plan_file,
-            rule=f"with its shares {error.value}, {error.rule}",
-            remedy=f"Give every chunk at least one row, for example equal shares. {_REMEDY}",
-        ) from error
+        raise refused(f"is not for the blocks of this model: {error.value} {error.rule}") from error
     return Choice(pipeline, f"read from {plan_file}: {plan.reason}", plan.stages_ms, notes)
 
 
 _REMEDY = "Make one with ampipe plan from a model file with this run's flags."
 
 
-def _compare(args: argparse.Namespace, plan: Plan, plan_file: str) -> tuple[str, ...]:
-    """Notes on the differences from a plan that can be used, one sentence each.
+def _shares_schedule(args: argparse.Namespace, pipeline: Pipeline) -> bool:
+    """Whether consecutive layers share a schedule."""
+    return pipeline.stack != 1 and boundary(args, whole_attention=pipeline.whole_attention) is None
 
-    Raises:
-        BadInput: the plan was made for other blocks, or for other parallel sizes.
+
+def _features_of(args: argparse.Namespace, pipeline: Pipeline) -> BlockFeatures:
+    """The features of the blocks in training with a pipeline."""
+    return pipeline.trained(features_of_args(args, shares_schedule=_shares_schedule(args, pipeline)))
+
+
+def plan_of_choice(args: argparse.Namespace, choice: Choice) -> Plan:
+    """What ``--ampipe-degree auto`` chose for the shape of input that the flags give, as a plan."""
+    pipeline = choice.pipeline
+    schedule = pipeline.order or pipeline.schedule_of([_features_of(args, pipeline)])
+    forward_ms, backward_ms = choice.predicted_ms or (None, None)
+    return Plan(
+        schedule=period(schedule) if _shares_schedule(args, pipeline) else schedule,
+        shares=pipeline.shares or (1 / pipeline.num_chunks,) * pipeline.num_chunks,
+        stack=pipeline.stack,
+        memory=pipeline.memory,
+        exchange=pipeline.exchange,
+        stages_forward_ms=forward_ms,
+        stages_backward_ms=backward_ms,
+        reason=choice.reason,
+        made_for=made_for_of_args(args),
+    )
+
+
+NAME = "ampipe-degrees.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DegreesFile:
+    """The format of the file in which a run remembers its trials.
+
+    Attributes:
+        flags: What the flags of AMPipe leave to the trials, as text, to compare.
+        made_for: The block and its layout.
+        sizes: What was chosen.
     """
-    if plan.made_for is None:
-        return (f"{plan_file} has no section made_for, so it was not compared with this run",)
-    found = differences(plan.made_for, made_for_of_args(args))
-    essential = [str(one) for one in found if one.essential]
-    if essential:
-        remedy = f"{_REMEDY} To use this one unchanged, remove its section made_for."
-        if args.ampipe_save_plan is not None:
-            remedy = "Remove the file, or give another name, to choose again."
-        raise BadInput(
-            "--ampipe-plan" if args.ampipe_plan is not None else "--ampipe-save-plan",
-            plan_file,
-            rule=f"is not for the blocks of this model: it was made for {', '.join(essential)}",
-            remedy=remedy,
-        )
-    notes = [f"the plan was made on: {plan.made_for.get('cluster')}"]
-    if found:
-        notes.append(f"the plan was made for {', '.join(map(str, found))}; its predictions may be wrong")
-    return tuple(notes)
+
+    format: Literal["ampipe-degrees-1"]
+    flags: str
+    made_for: MadeFor = field(metadata={"last": True})
+    sizes: tuple[ChosenSize, ...] = field(metadata={"last": True})
+
+
+class KeptChoices:
+    """Writes choices on the first rank, and reads what an earlier run of the same model and flags wrote.
+
+    Args:
+        args: Megatron's validated arguments.
+        config: AMPipe's settings.
+        announced: The shape of input that the flags give, whose choice becomes the plan file.
+        exchanges: Those that the trials compare; nothing is remembered where a planner chooses.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: AMPipeConfig,
+        *,
+        announced: Shape,
+        exchanges: Sequence[Exchange],
+    ) -> None:
+        self._args, self._config, self._announced = args, config, announced
+        self._flags = f"{config.pipeline}; exchange {' or '.join(exchanges)}"
+        remembers = config.cluster is None
+        self._save = _file_in(args.save) if remembers else None
+        self._load = _file_in(args.load or args.save) if remembers else None
+        self._sizes: dict[Shape, ChosenSize] = {}
+
+    def read(self) -> tuple[ChosenSize, ...]:
+        """What an earlier run chose; nothing if there is no such file, or it is for another run."""
+        if self._load is None or not self._load.is_file():
+            return ()
+        try:
+            top = load(self._load, what="degrees", remedy="Remove it: degrees are tried again.")
+            earlier, _ = read_record(self._load, _DegreesFile, top)
+            for size in earlier.sizes:
+                size.pipeline(self._config.pipeline)
+        except BadInput as error:
+            print_on_first_rank(f"degrees are tried again: {error}")
+            return ()
+        other = list(map(str, differences(earlier.made_for, made_for_of_args(self._args))))
+        if earlier.flags != self._flags:
+            other.append(f"{earlier.flags} (this run: {self._flags})")
+        if other:
+            print_on_first_rank(f"degrees are tried again: {self._load} is for {', '.join(other)}")
+            return ()
+        self._sizes = {size.shape: size for size in earlier.sizes}
+        return earlier.sizes
+
+    def keep(self, shape: Shape, choice: Choice) -> None:
+        """Write a new choice. If that fails, training continues: the choice is made, and was logged."""
+        if int(os.environ.get("RANK", "0")) != 0:
+            return
+        head = "chosen by --ampipe-degree auto"
+        try:
+            if self._config.save_plan is not None and shape == self._announced:
+                plan = plan_of_choice(self._args, choice)
+                plan.write(Path(self._config.save_plan), head=f"{head}; for --ampipe-plan FILE")
+            if self._save is not None:
+                self._sizes[shape] = ChosenSize.of(shape, choice.pipeline)
+                sizes = tuple(self._sizes.values())
+                made_for = made_for_of_args(self._args)
+                record = _DegreesFile(
+                    format="ampipe-degrees-1", flags=self._flags, made_for=made_for, sizes=sizes
+                )
+                write_record(self._save, record, head=f"{head}, for restarts of this run")
+        except RunFailed as error:
+            print_on_first_rank(f"a restart chooses again: {error}")
+
+
+def _file_in(folder: str | None) -> Path | None:
+    """The file next to checkpoints; None without any, or where they are in an object store."""
+    return None if folder is None or "://" in folder else Path(folder) / NAME
+
+
+def iterations_left(args: argparse.Namespace) -> int | None:
+    """Iterations of training up to the end of the run, including the current one; None if it is not known."""
+    done: int | None = getattr(args, "curr_iteration", None)
+    if done is None or not args.train_iters:
+        return None
+    left: int = args.train_iters - done
+    every = args.exit_interval
+    return min(left, every - done % every) if every else left
 
 
 def made_for_of_args(args: argparse.Namespace) -> MadeFor:

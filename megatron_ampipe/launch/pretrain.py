@@ -2,11 +2,9 @@
 
 Every flag of Megatron's GPT pretraining means here what it means there; AMPipe adds its own group and,
 when it is switched on, its layer specification. Whatever is wrong with the input is found before any process
-group exists. What a launch does is in :mod:`.session`, what one training step does in :mod:`.gpt`. Called by
-``megatron_ampipe.pretrain_gpt``.
+group exists. What a launch does is in :mod:`.session`, what one training step does in :mod:`.gpt`.
 """
 
-import inspect
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +14,7 @@ from megatron_ampipe import compat
 from megatron_ampipe.launch.ending import run_to_end
 from megatron_ampipe.launch.flag_values import check_required
 from megatron_ampipe.launch.flags import config_from_args
+from megatron_ampipe.launch.recipes import GPT, HYBRID, specification
 from megatron_ampipe.launch.refusals import refuse_unsupported
 from megatron_ampipe.launch.refuse import refuse_as_bad_input
 from megatron_ampipe.launch.session import TrainingSession
@@ -70,12 +69,9 @@ def prepare_training(session: TrainingSession) -> Callable[[float], None]:
             extra_args_provider=session.add_arguments, args_defaults=TOKENIZER_DEFAULT
         )
         session.accept(args)
-        if args.hybrid_layer_pattern is None:
-            model_config = gpt_config_from_args(args)
-            use_pipelined_layers(model_config, session)
-        else:
-            model_config = hybrid_config_from_args(args)
-            use_pipelined_stack(model_config, session)
+        is_gpt = args.hybrid_layer_pattern is None
+        model_config = gpt_config_from_args(args) if is_gpt else hybrid_config_from_args(args)
+        use_pipelined_layers(model_config, session)
         run_config = pretrain_cfg_container_from_args(args, model_config)
 
     def launch(start_time_s: float) -> None:
@@ -86,7 +82,7 @@ def prepare_training(session: TrainingSession) -> Callable[[float], None]:
                 run_config,
                 gpt.datasets_provider,
                 ModelType.encoder_or_decoder,
-                session.recorded(gpt.forward_step),
+                session.hooked(gpt.forward_step),
                 store=store,
                 get_embedding_ranks=gpt.embedding_ranks,
             )
@@ -97,32 +93,19 @@ def prepare_training(session: TrainingSession) -> Callable[[float], None]:
 
 
 def use_pipelined_layers(model_config: Any, session: TrainingSession) -> None:
-    """Make a ``GPTModelConfig`` build the session's layers; it stays as it is if they are Megatron's own."""
+    """Make a model's configuration build the session's layers; it stays as it is if they are Megatron's."""
     if not session.changes_layers:
         return
-    from megatron.training.models.gpt import default_layer_spec
-
-    given = model_config.transformer_layer_spec
+    name = GPT if hasattr(model_config, GPT) else HYBRID
+    given = getattr(model_config, name)
 
     def layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
-        """What ``--spec`` names, or Megatron's own choice, with pipelined MoE layers or the user's router."""
-        spec = given or default_layer_spec(model_config, vp_stage)
-        if inspect.isfunction(spec):
-            # As in Megatron, a function of the configuration, and of the stage if it takes one.
-            takes_stage = "vp_stage" in inspect.signature(spec).parameters
-            spec = spec(model_config, vp_stage=vp_stage) if takes_stage else spec(model_config)
-        return session.layer_spec(spec)
+        """What ``--spec`` names, or Megatron's own choice, pipelined."""
+        spec = specification(name, given, model_config, vp_stage=vp_stage)
+        return session.pipelined(spec, is_stack=name == HYBRID)
 
-    model_config.transformer_layer_spec = layer_spec
-
-
-def use_pipelined_stack(model_config: Any, session: TrainingSession) -> None:
-    """Make a ``HybridModelConfig`` build the session's layers; unchanged if they are Megatron's own."""
-    if not session.changes_layers:
-        return
-    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-
-    model_config.hybrid_stack_spec = session.stack_spec(model_config.hybrid_stack_spec or hybrid_stack_spec)
+    # Megatron takes a function for the layers of a GPT only.
+    setattr(model_config, name, layer_spec if name == GPT else layer_spec(model_config))
 
 
 def check_launch(words: Sequence[str]) -> None:

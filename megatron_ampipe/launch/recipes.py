@@ -28,7 +28,8 @@ from megatron_ampipe.schedule.config import AMPipeConfig
 if TYPE_CHECKING:
     from megatron_ampipe.layers.context import AMPipeContext
 
-_GPT, _HYBRID = "transformer_layer_spec", "hybrid_stack_spec"
+GPT, HYBRID = "transformer_layer_spec", "hybrid_stack_spec"
+"""The field of a model's configuration that holds the specification of its layers, or makes it."""
 
 
 def switch_on(
@@ -55,14 +56,16 @@ def switch_on(
         BadInput: The settings are wrong, or AMPipe does not support the recipe.
     """
     model = getattr(recipe, "model", recipe)
-    name = next((name for name in (_GPT, _HYBRID) if hasattr(model, name)), None)
-    if name is None:
-        raise BadInput(
-            "recipe",
-            type(model).__name__,
-            rule=f"it has neither {_GPT} nor {_HYBRID}, one of which would be pipelined",
-            remedy="Give a recipe of a GPT or hybrid model, or its field model.",
-        )
+    name = GPT if hasattr(model, GPT) else HYBRID
+    given = getattr(model, name, None)
+    rule = None
+    if not hasattr(model, name):
+        rule = f"it has neither {GPT} nor {HYBRID}, one of which would be pipelined"
+    elif getattr(given, "func", None) in (gpt_layers, hybrid_stack):
+        rule = "AMPipe is switched on in it already"
+    if rule is not None:
+        remedy = "Give a recipe of a GPT or hybrid model, or its field model, once."
+        raise BadInput("recipe", type(model).__name__, rule=rule, remedy=remedy)
     settings = {
         "degree": degree,
         "backward_degree": backward_degree,
@@ -73,68 +76,51 @@ def switch_on(
     config = _config(**settings)
     if not config.pipelined:
         return
-    given = getattr(model, name)
-    if getattr(given, "func", None) in (gpt_layers, hybrid_stack):
-        raise BadInput(
-            "recipe",
-            type(model).__name__,
-            rule="AMPipe is switched on in it already",
-            remedy="Call switch_on once.",
-        )
     refuse_unsupported(config, Arguments(recipe, model, capacity_scope=capacity_scope))
     switch_off_overlaps(model)
     connections.set_default()
-    pipelined = functools.partial(
-        gpt_layers if name == _GPT else hybrid_stack, stock=given, settings=settings
-    )
+    layers = functools.partial(gpt_layers if name == GPT else hybrid_stack, given=given, settings=settings)
     # Megatron's own configuration of a hybrid model holds a specification only.
-    from_function = name == _GPT or not _is_of_megatron(model)
-    setattr(model, name, pipelined if from_function else pipelined(model))
+    is_of_megatron = type(model).__module__.startswith("megatron.training.")
+    setattr(model, name, layers(model) if name == HYBRID and is_of_megatron else layers)
 
 
-def _is_of_megatron(model: Any) -> bool:
-    return type(model).__module__.startswith("megatron.training.")
-
-
-def gpt_layers(model: Any, vp_stage: int | None = None, *, stock: Any, settings: Mapping[str, Any]) -> Any:
-    """The layer specification of a GPT, pipelined; called where the model is built.
-
-    Args:
-        model: The model's configuration.
-        vp_stage: Virtual pipeline stage.
-        stock: The specification or function that was there before; None for Megatron's own choice.
-        settings: Of :func:`switch_on`.
-    """
+def gpt_layers(model: Any, vp_stage: int | None = None, *, given: Any, settings: Mapping[str, Any]) -> Any:
+    """The layer specification of a GPT, pipelined, with the settings of :func:`switch_on`."""
     from megatron_ampipe.layers.layer import pipelined
 
-    if stock is None:
-        from megatron.training.models.gpt import default_layer_spec
-
-        stock = default_layer_spec
-    return pipelined(_specification(stock, model, vp_stage=vp_stage), _context(_config(**settings)))
+    return pipelined(specification(GPT, given, model, vp_stage=vp_stage), _context(_config(**settings)))
 
 
-def hybrid_stack(model: Any, *, stock: Any, settings: Mapping[str, Any]) -> Any:
+def hybrid_stack(model: Any, *, given: Any, settings: Mapping[str, Any]) -> Any:
     """The stack of a hybrid model, pipelined; arguments as for :func:`gpt_layers`."""
     from megatron_ampipe.layers.hybrid import pipelined_stack
 
-    if stock is None:
-        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-
-        stock = hybrid_stack_spec
-    return pipelined_stack(_specification(stock, model, vp_stage=None), _context(_config(**settings)))
+    return pipelined_stack(specification(HYBRID, given, model), _context(_config(**settings)))
 
 
-def _specification(stock: Any, model: Any, *, vp_stage: int | None) -> Any:
-    """What ``stock`` is, or makes: a function takes the configuration and the stage if it can."""
+def specification(name: str, given: Any, model: Any, *, vp_stage: int | None = None) -> Any:
+    """The specification that a model's configuration stands for.
+
+    Args:
+        name: The field, :data:`GPT` or :data:`HYBRID`.
+        given: Its value: a specification, a function of the configuration and of the stage, if it takes them,
+            or None for Megatron's own choice.
+        model: The configuration.
+        vp_stage: Virtual pipeline stage.
+    """
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    if given is None and name == GPT:
+        from megatron.training.models.gpt import default_layer_spec as given
+    elif given is None:
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as given
     # A specification can be called too: that builds the layer.
-    if isinstance(stock, ModuleSpec) or not callable(stock):
-        return stock
-    parameters = inspect.signature(stock).parameters
-    given = {"vp_stage": vp_stage} if "vp_stage" in parameters else {}
-    return stock(model, **given) if len(parameters) > len(given) else stock(**given)
+    if isinstance(given, ModuleSpec) or not callable(given):
+        return given
+    parameters = inspect.signature(given).parameters
+    stage = {"vp_stage": vp_stage} if "vp_stage" in parameters else {}
+    return given(model, **stage) if len(parameters) > len(stage) else given(**stage)
 
 
 def _config(
@@ -163,8 +149,7 @@ class Arguments:
     """
 
     def __init__(self, recipe: Any, model: Any, *, capacity_scope: str) -> None:
-        parts = (getattr(recipe, name, None) for name in ("dataset", "ddp", "train"))
-        self._parts = (model, *(part for part in parts if part is not None))
+        self._parts = (model, *(getattr(recipe, name, None) for name in ("dataset", "ddp", "train")))
         self.num_experts = getattr(model, "num_moe_experts", None)
         self.group_query_attention = getattr(model, "num_query_groups", None) is not None
         self.ampipe_capacity_scope = capacity_scope if capacity_scope != "sequence" else None

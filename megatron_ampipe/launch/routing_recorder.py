@@ -1,14 +1,18 @@
-"""Counts who goes where: forward hooks on the routers of a model, while one micro-batch passes.
+"""``--ampipe-routing-dir``: every Nth iteration, the routing of one micro-batch becomes a file.
 
-Works on Megatron's own layers and on pipelined ones, whose routers see chunks. What it counts goes to one
-rank in one all-reduce. Which rows are similar is asked of a few of them: comparing all takes longer than a
-training step of a small model.
+Forward hooks on the routers of a model count who goes where, while one micro-batch passes: on Megatron's own
+layers and on pipelined ones, whose routers see chunks. The counts go to one rank in one all-reduce. Which
+rows are similar is asked of a few of them: comparing all takes longer than a training step of a small model.
+A restart that goes on from an earlier iteration removes the files of later ones, which it will write again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import argparse
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,117 +24,161 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils.hooks import RemovableHandle
 
+from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.exchange.codecs import ROUNDING
-from megatron_ampipe.plan.recorded_routing import LayerRouting, RoutingRecord, places_of
+from megatron_ampipe.launch.auto import print_on_first_rank
+from megatron_ampipe.launch.hooks import Hook
+from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.plan.recorded_routing import (
+    THRESHOLDS,
+    LayerRouting,
+    RoutingRecord,
+    files_of,
+    places_of,
+)
+from megatron_ampipe.schedule.config import AMPipeConfig
 
 # R rows of a chunk, B sequences of a micro-batch, E experts, D hidden size, P ranks of the group.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedSizes:
-    """What the counts of all ranks have in common.
+class RoutingRecording(Hook):
+    """Records the first micro-batch of every Nth training step.
 
-    Attributes:
-        num_layers: Layers of the model.
-        num_experts: Experts of a layer.
-        num_chunks: Chunks of a sequence.
-        batch: Sequences of a micro-batch.
-        hidden_size: Elements of a row.
-        ranks_per_sequence: Consecutive ranks that hold a part of a sequence each.
-        thresholds: Cosines for which rows are counted.
-    """
-
-    num_layers: int
-    num_experts: int
-    num_chunks: int
-    batch: int
-    hidden_size: int
-    ranks_per_sequence: int
-    thresholds: tuple[float, ...]
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        """Numbers of places for which tokens are counted."""
-        return places_of(self.num_experts)
-
-    @property
-    def width(self) -> int:
-        """Numbers of one layer on one rank: counts, arrivals, tokens of a chunk, rows compared and left."""
-        of_part = self.num_chunks * self.num_experts + sum(self.places)
-        return self.batch * of_part + self.num_chunks + 1 + len(self.thresholds)
-
-
-class RoutingRecorder:
-    """Counts the first micro-batch that passes the routers of a model between its begin and its end.
+    In each turn a rank compares the rows of one expert in one of its layers: layers take turns, then experts.
 
     Args:
-        models: The parts of the model on this rank; routers of multi-token prediction are left out.
-        sizes: The same on all ranks.
-        turn: How many were made before. In each turn a rank compares the rows of one expert in one of its
-            layers: layers take turns, then experts.
+        args: Megatron's validated arguments.
+        config: What AMPipe's flags resolve to, with a folder for the files.
+        context: What pipelined layers share; None at degree 1.
     """
 
-    def __init__(self, models: Iterable[torch.nn.Module], sizes: RecordedSizes, *, turn: int) -> None:
-        self._sizes = sizes
+    def __init__(self, args: argparse.Namespace, config: AMPipeConfig, context: AMPipeContext | None) -> None:
+        assert config.routing_dir is not None
+        self._args, self._interval, self._context = args, config.routing_interval, context
+        self._folder, self._is_first = Path(config.routing_dir), True
+        condensed = [] if config.condense is None else [config.condense]
+        self._thresholds = tuple(sorted({*THRESHOLDS, *condensed}))
+        self._places = places_of(args.num_experts)
+        self._handles: list[RemovableHandle] = []
+        self._seen: dict[tuple[int, int], _CountedChunk] = {}
+
+    @property
+    def _iteration(self) -> int:
+        iteration: int = self._args.curr_iteration + 1
+        return iteration
+
+    @property
+    def _num_chunks(self) -> int:
+        return 1 if self._context is None else self._context.pipeline.num_chunks
+
+    def before_step(self, models: list[Any]) -> None:
+        """Count, in every Nth step. Routers of multi-token prediction are left out."""
+        if self._is_first and dist.get_rank() == 0:
+            # An interrupted run may have recorded more iterations than this one begins with.
+            for iteration, path in files_of(self._folder).items():
+                if iteration >= self._iteration:
+                    path.unlink(missing_ok=True)
+        self._is_first = False
+        # Only this group is asked in the end.
+        if self._iteration % self._interval or parallel_state.get_expert_data_parallel_rank() > 0:
+            return
         routers = [
             module
             for model in models
             for name, module in model.named_modules()
             if isinstance(module, TopKRouter) and "mtp" not in name.split(".")
         ]
-        group = parallel_state.get_expert_tensor_and_model_parallel_group()
-        # Each rank compares the rows of another expert.
-        self._pick = turn // max(1, len(routers)) + group.rank()
-        self._compared = routers[turn % len(routers)] if routers else None
-        self._seen: dict[tuple[int, int], _CountedChunk] = {}
-        # Only this group is asked in the end.
-        self._is_counted = parallel_state.get_expert_data_parallel_rank() == 0
-        # Other hooks of a router are called once for all chunks; this form sees each.
-        self._handles: list[RemovableHandle] = [
-            router.register_forward_hook(self._see, with_kwargs=True)
-            for router in routers
-            if self._is_counted
-        ]
+        turn = self._iteration // self._interval - 1
+        for index, router in enumerate(routers):
+            pick = None
+            if index == turn % len(routers):
+                # Each rank compares the rows of another expert.
+                rank = parallel_state.get_expert_tensor_and_model_parallel_group().rank()
+                pick = turn // len(routers) + rank
+            see = functools.partial(self._see, pick)
+            # Other hooks of a router are called once for all chunks; this form sees each.
+            self._handles.append(router.register_forward_hook(see, with_kwargs=True))
 
-    def _see(self, router: Any, inputs: tuple[Any, ...], options: dict[str, Any], outputs: Any) -> None:
+    def _see(self, pick: int | None, router: Any, inputs: Any, options: dict[str, Any], outputs: Any) -> None:
         place = router.layer_number, options.get("chunk", 0)
         # Later micro-batches, and a second run of the first one for its recompute, are not counted.
         if router.training and place not in self._seen:
             with torch.no_grad():
-                pick = self._pick if router is self._compared else None
-                self._seen[place] = _CountedChunk.of(inputs[0], outputs[1], self._sizes, pick=pick)
+                self._seen[place] = _CountedChunk.of(
+                    inputs[0], outputs[1], self._places, self._thresholds, pick=pick
+                )
 
-    def stop(self) -> None:
-        """See nothing more."""
+    def after_step(self) -> None:
+        """Join what all ranks have counted, and write it on the first rank."""
+        if self._iteration % self._interval:
+            return
         for handle in self._handles:
             handle.remove()
-
-    def finish(self, iteration: int) -> RoutingRecord | None:
-        """Stop, and join what all ranks have counted. All ranks call it.
-
-        Args:
-            iteration: Counted from 1.
-
-        Returns:
-            The record of the first expert-parallel group on the first rank of the world; None on other ranks,
-            and if no token was routed.
-        """
-        self.stop()
-        sizes, group = self._sizes, parallel_state.get_expert_tensor_and_model_parallel_group()
-        device = next((chunk.counts.device for chunk in self._seen.values()), None)
-        if device is None:
-            device = torch.device("cpu" if not torch.cuda.is_available() else torch.cuda.current_device())
-        joined = torch.zeros((sizes.num_layers, group.size(), sizes.width), dtype=torch.int64, device=device)
-        if self._is_counted:
-            for layer in sorted({layer for layer, _ in self._seen}):
-                chunks = [self._seen[place] for place in sorted(self._seen) if place[0] == layer]
-                # A MoE layer of a hybrid model that is not pipelined sees no chunks.
-                if len(chunks) == sizes.num_chunks:
-                    joined[layer - 1, group.rank()] = _CountedChunk.joined(chunks)
+        group = parallel_state.get_expert_tensor_and_model_parallel_group()
+        joined = torch.zeros(
+            (self._args.num_layers, group.size(), sum(self._widths)),
+            dtype=torch.int64,
+            device=torch.cuda.current_device(),
+        )
+        for layer in {layer for layer, _ in self._seen}:
+            chunks = [self._seen[place] for place in sorted(self._seen) if place[0] == layer]
+            # A MoE layer of a hybrid model that is not pipelined sees no chunks.
+            if len(chunks) == self._num_chunks:
+                joined[layer - 1, group.rank()] = _CountedChunk.joined(chunks)
+        self._handles, self._seen = [], {}
         dist.all_reduce(joined)
-        if dist.get_rank() > 0:
+        record = self._record(joined.cpu()) if dist.get_rank() == 0 else None
+        if record is not None:
+            try:
+                record.write(self._folder)
+            except RunFailed as error:
+                # Training is worth more than its statistics.
+                print_on_first_rank(f"the routing of iteration {self._iteration} was not recorded: {error}")
+
+    @property
+    def _widths(self) -> list[int]:
+        """Numbers of one layer on one rank: counts, arrivals, tokens of a chunk, rows compared, rows left."""
+        batch = self._args.micro_batch_size
+        counts = batch * self._num_chunks * self._args.num_experts
+        arrivals = (batch * places for places in self._places)
+        return [counts, *arrivals, self._num_chunks, 1, len(self._thresholds)]
+
+    def _record(self, joined: Tensor) -> RoutingRecord | None:
+        """The record of ``joined [layers, P, widths]``; layers whose routers saw nothing are left out."""
+        args, layers, tokens = self._args, [], ()
+        for index, layer in enumerate(joined):
+            if not layer.any():
+                continue
+            counts, *arrivals, of_chunks, compared, left = layer.split(self._widths, dim=1)
+            tokens = tuple(of_chunks[0].tolist())
+            layers.append(
+                LayerRouting(
+                    layer=index + 1,
+                    counts=_tuples(counts.reshape(-1, self._num_chunks, args.num_experts).tolist()),
+                    arrivals={
+                        places: _tuples(arrival.reshape(-1, places).tolist())
+                        for places, arrival in zip(self._places, arrivals, strict=True)
+                    },
+                    rows_compared=int(compared.sum()),
+                    rows_left=dict(zip(self._thresholds, left.sum(dim=0).tolist(), strict=True)),
+                )
+            )
+        if not layers:
             return None
-        return _record(joined, sizes, iteration)
+        return RoutingRecord(
+            iteration=self._iteration,
+            num_experts=args.num_experts,
+            ranks=parallel_state.get_expert_model_parallel_world_size(),
+            batch=args.micro_batch_size,
+            ranks_per_sequence=args.tensor_model_parallel_size * args.context_parallel_size,
+            hidden_size=args.hidden_size,
+            tokens=tokens,
+            layers=tuple(layers),
+        )
+
+
+def _tuples(nested: Any) -> Any:
+    return tuple(map(_tuples, nested)) if isinstance(nested, list) else nested
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,35 +199,32 @@ class _CountedChunk:
 
     @classmethod
     def of(
-        cls, hidden: Tensor, routing_map: Tensor, sizes: RecordedSizes, *, pick: int | None
+        cls,
+        hidden: Tensor,
+        routing_map: Tensor,
+        places: Sequence[int],
+        thresholds: Sequence[float],
+        *,
+        pick: int | None,
     ) -> _CountedChunk:
-        """Count a chunk of ``hidden [R, B, D]`` with its choice ``[R * B, E]``.
-
-        Args:
-            hidden: The tokens.
-            routing_map: Their experts.
-            sizes: Of all chunks.
-            pick: Which of the experts with tokens has its rows compared, modulo their number; None for none.
-        """
+        """Count a chunk of ``hidden [R, B, D]`` with its choice ``[R * B, E]``; the rest as below."""
         rows, batch = hidden.shape[:2]
-        assert batch == sizes.batch
-        chosen = routing_map.bool()
-        by_row = chosen.view(rows, batch, -1)
+        chosen = routing_map.bool().view(rows, batch, -1)
         return cls(
-            by_row.sum(dim=0),
-            [by_row.unflatten(2, (places, -1)).any(dim=3).sum(dim=0) for places in sizes.places],
-            compared_rows(hidden, by_row, sizes.thresholds, pick=pick),
+            chosen.sum(dim=0),
+            [chosen.unflatten(2, (count, -1)).any(dim=3).sum(dim=0) for count in places],
+            compared_rows(hidden, chosen, thresholds, pick=pick),
             rows,
         )
 
     @staticmethod
     def joined(chunks: Sequence[_CountedChunk]) -> Tensor:
-        """The numbers of one layer on one rank, as :func:`_record` reads them."""
+        """The numbers of one layer on one rank, in the order of ``_widths``."""
         counts = torch.stack([chunk.counts for chunk in chunks], dim=1)
-        arrivals = [sum(of_chunks) for of_chunks in zip(*(chunk.arrivals for chunk in chunks), strict=True)]
+        arrivals = [sum(parts) for parts in zip(*(chunk.arrivals for chunk in chunks), strict=True)]
         tokens = counts.new_tensor([chunk.num_tokens for chunk in chunks])
-        of_rows = torch.stack([chunk.rows for chunk in chunks]).sum(dim=0)
-        return torch.cat([part.flatten() for part in (counts, *arrivals, tokens, of_rows)])
+        rows = torch.stack([chunk.rows for chunk in chunks]).sum(dim=0)
+        return torch.cat([part.flatten() for part in (counts, *arrivals, tokens, rows)])
 
 
 def compared_rows(hidden: Tensor, chosen: Tensor, thresholds: Sequence[float], *, pick: int | None) -> Tensor:
@@ -194,7 +239,7 @@ def compared_rows(hidden: Tensor, chosen: Tensor, thresholds: Sequence[float], *
     Returns:
         ``[1 + thresholds]`` int64.
     """
-    found = np.zeros(1 + len(thresholds), dtype=np.int64)
+    numbers = np.zeros(1 + len(thresholds), dtype=np.int64)
     used = [] if pick is None else chosen.flatten(0, 1).any(dim=0).nonzero()[:, 0].tolist()
     if pick is not None and used:
         expert = used[pick % len(used)]
@@ -202,8 +247,8 @@ def compared_rows(hidden: Tensor, chosen: Tensor, thresholds: Sequence[float], *
             rows = hidden[:, sequence][chosen[:, sequence, expert]]
             directions = normalize(rows.detach().float(), dim=1)
             cosines = (directions @ directions.T).cpu().numpy()
-            found += [len(rows), *(_num_sent(cosines, threshold) for threshold in thresholds)]
-    return torch.from_numpy(found).to(hidden.device)
+            numbers += [len(rows), *(_num_sent(cosines, threshold) for threshold in thresholds)]
+    return torch.from_numpy(numbers).to(hidden.device)
 
 
 def _num_sent(cosines: np.ndarray[Any, Any], threshold: float) -> int:
@@ -222,46 +267,3 @@ def _num_sent(cosines: np.ndarray[Any, Any], threshold: float) -> int:
         open_rows &= ~(int.from_bytes(similar[row * size : (row + 1) * size], "little") | first)
         num_sent += 1
     return num_sent
-
-
-def _record(joined: Tensor, sizes: RecordedSizes, iteration: int) -> RoutingRecord | None:
-    """The record of ``joined [layers, P, width]``; layers whose routers saw nothing have no experts."""
-    batch, chunks, experts = sizes.batch, sizes.num_chunks, sizes.num_experts
-    widths = [batch * chunks * experts, *(batch * places for places in sizes.places), chunks, 1]
-    found, tokens = [], ()
-    for index, of_layer in enumerate(joined.cpu()):
-        if not of_layer.any():
-            continue
-        counts, *arrivals, of_chunks, compared, left = of_layer.split([*widths, len(sizes.thresholds)], dim=1)
-        tokens = tuple(of_chunks[0].tolist())
-        found.append(
-            LayerRouting(
-                layer=index + 1,
-                counts=_tuples(counts.reshape(-1, chunks, experts)),
-                arrivals={
-                    places: _tuples(of_places.reshape(-1, places))
-                    for places, of_places in zip(sizes.places, arrivals, strict=True)
-                },
-                rows_compared=int(compared.sum()),
-                rows_left=dict(zip(sizes.thresholds, left.sum(dim=0).tolist(), strict=True)),
-            )
-        )
-    if not found:
-        return None
-    return RoutingRecord(
-        iteration=iteration,
-        num_experts=experts,
-        ranks=parallel_state.get_expert_model_parallel_world_size(),
-        batch=batch,
-        ranks_per_sequence=sizes.ranks_per_sequence,
-        hidden_size=sizes.hidden_size,
-        tokens=tokens,
-        layers=tuple(found),
-    )
-
-
-def _tuples(table: Tensor) -> Any:
-    """Nested tuples of a table's numbers."""
-    if table.dim() == 1:
-        return tuple(table.tolist())
-    return tuple(_tuples(row) for row in table)

@@ -3,19 +3,23 @@
     torchrun ... -m megatron_ampipe.launch PATH/pretrain_gpt.py <its flags> --ampipe-degree 4
 
 The script runs as ``__main__``, with its own folder first on the path, as when it is launched by hand: the
-``megatron`` package next to it is the one that is imported. :mod:`.hooks` wraps the functions that it calls.
-Called by ``python -m megatron_ampipe.launch``.
+``megatron`` package next to it is the one that is imported. Steps of Megatron are wrapped that all training
+passes through, whatever the script around it. At degree 1 they pass on what they are given.
 """
 
+import argparse
+import functools
+import inspect
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from megatron_ampipe import compat
 from megatron_ampipe.errors import AMPipeError, BadInput
 from megatron_ampipe.launch.ending import run_to_end
 from megatron_ampipe.launch.failures import known_cause
-from megatron_ampipe.launch.hooks import Hooks
 from megatron_ampipe.launch.refuse import raised_in, refuse_as_bad_input
 from megatron_ampipe.launch.session import TrainingSession
 
@@ -29,6 +33,8 @@ Runs a training script of a Megatron-LM checkout, unedited, with AMPipe's flags 
                          --help lists them all
 """
 
+Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script, and return the exit code.
@@ -40,37 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return 0
-
-    session = TrainingSession(words[1:], script="".join(words[:1]))
+    script = "".join(words[:1])
+    session = TrainingSession(words[1:], script=script)
 
     def check() -> None:
-        find_script(words)
+        rule, remedy = "is not a script", "Name it before all flags: -m megatron_ampipe.launch SCRIPT FLAGS"
+        if script and Path(script).is_dir():
+            rule, remedy = "is a folder", f"Name the script in it: {Path(script, 'pretrain_gpt.py')}."
+        if not Path(script).is_file():
+            raise BadInput("script", script or "(not given)", rule=rule, remedy=remedy)
         session.check_command_line()
 
-    return run_to_end(check, lambda: run_script(find_script(words), session))
-
-
-def find_script(words: Sequence[str]) -> Path:
-    """The script that a command line names first.
-
-    Raises:
-        BadInput: There is none, or it is not there.
-    """
-    example = "Name it before all flags: -m megatron_ampipe.launch PATH/pretrain_gpt.py --num-layers ..."
-    if not words or words[0].startswith("-"):
-        found = words[0] if words else "(not given)"
-        raise BadInput("script", found, rule="the first argument is the script to run", remedy=example)
-    script = Path(words[0])
-    if script.is_dir():
-        raise BadInput(
-            "script",
-            script,
-            rule="is a folder",
-            remedy=f"Name the script in it: {script / 'pretrain_gpt.py'}.",
-        )
-    if not script.is_file():
-        raise BadInput("script", script, rule="is not there", remedy="Check the path of the checkout.")
-    return script
+    return run_to_end(check, lambda: run_script(Path(script), session))
 
 
 def run_script(script: Path, session: TrainingSession) -> int:
@@ -85,8 +72,8 @@ def run_script(script: Path, session: TrainingSession) -> int:
     # In place of what "python -m" set, as if the script had been named on python's command line.
     sys.path[0] = str(script.resolve().parent)
     words = session.prepare_platform()
-    hooks = Hooks(session)
-    hooks.install()
+    steps = _ScriptSteps(session)
+    steps.wrap()
     sys.argv = [str(script), *words]
     code = 0
     try:
@@ -94,23 +81,127 @@ def run_script(script: Path, session: TrainingSession) -> int:
     except SystemExit as stop:
         if (cause := known_cause(stop)) is not None:
             raise cause from stop
-        code = _exit_code(stop)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
         # What Megatron objects to before it trains is bad input, as in our own entry.
-        if hooks.training or isinstance(error, AMPipeError) or not raised_in("megatron", error):
+        if steps.training or isinstance(error, AMPipeError) or not raised_in("megatron", error):
             raise
         with refuse_as_bad_input():
             raise
     finally:
         session.end()
+    if code == 0 and not steps.parsed:
+        rule = "it did not read its arguments with Megatron's parser, so no flag of AMPipe was read"
+        raise session.refused_script(rule)
     if code == 0:
-        hooks.require_reached()
+        session.require_pipelined_model()
     return code
 
 
-def _exit_code(stop: SystemExit) -> int:
-    """What Python itself makes of a ``SystemExit``."""
-    if stop.code is None or isinstance(stop.code, int):
-        return stop.code or 0
-    print(stop.code, file=sys.stderr)
-    return 1
+class _ScriptSteps:
+    """The steps of Megatron in which a script's launch calls its session."""
+
+    def __init__(self, session: TrainingSession) -> None:
+        self._session = session
+        self._models: tuple[type, ...] = ()
+        self.parsed = False
+        """Whether the script has read its arguments with Megatron's parser."""
+        self.training = False
+        """Whether Megatron's training has begun, so that an error is no longer one of the input."""
+
+    def wrap(self) -> None:
+        """Wrap them, before the script imports them, wherever Megatron's own modules hold them by name."""
+        import megatron.training as package
+        from megatron.core.models.gpt import GPTModel
+        from megatron.training import arguments, initialize, training
+
+        arguments.parse_args = self._parse(arguments.parse_args)
+        arguments.validate_args = self._validate(arguments.validate_args)
+        for name in ("parse_args", "validate_args"):
+            if hasattr(initialize, name):
+                setattr(initialize, name, getattr(arguments, name))
+        self._wrap_model(GPTModel, is_stack=False)
+        if compat.has_hybrid_models():
+            from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+            self._wrap_model(HybridModel, is_stack=True)
+        training.setup_model_and_optimizer = self._set_up(training.setup_model_and_optimizer)
+        package.pretrain = training.pretrain = self._train(training.pretrain)
+
+    def _parse(self, parse: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's ``parse_args``, with AMPipe's flags."""
+
+        @functools.wraps(parse)
+        def parsing(extra_args_provider: Provider | None = None, *args: Any, **kwargs: Any) -> Any:
+            def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+                parser = extra_args_provider(parser) if extra_args_provider is not None else parser
+                return self._session.add_arguments(parser)
+
+            self.parsed = True
+            with refuse_as_bad_input():
+                parsed = parse(provide, *args, **kwargs)
+            self._session.check_parsed(parsed)
+            return parsed
+
+        return parsing
+
+    def _validate(self, validate: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's ``validate_args``, then AMPipe's checks, the start-up table, and the run's record."""
+
+        @functools.wraps(validate)
+        def validating(args: Any, *rest: Any, **kwargs: Any) -> Any:
+            with refuse_as_bad_input():
+                validated = validate(args, *rest, **kwargs)
+            self._session.accept(args)
+            return validated
+
+        return validating
+
+    def _wrap_model(self, model: type, *, is_stack: bool) -> None:
+        """Have the constructor pipeline the specification that is its second argument."""
+        construct = model.__init__
+        signature = inspect.signature(construct)
+        name = list(signature.parameters)[2]
+
+        @functools.wraps(construct)
+        def constructing(*args: Any, **kwargs: Any) -> None:
+            bound = signature.bind(*args, **kwargs)
+            bound.arguments[name] = self._session.pipelined(bound.arguments[name], is_stack=is_stack)
+            construct(*bound.args, **bound.kwargs)
+
+        model.__init__ = constructing  # type: ignore[method-assign]
+        self._models += (model,)
+
+    def _set_up(self, set_up: Callable[..., Any]) -> Callable[..., Any]:
+        """``setup_model_and_optimizer``, whose models have to be pipelined before the first iteration."""
+
+        @functools.wraps(set_up)
+        def setting_up(*args: Any, **kwargs: Any) -> Any:
+            made = set_up(*args, **kwargs)
+            if self._session.changes_layers:
+                from megatron.core.utils import unwrap_model
+
+                kinds = {type(chunk) for chunk in unwrap_model(made[0])}
+                if self._session.num_models == 0 or not all(issubclass(kind, self._models) for kind in kinds):
+                    names = " and ".join(sorted(kind.__name__ for kind in kinds))
+                    raise self._session.refused_script(
+                        f"it trains a {names}, and only GPT and hybrid models can be pipelined"
+                    )
+            return made
+
+        return setting_up
+
+    def _train(self, pretrain: Callable[..., Any]) -> Callable[..., Any]:
+        """``pretrain`` with a forward step that has this run's hooks."""
+        signature = inspect.signature(pretrain)
+
+        @functools.wraps(pretrain)
+        def training(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.arguments["forward_step_func"] = self._session.hooked(bound.arguments["forward_step_func"])
+            self.training = True
+            return pretrain(*bound.args, **bound.kwargs)
+
+        return training

@@ -1,14 +1,13 @@
 """One launch of training, from its command line to its trace: what every way to launch does, in this order.
 
-Three adapters call a :class:`TrainingSession`, each from other places in Megatron: :mod:`.pretrain` (our
-entry), :mod:`.hooks` (a script of a checkout) and :mod:`.patched` (a patched Megatron). What is checked,
-printed and recorded is decided here and is the same for all of them.
+There are three entry points, each of which calls a :class:`TrainingSession` from other places in Megatron:
+:mod:`.pretrain` (our entry), :mod:`.script` (a script of a checkout) and :mod:`.patched` (a patched
+Megatron). What is checked, printed and recorded is decided here and is the same for all of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import os
 import sys
@@ -24,11 +23,6 @@ from megatron_ampipe.launch.switched_off_flags import LIFTS_ONE_CONNECTION
 from megatron_ampipe.plan.plan_file import Plan
 
 ForwardStep = Callable[..., Any]
-
-_REMEDY = (
-    "Use Megatron-LM's pretrain_gpt.py or pretrain_hybrid.py, or a script that trains such a model through "
-    "megatron.training.pretrain."
-)
 
 
 class TrainingSession:
@@ -47,9 +41,9 @@ class TrainingSession:
         self._is_patch = is_patch
         self._resolved: settings.Resolved | None = None
         self._adjustments: list[host.Adjustment] = []
-        self._until_end = contextlib.ExitStack()
         # A plan file is read once per launch, however often the flags are looked at.
         self._read_plan = functools.cache(Plan.read)
+        self._hooks: Any = None
         self.args: Any = None
         """Megatron's validated arguments; None before :meth:`accept`."""
         self.context: Any = None
@@ -115,12 +109,9 @@ class TrainingSession:
             BadInput: A flag is missing or wrong, files cannot be used, or a combination is not supported.
             EnvironmentMissing: A checkout's dataset helper has to be compiled and cannot be.
         """
-        from megatron.training import training
-
-        from megatron_ampipe.launch.attach import accumulating_on_training_stream, make_context
+        from megatron_ampipe.launch.attach import find_gate, make_context
         from megatron_ampipe.launch.exit_signal import keep_from_children
-        from megatron_ampipe.launch.gate import find_gate
-        from megatron_ampipe.launch.record_routing import recorded_routing
+        from megatron_ampipe.launch.hooks import Hooks
 
         with refuse_as_bad_input():
             config = config_from_args(args, read_plan=self._read_plan)
@@ -138,13 +129,16 @@ class TrainingSession:
             keep_from_children(args)
             self.args = args
             self.gate = find_gate(config, args, of_script=self._script is not None)
-            self._until_end.callback(setattr, training, "train_step", training.train_step)
+            self._hooks = Hooks()
             self.context = make_context(
-                args, config, gate=self.gate, adjustments=self._adjustments, read_plan=self._read_plan
+                args,
+                config,
+                gate=self.gate,
+                hooks=self._hooks,
+                adjustments=self._adjustments,
+                read_plan=self._read_plan,
             )
-            if self.context is not None:
-                self._until_end.enter_context(accumulating_on_training_stream())
-            self._until_end.enter_context(recorded_routing(args, config, self.context))
+            self._hooks.install(pipelined=self.context is not None)
         if is_active and int(os.environ.get("RANK", "0")) == 0:
             if self._resolved is None:
                 parser = command_line.full_parser(read_plan=self._read_plan)
@@ -162,8 +156,8 @@ class TrainingSession:
         check_data_paths(args, of_script=self._script is not None)
         check_checkpoint(args)
 
-    def recorded(self, forward_step: ForwardStep) -> ForwardStep:
-        """Megatron's forward step, which tells the recorder its iteration and adds our figures to the log.
+    def hooked(self, forward_step: ForwardStep) -> ForwardStep:
+        """Megatron's forward step with the hooks of this run.
 
         Called where Megatron's training begins, which may be before :meth:`accept`.
 
@@ -172,26 +166,17 @@ class TrainingSession:
         """
         if self.context is not None or not self._is_patch:
             self._require_rendezvous()
-        steps: list[ForwardStep] = []
+        step: ForwardStep | None = None
 
         @functools.wraps(forward_step)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if not steps:
-                steps.append(self._first_step(forward_step))
-            return steps[0](*args, **kwargs)
+        def first_step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal step
+            if step is None:
+                self.require_pipelined_model()
+                step = self._hooks.around_forward(forward_step)
+            return step(*args, **kwargs)
 
-        return step
-
-    def _first_step(self, forward_step: ForwardStep) -> ForwardStep:
-        from megatron_ampipe.launch.gate import given_token_ids, reads_token_ids
-        from megatron_ampipe.launch.metrics import logged
-        from megatron_ampipe.launch.trace import recorded
-
-        self.require_pipelined_model()
-        self._until_end.enter_context(logged(self.context, self.args))
-        if reads_token_ids(self.gate):
-            forward_step = given_token_ids(forward_step)
-        return recorded(forward_step, self.context, self.args)
+        return first_step
 
     def _require_rendezvous(self) -> None:
         import torch.distributed as dist
@@ -209,41 +194,42 @@ class TrainingSession:
                     f"torchrun, which sets it: torchrun --standalone --nproc-per-node 1 {run} ..."
                 )
 
-    def layer_spec(self, spec: Any) -> Any:
-        """The layer specification of a GPT model, with pipelined MoE layers and the user's router."""
+    @property
+    def changes_layers(self) -> bool:
+        """Whether models get other layers than Megatron's: pipelined ones, or ones with the user's router."""
+        return self.context is not None or self.gate is not None
+
+    def pipelined(self, spec: Any, *, is_stack: bool = False) -> Any:
+        """A specification with pipelined MoE blocks and the user's router.
+
+        Args:
+            spec: Of the layers of a GPT, or of a hybrid stack.
+            is_stack: Which of the two.
+
+        Raises:
+            BadInput: A layer specification of the user has no MoE layer.
+        """
         if not self.changes_layers:
             return spec
-        from megatron_ampipe.layers.layer import pipelined, with_gate
+        from megatron_ampipe.layers import layer
 
         self.num_models += 1
-        found = spec if self.gate is None else with_gate(spec, self.gate)
-        if self.context is not None:
-            found = pipelined(found, self.context)
-        if self.args.spec is not None and found == spec:
+        changed = spec if self.gate is None else layer.with_gate(spec, self.gate)
+        if self.context is not None and not is_stack:
+            changed = layer.pipelined(changed, self.context)
+        elif self.context is not None:
+            # Not in 0.17.
+            from megatron_ampipe.layers.hybrid import pipelined_stack
+
+            changed = pipelined_stack(changed, self.context)
+        if self.args.spec is not None and changed == spec:
             raise BadInput(
                 "--spec",
                 " ".join(self.args.spec),
                 rule="there is nothing to pipeline: this layer specification has no MoE layer",
                 remedy="Name one with MoE layers, or train with --ampipe-degree 1.",
             )
-        return found
-
-    def stack_spec(self, spec: Any) -> Any:
-        """The stack of a hybrid model, with pipelined attention-MoE pairs and the user's router."""
-        if not self.changes_layers:
-            return spec
-        from megatron_ampipe.layers.hybrid import pipelined_stack
-        from megatron_ampipe.layers.layer import with_gate
-
-        self.num_models += 1
-        if self.gate is not None:
-            spec = with_gate(spec, self.gate)
-        return spec if self.context is None else pipelined_stack(spec, self.context)
-
-    @property
-    def changes_layers(self) -> bool:
-        """Whether models get other layers than Megatron's: pipelined ones, or ones with the user's router."""
-        return self.context is not None or self.gate is not None
+        return changed
 
     def require_pipelined_model(self) -> None:
         """Refuse a run that was to be pipelined and has built no GPT or hybrid model of Megatron's.
@@ -258,15 +244,10 @@ class TrainingSession:
 
     def refused_script(self, rule: str) -> BadInput:
         """The error that this script cannot be run with AMPipe."""
-        return BadInput("script", self._script, rule=rule, remedy=_REMEDY)
+        remedy = "Use a script that trains a GPT or hybrid model through megatron.training.pretrain."
+        return BadInput("script", self._script, rule=rule, remedy=remedy)
 
     def end(self) -> None:
-        """Give Megatron its log and training step back, and write this rank's trace, if one was asked for.
-
-        Also after a failure: what was recorded before it is worth seeing.
-        """
-        self._until_end.close()
-        if self.context is not None:
-            from megatron_ampipe.launch.trace import write_trace
-
-            write_trace(self.context)
+        """Give Megatron its functions back, and write this rank's trace; also after a failure."""
+        if self._hooks is not None:
+            self._hooks.remove()

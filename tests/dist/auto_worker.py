@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import random
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -31,12 +33,20 @@ def main() -> None:
             "runs": results,
             "refusal": _disagree(rank),
             "predicted": _follow_plans(),
-            "short": _run_for(5),
-            "long": _run_for(25),
+            "short": _run_short(),
             "ranges": _remember(rank),
             "reduced": _settle(),
         }
     )
+
+
+def around(hook: Any, train_step: Callable[..., object]) -> Callable[..., object]:
+    """A training step with one hook."""
+    from megatron_ampipe.launch.hooks import Hooks
+
+    hooks = Hooks()
+    hooks.add(hook)
+    return hooks.around_step(train_step)
 
 
 class _Clock:
@@ -53,7 +63,7 @@ def _train(rank: int, noise: random.Random) -> dict[str, object]:
     """Train with three shapes, of which the third is already known."""
     from megatron_ampipe.launch.auto import AutoDegree
     from megatron_ampipe.launch.trials import Trials, candidates
-    from megatron_ampipe.schedule import Direction
+    from megatron_ampipe.schedule import Direction, Pipeline
 
     layer, context = _layer()
     said: list[str] = []
@@ -61,7 +71,7 @@ def _train(rank: int, noise: random.Random) -> dict[str, object]:
     passes = context.recorder.passes
     outputs: dict[int, torch.Tensor] = {}
     difference = 0.0
-    alone = Trials(candidates(LONG), schedule="ampipe")
+    alone = Trials([Pipeline.of(degree) for degree in candidates(LONG)])
     megatrons: set[int] = set()
     layer.mlp.register_forward_pre_hook(lambda *_: megatrons.add(context.pipeline.num_chunks))
     timed: set[tuple[int, bool]] = set()
@@ -79,7 +89,7 @@ def _train(rank: int, noise: random.Random) -> dict[str, object]:
         difference = max(difference, float((both - first).abs().max() / first.abs().max()))
 
     ran: list[str] = []
-    step = auto.around(train_step)
+    step = around(auto, train_step)
     for iteration, rows in enumerate([LONG] * 26 + [SHORT] * 12 + [LONG] * 2):
         step(rows)
         if 0 < iteration < 5:  # every degree once
@@ -109,7 +119,7 @@ def _follow_plans() -> list[tuple[int, tuple[float, float] | None]]:
 
     auto = AutoDegree(context, planner=planner, say=lambda line: None, shape_interval=1)
     auto.start((LONG, 1))
-    step = auto.around(lambda rows: layer(hidden_states=torch.randn(rows, 1, 32), attention_mask=None))
+    step = around(auto, lambda rows: layer(hidden_states=torch.randn(rows, 1, 32), attention_mask=None))
     logged = []
     for rows in (LONG, LONG, SHORT, SHORT, LONG, LONG):
         step(rows)
@@ -117,22 +127,22 @@ def _follow_plans() -> list[tuple[int, tuple[float, float] | None]]:
     return logged
 
 
-def _run_for(iterations: int) -> dict[str, object]:
-    """A run of ``iterations`` iterations, which may be too few to try all degrees."""
+def _run_short() -> dict[str, object]:
+    """A run of five iterations, which are too few to try all degrees."""
     from megatron_ampipe.launch.auto import AutoDegree
 
     layer, context = _layer()
     said: list[str] = []
     kept: list[object] = []
-    left = iterations
+    left = 5
     auto = AutoDegree(
         context,
         planner=None,
         say=said.append,
-        keep=[lambda shape, choice: kept.append([shape, choice.pipeline.num_chunks])],
+        keep=lambda shape, choice: kept.append([shape, choice.pipeline.num_chunks]),
         iterations_left=lambda: left,
     )
-    step = auto.around(lambda: layer(hidden_states=torch.randn(LONG, 1, 32), attention_mask=None))
+    step = around(auto, lambda: layer(hidden_states=torch.randn(LONG, 1, 32), attention_mask=None))
     while left:
         step()
         left -= 1
@@ -161,7 +171,7 @@ def _remember(rank: int) -> dict[str, object]:
         ran.append(context.pipeline.num_chunks)
         layer(hidden_states=torch.randn(rows, 1, 32), attention_mask=None)
 
-    step = auto.around(train_step)
+    step = around(auto, train_step)
     # Tried before; between two that chose the same; between two that did not; and again.
     for rows in (48, 48, 32, 32, 64, 64, 64, 48, 48):
         step(rows)
@@ -187,7 +197,7 @@ def _settle() -> dict[str, list[int]]:
         layer, context = _layer()
         auto = AutoDegree(context, planner=planner, say=lambda line: None)
         auto.start((SHORT, 1))
-        step = auto.around(functools.partial(layer, attention_mask=None))
+        step = around(auto, functools.partial(layer, attention_mask=None))
         reduced = []
         for iteration in range(2 * SHAPE_INTERVAL + 20):
             step(hidden_states=torch.randn(SHORT if iteration < SHAPE_INTERVAL + 5 else 2 * SHORT, 1, 32))
@@ -215,11 +225,11 @@ def _layer() -> tuple[torch.nn.Module, object]:
 def _disagree(rank: int) -> str:
     """The last rank reads a different plan."""
     from megatron_ampipe.errors import RunFailed
-    from megatron_ampipe.launch.auto import agreed_upon
+    from megatron_ampipe.launch.auto import Agreement
     from megatron_ampipe.schedule import Pipeline
 
     try:
-        agreed_upon(Pipeline.of(4 if rank == 3 else 2), lambda: None)()
+        Agreement(Pipeline.of(4 if rank == 3 else 2)).before_step([])
     except RunFailed as error:
         return str(error)
     return "ran"

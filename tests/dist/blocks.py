@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.exchange.codecs import load_wire
-from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
+from megatron_ampipe.launch.host.megatron import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.gates import give_token_ids, load_gate

@@ -110,11 +110,3 @@ def test_a_run_that_is_shorter_than_its_trials_warns_twice(reports: list[Any]) -
         assert warning.startswith("the run has 5 iterations left, and the trials take up to 25: ")
         assert end.startswith("the run ends before a degree was chosen")
         assert report["short"]["kept"] == []
-
-
-def test_a_run_that_is_long_enough_logs_its_choice_once(reports: list[Any]) -> None:
-    for report in reports:
-        _, chosen = report["long"]["said"]
-        assert chosen.startswith("input of 64 rows x 1: degree ")
-        [[shape, _]] = report["long"]["kept"]
-        assert shape == [64, 1]

@@ -133,14 +133,6 @@ def test_a_plan_is_made_at_start_up_from_a_cluster_file(stock: Run, cluster_file
     assert "AMPipe: input of" not in run.output, "nothing is tried"
 
 
-def test_a_z_loss_of_0_is_a_stage_of_the_plan_and_of_the_run(cluster_file: Path) -> None:
-    """The router computes it even with a coefficient of 0, so the plan made at start-up must contain it."""
-    losses = shlex.split("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0 --moe-z-loss-coeff 0")
-    run = train(*EP2, *EXACT, *losses, "--ampipe-degree", "auto", "--ampipe-cluster", str(cluster_file))
-    assert "planned from" in run.output
-    assert run.iterations == [1, 2, 3, 4]
-
-
 def test_a_plan_file_is_run(stock: Run, cluster_file: Path, tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text(MODEL)
     plan = tmp_path / "plan.yaml"

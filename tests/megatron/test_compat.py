@@ -19,7 +19,7 @@ from tests.megatrons import OLDER, folder_of, megatron_of
 
 OF_OUR_ENTRY = {"launch/gpt.py", "launch/pretrain.py", "launch/recipes.py"}
 """Files whose imports an older Megatron may lack: only megatron_ampipe.pretrain_gpt and recipes use them."""
-OF_HYBRID_MODELS = {"layers/hybrid.py", "launch/hooks.py", "launch/host/hybrid_layers.py"}
+OF_HYBRID_MODELS = {"layers/hybrid.py", "launch/script.py", "launch/host/hybrid_layers.py"}
 
 _LIST = """
 import json

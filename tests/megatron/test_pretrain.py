@@ -1,7 +1,6 @@
 """Stock GPT-MoE training (degree 1) with Megatron's loop, on a CPU with gloo, and bad input."""
 
 import math
-import os
 import resource
 import signal
 import subprocess
@@ -16,11 +15,9 @@ from tests.megatron.launcher import (
     REPOSITORY,
     TINY_GPT,
     TINY_MOE,
-    Run,
     environment,
     execute,
     launch,
-    torchrun_command,
     train,
     unfolded,
 )
@@ -32,35 +29,17 @@ LOG_UNIFORM_LOSS = math.log(256)
 """The loss of an untrained model per token: NullTokenizer has 255 tokens and the end-of-document token."""
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--expert-model-parallel-size 2",
-        "--pipeline-model-parallel-size 2",
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-        "--expert-model-parallel-size 2 --bf16 --swiglu --normalization RMSNorm "
-        "--position-embedding-type rope --moe-expert-capacity-factor 1.0",
-        "--expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 32 "
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --position-embedding-type rope",
-    ],
-    ids=["ep2", "pp2", "tp2-sp", "dp2-zero", "ep2-bf16-capacity", "ep2-shared-recompute", "pp2-mtp"],
-)
-def test_stock_training_runs_on_cpu(layout: str) -> None:
+def test_stock_training_runs_on_cpu() -> None:
+    layout = (
+        "--expert-model-parallel-size 2 --bf16 --swiglu --normalization RMSNorm --position-embedding-type "
+        "rope --moe-expert-capacity-factor 1.0 --use-distributed-optimizer --overlap-grad-reduce"
+    )
     run = train(*layout.split())
     assert run.iterations == [1, 2, 3, 4]
     assert run.lm_loss[0] == pytest.approx(LOG_UNIFORM_LOSS, abs=0.1)
     assert run.lm_loss[-1] < run.lm_loss[0] - 0.05
     assert all(0.9 < loss < 1.5 for loss in run.load_balancing_loss)
     assert all(0.1 < norm < 10 for norm in run.grad_norm)
-    assert len(run.load_balancing_loss) == len(run.grad_norm) == 4
-
-
-def test_evaluation_runs() -> None:
-    run = train("--expert-model-parallel-size", "2", "--eval-iters", "1", "--eval-interval", "2")
-    assert len(run.validation_loss) >= 2
-    assert run.validation_loss[0] == pytest.approx(LOG_UNIFORM_LOSS, abs=0.3)
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
@@ -77,57 +56,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     for index in (0, 2, 3):
         assert resumed.lm_loss[index] == unbroken.lm_loss[2 + index]
         assert resumed.load_balancing_loss[index] == unbroken.load_balancing_loss[2 + index]
-
-
-def test_trains_on_an_indexed_dataset(tmp_path: Path) -> None:
-    prefix = tmp_path / "cycle"
-    _write_cyclic_dataset(prefix)
-    run = launch(
-        *TINY_GPT, *TINY_MOE, "--data-path", str(prefix), "--split", "100,0,0", "--train-iters", "12",
-        "--data-cache-path", str(tmp_path / "cache"), "--expert-model-parallel-size", "2",
-    )  # fmt: skip
-    assert run.exit_code == 0, run.output[-6000:]
-    assert run.lm_loss[-1] < run.lm_loss[0] - 1.0, "a cycle of 16 tokens is easy to learn"
-
-
-def _write_cyclic_dataset(prefix: Path) -> None:
-    """Write the dataset in a separate process: Megatron must not be imported into the test process."""
-    code = f"""
-from megatron_ampipe.launch import host
-host.install()
-import numpy, torch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-builder = IndexedDatasetBuilder({str(prefix) + ".bin"!r}, dtype=numpy.int32)
-for _ in range(8):
-    builder.add_document(torch.arange(1024) % 16, [1024])
-builder.finalize({str(prefix) + ".idx"!r})
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment(), check=True, timeout=60)
-
-
-def test_a_killed_rank_ends_the_job() -> None:
-    command = torchrun_command("-m", MODULE, *TINY_GPT, *TINY_MOE, "--mock-data", "--train-iters", "100000")
-    job = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        for line in job.stdout:
-            if "iteration        2/" in line:
-                break
-        os.kill(_ranks_of(job.pid)[1], signal.SIGKILL)
-        killed_at_s = time.monotonic()
-        output, _ = job.communicate(timeout=60)
-    finally:
-        job.kill()
-    assert job.returncode != 0
-    assert time.monotonic() - killed_at_s < 30
-    # torchrun itself fails if it terminates the other rank while that one writes its error file.
-    assert "Signal 9 (SIGKILL)" in output or "Failed to parse reply file" in output
 
 
 def _start_alone(log: Path, *arguments: str, until: str) -> subprocess.Popen[bytes]:
@@ -186,56 +114,22 @@ def test_ctrl_c_ends_a_training_with_130_and_one_line(tmp_path: Path) -> None:
     assert sum(line.startswith("interrupted. ") for line in output.splitlines()) == 1
 
 
-def _ranks_of(launcher_pid: int) -> list[int]:
-    children = Path(f"/proc/{launcher_pid}/task/{launcher_pid}/children").read_text().split()
-    return sorted(int(pid) for pid in children)
-
-
-def _launch_alone(*arguments: str) -> Run:
-    return execute([sys.executable, "-m", MODULE, *arguments], timeout_s=60)
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["--num-layerss", "2"], "there is no such flag. Did you mean --num-layers"),
-        ([*TINY_GPT, "--num-layers", "two"], "--num-layers 'two': invalid int value"),
-        ([*TINY_GPT, "--ckpt-format", "zip"], "--ckpt-format 'zip': invalid choice. Use one of: "),
         ([*TINY_GPT, "--mock-data", "--hidden-size", "65"], "hidden_size % args.num_attention_heads"),
-        ([*TINY_GPT, "--mock-data", "--recompute-granularity", "full"], "(refused by Megatron)"),
-        (
-            [*TINY_GPT, "--data-path", "/nowhere/text"],
-            "--data-path /nowhere/text: Megatron cannot read /nowhere/text.idx",
-        ),
         ([*TINY_GPT], "--data-path (not given): a run needs data"),
         ([*TINY_GPT[:-2], "--mock-data", "--distributed-backend", "nccl"], "--distributed-backend nccl:"),
-        ([*TINY_GPT, "--mock-data", "--ampipe-degree", "0"], "--ampipe-degree 0"),
     ],
-    ids=[
-        *("unknown-flag", "bad-type", "bad-choice", "bad-shape", "megatron-s", "no-file", "no-data", "nccl"),
-        "degree-0",
-    ],
+    ids=["unknown-flag", "bad-shape", "no-data", "nccl"],
 )
 def test_bad_input_is_refused_in_one_line(arguments: list[str], expected: str) -> None:
-    run = _launch_alone(*arguments)
+    run = execute([sys.executable, "-m", MODULE, *arguments], timeout_s=60)
     assert run.exit_code == 2, run.output[-4000:]
     assert expected in run.error
     assert "Traceback" not in run.output
     assert "initializing torch distributed" not in run.output
-
-
-def test_a_run_without_torchrun_gets_the_command_with_it() -> None:
-    run = _launch_alone(*TINY_GPT, "--mock-data")
-    assert run.exit_code == 1
-    assert "error: MASTER_ADDR is not set" in run.error and "torchrun --standalone" in run.error
-    assert "Traceback" not in run.output
-
-
-def test_missing_eval_interval_is_found_before_training() -> None:
-    start = TINY_GPT.index("--eval-interval")
-    run = _launch_alone(*TINY_GPT[:start], *TINY_GPT[start + 2 :], "--mock-data")
-    assert run.exit_code == 2
-    assert "--eval-interval (not given)" in run.error
 
 
 def test_bad_input_ends_every_rank_with_the_same_code() -> None:

@@ -53,7 +53,7 @@ def test_it_is_a_function_of_the_configuration_and_of_the_stage() -> None:
     switch_on(SimpleNamespace(model=model), degree=4)
     made = model.transformer_layer_spec
     assert list(inspect.signature(made).parameters)[:2] == ["model", "vp_stage"]
-    assert made.keywords["stock"] is stock_layers
+    assert made.keywords["given"] is stock_layers
     assert made.keywords["settings"]["degree"] == 4
 
 

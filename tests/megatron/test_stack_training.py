@@ -185,7 +185,7 @@ ROWS: dict[str, tuple[int, dict[str, Any], tuple[str, str]]] = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_the_start_up_table_says_where_boundaries_are(name: str) -> None:
-    from megatron_ampipe.launch.startup_rows import stack_row
+    from megatron_ampipe.launch.startup import stack_row
 
     stack, settings, expected = ROWS[name]
     plain = {

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.autograd.graph import _engine_run_backward
 
-from megatron_ampipe.launch.attach import accumulating_on_training_stream
+from megatron_ampipe.launch.hooks import accumulating_on_training_stream
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.gates import give_token_ids
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer

@@ -16,7 +16,7 @@ pytest.importorskip("megatron.training")
 from megatron.training import arguments
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch import connections, flags, startup_rows
+from megatron_ampipe.launch import connections, flags, startup
 from megatron_ampipe.launch.pretrain import check_launch
 from megatron_ampipe.launch.switched_off_flags import LIFTS_ONE_CONNECTION, SWITCHED_OFF
 from megatron_ampipe.tools import checkup
@@ -97,21 +97,21 @@ def test_after_cuda_is_initialised_nothing_is_set_and_the_table_says_so(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     parse(*DEGREE_4)
-    ((name, value, why),) = startup_rows.connections_row(on_gpu=True)
+    ((name, value, why),) = startup.connections_row(on_gpu=True)
     assert (name, value) == ("warning", "CUDA_DEVICE_MAX_CONNECTIONS is not set")
     assert "8 hardware queues" in why and connections.EXPORT in why
 
 
 def test_the_table_and_the_doctor_say_what_one_queue_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert startup_rows.connections_row(on_gpu=False) == []
+    assert startup.connections_row(on_gpu=False) == []
     monkeypatch.setenv(connections.VARIABLE, "1")
-    ((name, value, why),) = startup_rows.connections_row(on_gpu=True)
+    ((name, value, why),) = startup.connections_row(on_gpu=True)
     assert (name, value) == ("warning", "CUDA_DEVICE_MAX_CONNECTIONS=1")
     assert "in the order in which it was issued" in why and connections.EXPORT in why
     (note,) = checkup.notes_on_variables(os.environ, has_gpu=True)
     assert note.means in why and connections.EXPORT in note.remedy
     monkeypatch.setenv(connections.VARIABLE, connections.QUEUES)
-    assert [row[0] for row in startup_rows.connections_row(on_gpu=True)] == ["hardware queues"]
+    assert [row[0] for row in startup.connections_row(on_gpu=True)] == ["hardware queues"]
 
 
 def test_the_flag_that_lifts_the_demand_is_switched_off_like_the_others() -> None:

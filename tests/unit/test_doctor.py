@@ -114,7 +114,7 @@ def test_the_megatron_that_an_import_finds_is_the_one_that_is_named(tmp_path: Pa
     assert code == 0, errors + str(document.get("problems"))
     megatron = piece(document, "Megatron")
     assert re.fullmatch(rf"0\.18\.\d+ from {re.escape(str(tmp_path))}/megatron", megatron["found"])
-    assert "megatron.training.models.gpt.default_layer_spec (launch/pretrain.py)" in megatron["lacks"]
+    assert "megatron.training.models.gpt.default_layer_spec (launch/recipes.py)" in megatron["lacks"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_ampipe.block.named_values import SHIPPED_GATES, class_path
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.gate import find_gate, given_token_ids
+from megatron_ampipe.launch.attach import TokenIdsOfModels, find_gate
 from megatron_ampipe.launch.refusals import TOKEN_ID_REFUSALS, refuse_with_token_ids
 from megatron_ampipe.layers.gates import HashRouter, TokenIds, hashed_experts
 from megatron_ampipe.schedule.config import AMPipeConfig
@@ -170,9 +170,9 @@ def test_a_model_without_ids_is_refused() -> None:
 
 def test_a_step_watches_each_model_once() -> None:
     model = torch.nn.Linear(1, 1)
-    step = given_token_ids(lambda iterator, model: model)
+    hook = TokenIdsOfModels()
     for _ in range(2):
-        assert step(None, model) is model
+        hook.before_forward(model)
     assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
 
 

@@ -172,7 +172,7 @@ def test_the_check_needs_no_compiled_modules_of_its_wheels(tmp_path: Path) -> No
     code = (
         "import sys, yaml, megatron.core\n"
         "import megatron_ampipe.tools.measuring.blocks, megatron_ampipe.tools.measuring.timed_passes\n"
-        "import tests.dist.blocks, megatron_ampipe.launch.host.core_attention\n"
+        "import tests.dist.blocks, megatron_ampipe.launch.host.megatron\n"
         f"assert yaml.__file__.startswith({str(tmp_path)!r}) and not yaml.__with_libyaml__\n"
         f"assert megatron.core.__file__.startswith({str(tmp_path)!r})\n"
         "assert 'megatron.core.datasets.helpers_cpp' not in sys.modules\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from megatron_ampipe.launch.host.mamba import GroupedRMSNorm, mamba_split_conv1d_scan, state_space
+from megatron_ampipe.launch.host.hybrid_layers import GroupedRMSNorm, mamba_split_conv1d_scan, state_space
 
 ROWS, BATCH, HEADS, WIDTH, STATE, GROUPS = 150, 2, 4, 3, 5, 2
 

@@ -168,6 +168,6 @@ def test_the_error_for_a_bad_share_names_the_plan_file(file: Path) -> None:
     with pytest.raises(BadInput) as refused:
         choice_of_plan(run_of(), Plan.read(file), str(file))
     assert str(refused.value).startswith(
-        f"--ampipe-plan {file}: with its shares 1e-05,0.99999, chunk 0 would"
+        f"--ampipe-plan {file}: is not for the blocks of this model: 1e-05,0.99999 chunk 0 would"
     )
     assert "--ampipe-chunks" not in str(refused.value)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe.launch.degrees_file import NAME, DegreesFile
+from megatron_ampipe.launch.planned import NAME, KeptChoices
 from megatron_ampipe.launch.size_ranges import SizeRanges
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.schedule import Exchange, Pipeline
+from megatron_ampipe.schedule.config import AMPipeConfig
 from tests.unit.test_plan_made_for import run_of
 
 DEGREES = (1, 2, 4, 8, 16)
@@ -62,24 +63,24 @@ def test_a_pair_of_degrees_limits_both_ways_and_must_fit_the_rows() -> None:
     assert ranges.find(150, (1, 2)) is None
 
 
-def args(folder: Path, **changes: Any) -> Any:
-    found = run_of(**changes)
-    found.save = found.load = str(folder)
-    return found
+def choices(folder: Path | str, given: Pipeline = GIVEN, **changes: Any) -> KeptChoices:
+    run = run_of(**changes)
+    run.save = run.load = str(folder)
+    config = AMPipeConfig(degree="auto", pipeline=given)
+    return KeptChoices(run, config, announced=(64, 1), exchanges=[Exchange.ROWS])
 
 
 def test_a_restart_reads_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "checkpoints"
-    file = DegreesFile(args(folder), GIVEN, [Exchange.ROWS])
-    assert file.read() == ()
+    kept = choices(folder)
+    assert kept.read() == ()
     monkeypatch.setenv("RANK", "1")
-    file.keep((64, 1), Choice(CHOSEN, "measured"))
+    kept.keep((64, 1), Choice(CHOSEN, "measured"))
     assert not folder.exists()
     monkeypatch.setenv("RANK", "0")
-    file.keep((64, 1), Choice(CHOSEN, "measured"))
-    file.keep((32, 2), Choice(Pipeline.of(2, stack=0, memory="rebuild"), "measured"))
-    found = DegreesFile(args(folder), GIVEN, [Exchange.ROWS]).read()
-    assert [(one.shape, one.pipeline(GIVEN)) for one in found] == [
+    kept.keep((64, 1), Choice(CHOSEN, "measured"))
+    kept.keep((32, 2), Choice(Pipeline.of(2, stack=0, memory="rebuild"), "measured"))
+    assert [(size.shape, size.pipeline(GIVEN)) for size in choices(folder).read()] == [
         ((64, 1), CHOSEN),
         ((32, 2), Pipeline.of(2, stack=0, memory="rebuild")),
     ]
@@ -91,7 +92,6 @@ def test_a_restart_reads_what_was_chosen(tmp_path: Path, monkeypatch: pytest.Mon
         ({"hidden_size": 2048}, GIVEN, None, "is for --hidden-size 1024 (this run: 2048)"),
         ({}, Pipeline.of(1), None, "memory rebuild; exchange rows (this run: degree 1, schedule ampipe;"),
         ({}, GIVEN, ("backward_degree: 2", "backward_degree: 3"), "--ampipe-backward-degree 3: must be"),
-        ({}, GIVEN, ("rows: 64", "rows: many"), "'many': must be a whole number of at least 1"),
     ],
 )
 def test_a_file_for_another_run_is_not_used(
@@ -102,28 +102,23 @@ def test_a_file_for_another_run_is_not_used(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    DegreesFile(args(tmp_path), GIVEN, [Exchange.ROWS]).keep((64, 1), Choice(CHOSEN, "measured"))
+    choices(tmp_path).keep((64, 1), Choice(CHOSEN, "measured"))
     if text is not None:
         file = tmp_path / NAME
         assert text[0] in file.read_text()
         file.write_text(file.read_text().replace(*text))
     capsys.readouterr()
-    assert DegreesFile(args(tmp_path, **changes), given, [Exchange.ROWS]).read() == ()
+    assert choices(tmp_path, given, **changes).read() == ()
     shown = capsys.readouterr().out
     assert shown.startswith("AMPipe: degrees are tried again: ") and said in shown, shown
 
 
-def test_checkpoints_in_an_object_store_have_no_file() -> None:
-    found = args(Path("unused"))
-    found.save = found.load = "msc://bucket/checkpoints"
-    file = DegreesFile(found, GIVEN, [Exchange.ROWS])
-    file.keep((64, 1), Choice(CHOSEN, "measured"))
-    assert file.read() == () and not Path("msc:").exists()
-
-
-def test_a_folder_that_cannot_be_written_does_not_end_the_run(
+def test_folders_that_cannot_hold_the_file_do_not_end_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    kept = choices("msc://bucket/checkpoints")
+    kept.keep((64, 1), Choice(CHOSEN, "measured"))
+    assert kept.read() == () and not Path("msc:").exists()
     (tmp_path / "file").write_text("")
-    DegreesFile(args(tmp_path / "file"), GIVEN, [Exchange.ROWS]).keep((64, 1), Choice(CHOSEN, "measured"))
-    assert "AMPipe: a restart tries degrees again: " in capsys.readouterr().out
+    choices(tmp_path / "file").keep((64, 1), Choice(CHOSEN, "measured"))
+    assert "AMPipe: a restart chooses again: " in capsys.readouterr().out

@@ -4,22 +4,17 @@ Megatron calls CUDA in many places that do not depend on a GPU: streams, events,
 state of the device. :func:`install` replaces these calls, so that the same Megatron code runs on the CPU. It
 changes no arithmetic; its purpose is that tests, examples and CI need no GPU. One replacement makes Megatron
 faster: the all-to-all, because AMPipe uses it too and is compared with Megatron. It refuses to load if there
-is a GPU.
-
-Called by the training entry points and by tests, *before* Megatron is imported:
+is a GPU, and comes *before* Megatron is imported:
 
     from megatron_ampipe.launch import host
     host.install()
     torch.distributed.init_process_group("gloo")
-
-There is one module per kind of call: :mod:`.cuda` (``torch.cuda.*``), :mod:`.devices` (``device=``
-arguments), :mod:`.random` (random state), :mod:`.all_to_all` (Megatron's and AMPipe's all-to-all),
-:mod:`.megatron` (functions inside Megatron), :mod:`.norm` (the norm of the local layers),
-:mod:`.hybrid_layers` and :mod:`.mamba` (hybrid models), :mod:`.host_flags` (flags that Megatron needs on a
-CPU).
 """
 
+import logging
 import sys
+import warnings
+from typing import Any
 
 from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.launch.host.host_flags import Adjustment, adjust
@@ -60,15 +55,32 @@ def install() -> None:
             "The host platform must be installed before megatron.core is imported, because the import binds "
             "names of torch.compile and torch.cuda. Call megatron_ampipe.launch.host.install() first."
         )
-    from megatron_ampipe.launch.host import all_to_all, cuda, devices, random
+    from megatron_ampipe.launch.host import all_to_all, torch_calls
 
-    cuda.install()
-    devices.install()
-    random.install()
+    torch_calls.install()
     all_to_all.install()
-
-    # Imports Megatron, so everything above must be installed already.
+    _import_megatron()
     from megatron_ampipe.launch.host import megatron
 
     megatron.install()
     _installed = True
+
+
+def _import_megatron() -> None:
+    import torch
+
+    def run_eagerly(function: Any = None, **_options: object) -> Any:
+        return function if function is not None else run_eagerly
+
+    # The jit_fuser decorator binds torch.compile while megatron.core is imported, and the routing functions
+    # are compiled where they are defined. On a CPU that costs a C++ compilation per shape, without a benefit.
+    compile_, torch.compile = torch.compile, run_eagerly
+    # Hides "No CUDA runtime is found" of the extension loader, which recompute imports.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            # Hides "Apex / Transformer Engine is not installed", once per module: both need a GPU.
+            warnings.simplefilter("ignore", category=UserWarning)
+            import megatron.training.training
+    finally:
+        torch.compile = compile_

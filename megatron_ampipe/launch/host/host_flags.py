@@ -1,12 +1,12 @@
 """The Megatron flags that a machine without a GPU needs, and those that it does not support.
 
-Two tables and one function. A flag that is needed and that the user did not set is added, and returned so
-that start-up can print it. A flag that the user set to something that needs a GPU is refused, never changed
-silently. Imports neither torch nor Megatron. Called by the training entry points.
+A flag that is needed and that the user did not set is added, and returned so that start-up can print it. A
+flag that the user set to something that needs a GPU is refused, never changed silently. Imports neither torch
+nor Megatron.
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ampipe.errors import BadInput
@@ -27,132 +27,64 @@ class Adjustment:
         return [self.flag] if self.value is None else [self.flag, self.value]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuOnlyFlag:
-    """One flag that cannot take effect without a GPU."""
-
-    flag: str
-    rule: str
-    remedy: str
-    refuses: Callable[[Sequence[str]], bool] = lambda _values: True
-    """Whether the flag is refused with these values."""
-
-
-def _other_than(*allowed: str) -> Callable[[Sequence[str]], bool]:
-    return lambda values: any(value not in allowed for value in values)
-
-
-ADDED_FLAGS = (
-    Adjustment(flag="--distributed-backend", value="gloo", reason="NCCL needs GPUs"),
-    Adjustment(flag="--transformer-impl", value="local", reason="Transformer Engine needs a GPU"),
-    Adjustment(flag="--no-persist-layer-norm", value=None, reason="the persistent norm is a GPU kernel"),
-    Adjustment(
-        flag="--no-gradient-accumulation-fusion", value=None, reason="the fused accumulation is a GPU kernel"
-    ),
-    Adjustment(flag="--no-masked-softmax-fusion", value=None, reason="the fused softmax is a GPU kernel"),
-    Adjustment(flag="--no-rope-fusion", value=None, reason="the fused rotary embedding is a GPU kernel"),
-    Adjustment(
-        flag="--num-workers", value="0", reason="data workers would compete with the ranks for the CPU"
-    ),
+ADDED_FLAGS = tuple(
+    Adjustment(flag=flag, value=value, reason=reason)
+    for flag, value, reason in (
+        ("--distributed-backend", "gloo", "NCCL needs GPUs"),
+        ("--transformer-impl", "local", "Transformer Engine needs a GPU"),
+        ("--no-persist-layer-norm", None, "the persistent norm is a GPU kernel"),
+        ("--no-gradient-accumulation-fusion", None, "the fused accumulation is a GPU kernel"),
+        ("--no-masked-softmax-fusion", None, "the fused softmax is a GPU kernel"),
+        ("--no-rope-fusion", None, "the fused rotary embedding is a GPU kernel"),
+        ("--num-workers", "0", "data workers would compete with the ranks for the CPU"),
+    )
 )
 
 _TRANSFORMER_ENGINE = "it is part of Transformer Engine, which needs a GPU"
-_GPU_KERNEL = "it is a GPU kernel"
-_NO_CUDA_GRAPHS = "CUDA graphs need a GPU"
+_GPU_KERNEL = "it is a GPU kernel, and there is no GPU"
+_CUDA_GRAPHS = "CUDA graphs need a GPU"
 
-GPU_ONLY_FLAGS = (
-    GpuOnlyFlag(
-        flag="--distributed-backend",
-        rule="this machine has no GPU, and NCCL needs one",
-        remedy="Use --distributed-backend gloo, or leave the flag out.",
-        refuses=_other_than("gloo"),
-    ),
-    GpuOnlyFlag(
-        flag="--transformer-impl",
-        rule="this machine has no GPU, and only the local layers run without one",
-        remedy="Use --transformer-impl local, or leave the flag out.",
-        refuses=_other_than("local"),
-    ),
-    GpuOnlyFlag(
-        flag="--moe-token-dispatcher-type",
-        rule="its kernels need a GPU",
-        remedy="Use --moe-token-dispatcher-type alltoall.",
-        refuses=_other_than("alltoall", "allgather"),
-    ),
-    GpuOnlyFlag(
-        flag="--cross-entropy-fusion-impl",
-        rule=_TRANSFORMER_ENGINE,
-        remedy="Use --cross-entropy-fusion-impl native.",
-        refuses=_other_than("native"),
-    ),
-    GpuOnlyFlag(
-        flag="--cuda-graph-impl",
-        rule=_NO_CUDA_GRAPHS,
-        remedy="Use --cuda-graph-impl none.",
-        refuses=_other_than("none"),
-    ),
-    GpuOnlyFlag(
-        flag="--dsa-kernel-backend",
-        rule=_GPU_KERNEL,
-        remedy="Use --dsa-kernel-backend none.",
-        refuses=_other_than("none"),
-    ),
-    GpuOnlyFlag(
-        flag="--yaml-cfg",
-        rule="a YAML file replaces the command line, so the flags that a CPU needs would be ignored",
-        remedy="Give the settings as flags.",
-    ),
-    *(
-        refusal
-        for flag in ("--hybrid-layer-pattern", "--hybrid-override-pattern")
-        for refusal in (
-            GpuOnlyFlag(
-                flag=flag,
-                rule="gated delta net (G) and sparse attention (D) exist as GPU kernels only",
-                remedy="Use the layers * + E - and M.",
-                refuses=lambda values: any(letter in value for value in values for letter in "GD"),
-            ),
-            GpuOnlyFlag(
-                flag=flag,
-                rule="Megatron's Mamba layers (M) need the package einops, and it is not installed",
-                remedy="Run: pip install einops.",
-                refuses=lambda values: (
-                    any("M" in value for value in values) and importlib.util.find_spec("einops") is None
-                ),
-            ),
-        )
-    ),
-    GpuOnlyFlag(flag="--fp8-format", rule=_TRANSFORMER_ENGINE, remedy="Leave it out, or use --bf16."),
-    GpuOnlyFlag(flag="--fp4-format", rule=_TRANSFORMER_ENGINE, remedy="Leave it out, or use --bf16."),
-    *(
-        GpuOnlyFlag(flag=flag, rule=rule, remedy="Leave it out.")
-        for flag, rule in (
-            ("--moe-permute-fusion", _TRANSFORMER_ENGINE),
-            ("--moe-router-fusion", _TRANSFORMER_ENGINE),
-            ("--use-transformer-engine-op-fuser", _TRANSFORMER_ENGINE),
-            ("--use-te-activation-func", _TRANSFORMER_ENGINE),
-            ("--te-rng-tracker", _TRANSFORMER_ENGINE),
-            ("--tp-comm-overlap", _TRANSFORMER_ENGINE),
-            ("--moe-grouped-gemm", _GPU_KERNEL),
-            ("--use-grouped-gemm-for-shared-expert", _GPU_KERNEL),
-            ("--use-grouped-gemm-for-dense-mlp", _GPU_KERNEL),
-            ("--fused-residual-rmsnorm", _GPU_KERNEL),
-            ("--apply-layernorm-1p", "the local norm does not support zero-centred weights"),
-            ("--batch-invariant-mode", "its kernels need a GPU"),
-            ("--use-kitchen-attention", "its kernels need a GPU"),
-            ("--enable-cuda-graph", _NO_CUDA_GRAPHS),
-            ("--external-cuda-graph", _NO_CUDA_GRAPHS),
-            ("--optimizer-cuda-graph", _NO_CUDA_GRAPHS),
-            ("--optimizer-cpu-offload", "there is no GPU memory to offload from"),
-            ("--use-nccl-ub", "NCCL needs GPUs"),
-            ("--use-sharp", "it is a feature of NCCL, which needs GPUs"),
-            ("--use-megatron-fsdp", "its buffers are in GPU memory"),
-            ("--use-torch-fsdp2", "its device mesh consists of GPUs"),
-            ("--disable-mamba-mem-eff-path", _GPU_KERNEL),
-            ("--log-energy", "it reads the energy counter of a GPU"),
-        )
-    ),
-)
+SUPPORTED_VALUES = {
+    "--distributed-backend": (("gloo",), "this machine has no GPU, and NCCL needs one"),
+    "--transformer-impl": (("local",), "this machine has no GPU, and only the local layers run without one"),
+    "--moe-token-dispatcher-type": (("alltoall", "allgather"), "its kernels need a GPU"),
+    "--normalization": (("LayerNorm", "RMSNorm"), "torch does not have this norm"),
+    "--cross-entropy-fusion-impl": (("native",), _TRANSFORMER_ENGINE),
+    "--cuda-graph-impl": (("none",), _CUDA_GRAPHS),
+    "--dsa-kernel-backend": (("none",), _GPU_KERNEL),
+}
+"""Flags with the values that are supported, and why the others are not."""
+
+GPU_ONLY_FLAGS = {
+    "--yaml-cfg": "a YAML file replaces the command line, so flags that a CPU needs would be ignored",
+    "--fp8-format": _TRANSFORMER_ENGINE,
+    "--fp4-format": _TRANSFORMER_ENGINE,
+    "--moe-permute-fusion": _TRANSFORMER_ENGINE,
+    "--moe-router-fusion": _TRANSFORMER_ENGINE,
+    "--use-transformer-engine-op-fuser": _TRANSFORMER_ENGINE,
+    "--use-te-activation-func": _TRANSFORMER_ENGINE,
+    "--te-rng-tracker": _TRANSFORMER_ENGINE,
+    "--tp-comm-overlap": _TRANSFORMER_ENGINE,
+    "--moe-grouped-gemm": _GPU_KERNEL,
+    "--use-grouped-gemm-for-shared-expert": _GPU_KERNEL,
+    "--use-grouped-gemm-for-dense-mlp": _GPU_KERNEL,
+    "--fused-residual-rmsnorm": _GPU_KERNEL,
+    "--memory-efficient-layer-norm": _GPU_KERNEL,
+    "--apply-layernorm-1p": "the local norm does not support zero-centred weights",
+    "--batch-invariant-mode": _GPU_KERNEL,
+    "--use-kitchen-attention": _GPU_KERNEL,
+    "--enable-cuda-graph": _CUDA_GRAPHS,
+    "--external-cuda-graph": _CUDA_GRAPHS,
+    "--optimizer-cuda-graph": _CUDA_GRAPHS,
+    "--optimizer-cpu-offload": "there is no GPU memory to offload from",
+    "--use-nccl-ub": "NCCL needs GPUs",
+    "--use-sharp": "it is a feature of NCCL, which needs GPUs",
+    "--use-megatron-fsdp": "its buffers are in GPU memory",
+    "--use-torch-fsdp2": "its device mesh consists of GPUs",
+    "--disable-mamba-mem-eff-path": _GPU_KERNEL,
+    "--log-energy": "it reads the energy counter of a GPU",
+}
+"""Flags that cannot take effect, and why."""
 
 
 def adjust(arguments: Sequence[str]) -> tuple[list[str], list[Adjustment]]:
@@ -167,23 +99,34 @@ def adjust(arguments: Sequence[str]) -> tuple[list[str], list[Adjustment]]:
     Raises:
         BadInput: A flag requests something that needs a GPU.
     """
-    found = _values_by_flag(arguments)
-    for gpu_only in GPU_ONLY_FLAGS:
-        values = found.get(gpu_only.flag)
-        if values is not None and gpu_only.refuses(values):
-            raise BadInput(
-                gpu_only.flag, " ".join(values) or "(set)", rule=gpu_only.rule, remedy=gpu_only.remedy
-            )
-    if "--profile" in found and "--use-pytorch-profiler" not in found:
-        raise BadInput(
-            "--profile",
-            "(set)",
-            rule="without --use-pytorch-profiler it uses the CUDA profiler, and there is no GPU",
-            remedy="Add --use-pytorch-profiler, or leave --profile out.",
-        )
-    chosen = [adjustment for adjustment in ADDED_FLAGS if adjustment.flag not in found]
+    given = _values_by_flag(arguments)
+    for flag, values in given.items():
+        rule, remedy = _objection(flag, values, given)
+        if rule:
+            raise BadInput(flag, " ".join(values) or "(set)", rule=rule, remedy=remedy)
+    chosen = [adjustment for adjustment in ADDED_FLAGS if adjustment.flag not in given]
     added = [argument for adjustment in chosen for argument in adjustment.arguments]
     return [*arguments, *added], chosen
+
+
+def _objection(flag: str, values: Sequence[str], given: dict[str, list[str]]) -> tuple[str, str]:
+    """Why a flag cannot be used here, and what to do; two empty texts if it can."""
+    if flag in GPU_ONLY_FLAGS:
+        return GPU_ONLY_FLAGS[flag], "Leave it out."
+    supported, reason = SUPPORTED_VALUES.get(flag, ((), ""))
+    if supported and not set(values) <= set(supported):
+        return reason, f"Use {flag} {' or '.join(supported)}."
+    if flag in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
+        letters = {letter for value in values for letter in value}
+        if letters & set("GD"):
+            rule = "gated delta net (G) and sparse attention (D) exist as GPU kernels only"
+            return rule, "Use the layers * + E - and M."
+        if "M" in letters and importlib.util.find_spec("einops") is None:
+            rule = "Megatron's Mamba layers (M) need the package einops, and it is not installed"
+            return rule, "Run: pip install einops."
+    if flag == "--profile" and "--use-pytorch-profiler" not in given:
+        return "it uses the CUDA profiler, and there is no GPU", "Add --use-pytorch-profiler."
+    return "", ""
 
 
 def _values_by_flag(arguments: Sequence[str]) -> dict[str, list[str]]:

@@ -1,61 +1,38 @@
-"""Replacements for functions inside Megatron. Only this module and what it imports from here import Megatron.
+"""Replacements for functions and modules inside Megatron that need a GPU or Transformer Engine.
 
-Called last by :func:`megatron_ampipe.launch.host.install`, when ``torch`` is prepared for the import.
+Stock layers and AMPipe layers use the same ones, so the two can be compared.
 """
 
+import copy
 import functools
-import logging
+import itertools
 import types
-import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.overrides import TorchFunctionMode
 
 from megatron_ampipe import compat
-from megatron_ampipe.launch.host.dropping import break_ties_by_index
-from megatron_ampipe.launch.host.norm import build_norm
-from megatron_ampipe.launch.host.random import get_rng_state, set_rng_state
-from megatron_ampipe.launch.host.uneven_collectives import with_uneven_gather, with_uneven_reduce_scatter
-
-
-def _run_eagerly(function: Any = None, **_options: object) -> Any:
-    return function if function is not None else _run_eagerly
-
-
-def _splits_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron's function converts CUDA tensors only, and gloo needs split sizes as ints, not as a tensor."""
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def add_weight_gradient(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """``main_grad += gradient.T @ inputs``, like apex's ``wgrad_gemm_accum_fp32``, accumulated in fp32."""
-    if gradient.dtype == main_grad.dtype:
-        main_grad.addmm_(gradient.t(), inputs)
-    else:
-        main_grad.add_(gradient.t() @ inputs)
-
-
-def _import_megatron() -> None:
-    # The jit_fuser decorator binds torch.compile while megatron.core is imported, and the routing functions
-    # are compiled where they are defined. On a CPU that costs a C++ compilation per shape, without a benefit.
-    compile_, torch.compile = torch.compile, _run_eagerly
-    # Hides "No CUDA runtime is found" of the extension loader, which recompute imports.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            # Hides "Apex / Transformer Engine is not installed", once per module: both need a GPU.
-            warnings.simplefilter("ignore", category=UserWarning)
-            import megatron.training.training  # noqa: F401
-    finally:
-        torch.compile = compile_
+from megatron_ampipe.attention.kernels import KERNELS
+from megatron_ampipe.launch.host.torch_calls import get_rng_state, set_rng_state
+from megatron_ampipe.layers.chunk_attention import gather_sequence
+from megatron_ampipe.schedule import SequenceLayout
 
 
 def install() -> None:
-    """Import Megatron and replace the functions below."""
-    _import_megatron()
+    """Replace them."""
     import megatron.core.tensor_parallel.layers as linear
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as tracker
+    import megatron.core.transformer.moe.moe_layer as moe_layer
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.router as router
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -63,9 +40,6 @@ def install() -> None:
     from megatron.core.jit import disable_jit_fuser
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    from megatron_ampipe.launch.host import latent_projection
-    from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
 
     # For modules of Megatron that are imported later.
     disable_jit_fuser()
@@ -85,20 +59,18 @@ def install() -> None:
     linear._grad_accum_fusion_available = True
 
     # MoEAlltoAllTokenDispatcher with tensor-parallel experts.
-    mappings._gather_along_first_dim = with_uneven_gather(mappings._gather_along_first_dim)
-    mappings._reduce_scatter_along_first_dim = with_uneven_reduce_scatter(
-        mappings._reduce_scatter_along_first_dim
-    )
+    mappings._gather_along_first_dim = _with_uneven_gather(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _with_uneven_scatter(mappings._reduce_scatter_along_first_dim)
 
     # TopKRouter.routing, with --moe-token-drop-policy position.
-    dropping = break_ties_by_index(router.apply_router_token_dropping)
+    dropping = _with_ordered_topk(router.apply_router_token_dropping)
     moe_utils.apply_router_token_dropping = router.apply_router_token_dropping = dropping
 
     # Local layers under context parallelism, and local latent attention.
     LocalSpecProvider.core_attention = lambda self: HostDotProductAttention
 
     # MoELayer, with --moe-latent-size.
-    latent_projection.install()
+    moe_layer.HAVE_TE, moe_layer.TELinear = True, HostLatentProjection
 
     # LocalSpecProvider.layer_norm, TransformerBlock's final norm, QK norm. The class is patched, because many
     # modules hold a reference to it.
@@ -111,3 +83,209 @@ def install() -> None:
 
     # pretrain() calls this, which asserts that there is CUDA.
     training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
+
+
+def _splits_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's function converts CUDA tensors only, and gloo needs split sizes as ints, not as a tensor."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def add_weight_gradient(inputs: Tensor, gradient: Tensor, main_grad: Tensor) -> None:
+    """``main_grad += gradient.T @ inputs``, like apex's ``wgrad_gemm_accum_fp32``, accumulated in fp32."""
+    if gradient.dtype == main_grad.dtype:
+        main_grad.addmm_(gradient.t(), inputs)
+    else:
+        main_grad.add_(gradient.t() @ inputs)
+
+
+class _OrderedTopk(TorchFunctionMode):
+    """``torch.topk`` prefers the lower index among equal values, as on CUDA."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.topk:
+            return func(*args, **kwargs)
+        ordered = torch.sort(args[0], dim=kwargs["dim"], descending=True, stable=True)
+        return tuple(part.narrow(kwargs["dim"], 0, kwargs["k"]) for part in ordered)
+
+
+def _with_ordered_topk(drop: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``apply_router_token_dropping``, which drops by position the same tokens as on a GPU.
+
+    It selects an expert's first tokens with ``torch.topk`` over a map of zeros and ones. On a CPU the order
+    of equal values is arbitrary, so a stock run would drop arbitrary tokens.
+    """
+
+    def dropping(*args: Any, **kwargs: Any) -> Any:
+        with _OrderedTopk():
+            return drop(*args, **kwargs)
+
+    return dropping
+
+
+def _with_uneven_gather(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Megatron's ``_gather_along_first_dim`` with uneven splits, which gloo lacks: pads to the longest."""
+
+    def gathering(
+        tensor: Tensor, group: Any, output_split_sizes: Sequence[int] | None = None, *options: Any
+    ) -> Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(tensor, group, output_split_sizes, *options)
+        longest = max(output_split_sizes)
+        received = tensor.new_empty((group.size() * longest, *tensor.shape[1:]))
+        dist.all_gather_into_tensor(received, _pad_rows(tensor, longest), group=group)
+        parts = received.split([longest] * group.size())
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    return gathering
+
+
+def _with_uneven_scatter(scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Megatron's ``_reduce_scatter_along_first_dim`` with uneven splits likewise."""
+
+    def scattering(
+        tensor: Tensor, group: Any, input_split_sizes: Sequence[int] | None = None, *options: Any
+    ) -> Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(tensor, group, input_split_sizes, *options)
+        longest = max(input_split_sizes)
+        parts = [_pad_rows(part, longest) for part in tensor.split(list(input_split_sizes))]
+        received = tensor.new_empty((longest, *tensor.shape[1:]))
+        dist.reduce_scatter_tensor(received, torch.cat(parts), group=group)
+        return received[: input_split_sizes[group.rank()]]
+
+    return scattering
+
+
+def _pad_rows(tensor: Tensor, length: int) -> Tensor:
+    missing = tensor.new_zeros((length - tensor.shape[0], *tensor.shape[1:]))
+    return torch.cat([tensor, missing])
+
+
+def build_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_unused: object) -> Module:
+    """A torch LayerNorm or RMSNorm over the last dimension, in place of ``WrappedTorchNorm``.
+
+    Under sequence parallelism the gradients of a norm's weights must be summed over the tensor-parallel
+    ranks, for which Megatron marks the weights. Its ``WrappedTorchNorm`` refuses sequence parallelism; here
+    they are marked, as in Megatron's fused norms.
+
+    Args:
+        config: Megatron's ``TransformerConfig``; read for ``normalization`` and ``sequence_parallel``.
+        hidden_size: Size of the last dimension.
+        eps: Added to the variance.
+    """
+    norm = getattr(torch.nn, config.normalization)(normalized_shape=hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+class HostLatentProjection(Module):
+    """Before and after latent experts: what ``TELinear`` computes with ``parallel_mode="duplicated"``.
+
+    Every tensor-parallel rank has the whole weight.
+
+    Args:
+        input_size: Columns of the input.
+        output_size: Columns of the output.
+        config: Megatron's configuration.
+        init_method: Fills the weight in place.
+        bias: Whether there is a bias; it is added here.
+        kwargs: Other arguments of ``TELinear``, which have one value there.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any],
+        bias: bool,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        assert kwargs["parallel_mode"] == "duplicated" and not kwargs["skip_bias_add"]
+        self.weight = Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        if config.perform_initialization:
+            init_method(self.weight)
+        self.bias = Parameter(torch.zeros(output_size, dtype=config.params_dtype)) if bias else None
+        for parameter in self.parameters():
+            # Megatron then adds up the gradients of the ranks, which see other rows.
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, None]:
+        """``[..., input_size]`` to ``[..., output_size]``, and no bias that is still to be added."""
+        return F.linear(rows, self.weight, self.bias), None
+
+
+class HostDotProductAttention(DotProductAttention):
+    """``DotProductAttention`` that also supports context parallelism, a separate head size for values, and
+    packed documents, for which Megatron needs Transformer Engine. All other attention is Megatron's.
+
+    Args:
+        config: Megatron's configuration.
+        args: As for ``DotProductAttention``.
+        k_channels: Head size of queries and keys, given by latent attention.
+        v_channels: Head size of values, given by latent attention.
+        kwargs: As for ``DotProductAttention``.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # The stock constructor reads the setting only to refuse context parallelism.
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        super().__init__(alone, *args, **kwargs)
+        self.config = config
+        self._uses_exact = config.context_parallel_size > 1 or v_channels is not None
+        self._window = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number):
+            self._window = config.window_size[0]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """``[S, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` (rows of this rank) to ``[S, B, H * V]``.
+
+        Of packed documents without ``B``, as Transformer Engine takes them; each is attended to on its own.
+        """
+        if packed_seq_params is not None:
+            bounds = packed_seq_params.cu_seqlens_q.tolist()
+            documents = [
+                self._attend(*(x[first:last].unsqueeze(1) for x in (query, key, value)), None)
+                for first, last in itertools.pairwise(bounds)
+            ]
+            return torch.cat(documents).squeeze(1)
+        return self._attend(query, key, value, *args, **kwargs)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self._uses_exact:
+            return super().forward(query, key, value, *args, **kwargs)
+        group = self.pg_collection.cp
+        layout = SequenceLayout(context_ranks=group.size(), context_rank=group.rank())
+        key, value = gather_sequence(key, group), gather_sequence(value, group)
+        return KERNELS["exact"](
+            query,
+            key,
+            value,
+            spans=layout.spans(0, query.shape[0], sequence_length=key.shape[0]),
+            scale=self.softmax_scale,
+            dropout=self.attention_dropout.p if self.training else 0.0,
+            window=self._window,
+            sinks=self.softmax_offset,
+        )

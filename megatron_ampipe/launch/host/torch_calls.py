@@ -1,0 +1,251 @@
+"""Replacements for the calls of torch that need a GPU: ``torch.cuda.*``, ``device=`` and the random state.
+
+Not an emulation: streams and events do not order anything, because on the CPU every operation has finished
+when its call returns. ``torch.cuda.is_available()`` is not replaced and still returns False, so torch itself
+never takes a CUDA path.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import resource
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.data.dataloader as dataloader
+
+# Functions that take `device=`; Megatron passes "cuda", a torch.device, or torch.cuda.current_device().
+FACTORIES = (
+    "arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace",
+    "ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "scalar_tensor",
+    "tensor", "zeros", "zeros_like",
+)  # fmt: skip
+TENSOR_FACTORIES = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+
+_CPU = torch.device("cpu")
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    """A new function that returns ``value``.
+
+    torch.compile keeps one rule per function object, so no two names in torch may share a function.
+    """
+    return lambda *_args, **_kwargs: value
+
+
+class HostEvent:
+    """An event that has always completed."""
+
+    __init__ = record = wait = synchronize = _always(None)
+    query = _always(True)
+    elapsed_time = _always(0.0)
+
+
+class HostStream:
+    """A stream that is always idle: CPU work has finished when the call that started it returns."""
+
+    cuda_stream = 0
+    device = _CPU
+    __init__ = wait_stream = wait_event = synchronize = _always(None)
+    query = _always(True)
+    priority_range = staticmethod(_always((0, 0)))
+
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        return event if event is not None else HostEvent()
+
+
+@contextlib.contextmanager
+def _stream_context(_stream: HostStream | None) -> Iterator[None]:
+    yield
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+def _peak_resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _memory_stats(*_args: object, **_kwargs: object) -> dict[str, int]:
+    stats: dict[str, int] = defaultdict(int)
+    for kind in ("allocated", "reserved"):
+        stats[f"{kind}_bytes.all.current"] = _resident_bytes()
+        stats[f"{kind}_bytes.all.peak"] = _peak_resident_bytes()
+    return stats
+
+
+def _memory_bytes(pages: str) -> int:
+    return os.sysconf(pages) * resource.getpagesize()
+
+
+def _device_properties(*_args: object, **_kwargs: object) -> types.SimpleNamespace:
+    # Compute capability 10, because for lower ones Megatron's argument validation requires
+    # CUDA_DEVICE_MAX_CONNECTIONS=1, which orders work in a GPU's hardware queues.
+    memory_bytes = _memory_bytes("SC_PHYS_PAGES")
+    return types.SimpleNamespace(
+        name="cpu", major=10, minor=0, total_memory=memory_bytes, multi_processor_count=1
+    )
+
+
+def get_rng_state(*_args: object, **_kwargs: object) -> torch.Tensor:
+    """A copy of the device's random state; replaces the getters of torch.cuda and of Megatron.
+
+    With a GPU there are two generators: one for the CPU, and one for the GPU, which Megatron's RNG tracker
+    switches between named states so that dropout is equal or different across ranks, as required. Without a
+    GPU, operations on "device" tensors use the CPU generator, so it takes the place of the GPU's, and random
+    numbers for the host must not change its state.
+    """
+    return torch.get_rng_state()
+
+
+def set_rng_state(new_state: torch.Tensor, *_args: object, **_kwargs: object) -> None:
+    """Set the device's random state; replaces the setters of torch.cuda and of Megatron."""
+    torch.set_rng_state(new_state)
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
+def install() -> None:
+    """Install all replacements."""
+    _install_cuda()
+    _install_devices()
+    _keep_device_state_over_iterator()
+    # The tracker's fork() warns if the CPU state changes inside it, as it always does here.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
+def _install_cuda() -> None:
+    current_stream = HostStream()
+    replacements = {
+        # MoEAlltoAllTokenDispatcher, DDP buckets, shared experts, get_model.
+        "Stream": HostStream,
+        "Event": HostEvent,
+        "stream": _stream_context,
+        "current_stream": _always(current_stream),
+        "default_stream": _always(current_stream),
+        "set_stream": _always(None),
+        # Timers, p2p communication, checkpointing.
+        "synchronize": _always(None),
+        # The `device=` argument of nearly every buffer that Megatron allocates.
+        "current_device": _always(_CPU),
+        "set_device": _always(None),
+        # _initialize_distributed and _set_random_seed skip model-parallel set-up when this is 0.
+        "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        # Argument checks and log lines.
+        "get_device_properties": _device_properties,
+        "get_device_capability": _always((10, 0)),
+        "get_device_name": _always("cpu"),
+        # report_memory and the memory lines of the training log: memory of the process.
+        "memory_allocated": lambda *_args: _resident_bytes(),
+        "memory_reserved": lambda *_args: _resident_bytes(),
+        "max_memory_allocated": lambda *_args: _peak_resident_bytes(),
+        "max_memory_reserved": lambda *_args: _peak_resident_bytes(),
+        "device_memory_used": lambda *_args: _resident_bytes(),
+        "mem_get_info": lambda *_args: (_memory_bytes("SC_AVPHYS_PAGES"), _memory_bytes("SC_PHYS_PAGES")),
+        "memory_stats": _memory_stats,
+        "empty_cache": _always(None),
+        "reset_peak_memory_stats": _always(None),
+        # Recompute and the optimizer step check this before they set random states.
+        "is_current_stream_capturing": _always(False),
+    }
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
+    for namespace in (torch.cuda, torch.cuda.random):
+        namespace.get_rng_state = get_rng_state
+        namespace.set_rng_state = set_rng_state
+        namespace.manual_seed = _manual_seed
+    # nvtx_range_push and nvtx_range_pop of megatron.core.utils.
+    torch.cuda.nvtx.range_push = _always(None)
+    torch.cuda.nvtx.range_pop = _always(None)
+
+
+def _to_host(device: Any) -> Any:
+    """The device to use instead of ``device``; anything that is not a CUDA device is returned unchanged."""
+    if isinstance(device, torch.device):
+        return _CPU if device.type == "cuda" else device
+    if isinstance(device, str):
+        return "cpu" if device.startswith("cuda") else device
+    # An int is the index of an accelerator.
+    return _CPU if isinstance(device, int) and not isinstance(device, bool) else device
+
+
+def _with_host_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with its device on the host.
+
+    A ``TorchFunctionMode`` is active in one thread only, so it would miss data loader and checkpoint threads,
+    and it slows down every torch call, which would distort measurements on the host platform.
+    """
+
+    @functools.wraps(function)
+    def on_host(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _to_host(kwargs["device"])
+        # torch refuses to pin memory if there is no accelerator.
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return on_host
+
+
+def _install_devices() -> None:
+    # `with torch.device(...)` recognises factory functions by identity and caches their list on first use.
+    # The list must hold torch's original functions, which the wrappers below call.
+    with torch.device("cpu"):
+        torch.empty(0)
+    for name in FACTORIES:
+        setattr(torch, name, _with_host_device(getattr(torch, name)))
+    for name in TENSOR_FACTORIES:
+        setattr(torch.Tensor, name, _with_host_device(getattr(torch.Tensor, name)))
+    tensor_to, tensor_type = _with_host_device(torch.Tensor.to), torch.Tensor.type
+
+    @functools.wraps(tensor_to)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor_to(self, *map(_to_host, args[:1]), *args[1:], **kwargs)
+
+    @functools.wraps(tensor_type)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = tensor_type(self, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+    torch.Tensor.to = to
+    # clip_grads and both mixed-precision optimizers accept only 'torch.cuda.FloatTensor' and the like.
+    torch.Tensor.type = type_
+    # Batches, checkpoint shards, loss scalers.
+    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self
+    # get_model moves the module to the GPU.
+    torch.nn.Module.cuda = lambda self, *_args, **_kwargs: self
+    # MTP, shared experts and the 1F1B overlap mark tensors as used by a stream.
+    torch.Tensor.record_stream = lambda self, _stream: None
+    # Host buffers of the optimizer and of asynchronous checkpoints.
+    torch.Tensor.pin_memory = lambda self, *_args, **_kwargs: self
+
+
+def _keep_device_state_over_iterator() -> None:
+    """Make DataLoader iterators leave the random state unchanged.
+
+    An iterator draws a seed when it is created, and only some ranks have a DataLoader. Without this function,
+    dropout outside the tensor-parallel regions would differ between tensor-parallel ranks, and a resumed run,
+    which creates its iterators after restoring the state, would differ from an uninterrupted one.
+    """
+    create = dataloader._BaseDataLoaderIter.__init__
+
+    @functools.wraps(create)
+    def create_on_host(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        state = torch.get_rng_state()
+        # Megatron requests pinned memory; torch warns about that if there is no accelerator.
+        loader.pin_memory = False
+        create(self, loader, *args, **kwargs)
+        torch.set_rng_state(state)
+
+    dataloader._BaseDataLoaderIter.__init__ = create_on_host
