@@ -25,8 +25,7 @@ from megatron_ampipe.launch.flags import PlanReader
 from megatron_ampipe.launch.grad_reduce import placing
 from megatron_ampipe.launch.memory_budget import choose_memory
 from megatron_ampipe.launch.planned import choice_of_plan, layout_of_args, planner_of
-from megatron_ampipe.launch.refusal_conditions import exchanges_of
-from megatron_ampipe.launch.refusals import refuse_unsupported
+from megatron_ampipe.launch.refusals import exchanges_of, refuse_unsupported
 from megatron_ampipe.launch.save_plan import iterations_left, keeper_of, prepare_plan_file
 from megatron_ampipe.launch.startup import print_startup_table
 from megatron_ampipe.launch.trace import prepare_trace_dir

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ampipe.errors import BadInput, RunFailed
+from megatron_ampipe.files.inputs import load
 from megatron_ampipe.files.records import read_record, write_record
-from megatron_ampipe.files.yaml_lines import load
 from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.planned import made_for_of_args
 from megatron_ampipe.launch.size_ranges import ChosenSize, Shape

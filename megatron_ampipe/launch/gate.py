@@ -16,8 +16,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_ampipe.block.named_values import ROUTER_FLAG as FLAG
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.refusal_conditions import load_balancing
-from megatron_ampipe.launch.refusals import refuse_with_token_ids
+from megatron_ampipe.launch.refusals import load_balancing, refuse_with_token_ids
 from megatron_ampipe.layers.gates import load_gate, needs_all_tokens
 from megatron_ampipe.layers.gates.id_router import TokenIdRouter, give_token_ids
 from megatron_ampipe.schedule.config import AMPipeConfig
@@ -62,7 +61,7 @@ def find_gate(config: AMPipeConfig, args: argparse.Namespace, *, of_script: bool
             remedy="Add --ampipe-router-scope chunk and --ampipe-degree 4: it then compares the tokens of a "
             "chunk, and later tokens influence earlier ones within a chunk only.",
         )
-    if reason is None and config.router_scope == "chunk" and load_balancing("sinkhorn")(args) is None:
+    if reason is None and config.router_scope == "chunk" and load_balancing(args, "sinkhorn") is None:
         raise BadInput(
             "--ampipe-router-scope",
             "chunk",

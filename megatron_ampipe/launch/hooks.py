@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ampipe import compat
-from megatron_ampipe.launch.refuse import refuse_as_bad_input
+from megatron_ampipe.launch.failures import refuse_as_bad_input
 from megatron_ampipe.launch.session import TrainingSession
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]

@@ -1,6 +1,6 @@
 """Whether one of AMPipe's launchers runs this process. Then the lines of a patched Megatron do nothing.
 
-Set by :mod:`.command_line`, where launchers begin; read by :mod:`.patched`.
+Set by :mod:`.flags`, where launchers begin; read by :mod:`.patched`.
 """
 
 _is_used = False

@@ -15,7 +15,7 @@ from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.block.settings import settings_of
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.auto import Planner
-from megatron_ampipe.launch.refusal_conditions import exchanges_of, ranks_per_node, recomputes
+from megatron_ampipe.launch.refusals import exchanges_of, ranks_per_node, recomputes
 from megatron_ampipe.launch.size_ranges import Shape
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
@@ -91,7 +91,7 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
         BadInput: the plan was made for other blocks, or its order or chunks do not fit this model's blocks.
     """
     notes = _compare(args, plan, plan_file)
-    if plan.memory != KEEP and (module := recomputes("moe")(args)) is not None:
+    if plan.memory != KEEP and (module := recomputes(args, "moe")) is not None:
         raise BadInput(
             "--ampipe-plan",
             plan_file,

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files.records import Lines, read_record, refuse, write_record
+from megatron_ampipe.files.inputs import LinedMapping, load, refuse
+from megatron_ampipe.files.records import Lines, read_record, write_record
 from megatron_ampipe.files.shipped import find_config, shown
-from megatron_ampipe.files.yaml_lines import LinedMapping, load
 from megatron_ampipe.schedule import Direction
 
 Basis = Literal["measured", "derived", "datasheet"]

@@ -14,10 +14,9 @@ from typing import Any, NoReturn
 
 from megatron_ampipe.block.settings import SETTING, Settings
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files.records import refuse
+from megatron_ampipe.files.inputs import LinedMapping, load, refuse
 from megatron_ampipe.files.shipped import find_config
 from megatron_ampipe.files.spelling import did_you_mean, meant, nearest
-from megatron_ampipe.files.yaml_lines import LinedMapping, load
 
 SIZE_FLAGS = (
     "hidden-size", "num-attention-heads", "kv-channels", "ffn-hidden-size", "num-experts", "seq-length",

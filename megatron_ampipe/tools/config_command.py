@@ -47,12 +47,15 @@ def run(arguments: argparse.Namespace) -> int:
         EnvironmentMissing: torch or Megatron is not there.
         BadInput: a file or a flag is wrong.
     """
-    from megatron_ampipe.launch import settings
+    from megatron_ampipe.launch import config_files
 
     if arguments.ranks is not None and arguments.ranks < 1:
         raise BadInput(
             "--ranks", arguments.ranks, rule="must be a whole number, at least 1", remedy="Use --ranks 8."
         )
     resolved = check_launch_flags(arguments.training_flags, num_ranks=arguments.ranks)
-    print(settings.as_yaml(resolved) if arguments.format == "yaml" else settings.as_command(resolved), end="")
+    print(
+        config_files.as_yaml(resolved) if arguments.format == "yaml" else config_files.as_command(resolved),
+        end="",
+    )
     return 0

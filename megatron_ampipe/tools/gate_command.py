@@ -49,12 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadInput(
             "--topk", arguments.topk, rule=f"is above --experts {arguments.experts}", remedy="Use --topk 2."
         )
-    from megatron_ampipe.launch import command_line
+    from megatron_ampipe.launch.flags import import_megatron
 
     # Some libraries print to standard output when they are imported.
     warnings.simplefilter("ignore")
     with contextlib.redirect_stdout(sys.stderr):
-        command_line.import_megatron()
+        import_megatron()
     import torch.distributed as dist
 
     from megatron_ampipe.layers.gates import load_gate

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_ampipe.launch.settings import Resolved
+    from megatron_ampipe.launch.config_files import Resolved
 
 
 def check_launch_flags(words: Sequence[str], *, num_ranks: int | None) -> Resolved:
@@ -28,14 +28,14 @@ def check_launch_flags(words: Sequence[str], *, num_ranks: int | None) -> Resolv
         EnvironmentMissing: torch or Megatron is not there.
         BadInput: a file or a flag is wrong.
     """
-    from megatron_ampipe.launch import command_line, settings
+    from megatron_ampipe.launch import config_files, flags
 
     # Some libraries print to standard output when they are imported.
     with contextlib.redirect_stdout(sys.stderr):
-        command_line.import_megatron()
-        parser = command_line.full_parser()
-    resolved = settings.resolve(words, parser)
-    command_line.check_settings(resolved, parser)
+        flags.import_megatron()
+        parser = flags.full_parser()
+    resolved = config_files.resolve(words, parser)
+    flags.check_settings(resolved, parser)
     # Refuses words that are not flags.
     parser.parse_args(resolved.words)
     if num_ranks is not None:

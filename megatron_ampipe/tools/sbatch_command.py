@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.shipped import configs_folder
-from megatron_ampipe.launch.settings.resolve import CONFIG_FLAG
+from megatron_ampipe.launch.config_files import CONFIG_FLAG
 from megatron_ampipe.tools.slurm import launch_files, preflight
 from megatron_ampipe.tools.slurm.mounts import Needed, needed, values_of_file, values_of_words
 from megatron_ampipe.tools.slurm.site import add_options, settle

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ampipe.launch.refuse import raised_in
+from megatron_ampipe.launch.failures import raised_in
 
 ROOT = Path(__file__).resolve().parents[2]
 EARLY = """

@@ -61,7 +61,7 @@ def test_the_figures_of_fsmoe_equal_those_of_its_paper() -> None:
         (
             "beta_us_per_mb: 50",
             "beta_ms_per_mb: 0.05",
-            ["beta_ms_per_mb", "another unit", "beta_us_per_mb"],
+            ["beta_ms_per_mb", "Did you mean beta_us_per_mb?"],
         ),
         ("beta_us_per_mb: 50", "basis: derived", ["comes twice"]),
         ("all_to_all:", "all2all:", ["intra.all2all", "Did you mean all_to_all?"]),

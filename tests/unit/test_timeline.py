@@ -135,5 +135,5 @@ def test_a_missing_and_an_empty_trace_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="cannot be read"):
         Timeline.read_chrome(tmp_path / "none.json")
     Timeline(0, ()).write_chrome(tmp_path / "empty.json")
-    with pytest.raises(BadInput, match="contains no stage"):
+    with pytest.raises(BadInput, match="is not a trace written by AMPipe"):
         Timeline.read_chrome(tmp_path / "empty.json")

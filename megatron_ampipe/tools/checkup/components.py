@@ -22,7 +22,8 @@ from typing import Any
 from packaging.version import Version
 
 from megatron_ampipe import compat
-from megatron_ampipe.launch import dataset_helpers
+from megatron_ampipe.launch import datasets
+from megatron_ampipe.launch.failures import HELPERS_REMEDY
 from megatron_ampipe.tools.checkup.probe import MEGATRON, TORCH
 
 _SOURCES = str(Path(__file__).resolve().parents[3])
@@ -193,8 +194,8 @@ def _megatron(answer: Mapping[str, Any] | None) -> Component:
 
 def _dataset_helper() -> Component:
     """What Megatron's datasets are indexed with: in a wheel, or built, or to be built when a run starts."""
-    is_needed = dataset_helpers.must_be_compiled()
-    missing = dataset_helpers.missing_tools()
+    is_needed = datasets.must_be_compiled()
+    missing = datasets.missing_tools()
     found = "can be compiled" if not missing else "; ".join(missing)
     if not is_needed and importlib.util.find_spec("megatron") is not None:
         found = "built" if not missing else f"built; for another checkout: {found}"
@@ -205,7 +206,7 @@ def _dataset_helper() -> Component:
         needed="a checkout of Megatron-LM compiles it at start; a wheel has it",
         required=is_needed,
         lost="the launcher and the patch, with a checkout that was never compiled",
-        remedy=dataset_helpers.REMEDY,
+        remedy=HELPERS_REMEDY,
     )
 
 

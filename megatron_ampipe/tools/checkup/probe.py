@@ -42,7 +42,7 @@ def look_at(component: str) -> dict[str, Any]:
     if component == TORCH:
         return _torch()
     if component == MEGATRON:
-        from megatron_ampipe.launch.command_line import import_megatron
+        from megatron_ampipe.launch.flags import import_megatron
 
         # What a launch does first.
         import_megatron()

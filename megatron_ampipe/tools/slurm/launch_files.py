@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files.inputs import LinedMapping, load
 from megatron_ampipe.files.shipped import find_config
-from megatron_ampipe.files.yaml_lines import LinedMapping, load
-from megatron_ampipe.launch.settings.resolve import CONFIG_FLAG, CONFIG_FOLDERS
+from megatron_ampipe.launch.config_files import CONFIG_FLAG, CONFIG_FOLDERS
 from megatron_ampipe.tools.slurm.mounts import values_of_words
 
 Files = dict[tuple[str, str], tuple[Path, LinedMapping]]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files.yaml_lines import LinedMapping
+from megatron_ampipe.files.inputs import LinedMapping
 
 OUTPUT_FLAGS = (
     *("tensorboard-dir", "data-cache-path", "wandb-save-dir"),

@@ -23,9 +23,7 @@ from pathlib import Path
 
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.files.spelling import meant
-from megatron_ampipe.launch.settings.entries import OWN_SECTION, read_entries
-from megatron_ampipe.launch.settings.resolve import CONFIG_FLAG
-from megatron_ampipe.launch.settings.validate import ParserFlags
+from megatron_ampipe.launch.config_files import OWN_SECTION, ParserFlags, read_entries
 
 TIMEOUT_S = 180
 _ANSWER = "ampipe-preflight "
@@ -143,11 +141,11 @@ class _Settings:
     def check_own(self) -> None:
         """Refuse what AMPipe's parser refuses, in the files and on the command line."""
         # Imported here because it imports the planner, which nothing else in this module needs.
+        from megatron_ampipe.launch.failures import report_parser_errors
         from megatron_ampipe.launch.flags import add_arguments
-        from megatron_ampipe.launch.refuse import report_parser_errors
 
         parser = add_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
-        flags = ParserFlags(parser, config_flag=CONFIG_FLAG)
+        flags = ParserFlags(parser)
         for entry in self._entries:
             if entry.section:
                 flags.words_of(entry, flags.flag_of(entry))

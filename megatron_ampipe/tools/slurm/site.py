@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.files.yaml_lines import load
-from megatron_ampipe.launch.settings.entries import Entry
-from megatron_ampipe.launch.settings.resolve import CONFIG_FLAG
-from megatron_ampipe.launch.settings.validate import ParserFlags
+from megatron_ampipe.files.inputs import load
+from megatron_ampipe.launch.config_files import Entry, ParserFlags
 from megatron_ampipe.tools.whole_numbers import at_least
 
 NONE = "none"
@@ -135,7 +133,7 @@ def _read(path: Path) -> dict[str, Any]:
     parser = argparse.ArgumentParser(add_help=False)
     for name, option in OPTIONS.items():
         parser.add_argument(f"--{name}", dest=name, type=option.kind)
-    flags = ParserFlags(parser, config_flag=CONFIG_FLAG)
+    flags = ParserFlags(parser)
     found: dict[str, Any] = {}
     for key, value in document.items():
         if value is None:
