@@ -225,20 +225,13 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
     """
     # Megatron puts what such a file holds in place of what was parsed, before or after this is called.
     if not hasattr(args, "ampipe_degree") or getattr(args, "yaml_cfg", None) is not None:
-        raise BadInput(
-            "--yaml-cfg",
-            getattr(args, "yaml_cfg", ""),
-            rule="replaces every flag, those of AMPipe included",
-            remedy=f"Give the settings as flags, or in a file of {CONFIG_FLAG}.",
-        )
+        rule = "replaces every flag, those of AMPipe included"
+        remedy = f"Give the settings as flags, or in a file of {CONFIG_FLAG}."
+        raise BadInput("--yaml-cfg", getattr(args, "yaml_cfg", ""), rule=rule, remedy=remedy)
     if args.ampipe_config is not None:
-        raise BadInput(
-            CONFIG_FLAG,
-            " ".join(args.ampipe_config),
-            rule="this launch parses flags without reading files first",
-            remedy="Use -m megatron_ampipe.pretrain_gpt, or -m megatron_ampipe.launch and the script, or "
-            f"give the flags that 'ampipe config --format command {CONFIG_FLAG} ...' prints.",
-        )
+        rule = "this launch parses flags without reading files first"
+        remedy = f"Give the flags that 'ampipe config --format command {CONFIG_FLAG} ...' prints."
+        raise BadInput(CONFIG_FLAG, " ".join(args.ampipe_config), rule=rule, remedy=remedy)
     given = given_settings(args)
     check_given(given)
     plan = given.get("plan")

@@ -269,7 +269,7 @@ DATASETS = {
     "split-words": (
         _nothing,
         "--data-path {path} --split most,some",
-        "the data cannot be used (cannot convert float",
+        "data cannot be used (cannot conv",
     ),
     "no-tokens": (
         lambda path: write_dataset(path, [0, 0, 300]),
@@ -280,7 +280,7 @@ DATASETS = {
     "cache": (
         _nothing,
         _DATA + " --data-cache-path {path}.idx/cache",
-        "Failed to write dataset materials to the",
+        "Failed to write dataset materials",
     ),
     "no-rate": (_nothing, _DATA + " --lr-warmup-iters 9", "(refused by Megatron)"),
 }

@@ -23,7 +23,7 @@ MODEL = [*TINY_GPT, *TINY_MOE]
 RENDEZVOUS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29999"}
 REFUSED = {
     "half a dataset": ([*MODEL, "--data-path", "{folder}/half"], "dataset {folder}/half: "),
-    "a number out of range": (
+    "a wrong size": (
         [*MODEL, *MOCK_DATA, "--hidden-size", "130"],
         "arguments (refused by Megatron)",
     ),

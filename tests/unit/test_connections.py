@@ -85,13 +85,6 @@ def test_queues_are_chosen_when_flags_are_parsed_of_pipelined_runs_alone() -> No
         assert os.environ.pop(connections.VARIABLE) == connections.QUEUES
 
 
-def test_what_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(connections.VARIABLE, "8")
-    parse(*DEGREE_4)
-    parse("--ampipe-degree", "1")
-    assert os.environ[connections.VARIABLE] == "8"
-
-
 def test_after_cuda_is_initialised_nothing_is_set_and_the_table_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

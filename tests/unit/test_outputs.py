@@ -14,7 +14,6 @@ from megatron_ampipe import errors
 from megatron_ampipe.cli import TOOLS, build_parser, main
 from megatron_ampipe.files import outputs
 from megatron_ampipe.tools import bench_command, doctor_command, plan_command, profile_command
-from megatron_ampipe.tools.benchmark import result_file
 
 PLAN = ["plan", "--model", "mixtral-8x7b", "--cluster", "dgx-h100"]
 SBATCH = ["sbatch", "--no-check", "--nodes", "1", "--gpus-per-node", "8"]
@@ -72,31 +71,6 @@ def test_an_unwritable_output_is_refused_before_work_begins(
     assert said.err.startswith(f"ampipe: {words[-1]} ") and NO_FILES[target] in said.err
     assert said.out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["bench", "--plot"],
-        [*PLAN, "--picture"],
-        ["draw", "traces", "--output"],
-        ["routing", "recorded", "--picture"],
-    ],
-)
-@pytest.mark.parametrize("target", ["/proc/nope", "file/inside"])
-def test_picture_files_are_checked_as_well(
-    words: list[str],
-    target: str,
-    no_work: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
-    (tmp_path / "traces").mkdir()
-    assert main([*words, target]) == 2
-    assert "cannot be written to" in capsys.readouterr().err
 
 
 def test_every_argument_for_an_output_is_checked() -> None:
@@ -165,31 +139,3 @@ def test_it_has_the_given_or_the_default_permissions(tmp_path: Path) -> None:
         os.umask(umask)
     assert stat.S_IMODE((tmp_path / "plain").stat().st_mode) == 0o640
     assert stat.S_IMODE((tmp_path / "script").stat().st_mode) == 0o755
-
-
-def test_bench_keeps_its_result_when_the_file_is_lost_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """If the disk fills while it measures, the table is printed before the error."""
-    folder = tmp_path / "out"
-    folder.mkdir()
-
-    def measured(arguments: object, _link: object) -> dict[str, Any]:
-        folder.rmdir()
-        folder.touch()
-        return {"measured": True, "emulated": False, "cases": []}
-
-    monkeypatch.setattr(bench_command, "_measure", measured)
-    monkeypatch.setattr(
-        "megatron_ampipe.tools.benchmark.table.show", lambda document, console: print("the table")
-    )
-    assert main(["bench", "--json", str(folder / "x.json")]) == 3
-    said = capsys.readouterr()
-    assert said.out == "the table\n"
-    assert "x.json cannot be written" in said.err
-
-
-def test_results_are_written_with_this_module(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    result_file.write({"a": 1}, path)
-    assert path.read_text() == '{"a": 1}\n'

@@ -111,19 +111,3 @@ def test_a_file_for_another_run_is_not_used(
     assert DegreesFile(args(tmp_path, **changes), given, [Exchange.ROWS]).read() == ()
     shown = capsys.readouterr().out
     assert shown.startswith("AMPipe: degrees are tried again: ") and said in shown, shown
-
-
-def test_checkpoints_in_an_object_store_have_no_file() -> None:
-    found = args(Path("unused"))
-    found.save = found.load = "msc://bucket/checkpoints"
-    file = DegreesFile(found, GIVEN, [Exchange.ROWS])
-    file.keep((64, 1), Choice(CHOSEN, "measured"))
-    assert file.read() == () and not Path("msc:").exists()
-
-
-def test_a_folder_that_cannot_be_written_does_not_end_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    DegreesFile(args(tmp_path / "file"), GIVEN, [Exchange.ROWS]).keep((64, 1), Choice(CHOSEN, "measured"))
-    assert "AMPipe: a restart tries degrees again: " in capsys.readouterr().out
