@@ -33,12 +33,7 @@ SUPPORTED_MEGATRON = ("0.17", "0.18", "0.19")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MainBranch:
-    """The state of Megatron's main branch that was tested by hand.
-
-    Attributes:
-        version: Major and minor version that it calls itself.
-        commit: Its commit.
-    """
+    """The state of Megatron's main branch that was tested by hand, with the version that it calls itself."""
 
     version: str
     commit: str
@@ -130,11 +125,10 @@ def megatron_version(folder: Path) -> Version:
     """
     path = folder / "package_info.py"
     text = path.read_text(errors="replace") if path.is_file() else ""
-    found = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = [\"']?([\w.]*)[\"']?$", text, re.M))
-    if not {"MAJOR", "MINOR", "PATCH"} <= found.keys():
+    parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = [\"']?([\w.]*)[\"']?$", text, re.M))
+    if not {"MAJOR", "MINOR", "PATCH"} <= parts.keys():
         raise EnvironmentMissing(f"{path} does not contain the version of Megatron.")
-    numbers = ".".join(found[name] for name in ("MAJOR", "MINOR", "PATCH"))
-    return Version(numbers + found.get("PRE_RELEASE", ""))
+    return Version(f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}{parts.get('PRE_RELEASE', '')}")
 
 
 def found_version(distribution: str) -> Version | None:
@@ -222,18 +216,12 @@ def require_peers() -> None:
                 f"Run: pip install '{distribution}>={minimum}'"
             )
     megatron = found_version("megatron-core")
-    # On rank 0 only.
     if megatron is not None and is_untested(megatron) and os.environ.get("RANK", "0") == "0":
-        missing = missing_internals()
+        missing = ", ".join(missing_internals())
         warnings.warn(
             f"Megatron {megatron} is newer than the versions AMPipe is tested with "
             f"({', '.join(SUPPORTED_MEGATRON)}, and commit {MAIN_BRANCH.commit[:12]} of the main branch, "
-            f"{MAIN_BRANCH.version}). "
-            + (
-                f"Not found in it: {', '.join(missing)}."
-                if missing
-                else "It has all functions and classes that AMPipe imports."
-            ),
+            f"{MAIN_BRANCH.version}). Not found in it: {missing or 'nothing that AMPipe imports'}.",
             stacklevel=2,
         )
 
@@ -270,21 +258,15 @@ def missing_internals() -> list[str]:
         For example ``"megatron.core.mpu (launch/gpt.py)"``; empty if nothing is missing.
     """
     package = Path(__file__).parent
-    missing = []
-    for path in sorted(package.rglob("*.py")):
-        file = path.relative_to(package)
-        if file.parts[0] != "tools":
-            names = sorted(set(_megatron_imports(path)))
-            missing += [f"{name} ({file.as_posix()})" for name in names if not _exists(name)]
-    return missing
-
-
-def _megatron_imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron."):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("megatron."))
+    imported = set()
+    for path in package.rglob("*.py"):
+        file = path.relative_to(package).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())) if not file.startswith("tools/") else ():
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                imported |= {(file, f"{module}{alias.name}") for alias in node.names}
+    names = [(file, name) for file, name in sorted(imported) if name.startswith("megatron.")]
+    return [f"{name} ({file})" for file, name in names if not _exists(name)]
 
 
 def _exists(name: str) -> bool:
@@ -370,22 +352,19 @@ def has_apex() -> bool:
 
 def has_optional_package(piece: OptionalPackage) -> bool:
     """Whether an optional package is installed in a supported version. Imports nothing."""
-    return {
-        "Transformer Engine": has_transformer_engine,
-        "flash-attn": has_flash_attn,
-        "apex": has_apex,
-    }[piece.name]()
+    checks = {"Transformer Engine": has_transformer_engine, "flash-attn": has_flash_attn, "apex": has_apex}
+    return checks[piece.name]()
 
 
 def missing_packages() -> list[tuple[OptionalPackage, str]]:
     """The optional packages that cannot be used, each with the reason."""
-    found = []
+    missing = []
     for piece in OPTIONAL_PACKAGES:
         if not has_optional_package(piece):
             version = installed_version(piece.distribution) if piece.minimum is not None else None
             reason = "not installed" if version is None else f"{version} is older than {piece.minimum}"
-            found.append((piece, reason))
-    return found
+            missing.append((piece, reason))
+    return missing
 
 
 def has_fused_weight_gradients(*, on_gpu: bool) -> bool:

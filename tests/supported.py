@@ -11,9 +11,8 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron_ampipe.block.settings import SETTING
-from megatron_ampipe.launch.flags import add_arguments
+from megatron_ampipe.launch.flags import SWITCHED_OFF, add_arguments
 from megatron_ampipe.launch.refusals import REFUSALS, TOKEN_ID_REFUSALS, Refusal
-from megatron_ampipe.launch.switched_off_flags import SWITCHED_OFF
 from megatron_ampipe.schedule import KEEP, Exchange
 from tests.dist.cases import PARITY, Case
 
@@ -164,8 +163,8 @@ def render() -> Iterator[str]:
     yield TRAININGS
     yield NOT_BITWISE
     yield SWITCHED_OFF_HEAD
-    for flag in SWITCHED_OFF:
-        yield f"| `{flag.setting}` | {flag.reason} |"
+    for flag, reason in SWITCHED_OFF.items():
+        yield f"| `{flag}` | {reason} |"
     yield f"\n{REFUSED_HEAD}"
     yield from _table(REFUSALS)
     yield f"\n{REFUSED_WITH_IDS_HEAD}"

@@ -4,7 +4,7 @@ The letters are Megatron's: ``*`` attention, ``+`` latent attention, ``E`` MoE, 
 others. ``|`` separates pipeline stages, ``/`` the layers of multi-token prediction. An attention layer and
 the MoE layer right after it are a pair, which is pipelined as one block. An attention layer and an MLP right
 after it are one too next to a pair with experts, whose schedule they can share.
-Called by ``layers``, by ``launch`` and by ``launch.refusal_conditions``.
+Called by ``layers``, by ``launch`` and by ``launch.refusals``.
 """
 
 from __future__ import annotations

@@ -1,33 +1,163 @@
-"""Input files: text files that a user names, read only if they are regular files.
+"""Input files that a user names: text, and YAML with the line of each key, so that an error can name it.
 
-Opening a pipe without a writer would block forever, and reading a device such as ``/dev/zero`` would fill the
-memory. The callers check the contents. Counterpart of :mod:`.outputs`; called wherever YAML, traces and
-results are read.
+Only regular files are read: opening a pipe without a writer would block forever, and reading a device such as
+``/dev/zero`` would fill the memory. What values must be is checked by :mod:`.records` for AMPipe's formats,
+and by ``launch/config_files.py`` for Megatron's flags.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
+
+from megatron_ampipe.errors import BadInput
+
+_MOST_DIGITS = 30
+"""Of a whole number. No size has more, and a longer one could not become a float."""
+_KNOWN_TAGS = "tag:yaml.org,2002:", "tag:yaml.org,2002:python"
+"""What the tags begin with that YAML gives to plain values, and those that would build objects."""
+
+
+class LinedMapping(dict[str, Any]):
+    """A mapping that knows its place in the file: ``line``, and in ``lines`` the line of each key, from 1."""
+
+    def __init__(self, line: int) -> None:
+        super().__init__()
+        self.line = line
+        self.lines: dict[str, int] = {}
 
 
 def read_text(path: Path) -> str:
     """Read a text file.
 
     Raises:
-        OSError: it cannot be read, or is not a regular file.
+        OSError: it cannot be read, or is a pipe, a device or a socket.
         ValueError: it is not UTF-8, or its name contains a NUL byte.
-    """
-    require_regular_file(path)
-    return path.read_text(encoding="utf-8")
-
-
-def require_regular_file(path: Path) -> None:
-    """Refuse pipes, devices and sockets. Missing files and folders are not checked: opening them fails.
-
-    Raises:
-        OSError: it is a pipe, a device or a socket.
     """
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.read_text(encoding="utf-8")
+
+
+def parse_file[Content](
+    path: Path, parse: Callable[[str], Content], *, what: str, rule: str, remedy: str
+) -> Content:
+    """Read a text file and parse its text.
+
+    Args:
+        path: The file.
+        parse: Converts the text; what it raises for another format is reported by ``rule``.
+        what: What the file should hold, in a word, for the errors: ``grid``, ``trace``.
+        rule: Why a file in another format is refused.
+        remedy: What to do about it, as a sentence.
+
+    Raises:
+        BadInput: it cannot be read, or has another format.
+    """
+    try:
+        return parse(read_text(path))
+    except BadInput:
+        raise
+    except OSError as error:
+        raise BadInput(what, path, rule=f"cannot be read ({error.strerror})", remedy=remedy) from error
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, YAMLError) as error:
+        raise BadInput(what, path, rule=rule, remedy=remedy) from error
+
+
+def refuse(path: Path | str, line: int, key: str, rule: str, remedy: str) -> NoReturn:
+    """Raise the error of one place in a file."""
+    raise BadInput(f"{path}:{line}:", key, rule=rule, remedy=remedy)
+
+
+def load(path: Path, *, what: str, remedy: str, scalars_as_text: bool = False) -> LinedMapping:
+    """Read a YAML file (version 1.2) whose top is a mapping.
+
+    Args:
+        path: The file.
+        what: What it should hold, for the errors: ``grid``, ``cluster``.
+        remedy: What to do about a file that cannot be read, as a sentence.
+        scalars_as_text: Whether numbers stay text; true, false and null are always converted.
+
+    Raises:
+        BadInput: it cannot be read, is not YAML, has a tag that would build an object, or is not a mapping.
+    """
+
+    def parse(text: str) -> Any:
+        try:
+            return _parse(text, as_text=scalars_as_text)
+        except MarkedYAMLError as error:
+            line = error.problem_mark.line + 1 if error.problem_mark else 1
+            refuse(path, line, "YAML", str(error.problem), remedy)
+
+    top = parse_file(path, parse, what=what, rule="cannot be read as YAML", remedy=remedy)
+    if not isinstance(top, LinedMapping):
+        refuse(path, 1, "top", "does not hold keys with values", remedy)
+    return top
+
+
+def value_of(text: str) -> Any:
+    """What a word means as the value of a key.
+
+    Raises:
+        ValueError: it is not YAML, or a number that is too long.
+    """
+    try:
+        return _parse(text, as_text=False)
+    except (YAMLError, RecursionError) as error:
+        raise ValueError(text) from error
+
+
+def _parse(text: str, *, as_text: bool) -> Any:
+    node = YAML(typ="safe", pure=True).compose(text)
+    return None if node is None else _value(node, as_text, set())
+
+
+def _value(node: Node, as_text: bool, collections: set[int]) -> Any:
+    """The value of a node; ``collections`` are the lists and mappings that were met before."""
+    known, objects = _KNOWN_TAGS
+    if not node.tag.startswith(known) or node.tag.startswith(objects):
+        _fail(node, f"the tag {node.tag.replace(known, '!!')} is not supported; write the value without it")
+    if isinstance(node, ScalarNode):
+        return _scalar(node, as_text)
+    if id(node) in collections:
+        # A few lines of such aliases can expand to 10**9 words.
+        _fail(node, f"the alias *{node.anchor} repeats a list or a section; write it out")
+    collections.add(id(node))
+    if not isinstance(node, MappingNode):
+        return [_value(item, as_text, collections) for item in node.value]
+    mapping = LinedMapping(node.start_mark.line + 1)
+    for key_node, value_node in node.value:
+        key = _scalar(key_node, as_text) if isinstance(key_node, ScalarNode) else None
+        if not isinstance(key, str):
+            _fail(key_node, f"the key {key!r} is not text")
+        if key in mapping:
+            _fail(key_node, f"the key {key!r} comes twice")
+        mapping.lines[key] = key_node.start_mark.line + 1
+        mapping[key] = _value(value_node, as_text, collections)
+    return mapping
+
+
+def _scalar(node: ScalarNode, as_text: bool) -> str | bool | int | float | None:
+    kind, text = node.tag.rpartition(":")[2], node.value
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return bool(text.lower() == "true")
+    if as_text or kind not in ("int", "float"):
+        return str(text)
+    if kind == "float":
+        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    if len(text) > _MOST_DIGITS:
+        _fail(node, f"a number of {len(text)} digits is too long, the limit is {_MOST_DIGITS}")
+    return int(text, 0 if text.lstrip("+-")[:2] in ("0x", "0o", "0b") else 10)
+
+
+def _fail(node: Node, problem: str) -> NoReturn:
+    raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark)

@@ -1,7 +1,6 @@
 """Output files: checked for write access before the work begins, and written atomically.
 
-Not for files that ranks exchange, nor for datasets, which are resumed after an interruption. Called by every
-tool with an argument for an output file, and by the records and timelines that several tools write.
+Not for files that ranks exchange, nor for datasets, which are resumed after an interruption.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput, RunFailed
-
-_DEVICES = Path("/dev")
 
 
 def check(path: Path, *, flag: str, makes_folder: bool = False) -> None:
@@ -27,35 +24,29 @@ def check(path: Path, *, flag: str, makes_folder: bool = False) -> None:
     Raises:
         BadInput: it is a directory or a device, or its folder is not writable.
     """
+    rule = ""
     # os.path functions return False for a name that is too long, where those of Path raise.
-    if os.path.isdir(path):
-        remedy = f"Name a file in it, for example {path / 'result'}."
-        raise BadInput(flag, path, rule="is a directory", remedy=remedy)
+    if os.path.isdir(path) or path.name in ("", ".."):
+        rule = "is a directory"
     # Replacing a device by a file would break every other program that uses the device.
-    if (os.path.exists(path) and not os.path.isfile(path)) or path.absolute().parent == _DEVICES:
-        raise BadInput(
-            flag,
-            path,
-            rule="is not a regular file",
-            remedy="Name a new or an existing file in a folder that you can write to.",
-        )
+    elif (os.path.exists(path) and not os.path.isfile(path)) or path.absolute().parent == Path("/dev"):
+        rule = "is not a regular file"
+    if rule:
+        remedy = "Name a new or an existing file in a folder that you can write to."
+        raise BadInput(flag, path, rule=rule, remedy=remedy)
     check_folder(path.absolute().parent, flag=flag, value=path, makes_folder=makes_folder, name=path.name)
 
 
 def check_prefix(
     prefix: Path, *, suffixes: Sequence[str], flag: str, makes_folder: bool = False
 ) -> list[Path]:
-    """:func:`check` for several files with a common prefix.
-
-    Returns:
-        The files: ``prefix`` with each of ``suffixes``.
+    """:func:`check` for several files with a common prefix, which are returned.
 
     Raises:
         BadInput: as for :func:`check`, or ``prefix`` does not end in a file name.
     """
     if prefix.name in ("", ".."):
-        remedy = f"Add a file name: {prefix / 'picture'}."
-        raise BadInput(flag, prefix, rule="is a directory", remedy=remedy)
+        check(prefix, flag=flag)
     targets = [prefix.with_name(prefix.name + suffix) for suffix in suffixes]
     for target in targets:
         check(target, flag=flag, makes_folder=makes_folder)
@@ -80,20 +71,13 @@ def check_folder(
     existing = folder
     while makes_folder and not os.path.exists(existing):
         existing = existing.parent
-    if not os.path.exists(existing):
-        rule, remedy = f"{folder} does not exist", "Create it, or choose another folder."
-        raise BadInput(flag, value, rule=rule, remedy=remedy)
     trial = _partial(existing / name)
     try:
         trial.touch()
         trial.unlink(missing_ok=True)
     except OSError as error:
-        raise BadInput(
-            flag,
-            value,
-            rule=f"{existing} cannot be written to ({error.strerror})",
-            remedy="Choose a folder that you can write to.",
-        ) from error
+        rule = f"{existing} cannot be written to ({error.strerror})"
+        raise BadInput(flag, value, rule=rule, remedy="Choose a folder that you can write to.") from error
 
 
 @contextlib.contextmanager

@@ -17,30 +17,30 @@ a dataclass                 a section with these keys
 
 A field without a default must be given. Metadata of a field: ``minimum`` (its least value), ``above`` (what
 it must exceed), ``derived`` (it does not stand in the file), ``last`` (it is written after the others).
-
-Not for files of Megatron's flags, which ``launch/settings`` checks against Megatron's parser. Called by the
-readers of cluster files, plan files and grids.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.scalarstring import LiteralScalarString
 
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files import outputs
+from megatron_ampipe.files.inputs import LinedMapping, refuse
 from megatron_ampipe.files.spelling import nearest
-from megatron_ampipe.files.yaml_lines import LinedMapping, number_of
 
 Lines = dict[str, int]
 """The line of each key, by the names of the keys that lead to it, joined by dots."""
+_LARGEST = 1e15
+"""Of any number with a point. Sums and products of larger ones could be infinite."""
 
 
 def read_record[Record](
@@ -51,7 +51,7 @@ def read_record[Record](
     Args:
         path: The file, for the errors.
         kind: The dataclass.
-        top: What :func:`megatron_ampipe.files.yaml_lines.load` returned.
+        top: What :func:`megatron_ampipe.files.inputs.load` returned.
         add: What to do about a missing key, as a sentence with ``{key}`` in it.
 
     Returns:
@@ -77,30 +77,16 @@ def write_record(path: Path, record: object, *, head: str) -> None:
     Raises:
         RunFailed: it cannot be written.
     """
-    text = yaml.dump(_plain(record), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
-    outputs.write_text(path, f"# {head}\n{text}")
+    yaml, text = YAML(), io.StringIO()
+    yaml.width = 10**6
+    yaml.dump(_plain(record), text)
+    outputs.write_text(path, f"# {head}\n{text.getvalue()}")
 
 
 def keys_of(kind: type[Any]) -> dict[str, dataclasses.Field[Any]]:
     """The fields of a dataclass that a file can hold, by name."""
     fields = dataclasses.fields(kind)
     return {field.name: field for field in fields if field.init and not field.metadata.get("derived")}
-
-
-def refuse(path: Path | str, line: int, key: str, rule: str, remedy: str) -> NoReturn:
-    """Raise the error of one place in a file."""
-    raise BadInput(f"{path}:{line}:", key, rule=rule, remedy=remedy)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as a block."""
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text)
 
 
 class _Reader:
@@ -132,11 +118,11 @@ class _Reader:
         if not isinstance(found, LinedMapping):
             remedy = "Write one 'key: value' on each line."
             refuse(self.path, line, where, "must hold keys with values", remedy)
-        for key in found:
+        for key, at in found.lines.items():
             here = _join(where, key)
             if known is not None and key not in known:
-                self._unknown(found.lines[key], here, key, known)
-            self.lines[here] = found.lines[key]
+                refuse(self.path, at, here, "is not a known key", nearest(key, known))
+            self.lines[here] = at
         return found
 
     def _value(self, hint: Any, found: object, where: str, line: int, limits: Mapping[str, Any]) -> Any:
@@ -153,9 +139,9 @@ class _Reader:
             if not isinstance(found, list) or not found:
                 remedy = "Write for example [1, 2], or '- ' before each entry."
                 refuse(self.path, line, where, "must be a list that is not empty", remedy)
-            entries = enumerate(found)
             return tuple(
-                self._value(arguments[0], item, f"{where}[{i}]", line, limits) for i, item in entries
+                self._value(arguments[0], item, f"{where}[{index}]", line, limits)
+                for index, item in enumerate(found)
             )
         if origin not in (Literal, None):
             names = typing.get_args(arguments[0])
@@ -166,69 +152,46 @@ class _Reader:
                 key: self._value(arguments[1], value, _join(where, key), section.lines[key], {})
                 for key, value in section.items()
             }
-        return self._scalar(hint, found, where, line, limits)
-
-    def _scalar(self, hint: Any, found: object, where: str, line: int, limits: Mapping[str, Any]) -> Any:
-        if typing.get_origin(hint) is Literal:
-            choices = typing.get_args(hint)
-            rule, remedy = f"must be one of {', '.join(choices)}", f"Use {choices[0]}."
-            good = found in choices
-        elif hint is str:
-            rule, remedy = "must be text", "Write some words."
-            good = isinstance(found, str) and bool(found.strip())
-        elif hint is bool:
-            rule, remedy = "must be true or false", "Write true or false."
-            good = isinstance(found, bool)
-        else:
-            return self._number(hint, found, where, line, limits)
+        good, rule, remedy = _check(hint, found, limits)
         if not good:
             refuse(self.path, line, f"{where} {found!r}", rule, remedy)
-        return found
-
-    def _number(self, hint: Any, found: object, where: str, line: int, limits: Mapping[str, Any]) -> Any:
-        least = limits.get("minimum", 1 if hint is int else 0)
-        above = limits.get("above")
-        limit = f"at least {least:g}" if above is None else f"above {above:g}"
-        number = number_of(found)
-        if hint is int:
-            rule, remedy = f"must be a whole number of {limit}", "Write for example 8."
-            good = type(found) is int and found >= least
-        elif number is None or not math.isfinite(number):
-            rule, remedy = f"must be a number, {limit}, without a unit", "Write for example 1.5."
-            good = False
-        elif number > _LARGEST:
-            rule, remedy = f"must be at most {_LARGEST:g}", "Check the unit, which the key names."
-            good = False
-        else:
-            rule, remedy = f"must be {limit}", "Write for example 1.5."
-            good = number >= least if above is None else number > above
-        if not good:
-            refuse(self.path, line, f"{where} {found!r}", rule, remedy)
-        return found if hint is int else number
-
-    def _unknown(self, line: int, where: str, key: str, known: Iterable[str]) -> NoReturn:
-        stem = key.split("_")[0]
-        other = next((name for name in known if "_us" in name and name.split("_")[0] == stem), None)
-        if other and any(unit in key for unit in _UNITS):
-            rule = f"is in another unit than {other}, the key of this file"
-            refuse(self.path, line, where, rule, f"Convert the value and call it {other}.")
-        refuse(self.path, line, where, "is not a known key", nearest(key, known))
+        return float(found) if hint is float else found  # type: ignore[arg-type]
 
 
-_LARGEST = 1e15
-"""Of any number with a point. Sums and products of larger ones could be infinite."""
-_UNITS = ("_s", "_ms", "_us", "_ns", "_per_", "_gb")
+def _check(hint: Any, found: Any, limits: Mapping[str, Any]) -> tuple[bool, str, str]:
+    """Whether a scalar has the type ``hint``, and rule and remedy if not."""
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        return found in choices, f"must be one of {', '.join(choices)}", f"Use {choices[0]}."
+    if hint is str:
+        return isinstance(found, str) and bool(found.strip()), "must be text", "Write some words."
+    if hint is bool:
+        return isinstance(found, bool), "must be true or false", "Write true or false."
+    least, above = limits.get("minimum", 1 if hint is int else 0), limits.get("above")
+    limit = f"at least {least:g}" if above is None else f"above {above:g}"
+    is_number = isinstance(found, int | float) and not isinstance(found, bool)
+    within = is_number and (found >= least if above is None else found > above)
+    if hint is int:
+        good = within and isinstance(found, int)
+        return good, f"must be a whole number of {limit}", "Write for example 8."
+    if not is_number or not math.isfinite(found):
+        return False, f"must be a number, {limit}, without a unit", "Write for example 1.5."
+    if found > _LARGEST:
+        return False, f"must be at most {_LARGEST:g}", "Check the unit, which the key names."
+    return within, f"must be {limit}", "Write for example 1.5."
 
 
 def _plain(value: object) -> object:
-    """What YAML can hold."""
+    """What YAML can hold; text of several lines becomes a block."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # What a base class asks for, such as the source of a figure, reads better after the figure.
         fields = sorted(keys_of(type(value)).values(), key=lambda field: bool(field.metadata.get("last")))
-        found = {field.name: getattr(value, field.name) for field in fields}
-        return {name: _plain(content) for name, content in found.items() if content is not None}
+        contents = {field.name: getattr(value, field.name) for field in fields}
+        return {name: _plain(content) for name, content in contents.items() if content is not None}
     if isinstance(value, Mapping):
         return {key: _plain(content) for key, content in value.items()}
+    if isinstance(value, str):
+        return LiteralScalarString(value) if "\n" in value else str(value)
     return [_plain(content) for content in value] if isinstance(value, tuple) else value
 
 

@@ -1,18 +1,13 @@
-"""Finds the built-in YAML files of ``configs/``, in a checkout or an installed wheel, by name.
-
-Does not read them. Called by every tool that takes a file or the name of a built-in one: launches, grids,
-clusters.
-"""
+"""Finds the built-in YAML files of ``configs/``, in a checkout or an installed wheel, by name."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files.spelling import did_you_mean
 
-SUFFIX = ".yaml"
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -30,7 +25,7 @@ def shown(path: Path) -> str:
 
 def config_names(*folders: str) -> dict[str, Path]:
     """The files in these folders of ``configs``, by name without suffix."""
-    files = [path for folder in folders for path in (configs_folder() / folder).glob(f"*{SUFFIX}")]
+    files = [path for folder in folders for path in (configs_folder() / folder).glob("*.yaml")]
     return {path.stem: path for path in sorted(files)}
 
 
@@ -51,11 +46,10 @@ def find_config(text: str, *, folders: Sequence[str], flag: str, what: str) -> P
     known = config_names(*folders)
     if text in known:
         return known[text]
-    near = difflib.get_close_matches(Path(text).stem, known, n=1)
-    guess = f"Did you mean {near[0]}? " if near else ""
+    guess = did_you_mean(Path(text).stem, known)
     raise BadInput(
         flag,
         text or "(empty)",
         rule=f"is neither a file nor a built-in {what}",
-        remedy=f"{guess}Give a YAML file, or one of {', '.join(sorted(known))}.",
+        remedy=f"{guess} Give a YAML file, or one of {', '.join(sorted(known))}.".lstrip(),
     )

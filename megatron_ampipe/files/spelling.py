@@ -7,13 +7,9 @@ from collections.abc import Collection, Iterable
 
 
 def did_you_mean(word: str, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6) -> str:
-    """A question that names the most similar known words; empty if none is similar.
+    """A question that names at most ``most`` similar known words; empty if none is similar.
 
-    Args:
-        word: What the user wrote.
-        known: What it could have been.
-        most: How many words to name at most.
-        cutoff: How similar they must be, 0 to 1, as :func:`difflib.get_close_matches` counts.
+    ``cutoff`` is how similar they must be, 0 to 1, as :func:`difflib.get_close_matches` counts.
     """
     near = difflib.get_close_matches(word, sorted(known), n=most, cutoff=cutoff)
     return f"Did you mean {' or '.join(near)}?" if near else ""

@@ -1,19 +1,18 @@
 """The timeline of a run: when every stage ran. Recorded and simulated runs use the same type.
 
-Data and arithmetic only, no torch. Written by :mod:`megatron_ampipe.runtime.recorder`, read by
-``ampipe draw``. The file format is the Chrome trace event format, which Perfetto opens as well.
+The file format is the Chrome trace event format, which Perfetto opens as well.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files import inputs, outputs
 
 COMPUTE = "compute"
@@ -90,19 +89,18 @@ class Timeline:
     @property
     def communication_us(self) -> float:
         """Time during which at least one communication lane was busy."""
-        return _length(_union(self._intervals(communication=True)))
+        return self._busy_us(lambda lane: lane not in (COMPUTE, COPY))
 
     @property
     def compute_us(self) -> float:
         """Time during which the compute lane was busy."""
-        return _length(_union(self._intervals(communication=False)))
+        return self._busy_us(lambda lane: lane == COMPUTE)
 
     @property
     def hidden_us(self) -> float:
         """The part of ``communication_us`` during which the compute lane was busy as well."""
-        return _overlap(
-            _union(self._intervals(communication=True)), _union(self._intervals(communication=False))
-        )
+        either_us = self._busy_us(lambda lane: lane != COPY)
+        return max(0.0, self.communication_us + self.compute_us - either_us)
 
     @property
     def exposed_us(self) -> float:
@@ -122,13 +120,13 @@ class Timeline:
             return 0.0
         return max(span.end_us for span in spans) - min(span.begin_us for span in spans)
 
-    def _intervals(self, *, communication: bool) -> Iterable[tuple[float, float]]:
-        return (
-            (span.begin_us, span.end_us)
-            for span in self.spans
-            # Copies to host memory are neither.
-            if span.lane != COPY and (span.lane != COMPUTE) is communication
-        )
+    def _busy_us(self, counts: Callable[[str], bool]) -> float:
+        """Time during which at least one of the lanes that count was busy."""
+        total, until = 0.0, -math.inf
+        for begin, end in sorted((span.begin_us, span.end_us) for span in self.spans if counts(span.lane)):
+            total += max(0.0, end - max(begin, until))
+            until = max(until, end)
+        return total
 
     def write_chrome(self, path: Path) -> None:
         """Write the Chrome trace; the file gets its name only when it is complete.
@@ -168,19 +166,17 @@ class Timeline:
             BadInput: the file does not exist, is not such a trace, or contains no stage.
         """
         remedy = "Give a file that a run with --ampipe-trace-dir wrote (rank0.trace.json)."
-        try:
-            document = json.loads(inputs.read_text(path))
-            labels = {str(key): str(value) for key, value in dict(document["otherData"]).items()}
-            rank = int(labels.pop("rank"))
-            if not all(map(str.isprintable, labels.values())):
-                raise ValueError("a label that is not printable")
-            spans = tuple(_read_span(event) for event in document["traceEvents"] if event["ph"] == "X")
-        except OSError as error:
-            raise BadInput("trace", path, rule=f"cannot be read ({error.strerror})", remedy=remedy) from error
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise BadInput("trace", path, rule="is not a trace written by AMPipe", remedy=remedy) from error
-        if not spans:
-            raise BadInput("trace", path, rule="contains no stage", remedy=remedy)
+        rule = "is not a trace written by AMPipe"
+        return inputs.parse_file(path, cls._parse, what="trace", rule=rule, remedy=remedy)
+
+    @classmethod
+    def _parse(cls, text: str) -> Timeline:
+        document = json.loads(text)
+        labels = {str(key): str(value) for key, value in dict(document["otherData"]).items()}
+        rank = int(labels.pop("rank"))
+        spans = tuple(_read_span(event) for event in document["traceEvents"] if event["ph"] == "X")
+        if not spans or not all(map(str.isprintable, labels.values())):
+            raise ValueError("no stage, or a label that is not printable")
         return cls(rank=rank, spans=spans, labels=labels)
 
 
@@ -204,37 +200,8 @@ def _read_span(event: dict[str, Any]) -> StageSpan:
     )
 
 
-def _number(found: object) -> float:
+def _number(value: object) -> float:
     """Check that a value is a number that can be drawn; ValueError if not."""
-    if not isinstance(found, int | float) or isinstance(found, bool) or not abs(found) <= _LARGEST:
-        raise ValueError(f"{found!r} is not a valid number in a trace")
-    return float(found)
-
-
-def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Merge overlapping intervals; the result is ordered."""
-    merged: list[tuple[float, float]] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def _overlap(left: list[tuple[float, float]], right: list[tuple[float, float]]) -> float:
-    """Total length of the intersection of two lists of disjoint, ordered intervals, in linear time."""
-    total, first, second = 0.0, 0, 0
-    while first < len(left) and second < len(right):
-        begin = max(left[first][0], right[second][0])
-        end = min(left[first][1], right[second][1])
-        total += max(0.0, end - begin)
-        if left[first][1] <= right[second][1]:
-            first += 1
-        else:
-            second += 1
-    return total
-
-
-def _length(intervals: list[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in intervals)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= _LARGEST:
+        raise ValueError(f"{value!r} is not a valid number in a trace")
+    return float(value)

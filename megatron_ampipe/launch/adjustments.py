@@ -1,7 +1,6 @@
 """Arguments that are changed for pipelined blocks, each with a row in the start-up table.
 
-What cannot be changed without changing what is computed is refused instead (``refusals.py``). Called by
-:mod:`.attach`, before any process group is made.
+What cannot be changed without changing what is computed is refused instead (``refusals.py``).
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 import argparse
 
 from megatron_ampipe.launch import host
+from megatron_ampipe.launch.flags import SWITCHED_OFF
 from megatron_ampipe.launch.planned import workload_of_args
-from megatron_ampipe.launch.switched_off_flags import SWITCHED_OFF
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.schedule.features import gather_lane, ring_hindrance, uses_ring_attention
@@ -28,15 +27,26 @@ def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> list[host.Adj
         args: Megatron's validated arguments, above degree 1.
         on_gpu: Where the run is.
     """
-    return [
-        *_drop_attention_mask(args),
-        *_unfuse_rotary(args),
-        *_ignored_losses(args),
-        *_drop_padding(args),
-        *_put_aside(args),
-        *_gather_keys_and_values(args),
-        *(_prioritize_exchanges(args) if on_gpu else []),
-    ]
+    changes = [*_drop_attention_mask(args), *_unfuse_rotary(args)]
+    losses = (
+        args.moe_aux_loss_coeff if isinstance(args.moe_aux_loss_coeff, list) else [args.moe_aux_loss_coeff]
+    )
+    if max(losses) <= 0 and min(losses) != 0:
+        changes.append(
+            host.Adjustment(
+                flag="--moe-aux-loss-coeff",
+                value=" ".join(f"{coefficient:g}" for coefficient in losses),
+                reason="ignored: Megatron adds no loss with a negative coefficient",
+            )
+        )
+    if args.moe_pad_expert_input_to_capacity:
+        reason = "ignored: chunks send only the kept tokens, with the same result"
+        changes.append(host.Adjustment(flag="--moe-pad-expert-input-to-capacity", value=None, reason=reason))
+    for flag, reason in SWITCHED_OFF.items():
+        if flag in getattr(args, "ampipe_put_aside", ()):
+            changes.append(host.Adjustment(flag=flag, value=None, reason=f"switched off: {reason}"))
+    changes += _gather_keys_and_values(args)
+    return [*changes, *_prioritize_exchanges(args)] if on_gpu else changes
 
 
 def take_over_recompute(args: argparse.Namespace, config: AMPipeConfig) -> FullRecompute | None:
@@ -122,43 +132,6 @@ def _unfuse_rotary(args: argparse.Namespace) -> list[host.Adjustment]:
             value=None,
             reason="rows of several packed sequences differ in position: the same function",
         )
-    ]
-
-
-def _ignored_losses(args: argparse.Namespace) -> list[host.Adjustment]:
-    """Report losses that Megatron leaves out because their coefficient is negative."""
-    given = args.moe_aux_loss_coeff
-    given = given if isinstance(given, list) else [given]
-    if max(given) > 0 or min(given) == 0:
-        return []
-    return [
-        host.Adjustment(
-            flag="--moe-aux-loss-coeff",
-            value=" ".join(f"{one:g}" for one in given),
-            reason="ignored: Megatron adds no loss with a negative coefficient",
-        )
-    ]
-
-
-def _drop_padding(args: argparse.Namespace) -> list[host.Adjustment]:
-    """Report that padding is not sent: the dispatcher of a chunk leaves it out."""
-    if not args.moe_pad_expert_input_to_capacity:
-        return []
-    return [
-        host.Adjustment(
-            flag="--moe-pad-expert-input-to-capacity",
-            value=None,
-            reason="ignored: chunks send only the kept tokens, with the same result",
-        )
-    ]
-
-
-def _put_aside(args: argparse.Namespace) -> list[host.Adjustment]:
-    """Report which other overlaps were switched off when the flags were parsed."""
-    return [
-        host.Adjustment(flag=one.setting, value=None, reason=f"switched off: {one.reason}")
-        for one in SWITCHED_OFF
-        if one.setting in getattr(args, "ampipe_put_aside", ())
     ]
 
 

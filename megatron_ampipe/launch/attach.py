@@ -32,8 +32,12 @@ from megatron_ampipe.launch.planned import (
     planner_of,
 )
 from megatron_ampipe.launch.recording import Recording
-from megatron_ampipe.launch.refusal_conditions import exchanges_of, load_balancing
-from megatron_ampipe.launch.refusals import refuse_unsupported, refuse_with_token_ids
+from megatron_ampipe.launch.refusals import (
+    exchanges_of,
+    load_balancing,
+    refuse_unsupported,
+    refuse_with_token_ids,
+)
 from megatron_ampipe.launch.routing_recorder import RoutingRecording
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.layers.context import AMPipeContext
@@ -187,7 +191,7 @@ def find_gate(config: AMPipeConfig, args: argparse.Namespace, *, of_script: bool
             remedy="Add --ampipe-router-scope chunk and --ampipe-degree 4: it then compares the tokens of a "
             "chunk, and later tokens influence earlier ones within a chunk only.",
         )
-    if reason is None and config.router_scope == "chunk" and load_balancing("sinkhorn")(args) is None:
+    if reason is None and config.router_scope == "chunk" and load_balancing(args, "sinkhorn") is None:
         raise SETTING["router_scope"].refuse(
             "chunk",
             f"has no effect with {ROUTER_FLAG} {name}, whose choice for a token depends on that token alone",

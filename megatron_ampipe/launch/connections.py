@@ -1,7 +1,6 @@
 """``CUDA_DEVICE_MAX_CONNECTIONS``: how many hardware queues the streams of a process share on a GPU.
 
-CUDA reads it once, when it is initialised. Imports neither torch nor Megatron. Called where flags are parsed,
-for the start-up table, and by ``ampipe doctor``.
+CUDA reads it once, when it is initialised. Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations

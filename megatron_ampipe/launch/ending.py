@@ -2,12 +2,14 @@
 
 Bad input ends every rank with the same code and one message. A failure during training keeps its traceback.
 torchrun ends its output with a block about the ranks that failed: it shows the message, or the traceback,
-that is written here for it. Called by the entry points. Imports torch only where a run does so as well.
+that is written here for it. Imports torch only where a run does so as well.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -19,9 +21,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from megatron_ampipe.errors import AMPipeError, RunFailed
+from megatron_ampipe.errors import AMPipeError, BadInput, RunFailed
 from megatron_ampipe.launch import failures
-from megatron_ampipe.launch.early import check_rank_variables
 
 INTERRUPTED = 130
 PEER_GRACE_S = 20.0
@@ -31,6 +32,8 @@ PEER_LAG_S = 2.0
 that."""
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torchrun looks for the cause of a rank's failure."""
+_RANKS = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+"""Variables of torchrun: the index of a rank, and how many ranks there are."""
 
 
 def run_to_end(check: Callable[[], None], work: Callable[[], int]) -> int:
@@ -56,6 +59,42 @@ def run_to_end(check: Callable[[], None], work: Callable[[], int]) -> int:
         return end_with(error)
     except Exception as error:
         return end_after_failure(error)
+
+
+def check_rank_variables() -> None:
+    """Refuse wrong values of torchrun's variables, where they are set.
+
+    Raises:
+        BadInput: One is no whole number, or the number of a rank is not below how many there are.
+    """
+    remedy = "Start the run with torchrun, which sets it, or unset it."
+    for name in (*itertools.chain(*_RANKS), "MASTER_PORT"):
+        value = os.environ.get(name, "0")
+        if not (value.isascii() and value.isdecimal() and len(value) < 10):
+            raise BadInput(name, value or "(empty)", rule="must be a whole number", remedy=remedy)
+    for rank, count in _RANKS:
+        if rank in os.environ and int(os.environ[rank]) >= int(os.environ.get(count, 10**9)):
+            rule = f"must be below {count}, which is {os.environ[count]}"
+            raise BadInput(rank, os.environ[rank], rule=rule, remedy=remedy)
+
+
+def keep_signal_from_children(args: argparse.Namespace) -> None:
+    """Keep the signal that asks a run to save and exit from the processes that a rank starts.
+
+    SLURM sends it to every process of a step. A rank handles it (Megatron's ``--exit-signal-handler``); the
+    process that passes the results of writing a checkpoint to Megatron would be ended by it, and that
+    checkpoint would fail. Processes inherit what their parent's thread blocks, and Python runs the handler in
+    the main thread, whichever thread received the signal. Nothing is done for SIGTERM, by which child
+    processes have to end.
+
+    Args:
+        args: Megatron's arguments.
+    """
+    if args.exit_signal_handler and args.exit_signal != signal.SIGTERM:
+        # Started before the signal is blocked here, so it is not blocked there.
+        receiver = threading.Thread(target=threading.Event().wait, name="ampipe-exit-signal", daemon=True)
+        receiver.start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {args.exit_signal})
 
 
 def end_with(error: AMPipeError) -> int:

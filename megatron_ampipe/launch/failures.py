@@ -1,66 +1,150 @@
-"""What an exception of a run means, where the exception does not say it: a full disk, a silent rank.
+"""What an exception of argparse, Megatron or torch means to a user: the one place that translates them.
 
-Called by :mod:`.ending`.
+Megatron checks with assertions, some of them bare, with ``sys.exit()`` after a message, and by failing. What
+fails before training is bad input. A failure during training keeps its traceback, unless the exception does
+not say what has happened: a full disk, a silent rank, a checkpoint that cannot be read.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
+import enum
 import errno
+import linecache
 import os
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn
 
-from megatron_ampipe.errors import AMPipeError, BadInput, RunFailed
-from megatron_ampipe.launch.checkpoints import TRACKER, refused
-from megatron_ampipe.launch.refuse import origin, raised_in
+from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing, RunFailed
+from megatron_ampipe.files.spelling import did_you_mean
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_WRITER = ("PytorchStreamWriter", "unexpected pos")
-"""Torch's messages where a write fails; they give no reason."""
-_READER = "PytorchStreamReader"
-_DATASETS = "megatron.core.datasets"
-_LOST_PEER = ("timed out", "timeout", "connection closed by peer", "connection reset by peer")
-_GLOO = "gloo/transport"
-"""Where gloo's errors come from, which are plain ``RuntimeError``; those of NCCL and stores have a type."""
+NO_VALUE = "(no value)"
+"""Shown for a flag of which argparse names no value."""
+TRACKER = "latest_checkpointed_iteration.txt"
+HELPERS_REMEDY = (
+    "pip install pybind11, have make and a C++ compiler, and the python3 and python3-config of the "
+    "environment first on the PATH"
+)
+"""How to repair the compilation of the dataset helper of a checkout of Megatron."""
 ANSWER_S = 5.0
 """How long a rank that has lost a peer waits for the others to say that they are alive."""
 _ALIVE = "megatron_ampipe/alive"
+_DATASETS = "megatron.core.datasets"
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_WRITER = ("PytorchStreamWriter", "unexpected pos")
+"""Torch's messages where a write fails; they give no reason."""
+_LOST_PEER = ("timed out", "timeout", "connection closed by peer", "connection reset by peer")
+_GLOO = "gloo/transport"
+"""Where gloo's errors come from, which are plain ``RuntimeError``; those of NCCL and stores have a type."""
+
+
+@contextlib.contextmanager
+def refuse_as_bad_input() -> Iterator[None]:
+    """Turn what Megatron raises while it checks arguments into :class:`BadInput`."""
+    try:
+        yield
+    except BaseException as error:
+        cause = known_cause(error)
+        if cause is None:
+            raise
+        raise cause from error
 
 
 def known_cause(error: BaseException) -> AMPipeError | None:
-    """The error to end with in place of ``error``, where its cause is known.
-
-    Args:
-        error: What a run raised.
-
-    Returns:
-        None where the exception is to be shown as it is.
-    """
+    """The error to end with in place of ``error``; None where the exception is to be shown as it is."""
     if isinstance(error, AMPipeError | KeyboardInterrupt):
         return None
     said = str(error)
     # torch's own, of a checkpoint that all ranks write or read together. It is no Exception.
     is_of_checkpoint = type(error).__name__ == "CheckpointException"
-    if _READER in said or (is_of_checkpoint and error.args[:1] == ("read",)) or _refused_in_loading(error):
-        return refused(_arguments(), f"the checkpoint cannot be loaded ({_reason(error)})")
-    for part in _chain(error):
-        if isinstance(part, OSError) and part.errno in _DISK_ERRORS:
-            return _unwritable(part.filename or "a file", os.strerror(part.errno))
-        if isinstance(part, OSError) and _passed(part, module=_DATASETS):
-            rule = f"the data cannot be opened ({part})"
-            remedy = "Name another file, or a folder in which the datasets' index can be written."
-            return BadInput("--data-path, --data-cache-path", "", rule=rule, remedy=remedy)
+    is_read = is_of_checkpoint and error.args[:1] == ("read",)
+    if "PytorchStreamReader" in said or is_read or _failed_in_loading(error):
+        return _bad_checkpoint(f"the checkpoint cannot be loaded ({_first_line(error)})")
+    disk = next((part for part in _chain(error) if getattr(part, "errno", None) in _DISK_ERRORS), None)
+    if isinstance(disk, OSError):
+        return _unwritable(disk.filename or "a file", os.strerror(disk.errno or 0))
     if is_of_checkpoint or any(words in said for words in _WRITER):
-        return _unwritable("a checkpoint", _reason(error))
+        return _unwritable("a checkpoint", _first_line(error))
+    in_training = _passed(error, "megatron.training.training", "train", "evaluate")
+    place = origin(error).tb_frame.f_code.co_filename, origin(error).tb_lineno
+    at = f"The check is at {place[0]}:{place[1]}."
     if isinstance(error, SystemExit):
-        return _stopped_by_megatron(error)
-    return None
+        if error.code == 1 and _passed(error, f"{_DATASETS}.utils", "compile_helpers"):
+            return EnvironmentMissing(
+                "Megatron could not compile its dataset helper, see above. To repair it: "
+                f"{HELPERS_REMEDY}. What is built once is not built again."
+            )
+        # With --help, the code is 0.
+        if error.code is not None or not raised_in("megatron", error):
+            return None
+        if in_training:
+            where = f"It did so at {place[0]}:{place[1]}."
+            return RunFailed(f"Megatron ended the run and printed the reason above, on rank 0. {where}")
+        return _refused("it printed what is wrong with them above", at)
+    if not isinstance(error, Exception) or in_training or not _passed(error, "megatron"):
+        return None
+    if raised_in("megatron_ampipe", error) or raised_in("torch", error):
+        return None
+    if _passed(error, _DATASETS):
+        remedy = f"Copy or make the data again, or name another one. {at}"
+        return BadInput(
+            "--data-path", "", rule=f"the data cannot be used ({reason_of(error)})", remedy=remedy
+        )
+    return _refused(reason_of(error), at)
+
+
+def _refused(rule: str, remedy: str) -> BadInput:
+    return BadInput("arguments", "(refused by Megatron)", rule=rule, remedy=remedy)
+
+
+def _bad_checkpoint(rule: str) -> BadInput:
+    """The error of a checkpoint that cannot be loaded, with those that are there."""
+    args = _arguments()
+    folders = {flag: getattr(args, flag, None) for flag in ("load", "pretrained_checkpoint")}
+    given = [(flag, str(folder)) for flag, folder in folders.items() if folder is not None]
+    last = given[-1] if given else ("load", "(not given)")
+    flag, folder = next((one for one in given if (Path(one[1]) / TRACKER).exists()), last)
+    saved = sorted(int(path.name[5:]) for path in Path(folder).glob("iter_*") if path.name[5:].isdecimal())
+    remedy = "Name the folder that a run saved to, and give the flags of the model that it trained."
+    if saved:
+        others = ", ".join(map(str, saved[-5:]))
+        remedy = (
+            f"Give the flags of the model that was saved, or write the number of another checkpoint of these "
+            f"into {Path(folder) / TRACKER}: {others}."
+        )
+    return BadInput(f"--{flag.replace('_', '-')}", folder, rule=rule, remedy=remedy)
+
+
+def _unwritable(what: str, reason: str) -> RunFailed:
+    said = f"{what} could not be written ({reason})."
+    folder = getattr(_arguments(), "save", None)
+    if folder is None:
+        return RunFailed(f"{said} Make room, and start again.")
+    with contextlib.suppress(OSError):
+        space = os.statvfs(folder)
+        said += f" {space.f_bavail * space.f_frsize >> 20} MiB are free in {folder}."
+    try:
+        last = (Path(folder) / TRACKER).read_text().strip()
+    except OSError:
+        return RunFailed(f"{said} No checkpoint is there yet: make room, and start again.")
+    again = f"make room, and continue with --load {folder}."
+    return RunFailed(f"{said} The last whole checkpoint is of iteration {last}: {again}")
+
+
+def _failed_in_loading(error: BaseException) -> bool:
+    """Whether Megatron or torch gave up a checkpoint. What AMPipe's own code or a lack of memory raises is no
+    fault of a checkpoint."""
+    if not _passed(error, "megatron.training.checkpointing", "load_checkpoint"):
+        return False
+    is_other = raised_in("megatron_ampipe", error) or lost_a_peer(error) or "out of memory" in str(error)
+    return getattr(error, "code", None) is None and not is_other
 
 
 def lost_a_peer(error: BaseException) -> bool:
@@ -93,64 +177,50 @@ def describe_silent_ranks() -> str | None:
         return None
     if not silent:
         return None
-    names = ", ".join(map(str, silent))
     minutes = getattr(_arguments(), "distributed_timeout_minutes", None)
     limit = f", now {minutes}" if minutes is not None else ""
     return (
-        f"No answer from rank {names}: stopped, hung or gone. Look at its process and its node. How long "
-        f"ranks wait for each other is set by --distributed-timeout-minutes{limit}."
+        f"No answer from rank {', '.join(map(str, silent))}: stopped, hung or gone. Look at its process and "
+        f"its node. How long ranks wait for each other is set by --distributed-timeout-minutes{limit}."
     )
 
 
-def _stopped_by_megatron(stop: SystemExit) -> RunFailed | None:
-    """Megatron leaves by ``sys.exit()`` after it has printed what is wrong, which looks like success."""
-    if stop.code is not None or not raised_in("megatron", stop):
-        return None
-    place = origin(stop)
-    return RunFailed(
-        "Megatron ended the run and printed the reason above, on rank 0. It did so at "
-        f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}."
-    )
+def reason_of(error: BaseException) -> str:
+    """An exception's message in one line; of one without a message, the line that raised it."""
+    place = origin(error)
+    line = linecache.getline(place.tb_frame.f_code.co_filename, place.tb_lineno)
+    return " ".join((str(error).strip() or line).split()).rstrip(".")
 
 
-def _unwritable(what: str, reason: str) -> RunFailed:
-    folder = getattr(_arguments(), "save", None)
-    if folder is None:
-        return RunFailed(f"{what} could not be written ({reason}). Make room, and start again.")
-    said = f"{what} could not be written ({reason})."
-    with contextlib.suppress(OSError):
-        space = os.statvfs(folder)
-        said += f" {space.f_bavail * space.f_frsize >> 20} MiB are free in {folder}."
-    try:
-        last = (Path(folder) / TRACKER).read_text().strip()
-    except OSError:
-        return RunFailed(f"{said} No checkpoint is there yet: make room, and start again.")
-    return RunFailed(
-        f"{said} The last whole checkpoint is of iteration {last}: make room, and continue with --load "
-        f"{folder}."
-    )
+def raised_in(package: str, error: BaseException) -> bool:
+    """Whether the line that raised ``error`` is in a module of ``package``.
+
+    By the module's name, not by its path: a folder of a checkout may be named like a package.
+    """
+    module = origin(error).tb_frame.f_globals.get("__name__") or ""
+    return module.partition(".")[0] == package
 
 
-def _refused_in_loading(error: BaseException) -> bool:
-    """Whether Megatron or torch gave up a checkpoint. What AMPipe's own code or a lack of memory raises is no
-    fault of a checkpoint."""
-    if not _passed(error, module="megatron.training.checkpointing", function="load_checkpoint"):
-        return False
-    is_other = raised_in("megatron_ampipe", error) or lost_a_peer(error) or "out of memory" in str(error)
-    return getattr(error, "code", None) is None and not is_other
+def origin(error: BaseException) -> TracebackType:
+    """The innermost frame."""
+    place = error.__traceback__
+    assert place is not None
+    while place.tb_next is not None:
+        place = place.tb_next
+    return place
 
 
-def _passed(error: BaseException, *, module: str, function: str = "") -> bool:
-    """Whether an exception has passed a function, of a module or a package."""
+def _passed(error: BaseException, module: str, *functions: str) -> bool:
+    """Whether an exception has passed a module or a package, in one of the functions if they are named."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(
         f"{frame.f_globals.get('__name__')}.".startswith(f"{module}.")
-        and function in ("", frame.f_code.co_name)
+        and (not functions or frame.f_code.co_name in functions)
         for frame in frames
     )
 
 
-def _reason(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """The first line of the first of the failures that torch has gathered from the ranks."""
     if isinstance(error, SystemExit):
         return "Megatron has printed the reason above, on rank 0"
@@ -173,3 +243,71 @@ def _arguments() -> Any:
     if "megatron.training.global_vars" not in sys.modules:
         return None
     return sys.modules["megatron.training.global_vars"]._GLOBAL_ARGS
+
+
+def report_parser_errors(parser: argparse.ArgumentParser) -> None:
+    """Make ``parser`` raise :class:`BadInput`, instead of printing 800 flags on every rank."""
+    raise_parser_errors(parser)
+    for action in parser._actions:
+        _name_choices(action)
+        # Let --help work although a text of Megatron's has a single percent sign; argparse fails at it.
+        try:
+            (action.help or "") % vars(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = (action.help or "").replace("%", "%%")
+    if int(os.environ.get("RANK", "0")) != 0:
+        parser.print_help = lambda file=None: None  # type: ignore[method-assign]
+
+
+def raise_parser_errors(parser: argparse.ArgumentParser) -> None:
+    """Make ``parser`` raise :class:`BadInput` for what it refuses, and do nothing else."""
+
+    def error(message: str) -> NoReturn:
+        raise _parser_error(message, parser)
+
+    parser.error = error  # type: ignore[method-assign]
+
+
+def _name_choices(action: argparse.Action) -> None:
+    """Make a wrong name of an enum an error that names the flag; Megatron's is a bare KeyError."""
+    names = [choice.name for choice in action.choices or () if isinstance(choice, enum.Enum)]
+    convert = action.type
+    if not names or not callable(convert):
+        return
+
+    def named(text: str) -> object:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(names)})")
+        return convert(text)
+
+    action.type = named
+
+
+_REMEDIES = {
+    "invalid int value": "Give a whole number, without a point, an exponent or thousands separators.",
+    "invalid float value": "Give a number, for example 0.1 or 1e-4.",
+    "expected one argument": "Write a value after the flag.",
+    "expected at least one argument": "Write one or more values after the flag.",
+}
+"""Remedies for argparse's messages."""
+
+
+def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
+    if message.startswith("unrecognized arguments: "):
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if not unknown.startswith("-"):
+            remedy = "A switch such as --swiglu takes no value, and a value with spaces needs quotes."
+            return BadInput("argument", unknown, rule="is unexpected", remedy=remedy)
+        known = [flag for action in parser._actions for flag in action.option_strings]
+        near = did_you_mean(unknown.split()[0].partition("=")[0], known, most=3)
+        remedy = near or "Run with --help for the list."
+        return BadInput("argument", unknown, rule="there is no such flag", remedy=remedy)
+    flag, separator, rule = message.removeprefix("argument ").partition(": ")
+    if not separator or not message.startswith("argument "):
+        return BadInput("arguments", "(incomplete)", rule=message, remedy="Run with --help for the list.")
+    rule, _, choices = rule.partition(" (choose from ")
+    rule, _, value = rule.partition(": ")
+    remedy = _REMEDIES.get(rule, f"Write {flag} with a value of its type.")
+    if choices:
+        remedy = f"Use one of: {choices.removesuffix(')')}."
+    return BadInput(flag, value or NO_VALUE, rule=rule, remedy=remedy)

@@ -1,23 +1,25 @@
-"""The ``--ampipe-*`` flags on Megatron's parser, and what they resolve to: one :class:`AMPipeConfig`.
+"""A command line: AMPipe's flags on Megatron's parser, what they resolve to, and what is checked when.
 
-The flags are the rows of :mod:`megatron_ampipe.block.settings`. What Megatron's flags exclude is in
-``refusals.py``.
+The flags are the rows of :mod:`megatron_ampipe.block.settings`; they resolve to one :class:`AMPipeConfig`.
+What Megatron's flags exclude is in ``refusals.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ampipe import compat
 from megatron_ampipe.block.settings import AUTO, SETTING, check_given, given_settings
-from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch import connections
-from megatron_ampipe.launch.refusal_conditions import ranks_per_node
-from megatron_ampipe.launch.settings import CONFIG_FLAG
-from megatron_ampipe.launch.switched_off_flags import LIFTS_ONE_CONNECTION, switch_off_overlaps
+from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.launch import config_files, connections, host
+from megatron_ampipe.launch.config_files import CONFIG_FLAG
+from megatron_ampipe.launch.failures import report_parser_errors
+from megatron_ampipe.launch.refusals import ranks_per_node
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
     ALL_LAYERS,
@@ -36,11 +38,67 @@ from megatron_ampipe.schedule.features import gather_lane
 PlanReader = Callable[[Path], Plan]
 """Reads a plan file. A launch hands in one that remembers what it read."""
 
+_SAME_EXCHANGES = "AMPipe schedules the same all-to-alls inside each micro-batch"
+_SAME_WEIGHTS = "it delays weight gradients for an overlap that AMPipe replaces"
+SWITCHED_OFF: Mapping[str, str] = {
+    "--moe-shared-expert-overlap": "AMPipe schedules the shared experts itself",
+    "--overlap-moe-expert-parallel-comm": _SAME_EXCHANGES,
+    "--ep-overlap-early-attn-memory-release": _SAME_EXCHANGES,
+    "--overlap-dispatch-backward-with-experts-wgrad": _SAME_WEIGHTS,
+    "--delay-wgrad-compute": _SAME_WEIGHTS,
+    "--fused-residual-rmsnorm": (
+        "stages call the norm and the residual addition one after the other, with the same result"
+    ),
+}
+"""Flags of Megatron that are switched off if layers are pipelined, each with what AMPipe does instead.
+Without them the run computes the same function."""
+LIFTS_ONE_CONNECTION = "overlap_moe_expert_parallel_comm"
+"""While Megatron validates its arguments, this one of them is set, of a pipelined run too that was started
+without it. Megatron then warns that tensor or context parallelism prefers ``CUDA_DEVICE_MAX_CONNECTIONS=1``
+on Hopper and older GPUs, where it would otherwise demand it: what it says of that overlap of the same
+all-to-alls is true of AMPipe's. ``launch.session`` switches it off afterwards."""
+
+is_launched = False
+"""Whether one of AMPipe's launchers runs this process. Then the lines of a patched Megatron do nothing."""
+
+
+def import_megatron() -> bool:
+    """Import what trains, on the host platform where there is no GPU. A patch in Megatron stays inactive.
+
+    Returns:
+        Whether there is a GPU.
+
+    Raises:
+        EnvironmentMissing: torch or Megatron is not there, or too old.
+    """
+    global is_launched
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise EnvironmentMissing(f"PyTorch cannot be imported ({error}). Run: pip install torch") from error
+    on_gpu = host.gpu_available()
+    try:
+        if on_gpu:
+            import megatron.training.training  # noqa: F401
+        else:
+            host.install()
+    except ImportError as error:
+        raise EnvironmentMissing(
+            f"Megatron cannot be imported ({error}). Run: pip install 'megatron-core[training]>=0.19.2'"
+        ) from error
+    compat.require_peers()
+    is_launched = True
+    return on_gpu
+
 
 def add_arguments(
     parser: argparse.ArgumentParser, *, read_plan: PlanReader = Plan.read
 ) -> argparse.ArgumentParser:
-    """Add the ``ampipe`` argument group to Megatron's parser, and return the parser."""
+    """Add the ``ampipe`` argument group to Megatron's parser, and return the parser.
+
+    As soon as flags are parsed, a pipelined run has other overlaps switched off and hardware queues chosen:
+    until then CUDA has not been initialised, and Megatron has not validated its arguments.
+    """
     group = parser.add_argument_group(
         title="ampipe",
         description="Pipelining of attention and MoE inside every block: while the tokens of one chunk of "
@@ -64,43 +122,98 @@ def add_arguments(
             metavar=None if setting.choices else setting.metavar,
             help=setting.plain_help,
         )
-    _prepare_when_parsed(parser, read_plan)
-    return parser
-
-
-def _prepare_when_parsed(parser: argparse.ArgumentParser, read_plan: PlanReader) -> None:
-    """For a pipelined run, switch off other overlaps as soon as flags are parsed, and choose the queues.
-
-    The start-up table says so (:mod:`.attach`). Until then CUDA has not been initialised, and Megatron has
-    not validated its arguments.
-    """
     parse = parser.parse_known_args
 
     @functools.wraps(parse)
-    def parsing(*args: Any, **kwargs: Any) -> Any:
-        found, rest = parse(*args, **kwargs)
-        found.ampipe_put_aside = ()
-        if getattr(found, "yaml_cfg", None) is not None:
-            return found, rest
-        if found.ampipe_config is not None:
-            # Known once the files are read, after torch is imported, which may initialise CUDA.
-            connections.set_default()
-            return found, rest
-        try:
-            is_pipelined = config_from_args(found, read_plan=read_plan).pipelined
-        except BadInput:
-            # Reported by whoever parses: not all of these errors are of single flags.
-            return found, rest
+    def parsing(*words: Any, **options: Any) -> Any:
+        args, rest = parse(*words, **options)
+        args.ampipe_put_aside = ()
+        if getattr(args, "yaml_cfg", None) is not None:
+            return args, rest
+        # Of files it is known once they are read, after torch is imported, which may initialise CUDA.
+        is_pipelined = args.ampipe_config is not None
+        if not is_pipelined:
+            try:
+                is_pipelined = config_from_args(args, read_plan=read_plan).pipelined
+            except BadInput:
+                # Reported by whoever parses: not all of these errors are of single flags.
+                return args, rest
+            if is_pipelined:
+                # Plain text: Megatron writes its arguments into checkpoints, which stock Megatron reads.
+                args.ampipe_put_aside = switch_off_overlaps(args)
+                setattr(args, LIFTS_ONE_CONNECTION, True)
         if is_pipelined:
             connections.set_default()
-            # Plain text: Megatron writes its arguments into checkpoints, which stock Megatron reads.
-            found.ampipe_put_aside = tuple(one.setting for one in switch_off_overlaps(found))
-            setattr(found, LIFTS_ONE_CONNECTION, True)
         else:
             connections.unset_default()
-        return found, rest
+        return args, rest
 
     parser.parse_known_args = parsing  # type: ignore[method-assign]
+    return parser
+
+
+def full_parser(*, read_plan: PlanReader = Plan.read) -> argparse.ArgumentParser:
+    """Megatron's parser with AMPipe's flags, as Megatron itself makes it; after :func:`import_megatron`."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    report_parser_errors(parser)
+    return add_arguments(parser, read_plan=read_plan)
+
+
+def switch_off_overlaps(arguments: Any) -> tuple[str, ...]:
+    """Switch off the flags in :data:`SWITCHED_OFF`, before Megatron checks what they need.
+
+    Returns:
+        The flags that were set.
+    """
+    names = {flag: flag.removeprefix("--").replace("-", "_") for flag in SWITCHED_OFF}
+    given = tuple(flag for flag, name in names.items() if getattr(arguments, name, False))
+    for flag in given:
+        setattr(arguments, names[flag], False)
+    return given
+
+
+def check_own_flags(words: Sequence[str], *, read_plan: PlanReader) -> None:
+    """Refuse a wrong flag of AMPipe's in a command line, before torch is imported.
+
+    Where files of settings are named, only the types of flags are checked: how they combine is known only
+    with what the files say.
+
+    Args:
+        words: The command line without the program name.
+        read_plan: Reads the plan file that it names.
+
+    Raises:
+        BadInput: There is no such flag, or its value is wrong, or it contradicts another one of AMPipe's.
+    """
+    if not any(word.startswith("--ampipe") for word in words) or {"-h", "--help"} & set(words):
+        return
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    report_parser_errors(parser)
+    args, others = add_arguments(parser, read_plan=read_plan).parse_known_args(list(words))
+    for index, word in enumerate(others):
+        if word.startswith("--ampipe"):
+            values = itertools.takewhile(lambda other: not other.startswith("-"), others[index + 1 :])
+            parser.error(f"unrecognized arguments: {' '.join([word, *values])}")
+    # A --yaml-cfg replaces all flags; that is refused once Megatron has read it.
+    if not config_files.names_files(words) and "--yaml-cfg" not in words:
+        config_from_args(args, read_plan=read_plan)
+
+
+def check_settings(
+    resolved: config_files.Resolved, parser: argparse.ArgumentParser, *, read_plan: PlanReader = Plan.read
+) -> None:
+    """Types and choices of everything that ``parser`` knows, and AMPipe's own settings together.
+
+    Raises:
+        BadInput: One of them is wrong; names the file and line that sets it.
+    """
+    try:
+        args, _ = parser.parse_known_args(resolved.words)
+        config_from_args(args, read_plan=read_plan)
+    except BadInput as error:
+        raise resolved.located(error) from error
 
 
 def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.read) -> AMPipeConfig:
@@ -115,20 +228,13 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
     """
     # Megatron puts what such a file holds in place of what was parsed, before or after this is called.
     if not hasattr(args, "ampipe_degree") or getattr(args, "yaml_cfg", None) is not None:
-        raise BadInput(
-            "--yaml-cfg",
-            getattr(args, "yaml_cfg", ""),
-            rule="replaces every flag, those of AMPipe included",
-            remedy=f"Give the settings as flags, or in a file of {CONFIG_FLAG}.",
-        )
+        rule = "replaces every flag, those of AMPipe included"
+        remedy = f"Give the settings as flags, or in a file of {CONFIG_FLAG}."
+        raise BadInput("--yaml-cfg", getattr(args, "yaml_cfg", ""), rule=rule, remedy=remedy)
     if args.ampipe_config is not None:
-        raise BadInput(
-            CONFIG_FLAG,
-            " ".join(args.ampipe_config),
-            rule="this launch parses flags without reading files first",
-            remedy="Use -m megatron_ampipe.pretrain_gpt, or -m megatron_ampipe.launch and the script, or "
-            f"give the flags that 'ampipe config --format command {CONFIG_FLAG} ...' prints.",
-        )
+        rule = "this launch parses flags without reading files first"
+        remedy = f"Give the flags that 'ampipe config --format command {CONFIG_FLAG} ...' prints."
+        raise BadInput(CONFIG_FLAG, " ".join(args.ampipe_config), rule=rule, remedy=remedy)
     given = given_settings(args)
     check_given(given)
     plan = given.get("plan")

@@ -1,7 +1,7 @@
 """Chooses what the experts keep so that a pass fits into a budget: ``--ampipe-memory auto``.
 
 Decided from sizes, and from the figures of a cluster file if there is one, before any layer is built,
-identically on all ranks. Called by :mod:`.attach`.
+identically on all ranks.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 
-from megatron_ampipe.block.named_values import BUDGET_FLAG as FLAG
 from megatron_ampipe.block.named_values import parse_size, size_to_text
-from megatron_ampipe.errors import BadInput
+from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.launch.planned import cluster_of_flag, stage_of_args, workload_of_args
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.planner import Kept, by_work, fitting, simulated
@@ -22,12 +21,7 @@ from megatron_ampipe.schedule.features import boundary
 
 @dataclass(frozen=True, slots=True)
 class MemoryChoice:
-    """What is kept, and why.
-
-    Attributes:
-        memory: As ``Pipeline.memory``.
-        reason: One sentence, for the start-up table.
-    """
+    """What is kept, as ``Pipeline.memory``, and why: one sentence, for the start-up table."""
 
     memory: str
     reason: str
@@ -74,27 +68,27 @@ def choose_memory(
 
     if cluster_file is None:
         compared = "the least work done again"
-        found = [Kept(memory, peak(memory)) for memory in by_work(pipeline.backward_degree)]
+        kept = [Kept(memory, peak(memory)) for memory in by_work(pipeline.backward_degree)]
     else:
         shares = boundary(args, whole_attention=pipeline.whole_attention) is None
         cluster = cluster_of_flag(cluster_file)
         predictor = Predictor(workload, cluster, num_layers=pipeline.stack_of(num_layers) if shares else 1)
         compared = f"the fastest by {cluster_file}"
-        found = simulated(predictor, pipeline, peak)
+        kept = simulated(predictor, pipeline, peak)
     if automatic:
-        found = [one for one in found if one.memory in STRATEGIES]
-    least = min(found, key=lambda one: one.peak_bytes)
-    chosen = fitting(found, limit)
+        kept = [choice for choice in kept if choice.memory in STRATEGIES]
+    chosen = fitting(kept, limit)
     if chosen is None:
-        raise BadInput(
-            FLAG,
+        least = min(kept, key=lambda choice: choice.peak_bytes)
+        needed = size_to_text(least.peak_bytes)
+        setting = SETTING["memory_budget"]
+        raise setting.refuse(
             budget,
-            rule=f"is too small: the leanest strategy, {least.memory}, needs about "
-            f"{size_to_text(least.peak_bytes)}",
-            remedy=f"Use at least {FLAG} {size_to_text(least.peak_bytes)}, --recompute-granularity full, a "
-            "shorter sequence, or more ranks.",
+            f"is too small: the leanest strategy, {least.memory}, needs about {needed}",
+            f"Use at least {setting.flag} {needed}, --recompute-granularity full, a shorter sequence, or "
+            "more ranks.",
         )
-    by_name = {one.memory: one for one in found}
+    by_name = {choice.memory: choice for choice in kept}
     slower = ""
     if chosen.time_us is not None and chosen.memory != KEEP:
         keeping = by_name[KEEP].time_us or chosen.time_us

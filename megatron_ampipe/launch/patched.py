@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_ampipe.errors import AMPipeError
-from megatron_ampipe.launch import command_line, flags
+from megatron_ampipe.launch import flags
 from megatron_ampipe.launch.ending import end_with
 
 _session: Any = None
@@ -23,7 +23,7 @@ _session: Any = None
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add AMPipe's flags; called in ``parse_args``, before it parses."""
-    if command_line.is_launched:
+    if flags.is_launched:
         return parser
     if not any(word.startswith("--ampipe") for word in sys.argv):
         # What is wrong with a command line without AMPipe is Megatron's to say.
@@ -36,14 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def refuse_yaml(args: Any) -> None:
     """Refuse our flags next to a ``--yaml-cfg``, which replaces them; called at the end of ``parse_args``."""
-    if not command_line.is_launched:
+    if not flags.is_launched:
         with _ended_with_message():
             _own_session().check_parsed(args)
 
 
 def accept(args: Any) -> None:
     """Check the arguments and print the start-up table; called at the end of ``validate_args``."""
-    if command_line.is_launched:
+    if flags.is_launched:
         return
     from megatron_ampipe import compat
 
@@ -66,7 +66,7 @@ def stack_spec(spec: Any) -> Any:
 
 def forward_step(step: Any) -> Any:
     """The forward step, with the hooks of the run; called in ``pretrain``."""
-    if command_line.is_launched:
+    if flags.is_launched:
         return step
     with _ended_with_message():
         return _ending_the_process(_own_session().hooked(step))

@@ -18,10 +18,10 @@ from typing import Any, Literal
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.block.settings import settings_of
 from megatron_ampipe.errors import BadInput, RunFailed
+from megatron_ampipe.files.inputs import load
 from megatron_ampipe.files.records import read_record, write_record
-from megatron_ampipe.files.yaml_lines import load
 from megatron_ampipe.launch.auto import Planner, print_on_first_rank
-from megatron_ampipe.launch.refusal_conditions import exchanges_of, ranks_per_node, recomputes
+from megatron_ampipe.launch.refusals import exchanges_of, ranks_per_node, recomputes
 from megatron_ampipe.launch.size_ranges import ChosenSize, Shape
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
@@ -114,7 +114,7 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
         notes = (f"the plan was made on: {plan.made_for.get('cluster')}",)
         if other:
             notes += (f"the plan was made for {', '.join(map(str, other))}; its predictions may be wrong",)
-    if plan.memory != KEEP and (module := recomputes("moe")(args)) is not None:
+    if plan.memory != KEEP and (module := recomputes(args, "moe")) is not None:
         raise refused(
             f"has memory {plan.memory}, and --recompute-modules {module} computes the experts again",
             "Leave moe out of --recompute-modules.",

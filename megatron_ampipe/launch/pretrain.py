@@ -12,11 +12,10 @@ from typing import Any
 
 from megatron_ampipe import compat
 from megatron_ampipe.launch.ending import run_to_end
-from megatron_ampipe.launch.flag_values import check_required
+from megatron_ampipe.launch.failures import refuse_as_bad_input
 from megatron_ampipe.launch.flags import config_from_args
 from megatron_ampipe.launch.recipes import GPT, HYBRID, specification
 from megatron_ampipe.launch.refusals import refuse_unsupported
-from megatron_ampipe.launch.refuse import refuse_as_bad_input
 from megatron_ampipe.launch.session import TrainingSession
 
 PROGRAM_NAME = "pretrain_gpt"
@@ -124,5 +123,4 @@ def check_launch(words: Sequence[str]) -> None:
     with refuse_as_bad_input():
         args = parse_args(session.add_arguments)
         validate_args(args, TOKENIZER_DEFAULT)
-        check_required(args)
         refuse_unsupported(config_from_args(args), args)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections
+from megatron_ampipe.launch.flags import switch_off_overlaps
 from megatron_ampipe.launch.refusals import refuse_unsupported
-from megatron_ampipe.launch.switched_off_flags import switch_off_overlaps
 from megatron_ampipe.schedule import ALL_LAYERS, Pipeline
 from megatron_ampipe.schedule.config import AMPipeConfig
 

@@ -19,8 +19,7 @@ from typing import Any
 from megatron_ampipe import compat
 from megatron_ampipe.errors import AMPipeError, BadInput
 from megatron_ampipe.launch.ending import run_to_end
-from megatron_ampipe.launch.failures import known_cause
-from megatron_ampipe.launch.refuse import raised_in, refuse_as_bad_input
+from megatron_ampipe.launch.failures import known_cause, raised_in, refuse_as_bad_input
 from megatron_ampipe.launch.session import TrainingSession
 
 USAGE = """\

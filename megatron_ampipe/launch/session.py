@@ -15,11 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
-from megatron_ampipe.launch import command_line, host, settings
-from megatron_ampipe.launch.early import check_own_flags
-from megatron_ampipe.launch.flags import config_from_args
-from megatron_ampipe.launch.refuse import refuse_as_bad_input
-from megatron_ampipe.launch.switched_off_flags import LIFTS_ONE_CONNECTION
+from megatron_ampipe.launch import config_files, flags, host
+from megatron_ampipe.launch.failures import refuse_as_bad_input, report_parser_errors
+from megatron_ampipe.launch.flags import LIFTS_ONE_CONNECTION, check_own_flags, config_from_args
 from megatron_ampipe.plan.plan_file import Plan
 
 ForwardStep = Callable[..., Any]
@@ -39,7 +37,7 @@ class TrainingSession:
         self._words = list(words)
         self._script = script
         self._is_patch = is_patch
-        self._resolved: settings.Resolved | None = None
+        self._resolved: config_files.Resolved | None = None
         self._adjustments: list[host.Adjustment] = []
         # A plan file is read once per launch, however often the flags are looked at.
         self._read_plan = functools.cache(Plan.read)
@@ -72,12 +70,12 @@ class TrainingSession:
             EnvironmentMissing: torch or Megatron is not there.
             BadInput: A configuration file is wrong, or a flag needs a GPU and there is none.
         """
-        on_gpu = command_line.import_megatron()
+        on_gpu = flags.import_megatron()
         words = list(self._words)
-        if settings.names_files(words):
-            parser = command_line.full_parser(read_plan=self._read_plan)
-            self._resolved = settings.resolve(words, parser)
-            command_line.check_settings(self._resolved, parser, read_plan=self._read_plan)
+        if config_files.names_files(words):
+            parser = flags.full_parser(read_plan=self._read_plan)
+            self._resolved = config_files.resolve(words, parser)
+            flags.check_settings(self._resolved, parser, read_plan=self._read_plan)
             words = list(self._resolved.words)
         if on_gpu:
             return words
@@ -86,7 +84,8 @@ class TrainingSession:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Megatron's ``extra_args_provider``: AMPipe's flags, and errors that are reported in our form."""
-        return command_line.add_arguments(parser, read_plan=self._read_plan)
+        report_parser_errors(parser)
+        return flags.add_arguments(parser, read_plan=self._read_plan)
 
     def check_parsed(self, args: Any) -> None:
         """Refuse AMPipe's flags where a ``--yaml-cfg`` has replaced them; without them it is not our concern.
@@ -107,10 +106,10 @@ class TrainingSession:
 
         Raises:
             BadInput: A flag is missing or wrong, files cannot be used, or a combination is not supported.
-            EnvironmentMissing: A checkout's dataset helper has to be compiled and cannot be.
         """
         from megatron_ampipe.launch.attach import find_gate, make_context
-        from megatron_ampipe.launch.exit_signal import keep_from_children
+        from megatron_ampipe.launch.datasets import check_data, use_built_helpers
+        from megatron_ampipe.launch.ending import keep_signal_from_children
         from megatron_ampipe.launch.hooks import Hooks
 
         with refuse_as_bad_input():
@@ -125,8 +124,9 @@ class TrainingSession:
                 or not self._is_patch
             )
             if is_active:
-                self._check_run(args)
-            keep_from_children(args)
+                use_built_helpers()
+                check_data(args, of_script=self._script is not None)
+            keep_signal_from_children(args)
             self.args = args
             self.gate = find_gate(config, args, of_script=self._script is not None)
             self._hooks = Hooks()
@@ -141,20 +141,10 @@ class TrainingSession:
             self._hooks.install(pipelined=self.context is not None)
         if is_active and int(os.environ.get("RANK", "0")) == 0:
             if self._resolved is None:
-                parser = command_line.full_parser(read_plan=self._read_plan)
-                self._resolved = settings.resolve(self._words, parser)
-            command_line.record_settings(self._resolved, self._adjustments, script=self._script)
-
-    def _check_run(self, args: Any) -> None:
-        from megatron_ampipe.launch.checkpoints import check_checkpoint
-        from megatron_ampipe.launch.data_paths import check_data_paths
-        from megatron_ampipe.launch.dataset_helpers import use_built_helpers
-        from megatron_ampipe.launch.flag_values import check_required
-
-        use_built_helpers()
-        check_required(args)
-        check_data_paths(args, of_script=self._script is not None)
-        check_checkpoint(args)
+                parser = flags.full_parser(read_plan=self._read_plan)
+                self._resolved = config_files.resolve(self._words, parser)
+            added = [f"{' '.join(change.arguments)} ({change.reason})" for change in self._adjustments]
+            config_files.write_beside_logs(self._resolved, adjustments=added, script=self._script)
 
     def hooked(self, forward_step: ForwardStep) -> ForwardStep:
         """Megatron's forward step with the hooks of this run.

@@ -2,9 +2,8 @@
 
 Algorithm 1 of MPipeMoE (section III-C). It supposes that the best number of chunks does not fall when the
 input grows. So a size between two that chose the same needs no trials, and one between two that chose
-differently tries only degrees between those: every choice halves what is left to try, as in a bisection. The
-paper keeps a range of sizes for each degree; here the sizes themselves are kept, of which such a range
-consists. Pure: ranks that are told the same decide the same. Called by :mod:`.auto`.
+differently tries only degrees between those. The paper keeps a range of sizes for each degree; here the sizes
+themselves are kept, of which such a range consists. Pure: ranks that are told the same decide the same.
 """
 
 from __future__ import annotations
@@ -27,9 +26,6 @@ class ChosenSize:
         rows: Of the residual stream that a rank holds.
         batch: Sequences of a micro-batch.
         degree: See ``Pipeline``, as the others.
-        backward_degree: Likewise.
-        schedule: Likewise.
-        exchange: Likewise.
     """
 
     rows: int
@@ -42,9 +38,10 @@ class ChosenSize:
     @classmethod
     def of(cls, shape: Shape, pipeline: Pipeline) -> Self:
         """The record of a choice."""
+        rows, batch = shape
         return cls(
-            rows=shape[0],
-            batch=shape[1],
+            rows=rows,
+            batch=batch,
             degree=pipeline.degree,
             backward_degree=pipeline.backward_degree,
             schedule=pipeline.schedule,
@@ -82,22 +79,16 @@ class SizeRanges:
         self._chosen[tokens] = pipeline
 
     def find(self, tokens: int, degrees: Iterable[int]) -> tuple[Pipeline, str] | None:
-        """The choice of the next smaller and the next larger size, if it is the same one.
+        """What the next smaller and larger size both chose, and the two as text; None if it is to be tried.
 
-        Args:
-            tokens: The size.
-            degrees: Those that this input can be cut into.
-
-        Returns:
-            The pipeline, and the two sizes as text; None if it has to be tried.
+        ``degrees`` are those that this input can be cut into.
         """
         below, above = self._neighbours(tokens)
         if below is None or above is None or self._chosen[below] != self._chosen[above]:
             return None
-        found = self._chosen[below]
-        if not {found.degree, found.backward_degree} <= set(degrees):
-            return None
-        return found, f"{below} and {above} tokens"
+        chosen = self._chosen[below]
+        fits = {chosen.degree, chosen.backward_degree} <= set(degrees)
+        return (chosen, f"{below} and {above} tokens") if fits else None
 
     def left(self, tokens: int, degrees: Iterable[int]) -> tuple[int, ...]:
         """Those of the degrees that are left to try; all if the choices so far contradict the supposition."""

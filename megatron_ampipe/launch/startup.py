@@ -18,7 +18,7 @@ from megatron_ampipe.launch.host import Adjustment
 from megatron_ampipe.launch.memory_budget import MemoryChoice
 from megatron_ampipe.launch.planned import layout_of_args
 from megatron_ampipe.launch.recording import has_expert_communication
-from megatron_ampipe.launch.refusal_conditions import exchanges_of
+from megatron_ampipe.launch.refusals import exchanges_of
 from megatron_ampipe.launch.trials import Choice, candidates
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.recompute import FullRecompute

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files.records import read_record, refuse, write_record
-from megatron_ampipe.files.yaml_lines import LinedMapping, load
+from megatron_ampipe.files.inputs import LinedMapping, load, refuse
+from megatron_ampipe.files.records import read_record, write_record
 from megatron_ampipe.plan.workload import RECORDED, Workload
 from megatron_ampipe.schedule import (
     KEEP,

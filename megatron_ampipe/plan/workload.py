@@ -183,7 +183,7 @@ class Workload:
         return dict(self.rows_seen).get(places) or even_rows(self.experts, self.topk, places)
 
     def exchanges(self, ranks_per_node: int | None) -> tuple[Exchange, ...]:
-        """What the layers can choose from (``refusal_conditions.exchanges_of``)."""
+        """What the layers can choose from (``refusals.exchanges_of``)."""
         return useful_exchanges(
             experts=self.experts,
             expert=self.expert,

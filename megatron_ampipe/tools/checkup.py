@@ -24,7 +24,8 @@ from packaging.version import Version
 
 from megatron_ampipe import compat
 from megatron_ampipe.errors import AMPipeError
-from megatron_ampipe.launch import connections, dataset_helpers
+from megatron_ampipe.launch import connections, datasets
+from megatron_ampipe.launch.failures import HELPERS_REMEDY
 
 TORCH, MEGATRON = "torch", "Megatron"
 _PROBE_TIMEOUT_S = 120
@@ -167,15 +168,15 @@ def megatron_component(answer: Mapping[str, Any] | None) -> Component:
 
 def dataset_helper() -> Component:
     """What Megatron's datasets are indexed with: in a wheel, or built, or to be built when a run starts."""
-    missing = dataset_helpers.missing_tools()
+    missing = datasets.missing_tools()
     return Component(
         "dataset helper",
         Status.MISSING if missing else Status.OK,
         "; ".join(missing) or "built, or can be compiled",
         "a checkout of Megatron-LM compiles it at start; a wheel has it",
-        dataset_helpers.must_be_compiled(),
+        datasets.must_be_compiled(),
         "the launcher and the patch, with a checkout that was never compiled",
-        dataset_helpers.REMEDY,
+        HELPERS_REMEDY,
     )
 
 
@@ -272,7 +273,7 @@ def nccl_version() -> str | None:
 def look_at(component: str) -> dict[str, Any]:
     """Import a component, and say what only the imported package knows."""
     if component == MEGATRON:
-        from megatron_ampipe.launch.command_line import import_megatron
+        from megatron_ampipe.launch.flags import import_megatron
 
         # What a launch does first.
         import_megatron()

@@ -51,14 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
         EnvironmentMissing: torch or Megatron is not there.
         BadInput: a file or a flag is wrong.
     """
-    from megatron_ampipe.launch import command_line, settings
+    from megatron_ampipe.launch import config_files, flags
 
     # Some libraries print to standard output when they are imported.
     with contextlib.redirect_stdout(sys.stderr):
-        command_line.import_megatron()
-        parser = command_line.full_parser()
-    resolved = settings.resolve(arguments.training_flags, parser)
-    command_line.check_settings(resolved, parser)
+        flags.import_megatron()
+        parser = flags.full_parser()
+    resolved = config_files.resolve(arguments.training_flags, parser)
+    flags.check_settings(resolved, parser)
     # Refuses words that are not flags.
     parser.parse_args(resolved.words)
     if arguments.ranks is not None:
@@ -68,5 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
         # What a launch would print is left out.
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
             pretrain.check_launch(resolved.words)
-    print(settings.as_yaml(resolved) if arguments.format == "yaml" else settings.as_command(resolved), end="")
+    text = config_files.as_yaml if arguments.format == "yaml" else config_files.as_command
+    print(text(resolved), end="")
     return 0

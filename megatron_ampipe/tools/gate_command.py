@@ -47,12 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.topk > arguments.experts:
         arguments.refuse(f"--topk {arguments.topk} is above --experts {arguments.experts}")
-    from megatron_ampipe.launch import command_line
+    from megatron_ampipe.launch.flags import import_megatron
 
     # Some libraries print to standard output when they are imported.
     warnings.simplefilter("ignore")
     with contextlib.redirect_stdout(sys.stderr):
-        command_line.import_megatron()
+        import_megatron()
     import torch.distributed as dist
 
     from megatron_ampipe.layers.gates import load_gate

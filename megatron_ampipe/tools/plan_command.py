@@ -18,8 +18,8 @@ from rich.console import Console
 
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.files import outputs
+from megatron_ampipe.files.inputs import value_of
 from megatron_ampipe.files.timeline import PREDICTED, Timeline
-from megatron_ampipe.files.yaml_lines import value_of
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import find_model, layers_of, read_model, workload_of
 from megatron_ampipe.plan.plan_file import Plan

@@ -21,7 +21,7 @@ LIMIT_BYTES = 64 * 2**20
 MODULES = {
     "megatron-core": "megatron",
     "packaging": "packaging",
-    "PyYAML": "yaml",
+    "ruamel.yaml": "ruamel.yaml",
     "rich": "rich",
     "markdown-it-py": "markdown_it",
     "mdurl": "mdurl",
@@ -33,7 +33,7 @@ MODULES = {
 }
 """What is packed, with what each of them imports as. numpy comes with torch."""
 
-NOT_NEEDED = ("yaml/_yaml", "megatron/core/datasets/helpers_cpp")
+NOT_NEEDED = ("megatron/core/datasets/helpers_cpp",)
 """The compiled modules in them, as far as their names are the same for every Python."""
 
 # Any wheel for the oldest Python that serves has the same files but for compiled ones.

@@ -1,59 +1,35 @@
-"""Bad inputs as a table: what is run, its exit code, and a part of its message.
+"""Bad inputs as tables, one row for each kind of failure: what is run, and a part of its message.
 
-Read by :mod:`.test_bad_inputs`. No other test contains them.
+Read by :mod:`.test_bad_inputs`. ``{here}`` is a folder with :data:`FILES`; ``{path}`` is a dataset or a
+checkpoint that the row has damaged.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from dataclasses import dataclass, field
+import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from megatron_ampipe.files.shipped import config_names
 from megatron_ampipe.schedule import BlockFeatures, build, to_text
-from tests.megatron.refusals_worker import PROCESS_GROUP_MADE
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One command.
-
-    Attributes:
-        name: Name of the row.
-        words: The command line; the first word is a tool, or ``train`` for a launch with :data:`ACCEPTED` and
-            the other words. ``{here}`` is the folder with the files.
-        says: A part of the message.
-        code: The exit code.
-        environment: Additional environment variables.
-    """
-
-    name: str
-    words: str
-    says: str = ""
-    code: int = 2
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-def _schedule(degree: int = 2) -> str:
-    return to_text(build("ampipe", degree=degree, features=BlockFeatures(chunked_qkv=True)))
+from tests.megatron.forked_launch import PROCESS_GROUP_MADE
 
 
 def _plan(**changes: Any) -> str:
     """A plan of degree 2, as a user could write it."""
+    schedule = to_text(build("ampipe", degree=2, features=BlockFeatures(chunked_qkv=True)))
     values: dict[str, Any] = {
         "format": "ampipe-plan-1", "forward_degree": 2, "backward_degree": 2, "shares": [0.5, 0.5],
-        "reason": "by hand", "schedule": _schedule(),
+        "reason": "by hand", "schedule": schedule,
     }  # fmt: skip
+    for old, new in changes.pop("edit", {}).items():
+        values["schedule"] = schedule.replace(old, new)
     return json.dumps(values | changes)
-
-
-def _cluster(old: str = "", new: str = "") -> str:
-    text = config_names("clusters")["a800x8-20gbps"].read_text()
-    assert old in text
-    return text.replace(old, new, 1)
 
 
 def _trace(**changes: Any) -> str:
@@ -63,8 +39,31 @@ def _trace(**changes: Any) -> str:
     return json.dumps({"traceEvents": [event | changes], "otherData": {"rank": "0"}})
 
 
-def _grid(changes: str) -> str:
-    return config_names("bench")["cpu-small"].read_text() + changes
+_CLUSTER = config_names("clusters")["a800x8-20gbps"].read_text()
+FILES: dict[str, str] = {
+    "empty": "",
+    "good.plan": _plan(),
+    "loop.plan": _plan(edit={"attention.0 route.0": "route.0 attention.0"}),
+    "good.cluster": _CLUSTER,
+    "inf.cluster": _CLUSTER.replace("alpha_us: 20", "alpha_us: .inf", 1),
+    "huge.model": f"hidden-size: 1{'0' * 400}\nnum-attention-heads: 1\nnum-experts: 8\nseq-length: 64\n",
+    "good.trace": _trace(),
+    "cut.trace": _trace()[:100],
+    "late.trace": _trace(ts=1e308, dur=1e308),
+    "dollar.trace": _trace(name="att$\\frac{$.0"),
+    "deep.trace": "[" * 100_000,
+}
+"""Contents of files by name; there are also ``folder`` (empty) and ``pipe`` (without a writer)."""
+
+
+def write_files(folder: Path) -> None:
+    """Create all files that the rows name."""
+    for name, content in FILES.items():
+        (folder / name).write_text(content)
+    for name, (content, _) in YAML.items():
+        (folder / f"{name}.yaml").write_text(content)
+    (folder / "folder").mkdir()
+    os.mkfifo(folder / "pipe")
 
 
 _BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -72,289 +71,228 @@ _BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
 """A few lines that YAML expands to a list of 10**9 words."""
-_NINES = "9" * 5000
-"""More digits than Python converts to a number."""
 
-FILES: dict[str, str | bytes] = {
-    "good.yaml": "num-layers: 2\n",
-    "empty": "",
-    "binary": bytes(range(256)) * 4,
-    "tab.yaml": "num-layers: 2\n\thidden-size: 64\n",
-    "latin.yaml": "num-layers: 2\n# Größe\n".encode("latin-1"),
-    "list.yaml": "- num-layers: 2\n",
-    "deep.yaml": "num-layers: " + "[" * 20_000,
-    "bomb.yaml": _BOMB + "num-layers: *i\n",
-    "infinite.yaml": "lr: 1e999\n",
-    "map.yaml": "lr: {a: 1}\n",
-    "own-config.yaml": "ampipe:\n  config: tiny\n",
-    "good.plan": _plan(),
-    "cut.plan": _plan()[:120],
-    "nan.plan": _plan(predicted_ms=float("nan")),
-    "hidden.plan": _plan(hidden_share=7),
-    "loop.plan": _plan(schedule=_schedule().replace("attention.0 route.0", "route.0 attention.0")),
-    "repeat.plan": _plan(schedule=_schedule().replace("attention.0", "attention.0 attention.0", 1)),
-    "nines.plan": _plan(schedule=_schedule().replace("degree 2", f"degree {_NINES}")),
-    "good.cluster": _cluster(),
-    "inf.cluster": _cluster("alpha_us: 20", "alpha_us: .inf"),
-    "date.cluster": _cluster("alpha_us: 20", "alpha_us: 2026-13-45"),
-    "zero.cluster": "".join(
-        re.sub(r"^(\s+(?:alpha|beta|merge|weights|forward_us|backward_us)\w*:) .*$", r"\1 0", line) + "\n"
-        for line in _cluster().splitlines()
+YAML = {
+    # Keys.
+    "key-misspelt": ("lr: 1\nnum_layers: 2", "{line}2: num_layers: there is no such flag. Did you mean num-"),
+    "key-twice": ("lr: 1\nlr: 2", "{line}2: YAML: the key 'lr' comes twice"),
+    "key-by-two-names": (
+        "save-interval: 1\npersistent-save-interval: 2",
+        "{line}2: persistent-save-interval: sets the same as --save-interval at {line}1. Keep one of the",
     ),
-    "huge.model": "hidden-size: 1" + "0" * 400 + "\nnum-attention-heads: 1\nnum-experts: 8\nseq-length: 64\n",
-    "list.model": "hidden-size: [64]\nnum-attention-heads: 4\nnum-experts: 8\nseq-length: 64\n",
-    "topk.model": "hidden-size: 8\nmoe-router-topk: 9\nnum-attention-heads: 4\nnum-experts: 8\n"
-    + "seq-length: 64\n",
-    "good.trace": _trace(),
-    "cut.trace": _trace()[:100],
-    "list.json": "[]",
-    "nines.trace": _trace(name="attention." + _NINES),
-    "late.trace": _trace(ts=1e308, dur=1e308),
-    "dollar.trace": _trace(name="att$\\frac{$.0"),
-    "lane.trace": _trace(tid="x" * 100_000),
-    "deep.json": "[" * 100_000,
-    "axes.grid": "axes: [" + ", ".join(["[{name: a}, {name: b}]"] * 40) + "]\n",
+    "key-no-setting": ("help: true", "help: cannot be set in a file"),
+    # Values.
+    "word-for-number": ("lr: fast", "{line}1: lr: 'fast': invalid float value. Give a number, for example"),
+    "yes-for-switch": ("swiglu: yes", "swiglu: 'yes': is a switch, and takes true or false without quotes."),
+    "switch-for-number": ("num-layers: true", "num-layers: True: takes only numbers and text, and words"),
+    "choice": ("attention-backend: flsh", "attention-backend: 'flsh': invalid choice. Use one of: flash,"),
+    "list-for-pattern": ("moe-layer-freq: [0, 1]", "[0,1]: takes one value, and this is a list. Write one"),
+    "too-few": ("rampup-batch-size: [1, 2]", "rampup-batch-size: expected 3 arguments"),
+    "mapping": ("lr:\n  max: 1", "lr: {'max': '1'}: takes only numbers and text, and words"),
+    # Sections.
+    "own-at-top": ("degree: 4", "degree: is a setting of AMPipe. Write 'degree: ...' below 'ampipe:'"),
+    "own-misspelt": ("ampipe:\n  degre: 4", "{line}2: ampipe.degre: there is no such setting of AMPipe. Did"),
+    "own-degree-0": ("ampipe:\n  degree: 0", "{line}2: --ampipe-degree 0: must be a whole number"),
+    "own-no-section": ("ampipe: 4", "ampipe: is a section for settings of AMPipe. Write 'degree: 4' below"),
+    "flag-in-section": ("ampipe:\n  lr: 4", "ampipe.lr: is a flag of Megatron. Write 'lr: ...' outside"),
+    "file-in-file": ("ampipe:\n  config: tiny", "{line}2: ampipe.config: cannot be set in a file. Give"),
+    "next-to-flags": ("flags:\n  num-layers: 2\nlr: 1", "{line}3: lr: stands outside the section 'flags:'"),
+    "megatrons-own-yaml": ("yaml-cfg: x.yaml", "{line}1: --yaml-cfg x.yaml: replaces every flag, those of"),
+    # Files.
+    "tab": ("lr: 1\n\thidden-size: 64\n", "{line}2: YAML: found character '\\t' that cannot start any token"),
+    "no-colon": ("num-layers 4", "{line}1: top: does not hold keys with values. Write 'key: value' on"),
+    "object": ("lr: !!python/object/apply:os.getcwd []", "{line}1: YAML: the tag !!python/object/apply:os."),
+    "bomb": (_BOMB + "num-layers: *i\n", "{line}1: YAML: the alias *a repeats a list or a section; write"),
+    "deep": ("num-layers: " + "[" * 20_000, "deep.yaml: cannot be read as YAML."),
 }
-"""Contents of files by name. Also ``folder`` (empty), ``pipe`` (without a writer), and those below."""
+"""Files for ``ampipe config``, and a part of the message; ``{line}`` is the file with a colon."""
 
-
-def write_files(folder: Path) -> None:
-    """Create all files that the rows name."""
-    for name, content in FILES.items():
-        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    for name in ("folder", "traces", "tree/megatron/core/package_info.py", "tree-2/megatron/core"):
-        (folder / name).mkdir(parents=True)
-    os.mkfifo(folder / "pipe")
-    (folder / "traces/rank0.trace.json").mkdir()
-    (folder / "tree-2/megatron/core/package_info.py").write_bytes(b"\xff\xfe\x00")
-
-
-_PLAN = "plan --cluster dgx-h100 --model {here}/"
-_ON = "plan --model mixtral-8x7b --cluster "
-_CONFIG = "config --ampipe-config {here}/"
+_PLAN = "plan --model mixtral-8x7b --cluster "
 _DRAW = "draw --output {here}/out/p {here}/"
-_FROM_PLAN = "train --ampipe-plan {here}/"
-_NO_PIPE = "cannot be read (not a regular file)"
-_NO_TRACE = "is not a trace written by AMPipe. Give a file that a run with --ampipe-trace-dir wrote"
-_TORCHRUN = "Start the run with torchrun, which sets it, or unset it."
+_TRACE = "is not a trace written by AMPipe. Give a file that a run with --ampipe-trace-dir wrote"
+TOOLS = {
+    "model-number": ("plan --cluster dgx-h100 --model {here}/huge.model", "a number of 401 digits is too"),
+    "cluster-infinite": (_PLAN + "{here}/inf.cluster", "intra.all_to_all.alpha_us inf: must be a number"),
+    "cluster-is-a-plan": (_PLAN + "{here}/good.plan", "good.plan:1: format: is not a known key. Use one of"),
+    "set-object": (_PLAN + "dgx-h100 --set hidden-size=!!python/name:os.system", "value that is not YAML."),
+    "trace-cut": (_DRAW + "cut.trace", "cut.trace: " + _TRACE),
+    "trace-late": (_DRAW + "late.trace", _TRACE),
+    "trace-formula": (_DRAW + "dollar.trace", _TRACE),
+    "trace-deep": (_DRAW + "deep.trace", _TRACE),
+    "trace-pipe": (_DRAW + "pipe", "trace {here}/pipe: cannot be read (not a regular file). Give"),
+    "bench-from-trace": ("bench --from {here}/good.trace", "is not a result of ampipe bench. Give a file"),
+    "data-of-nothing": ("data {here}/folder --output {here}/out/d", "holds no usable text file with the"),
+    "config-misspelt": (
+        "config --ampipe-config mixtral-8x7",
+        "nor a built-in configuration. Did you mean mi",
+    ),
+    "config-no-file": ("config --ampipe-config --lr 1", "--ampipe-config (no file): takes at least one file"),
+    "config-flag": ("config --num_layers 2", "--num_layers 2: there is no such flag. Did you mean --num-la"),
+}
+"""Commands, and a part of the message."""
 
-CONTROLS = (
-    Row("train-by-plan", _FROM_PLAN + "good.plan", "", PROCESS_GROUP_MADE),
-    Row("plan", _ON + "{here}/good.cluster", "choice: ", 0),
-    Row("draw", _DRAW + "good.trace", "wrote ", 0),
-    Row("config", _CONFIG + "good.yaml", "num-layers: 2", 0),
-)
-"""Valid arguments, so that only the argument in the row is wrong."""
-
-_YAML = (
-    Row("yaml-tab", _CONFIG + "tab.yaml", "tab.yaml:2: YAML: found character '\\t' that cannot start"),
-    Row("yaml-latin-1", _CONFIG + "latin.yaml", "latin.yaml: cannot be read as YAML. Write 'key: value'"),
-    Row("yaml-list", _CONFIG + "list.yaml", "list.yaml:1: top: does not hold keys with values."),
-    Row("yaml-deep", _CONFIG + "deep.yaml", "deep.yaml: cannot be read as YAML."),
-    Row("yaml-bomb", _CONFIG + "bomb.yaml", "bomb.yaml:2: YAML: the alias *a repeats a list or a section;"),
-    Row("yaml-infinite", _CONFIG + "infinite.yaml", "infinite.yaml:1: --lr inf: must be at least 0."),
-    Row(
-        "yaml-section-as-value",
-        _CONFIG + "map.yaml",
-        "map.yaml:1: lr: {'a': '1'}: takes only numbers",
+_AUTO = "--ampipe-degree auto "
+TRAIN = {
+    "degree-0": ("--ampipe-degree 0", "--ampipe-degree 0: must be a whole number"),
+    "degree-word": ("--ampipe-degree 2.5", "--ampipe-degree '2.5': is neither a whole number nor auto"),
+    "degree-two-words": ("--ampipe-degree 4 4", "argument 4: is unexpected. A switch such as"),
+    "degree-no-word": ("--ampipe-degree", "--ampipe-degree (no value): expected one argument. Write"),
+    "degree-above-sequence": (
+        "--ampipe-degree 65",
+        "65: is larger than the sequence length (--seq-length",
     ),
-    Row("yaml-names-yaml", _CONFIG + "own-config.yaml", "a file cannot name further files. Name all of them"),
-    Row("yaml-pipe", _CONFIG + "pipe", "pipe: is neither a file nor a built-in configuration."),
-)
-_PLANNER = (
-    Row(
-        "model-beyond-numbers", _PLAN + "huge.model", "huge.model:1: YAML: a number of 401 digits is too long"
+    "backward-3": (
+        "--ampipe-degree 4 --ampipe-backward-degree 3",
+        "must be a divisor or a multiple of the degree of the forward pass (4). Use --ampipe-backward-degree",
     ),
-    Row("model-list", _PLAN + "list.model", "hidden-size [64]: must be a whole number of at least 1. Write"),
-    Row("model-topk", _PLAN + "topk.model", "topk.model:2: moe-router-topk 9: is above num-experts 8."),
-    Row("model-cluster", _PLAN + "good.cluster", "good.cluster:5: intra: is a section, and no flag of"),
-    Row("cluster-infinite", _ON + "{here}/inf.cluster", ":7: intra.all_to_all.alpha_us inf: must be a num"),
-    Row("cluster-no-time", _ON + "{here}/zero.cluster", "figures with which the time of a block is 0. Write"),
-    Row(
-        "cluster-no-date",
-        _ON + "{here}/date.cluster",
-        "date.cluster: cannot be read as YAML. Look at configs",
+    "backward-above-sequence": (
+        "--ampipe-degree 4 --ampipe-backward-degree 128",
+        "--ampipe-backward-degree 128: is larger than the sequence length (--seq-length 64).",
     ),
-    Row("cluster-plan", _ON + "{here}/good.plan", "good.plan:1: format: is not a known key. Use one of"),
-    Row("set-twice", _ON + "dgx-h100 --set seq-length=64 --set seq-length=128", "seq-length was set before."),
-    Row(
-        "set-python",
-        _ON + "dgx-h100 --set hidden-size=!!python/name:os.system",
-        "has a value that is not YAML.",
+    "chunks-sum": ("--ampipe-chunks 0.5,0.5,0.5", "must have a sum of 1; the sum is 1.5. Use for example"),
+    "chunks-of-no-row": ("--ampipe-chunks 0.001,0.999", "chunk 0 would have none of the 64 rows of a rank."),
+    "chunks-with-auto": (_AUTO + "--ampipe-chunks 0.5,0.5", "0.5,0.5: is what --ampipe-degree auto chooses."),
+    "stack-0": ("--ampipe-degree 4 --ampipe-stack 0", "must be a whole number of layers, at least 1, or all"),
+    "schedule-unknown": ("--ampipe-degree 4 --ampipe-schedule best", "'best': invalid choice. Use one of: "),
+    "schedule-at-degree-1": ("--ampipe-schedule ampipe", "has no effect at --ampipe-degree 1, which"),
+    "trace-at-degree-1": ("--ampipe-trace-dir /tmp/trace", "has no effect at --ampipe-degree 1"),
+    "exchange-in-one-chunk": (
+        "--ampipe-exchange ranks --cpu-offloading-num-layers 1 --moe-router-topk 2 "
+        "--expert-model-parallel-size 2",
+        "--cpu-offloading-num-layers 1: with --ampipe-exchange ranks, activation offloading is not supported "
+        "yet. Leave it out, or train with --ampipe-exchange rows.",
     ),
-    Row("set-huge", _ON + "dgx-h100 --set seq-length=100000000000000000000", "must be at most 10000000."),
-    Row("planned-ranks", _ON + f"dgx-h100 --ranks {_NINES}", "is not a whole number of at least 1"),
-    Row("planned-trace-of", _ON + f"dgx-h100 --trace x --trace-of {_NINES}", "is no degree such as 4, 4:2"),
-    Row(
-        "planned-twice",
-        _ON + "dgx-h100 --output {here}/x --json {here}/x",
-        "x: is the file of --json too. Name",
+    "cluster-at-degree-4": (
+        "--ampipe-degree 4 --ampipe-cluster dgx-h100",
+        "requires --ampipe-degree auto or --ampipe-memory-budget. Add --ampipe-degree auto, or leave",
     ),
-)
-_TRACES = (
-    Row("trace-cut", _DRAW + "cut.trace", "cut.trace: " + _NO_TRACE),
-    Row("trace-digits", _DRAW + "nines.trace", _NO_TRACE),
-    Row("trace-late", _DRAW + "late.trace", _NO_TRACE),
-    Row("trace-formula", _DRAW + "dollar.trace", _NO_TRACE),
-    Row("trace-long-lane", _DRAW + "lane.trace", _NO_TRACE),
-    Row("trace-deep", _DRAW + "deep.json", _NO_TRACE),
-    Row("trace-pipe", _DRAW + "pipe", f"trace {{here}}/pipe: {_NO_PIPE}. Give"),
-    Row("trace-is-folder", _DRAW + "traces", "cannot be read (Is a directory). Give"),
-    Row("trace-device", "draw --output {here}/out/p /dev/zero", f"trace /dev/zero: {_NO_PIPE}"),
-)
-_TOOLS = (
-    Row(
-        "bench-from-trace",
-        "bench --from {here}/good.trace",
-        "is not a result of ampipe bench. Give a file that",
+    "plan-and-degree": (
+        "--ampipe-plan {here}/good.plan --ampipe-degree 4",
+        "4: is what the plan {here}/good.plan says. Leave --ampipe-degree or --ampipe-plan out.",
     ),
-    Row("bench-grid-axes", "bench --grid {here}/axes.grid", "axes: they make 1099511627776 cases. Make"),
-    Row("bench-ranks", "bench --ranks 1000000", "--ranks 1000000: does not divide the 4 experts of case"),
-    Row(
-        "bench-two-hops",
-        "bench --exchange rows,2dh",
-        "--exchange 2dh: --link none has no nodes. Use --link inter=50mbit,intra=400mbit --nodes 2 --ranks-p",
-    ),
-    Row(
-        "plan-two-hops",
-        _ON + "dgx-h100 --ranks 8 --exchange 2dh",
-        "--exchange 2dh: saves nothing in this layout: no rank or node gets a token twice, or ranks are not",
-    ),
-    Row("bench-seed", "bench --seed 99999999999999999999", "is more than 4294967295"),
-    Row(
-        "patch-binary",
-        "patch check {here}/tree-2",
-        "does not contain the version of Megatron. Name a release",
-    ),
-    Row("data-in-a-file", "data {here}/folder --output {here}/out/d", "holds no usable text file with the"),
-)
-_PLANS = (
-    Row("plan-cut", _FROM_PLAN + "cut.plan", "cut.plan:1: YAML: found unexpected end of stream. Give"),
-    Row("plan-not-a-number", _FROM_PLAN + "nan.plan", "predicted_ms 'NaN': must be a number, at least 0,"),
-    Row("plan-hidden-share", _FROM_PLAN + "hidden.plan", "hidden_share 7: is a share, from 0 to 1. Write"),
-    Row("plan-loop", _FROM_PLAN + "loop.plan", "can never finish: compute waits at route.0 for attention.0;"),
-    Row("plan-degree-digits", _FROM_PLAN + "nines.plan", "is not 'schedule NAME degree N' or"),
-    Row("plan-pipe", _FROM_PLAN + "pipe", f"plan {{here}}/pipe: {_NO_PIPE}. Give a file"),
-    Row("plan-folder", _FROM_PLAN + "folder", "folder: cannot be read (Is a directory). Give a file"),
-    Row("plan-empty-name", "train --ampipe-plan ''", "--ampipe-plan (empty): is empty. Give a value, or"),
-    Row(
-        "plan-with-schedule",
-        _FROM_PLAN + "good.plan --ampipe-schedule ampipe",
-        "is what the plan {here}/good.plan says.",
-    ),
-    Row(
-        "plan-and-save",
-        _FROM_PLAN + "good.plan --ampipe-save-plan x",
-        "--ampipe-save-plan x: requires --ampipe-degree auto.",
-    ),
-    Row(
-        "save-plan-foreign",
-        "train --ampipe-degree auto --ampipe-save-plan {here}/good.trace",
-        "good.trace:1: traceEvents",
-    ),
-    Row(
-        "save-plan-in-a-file",
-        "train --ampipe-degree auto --ampipe-save-plan {here}/empty/p",
-        "cannot be written (File exists).",
-    ),
-    Row(
-        "auto-cluster-plan",
-        "train --ampipe-degree auto --ampipe-cluster {here}/good.plan",
-        "good.plan:1: format: is not a known key.",
-    ),
-)
-_FLAGS = (
-    Row(
-        "degree-nan", "train --ampipe-degree nan", "--ampipe-degree 'nan': is neither a whole number nor auto"
-    ),
-    Row("degree-two-words", "train --ampipe-degree 4 4", "argument 4: is unexpected. A switch such as"),
-    Row(
-        "degree-no-word", "train --ampipe-degree", "--ampipe-degree (no value): expected one argument. Write"
-    ),
-    Row(
-        "chunks-nan", "train --ampipe-chunks nan,nan", "--ampipe-chunks nan,nan: every share must be above 0."
-    ),
-    Row(
-        "chunks-sum",
-        "train --ampipe-chunks 0.5,0.5,0.5",
-        "must have a sum of 1; the sum is 1.5. Use for example",
-    ),
-    Row(
-        "chunks-one",
-        "train --ampipe-chunks 1",
-        "--ampipe-chunks 1: has no effect at --ampipe-degree 1, which",
-    ),
-    Row(
-        "backward-zero",
-        "train --ampipe-degree 4 --ampipe-backward-degree 0",
-        "must be a divisor or a multiple of the degree of the forward",
-    ),
-    Row("stack-word", "train --ampipe-degree 4 --ampipe-stack every", "--ampipe-stack every: must be a"),
-    Row(
-        "schedule-case",
-        "train --ampipe-degree 2 --ampipe-schedule AMPipe",
-        "'AMPipe': invalid choice. Use one of: ",
-    ),
-    Row(
-        "trace-dir-empty",
-        "train --ampipe-degree 2 --ampipe-trace-dir ''",
-        "--ampipe-trace-dir (empty): is empty.",
-    ),
-    Row(
-        "trace-dir-file",
-        "train --ampipe-degree 2 --ampipe-trace-dir {here}/empty",
-        "cannot be written to (File exists).",
-    ),
-    Row(
-        "save-file",
-        "train --ampipe-degree 2 --save {here}/empty --save-interval 2",
-        "cannot be written to (Not a directory).",
-    ),
-    Row(
-        "router-hash-mtp",
-        "train --ampipe-router hash --mtp-num-layers 1 --position-embedding-type rope",
-        "--mtp-num-layers 1: with --ampipe-router hash, layers of multi-token prediction embed later",
-    ),
-    Row(
-        "router-hash-loss",
-        "train --ampipe-degree 2 --ampipe-router hash --moe-aux-loss-coeff 0.1",
+    "plan-loop": ("--ampipe-plan {here}/loop.plan", "can never finish: compute waits at route.0 for"),
+    "plan-pipe": ("--ampipe-plan {here}/pipe", "plan {here}/pipe: cannot be read (not a regular file). Give"),
+    "save-plan-foreign": (_AUTO + "--ampipe-save-plan {here}/good.trace", "good.trace:1: traceEvents"),
+    "save-plan-in-a-file": (_AUTO + "--ampipe-save-plan {here}/empty/p", "cannot be written (File exists)."),
+    "trace-dir-file": ("--ampipe-degree 2 --ampipe-trace-dir {here}/empty", "cannot be written to (File ex"),
+    "save-file": ("--ampipe-degree 2 --save {here}/empty --save-interval 2", "to (Not a directory)."),
+    "router-hash-loss": (
+        "--ampipe-degree 2 --ampipe-router hash --moe-aux-loss-coeff 0.1",
         "--moe-aux-loss-coeff 0.1: has no effect with --ampipe-router hash",
     ),
-    Row(
-        "router-ids-mlp-chunks",
-        "train --ampipe-router tests.gates:BiasedByIdRouter --mlp-chunks-for-training 2",
+    "router-ids": (
+        "--ampipe-router tests.gates:BiasedByIdRouter --mlp-chunks-for-training 2",
         "--mlp-chunks-for-training 2: with --ampipe-router tests.gates:BiasedByIdRouter, Megatron routes",
     ),
-    Row(
-        "flag-underscore",
-        "train --ampipe_degree 2",
-        "argument --ampipe_degree 2: there is no such flag. Did you",
+    "flag-misspelt": ("--ampipe_degree 2", "argument --ampipe_degree 2: there is no such flag. Did you mean"),
+    "megatrons-check": ("--hidden-size 130", "assert args.hidden_size % args.num_attention_heads == 0. The"),
+    "megatrons-type": ("--moe-layer-freq __import__(0)", "invalid moe_freq_type value."),
+}
+"""Flags after those of a launch with made-up data, and a part of the message."""
+
+VARIABLES = {
+    "variable-word": (
+        {"RANK": "abc"},
+        "RANK abc: must be a whole number. Start the run with torchrun,",
     ),
-    Row(
-        "layer-pattern-short",
-        "train --ampipe-degree 2 --moe-layer-freq [1,0,1]",
-        "--moe-layer-freq of 3 layers with",
+    "variable-beyond": ({"RANK": "99"}, "RANK 99: must be below WORLD_SIZE, which is 4. Start the run with"),
+}
+CONTROLS = {
+    "train-well": ("train --ampipe-plan {here}/good.plan", "", PROCESS_GROUP_MADE),
+    "plan-well": (_PLAN + "{here}/good.cluster", "choice: ", 0),
+    "draw-well": (_DRAW + "good.trace", "wrote ", 0),
+}
+"""Valid inputs, so that only the argument of a row is wrong: words, a part of the output, the exit code."""
+
+
+def write_dataset(prefix: Path, lengths: Sequence[int]) -> None:
+    """Write an indexed dataset of 16-bit tokens with documents of these lengths, without Megatron."""
+    sizes = numpy.array(lengths, dtype=numpy.int32)
+    starts = numpy.concatenate([[0], numpy.cumsum(sizes, dtype=numpy.int64)[:-1]]) * 2
+    with Path(f"{prefix}.idx").open("wb") as index:
+        index.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, len(sizes), len(sizes) + 1))
+        index.write(sizes.tobytes() + starts.astype(numpy.int64).tobytes())
+        index.write(numpy.arange(len(sizes) + 1, dtype=numpy.int64).tobytes())
+    numpy.full(int(sizes.sum()), 7, dtype=numpy.uint16).tofile(f"{prefix}.bin")
+
+
+def _with(suffix: str, spoil: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda path: spoil(path / suffix if suffix.startswith("iter") else Path(f"{path}{suffix}"))
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _write_token(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(2000)
+        file.write(b"\x2c\x01")
+
+
+def _note(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text(text)
+
+
+def _nothing(_path: Path) -> None:
+    """Damage nothing."""
+
+
+_DATA = "--data-path {path} --split 100,0,0"
+_UNLOADABLE = "--load {path}: the checkpoint cannot be loaded ("
+DATASETS = {
+    "well": (_nothing, _DATA, None),
+    "no-data": (
+        _nothing,
+        "",
+        "--data-path (not given): a run needs data. Give --data-path PREFIX, or",
     ),
-    Row(
-        "layer-pattern-code",
-        "train --ampipe-degree 2 --moe-layer-freq __import__(0)",
-        "invalid moe_freq_type value.",
+    "idx-missing": (_with(".idx", Path.unlink), _DATA, "{path}.idx ([Errno 2] No such file or directory"),
+    "idx-pipe": (_with(".idx", _pipe), _DATA, "Megatron cannot read {path}.idx (not a regular file). Copy"),
+    "idx-cut": (_with(".idx", _cut), _DATA, "{path}.idx (buffer is smaller than requested size). Copy"),
+    "bin-cut": (_with(".bin", _cut), _DATA, "{path}.idx describes 4800 bytes, and {path}.bin has 2400. Copy"),
+    "token": (
+        _with(".bin", _write_token),
+        _DATA,
+        "holds the token 300, and --vocab-size 256 allows 0 to",
     ),
-)
-_VARIABLES = (
-    Row(
-        "variable-word",
-        "train --ampipe-degree 2",
-        "RANK abc: must be a whole number. " + _TORCHRUN,
-        environment={"RANK": "abc"},
+    "list-nowhere": (
+        _nothing,
+        "--data-args-path {path}/no",
+        "No such file or directory: '{path}/no",
     ),
-    Row(
-        "variable-beyond",
-        "train --ampipe-degree 2",
-        "RANK 99: must be below WORLD_SIZE, which is 4. " + _TORCHRUN,
-        environment={"RANK": "99"},
+    "split-words": (
+        _nothing,
+        "--data-path {path} --split most,some",
+        "data cannot be used (cannot conv",
     ),
-)
-ROWS = (
-    *_YAML, *_PLANNER, *_TRACES, *_TOOLS, *_PLANS, *_FLAGS, *_VARIABLES
-)  # fmt: skip
+    "no-tokens": (
+        lambda path: write_dataset(path, [0, 0, 300]),
+        "--data-path {path} --split 2,1,0",
+        "--split 2,1,0: gives train no token of {path}. Use --split 100,0,0 and --eval-iters 0, or",
+    ),
+    "weight-negative": (_nothing, "--data-path -1 {path} 2 {path} --split 100,0,0", "(assert all(map(lambda"),
+    "cache": (
+        _nothing,
+        _DATA + " --data-cache-path {path}.idx/cache",
+        "Failed to write dataset materials",
+    ),
+    "no-rate": (_nothing, _DATA + " --lr-warmup-iters 9", "(refused by Megatron)"),
+}
+"""What damages a dataset of eight documents of 300 tokens, flags, and a part of the message; None if well."""
+
+CHECKPOINTS = {
+    "new-folder": (_nothing, "--load {path}/new", None),
+    "note-word": (_note("two\n"), "--load {path}", _UNLOADABLE + "Megatron has printed the reason above"),
+    "note-of-nothing": (_note("3"), "--load {path}", _UNLOADABLE),
+    "shard-cut": (_with("/iter_0000002/__0_0.distcp", _cut), "--load {path}", _UNLOADABLE),
+    "asked-for": (_nothing, "--load {path}/new --exit-on-missing-checkpoint", "--load {path}/new: the check"),
+    "hidden-size": (_nothing, "--load {path} --hidden-size 128", _UNLOADABLE),
+    "longer": (_nothing, "--load {path} --train-iters 6", _UNLOADABLE + "OptimizerParamScheduler: class inp"),
+}
+"""The same of a checkpoint of iteration 2."""

@@ -1,12 +1,10 @@
-"""Every row of the table of bad inputs ends soon, with its exit code and a helpful message.
-
-One process (:mod:`.bad_inputs_worker`) runs all of them.
-"""
+"""Every row of the tables of bad inputs ends soon, with its exit code and a helpful message."""
 
 from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,38 +12,83 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.bad_inputs import CONTROLS, ROWS, Row, write_files
-from tests.megatron.bad_inputs_worker import LIMIT_S, TRAIN
-from tests.megatron.launcher import REPOSITORY, environment
+from tests.megatron import bad_inputs
+from tests.megatron.forked_launch import LIMIT_S, TRAIN
+from tests.megatron.launcher import MOCK_DATA, REPOSITORY, TINY_GPT, TINY_MOE, environment, pretrain
 from tests.megatron.refusal_flags import ACCEPTED
+from tests.rendezvous import meeting_place
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
+
+ONE_RANK = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+SMALL = [*TINY_GPT, *TINY_MOE, "--vocab-size", "256"]
+
+Asked = dict[str, tuple[list[str], dict[str, str], str | None, int]]
+"""By name: words, environment, a part of the output, and the exit code."""
 
 
-def command_line(row: Row, here: Path) -> list[str]:
-    """The command line of a row; a launch gets flags that train at degree 1, with mock data."""
-    tool, *words = (word.replace("{here}", str(here)) for word in shlex.split(row.words))
-    if tool != TRAIN:
-        return [tool, *words]
+def asked(here: Path) -> Asked:
+    """Everything that is run."""
     at = ACCEPTED.index("--ampipe-degree")
-    base = [*ACCEPTED[:at], *ACCEPTED[at + 2 :]]
-    return [tool, *base, *words]
+    stock = [*ACCEPTED[:at], *ACCEPTED[at + 2 :]]
+    rows: Asked = {}
+    for name, (_, says) in bad_inputs.YAML.items():
+        path = str(here / f"{name}.yaml")
+        rows[name] = (["config", "--ampipe-config", path], {}, says.replace("{line}", f"{path}:"), 2)
+    for name, (words, says) in bad_inputs.TOOLS.items():
+        rows[name] = (_words(words, here), {}, says, 2)
+    for name, (words, says) in bad_inputs.TRAIN.items():
+        rows[name] = ([TRAIN, *stock, *_words(words, here)], {}, says, 2)
+    for name, (variables, says) in bad_inputs.VARIABLES.items():
+        rows[name] = ([TRAIN, *stock, "--ampipe-degree", "2"], variables, says, 2)
+    for name, (words, says, code) in bad_inputs.CONTROLS.items():
+        tool, *rest = _words(words, here)
+        rows[name] = ([tool, *(stock if tool == TRAIN else []), *rest], {}, says, code)
+    saving = ["--save", str(here / "saved"), "--save-interval", "2", "--exit-interval", "2"]
+    run = pretrain(*SMALL, *MOCK_DATA, *saving, num_ranks=1)
+    assert run.exit_code == 0, run.output[-4000:]
+    for name, (spoil, words, says) in bad_inputs.DATASETS.items():
+        path = here / f"data-{name}"
+        bad_inputs.write_dataset(path, [300] * 8)
+        spoil(path)
+        rows[f"data-{name}"] = _trains(path, [], words, says)
+    for name, (spoil, words, says) in bad_inputs.CHECKPOINTS.items():
+        path = here / f"load-{name}"
+        shutil.copytree(here / "saved", path)
+        spoil(path)
+        rows[f"load-{name}"] = _trains(path, MOCK_DATA, words, says)
+    return rows
+
+
+def _words(text: str, here: Path) -> list[str]:
+    return [word.replace("{here}", str(here)) for word in shlex.split(text)]
+
+
+def _trains(
+    path: Path, data: list[str], flags: str, says: str | None
+) -> tuple[list[str], dict[str, str], str | None, int]:
+    """A training run of one rank, which meets itself."""
+    words = [TRAIN, *SMALL, *data, *(word.replace("{path}", str(path)) for word in flags.split())]
+    expected = None if says is None else says.replace("{path}", str(path))
+    return words, {**ONE_RANK, **meeting_place()}, expected, 0 if says is None else 2
+
+
+NAMES = [
+    *bad_inputs.YAML, *bad_inputs.TOOLS, *bad_inputs.TRAIN, *bad_inputs.VARIABLES, *bad_inputs.CONTROLS,
+    *(f"data-{name}" for name in bad_inputs.DATASETS), *(f"load-{name}" for name in bad_inputs.CHECKPOINTS),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bad")
-    write_files(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def results(here: Path) -> dict[str, dict[str, Any]]:
-    asked = {row.name: (command_line(row, here), row.environment) for row in (*CONTROLS, *ROWS)}
-    (here / "asked").write_text(json.dumps(asked))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Asked, dict[str, Any]]:
+    """The folder, what was run, and the results, of one process that has forked for each."""
+    here = tmp_path_factory.mktemp("bad")
+    bad_inputs.write_files(here)
+    rows = asked(here)
+    (here / "asked").write_text(json.dumps({name: row[:2] for name, row in rows.items()}))
     report = here / "report"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.megatron.bad_inputs_worker", str(here / "asked")],
+        [sys.executable, "-m", "tests.megatron.forked_launch", str(here / "asked")],
         cwd=REPOSITORY,
         # A world size of four for Megatron's checks; the other ranks never exist.
         env=environment()
@@ -54,30 +97,34 @@ def results(here: Path) -> dict[str, dict[str, Any]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=580,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    found: dict[str, dict[str, Any]] = json.loads(report.read_text())
-    return found
+    return here, rows, json.loads(report.read_text())
 
 
-def test_names_of_rows_are_unique() -> None:
-    names = [row.name for row in (*CONTROLS, *ROWS)]
-    assert len(set(names)) == len(names) and len(ROWS) >= 60
-    assert all(row.says for row in ROWS)
-
-
-@pytest.mark.parametrize("row", [*CONTROLS, *ROWS], ids=lambda row: row.name)
-def test_it_ends_soon_and_says_why(row: Row, here: Path, results: dict[str, dict[str, Any]]) -> None:
-    found = results[row.name]
+@pytest.mark.parametrize("name", NAMES)
+def test_it_ends_soon_and_says_why(name: str, runs: tuple[Path, Asked, dict[str, Any]]) -> None:
+    here, rows, results = runs
+    _, _, says, code = rows[name]
+    found = results[name]
     assert found["code"] is not None, f"not ended after {LIMIT_S} s"
-    assert not found["traceback"], found["said"]
-    assert found["code"] == row.code, found["said"]
-    assert row.says.replace("{here}", str(here)) in found["said"], found["said"]
-    if row in CONTROLS:
-        return
-    (said,) = [line for line in found["said"].splitlines() if line.startswith(("error: ", "ampipe"))]
-    # AMPipe's messages are NAME VALUE: RULE. REMEDY. Those of argparse for a tool's arguments are one clause.
-    assert ": error: argument " in said or (": " in said and ". " in said and said.endswith((".", "?"))), said
-    # Also with a long value, what is wrong and what to do are in sight.
-    assert ": error: argument " in said or len(said) < 2500, len(said)
+    assert found["code"] == code, found["output"]
+    assert not found["traceback"], found["output"]
+    assert (says or "").replace("{here}", str(here)) in found["output"], found["output"]
+    if code == 2:
+        (said,) = found["errors"]
+        # NAME VALUE: RULE. REMEDY. Also with a long value, what is wrong and what to do are in sight.
+        assert ": " in said and ". " in said and said.endswith((".", "?")) and len(said) < 2500, said
+
+
+def test_what_the_first_rank_alone_finds_ends_the_others(tmp_path: Path) -> None:
+    """It builds the datasets' index while the others wait for it, here without a launcher that ends them."""
+    prefix = tmp_path / "text"
+    bad_inputs.write_dataset(prefix, [0, 0, 300])
+    words = ["--data-path", str(prefix), "--split", "2,1,0", "--expert-model-parallel-size", "2"]
+    run = pretrain(*SMALL, *words, timeout_s=90)
+    assert run.exit_code == 2
+    first, second = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert first.startswith(f"error: --split 2,1,0: gives train no token of {prefix}.")
+    assert second.startswith("error: rank 1 failed: it has lost a peer, see above.")

@@ -76,14 +76,6 @@ def test_a_newer_megatron_gives_a_warning_with_the_missing_names(
     assert "Not found in it: megatron.core.gone (layers/layer.py)." in message
 
 
-def test_the_warning_comes_once_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend("0.20.0", tmp_path, monkeypatch)
-    monkeypatch.setenv("RANK", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        compat.require_peers()
-
-
 def test_another_release_of_a_tested_version_gives_no_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

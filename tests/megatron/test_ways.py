@@ -15,17 +15,17 @@ from megatron_ampipe.cli import main as ampipe
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import BlockFeatures, build
 from tests.megatron.checkout.layout import lay_out
+from tests.megatron.forked_launch import PROCESS_GROUP_MADE
 from tests.megatron.launcher import MOCK_DATA, REPOSITORY, TINY_GPT, TINY_MOE, environment
-from tests.megatron.refusals_worker import PROCESS_GROUP_MADE
 
 WAYS = ("entry", "launcher", "patched")
 MODEL = [*TINY_GPT, *TINY_MOE]
 RENDEZVOUS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29999"}
 REFUSED = {
-    "half a dataset": ([*MODEL, "--data-path", "{folder}/half"], "--data-path {folder}/half: "),
-    "no checkpoint": (
-        [*MODEL, *MOCK_DATA, "--load", "{folder}", "--exit-on-missing-checkpoint"],
-        "--load {folder}: holds no checkpoint",
+    "half a dataset": ([*MODEL, "--data-path", "{folder}/half"], "dataset {folder}/half: "),
+    "a wrong size": (
+        [*MODEL, *MOCK_DATA, "--hidden-size", "130"],
+        "arguments (refused by Megatron)",
     ),
     "an unknown flag": ([*MODEL, *MOCK_DATA, "--lrr", "1"], "argument --lrr 1: there is no such flag"),
     "nowhere to meet": ([*MODEL, *MOCK_DATA], "MASTER_ADDR is not set"),

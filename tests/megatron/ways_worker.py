@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.launch import ending, host
-from tests.megatron.refusals_worker import Launch
+from tests.megatron.forked_launch import Launch
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 

@@ -73,8 +73,10 @@ def wait_for_a_server() -> int:
 
 
 def leave_as_megatron() -> int:
-    stop = compile("import sys\nsys.exit()", "/site-packages/megatron/training/checkpointing.py", "exec")
-    exec(stop, {"__name__": "megatron.training.checkpointing"})
+    text = "def train():\n    import sys; sys.exit()"
+    training: dict[str, Any] = {"__name__": "megatron.training.training"}
+    exec(compile(text, "/site-packages/megatron/training/training.py", "exec"), training)
+    training["train"]()
     return 0
 
 

@@ -17,8 +17,8 @@ from megatron.training import arguments
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections, flags, startup
+from megatron_ampipe.launch.flags import LIFTS_ONE_CONNECTION, SWITCHED_OFF
 from megatron_ampipe.launch.pretrain import check_launch
-from megatron_ampipe.launch.switched_off_flags import LIFTS_ONE_CONNECTION, SWITCHED_OFF
 from megatron_ampipe.tools import checkup
 from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE
 
@@ -85,13 +85,6 @@ def test_queues_are_chosen_when_flags_are_parsed_of_pipelined_runs_alone() -> No
         assert os.environ.pop(connections.VARIABLE) == connections.QUEUES
 
 
-def test_what_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(connections.VARIABLE, "8")
-    parse(*DEGREE_4)
-    parse("--ampipe-degree", "1")
-    assert os.environ[connections.VARIABLE] == "8"
-
-
 def test_after_cuda_is_initialised_nothing_is_set_and_the_table_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -115,6 +108,6 @@ def test_the_table_and_the_doctor_say_what_one_queue_does(monkeypatch: pytest.Mo
 
 
 def test_the_flag_that_lifts_the_demand_is_switched_off_like_the_others() -> None:
-    assert LIFTS_ONE_CONNECTION in [one.name for one in SWITCHED_OFF]
+    assert f"--{LIFTS_ONE_CONNECTION.replace('_', '-')}" in SWITCHED_OFF
     assert getattr(parse(*DEGREE_4), LIFTS_ONE_CONNECTION) is True
     assert not hasattr(parse(), LIFTS_ONE_CONNECTION)

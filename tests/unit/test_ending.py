@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ampipe.launch.refuse import raised_in
+from megatron_ampipe.launch.failures import raised_in
 
 ROOT = Path(__file__).resolve().parents[2]
 EARLY = """
@@ -111,7 +111,7 @@ def test_what_is_no_fault_of_a_checkpoint_keeps_its_traceback(ended: dict[str, E
 def test_megatrons_silent_exit_is_no_success(ended: dict[str, Ended]) -> None:
     found = ended["leave_as_megatron"]
     assert found.code == 3
-    assert "It did so at /site-packages/megatron/training/checkpointing.py:2." in found.output
+    assert "It did so at /site-packages/megatron/training/training.py:2." in found.output
     assert ended["leave_as_script"].code == 5
 
 

@@ -24,7 +24,6 @@ from megatron_ampipe.schedule import (
     NodeLayout,
     Pipeline,
     build,
-    parse_stack,
     period,
     stack_to_text,
     useful_exchanges,
@@ -103,26 +102,6 @@ def test_flags_resolve_to_one_pipeline(words: list[str], pipeline: Pipeline) -> 
     assert config.pipelined == bool(words)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "2.5", "every", "ALL", "9" * 5000])
-def test_a_stack_is_a_number_of_layers_or_all(text: str) -> None:
-    with pytest.raises(BadInput, match=r"must be a whole number of layers, at least 1, or all\. Use"):
-        parse("--ampipe-degree", "4", "--ampipe-stack", text)
-
-
-@pytest.mark.parametrize("text", ["1", "7", "all"])
-def test_a_stack_is_written_as_it_is_read(text: str) -> None:
-    assert stack_to_text(parse_stack(text, flag="--ampipe-stack")) == text
-
-
-def test_what_auto_chooses_cannot_be_given() -> None:
-    for words, rule in (
-        (["--ampipe-backward-degree", "2"], "--ampipe-backward-degree 2: is what --ampipe-degree auto"),
-        (["--ampipe-chunks", "0.75,0.25"], r"--ampipe-chunks 0\.75,0\.25: is what --ampipe-degree auto"),
-    ):
-        with pytest.raises(BadInput, match=rule):
-            parse("--ampipe-degree", "auto", *words)
-
-
 def test_a_saved_plan_is_for_as_many_layers_as_the_flags_say(tmp_path: Path) -> None:
     features = BlockFeatures(chunked_qkv=True)
     one = build("ampipe", degree=2, features=features)
@@ -193,13 +172,6 @@ def test_a_saved_plan_is_for_the_memory_that_the_flags_say(tmp_path: Path) -> No
 def test_a_budget_is_a_size_that_chooses(words: list[str], rule: str) -> None:
     with pytest.raises(BadInput, match=re.escape(rule)):
         parse("--ampipe-degree", "4", *words)
-
-
-def test_a_budget_is_part_of_the_configuration() -> None:
-    words = ("--ampipe-memory", "auto", "--ampipe-memory-budget", "1.5GiB")
-    assert parse("--ampipe-degree", "4", *words).memory_budget == "1.5GiB"
-    with pytest.raises(BadInput, match="--ampipe-memory auto: has no effect at --ampipe-degree 1"):
-        parse(*words)
 
 
 @pytest.mark.parametrize("setting", ["--ampipe-wire fp8", "--ampipe-condense 0.9"])

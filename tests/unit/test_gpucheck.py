@@ -63,7 +63,10 @@ def test_wheels_with_required_compiled_modules_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pip(*words: str) -> None:
-        make_wheel(tmp_path, {"yaml/_yaml.cpython-312-x86_64-linux-gnu.so": "optional"})
+        name = "megatron/core/datasets/helpers_cpp.cpython-312-x86_64-linux-gnu.so"
+        make_wheel(tmp_path, {name: "optional"})
+            tmp_path, {"megatron/core/datasets/helpers_cpp.cpython-312-x86_64-linux-gnu.so": "optional"}
+        )
 
     monkeypatch.setattr(wheels, "_pip", pip)
     wheels.pack(tmp_path)
@@ -162,26 +165,23 @@ def test_the_error_for_a_truncated_wheel_names_it(tmp_path: Path) -> None:
 
 
 def test_the_check_needs_no_compiled_modules_of_its_wheels(tmp_path: Path) -> None:
-    """PyYAML and the parts of Megatron that the check imports, without a compiled module."""
-    for name in ("yaml", "megatron"):
+    """The parts of Megatron that the check imports, without a compiled module."""
+    for name in ("megatron",):
         spec = importlib.util.find_spec(name)
         assert spec is not None
         for folder in spec.submodule_search_locations or []:
             leave_out = shutil.ignore_patterns("*.so", "__pycache__")
             shutil.copytree(folder, tmp_path / name, ignore=leave_out, dirs_exist_ok=True)
     code = (
-        "import sys, yaml, megatron.core\n"
+        "import sys, megatron.core\n"
         "import megatron_ampipe.tools.measuring.blocks, megatron_ampipe.tools.measuring.timed_passes\n"
         "import tests.dist.blocks, megatron_ampipe.launch.host.megatron\n"
-        f"assert yaml.__file__.startswith({str(tmp_path)!r}) and not yaml.__with_libyaml__\n"
         f"assert megatron.core.__file__.startswith({str(tmp_path)!r})\n"
         "assert 'megatron.core.datasets.helpers_cpp' not in sys.modules\n"
-        "print(yaml.safe_load('a: [1, x]'))"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(steps.REPOSITORY)])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "{'a': [1, 'x']}"
 
 
 # Steps

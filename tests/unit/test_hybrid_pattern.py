@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ampipe.block.hybrid_pattern import HybridPattern, runs_of_pairs
-from megatron_ampipe.launch.refusal_conditions import hybrid_without_pair
+from megatron_ampipe.launch.refusals import REFUSALS
 
 
 @pytest.mark.parametrize(
@@ -58,4 +58,5 @@ def test_pairs_are_counted_and_dense_ones_known() -> None:
 )
 def test_a_model_without_pairs_is_refused(text: str | None, stages: int, refused: bool) -> None:
     arguments = SimpleNamespace(hybrid_layer_pattern=text, pipeline_model_parallel_size=stages)
-    assert hybrid_without_pair(arguments) == (text if refused else None)
+    (row,) = [row for row in REFUSALS if row.setting == "--hybrid-layer-pattern"]
+    assert row.applies(arguments) == (text if refused else None)

@@ -74,31 +74,6 @@ def test_an_unwritable_output_is_refused_before_work_begins(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["bench", "--plot"],
-        [*PLAN, "--picture"],
-        ["draw", "traces", "--output"],
-        ["routing", "recorded", "--picture"],
-    ],
-)
-@pytest.mark.parametrize("target", ["/proc/nope", "file/inside"])
-def test_picture_files_are_checked_as_well(
-    words: list[str],
-    target: str,
-    no_work: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
-    (tmp_path / "traces").mkdir()
-    assert main([*words, target]) == 2
-    assert "cannot be written to" in capsys.readouterr().err
-
-
 def test_every_argument_for_an_output_is_checked() -> None:
     """A new one must be added above."""
     found = {
@@ -129,7 +104,7 @@ def test_the_check_leaves_no_file_and_does_not_change_an_existing_one(tmp_path: 
 
 def test_a_folder_is_created_only_if_the_tool_creates_it_and_only_for_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a/b/x.json"
-    with pytest.raises(errors.BadInput, match=r"--json .*: .*/a/b does not exist. Create it, or"):
+    with pytest.raises(errors.BadInput, match=r"--json .*: .*/a/b cannot be written to \(No such file"):
         outputs.check(path, flag="--json")
     outputs.check(path, flag="--json", makes_folder=True)
     assert not list(tmp_path.iterdir())

@@ -47,7 +47,7 @@ def test_the_figures_of_fsmoe_equal_those_of_its_paper() -> None:
         (
             "beta_us_per_mb: 50",
             "beta_ms_per_mb: 0.05",
-            ["beta_ms_per_mb", "another unit", "beta_us_per_mb"],
+            ["beta_ms_per_mb", "Did you mean beta_us_per_mb?"],
         ),
         ("beta_us_per_mb: 50", "basis: derived", ["comes twice"]),
         ("compute_slowdown: 1.05", "compute_slowdown: 0.9", ["overlap.compute_slowdown", "at least 1"]),

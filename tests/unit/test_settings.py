@@ -1,7 +1,4 @@
-"""Settings from YAML files: order, sources, text values, writing them back. With a small parser, no torch.
-
-Megatron's parser and the table of wrong inputs are in ``tests/megatron/test_settings.py``.
-"""
+"""Settings from YAML files: order, sources, text values, writing them back. With a small parser, no torch."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files.inputs import load
 from megatron_ampipe.files.shipped import config_names, configs_folder, find_config, shown
-from megatron_ampipe.files.yaml_lines import load
-from megatron_ampipe.launch import flags, settings
+from megatron_ampipe.launch import config_files, flags
+from megatron_ampipe.launch.config_files import resolve
 from megatron_ampipe.launch.flags import config_from_args
-from megatron_ampipe.launch.settings import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,13 +68,6 @@ def test_later_files_win_and_the_command_line_wins_over_all(
     }
 
 
-def test_order_of_the_files_is_what_counts(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
-    first, second = write(tmp_path / "1.yaml", "lr: 1\n"), write(tmp_path / "2.yaml", "lr: 2\n")
-    assert resolve(["--ampipe-config", first, second], parser).words == ("--lr", "2")
-    assert resolve(["--ampipe-config", second, "--ampipe-config", first], parser).words == ("--lr", "1")
-    assert resolve([f"--ampipe-config={second}"], parser).words == ("--lr", "2")
-
-
 def test_a_switch_can_be_taken_back_and_a_value_undone(
     parser: argparse.ArgumentParser, tmp_path: Path
 ) -> None:
@@ -89,14 +79,14 @@ def test_a_switch_can_be_taken_back_and_a_value_undone(
     assert resolve(["--ampipe-config", on, off], parser).words == ("--no-partial",)
     last = resolve(["--ampipe-config", on, "--no-partial"], parser)
     assert last.words[-1] == "--no-partial" and "--partial" not in last.words
-    assert last.value("--partial") is False
+    assert [setting.value for setting in last.settings if setting.flag == "--partial"] == [False]
 
 
 def test_two_spellings_are_one_flag(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
     first = write(tmp_path / "1.yaml", "save-interval: 5\n")
     second = write(tmp_path / "2.yaml", "persistent-save-interval: 6\n")
     assert resolve(["--ampipe-config", first, second], parser).words == ("--persistent-save-interval", "6")
-    with pytest.raises(BadInput, match=r"sets the same as save-interval at .*:1"):
+    with pytest.raises(BadInput, match=r"sets the same as --save-interval at .*:1"):
         words_of(parser, tmp_path, "save-interval: 5\npersistent-save-interval: 6\n")
 
 
@@ -109,7 +99,7 @@ def test_two_spellings_are_one_flag(parser: argparse.ArgumentParser, tmp_path: P
         ("name: 2026-01-02", ["--name", "2026-01-02"]),
         ("name: yes", ["--name", "yes"]),
         ('name: "true"', ["--name", "true"]),
-        ("pad-id: -1", ["--pad-id", "-1"]),
+        ("pad-id: -1", ["--pad-id=-1"]),
         ("name: -x", ["--name=-x"]),
         ("onnx-safe: true", ["--onnx-safe", "true"]),
         ("onnx-safe: false", []),
@@ -140,7 +130,7 @@ def test_what_the_parser_does_not_know_stays_on_the_command_line(
     found = resolve(["word", "--ampipe-config", file, "--own-flag", "3", "--swiglu"], parser)
     assert found.words == ("--lr", "2", "word", "--own-flag", "3", "--swiglu")
     assert found.unknown == ("word", "--own-flag", "3")
-    assert "--own-flag 3" in settings.as_yaml(found)
+    assert "--own-flag 3" in config_files.as_yaml(found)
 
 
 def test_yaml_goes_back_to_the_same_command_line(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
@@ -151,58 +141,41 @@ def test_yaml_goes_back_to_the_same_command_line(parser: argparse.ArgumentParser
         *("--ampipe-trace-dir=é: [x", "--num-layers=12"),
     ]
     found = resolve(words, parser)
-    text = settings.as_yaml(found, notes=["first note"])
+    text = config_files.as_yaml(found, notes=["first note"])
     assert text.startswith("# first note\n")
     assert len(text.splitlines()) == 1 + len(found.settings) + len(["ampipe:"]), "a setting on a line"
     again = resolve(["--ampipe-config", write(tmp_path / "resolved.yaml", text)], parser)
     assert parser.parse_args(again.words) == parser.parse_args(words)
-    assert settings.as_yaml(again).partition("  #")[0] == settings.as_yaml(found).partition("  #")[0]
-    shell = settings.as_command(found)
+    assert config_files.as_yaml(again).partition("  #")[0] == config_files.as_yaml(found).partition("  #")[0]
+    shell = config_files.as_command(found)
     assert parser.parse_args(shlex.split(shell.replace("\\\n", " "))) == parser.parse_args(words)
 
 
-def test_the_record_stands_beside_the_logs(
-    parser: argparse.ArgumentParser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_record_stands_beside_the_logs(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
     board, save, trace = (str(tmp_path / name) for name in ("board", "deep/save", "trace"))
     for words in (
         ["--ampipe-trace-dir", trace],
         ["--save", save, "--ampipe-trace-dir", trace],
-        ["--save", save, "--tensorboard-dir", board],
+        ["--tensorboard-dir", board, "--save", save],
     ):
-        found = resolve([*words, "--lr", "2"], parser)
-        monkeypatch.setenv("RANK", "1")
-        assert settings.write_beside_logs(found, notes=[]) is None
-        monkeypatch.setenv("RANK", "0")
-        path = settings.write_beside_logs(found, notes=[])
-        assert path == Path(words[-1] if "--tensorboard-dir" in words else words[1]) / "resolved.yaml"
+        path = record(resolve([*words, "--lr", "2"], parser))
+        assert path == Path(words[1]) / "resolved.yaml"
         assert parser.parse_args(resolve(["--ampipe-config", str(path)], parser).words).lr == 2
         assert [file.name for file in path.parent.iterdir()] == ["resolved.yaml"]
     for nowhere in (["--lr", "2"], ["--save", "msc://bucket/run"]):
-        assert settings.write_beside_logs(resolve(nowhere, parser), notes=[]) is None
+        assert record(resolve(nowhere, parser)) is None
     write(tmp_path / "file", "")
     with pytest.raises(BadInput, match=r"--save .*/file: .*/file cannot be written to"):
-        settings.write_beside_logs(resolve(["--save", str(tmp_path / "file")], parser), notes=[])
+        record(resolve(["--save", str(tmp_path / "file")], parser))
+
+
+def record(resolved: config_files.Resolved) -> Path | None:
+    return config_files.write_beside_logs(resolved, adjustments=[], script=None)
 
 
 def test_a_launch_that_reads_no_files_refuses_the_flag(parser: argparse.ArgumentParser) -> None:
     with pytest.raises(BadInput, match="--ampipe-config a b: this launch parses flags without reading files"):
         config_from_args(parser.parse_args(["--ampipe-config", "a", "b"]))
-
-
-def test_config_needs_megatron_and_says_so(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_ampipe.cli", "config", "--ampipe-config", "tiny"],
-        env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith(
-        "ampipe: PyTorch cannot be imported (no torch here). Run: pip install torch"
-    )
 
 
 def test_names_are_found_files_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,12 +30,6 @@ SPANS = st.lists(
 )
 
 
-def test_copies_to_host_memory_are_neither_communication_nor_computation() -> None:
-    spans = (span("compute", 0, 10), span("comm", 5, 15), span("copy", 0, 30))
-    found = Timeline(rank=0, spans=spans)
-    assert (found.compute_us, found.communication_us, found.hidden_us) == (10, 10, 5)
-
-
 @given(SPANS)
 def test_hidden_time_equals_a_count_of_unit_cells(spans: list[StageSpan]) -> None:
     def cells(*, communication: bool) -> set[int]:
@@ -52,13 +46,6 @@ def test_hidden_time_equals_a_count_of_unit_cells(spans: list[StageSpan]) -> Non
     assert timeline.hidden_us == len(travelling & computing)
     expected = len(travelling & computing) / len(travelling) if travelling else 0.0
     assert timeline.hidden_share == expected
-
-
-def test_hidden_time_of_a_long_run_is_linear() -> None:
-    # 2 x 50,000 disjoint intervals: comparing all pairs would take hours.
-    spans = [span("compute", 4.0 * i, 4.0 * i + 2) for i in range(50_000)]
-    spans += [span("comm", 4.0 * i + 1, 4.0 * i + 3) for i in range(50_000)]
-    assert Timeline(0, tuple(spans)).hidden_us == 50_000
 
 
 @pytest.mark.parametrize(
@@ -135,5 +122,5 @@ def test_a_missing_and_an_empty_trace_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="cannot be read"):
         Timeline.read_chrome(tmp_path / "none.json")
     Timeline(0, ()).write_chrome(tmp_path / "empty.json")
-    with pytest.raises(BadInput, match="contains no stage"):
+    with pytest.raises(BadInput, match="is not a trace written by AMPipe"):
         Timeline.read_chrome(tmp_path / "empty.json")

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files.records import read_record, refuse
+from megatron_ampipe.files.inputs import LinedMapping, load, refuse
+from megatron_ampipe.files.records import read_record
 from megatron_ampipe.files.shipped import find_config
-from megatron_ampipe.files.yaml_lines import LinedMapping, load
 from megatron_ampipe.plan.workload import Workload
 
 _MAXIMUM_CASES = 1000

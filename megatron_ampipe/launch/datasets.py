@@ -1,0 +1,164 @@
+"""The data that a run names, and the compiled index builder of Megatron's datasets, before the run starts.
+
+Indices are opened with Megatron's own reader. Refused is what Megatron would hang at (a part of the data
+without a token, of which it counts epochs forever), notice in the middle of a training, or never notice. The
+rest is left to Megatron, see :mod:`.failures`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from megatron_ampipe import compat
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch.failures import reason_of
+
+_SAMPLED_BLOCKS, _SAMPLED_BLOCK_TOKENS = 64, 16384
+"""How many tokens of a dataset are compared with the vocabulary."""
+
+
+def check_data(args: argparse.Namespace, *, of_script: bool = False) -> None:
+    """Refuse a run whose data it could not train on.
+
+    Args:
+        args: Megatron's parsed arguments.
+        of_script: A custom script reads the data, so that what is no indexed dataset is not checked.
+
+    Raises:
+        BadInput: No data is named, or a dataset cannot be used as it is.
+    """
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    if args.mock_data:
+        return
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    if blend is None and blend_per_split is None and not of_script:
+        remedy = "Give --data-path PREFIX, or --mock-data for a run on made-up tokens."
+        raise BadInput("--data-path", "(not given)", rule="a run needs data", remedy=remedy)
+    # Of a file of JSON lines, Megatron's reader is not called early: it converts all of it.
+    if args.sft:
+        return
+    _refuse_parts_without_tokens()
+    for prefixes, _weights in filter(None, (blend, *(blend_per_split or ()))):
+        for prefix in prefixes:
+            is_there = any(Path(f"{prefix}{suffix}").exists() for suffix in (".bin", ".idx"))
+            # Megatron itself checks object stores.
+            if "://" not in prefix and (is_there or not of_script):
+                _check_dataset(prefix, args)
+
+
+def _check_dataset(prefix: str, args: argparse.Namespace) -> None:
+    """Refuse an index that cannot be read or describes other data, and tokens without an embedding."""
+    # In place of IndexedDataset, which after a failure prints tracebacks from its destructor.
+    from megatron.core.datasets.indexed_dataset import _IndexReader
+
+    data, path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    remedy = "Copy or make the dataset again, or name another one."
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("not a regular file")
+        size = data.stat().st_size
+        # It unmaps the file when it goes, so it is kept as long as its arrays.
+        index = _IndexReader(str(path), multimodal=False)
+        end = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * index.dtype_size
+    except Exception as error:
+        rule = f"Megatron cannot read {path} ({reason_of(error)})"
+        raise BadInput("dataset", prefix, rule=rule, remedy=remedy) from error
+    if end != size:
+        rule = f"{path} describes {end} bytes, and {data} has {size}"
+        raise BadInput("dataset", prefix, rule=rule, remedy=remedy)
+    # A GPU fails at such tokens without a reason. Only here the command line gives the vocabulary.
+    if args.tokenizer_type == "NullTokenizer" and args.vocab_size is not None and size:
+        # Up to 0.17, Megatron adds a token for the end of a document to the given ones.
+        version = compat.found_version("megatron-core")
+        vocabulary = int(args.vocab_size) + (version is not None and version < Version("0.18"))
+        _check_tokens(prefix, index.dtype, vocabulary, args.vocab_size)
+
+
+def _check_tokens(prefix: str, dtype: Any, vocabulary: int, given: int) -> None:
+    import numpy
+
+    tokens = numpy.memmap(f"{prefix}.bin", mode="r", dtype=dtype)
+    starts = numpy.linspace(0, max(0, len(tokens) - _SAMPLED_BLOCK_TOKENS), _SAMPLED_BLOCKS, dtype=int)
+    blocks = [tokens[start : start + _SAMPLED_BLOCK_TOKENS] for start in starts]
+    least, most = min(block.min() for block in blocks), max(block.max() for block in blocks)
+    if least < 0 or most >= vocabulary:
+        token = least if least < 0 else most
+        rule = f"holds the token {token}, and --vocab-size {given} allows 0 to {vocabulary - 1}"
+        remedy = f"Use --vocab-size {most + 1}, or train with the tokenizer that the dataset was made with."
+        raise BadInput("dataset", prefix, rule=rule, remedy=remedy)
+
+
+def _refuse_parts_without_tokens() -> None:
+    """Have Megatron fail at a part of the data in which it would count epochs forever."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    count = GPTDataset._get_num_tokens_per_epoch
+
+    @functools.wraps(count)
+    def counting(dataset: Any) -> int:
+        tokens: int = count(dataset)
+        if tokens == 0:
+            raise BadInput(
+                "--split",
+                dataset.config.split or "(not given)",
+                rule=f"gives {dataset.index_split.name} no token of {dataset.dataset_path}",
+                remedy="Use --split 100,0,0 and --eval-iters 0, or ampipe data --document-bytes for more "
+                "documents.",
+            )
+        return tokens
+
+    GPTDataset._get_num_tokens_per_epoch = counting
+
+
+def use_built_helpers() -> None:
+    """Keep Megatron from running ``make`` for a helper that is already built, as it is in a wheel."""
+    from megatron.core.datasets import utils
+
+    is_there = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
+    if is_there and not must_be_compiled(Path(utils.__file__).parent):
+        utils.compile_helpers = lambda: None
+
+
+def must_be_compiled(folder: Path | None = None) -> bool:
+    """Whether a run would compile the helper: in a checkout, unless what is built is newer than its source.
+
+    Args:
+        folder: ``megatron/core/datasets``; where an import finds it when None.
+    """
+    if folder is None and (core := compat.megatron_folder()) is not None:
+        folder = core / "datasets"
+    if folder is None or not (folder / "Makefile").exists():
+        return False
+    built = folder / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return not built.exists() or built.stat().st_mtime < (folder / "helpers.cpp").stat().st_mtime
+
+
+def missing_tools() -> list[str]:
+    """What keeps this machine from compiling the helper, as clauses; empty where nothing does."""
+    tools = ("make", "python3", (os.environ.get("CXX", "").split() or ["g++"])[0])
+    missing = [f"{tool} is not on the PATH" for tool in tools if shutil.which(tool) is None]
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    if (found := _output_of("python3-config", "--extension-suffix")) != suffix:
+        missing.append(f"python3-config is not there or of another Python: it says {found}, not {suffix}")
+    if shutil.which("python3") is not None and _output_of("python3", "-m", "pybind11", "--includes") is None:
+        missing.append("the python3 on the PATH has no pybind11")
+    return missing
+
+
+def _output_of(*command: str) -> str | None:
+    """What a command prints; None where it is not there or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
