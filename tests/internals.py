@@ -249,7 +249,7 @@ def _without_docstrings(node: ast.AST) -> ast.AST:
 
 @functools.cache
 def report_of(version: str) -> dict[str, Any]:
-    """:func:`look_up` in a process of its own, with a version that is at hand."""
+    """:func:`look_up` in a separate process, with a version that is at hand."""
     folder = folder_of(version)
     path = [str(REPOSITORY), *([str(folder)] if folder is not None else [])]
     done = subprocess.run(

@@ -90,6 +90,13 @@ FEATURES = (
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         "--moe-router-score-function sqrtsoftplus --moe-router-topk-scaling-factor 2.5",
         "--moe-router-dtype fp64",
+        "--num-experts 8 --moe-router-topk 3 --moe-router-pre-softmax",
+        "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --moe-router-score-function sigmoid",
+    ),
+    (
+        "--micro-batch-size 1 --global-batch-size 2",
+        "--seq-length 27 --max-position-embeddings 27 --micro-batch-size 3 --global-batch-size 6",
+        "--seq-length 44 --max-position-embeddings 44",
     ),
     (
         "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1",
