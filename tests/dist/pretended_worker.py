@@ -5,7 +5,6 @@ One process for all cases, which are passed on the command line as JSON. See ``t
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import traceback
@@ -24,15 +23,6 @@ FIGURES: dict[str, Any] = {
 EXPERTS = "layers.0.mlp.experts"
 
 
-REFUSED: dict[str, dict[str, Any]] = {
-    "no package": {"expert_kind": "grouped", "on_cuda": True},
-    "no GPU": {"expert_kind": "grouped"},
-    "precision": {"expert_kind": "torch-grouped", "on_cuda": True},
-    "width": {"expert_kind": "torch-grouped", "ffn": 66},
-    "nothing": {"expert_kind": "torch-grouped", "on_cuda": True, "dtype": "bf16"},
-}
-
-
 def main() -> None:
     requests = [json.loads(word) for word in sys.argv[1:]]
     emulation = _start()
@@ -42,22 +32,7 @@ def main() -> None:
             found[request["name"]] = _compare(request, emulation)
         except Exception:
             found[request["name"]] = {"error": traceback.format_exc()}
-    found["refusals"] = {name: _refusal(**changes) for name, changes in REFUSED.items()}
     report(found)
-
-
-def _refusal(**changes: Any) -> str | None:
-    from megatron_ampipe.errors import AMPipeError
-    from megatron_ampipe.tools.measuring import experts
-    from megatron_ampipe.tools.measuring.grid import Case
-
-    on_cuda = changes.pop("on_cuda", False)
-    case = Case(**FIGURES | {"name": "x", "experts": 4, "topk": 1, "activation": "gelu"} | changes)
-    try:
-        experts.require(case, on_cuda=on_cuda)
-    except AMPipeError as error:
-        return f"{error.exit_code}: {error}"
-    return None
 
 
 def _start() -> Any:
@@ -109,41 +84,10 @@ def _compare(request: dict[str, Any], emulation: Any) -> dict[str, Any]:
             ("moe-only", Cut.of(4)),
         )
     }
-    if case.expert_kind != "sequential":
-        report["whole"] = differences(_stacked(_results(_sequential(case, factory), case)), stock)
-        return report
     _use_groups(1)
     whole = BlockFactory(case, rank=0, num_ranks=1, on_cuda=False, seed=3)
     report["whole"] = differences(_folded(_results_of_whole(whole, factory, case), case), stock)
     return report
-
-
-def _sequential(case: Any, factory: Any) -> torch.nn.Module:
-    """The same layer and weights, with sequential experts."""
-    from megatron_ampipe.tools.measuring.blocks import BlockFactory
-
-    alone = dataclasses.replace(case, expert_kind="sequential")
-    layer = BlockFactory(alone, rank=0, num_ranks=RANKS, on_cuda=False, seed=3).stock
-    weights = dict(factory.stock.state_dict())
-    for number in (1, 2):
-        of_all = weights.pop(f"{EXPERTS}.linear_fc{number}.weight")
-        for expert, weight in enumerate(of_all):
-            weights[f"{EXPERTS}.local_experts.{expert}.linear_fc{number}.weight"] = weight
-    layer.load_state_dict(weights, strict=True)
-    return layer
-
-
-def _stacked(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of single experts, stacked like those of grouped experts."""
-    stacked: dict[str, Tensor] = {}
-    for name, tensor in found.items():
-        if not name.startswith(f"{EXPERTS}.local_experts."):
-            stacked[name] = tensor
-            continue
-        _, _, rest = name.removeprefix(f"{EXPERTS}.local_experts.").partition(".")
-        earlier = [stacked[f"{EXPERTS}.{rest}"]] if f"{EXPERTS}.{rest}" in stacked else []
-        stacked[f"{EXPERTS}.{rest}"] = torch.cat([*earlier, tensor.unsqueeze(0)])
-    return stacked
 
 
 def _use_groups(expert_ranks: int) -> None:

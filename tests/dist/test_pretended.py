@@ -17,14 +17,6 @@ TOLERANCE = 1e-5
 CASES = (
     {"name": "one expert each", "experts": 4, "topk": 1, "activation": "gelu"},
     {"name": "two experts each", "experts": 8, "topk": 2, "activation": "swiglu", "shared_ffn": 48},
-    {
-        "name": "grouped",
-        "experts": 8,
-        "topk": 2,
-        "activation": "swiglu",
-        "shared_ffn": 48,
-        "expert_kind": "torch-grouped",
-    },
     {"name": "capacity", "experts": 8, "topk": 2, "activation": "gelu", "capacity": 0.8},
 )
 
@@ -53,20 +45,3 @@ def test_no_exchanged_row_is_zero(name: str, reports: dict[str, Any]) -> None:
     assert "error" not in found, found["error"]
     assert found["exchanges"] == 6
     assert found["zero rows"] == [0] * 6
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("no package", "1: expert_kind grouped (case x) needs a GPU and Transformer Engine"),
-        ("no GPU", "1: expert_kind grouped (case x) needs a GPU and Transformer Engine"),
-        ("precision", "torch's grouped product takes no fp32 on a GPU. Write dtype: bf16"),
-        ("width", "ffn 66 is no multiple of 4. Choose one"),
-    ],
-)
-def test_unavailable_experts_are_refused(name: str, said: str, reports: dict[str, Any]) -> None:
-    assert said in reports["refusals"][name]
-
-
-def test_available_experts_are_not_refused(reports: dict[str, Any]) -> None:
-    assert reports["refusals"]["nothing"] is None

@@ -347,7 +347,6 @@ HYBRIDS: dict[str, Training] = {
         ours=(BLOCK, STACK),
         said=("2 pairs of 9 layers",),
         restarts=((0, 2), (2, 0)),
-        moments=True,
     ),
     "hybrid-latent": Training(
         flags=EP + LATENT + HYBRID + "+E+E", ours=(STACK,), said=("2 pairs of 4 layers",)

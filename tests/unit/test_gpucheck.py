@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -131,29 +129,6 @@ def test_a_damaged_wheel_is_refused(tmp_path: Path, path: str | None) -> None:
     with pytest.raises(BadInput, match=r"holds \S+\.whl, which is damaged"):
         wheels.unpack(tmp_path, tmp_path / "site")
     assert not (tmp_path / "outside.py").exists()
-
-
-def test_the_check_needs_no_compiled_modules_of_its_wheels(tmp_path: Path) -> None:
-    """PyYAML and the parts of Megatron that the check imports, without a compiled module."""
-    for name in ("yaml", "megatron"):
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        for folder in spec.submodule_search_locations or []:
-            leave_out = shutil.ignore_patterns("*.so", "__pycache__")
-            shutil.copytree(folder, tmp_path / name, ignore=leave_out, dirs_exist_ok=True)
-    code = (
-        "import sys, yaml, megatron.core\n"
-        "import megatron_ampipe.tools.measuring.blocks, megatron_ampipe.tools.benchmark.timed_passes\n"
-        "import tests.dist.blocks, megatron_ampipe.launch.host.core_attention\n"
-        f"assert yaml.__file__.startswith({str(tmp_path)!r}) and not yaml.__with_libyaml__\n"
-        f"assert megatron.core.__file__.startswith({str(tmp_path)!r})\n"
-        "assert 'megatron.core.datasets.helpers_cpp' not in sys.modules\n"
-        "print(yaml.safe_load('a: [1, x]'))"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(steps.REPOSITORY)])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "{'a': [1, 'x']}"
 
 
 # Steps
