@@ -672,42 +672,34 @@ ONCE_PER_RANK = [
     }.items()
 ]  # fmt: skip
 TWO_NODES = {"world_size": 4, "ranks_per_node": 2}
+OVER_NODES = {
+    "two-degrees-shared": {"degree": 2, "backward_degree": 4, "model": WIDE | SEVERAL_AUX | SHARED},
+    "capacity-padded": {"model": WIDE | TIGHT | {"moe_pad_expert_input_to_capacity": True}, "batch": 3},
+    "tp": {
+        "parallel": TP | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
+        "schedule": "moe-only", "rope": True, "batch": 3,
+    },
+    "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "executor": "cuda"},
+    "redispatch": {"memory": "redispatch"},
+}  # fmt: skip
+OF_FOUR = {"num_moe_experts": 4}
 ONCE_PER_NODE = [
     Case(f"nodes-{name}", exchange=Exchange.NODES, **TWO_NODES, **{"model": WIDE} | settings)
     for name, settings in {
-        "degree1": {"degree": 1, "batch": 3, "model": WIDE | {"num_moe_experts": 4, "moe_router_topk": 2}},
-        "two-degrees-shared": {
-            "degree": 2, "backward_degree": 4, "wire": "tests.wires:HalvesWire",
-            "model": WIDE | SEVERAL_AUX | SHARED,
-        },
-        "capacity-padded": {"model": WIDE | TIGHT | {"moe_pad_expert_input_to_capacity": True}, "batch": 3},
-        "tp": {
-            "parallel": TP | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
-            "schedule": "moe-only", "rope": True, "batch": 3,
-        },
-        "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "executor": "cuda"},
-        "redispatch": {"memory": "redispatch"},
+        "degree1": {"degree": 1, "batch": 3, "model": WIDE | OF_FOUR | {"moe_router_topk": 2}},
+        **OVER_NODES,
+        "two-degrees-shared": OVER_NODES["two-degrees-shared"] | {"wire": "tests.wires:HalvesWire"},
     }.items()
-]  # fmt: skip
+]
 # Also what two hops of rows that are sent once refuse: one expert per token and rank, condensed tokens.
 COPIES_OVER_NODES = [
     Case(f"2dh-{name}", exchange=Exchange.TWO_DIMENSIONAL, **TWO_NODES, **{"model": WIDE} | settings)
     for name, settings in {
-        "degree1-one-expert": {"degree": 1, "batch": 3, "model": LARGE | {"num_moe_experts": 4}},
-        "two-degrees-shared": {
-            "degree": 2, "backward_degree": 4,
-            "model": WIDE | SEVERAL_AUX | SHARED,
-        },
-        "capacity-padded": {"model": WIDE | TIGHT | {"moe_pad_expert_input_to_capacity": True}, "batch": 3},
-        "tp": {
-            "parallel": TP | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
-            "schedule": "moe-only", "rope": True, "batch": 3,
-        },
+        "degree1-one-expert": {"degree": 1, "batch": 3, "model": LARGE | OF_FOUR},
         "condense-fp8": {"condense": 0.3, "wire": "fp8", "degree": 2, "batch": 3},
-        "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "executor": "cuda"},
-        "redispatch": {"memory": "redispatch"},
+        **OVER_NODES,
     }.items()
-]  # fmt: skip
+]
 
 # Ranks that share an expert gather on the lane of the other transfers, and on two nodes on their own.
 SHARES = {"parallel": TP_EXPERTS, "world_size": 2}
@@ -805,10 +797,7 @@ LANCET = [
     Case(f"lancet-{name}", **{"schedule": "lancet", "degree": 1} | settings)
     for name, settings in {
         "sequential": {"executor": "sequential"},
-        "shared": {
-            "batch": 3,
-            "model": LARGE | {"moe_shared_expert_intermediate_size": 48, "qk_layernorm": True},
-        },
+        "shared": {"batch": 3, "model": LARGE | SHARED | {"qk_layernorm": True}},
         "degree2-4": {"degree": 2, "backward_degree": 4, "model": {"add_bias_linear": True}},
         "latent-recompute": {"model": LATENT | MOE_AGAIN},
         "stack": {"layers": "mdmm", "stack": 0, "model": LARGE},
@@ -816,28 +805,20 @@ LANCET = [
         "stack-tp2": {"layers": "mm", "stack": 0, "rope": True, "parallel": TP, "model": LARGE},
         "cp": {"parallel": CP, "rope": True, "degree": 2, "model": LARGE},
         "tp-experts-ep": {"parallel": TP_EXPERTS_EP, "world_size": 4, "model": LARGE},
-        "joined": {"schedule": "joined", "degree": 2, "model": {"moe_router_topk": 2}},
-        "joined-shared": {
-            "schedule": "joined",
-            "degree": 4,
-            "backward_degree": 2,
-            "batch": 3,
-            "model": LARGE | SHARED,
-        },
-        "joined-stack": {"schedule": "joined", "degree": 3, "layers": "mdm", "stack": 0, "model": LARGE},
-        "joined-stack-tp2": {
-            "schedule": "joined",
-            "degree": 2,
-            "layers": "mm",
-            "stack": 0,
-            "rope": True,
-            "parallel": TP,
-            "recompute": UNIFORM,
-            "model": LARGE,
-        },
         "rebuild": {"memory": "rebuild", "degree": 2, "model": LARGE | {"add_bias_linear": True}},
     }.items()
-]
+] + [
+    Case(f"lancet-joined{name}", schedule="joined", **settings)
+    for name, settings in {
+        "": {"degree": 2, "model": {"moe_router_topk": 2}},
+        "-shared": {"degree": 4, "backward_degree": 2, "batch": 3, "model": LARGE | SHARED},
+        "-stack": {"degree": 3, "layers": "mdm", "stack": 0, "model": LARGE},
+        "-stack-tp2": {
+            "degree": 2, "layers": "mm", "stack": 0, "rope": True, "parallel": TP, "recompute": UNIFORM,
+            "model": LARGE,
+        },
+    }.items()
+]  # fmt: skip
 
 FLEX = {"moe_token_dispatcher_type": "flex"}
 HYBRID = FLEX | {"moe_flex_dispatcher_backend": "hybridep"}
