@@ -17,8 +17,9 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-_FORK = multiprocessing.get_context("forkserver")
-_FORK.set_forkserver_preload(["tests.preloaded"])
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Starts processes that have torch and Megatron imported."""
+CONTEXT.set_forkserver_preload(["tests.preloaded"])
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -44,9 +45,9 @@ def run_ranks(
     Returns:
         The exit code of each process; negative for a signal, None after a timeout.
     """
-    context = _FORK if preloaded else _SPAWN
+    context = CONTEXT if preloaded else _SPAWN
     processes = [
-        context.Process(target=_run, args=(module, list(arguments), dict(environment), str(log)))
+        context.Process(target=run_module, args=(module, list(arguments), dict(environment), str(log)))
         for environment, log in zip(environments, logs, strict=True)
     ]
     end = time.monotonic() + timeout_s
@@ -63,7 +64,8 @@ def run_ranks(
                 process.join()
 
 
-def _run(module: str, arguments: list[str], environment: dict[str, str], log: str) -> None:
+def run_module(module: str, arguments: list[str], environment: dict[str, str], log: str) -> None:
+    """Run ``python -m module`` in this process, which was started for it."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -30,10 +30,9 @@ difference at most 1e-5.
 """
 
 TRAININGS = """
-Megatron's training loop is compared with stock runs in `tests/megatron`: combined parallelism
-(`test_parallel_training.py`), layers that share a schedule (`test_stack_training.py`),
-[documents](documents.md) (`test_document_training.py`) and hybrid models (`test_hybrid_training.py`). Logged
-losses and gradient norms agree to a relative difference of 2e-4 or better.
+Megatron's training loop is compared with stock runs in `tests/megatron/test_training.py`: combined
+parallelism, layers that share a schedule, exchanges, routers, [documents](documents.md) and hybrid models.
+Logged losses and gradient norms agree to a relative difference of 2e-4 or better.
 """
 
 SWITCHED_OFF_HEAD = """\

@@ -111,6 +111,9 @@ SEVERAL_AUX = {
     "moe_aux_loss_coeff": [0.1, 0.2, 0.3],
 }
 Z = {"moe_z_loss_coeff": 0.1}
+MOE_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+SHARED = {"moe_shared_expert_intermediate_size": 48}
+BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 2}
 TIGHT = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "position"}
 LOOSE = {"moe_expert_capacity_factor": 1.25, "moe_token_drop_policy": "position"}
 
@@ -272,11 +275,7 @@ PARITY = [
     ),
     Case(
         "sigmoid-expert-bias",
-        model={
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "moe_router_topk": 2,
-        },
+        model=BIASED,
     ),
     Case("pre-softmax-top2", model={"moe_router_pre_softmax": True, "moe_router_topk": 2}),
     Case(
@@ -437,15 +436,11 @@ PARALLEL = [
         )
         for name, modules, model in (
             ("core-attn", ("core_attn",), LARGE),
-            ("moe", ("moe",), LARGE | {"moe_shared_expert_intermediate_size": 48}),
+            ("moe", ("moe",), LARGE | SHARED),
             (
                 "moe-expert-bias",
                 ("moe",),
-                {
-                    "moe_router_score_function": "sigmoid",
-                    "moe_router_enable_expert_bias": True,
-                    "moe_router_topk": 2,
-                },
+                BIASED,
             ),
             ("moe-allgather", ("moe",), LARGE | {"moe_token_dispatcher_type": "allgather"}),
             ("shared-experts", ("shared_experts",), {"moe_shared_expert_intermediate_size": 48}),
@@ -489,7 +484,7 @@ OTHER_CUTS = [
             degree=degree,
             backward_degree=backward,
             schedule=schedule,
-            model=LARGE | {"moe_shared_expert_intermediate_size": 48},
+            model=LARGE | SHARED,
             batch=3,
         )
         for degree, backward in ((4, 2), (4, 1), (2, 4), (1, 4), (3, 6))
@@ -548,13 +543,9 @@ RECOMPUTE = [
             },
             "losses-alone": {"only_losses": True, "model": SEVERAL_AUX | Z},
             "capacity": {"model": TIGHT | AUX, "batch": 3},
-            "shared": {"model": LARGE | {"moe_shared_expert_intermediate_size": 48}},
+            "shared": {"model": LARGE | SHARED},
             "expert-bias": {
-                "model": {
-                    "moe_router_score_function": "sigmoid",
-                    "moe_router_enable_expert_bias": True,
-                    "moe_router_topk": 2,
-                },
+                "model": BIASED,
             },
             "allgather": {"model": LARGE | TIGHT | {"moe_token_dispatcher_type": "allgather"}, "batch": 3},
             "latent": {"model": LATENT | LARGE},
@@ -664,7 +655,7 @@ ONCE_PER_RANK = [
         "degree1": {"degree": 1},
         "two-degrees-shared": {
             "degree": 2, "backward_degree": 4,
-            "model": WIDE | SEVERAL_AUX | {"moe_shared_expert_intermediate_size": 48},
+            "model": WIDE | SEVERAL_AUX | SHARED,
         },
         "capacity-padded": {"model": WIDE | TIGHT | {"moe_pad_expert_input_to_capacity": True}, "batch": 3},
         "all-experts": {"model": WIDE | {"moe_router_topk": 8}, "schedule": "moe-only"},
@@ -673,7 +664,7 @@ ONCE_PER_RANK = [
         "tp-experts-ep": {"parallel": TP_EXPERTS_EP, "world_size": 4, "degree": 3, "sequence_length": 38},
         "ep4": {"world_size": 4, "model": WIDE | TIGHT, "batch": 3},
         "recompute-moe": {
-            "model": WIDE | {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+            "model": WIDE | MOE_AGAIN,
             "executor": "cuda",
         },
         "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM},
@@ -681,42 +672,34 @@ ONCE_PER_RANK = [
     }.items()
 ]  # fmt: skip
 TWO_NODES = {"world_size": 4, "ranks_per_node": 2}
+OVER_NODES = {
+    "two-degrees-shared": {"degree": 2, "backward_degree": 4, "model": WIDE | SEVERAL_AUX | SHARED},
+    "capacity-padded": {"model": WIDE | TIGHT | {"moe_pad_expert_input_to_capacity": True}, "batch": 3},
+    "tp": {
+        "parallel": TP | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
+        "schedule": "moe-only", "rope": True, "batch": 3,
+    },
+    "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "executor": "cuda"},
+    "redispatch": {"memory": "redispatch"},
+}  # fmt: skip
+OF_FOUR = {"num_moe_experts": 4}
 ONCE_PER_NODE = [
     Case(f"nodes-{name}", exchange=Exchange.NODES, **TWO_NODES, **{"model": WIDE} | settings)
     for name, settings in {
-        "degree1": {"degree": 1, "batch": 3, "model": WIDE | {"num_moe_experts": 4, "moe_router_topk": 2}},
-        "two-degrees-shared": {
-            "degree": 2, "backward_degree": 4, "wire": "tests.wires:HalvesWire",
-            "model": WIDE | SEVERAL_AUX | {"moe_shared_expert_intermediate_size": 48},
-        },
-        "capacity-padded": {"model": WIDE | TIGHT | {"moe_pad_expert_input_to_capacity": True}, "batch": 3},
-        "tp": {
-            "parallel": TP | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
-            "schedule": "moe-only", "rope": True, "batch": 3,
-        },
-        "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "executor": "cuda"},
-        "redispatch": {"memory": "redispatch"},
+        "degree1": {"degree": 1, "batch": 3, "model": WIDE | OF_FOUR | {"moe_router_topk": 2}},
+        **OVER_NODES,
+        "two-degrees-shared": OVER_NODES["two-degrees-shared"] | {"wire": "tests.wires:HalvesWire"},
     }.items()
-]  # fmt: skip
+]
 # Also what two hops of rows that are sent once refuse: one expert per token and rank, condensed tokens.
 COPIES_OVER_NODES = [
     Case(f"2dh-{name}", exchange=Exchange.TWO_DIMENSIONAL, **TWO_NODES, **{"model": WIDE} | settings)
     for name, settings in {
-        "degree1-one-expert": {"degree": 1, "batch": 3, "model": LARGE | {"num_moe_experts": 4}},
-        "two-degrees-shared": {
-            "degree": 2, "backward_degree": 4,
-            "model": WIDE | SEVERAL_AUX | {"moe_shared_expert_intermediate_size": 48},
-        },
-        "capacity-padded": {"model": WIDE | TIGHT | {"moe_pad_expert_input_to_capacity": True}, "batch": 3},
-        "tp": {
-            "parallel": TP | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
-            "schedule": "moe-only", "rope": True, "batch": 3,
-        },
+        "degree1-one-expert": {"degree": 1, "batch": 3, "model": LARGE | OF_FOUR},
         "condense-fp8": {"condense": 0.3, "wire": "fp8", "degree": 2, "batch": 3},
-        "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "executor": "cuda"},
-        "redispatch": {"memory": "redispatch"},
+        **OVER_NODES,
     }.items()
-]  # fmt: skip
+]
 
 # Ranks that share an expert gather on the lane of the other transfers, and on two nodes on their own.
 SHARES = {"parallel": TP_EXPERTS, "world_size": 2}
@@ -728,7 +711,7 @@ GATHERED = [
         "two-degrees": SHARES | {"degree": 2, "backward_degree": 4, "batch": 3, "model": LARGE | TIGHT},
         "rebuild-stack": SHARES | {"memory": "rebuild/S3/S2/offload", "layers": "mdm", "stack": 0},
         "recompute-moe": SHARES
-        | {"model": LARGE | {"recompute_granularity": "selective", "recompute_modules": ["moe"]}},
+        | {"model": LARGE | MOE_AGAIN},
         "lancet": SHARES | {"schedule": "lancet", "degree": 2, "exchange": Exchange.RANKS, "model": WIDE},
         "nodes-degree2": SHARES_ON_NODES | {"degree": 2, "schedule": "moe-only", "wire": "bf16"},
         "nodes-ranks": SHARES_ON_NODES
@@ -814,102 +797,68 @@ LANCET = [
     Case(f"lancet-{name}", **{"schedule": "lancet", "degree": 1} | settings)
     for name, settings in {
         "sequential": {"executor": "sequential"},
-        "shared": {
-            "batch": 3,
-            "model": LARGE | {"moe_shared_expert_intermediate_size": 48, "qk_layernorm": True},
-        },
+        "shared": {"batch": 3, "model": LARGE | SHARED | {"qk_layernorm": True}},
         "degree2-4": {"degree": 2, "backward_degree": 4, "model": {"add_bias_linear": True}},
-        "latent-recompute": {
-            "model": LATENT | {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-        },
+        "latent-recompute": {"model": LATENT | MOE_AGAIN},
         "stack": {"layers": "mdmm", "stack": 0, "model": LARGE},
         "stack-recompute": {"layers": "mmm", "stack": 0, "recompute": UNIFORM, "model": LARGE},
         "stack-tp2": {"layers": "mm", "stack": 0, "rope": True, "parallel": TP, "model": LARGE},
         "cp": {"parallel": CP, "rope": True, "degree": 2, "model": LARGE},
         "tp-experts-ep": {"parallel": TP_EXPERTS_EP, "world_size": 4, "model": LARGE},
-        "joined": {"schedule": "joined", "degree": 2, "model": {"moe_router_topk": 2}},
-        "joined-shared": {
-            "schedule": "joined",
-            "degree": 4,
-            "backward_degree": 2,
-            "batch": 3,
-            "model": LARGE | {"moe_shared_expert_intermediate_size": 48},
-        },
-        "joined-stack": {"schedule": "joined", "degree": 3, "layers": "mdm", "stack": 0, "model": LARGE},
-        "joined-stack-tp2": {
-            "schedule": "joined",
-            "degree": 2,
-            "layers": "mm",
-            "stack": 0,
-            "rope": True,
-            "parallel": TP,
-            "recompute": UNIFORM,
-            "model": LARGE,
-        },
         "rebuild": {"memory": "rebuild", "degree": 2, "model": LARGE | {"add_bias_linear": True}},
     }.items()
-]
-
-FLEX = {"moe_token_dispatcher_type": "flex"}
-ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
-FLEXES = [
-    *(
-        Case(
-            f"flex-degree{degree}-{backward}-{schedule}",
-            degree=degree,
-            backward_degree=backward,
-            schedule=schedule,
-            batch=3,
-            model=LARGE | FLEX | {"moe_shared_expert_intermediate_size": 48},
-            stock=ALL_TO_ALL,
-        )
-        for degree, backward, schedule in (
-            (2, None, "sequential"), (3, None, "moe-only"), (4, 2, "ampipe"), (8, None, "ampipe"),
-        )
-    ),
-    Case("flex-of-stock-flex", model=LARGE | FLEX),
-    Case("flex-ep4", world_size=4, model=LARGE | FLEX, stock=ALL_TO_ALL),
-    Case("flex-capacity", model=TIGHT | AUX | FLEX | {"moe_router_topk": 2}, stock=ALL_TO_ALL),
-    Case("flex-tp-experts", parallel=TP_EXPERTS, model=LARGE | FLEX, stock=ALL_TO_ALL),
-    Case(
-        "flex-stack-recompute", layers="mdm", stack=0, recompute=UNIFORM, model=LARGE | FLEX,
-        stock=ALL_TO_ALL,
-    ),
-    Case(
-        "flex-cuda-executor-recompute", executor="cuda", stock=ALL_TO_ALL,
-        model=LARGE | FLEX | {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-    ),
+] + [
+    Case(f"lancet-joined{name}", schedule="joined", **settings)
+    for name, settings in {
+        "": {"degree": 2, "model": {"moe_router_topk": 2}},
+        "-shared": {"degree": 4, "backward_degree": 2, "batch": 3, "model": LARGE | SHARED},
+        "-stack": {"degree": 3, "layers": "mdm", "stack": 0, "model": LARGE},
+        "-stack-tp2": {
+            "degree": 2, "layers": "mm", "stack": 0, "rope": True, "parallel": TP, "recompute": UNIFORM,
+            "model": LARGE,
+        },
+    }.items()
 ]  # fmt: skip
 
-HYBRID = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
-HYBRIDS = [
-    *(
-        Case(
-            f"flex-hybridep-degree{degree}-{backward}-{schedule}",
-            degree=degree,
-            backward_degree=backward,
-            schedule=schedule,
-            batch=3,
-            model=LARGE | HYBRID,
-            stock=ALL_TO_ALL,
-        )
-        for degree, backward, schedule in (
-            (2, None, "sequential"), (3, None, "moe-only"), (4, 2, "ampipe"), (8, None, "ampipe"),
-        )
-    ),
-    Case("flex-hybridep-of-stock", model=LARGE | HYBRID | {"moe_permute_fusion_into_hybridep": True}),
-    Case(
-        "flex-hybridep-capacity-tp-experts", parallel=TP_EXPERTS, stock=ALL_TO_ALL,
-        model=TIGHT | AUX | HYBRID | {"moe_router_topk": 2, "moe_pad_expert_input_to_capacity": True},
-    ),
-    Case(
-        "flex-hybridep-cuda-executor-recompute", executor="cuda", stock=ALL_TO_ALL,
-        model=LARGE | HYBRID | {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-    ),
-    Case(
-        "flex-hybridep-stack-recompute", layers="mm", stack=0, recompute=UNIFORM, model=LARGE | HYBRID,
-        stock=ALL_TO_ALL,
-    ),
+FLEX = {"moe_token_dispatcher_type": "flex"}
+HYBRID = FLEX | {"moe_flex_dispatcher_backend": "hybridep"}
+ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
+FLEXES = [
+    Case(f"{name}-{what}", **{"stock": ALL_TO_ALL} | settings)
+    for name, flex, more in (("flex", FLEX, SHARED), ("flex-hybridep", HYBRID, {}))
+    for what, settings in {
+        **{
+            f"degree{degree}-{backward}-{schedule}": {
+                "degree": degree, "backward_degree": backward, "schedule": schedule, "batch": 3,
+                "model": LARGE | flex | more,
+            }
+            for degree, backward, schedule in (
+                (2, None, "sequential"), (3, None, "moe-only"), (4, 2, "ampipe"), (8, None, "ampipe"),
+            )
+        },
+        "cuda-executor-recompute": {"executor": "cuda", "model": LARGE | flex | MOE_AGAIN},
+    }.items()
+]  # fmt: skip
+FLEXES += [
+    Case(f"flex-{name}", **{"stock": ALL_TO_ALL} | settings)
+    for name, settings in {
+        "of-stock-flex": {"model": LARGE | FLEX, "stock": {}},
+        "ep4": {"world_size": 4, "model": LARGE | FLEX},
+        "capacity": {"model": TIGHT | AUX | FLEX | {"moe_router_topk": 2}},
+        "tp-experts": {"parallel": TP_EXPERTS, "model": LARGE | FLEX},
+        "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "model": LARGE | FLEX},
+        "hybridep-of-stock": {
+            "model": LARGE | HYBRID | {"moe_permute_fusion_into_hybridep": True}, "stock": {},
+        },
+        "hybridep-capacity-tp-experts": {
+            "parallel": TP_EXPERTS,
+            "model": TIGHT | AUX | HYBRID
+            | {"moe_router_topk": 2, "moe_pad_expert_input_to_capacity": True},
+        },
+        "hybridep-stack-recompute": {
+            "layers": "mm", "stack": 0, "recompute": UNIFORM, "model": LARGE | HYBRID,
+        },
+    }.items()
 ]  # fmt: skip
 
 # The fused kernels refuse to choose no row. Compared with a stock layer without them.
@@ -940,7 +889,7 @@ PERMUTED = [
 CHANGED = [
     Case("wire-halves-two-degrees", wire="tests.wires:HalvesWire", degree=2, backward_degree=4, layers="mm",
          stack=0, model=WIDE, recompute=UNIFORM),
-    Case("wire-fp8", wire="fp8", model=WIDE | AUX | {"moe_shared_expert_intermediate_size": 48}),
+    Case("wire-fp8", wire="fp8", model=WIDE | AUX | SHARED),
     Case("condense-batch3-fp8", condense=0.3, wire="fp8", degree=2, batch=3, model=TOP2 | SEVERAL_AUX),
     Case("condense-all-equal", condense=1.0, shares=(0.6, 0.4), degree=2, model=WIDE),
     Case("condense-stack-recompute-wire", condense=0.25, wire="tests.wires:HalvesWire", degree=2,
@@ -949,10 +898,8 @@ CHANGED = [
 
 # What other launches have: GPT-OSS (sinks, windows), Qwen3-Next (gate), Nemotron 3 (latent experts).
 LATENT_EXPERTS = {"moe_latent_size": 16, "moe_shared_expert_intermediate_size": 48, "moe_router_topk": 2}
-BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 2}
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
 QUANTILE = {"moe_router_load_balancing_type": "quantile_balancing"}
-SHARED = {"moe_shared_expert_intermediate_size": 48}
 LAUNCHES = [
     Case(
         "gate-of-attention-sinks", kernel="sdpa", rope=True, parallel=TP, layers="mm", stack=0, batch=3,
@@ -1021,7 +968,7 @@ LAUNCHES = [
     Case("replay-prescribed", replay="replay_forward", parallel=TP, layers="mm", stack=0, model=TOP2),
 ]  # fmt: skip
 
-PARITY += CHANGED + PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + GATES + LANCET + FLEXES + HYBRIDS
+PARITY += CHANGED + PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + GATES + LANCET + FLEXES
 PARITY += ONCE_PER_RANK + ONCE_PER_NODE + COPIES_OVER_NODES + GATHERED + SCATTERED + LAUNCHES
 PARITY += PERMUTED
 BY_NAME = {case.name: case for case in PARITY}

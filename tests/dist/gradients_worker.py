@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import sys
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,21 +18,20 @@ from tests.dist.worker import report, start, use_groups
 
 SEQUENCE, BATCH = 32, 2
 BASE: dict[str, Any] = {"moe_router_topk": 2, **AUX, **Z}
-FROZEN: dict[str, Callable[[str], bool]] = {
-    "router": lambda name: "router" in name,
-    "attention": lambda name: "self_attention" in name,
-    "one-expert": lambda name: "local_experts.0" in name,
-    "norms": lambda name: "layernorm" in name,
-    "all-but-router": lambda name: "router" not in name,
-    "everything": lambda name: True,
+FROZEN: dict[str, tuple[str, Callable[[str], bool]]] = {
+    "router": ("m", lambda name: "router" in name),
+    "attention": ("m", lambda name: "self_attention" in name),
+    "one-expert": ("m", lambda name: "local_experts.0" in name),
+    "norms": ("m", lambda name: "layernorm" in name),
+    "all-but-router": ("m", lambda name: "router" not in name),
+    "everything": ("m", lambda name: True),
+    "router-of-stack": ("mdm", lambda name: "router" in name),
+    "everything-of-stack": ("mdm", lambda name: True),
+    "first-layer": ("mdm", lambda name: name.startswith("layers.0.")),
+    "second-layer": ("mdm", lambda name: name.startswith("layers.1.")),
+    "all-but-second-layer": ("mdm", lambda name: not name.startswith("layers.1.")),
 }
-FROZEN_OF_STACK: dict[str, Callable[[str], bool]] = {
-    "router-of-all": lambda name: "router" in name,
-    "all-of-all": lambda name: True,
-    "first-layer": lambda name: name.startswith("layers.0."),
-    "second-layer": lambda name: name.startswith("layers.1."),
-    "all-but-second-layer": lambda name: not name.startswith("layers.1."),
-}
+"""The layers, and which of their parameters are not trained."""
 ROUTINGS: dict[str, Callable[[int, int], int]] = {
     # (rank, row) to expert; experts 0 and 1 are on rank 0, 2 and 3 on rank 1.
     "rank-1-receives-nothing": lambda rank, row: 0 if rank == 0 else row % 2,
@@ -138,82 +136,17 @@ def fused_weight_gradients() -> Iterator[None]:
         torch.empty = empty
 
 
-class Wire:
-    """Which exchanges of tokens and which reductions are in flight at the same time.
-
-    From their start until they have been waited for.
-    """
-
-    def __init__(self) -> None:
-        self._in_flight = {"exchange": 0, "reduction": 0}
-        self._lock = threading.Lock()
-        self.num_reductions = 0
-        self.overlaps = 0
-        self.handles: set[str] = set()
-
-    def begin(self, what: str, works: Sequence[Any]) -> list[_Watched]:
-        """Operations that are about to be waited for, one after another."""
-        other = "reduction" if what == "exchange" else "exchange"
-        with self._lock:
-            self.num_reductions += what == "reduction"
-            self.overlaps += self._in_flight[other] > 0
-            self._in_flight[what] += len(works)
-        return [_Watched(work, functools.partial(self._end, what)) for work in works]
-
-    def _end(self, what: str) -> None:
-        with self._lock:
-            self._in_flight[what] -= 1
-
-    def watch(self, group: Any) -> None:
-        """Count the reductions of a bucket group of Megatron's."""
-        start_now = group.start_grad_sync
-
-        def start_grad_sync(*args: Any, **kwargs: Any) -> None:
-            start_now(*args, **kwargs)
-            self.handles.add(type(group.grad_reduce_handle).__name__)
-            (group.grad_reduce_handle,) = self.begin("reduction", [group.grad_reduce_handle])
-
-        group.start_grad_sync = start_grad_sync
-
-    @contextlib.contextmanager
-    def watched_exchanges(self) -> Iterator[None]:
-        """Context manager that counts AMPipe's exchanges of tokens."""
-        from megatron_ampipe.exchange import packing
-        from megatron_ampipe.exchange.transports import Operation
-        from megatron_ampipe.runtime.collectives import exchange_rows
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            transfer = exchange_rows(*args, **kwargs)
-            return dataclasses.replace(transfer, works=tuple(self.begin("exchange", transfer.works)))
-
-        with mock.patch.object(packing, "ALL_TO_ALL", Operation(watched, watched)):
-            yield
-
-
-@dataclasses.dataclass
-class _Watched:
-    """An operation that says when it has been waited for."""
-
-    work: Any
-    ended: Callable[[], None]
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.ended()
-
-
 def run_ddp(
     layer: Any,
     *,
     distributed_optimizer: bool,
     inputs: list[list[Any]],
     reductions: Any = None,
-    wire: Wire | None = None,
     **ddp_settings: Any,
 ) -> dict[str, Any]:
     """Run iterations of micro-batches under DDP; returns the reduced gradients and counts of hook calls.
 
-    With ``reductions``, the bucket groups ask there before they reduce; ``wire`` watches what they start.
+    With ``reductions``, the bucket groups ask there before they reduce.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -226,8 +159,6 @@ def run_ddp(
     )
     model = DistributedDataParallel(getattr(layer, "layers", [layer])[0].config, settings, layer)
     for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
-        if wire is not None:
-            wire.watch(group)
         if reductions is not None:
             from megatron_ampipe.launch.grad_reduce import hold_back
 
@@ -263,8 +194,8 @@ def run_ddp(
 
 def ddp(
     *,
-    fusion: bool,
-    distributed_optimizer: bool,
+    fusion: bool = False,
+    distributed_optimizer: bool = False,
     routing: str | None = None,
     first_writes: bool = False,
     kinds: str = "m",
@@ -337,10 +268,7 @@ def handed_over(kinds: str = "m", **settings: Any) -> dict[str, Any]:
 
 
 def placed(*, distributed_optimizer: bool, schedule: str, degree: int, **ddp_settings: Any) -> dict[str, Any]:
-    """Reductions that the schedule places, compared with those that Megatron starts; who has started them.
-
-    And how many of them were in flight together with an exchange of tokens.
-    """
+    """Reductions that the schedule places, compared with those that Megatron starts; who has started them."""
     from megatron_ampipe.runtime.collectives import Transfer
     from megatron_ampipe.runtime.reductions import Reductions
 
@@ -361,17 +289,16 @@ def placed(*, distributed_optimizer: bool, schedule: str, degree: int, **ddp_set
 
             return Transfer((), begin=begin)
 
-    found, started, wires = [], [], [Wire(), Wire()]
-    for wire, reductions in zip(wires, (None, Noted(on_cuda=False, of_experts=True)), strict=True):
+    found, started = [], []
+    for reductions in (None, Noted(on_cuda=False, of_experts=True)):
         _, layer = layers(STACK, schedule=schedule, degree=degree, reductions=reductions)
         inputs = [[make_hidden(10 * iteration + index) for index in range(2)] for iteration in range(3)]
-        with stage_of_thread() as stage, recorded_collectives(stage) as issued, wire.watched_exchanges():
+        with stage_of_thread() as stage, recorded_collectives(stage) as issued:
             ran = run_ddp(
                 layer,
                 distributed_optimizer=distributed_optimizer,
                 inputs=inputs,
                 reductions=reductions,
-                wire=wire,
                 **ddp_settings,
             )
         found.append(ran["main_grad"])
@@ -387,9 +314,6 @@ def placed(*, distributed_optimizer: bool, schedule: str, degree: int, **ddp_set
         "started by Megatron": started[0],
         "started": started[1],
         "begun": begun,
-        "reductions": [wire.num_reductions for wire in wires],
-        "overlaps": [wire.overlaps for wire in wires],
-        "handles": sorted(wires[1].handles),
     }
 
 
@@ -437,12 +361,13 @@ def twice() -> dict[str, Any]:
     return {"message": None}
 
 
-def frozen(which: str, *, input_needs_gradient: bool, kinds: str = "m") -> dict[str, Any]:
+def frozen(which: str, *, input_needs_gradient: bool) -> dict[str, Any]:
     """Parameters that are not trained."""
+    kinds, is_frozen = FROZEN[which]
     found, requires = [], []
     for layer in layers(kinds):
         for name, parameter in layer.named_parameters():
-            parameter.requires_grad_(not (FROZEN | FROZEN_OF_STACK)[which](name))
+            parameter.requires_grad_(not is_frozen(name))
         hidden = make_hidden(1).detach().requires_grad_(input_needs_gradient)
         output = forward(layer, hidden)
         requires.append(output.requires_grad)
@@ -692,53 +617,39 @@ def collectives(routing: str, **model: Any) -> dict[str, Any]:
     return {"differences": compare(*found), "issued": issued, "idle experts": idle}
 
 
+FUSED_SHARDED = {"fusion": True, "distributed_optimizer": True, "kinds": STACK}
+DDP: dict[str, dict[str, Any]] = {
+    "": {},
+    "-fused": {"fusion": True},
+    "-sharded": {"distributed_optimizer": True},
+    "-skewed": {"routing": "rank-1-receives-nothing"},
+    "-fused-skewed": {"fusion": True, "routing": "one-expert-for-all"},
+    "-fused-first-writes": {"fusion": True, "first_writes": True},
+    "-fused-first-writes-recompute": {
+        "fusion": True, "first_writes": True, "recompute_granularity": "selective",
+        "recompute_modules": ["moe"],
+    },
+    "-stack": {"kinds": STACK},
+    "-stack-fused-sharded": FUSED_SHARDED,
+    "-lancet": {"routing": "one-expert-for-all", "schedule": "lancet", "degree": 1},
+    "-stack-fused-sharded-lancet": FUSED_SHARDED | {"schedule": "lancet", "degree": 1},
+    "-joined": {"routing": "one-expert-for-all", "schedule": "joined", "degree": 4},
+    "-stack-fused-sharded-joined": FUSED_SHARDED | {"schedule": "joined", "degree": 2},
+}  # fmt: skip
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    "ddp": lambda: ddp(fusion=False, distributed_optimizer=False),
-    "ddp-fused": lambda: ddp(fusion=True, distributed_optimizer=False),
-    "ddp-sharded": lambda: ddp(fusion=False, distributed_optimizer=True),
-    "ddp-skewed": lambda: ddp(fusion=False, distributed_optimizer=False, routing="rank-1-receives-nothing"),
-    "ddp-fused-skewed": lambda: ddp(fusion=True, distributed_optimizer=False, routing="one-expert-for-all"),
-    "ddp-fused-first-writes": lambda: ddp(fusion=True, distributed_optimizer=False, first_writes=True),
-    "ddp-fused-first-writes-recompute": lambda: ddp(
-        fusion=True,
-        distributed_optimizer=False,
-        first_writes=True,
-        recompute_granularity="selective",
-        recompute_modules=["moe"],
-    ),
+    **{f"ddp{name}": functools.partial(ddp, **settings) for name, settings in DDP.items()},
     "in-flight": in_flight,
     "twice": twice,
     **{
-        f"frozen-{which}{'' if needs else '-constant-input'}": lambda which=which, needs=needs: frozen(
-            which, input_needs_gradient=needs
+        f"frozen-{which}{'' if needs else '-constant-input'}": functools.partial(
+            frozen, which, input_needs_gradient=needs
         )
         for which in FROZEN
         for needs in (True, False)
     },
     "no-grad": no_grad,
-    "ddp-stack": lambda: ddp(fusion=False, distributed_optimizer=False, kinds=STACK),
-    "ddp-stack-fused-sharded": lambda: ddp(fusion=True, distributed_optimizer=True, kinds=STACK),
     "in-flight-stack": lambda: in_flight(STACK),
     "no-grad-stack": lambda: no_grad(STACK),
-    **{
-        f"stack-frozen-{which}{'' if needs else '-constant-input'}": lambda which=which, needs=needs: frozen(
-            which, input_needs_gradient=needs, kinds=STACK
-        )
-        for which in FROZEN_OF_STACK
-        for needs in (True, False)
-    },
-    "ddp-lancet": lambda: ddp(
-        fusion=False, distributed_optimizer=False, routing="one-expert-for-all", schedule="lancet", degree=1
-    ),
-    "ddp-stack-fused-sharded-lancet": lambda: ddp(
-        fusion=True, distributed_optimizer=True, kinds=STACK, schedule="lancet", degree=1
-    ),
-    "ddp-joined": lambda: ddp(
-        fusion=False, distributed_optimizer=False, routing="one-expert-for-all", schedule="joined", degree=4
-    ),
-    "ddp-stack-fused-sharded-joined": lambda: ddp(
-        fusion=True, distributed_optimizer=True, kinds=STACK, schedule="joined", degree=2
-    ),
     "same-products": lambda: same_products(fusion=False),
     "same-products-fused": lambda: same_products(fusion=True),
     **{
@@ -752,11 +663,9 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "placed-sharded-lancet": lambda: placed(distributed_optimizer=True, schedule="lancet", degree=1),
     "placed-sharded-fp32": placed_fp32,
     "layer-hooks": layer_hooks,
-    **{
-        f"parameter-hooks-{executor}": lambda executor=executor: parameter_hooks(executor)
-        for executor in ("thread", "sequential")
-    },
-    **{f"order-{routing}": lambda routing=routing: collectives(routing) for routing in ROUTINGS},
+    "parameter-hooks-thread": lambda: parameter_hooks("thread"),
+    "parameter-hooks-sequential": lambda: parameter_hooks("sequential"),
+    **{f"order-{routing}": functools.partial(collectives, routing) for routing in ROUTINGS},
     "order-capacity": lambda: collectives("one-expert-for-all", **TIGHT),
     "order-dropped-unequally": lambda: collectives("rank-1-receives-nothing", **TIGHT),
 }

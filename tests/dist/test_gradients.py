@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.gradients_worker import CASES, FROZEN, FROZEN_OF_STACK
+from tests.dist.gradients_worker import CASES, FROZEN
 from tests.dist.launch import run_workers
 
 TOLERANCE = 1e-5
@@ -70,18 +70,6 @@ def test_a_gradient_is_handed_over_without_a_copy(name: str, reports: list[dict[
 
 
 @pytest.mark.parametrize("name", PLACED)
-def test_placed_reductions_are_alone_on_the_wire(name: str, reports: list[dict[str, Any]]) -> None:
-    """No exchange of tokens is in flight with one; with those that Megatron starts, some are."""
-    for results in reports:
-        megatron, ours = results[name]["reductions"]
-        assert megatron == ours > 0
-        by_megatron, placed = results[name]["overlaps"]
-        assert by_megatron > 0 and placed == 0
-        adds_in_fp32 = "_ReduceScatterWithFP32AccumulationWorkHandle" in results[name]["handles"]
-        assert adds_in_fp32 is (name == "placed-sharded-fp32")
-
-
-@pytest.mark.parametrize("name", PLACED)
 def test_placed_reductions_give_the_same_gradients(name: str, reports: list[dict[str, Any]]) -> None:
     """Bit by bit; what is complete in time starts in a stage of the schedule, in one order on all ranks."""
     first, second = (results[name] for results in reports)
@@ -113,22 +101,10 @@ def test_frozen_parameters_get_no_gradient(which: str, reports: list[dict[str, A
     for results in reports:
         with_input, without = results[f"frozen-{which}"], results[f"frozen-{which}-constant-input"]
         assert with_input["requires"] == [True, True]
-        assert without["requires"] == [which != "everything"] * 2
+        assert without["requires"] == [not which.startswith("everything")] * 2
         # The output is always reported, the gradient of the input only if it is required.
         assert with_input["with gradient"] == without["with gradient"] + 1
-        assert without["with gradient"] >= (1 if which == "everything" else 2)
-
-
-@pytest.mark.parametrize("which", FROZEN_OF_STACK)
-def test_frozen_parameters_of_a_stack_get_no_gradient(which: str, reports: list[dict[str, Any]]) -> None:
-    for results in reports:
-        with_input, without = (
-            results[f"stack-frozen-{which}"],
-            results[f"stack-frozen-{which}-constant-input"],
-        )
-        assert with_input["requires"] == [True, True]
-        assert without["requires"] == [which != "all-of-all"] * 2
-        assert with_input["with gradient"] == without["with gradient"] + 1
+        assert without["with gradient"] >= (1 if which.startswith("everything") else 2)
 
 
 @pytest.mark.parametrize("executor", ["thread", "sequential"])

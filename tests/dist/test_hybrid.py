@@ -39,6 +39,4 @@ def test_hybrid_stack_equals_stock(
         assert not wrong
         assert any("router" in name for name in result["differences"])
         assert_called_before_read(result["parameter reads"])
-        # A hook on a layer of a pair would see the tensors of other layers.
-        for index, message in enumerate(result["refused hooks"]):
-            assert ("run as one, so it would see other tensors" in message) == (index in paired), message
+        assert "run as one, so it would see other tensors" in result["refused hook"]

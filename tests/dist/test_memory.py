@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,135 +54,82 @@ def case(model: str, *, degree: int, schedule: str = "ampipe", executor: str = "
     )
 
 
-def stacks(model: str, *, degree: int, executor: str) -> tuple[Case, Case]:
-    """Four layers, block by block and as one stack."""
-    one = case(model, degree=degree, executor=executor)
-    blocks = dataclasses.replace(one, name=f"{one.name} of four", layers="mmmm")
-    return blocks, dataclasses.replace(blocks, name=f"{blocks.name} in a stack", stack=0)
-
-
 STOCK = {model: case(model, degree=1) for model in MODELS}
 CASES = [
     case(model, degree=degree, schedule=schedule, executor=executor)
     for model in MODELS
-    for degree in (2, 4, 8)
-    for schedule, executor in (("ampipe", "sequential"), ("ampipe", "thread"), ("moe-only", "thread"))
-]
-
-# In one chunk: the ranks send each token once, or weight gradients are separate stages.
-SENT_ONCE = [
-    dataclasses.replace(
-        case("top2-swiglu-losses", degree=1, executor=executor),
-        name=f"top2-swiglu-losses degree 1 ranks {executor}",
-        exchange=Exchange.RANKS,
-    )
-    for executor in ("sequential", "thread")
-]
-IN_ONE_CHUNK = [
-    case(model, degree=1, schedule="lancet", executor=executor)
-    for model, executor in (
-        ("top1", "sequential"),
-        ("top1", "thread"),
-        ("top2-swiglu-losses", "thread"),
-        ("shared", "thread"),
+    for degree, schedule, executor in (
+        (2, "ampipe", "thread"),
+        (4, "ampipe", "sequential"),
+        (8, "ampipe", "thread"),
+        (4, "moe-only", "thread"),
     )
 ]
-
-JOINED = [
-    case(model, degree=4, schedule="joined", executor=executor)
-    for model, executor in (("top1", "sequential"), ("top1", "thread"), ("top2-swiglu-losses", "thread"))
-]
-
-# Without recompute, one schedule of two layers and one of four; then four layers that keep their inputs.
-TWO, FOUR, *RECOMPUTED = (
-    dataclasses.replace(
-        case("top1", degree=4, executor=executor),
-        name=f"{layers} {executor} recompute {recompute}",
-        layers=layers,
-        stack=0,
-        recompute=recompute,
-    )
-    for layers, executor, recompute in (
-        ("mm", "sequential", None),
-        ("mmmm", "sequential", None),
-        ("mmmm", "sequential", ("uniform", 1)),
-        ("mmmm", "thread", ("uniform", 1)),
-    )
+SENT_ONCE = dataclasses.replace(
+    case("top2-swiglu-losses", degree=1, executor="thread"),
+    name="top2-swiglu-losses degree 1 ranks thread",
+    exchange=Exchange.RANKS,
 )
-RESTORING = [
-    dataclasses.replace(FOUR, name=f"mmmm {executor} memory {memory}", executor=executor, memory=memory)
-    for executor, memory in (
-        ("sequential", "rebuild"),
-        ("thread", "rebuild"),
-        ("thread", "redispatch"),
-        ("thread", "offload"),
+LANCET = [
+    case(model, degree=1, schedule="lancet", executor=executor)
+    for model, executor in (("top1", "sequential"), ("top2-swiglu-losses", "thread"), ("shared", "thread"))
+]
+JOINED = case("top2-swiglu-losses", degree=4, schedule="joined", executor="thread")
+
+
+def stack(layers: str, what: str, *, model: str = "top1", executor: str = "thread", **fields: Any) -> Case:
+    """Layers that share a schedule at degree 4, unless ``stack`` is 1."""
+    return dataclasses.replace(
+        case(model, degree=4, executor=executor),
+        **{"name": f"{model} {layers} {executor} {what}", "layers": layers, "stack": 0} | fields,
     )
+
+
+TWO, FOUR = (stack(layers, "in a stack", executor="sequential") for layers in ("mm", "mmmm"))
+RECOMPUTED = stack("mmmm", "recomputed", recompute=("uniform", 1))
+RESTORING = [stack("mmmm", memory, memory=memory) for memory in ("rebuild", "redispatch", "offload")]
+STACKS = [
+    (stack("mmmm", "block by block", executor="sequential", stack=1), FOUR),
+    tuple(stack("mmmm", f"stack {size}", model="top2-swiglu-losses", stack=size) for size in (1, 0)),
 ]
 # Layers without experts keep everything, and more than one whose experts restore their tensors.
+WIDE = {"moe_ffn_hidden_size": 512, "ffn_hidden_size": 1024}
 DENSE = [
-    dataclasses.replace(
-        case(model, degree=4, executor="thread"),
-        name=f"{model} {layers} memory {memory}",
-        layers=layers,
-        stack=0,
-        memory=memory,
-        model=SHAPE | MODELS[model] | {"moe_ffn_hidden_size": 512, "ffn_hidden_size": 1024},
-    )
-    for model, layers, memory in (
-        ("top1", "dm", KEEP),
-        ("top1", "dm", "redispatch"),
-        ("top1", "md", "redispatch"),
-        ("top2-swiglu-losses", "ddm", KEEP),
+    dataclasses.replace(one, model=one.model | WIDE)
+    for one in (
+        stack("dm", "redispatch", memory="redispatch"),
+        stack("ddm", KEEP, model="top2-swiglu-losses"),
     )
 ]
-STACKS = [
-    stacks("top1", degree=2, executor="thread"),
-    stacks("top1", degree=4, executor="sequential"),
-    stacks("top2-swiglu-losses", degree=4, executor="thread"),
+PREDICTED = [
+    *(*STOCK.values(), *CASES, SENT_ONCE, *LANCET, JOINED, TWO, *itertools.chain(*STACKS)),
+    *(*RESTORING, *DENSE),
 ]
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """The reports by rank and case name."""
-    cases = [
-        *STOCK.values(),
-        *CASES,
-        *SENT_ONCE,
-        *IN_ONE_CHUNK,
-        *JOINED,
-        *itertools.chain(*STACKS),
-        TWO,
-        FOUR,
-        *RECOMPUTED,
-        *RESTORING,
-        *DENSE,
-    ]
-    found = run_workers(
-        "tests.dist.memory_worker",
-        [json.dumps([dataclasses.asdict(case) for case in cases])],
-        world_size=2,
-        folder=tmp_path_factory.mktemp("memory"),
-    )
+    return measured([*PREDICTED, RECOMPUTED], num_ranks=2, folder=tmp_path_factory.mktemp("memory"))
+
+
+def measured(cases: list[Case], *, num_ranks: int, folder: Path) -> list[dict[str, dict[str, Any]]]:
+    """The reports by rank and case name."""
+    words = [json.dumps([dataclasses.asdict(case) for case in cases])]
+    found = run_workers("tests.dist.memory_worker", words, world_size=num_ranks, folder=folder)
     return [{case.name: one for case, one in zip(cases, rank, strict=True)} for rank in found]
 
 
-@pytest.mark.world_size(2)
-@pytest.mark.parametrize(
-    ("model", "case"),
-    [(model, case) for model in MODELS for case in (*CASES, *SENT_ONCE) if case.name.startswith(f"{model} ")],
-    ids=lambda value: value.name if isinstance(value, Case) else "",
-)
-def test_peak_is_not_above_stock(model: str, case: Case, reports: list[dict[str, dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("case", [*CASES, SENT_ONCE], ids=lambda case: case.name)
+def test_peak_is_not_above_stock(case: Case, reports: list[dict[str, dict[str, Any]]]) -> None:
     for rank, report in enumerate(reports):
-        stock, ours = report[STOCK[model].name], report[case.name]
+        stock, ours = report[STOCK[case.name.partition(" ")[0]].name], report[case.name]
         ratio = ours["peak_bytes"] / stock["peak_bytes"]
         print(f"{case.name}: {ours['peak_bytes'] / 1e6:.2f} MB, {ratio:.3f} of stock")
         largest = "\n".join(f"{size:>10} {shape} made by {place}" for size, place, shape in ours["largest"])
         assert ratio <= ABOVE_STOCK, f"rank {rank}: {ratio:.3f} of stock's peak. Alive then:\n{largest}"
 
 
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize(("blocks", "stack"), STACKS, ids=lambda case: case.name)
 def test_peak_of_a_stack_is_that_of_its_blocks(
     blocks: Case, stack: Case, reports: list[dict[str, dict[str, Any]]]
@@ -198,19 +146,14 @@ def test_peak_of_a_stack_is_that_of_its_blocks(
         assert report[stack.name]["left_bytes"] <= report[blocks.name]["left_bytes"]
 
 
-@pytest.mark.world_size(2)
-@pytest.mark.parametrize("case", RECOMPUTED, ids=lambda case: case.executor)
-def test_recomputed_layers_take_the_memory_of_two(
-    case: Case, reports: list[dict[str, dict[str, Any]]]
-) -> None:
+def test_recomputed_layers_take_the_memory_of_two(reports: list[dict[str, dict[str, Any]]]) -> None:
     for report in reports:
-        two, four, recomputed = (report[one.name]["peak_bytes"] for one in (TWO, FOUR, case))
+        two, four, recomputed = (report[one.name]["peak_bytes"] for one in (TWO, FOUR, RECOMPUTED))
         assert recomputed <= ABOVE_STOCK * two
         assert recomputed <= 0.55 * four
 
 
-@pytest.mark.world_size(2)
-@pytest.mark.parametrize("case", RESTORING, ids=lambda case: f"{case.executor}-{case.memory}")
+@pytest.mark.parametrize("case", RESTORING, ids=lambda case: case.memory)
 def test_experts_that_restore_their_tensors_keep_less(
     case: Case, reports: list[dict[str, dict[str, Any]]]
 ) -> None:
@@ -229,19 +172,17 @@ def test_experts_that_restore_their_tensors_keep_less(
         assert restoring["left_bytes"] <= keeping["left_bytes"]
 
 
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_only_gradients_stay_allocated(model: str, reports: list[dict[str, dict[str, Any]]]) -> None:
     """After the backward pass only the gradients of the input and the parameters are alive."""
     for report in reports:
         expected = report[STOCK[model].name]["left_bytes"]
-        for case in (*CASES, *SENT_ONCE, *IN_ONE_CHUNK):
+        for case in (*CASES, SENT_ONCE, *LANCET):
             if case.name.startswith(f"{model} "):
                 assert report[case.name]["left_bytes"] <= expected, case.name
 
 
-@pytest.mark.world_size(2)
-@pytest.mark.parametrize("case", IN_ONE_CHUNK, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", LANCET, ids=lambda case: case.name)
 def test_weight_gradients_that_wait_hold_what_one_product_takes(
     case: Case, reports: list[dict[str, dict[str, Any]]]
 ) -> None:
@@ -286,21 +227,6 @@ def predicted_bytes(case: Case, *, num_ranks: int = 2) -> float:
     )
 
 
-PREDICTED = [
-    *STOCK.values(),
-    *CASES,
-    *SENT_ONCE,
-    *IN_ONE_CHUNK,
-    *JOINED,
-    *itertools.chain(*STACKS),
-    TWO,
-    FOUR,
-    *RESTORING,
-    *DENSE,
-]
-
-
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize("case", PREDICTED, ids=lambda case: case.name)
 def test_the_planner_predicts_the_peak(case: Case, reports: list[dict[str, dict[str, Any]]]) -> None:
     measured = max(report[case.name]["peak_bytes"] for report in reports)
@@ -344,8 +270,8 @@ EIGHTS = [
     *(
         dataclasses.replace(stock, name=f"{stock.name} {memory}", degree=4, executor="thread", memory=memory)
         for stock, memories in (
-            (EIGHT, (KEEP, "offload", "S2", "S3", "rebuild/keep/rebuild/rebuild")),
-            (EIGHT_BF16, (KEEP, "offload", "S3")),
+            (EIGHT, (KEEP, "S2", "rebuild/keep/rebuild/rebuild")),
+            (EIGHT_BF16, ("offload", "S3")),
         )
         for memory in memories
     ),
@@ -355,17 +281,9 @@ EIGHTS = [
 @pytest.fixture(scope="module")
 def of_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """The reports of four ranks by rank and case name."""
-    cases = [*RINGS, *EIGHTS]
-    found = run_workers(
-        "tests.dist.memory_worker",
-        [json.dumps([dataclasses.asdict(case) for case in cases])],
-        world_size=FOUR_RANKS,
-        folder=tmp_path_factory.mktemp("four"),
-    )
-    return [{case.name: one for case, one in zip(cases, rank, strict=True)} for rank in found]
+    return measured([*RINGS, *EIGHTS], num_ranks=FOUR_RANKS, folder=tmp_path_factory.mktemp("four"))
 
 
-@pytest.mark.world_size(4)
 def test_a_ring_keeps_the_keys_of_its_rank(of_four: list[dict[str, dict[str, Any]]]) -> None:
     """Next to a layer whose rows attend to those of their rank alone, which has no other keys at any time."""
     # Keys and values of the other ranks, of both layers.
@@ -382,7 +300,6 @@ def test_a_ring_keeps_the_keys_of_its_rank(of_four: list[dict[str, dict[str, Any
             assert of["ring"][figure] + others <= of["gathered"][figure]
 
 
-@pytest.mark.world_size(4)
 @pytest.mark.parametrize("case", EIGHTS, ids=lambda case: case.name)
 def test_the_planner_predicts_the_peak_of_two_groups(
     case: Case, of_four: list[dict[str, dict[str, Any]]]

@@ -30,7 +30,7 @@ TINY_MOE = shlex.split(
 )
 MOCK_DATA = ["--mock-data"]
 
-_FIELD = re.compile(r"\|\s*([a-z_ ]+?):\s*([0-9.]+(?:E[+-]\d+)?)\s*(?=\|)")
+_FIELD = re.compile(r"\|\s*([a-z0-9_ ]+?):\s*([0-9.]+(?:E[+-]\d+)?)\s*(?=\|)")
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+)")
 
@@ -44,10 +44,20 @@ class Run:
     output: str
     """Standard output and error of all ranks."""
     iterations: list[int] = field(default_factory=list)
-    lm_loss: list[float] = field(default_factory=list)
-    load_balancing_loss: list[float] = field(default_factory=list)
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    """All that Megatron logs for every iteration, by name."""
     grad_norm: list[float] = field(default_factory=list)
     validation_loss: list[float] = field(default_factory=list)
+
+    @property
+    def lm_loss(self) -> list[float]:
+        """The loss of the language model."""
+        return self.losses.get("lm loss", [])
+
+    @property
+    def load_balancing_loss(self) -> list[float]:
+        """The loss of the type aux_loss."""
+        return self.losses.get("load_balancing_loss", [])
 
     @property
     def table(self) -> str:
@@ -166,19 +176,18 @@ def parse(exit_code: int, output: str) -> Run:
     Ranks share one output stream, so the output of another rank may come before or after the values.
     """
     iterations: list[int] = []
-    values: dict[str, list[float]] = {"lm loss": [], "load_balancing_loss": [], "grad norm": []}
+    values: dict[str, list[float]] = {"grad norm": []}
     for line in output.splitlines():
         if found := _ITERATION.search(line):
             iterations.append(int(found[1]))
             for name, value in _FIELD.findall(line[found.end() - 1 :]):
-                if name in values:
-                    values[name].append(float(value))
+                if name == "grad norm" or name.endswith(" loss") or name.endswith("_loss"):
+                    values.setdefault(name, []).append(float(value))
     return Run(
         exit_code=exit_code,
         output=output,
         iterations=iterations,
-        lm_loss=values["lm loss"],
-        load_balancing_loss=values["load_balancing_loss"],
-        grad_norm=values["grad norm"],
+        grad_norm=values.pop("grad norm"),
+        losses=values,
         validation_loss=[float(value) for _, value in _VALIDATION.findall(output)],
     )

@@ -34,19 +34,6 @@ def runs_of(
     return found
 
 
-def numbered(pairs: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, list[str]]:
-    """Command lines for :func:`runs_of`: of each pair the stock run is number 0.
-
-    Args:
-        pairs: By name, the words of the stock run and then what is added in each run that must equal it.
-    """
-    return {
-        f"{name} {number}": [*stock, *added]
-        for name, (stock, *others) in pairs.items()
-        for number, added in enumerate(((), *others))
-    }
-
-
 def digits(values: Sequence[float]) -> list[object]:
     """What is equal to logged losses in seven digits, but for one unit of the last."""
     # Logged is 1.234567E+00.
@@ -69,8 +56,7 @@ def assert_same_digits(stock: Run, *others: Run, iterations: int | None = None) 
         assert stock.lm_loss[-1] < stock.lm_loss[0], "a run that learns nothing proves little"
     for ours in others:
         assert ours.iterations == stock.iterations
-        assert ours.lm_loss == digits(stock.lm_loss)
-        assert ours.load_balancing_loss == digits(stock.load_balancing_loss)
+        assert ours.losses == {name: digits(values) for name, values in stock.losses.items()}
         assert ours.grad_norm == pytest.approx(stock.grad_norm, abs=LAST_DIGIT_OF_GRAD_NORM)
 
 

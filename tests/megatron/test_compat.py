@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -14,45 +10,7 @@ from packaging.version import Version
 
 from megatron_ampipe import compat
 from megatron_ampipe.errors import EnvironmentMissing
-from tests.megatron.launcher import REPOSITORY, environment
-from tests.megatrons import OLDER, folder_of, megatron_of
-
-OF_OUR_ENTRY = {"launch/gpt.py", "launch/pretrain.py", "launch/recipes.py"}
-"""Files whose imports an older Megatron may lack: only megatron_ampipe.pretrain_gpt and recipes use them."""
-OF_HYBRID_MODELS = {"layers/hybrid.py", "launch/script.py", "launch/host/hybrid_layers.py"}
-
-_LIST = """
-import json
-from megatron_ampipe.launch import host
-host.install()
-from megatron_ampipe import compat
-print(json.dumps(compat.missing_internals()))
-"""
-
-
-def _missing(version: str) -> list[str]:
-    path = [str(REPOSITORY), *([str(folder_of(version))] if version in OLDER else [])]
-    done = subprocess.run(
-        [sys.executable, "-c", _LIST],
-        cwd=REPOSITORY,
-        env=environment() | {"PYTHONPATH": os.pathsep.join(path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: list[str] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-@pytest.mark.parametrize("version", compat.SUPPORTED_MEGATRON)
-def test_a_supported_megatron_has_all_imported_names(version: str) -> None:
-    missing = _missing(version)
-    files = {entry.rpartition("(")[2].removesuffix(")") for entry in missing}
-    if version == compat.PRETRAIN_GPT_MEGATRON:
-        assert not missing
-    else:
-        assert files - OF_HYBRID_MODELS == OF_OUR_ENTRY if version == "0.17" else files == OF_OUR_ENTRY
+from tests.megatrons import megatron_of
 
 
 def _pretend(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,143 +1,76 @@
-"""Checks every name of Megatron that AMPipe builds on (:mod:`tests.internals`).
+"""Checks what AMPipe takes from Megatron in every version that is at hand; see :mod:`tests.internals`.
 
 A change in another Megatron is then reported here, by name and with AMPipe's file that depends on it,
-before it shows as a wrong gradient. The checks run in one separate process, because the host platform has to
-be in place before Megatron is imported: ``python -m tests.megatron.test_megatron_names`` prints them.
+before it shows as a wrong gradient.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
-import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.internals import INTERNALS, Fact, Internal, Subject, begins_with, behaves, has, render, says, takes
-from tests.internals_seen import complaints_of, recorded, summary
-from tests.megatron.launcher import REPOSITORY
-from tests.megatrons import OLDER, at_hand
+from megatron_ampipe import compat
+from tests.internals import MIRRORED, PAGE, RECORD, _uses_in, recorded, render, report_of, used
+from tests.megatrons import at_hand, installed
 
-PACKAGE = REPOSITORY / "megatron_ampipe"
-PAGE = REPOSITORY / "docs" / "internals.md"
-ALL_OF_A_FOLDER = ("tools/measuring",)
-"""Folders that are listed as one, in place of their files."""
-BY_NAME = {internal.name: internal for internal in INTERNALS}
+AGAIN = "then run: python -m tests.internals"
+OF_OUR_ENTRY = {"launch/gpt.py", "launch/pretrain.py", "launch/recipes.py"}
+"""Files whose imports an older Megatron may lack: only megatron_ampipe.pretrain_gpt and recipes use them."""
+OF_HYBRID_MODELS = {"layers/hybrid.py", "launch/script.py", "launch/host/hybrid_layers.py"}
 
 
-def complaints(internal: Internal) -> list[str]:
-    """What is not as we rely on it."""
-    try:
-        subject = Subject.of(internal.name)
-    except (ImportError, AttributeError) as error:
-        return [f"it is not there any more ({error})"]
-    found: list[str] = []
-    for fact in internal.facts:
-        try:
-            found += fact(subject)
-        except Exception as error:
-            found.append(f"it cannot be checked any more ({type(error).__name__}: {error})")
-    return found
-
-
-def main() -> None:
-    """Check every name in this process; the last line printed is the result as JSON."""
-    from megatron_ampipe.launch import host
-
-    if not host.gpu_available():
-        host.install()
-    print(json.dumps({internal.name: complaints(internal) for internal in INTERNALS}))
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, list[str]]]:
-    """By version."""
-    return {version: complaints_of(version) for version in at_hand()}
+def files_of(name: str) -> str:
+    """The files that depend on a name, for a message."""
+    near = [use for other, use in used().items() if f"{other}.".startswith(f"{name}.") or other == name]
+    return ", ".join(sorted({file for use in near for file in use.files})) or "what mirrors it"
 
 
 @pytest.mark.parametrize("version", at_hand())
-def test_what_is_recorded_of_a_version_is_so(version: str, found: dict[str, dict[str, list[str]]]) -> None:
-    assert summary(found[version]) == recorded()[version], "run: python -m tests.internals_seen"
+def test_a_version_is_as_it_was_when_the_package_was_adapted_to_it(version: str) -> None:
+    found, known = report_of(version), recorded()[version]
+    for name, code in known["sources"].items():
+        assert found["sources"].get(name) == code, (
+            f"the code of megatron.{name} ({MIRRORED[name] or 'all of it'}) is another one in {version}: "
+            f"compare it with {files_of(name)}, {AGAIN}"
+        )
+    for name in {*found["lacks"]} - {*known["lacks"]}:
+        raise AssertionError(f"{version} has no megatron.{name}: adapt {files_of(name)}, {AGAIN}")
+    assert found == known, AGAIN
 
 
-class _Sample:
-    """Stands for a class of Megatron in the test of the facts themselves."""
-
-    def method(self, first: int, second: int) -> int:
-        return first + second
+def test_the_installed_version_has_every_name_and_takes_every_argument() -> None:
+    assert recorded()[installed()]["lacks"] == recorded()[installed()]["refuses"] == []
 
 
-@pytest.mark.parametrize(
-    ("holds", "changed"),
-    [
-        (takes("second", method="method"), takes("third", method="method")),
-        (begins_with("first", method="method"), begins_with("second", method="method")),
-        (says("return first + second", method="method"), says("return first", "* 2", method="method")),
-        (has("method"), has("other")),
-        (behaves(lambda value: True), behaves(lambda value: False)),
-        (takes("first", method="method"), takes("first", method="gone")),
-    ],
-)
-def test_facts_notice_a_change(holds: Fact, changed: Fact) -> None:
-    (source,) = ast.parse(inspect.getsource(_Sample)).body
-    assert isinstance(source, ast.ClassDef)
-    subject = Subject(_Sample, source)
-    assert list(holds(subject)) == []
-    assert list(changed(subject))
-
-
-def test_no_name_is_listed_twice() -> None:
-    assert len(BY_NAME) == len(INTERNALS)
-
-
-@pytest.mark.parametrize("version", [version for version in at_hand() if version not in OLDER])
-@pytest.mark.parametrize("name", BY_NAME)
-def test_megatron_is_as_we_rely_on_it(
-    name: str, version: str, found: dict[str, dict[str, list[str]]]
-) -> None:
-    files = ", ".join(f"megatron_ampipe/{path}" for path in BY_NAME[name].used_in.split())
-    complaints = found[version][name]
-    assert not complaints, (
-        f"megatron.{name} has changed in {version}: {'; '.join(complaints)}. {files} depend on it "
-        f"({BY_NAME[name].if_changed}): adapt them, then its facts in tests/internals.py."
-    )
+@pytest.mark.parametrize("version", compat.SUPPORTED_MEGATRON)
+def test_only_the_entry_point_lacks_names_in_an_older_version(version: str) -> None:
+    """What :func:`megatron_ampipe.compat.missing_internals` tells users of an untested version."""
+    files = {entry.rpartition("(")[2].removesuffix(")") for entry in report_of(version)["missing imports"]}
+    if version == compat.PRETRAIN_GPT_MEGATRON:
+        assert not files
+    else:
+        assert files - OF_HYBRID_MODELS == OF_OUR_ENTRY if version == "0.17" else files == OF_OUR_ENTRY
 
 
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == "\n".join(render()) + "\n", (
-        "run: python -m tests.internals > docs/internals.md"
+        f"{RECORD.name} has changed, or imports have: {AGAIN}"
     )
 
 
-def test_every_import_of_megatron_is_listed() -> None:
-    missing = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        file = path.relative_to(PACKAGE).as_posix()
-        file = next((folder for folder in ALL_OF_A_FOLDER if file.startswith(f"{folder}/")), file)
-        for name in _imports_of_megatron(path):
-            # A module that is imported is there for some name in it.
-            listed = [each for each in INTERNALS if f"{each.name}.".startswith(f"{name}.")]
-            if not any(file in each.used_in.split() for each in listed):
-                missing.append(f"{file} imports megatron.{name}")
-    assert not missing, f"{'; '.join(missing)}: add it to INTERNALS in tests/internals.py"
-
-
-def _imports_of_megatron(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        names: list[str] = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        yield from (name.removeprefix("megatron.") for name in names if name.startswith("megatron."))
-
-
-def test_files_that_are_named_exist() -> None:
-    named = {path for internal in INTERNALS for path in internal.used_in.split()}
-    assert not [path for path in named if not (PACKAGE / path).exists()]
-
-
-if __name__ == "__main__":
-    main()
+def test_imports_replacements_and_arguments_are_read_from_the_code() -> None:
+    code = (
+        "import megatron.core.transformer\n"
+        "from megatron.core.transformer.moe import moe_utils as utils\n"
+        "from megatron.core.models.backends import LocalSpecProvider\n"
+        "utils.permute(1, drop_and_pad=True)\n"
+        "utils.get_capacity = LocalSpecProvider.core_attention = None\n"
+    )
+    found = {(name, use.replaced, *use.keywords) for name, use in _uses_in(ast.parse(code))}
+    assert found >= {
+        ("core.transformer.moe.moe_utils", False),
+        ("core.transformer.moe.moe_utils.permute", False, "drop_and_pad"),
+        ("core.transformer.moe.moe_utils.get_capacity", True),
+        ("core.models.backends.LocalSpecProvider.core_attention", True),
+    }

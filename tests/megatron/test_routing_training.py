@@ -48,7 +48,6 @@ def routing(folder: Path, name: str) -> RecordedRouting:
     return read_routing(folder / name, flag="DIR")
 
 
-@pytest.mark.world_size(2)
 def test_recording_changes_no_digit(runs: Mapping[str, Run]) -> None:
     for name in ("stock", "longer"):
         assert runs[name].lm_loss == runs["plain"].lm_loss
@@ -59,8 +58,9 @@ def test_recording_changes_no_digit(runs: Mapping[str, Run]) -> None:
     assert "who goes where" not in runs["plain"].table
 
 
-@pytest.mark.world_size(2)
 def test_chunks_record_what_the_stock_layer_records(runs: Mapping[str, Run], folder: Path) -> None:
+    # "longer" recorded iterations 1 and 2 in this folder, and "stock" began again at 1.
+    assert list(files_of(folder / "stock")) == [2]
     (stock,), (chunks,) = routing(folder, "stock").records, routing(folder, "chunks").records
     assert stock.iteration == chunks.iteration == 2
     assert stock.tokens == (64,) and chunks.tokens == (16,) * 4
@@ -71,22 +71,17 @@ def test_chunks_record_what_the_stock_layer_records(runs: Mapping[str, Run], fol
             assert before[0] == tuple(map(sum, zip(*after, strict=True)))
             assert sum(before[0]) == 2 * 64
             assert all(sum(chunk) == 2 * 16 for chunk in after)
+    for record in (stock, chunks):
+        # Layers take turns to be compared: this is the first of a run that records every second iteration.
+        assert [layer.rows_compared > 0 for layer in record.layers] == [True, False]
 
 
-@pytest.mark.world_size(2)
-def test_a_run_removes_what_a_run_before_recorded_later(runs: Mapping[str, Run], folder: Path) -> None:
-    # "longer" recorded iterations 1 and 2 there, and "stock" began again at 1.
-    assert list(files_of(folder / "stock")) == [2]
-
-
-@pytest.mark.world_size(2)
 def test_ranks_of_one_sequence_each_record_their_part(runs: Mapping[str, Run], folder: Path) -> None:
     (record,) = routing(folder, "tensor").records
     assert record.ranks_per_sequence == 2 and record.tokens == (16, 16)
     assert sum(layer.rows for layer in record.layers) == 2 * 64 * 2
 
 
-@pytest.mark.world_size(2)
 def test_all_pipeline_stages_are_recorded_with_shares_as_in_the_log(
     runs: Mapping[str, Run], folder: Path
 ) -> None:
@@ -102,13 +97,3 @@ def test_all_pipeline_stages_are_recorded_with_shares_as_in_the_log(
     logged = float(line.partition("condensed share: ")[2].split()[0])
     recorded = found.condensed_of(2, 0.3)
     assert recorded is not None and logged > 0 and recorded == pytest.approx(logged, abs=0.2)
-
-
-@pytest.mark.world_size(2)
-def test_layers_and_experts_take_turns_to_be_compared(runs: Mapping[str, Run], folder: Path) -> None:
-    # Two layers; the second record is removed by the run after.
-    (second,) = routing(folder, "stock").records
-    (chunks,) = routing(folder, "chunks").records
-    for record in (second, chunks):
-        # It is the first turn of a run that records every second iteration.
-        assert [layer.rows_compared > 0 for layer in record.layers] == [True, False]

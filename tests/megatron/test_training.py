@@ -1,0 +1,435 @@
+"""Compares trainings through Megatron's own loop with those of its layers: they log the same digits.
+
+The table is :data:`tests.megatron.trainings.TRAININGS`. Many trainings share their ranks. What is no pair of
+runs from one command line has a separate test below: another layout or precision, random numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.block.named_values import SHIPPED_GATES
+from megatron_ampipe.block.settings import TRACED_ITERATIONS
+from megatron_ampipe.files.timeline import Timeline
+from megatron_ampipe.schedule import Direction, build
+from megatron_ampipe.schedule.features import BlockFeatures
+from tests.megatron import texts
+from tests.megatron.checkout.layout import lay_out
+from tests.megatron.launcher import MOCK_DATA, REPOSITORY, Run, environment, execute, torchrun_command
+from tests.megatron.pairs import assert_resumed, assert_same_digits, digits, runs_of
+from tests.megatron.trainings import (
+    BLOCK,
+    BLOCKS,
+    COMMON,
+    CP,
+    EP,
+    FOUR_LAYERS,
+    FULL,
+    GQA,
+    LLAMA,
+    NO_LOSS,
+    NUM_ITERATIONS,
+    OVERLAPS,
+    PP,
+    ROPE,
+    ROUTERS,
+    SAVED_ITERATION,
+    STACK,
+    TRAININGS,
+    WHOLE_EXPERTS,
+    lines_by_ranks,
+)
+
+pytestmark = pytest.mark.timeout(1500)
+
+MOMENT_TOLERANCE = 2e-5
+"""Of Adam's first moments, relative to the largest of a parameter; measured: 5e-6."""
+BF16_TOLERANCE = 5e-4
+"""Of the losses of a bf16 run, relative; measured: 5e-5. One bf16 value has a rounding error up to 2e-3."""
+PER_LAUNCH = 24
+"""Runs that share their ranks."""
+
+
+class Runs:
+    """The runs of the selected trainings by name, as in ``Training.lines``; started at the first use.
+
+    Args:
+        folder: Has the datasets; checkpoints, records and traces are written to it.
+        selected: Names of the trainings.
+    """
+
+    def __init__(self, folder: Path, selected: set[str]) -> None:
+        self.folder = folder
+        self._launches: list[tuple[int, dict[str, list[str]]]] = []
+        self._runs: dict[str, Run] = {}
+        self._plan(selected)
+
+    def _plan(self, trainings: set[str]) -> None:
+        folder = self.folder
+        for dataset in sorted({TRAININGS[name].text or "" for name in trainings} - {""}):
+            if not (folder / f"{dataset}.bin").exists():
+                texts.write(folder, dataset)
+        for num_ranks, lines in lines_by_ranks(trainings, folder).items():
+            launch: dict[str, list[str]] = {}
+            for run, words in lines.items():
+                # A restart needs the run before it.
+                if len(launch) >= PER_LAUNCH and run.endswith(" 0"):
+                    self._launches.append((num_ranks, launch))
+                    launch = {}
+                launch[run] = words
+            self._launches.append((num_ranks, launch))
+
+    def __getitem__(self, run: str) -> Run:
+        if run not in self._runs:
+            if not any(run in lines for _, lines in self._launches):
+                self._plan({run.partition(" ")[0]})
+            num_ranks, lines = next(launch for launch in self._launches if run in launch[1])
+            self._runs |= runs_of(lines, num_ranks=num_ranks, timeout_s=1200)
+        return self._runs[run]
+
+    def of(self, name: str) -> list[Run]:
+        """The stock run of a training and those of AMPipe's layers."""
+        return [self[f"{name} {number}"] for number in range(len(TRAININGS[name].ours) + 1)]
+
+    def moments(self, run: str) -> dict[str, Any]:
+        """Adam's first moments of all parameters after the last iteration of a run."""
+        return _first_moments(self.folder / run / f"iter_{NUM_ITERATIONS:07d}")
+
+
+def _first_moments(checkpoint: Path) -> dict[str, Any]:
+    """Read only the tensors, without Megatron and without a process group."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    # With the distributed optimizer, the name of a gradient buffer.
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata) and re.search(r"\.exp_avg(\.|$)", name)
+    }
+    with warnings.catch_warnings():
+        # It warns that it loads everything in one process, which is intended.
+        warnings.simplefilter("ignore", category=UserWarning)
+        dcp.load(found, checkpoint_id=checkpoint, no_dist=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    selected = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.path == request.path and isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    }
+    return Runs(tmp_path_factory.mktemp("trainings"), selected)
+
+
+def _of(condition: Any) -> list[str]:
+    return [name for name, training in TRAININGS.items() if condition(training)]
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_trains_like_megatrons_layers(name: str, runs: Runs) -> None:
+    stock, *ours = runs.of(name)
+    assert_same_digits(stock, *ours, iterations=NUM_ITERATIONS)
+    assert "chunk boundaries" not in stock.output, "not the layers that this run should use"
+    for run in ours:
+        assert run.validation_loss == digits(stock.validation_loss)
+        assert "every degree draws" not in run.table, "there is no dropout"
+        for text in TRAININGS[name].said:
+            assert text in run.table
+    evaluations = NUM_ITERATIONS // 2 if "--eval-iters 1" in TRAININGS[name].flags else 0
+    assert len(stock.validation_loss) == evaluations
+
+
+@pytest.mark.parametrize("name", _of(lambda training: training.restarts))
+def test_goes_on_from_a_checkpoint_of_another_run(name: str, runs: Runs) -> None:
+    """Its optimizer state included."""
+    stock, *_ = runs.of(name)
+    for number, other in TRAININGS[name].restarts:
+        assert_resumed(runs[f"{name} {number} from {other}"], stock, first=SAVED_ITERATION + 1)
+
+
+@pytest.mark.parametrize("name", _of(lambda training: training.moments))
+def test_all_gradients_of_a_training_are_the_same(name: str, runs: Runs) -> None:
+    """Adam's first moments are a linear function of all gradients of the run."""
+    training = TRAININGS[name]
+    runs.of(name)
+    expected = runs.moments(f"{name} 0")
+    assert len(expected) >= 3, "dense parameters, and the experts of two ranks"
+    others = [f"{name} {number + 1}" for number in range(len(training.ours))]
+    for run in (*others, *(f"{name} {number} from {other}" for number, other in training.restarts)):
+        found = runs.moments(run)
+        assert found.keys() == expected.keys()
+        wrong = {
+            name: difference
+            for name, tensor in expected.items()
+            if not (difference := ((tensor - found[name]).abs().max() / tensor.abs().max()).item())
+            <= MOMENT_TOLERANCE
+        }
+        assert not wrong, f"the gradients of {run} differ from stock: {wrong}"
+
+
+def test_a_trace_has_every_stage_of_the_last_iterations(runs: Runs) -> None:
+    """Every training micro-batch exactly once, which also shows that no evaluation was recorded."""
+    runs.of("text")
+    schedule = build("ampipe", degree=4, features=BlockFeatures(losses=True, chunked_qkv=True))
+    expected = {
+        (iteration, layer, str(direction), str(stage)): 2
+        for iteration in range(NUM_ITERATIONS - TRACED_ITERATIONS + 1, NUM_ITERATIONS + 1)
+        for layer in (1, 2)
+        for direction in Direction
+        for stage in schedule.program(direction).stages
+    }
+    for rank in (0, 1):
+        timeline = Timeline.read_chrome(runs.folder / "trace" / f"rank{rank}.trace.json")
+        assert timeline.rank == rank
+        assert (timeline.labels["degree"], timeline.labels["schedule"]) == ("4", "ampipe")
+        found = Counter((span.iteration, span.layer, span.direction, span.stage) for span in timeline.spans)
+        assert dict(found) == expected
+        communication = {"counts", "dispatch", "combine"}
+        assert all(
+            (span.lane == "comm") is (span.stage.partition(".")[0] in communication)
+            for span in timeline.spans
+        )
+        assert 0 < timeline.hidden_share <= 1
+
+
+def test_the_records_of_the_routing_are_those_of_stock(runs: Runs) -> None:
+    runs.of("records")
+    for rank in (0, 1):
+        stock, ours = (
+            [json.loads(line) for line in (runs.folder / name / file).read_text().splitlines()]
+            for file in (f"router_trace_rank{rank}.jsonl",)
+            for name in ("records-of-stock", "records")
+        )
+        # Two layers, four micro-batches, four iterations; 16 rows of a sequence are on each rank.
+        assert len(stock) == 2 * 4 * 4 and {record["num_tokens"] for record in stock} == {16}
+        assert ours == stock
+
+
+def test_the_routers_are_different_functions(runs: Runs) -> None:
+    """Otherwise the pairs would also agree if the flag did nothing."""
+    assert set(SHIPPED_GATES) < set(ROUTERS)
+    assert len({tuple(runs[f"{name} 0"].lm_loss) for name in ROUTERS}) == len(ROUTERS)
+    assert runs["cosine 2"].output.count("condensed share: 0.") == NUM_ITERATIONS
+    assert "another function than a stock run's" in runs["cosine 2"].table
+
+
+def train(lines: Mapping[str, str], *, num_ranks: int = 2, module: str | None = None) -> Mapping[str, Run]:
+    """Runs on mock data, unless a line names a dataset; all on the same ranks."""
+    modules = {} if module is None else {"module": module}
+    return runs_of(
+        {
+            name: [*COMMON, *([] if "--data-path" in flags else MOCK_DATA), *shlex.split(flags)]
+            for name, flags in lines.items()
+        },
+        num_ranks=num_ranks,
+        **modules,
+    )
+
+
+# From one checkpoint: experts by ids are the same in every layout.
+DEEP = (
+    FOUR_LAYERS
+    + NO_LOSS
+    + ROPE
+    + ("--global-batch-size 8 --ampipe-router hash --eval-iters 1 --eval-interval 4 ")
+)
+INTERLEAVED = PP + "--num-layers-per-virtual-pipeline-stage 1 "
+MOE_AGAIN = "--recompute-granularity selective --recompute-modules moe "
+LAYOUTS = {
+    "interleaved stock": INTERLEAVED + FULL,
+    "interleaved": INTERLEAVED + BLOCKS + FULL,
+    "one after the other": PP + BLOCK + MOE_AGAIN,
+    "rows over ranks": WHOLE_EXPERTS + EP + BLOCKS + FULL + "--micro-batch-size 2",
+    "rows over ranks, stock": WHOLE_EXPERTS + EP + MOE_AGAIN,
+    "context": CP + EP + BLOCKS,
+    "overlapped gathers": EP + OVERLAPS,
+}
+"""Flags of runs that must log the digits of one pipeline stage in which every rank has whole sequences."""
+
+
+def test_every_layout_reads_the_ids_of_its_rows(tmp_path: Path) -> None:
+    # Of the weights alone: another layout has other parameter groups.
+    load = f"{DEEP}--load {tmp_path} --ckpt-step {SAVED_ITERATION} --no-load-rng --no-load-optim "
+    lines = {"saved": f"{DEEP}{EP} --save {tmp_path} --save-interval {SAVED_ITERATION}", "whole": load + EP}
+    found = train(lines | {name: load + flags for name, flags in LAYOUTS.items()})
+    whole = found["whole"]
+    assert whole.iterations == [3, 4] and len(whole.validation_loss) == 1
+    assert_same_digits(whole, *(found[name] for name in LAYOUTS))
+    for name in LAYOUTS:
+        assert found[name].validation_loss == digits(whole.validation_loss), name
+
+
+def test_ranks_of_a_context_log_the_digits_of_one_rank(tmp_path: Path) -> None:
+    """From the same checkpoint.
+
+    On a CPU, stock layers under context parallelism attend with AMPipe's own order of the rows, so two runs
+    with the same layout could share a mistake in it. One rank has no such order.
+    """
+    load = f"{ROPE}{GQA}--load {tmp_path} --ckpt-step 2 --no-load-rng "
+    saving = f"{ROPE}{GQA}--save {tmp_path} --save-interval 2"
+    stock = train({"saved": saving, "alone": load}, num_ranks=1)["alone"]
+    assert stock.iterations == [3, 4]
+    ring = f"{load}--context-parallel-size 4 --ampipe-degree 3 "
+    lines = {
+        "stock": f"{load}--context-parallel-size 4 ",
+        "ring": ring,
+        "gathered": f"{ring}--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        # Two heads of keys, which Transformer Engine's a2a could not divide between four ranks.
+        "a2a": f"{ring}--cp-comm-type a2a",
+    }
+    found = train(lines, num_ranks=4)
+    assert_same_digits(stock, *found.values())
+    assert "context ring keys and values of 4 ranks in 4 steps" in found["ring"].table
+    said = "--cp-comm-type all_gather in pipelined blocks, in place of"
+    assert f"{said} a2a+p2p:" in found["gathered"].table and f"{said} a2a:" in found["a2a"].table
+
+
+def test_goes_on_with_another_degree_and_layout(tmp_path: Path) -> None:
+    """Saved from two ranks at degree 4, continued on two pipeline stages of two ranks at degree 2.
+
+    Expert parallelism is the same: without it, Megatron's optimizer state has different parameter groups.
+    """
+    saving = f"--save {tmp_path} --save-interval {SAVED_ITERATION}"
+    unbroken = train({"saved": LLAMA + EP + BLOCKS + saving})["saved"]
+    load = f"--load {tmp_path} --ckpt-step {SAVED_ITERATION} --no-load-rng "
+    resumed = train({"resumed": LLAMA + EP + PP + load + "--ampipe-degree 2"}, num_ranks=4)["resumed"]
+    assert_resumed(resumed, unbroken, first=SAVED_ITERATION + 1)
+
+
+def test_what_differs_by_rounding_or_at_random(tmp_path: Path) -> None:
+    """16 bits agree to their rounding; of random numbers and of 8 bits, the losses agree approximately."""
+    precisions = {
+        "bf16": LLAMA + EP + "--bf16 ",
+        "fp16": EP + "--fp16 --initial-loss-scale 1024 --loss-scale-window 2 ",
+        "random": EP + "--moe-router-force-load-balancing ",
+    }
+    lines = precisions | {f"{name} ours": flags + BLOCKS for name, flags in precisions.items()}
+    lines |= {"learnt": EP, "fp8": f"{EP}{BLOCKS}--ampipe-wire fp8"}
+    scope = "--ampipe-router-scope chunk --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0"
+    lines |= {"sinkhorn of chunks": EP + BLOCKS + scope}
+    found = train(lines)
+    assert found["bf16 ours"].lm_loss == pytest.approx(found["bf16"].lm_loss, rel=BF16_TOLERANCE)
+    stock, ours = found["fp16"], found["fp16 ours"]
+    assert ours.lm_loss == pytest.approx(stock.lm_loss, rel=2**-10)
+    skipped = "number of skipped iterations:   0"
+    assert stock.output.count(skipped) == ours.output.count(skipped)
+    stock, ours = found["random"], found["random ours"]
+    assert "routing is random, which is for benchmarks" in ours.table
+    assert sum(ours.load_balancing_loss) == pytest.approx(sum(stock.load_balancing_loss), rel=0.05)
+    assert sum(ours.lm_loss) == pytest.approx(sum(stock.lm_loss), rel=0.01)
+    exact = found["learnt"]
+    assert ours.load_balancing_loss != exact.load_balancing_loss, "routed by its weights"
+    fp8 = found["fp8"]
+    assert fp8.lm_loss == pytest.approx(exact.lm_loss, rel=1e-2) and fp8.lm_loss != exact.lm_loss
+    assert "fp8 (e4m3) with a scale per row" in fp8.table
+    chunks = found["sinkhorn of chunks"]
+    assert chunks.lm_loss[-1] < chunks.lm_loss[0]
+    assert "compares the tokens of a chunk, which is another function for each degree" in chunks.table
+
+
+def test_evaluation_alone_equals_stock(runs: Runs) -> None:
+    """``--skip-train``: no iteration, and no count of them in Megatron's arguments."""
+    runs.of("text")
+    flags = (
+        f"{TRAININGS['text'].flags} --skip-train --load '{runs.folder / 'text 0'}' "
+        f"--ckpt-step {SAVED_ITERATION} --data-path {runs.folder / 'text'} "
+        f"--data-cache-path {runs.folder / 'cache'} "
+    )
+    found = train({"stock": flags, "ours": flags + BLOCKS})
+    losses = [re.findall(r"on validation set \| lm loss value: (\S+)", run.output) for run in found.values()]
+    assert all(run.iterations == [] and len(of) == 1 for run, of in zip(found.values(), losses, strict=True))
+    expected, ours = ([float(loss) for loss in of] for of in losses)
+    assert ours == digits(expected)
+
+
+def test_documents_matter(tmp_path: Path) -> None:
+    texts.write(tmp_path, "short-documents")
+    whole = TRAININGS["documents-short"].flags.replace("--dataloader-inter-document-masking", "")
+    data = f"--data-path {tmp_path / 'short-documents'} --data-cache-path {tmp_path / 'cache'}"
+    found = train({"packed": f"{TRAININGS['documents-short'].flags} {data}", "whole": f"{whole} {data}"})
+    assert found["packed"].lm_loss != digits(found["whole"].lm_loss)
+
+
+def test_conversations_train_like_stock(tmp_path: Path) -> None:
+    """``--sft`` with the tokenizer of a folder; several conversations share a line and a sequence."""
+    tokenizers = pytest.importorskip("tokenizers", reason="Megatron's SFT tokenizer needs it")
+    pytest.importorskip("transformers", reason="Megatron's SFT tokenizer needs it")
+    words = texts.WORDS
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "</s>", *sorted(set(words))])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    numbers, lines = random.Random(5), []
+    for _ in range(16):
+        messages = [
+            {"role": role, "content": " ".join([*numbers.choices(words, k=numbers.randint(1, 9)), ""])}
+            for _ in range(numbers.randint(1, 4))
+            for role in ("system", "user", "assistant")
+        ]
+        lines.append(json.dumps({"messages": messages}))
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    flags = (
+        f"{EP}{ROPE}--seq-length 64 --split 100,0,0 --vocab-size 256 --micro-batch-size 2 --sft "
+        f"--no-create-attention-mask-in-dataloader --tokenizer-type SFTTokenizer "
+        f"--tokenizer-model {tmp_path} --sft-tokenizer-prompt-format identity "
+        f"--data-path {tmp_path / 'lines.jsonl'} "
+    )
+    found = train({"stock": flags, "ours": flags + BLOCKS}, module="tests.megatron.sft_worker")
+    assert_same_digits(found["stock"], found["ours"], iterations=NUM_ITERATIONS)
+
+
+def test_the_hybrid_script_of_a_checkout_trains_like_stock(tmp_path: Path, runs: Runs) -> None:
+    """``pretrain_hybrid.py`` with the launcher; every pair of both ranks is in the trace."""
+    script = lay_out(tmp_path / "checkout", "0.19").with_name("pretrain_hybrid.py")
+    flags = (
+        f"{TRAININGS['hybrid-mamba'].flags} {STACK} --ampipe-trace-dir {tmp_path / 'trace'} "
+        "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
+    )
+    words = [*COMMON, *MOCK_DATA, *shlex.split(flags)]
+    run = execute(torchrun_command("-m", "megatron_ampipe.launch", str(script), *words))
+    assert run.exit_code == 0, run.output[-6000:]
+    assert_same_digits(runs["hybrid-mamba 0"], run)
+    for rank in (0, 1):
+        events = json.loads((tmp_path / "trace" / f"rank{rank}.trace.json").read_text())["traceEvents"]
+        layers = {event["args"]["layer"] for event in events if "layer" in event.get("args", {})}
+        # Of the pattern M*EM*-*EM: the dense pair shares the schedule of the pair after it.
+        assert layers == {2, 5, 7}
+
+
+def test_the_checker_of_routers_finds_what_is_wrong() -> None:
+    good = [*SHIPPED_GATES, "tests.gates:ForwardRouter", "tests.gates:BiasedByIdRouter"]
+    bad = ["tests.gates:LookingAheadRouter", "tests.gates:OwnLossRouter"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_ampipe.cli", "gate", *good, "tests.gates:ThresholdRouter", *bad],
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 4, done.stderr
+    wrong = ("tests.gates:LookingAheadRouter, tests.gates:OwnLossRouter: a check failed", "see above")
+    assert all(text in done.stderr for text in wrong)
+    assert "a change of token 0 changes the choice for token" in done.stdout
+    assert "its routing computes a separate loss" in done.stdout
+    assert "not so, and the class says why: each expert chooses among all tokens" in done.stdout
+    assert "gradients: none: the choice is fixed, and there is nothing to train" in done.stdout

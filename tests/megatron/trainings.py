@@ -1,0 +1,378 @@
+"""The trainings that are compared with those of Megatron's layers, as data; read by ``test_training.py``.
+
+What one training would notice and no other stands in :data:`TRAININGS`, before its row.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE
+
+NUM_ITERATIONS = 4
+SAVED_ITERATION = 2
+COMMON = [
+    *TINY_GPT,
+    *TINY_MOE,
+    *shlex.split(
+        f"--train-iters {NUM_ITERATIONS} --seq-length 32 --attention-dropout 0 --hidden-dropout 0 "
+        "--lr-decay-style constant"
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A run of Megatron's layers, and runs of AMPipe's that must log its digits.
+
+    The stock run is number 0, the others are counted from 1. ``{folder}`` in flags is a folder of all runs.
+    """
+
+    flags: str
+    """Flags of all runs."""
+    ours: tuple[str, ...] = ("--ampipe-degree 4",)
+    """What is added in each run of AMPipe's layers."""
+    stock: str = ""
+    """What is added in the run of Megatron's layers."""
+    said: tuple[str, ...] = ()
+    """What the start-up table of each run of AMPipe's layers says."""
+    num_ranks: int = 2
+    text: str | None = None
+    """The dataset, made by :func:`tests.megatron.texts.write`; None for mock data."""
+    restarts: tuple[tuple[int, int], ...] = ()
+    """Runs that go on from a checkpoint, each with the run that wrote it; then all of them are saved."""
+    moments: bool = False
+    """Also compare Adam's first moments in the checkpoints, which have all gradients in full precision."""
+    bias: bool = False
+    """Linear layers have biases."""
+
+    def lines(self, name: str, folder: Path) -> dict[str, list[str]]:
+        """Command lines of its runs, by name: ``NAME 0`` and so on, then ``NAME 1 from 0``."""
+        common = [word for word in COMMON if not (self.bias and word == "--disable-bias-linear")]
+        common += shlex.split(self.flags)
+        if self.text is None:
+            common += MOCK_DATA
+        else:
+            common += ["--data-path", str(folder / self.text), "--data-cache-path", str(folder / "cache")]
+        kinds = [[*common, *shlex.split(added)] for added in (self.stock, *self.ours)]
+        runs = {f"{name} {number}": words for number, words in enumerate(kinds)}
+        if self.restarts or self.moments:
+            saved = ["--save-interval", str(SAVED_ITERATION), "--save"]
+            runs = {run: [*words, *saved, str(folder / run)] for run, words in runs.items()}
+            for number, other in self.restarts:
+                run, load = f"{name} {number} from {other}", ["--load", str(folder / f"{name} {other}")]
+                last = [*load, "--ckpt-step", str(SAVED_ITERATION), *saved, str(folder / run)]
+                runs[run] = [*kinds[number], *last]
+        return {run: [word.replace("{folder}", str(folder)) for word in words] for run, words in runs.items()}
+
+
+EP = "--expert-model-parallel-size 2 "
+PP = "--pipeline-model-parallel-size 2 "
+TP = "--tensor-model-parallel-size 2 --sequence-parallel "
+WHOLE_EXPERTS = TP + "--expert-tensor-parallel-size 1 "
+CP = "--context-parallel-size 2 --cp-comm-type p2p "
+OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+ROPE = "--position-embedding-type rope "
+GQA = "--group-query-attention --num-query-groups 2 "
+LLAMA = ROPE + GQA + "--normalization RMSNorm --swiglu "
+LATENT = "--kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
+SHARED = "--moe-shared-expert-intermediate-size 32 "
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+FULL_BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 1 "
+NO_LOSS = "--moe-aux-loss-coeff 0 --moe-router-load-balancing-type none "
+FOUR_LAYERS = "--num-layers 4 "
+BLOCKS, BLOCK = "--ampipe-degree 4 ", "--ampipe-degree 4 --ampipe-stack 1 "
+STACK = "--ampipe-degree 2 --ampipe-stack all "
+STACKS = (STACK, "--ampipe-degree 4 --ampipe-stack 2 --ampipe-backward-degree 2")
+PLACED = "--ampipe-grad-reduce placed"
+REDISPATCH, REBUILD = (f"{STACK}--ampipe-memory {two}" for two in ("redispatch/S3", "rebuild/offload"))
+OF_STAGES = "boundaries between pipeline stages"
+
+REAL_TEXT = (
+    EP + LLAMA + "--seed 7 --seq-length 64 --ffn-hidden-size 96 --untie-embeddings-and-output-weights "
+    "--vocab-size 256 --split 80,20,0 "
+)
+TRAININGS: dict[str, Training] = {
+    # Real text: what evaluates, what is traced, what a run goes on from, and gradients in full precision.
+    "text": Training(
+        flags=REAL_TEXT + "--eval-iters 1 --eval-interval 2",
+        ours=(
+            f"{BLOCKS} --ampipe-trace-dir {{folder}}/trace",
+            f"{BLOCKS} --ampipe-schedule joined",
+        ),
+        text="text",
+        # The trace is that of the unbroken run.
+        restarts=((0, 1), (2, 0)),
+        moments=True,
+    ),
+    # Odd lengths and degrees, biases, a loss of each sequence, one expert per token.
+    "odd": Training(
+        flags=EP + "--seq-length 63 --micro-batch-size 2 --global-batch-size 8 --no-bias-gelu-fusion "
+        "--moe-router-topk 1 --moe-router-pre-softmax --moe-router-load-balancing-type seq_aux_loss "
+        "--moe-aux-loss-coeff 1e-1 --moe-z-loss-coeff 1e-2 --vocab-size 256 --split 80,20,0",
+        ours=(
+            "--ampipe-degree 3 --ampipe-schedule sequential",
+            f"{FULL} {BLOCKS} --ampipe-schedule moe-only",
+        ),
+        text="text",
+        moments=True,
+        bias=True,
+    ),
+    # Dropped tokens next to a dense layer.
+    "capacity": Training(
+        flags=EP + SHARED + '--moe-layer-freq "[0,1]" --moe-expert-capacity-factor 0.8 '
+        "--moe-token-drop-policy position --normalization RMSNorm --moe-aux-loss-coeff 1e-1 "
+        "--moe-z-loss-coeff 1e-2 --overlap-grad-reduce --vocab-size 256 --split 80,20,0",
+        text="text",
+        moments=True,
+    ),
+    # Three files, and the split that the documentation recommends.
+    "three-files": Training(
+        flags=EP + "--split 99,1,0 --eval-iters 1 --eval-interval 2 --vocab-size 256", text="three-files"
+    ),
+    # Data-parallel experts and dense parameters, buckets that are gathered and reduced during a pass.
+    "sharded": Training(
+        flags=REAL_TEXT + OVERLAPS + "--global-batch-size 12", text="text", moments=True, num_ranks=4
+    ),
+    # A bucket without a wait fails in the third iteration.
+    "buckets": Training(
+        flags=OVERLAPS + "--ddp-bucket-size 1",
+        ours=tuple(f"{BLOCKS} --ddp-bucket-size {size}" for size in (1, 40_000_000)),
+    ),
+    # Combined parallelism.
+    "tp2-pp2-ep2": Training(flags=WHOLE_EXPERTS + PP + EP, num_ranks=4),
+    "dp2-pp2-ep2": Training(flags=PP + EP + OVERLAPS + LLAMA, num_ranks=4),
+    "cp2-ep2": Training(
+        flags=CP + EP + LLAMA,
+        ours=(f"{BLOCKS} --ampipe-stack all",),
+        said=("layers per schedule 1, in place of all",),
+    ),
+    "experts-of-tensor-ranks": Training(
+        flags=TP + "--expert-tensor-parallel-size 2 --moe-token-dispatcher-type allgather"
+    ),
+    "latent-mtp": Training(
+        flags=EP + LATENT + ROPE + "--multi-latent-attention --q-lora-rank 16 --mtp-num-layers 1"
+    ),
+    # In fp32 Megatron would refuse the last two, if they were still set when it validates its arguments.
+    "other-overlaps": Training(
+        flags=EP + SHARED,
+        ours=(
+            f"{BLOCKS} --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+        ),
+        said=(
+            "--moe-shared-expert-overlap switched off: ",
+            "--overlap-moe-expert-parallel-comm switched off: ",
+            "--delay-wgrad-compute switched off: ",
+        ),
+    ),
+    # Layers that share a schedule. An evaluation takes the pre-hooks of the gather away. With Megatron's own
+    # seed, one token of the last iteration is between two experts: rounding sends it to another one at
+    # degree 4 on some machines, block by block too.
+    "stack": Training(
+        flags=FOUR_LAYERS + EP + OVERLAPS + "--seed 7 --ddp-bucket-size 1000 --eval-iters 1 "
+        "--eval-interval 2",
+        ours=(*STACKS, REDISPATCH, f"{STACK}{PLACED}", f"--ampipe-schedule lancet {PLACED}"),
+    ),
+    # The experts keep more after the restart than before.
+    "stack-restarts": Training(
+        flags=FOUR_LAYERS + EP,
+        ours=(REDISPATCH, REBUILD),
+        restarts=((0, 1), (1, 0), (2, 1)),
+        said=("layers per schedule all", OF_STAGES),
+    ),
+    "dense-between": Training(
+        flags=FOUR_LAYERS + EP + "--moe-layer-freq [1,0,1,0] --moe-z-loss-coeff 1e-3", ours=STACKS
+    ),
+    # Layers of the user's own specification.
+    "own-layers": Training(
+        flags=FOUR_LAYERS + EP + "--spec tests.megatron.custom_spec block", ours=(STACK, BLOCKS)
+    ),
+    "stack-of-tensor-ranks": Training(flags=FOUR_LAYERS + WHOLE_EXPERTS + EP, ours=STACKS),
+    # Several micro-batches wait for their backward at the same time.
+    "interleaved": Training(
+        flags=PP + "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2",
+        ours=(STACK, f"{REBUILD} --overlap-grad-reduce {PLACED}"),
+        said=("layers per schedule all", "boundaries between virtual pipeline stages"),
+    ),
+    "recompute-dense-first-mtp": Training(
+        flags=FOUR_LAYERS + EP + LLAMA + FULL + "--moe-layer-freq [0,1,1,1] --mtp-num-layers 1",
+        ours=(STACK,),
+        said=("full recompute every layer", "each MTP layer has its own schedule"),
+    ),
+    "recompute-interleaved": Training(
+        flags=PP + FULL_BLOCK + OVERLAPS + "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2 "
+        "--ddp-bucket-size 1000",
+        ours=(f"{STACK}{PLACED}",),
+        said=("full recompute first 1 of a stage",),
+        num_ranks=4,
+    ),
+    # What is sent once to each rank or node, or in two hops.
+    "exchange-ranks": Training(
+        flags=EP + SHARED + "--num-experts 8 --moe-router-topk 4 --moe-z-loss-coeff 1e-3 "
+        "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position",
+        ours=("--ampipe-exchange ranks", "--ampipe-exchange ranks --ampipe-degree 4"),
+        said=("exchange ranks a row for each rank that has experts of a token",),
+        restarts=((0, 2), (1, 0)),
+    ),
+    # What each memory strategy gathers once more, on two nodes.
+    "gathers": Training(
+        flags=TP + EP + "--expert-tensor-parallel-size 2 --num-experts 8 --moe-router-topk 4",
+        ours=(
+            f"{BLOCKS} --ampipe-ranks-per-node 2 --ampipe-memory rebuild/redispatch/S2/S3",
+            f"{BLOCKS} --ampipe-ranks-per-node 2 --ampipe-exchange ranks --ampipe-schedule lancet",
+        ),
+        num_ranks=4,
+    ),
+    "two-hops": Training(
+        flags=SHARED + "--expert-model-parallel-size 4 --num-experts 8 --moe-router-topk 4 "
+        "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position",
+        ours=tuple(
+            f"{BLOCKS} --ampipe-ranks-per-node 2 --ampipe-exchange {kind}" for kind in ("nodes", "2dh")
+        ),
+        said=("of a token",),
+        restarts=((0, 2), (1, 0), (2, 1)),
+        num_ranks=4,
+    ),
+    # Documents of a third of a sequence, and of a few tokens.
+    "documents": Training(
+        flags=WHOLE_EXPERTS + EP + ROPE + GQA + "--seq-length 64 --dataloader-inter-document-masking "
+        "--vocab-size 256 --split 100,0,0 --micro-batch-size 2 "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-1",
+        ours=(f"{BLOCKS} --ampipe-stack all",),
+        said=("documents packed a token attends to its own document only",),
+        text="documents",
+    ),
+    "documents-short": Training(
+        flags=EP + ROPE + "--seq-length 64 --dataloader-inter-document-masking --vocab-size 256 "
+        "--split 100,0,0",
+        ours=(f"{BLOCKS} --ampipe-backward-degree 2",),
+        said=("documents packed a token attends to its own document only",),
+        text="short-documents",
+    ),
+    "documents-masked": Training(
+        flags=EP + ROPE + "--seq-length 64 --vocab-size 256 --split 100,0,0 --reset-attention-mask "
+        "--reset-position-ids --eod-mask-loss --micro-batch-size 2 --window-size 16,0 "
+        "--window-attn-skip-freq 2",
+        said=("documents masked a token attends to its own document only",),
+        text="documents",
+    ),
+    # Flags of well-known models: GPT-OSS, Nemotron 3, DeepSeek-V3.
+    "sinks": Training(
+        flags=EP + ROPE + GQA + OVERLAPS + "--softmax-type learnable --attention-output-gate "
+        "--window-size 16,0 --window-attn-skip-freq 2"
+    ),
+    "latent-experts": Training(
+        flags=EP + ROPE + SHARED + FULL + "--moe-latent-size 16 --moe-expert-capacity-factor -1",
+        ours=(STACK,),
+    ),
+    "records": Training(
+        flags=WHOLE_EXPERTS + EP + ROPE + "--moe-enable-routing-replay --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2",
+        stock="--moe-routing-trace-path {folder}/records-of-stock",
+        ours=(f"{BLOCKS} --ampipe-stack all --moe-routing-trace-path {{folder}}/records",),
+        said=("records of the routing need Megatron's order of the rows",),
+    ),
+    "sinkhorn": Training(
+        flags=EP + ROPE + SHARED + OVERLAPS + "--moe-router-load-balancing-type sinkhorn "
+        "--moe-aux-loss-coeff 0 --moe-z-loss-coeff 0.01"
+    ),
+    "quantiles": Training(
+        flags=WHOLE_EXPERTS + EP + ROPE + "--moe-router-load-balancing-type quantile_balancing "
+        "--moe-aux-loss-coeff 0",
+        ours=(STACK,),
+    ),
+    "dropped-by-score": Training(
+        flags=EP + ROPE + "--moe-expert-capacity-factor 0.8 --moe-token-drop-policy probs "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --micro-batch-size 2",
+        ours=(f"{BLOCKS} --ampipe-backward-degree 2 --ampipe-stack all",),
+    ),
+    "padded": Training(
+        flags=EP + ROPE + "--moe-expert-capacity-factor 1.25 --moe-token-drop-policy position "
+        "--moe-pad-expert-input-to-capacity --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-aux-loss-coeff -0.1 --moe-z-loss-coeff -0.001",
+        said=("--moe-aux-loss-coeff -0.1 ignored: Megatron adds no loss",),
+    ),
+}
+
+# Routers: the class in Megatron's layers, and in chunks.
+IN_PLACE = ("in place of Megatron's",)
+RESTARTS = ((0, 1), (1, 0))
+COMPARES = "compares the tokens of a chunk, which is another function for each degree"
+ROUTERS: dict[str, Training] = {
+    # The same numbers are drawn in a whole sequence and in chunks, one layer after the other.
+    "noisy-topk": Training(
+        flags=EP + "--ampipe-router noisy-topk", ours=(BLOCK,), said=IN_PLACE, restarts=RESTARTS
+    ),
+    # Exact: only equal tokens are condensed, and the wire changes no row.
+    "cosine": Training(
+        flags=EP + "--ampipe-router cosine",
+        ours=(BLOCKS, f"{BLOCKS} --ampipe-condense 1 --ampipe-wire tests.wires:HalvesWire"),
+        said=IN_PLACE,
+        restarts=RESTARTS,
+    ),
+    "sigmoid": Training(flags=EP + "--ampipe-router sigmoid", said=IN_PLACE, restarts=RESTARTS),
+    "expert-choice": Training(
+        flags=EP + NO_LOSS,
+        stock="--ampipe-router tests.gates:ExpertChoiceOfEight --moe-expert-capacity-factor 4 "
+        "--moe-token-drop-policy position",
+        ours=(f"{BLOCKS} --ampipe-router expert-choice --ampipe-router-scope chunk",),
+        said=(*IN_PLACE, COMPARES),
+        restarts=RESTARTS,
+    ),
+    "hash": Training(flags=EP + NO_LOSS + "--ampipe-router hash", said=IN_PLACE, restarts=RESTARTS),
+    "tests.gates:ForwardRouter": Training(
+        flags=EP + "--ampipe-router tests.gates:ForwardRouter", said=IN_PLACE
+    ),
+    "tests.gates:BiasedByIdRouter": Training(
+        flags=EP + "--ampipe-router tests.gates:BiasedByIdRouter", said=IN_PLACE
+    ),
+}
+
+HYBRID = (
+    ROPE + "--normalization RMSNorm --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 16 "
+    "--hybrid-layer-pattern "
+)
+HYBRIDS: dict[str, Training] = {
+    # A dense pair in a stack, an MLP and an MoE layer on their own, an attention layer on its own.
+    "hybrid-dense-layers": Training(
+        flags=EP + HYBRID + "*-*E-*EE*",
+        ours=(STACK,),
+        said=("2 pairs of 9 layers", "and at layers that are not in pairs"),
+    ),
+    "hybrid-mamba": Training(
+        flags=EP + HYBRID + "M*EM*-*EM",
+        ours=(BLOCK, STACK),
+        said=("2 pairs of 9 layers",),
+        restarts=((0, 2), (2, 0)),
+    ),
+    "hybrid-latent": Training(
+        flags=EP + LATENT + HYBRID + "+E+E", ours=(STACK,), said=("2 pairs of 4 layers",)
+    ),
+    "hybrid-recompute": Training(
+        flags=EP + FULL + HYBRID + "*EM*E", ours=(STACK,), said=("2 pairs of 5 layers",)
+    ),
+    "hybrid-mtp": Training(
+        flags=EP + HYBRID + "*E*E/*E", ours=(STACK,), said=("those of multi-token prediction too",)
+    ),
+    "hybrid-of-tensor-ranks": Training(
+        flags=WHOLE_EXPERTS + EP + HYBRID + "*E*EM*E", ours=(STACK,), said=("3 pairs of 7 layers",)
+    ),
+    "hybrid-stages": Training(
+        flags=PP + NO_LOSS + HYBRID + "*EM*E|*E*-E --ampipe-router hash",
+        ours=(STACK,),
+        said=("3 pairs of 10 layers",),
+    ),
+}
+TRAININGS |= ROUTERS | HYBRIDS
+
+
+def lines_by_ranks(names: set[str], folder: Path) -> Mapping[int, dict[str, list[str]]]:
+    """All runs of the trainings with these names, by number of ranks."""
+    found: dict[int, dict[str, list[str]]] = {}
+    for name, training in TRAININGS.items():
+        if name in names:
+            found.setdefault(training.num_ranks, {}).update(training.lines(name, folder))
+    return found
