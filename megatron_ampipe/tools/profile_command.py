@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure_rank(rank: Rank[ProfileJob]) -> dict[str, Any]:
-    """Measure in a rank; what :func:`.operations.measure` returns."""
+    """Measure in a rank; what :func:`.measuring.operations.measure` returns."""
     rank.start_megatron()
     # Imports Megatron, which must not come before the link is emulated.
     from megatron_ampipe.tools.measuring import blocks, operations

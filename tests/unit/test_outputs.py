@@ -46,7 +46,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("work began before the output was checked")
 
     monkeypatch.setattr(bench_command, "_measure", begun)
-    monkeypatch.setattr(profile_command, "_case", begun)
+    monkeypatch.setattr(profile_command, "read_grid", begun)
     monkeypatch.setattr(doctor_command.checkup, "examine", begun)
     monkeypatch.setattr(plan_command, "make_plans", begun)
 

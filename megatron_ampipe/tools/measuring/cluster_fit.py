@@ -218,7 +218,7 @@ def assemble(
 
     Args:
         case: The block around which was measured.
-        reports: What each rank found (:func:`.measure.measure`).
+        reports: What each rank found (:func:`.operations.measure`).
         ranks_per_node: Ranks on one machine.
         description: For the file.
         source: Where the figures come from; stored with each of them.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,6 @@ from megatron_ampipe.files.records import read_record
 from megatron_ampipe.files.shipped import find_config
 from megatron_ampipe.plan.workload import Workload
 
-_MAXIMUM_CASES = 1000
 _ABOVE_0 = {"above": 0}
 _ALIGNED_BYTES = 16
 """Of a row, for torch's grouped product."""
@@ -191,10 +189,6 @@ def read_grid(path: Path) -> Grid:
     if (found.cases is None) == (found.axes is None):
         refuse(path, top.line, "cases", "exactly one of cases and axes must be given", "Give cases.")
     axes = found.axes or (found.cases or (),)
-    count = math.prod(map(len, axes))
-    if found.axes and count > _MAXIMUM_CASES:
-        remedy = f"Make at most {_MAXIMUM_CASES}."
-        refuse(path, lines["axes"], "axes", f"they make {count} cases", remedy)
     cases = [_case(path, found.defaults, parts) for parts in itertools.product(*axes)]
     cases = [case for case in cases if found.fits is None or found.fits.holds(case)]
     if not cases:

@@ -237,7 +237,7 @@ class _Processes:
         if not self._job.on_cuda:
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         try:
-            with _environment(environment):
+            with _inherited(environment):
                 for rank in range(self._job.num_processes):
                     self._start(rank)
         except BaseException:
@@ -397,14 +397,17 @@ def _run_rank(
 
 
 @contextlib.contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+def _inherited(environment: Mapping[str, str]) -> Iterator[None]:
+    """What processes inherit that start meanwhile; Ctrl-C is blocked until they have their own session."""
     before = dict(os.environ)
-    os.environ.update(settings)
+    os.environ.update(environment)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @contextlib.contextmanager

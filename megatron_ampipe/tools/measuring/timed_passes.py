@@ -93,7 +93,7 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
             passes.run(layer)
     for build in filter(None, timed):
         build.timer.queue.starved.clear()
-    samples: list[list[Sample]] = [[] for _ in layers]
+    samples: list[list[PassSample]] = [[] for _ in layers]
     for repeat in range(job.repeats):
         order = [(repeat + step) % len(layers) for step in range(len(layers))]
         for index in order:
@@ -129,7 +129,7 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
     }
 
 
-class Sample(NamedTuple):
+class PassSample(NamedTuple):
     """One pass on one rank.
 
     Attributes:
@@ -178,7 +178,7 @@ class Passes:
         # What exists now stays: later collections skip it.
         gc.freeze()
 
-    def run(self, layer: torch.nn.Module) -> Sample:
+    def run(self, layer: torch.nn.Module) -> PassSample:
         """One timed pass."""
         return self._run(layer)[0]
 
@@ -206,7 +206,7 @@ class Passes:
         _clear_gradients(layer)
         return peak_bytes(run, passes=PEAK_PASSES, known=known, meter=meter)
 
-    def _run(self, layer: torch.nn.Module) -> tuple[Sample, Tensor, Tensor]:
+    def _run(self, layer: torch.nn.Module) -> tuple[PassSample, Tensor, Tensor]:
         _clear_gradients(layer)
         hidden = self._hidden.detach().requires_grad_()
         gc.collect()
@@ -226,7 +226,7 @@ class Passes:
                 # A rank may have what it waited for while a peer still receives.
                 meet(on_cuda=self.on_cuda)
                 wire_bytes = {name: sent - sent_before[name] for name, sent in sent_bytes().items()}
-            return Sample(wall_s, issued_s, backward_s, processor_s, wire_bytes), output, hidden
+            return PassSample(wall_s, issued_s, backward_s, processor_s, wire_bytes), output, hidden
         finally:
             gc.enable()
             self._progress()

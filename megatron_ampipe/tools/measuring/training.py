@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 import statistics
 import sys
@@ -155,12 +156,11 @@ def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[str], None]) 
         for number, case in enumerate(job.cases):
             variants = job.variants_of(number)
             curves: list[list[Curve]] = [[] for _ in variants]
-            for round_ in range(rounds):
-                for step in range(len(variants)):
-                    index = (round_ + step) % len(variants)
-                    curves[index].append(_train(case, variants[index], job, on_iteration=on_iteration))
-                    # The first training of all is stock's.
-                    check_same(case, variants[index], curves[0][0], curves[index][-1])
+            for round_, step in itertools.product(range(rounds), range(len(variants))):
+                index = (round_ + step) % len(variants)
+                curves[index].append(_train(case, variants[index], job, on_iteration=on_iteration))
+                # The first training of all is stock's.
+                check_same(case, variants[index], curves[0][0], curves[index][-1])
             yield case_result(case, job, variants, curves)
 
 
