@@ -255,7 +255,7 @@ _PLANS = (
     Row(
         "save-plan-in-a-file",
         "train --ampipe-degree auto --ampipe-save-plan {here}/empty/p",
-        "cannot be written (File exists).",
+        "cannot be written to (Not a directory).",
     ),
     Row(
         "auto-cluster-plan",
@@ -303,7 +303,7 @@ _FLAGS = (
     Row(
         "trace-dir-file",
         "train --ampipe-degree 2 --ampipe-trace-dir {here}/empty",
-        "cannot be written to (File exists).",
+        "cannot be written to (Not a directory).",
     ),
     Row(
         "save-file",
