@@ -213,10 +213,10 @@ def require_agreement(pipeline: Pipeline) -> None:
     order = "" if pipeline.order is None else to_text(pipeline.order)
     decisions: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
     dist.all_gather_object(decisions, (str(pipeline), order))
-    for rank, found in enumerate(decisions):
-        if found != decisions[0]:
+    for rank, decision in enumerate(decisions):
+        if decision != decisions[0]:
             raise RunFailed(
-                f"rank {rank} runs '{found[0]}' and rank 0 '{decisions[0][0]}': they read different "
+                f"rank {rank} runs '{decision[0]}' and rank 0 '{decisions[0][0]}': they read different "
                 "files. Put the file where every rank can read it, and give its full path."
             )
 

@@ -65,9 +65,9 @@ def planner_of(
         predictor = Predictor(
             of_shape, cluster, num_layers=layers.num_layers, dense=layers.dense, memory=memory
         )
-        found = make_plan(predictor, stack=stack, exchanges=exchanges)
-        reason = f"planned from {cluster_file}: {found.reason}"
-        return Choice(found.pipeline(rows=rows), reason, found.stages_ms)
+        planned = make_plan(predictor, stack=stack, exchanges=exchanges)
+        reason = f"planned from {cluster_file}: {planned.reason}"
+        return Choice(planned.pipeline(rows=rows), reason, planned.stages_ms)
 
     return plan
 

@@ -77,16 +77,16 @@ class Recording(Hook):
 
     def after_log(self, iteration: int) -> None:
         """Write the metrics of a recorded iteration to all outputs of this run."""
-        found = self._metrics(iteration) if self._is_logged(iteration) else []
-        if not found:
+        metrics = self._metrics(iteration) if self._is_logged(iteration) else []
+        if not metrics:
             return
         tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
         if tensorboard:
-            for metric in found:
+            for metric in metrics:
                 tensorboard.add_scalar(metric.tag, metric.value, iteration)
         if wandb:
-            wandb.log({metric.tag: metric.value for metric in found}, iteration)
-        text = " | ".join(f"{metric.name}: {metric.value:.{metric.digits}f}" for metric in found)
+            wandb.log({metric.tag: metric.value for metric in metrics}, iteration)
+        text = " | ".join(f"{metric.name}: {metric.value:.{metric.digits}f}" for metric in metrics)
         print_rank_last(f" ampipe at iteration {iteration:8d} | {text} |")
 
     def _metrics(self, iteration: int) -> list[Metric]:
@@ -95,23 +95,23 @@ class Recording(Hook):
         timeline = context.recorder.timeline(rank=self._args.rank, labels={}, iteration=iteration)
         if not timeline.spans:
             return []
-        found = [Metric("degree", context.pipeline.degree, 0)]
+        metrics = [Metric("degree", context.pipeline.degree, 0)]
         # Copies within a rank are no communication.
         if has_expert_communication(self._args):
-            found.append(Metric("hidden share", timeline.hidden_share, 3))
-            found.append(Metric("exposed communication (ms)", timeline.exposed_us / 1e3))
+            metrics.append(Metric("hidden share", timeline.hidden_share, 3))
+            metrics.append(Metric("exposed communication (ms)", timeline.exposed_us / 1e3))
         if context.condenser is not None and (share := context.condenser.take_share()) is not None:
-            found.append(Metric("condensed share", share, 3))
+            metrics.append(Metric("condensed share", share, 3))
         times_us = context.recorder.pass_times_us(iteration)
         for direction, predicted_ms in zip(Direction, context.predicted_ms or (None, None), strict=True):
             if times_us[direction]:
                 measured_ms = statistics.fmean(times_us[direction]) / 1e3
-                found.append(Metric(f"block {direction.value} (ms)", measured_ms))
+                metrics.append(Metric(f"block {direction.value} (ms)", measured_ms))
                 if predicted_ms:
-                    found.append(Metric(f"block {direction.value} predicted (ms)", predicted_ms))
+                    metrics.append(Metric(f"block {direction.value} predicted (ms)", predicted_ms))
                     ratio = measured_ms / predicted_ms
-                    found.append(Metric(f"block {direction.value} measured/predicted", ratio))
-        return found
+                    metrics.append(Metric(f"block {direction.value} measured/predicted", ratio))
+        return metrics
 
     def at_end(self) -> None:
         """Write this rank's trace, if there is one: what was recorded before a failure is worth seeing."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe import compat
-from megatron_ampipe.errors import AMPipeError, BadInput
+from megatron_ampipe.errors import AMPipeError
 from megatron_ampipe.launch.ending import run_to_end
 from megatron_ampipe.launch.failures import known_cause, raised_in, refuse_as_bad_input
 from megatron_ampipe.launch.session import TrainingSession
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if script and Path(script).is_dir():
             rule, remedy = "is a folder", f"Name the script in it: {Path(script, 'pretrain_gpt.py')}."
         if not Path(script).is_file():
-            raise BadInput("script", script or "(not given)", rule=rule, remedy=remedy)
+            raise session.refused_script(rule, remedy)
         session.check_command_line()
 
     return run_to_end(check, lambda: run_script(Path(script), session))

@@ -232,10 +232,10 @@ class TrainingSession:
                 "it builds no GPT or hybrid model of Megatron's, so nothing is pipelined"
             )
 
-    def refused_script(self, rule: str) -> BadInput:
+    def refused_script(self, rule: str, remedy: str | None = None) -> BadInput:
         """The error that this script cannot be run with AMPipe."""
-        remedy = "Use a script that trains a GPT or hybrid model through megatron.training.pretrain."
-        return BadInput("script", self._script, rule=rule, remedy=remedy)
+        other = "Use a script that trains a GPT or hybrid model through megatron.training.pretrain."
+        return BadInput("script", self._script or "(not given)", rule=rule, remedy=remedy or other)
 
     def end(self) -> None:
         """Give Megatron its functions back, and write this rank's trace; also after a failure."""

@@ -131,13 +131,13 @@ def _objection(flag: str, values: Sequence[str], given: dict[str, list[str]]) ->
 
 def _values_by_flag(arguments: Sequence[str]) -> dict[str, list[str]]:
     """The values after each flag; for a repeated flag those of the last one, as in argparse."""
-    found: dict[str, list[str]] = {}
+    values_by_flag: dict[str, list[str]] = {}
     values: list[str] = []
     for argument in arguments:
         if argument.startswith("--"):
             flag, separator, value = argument.partition("=")
             values = [value] if separator else []
-            found[flag] = values
+            values_by_flag[flag] = values
         else:
             values.append(argument)
-    return found
+    return values_by_flag

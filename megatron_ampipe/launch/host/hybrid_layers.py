@@ -65,7 +65,7 @@ def local_submodules() -> HybridStackSubmodules:
     dense = get_gpt_layer_local_spec(normalization="RMSNorm")
     latent = get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm")
     experts = get_gpt_layer_local_spec(num_experts=_ANY_NUMBER, normalization="RMSNorm")
-    found: dict[str, Any] = {
+    specs: dict[str, Any] = {
         "mamba_layer": ModuleSpec(
             module=MambaLayer,
             submodules=MambaLayerSubmodules(
@@ -85,7 +85,7 @@ def local_submodules() -> HybridStackSubmodules:
     }
     # 0.18 has no latent attention in hybrid models.
     known = {field.name for field in dataclasses.fields(HybridStackSubmodules)}
-    return HybridStackSubmodules(**{name: spec for name, spec in found.items() if name in known})
+    return HybridStackSubmodules(**{name: spec for name, spec in specs.items() if name in known})
 
 
 def _attention_of(layer: ModuleSpec) -> ModuleSpec:

@@ -215,8 +215,8 @@ def _install_devices() -> None:
 
     @functools.wraps(tensor_type)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = tensor_type(self, *args, **kwargs)
-        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+        converted = tensor_type(self, *args, **kwargs)
+        return converted.replace("torch.", "torch.cuda.", 1) if isinstance(converted, str) else converted
 
     torch.Tensor.to = to
     # clip_grads and both mixed-precision optimizers accept only 'torch.cuda.FloatTensor' and the like.
