@@ -163,48 +163,6 @@ def test_a_copy_takes_the_time_of_its_bytes_and_needs_a_figure() -> None:
         CostModel(block, plain, memory="offload").stages((1024,) * 4)
 
 
-@pytest.mark.parametrize("ranks_per_node", [4, 8])
-def test_rows_of_tensor_parallel_attention_travel_in_stages(ranks_per_node: int) -> None:
-    """Together they take as long as the stages of linear layers that gather and scatter inside."""
-    source = dataclasses.replace(cluster("dgx-h100"), ranks_per_node=ranks_per_node)
-    inside = workload(tensor=2, ranks_per_node=ranks_per_node)
-    block = dataclasses.replace(inside, local=True)
-    assert CostModel(block, source).stock() == CostModel(inside, source).stock()
-    for shares, gathers in ((False, set()), (True, {"gather-rows", "regather-rows"})):
-        model = CostModel(block, source, shares_schedule=shares)
-        costs = {
-            stage: pair for stage, pair in model.stages((2048, 2048)).items() if stage.chunk in (None, 1)
-        }
-        rows = {stage.kind.name: stage for stage in costs if "rows" in str(stage.kind)}
-        assert rows.keys() == gathers | {"scatter-rows"}
-        resource = "node" if ranks_per_node == 4 else "network"
-        assert {stage.kind.lane.resource for stage in rows.values()} == {resource}
-        one_way = 2048 * 2048
-        gather, scatter = (
-            source.collective(name, across_nodes=False) for name in ("all_gather", "reduce_scatter")
-        )
-        there, back = gather.time_us(one_way), scatter.time_us(one_way)
-        expected = {
-            "scatter-rows": (back, there),
-            "gather-rows": (there, back),
-            "regather-rows": (0.0, there),
-        }
-        for name, stage in rows.items():
-            assert costs[stage] == pytest.approx(expected[name])
-            assert model.latency(stage.kind) == (scatter if name == "scatter-rows" else gather).alpha_us
-        with_inside = CostModel(inside, source, shares_schedule=shares).stages((2048, 2048))
-        parts = {kinds.ATTENTION: (kinds.ATTENTION, kinds.ADD_NORM, kinds.SCATTER_ROWS)}
-        if shares:
-            parts[kinds.QKV] = (kinds.QKV, kinds.INPUT_NORM, kinds.GATHER_ROWS)
-        # One computed stage more has its overhead.
-        extra = source.stage_overhead("merge")
-        for whole, of in parts.items():
-            alone = [pair for stage, pair in costs.items() if stage.kind in of]
-            forward, backward = (sum(each) for each in zip(*alone, strict=True))
-            expected_whole = (forward - extra.forward_us, backward - extra.backward_us)
-            assert with_inside[Stage(whole, 1)] == pytest.approx(expected_whole)
-
-
 def test_an_exchange_once_per_node_has_two_hops() -> None:
     """8 of 64 experts on 4 nodes of 4 ranks: 3.66 rows of a token for nodes, 6.75 for ranks."""
     source = dataclasses.replace(cluster("dgx-h100"), ranks_per_node=4)

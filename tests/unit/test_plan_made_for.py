@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import Any
 
@@ -161,13 +160,3 @@ def test_a_plan_without_the_section_runs_with_a_note(file: Path) -> None:
     )
     with pytest.raises(BadInput, match=r"is not for the blocks of this model: .* runs shared\.0 0 times"):
         choice_of_plan(run_of(moe_shared_expert_intermediate_size=64), Plan.read(file), str(file))
-
-
-def test_the_error_for_a_bad_share_names_the_plan_file(file: Path) -> None:
-    file.write_text(re.sub(r"shares:\n- .*\n- .*", "shares:\n- 0.00001\n- 0.99999", file.read_text()))
-    with pytest.raises(BadInput) as refused:
-        choice_of_plan(run_of(), Plan.read(file), str(file))
-    assert str(refused.value).startswith(
-        f"--ampipe-plan {file}: is not for the blocks of this model: 1e-05,0.99999 chunk 0 would"
-    )
-    assert "--ampipe-chunks" not in str(refused.value)

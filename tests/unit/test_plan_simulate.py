@@ -12,13 +12,11 @@ from megatron_ampipe.plan.simulate import Pace, compile_named, run
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
-    Pipeline,
     Program,
     StageKind,
     build,
     even_chunks,
     kinds,
-    with_memory,
 )
 from tests.plan_cases import cluster, without_device, workload
 
@@ -48,23 +46,6 @@ def ends(
     latencies = None if latency is None else [latency * stage.is_communication for stage in compiled.stages]
     begin, end = run(compiled, durations, Pace(issue_us=issues, latency_us=latencies, **settings))
     return {str(stage): (begin[index], end[index]) for index, stage in enumerate(compiled.stages)}
-
-
-def test_copies_share_the_processor_without_a_gpu() -> None:
-    features = with_memory(PLAIN, "offload")
-    schedule = Pipeline.of(2, memory="offload").schedule_of([features])
-    ends = {}
-    for on_host in (False, True):
-        compiled = compile_named(schedule, (features,), Direction.FORWARD, on_host=on_host)
-        durations = [
-            0.0 if stage.is_communication and not stage.kind.copies else 10.0 for stage in compiled.stages
-        ]
-        _, end = run(compiled, durations)
-        ends[on_host] = max(end)
-    computed = sum(10.0 for stage in compiled.stages if not stage.is_communication)
-    # The last copy begins when the last experts have ended.
-    assert ends[False] == pytest.approx(computed)
-    assert ends[True] == pytest.approx(computed + 20.0)
 
 
 def test_two_chunks_equal_values_by_hand() -> None:
