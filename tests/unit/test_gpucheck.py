@@ -63,7 +63,7 @@ def test_wheels_with_required_compiled_modules_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pip(*words: str) -> None:
-        make_wheel(tmp_path, {"megatron/core/datasets/helpers_cpp.cpython-312-x86_64-linux-gnu.so": "optional"})
+        make_wheel(tmp_path, {"megatron/core/datasets/helpers_cpp.cpython-312-x86.so": "optional"})
 
     monkeypatch.setattr(wheels, "_pip", pip)
     wheels.pack(tmp_path)
