@@ -228,6 +228,23 @@ def names_files(words: Sequence[str]) -> bool:
     return any(word.partition("=")[0] == CONFIG_FLAG for word in words)
 
 
+def refuse_unread(args: argparse.Namespace) -> None:
+    """Refuse parsed arguments that name files which were not read, or were read by Megatron alone.
+
+    Raises:
+        BadInput: ``--ampipe-config`` or ``--yaml-cfg`` is among them.
+    """
+    # Megatron puts what such a file holds in place of what was parsed, before or after this is called.
+    if not hasattr(args, "ampipe_degree") or getattr(args, "yaml_cfg", None) is not None:
+        rule = "replaces every flag, those of AMPipe included"
+        remedy = f"Give the settings as flags, or in a file of {CONFIG_FLAG}."
+        raise BadInput("--yaml-cfg", getattr(args, "yaml_cfg", ""), rule=rule, remedy=remedy)
+    if args.ampipe_config is not None:
+        rule = "this launch parses flags without reading files first"
+        remedy = f"Give the flags that 'ampipe config --format command {CONFIG_FLAG} ...' prints."
+        raise BadInput(CONFIG_FLAG, " ".join(args.ampipe_config), rule=rule, remedy=remedy)
+
+
 def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
     """Read the files that a command line names, and put their settings before the others.
 

@@ -226,15 +226,7 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
     Raises:
         BadInput: a value is wrong, or a flag could have no effect.
     """
-    # Megatron puts what such a file holds in place of what was parsed, before or after this is called.
-    if not hasattr(args, "ampipe_degree") or getattr(args, "yaml_cfg", None) is not None:
-        rule = "replaces every flag, those of AMPipe included"
-        remedy = f"Give the settings as flags, or in a file of {CONFIG_FLAG}."
-        raise BadInput("--yaml-cfg", getattr(args, "yaml_cfg", ""), rule=rule, remedy=remedy)
-    if args.ampipe_config is not None:
-        rule = "this launch parses flags without reading files first"
-        remedy = f"Give the flags that 'ampipe config --format command {CONFIG_FLAG} ...' prints."
-        raise BadInput(CONFIG_FLAG, " ".join(args.ampipe_config), rule=rule, remedy=remedy)
+    config_files.refuse_unread(args)
     given = given_settings(args)
     check_given(given)
     plan = given.get("plan")

@@ -183,6 +183,12 @@ def _nodes_without_layout(args: Any) -> object:
     )
 
 
+def _unknown_comm_type(args: Any) -> str | None:
+    kinds = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
+    unknown = (kind for kind in kinds if kind not in (None, *_CP_COMM_TYPES))
+    return next(unknown, None) if (args.context_parallel_size or 1) > 1 else None
+
+
 def _in_flex(args: Any) -> bool:
     return bool(args.moe_token_dispatcher_type == "flex")
 
@@ -201,6 +207,7 @@ def _recomputes_experts(args: Any) -> bool:
     return args.recompute_granularity == "full" or recomputes(args.all, "moe") is not None
 
 
+_CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _OFF = "Leave it out, or train with --ampipe-degree 1."
 _BF16 = "Leave it out and use --bf16."
 _SCALING = "scaling factors that the chunks of a layer share, tested on a GPU"
@@ -308,6 +315,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --context-parallel-size 1, or leave out --sft and --dataloader-inter-document-masking.",
         "Transformer Engine's division of every document over the ranks, as spans of chunks",
         lambda args: (args.context_parallel_size or 1) > 1 and _packs_documents(args),
+    ),
+    Refusal(
+        "--cp-comm-type",
+        "there is no such exchange of keys and values",
+        f"Use one of: {', '.join(_CP_COMM_TYPES)}.",
+        "nothing: there is no such exchange",
+        _unknown_comm_type,
     ),
     Refusal(
         "--moe-flex-dispatcher-backend",
