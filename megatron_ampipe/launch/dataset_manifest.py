@@ -1,6 +1,6 @@
 """The files that belong to a dataset of ``ampipe data``, and what it was made from. No torch.
 
-``ampipe data`` writes them (``tools.dataset_writer``); a launch reads the manifest to check the vocabulary
+``ampipe data`` writes them (``tools.data_command``); a launch reads the manifest to check the vocabulary
 (:mod:`.data_paths`).
 """
 

@@ -138,7 +138,8 @@ def _figure(timelines: Sequence[Timeline], *, title: str, split: bool) -> Figure
             grid[0][column].set_title(heading, loc="left", fontsize=9)
     figure.suptitle(f"{title}\n{_hidden(timelines)}", x=0.01, ha="left", fontsize=11)
     kinds = "   ".join(f"{_letter(kind)} {kind}" for kind in sorted({span.kind for span in spans}))
-    figure.supxlabel(f"ms after the first stage of each rank        {kinds}", fontsize=8, color=_FAINT)
+    below = f"ms after the first stage of each rank        {kinds}"
+    grid[-1][0].set_xlabel(below, loc="left", fontsize=8, color=_FAINT)
     handles = _legend(spans, colours, layers)
     figure.legend(
         handles=handles, loc="outside lower center", ncols=min(10, len(handles)), frameon=False, fontsize=8.5

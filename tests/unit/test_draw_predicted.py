@@ -152,7 +152,7 @@ def test_what_a_plan_alone_can_repeat_is_said_so(traces: Path, capsys: pytest.Ca
     [
         # Layer 1 is dense.
         (["--layer", "1"], "(predicted alone: attention.0, attention.1, dispatch.0, dispatch.1)"),
-        (["--layer", "all"], "a prediction is of one block"),
+        (["--layer", "all"], "--predicted is of one block"),
         (["--predicted", "{traces}/rank0.trace.json"], "was recorded by a run, not predicted"),
         (["--predicted", "{traces}/absent"], "Give a file that ampipe plan --trace wrote."),
     ],
