@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layer",
         metavar="N",
-        type=lambda text: text if text == "all" else int(text),
+        type=_layer_or_all,
         help="layer to draw, from 1, with the layers that share its schedule; or 'all' (default: each rank's "
         "first MoE layer)",
     )
@@ -69,6 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="draw this prediction of ampipe plan --trace below every rank, and compare",
     )
+
+
+def _layer_or_all(text: str) -> int | str:
+    return text if text == "all" else int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,11 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
     first = arguments.traces[0]
     output = arguments.output or (first if first.is_dir() else first.parent) / "timeline"
     if output.suffix in timeline_picture.SUFFIXES or output.is_dir():
-        raise BadInput(
-            "--output",
-            output,
-            rule="is a directory or has a suffix, and an SVG and a PNG of this name are written",
-            remedy="Name them without a suffix: --output timeline.",
+        arguments.refuse(
+            f"--output {output} is a directory or has a suffix; use for example --output timeline"
         )
     targets = outputs.check_prefix(
         output, suffixes=timeline_picture.SUFFIXES, flag="--output", makes_folder=True
@@ -101,7 +102,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.layer != "all":
         shown, num_passes = _one_schedule(timelines, wanted=arguments.layer)
     title = _title(shown, iteration=iteration, num_passes=num_passes)
-    prediction = _prediction(arguments, shown)
+    prediction = None
+    if arguments.predicted is not None:
+        if arguments.layer == "all":
+            arguments.refuse("--predicted is of one block: leave --layer all out, or use --layer 1")
+        prediction = Timeline.read_chrome(arguments.predicted)
+        if (rule := misfit(prediction, shown)) is not None:
+            remedy = "Write it with ampipe plan --stack 1 --trace FILE --trace-of DEGREE, with this run's flags."
+            raise BadInput("--predicted", arguments.predicted, rule=rule, remedy=remedy)
     drawn = shown if prediction is None else [one for rank in shown for one in (rank, prediction)]
     timeline_picture.draw(drawn, targets=targets, title=title, split=arguments.layer != "all")
     for timeline in shown:
@@ -166,25 +174,8 @@ def split_passes(spans: Iterable[StageSpan]) -> list[list[StageSpan]]:
     return passes
 
 
-def _prediction(arguments: argparse.Namespace, shown: Sequence[Timeline]) -> Timeline | None:
-    """What is drawn below every rank, if anything, in the directions that they hold."""
-    if arguments.predicted is None:
-        return None
-    if arguments.layer == "all":
-        raise BadInput(
-            "--layer",
-            "all",
-            rule="is every layer, and a prediction is of one block",
-            remedy="Leave it out, or name one layer: --layer 1.",
-        )
-    predicted = Timeline.read_chrome(arguments.predicted)
-    if (rule := misfit(predicted, shown)) is not None:
-        remedy = "Write it with ampipe plan --stack 1 --trace FILE --trace-of DEGREE, from this run's flags."
-        raise BadInput("--predicted", arguments.predicted, rule=rule, remedy=remedy)
-    return predicted
-
-
 def _iteration(timelines: Sequence[Timeline], *, wanted: int | None) -> int:
+    """The wanted iteration, or the last one that all traces hold."""
     recorded = [{span.iteration for span in timeline.spans} for timeline in timelines]
     common = set.intersection(*recorded)
     if wanted is None and common:

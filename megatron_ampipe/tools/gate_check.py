@@ -172,10 +172,10 @@ class _GateCheck:
             return False, f"{rule}: tensor-parallel ranks would diverge"
         return True, "every parameter is marked"
 
-    def _router(self, *, sequence_parallel: bool = False, **settings: Any) -> Any:
-        return self._build(self._gate, sequence_parallel=sequence_parallel, **settings)
-
-    def _build(self, kind: type[TopKRouter], *, sequence_parallel: bool = False, **settings: Any) -> Any:
+    def _router(
+        self, kind: type[TopKRouter] | None = None, *, sequence_parallel: bool = False, **settings: Any
+    ) -> Any:
+        """A router of a class, by default the one that is checked."""
         config = TransformerConfig(
             num_layers=1,
             hidden_size=_HIDDEN,
@@ -191,7 +191,7 @@ class _GateCheck:
         group = dist.group.WORLD
         groups = ProcessGroupCollection(tp=group, cp=group, tp_cp=group, tp_dp_cp=group)
         torch.manual_seed(_SEED)
-        router = kind(config=config, pg_collection=groups).to(self._device)
+        router = (kind or self._gate)(config=config, pg_collection=groups).to(self._device)
         with torch.no_grad():
             for parameter in router.parameters():
                 # Values that begin as 0 or as a constant would hide errors.
@@ -206,7 +206,7 @@ class _GateCheck:
             "moe_aux_loss_coeff": [0.1, 0.1],
             "moe_z_loss_coeff": 0.1,
         }
-        pair = [self._build(kind, **settings) for kind in (self._gate, chunk_router_of(self._gate))]
+        pair = [self._router(kind, **settings) for kind in (self._gate, chunk_router_of(self._gate))]
         pair[1].load_state_dict(pair[0].state_dict())
         return pair[0].train(training), pair[1].train(training)
 

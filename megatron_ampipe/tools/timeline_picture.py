@@ -134,11 +134,13 @@ def _figure(timelines: Sequence[Timeline], *, title: str, split: bool) -> Figure
         ticks = MaxNLocator(nbins=max(1, int(lengths_ms[column] * in_per_ms / 0.8)), steps=[1, 2, 2.5, 5, 10])
         grid[0][column].xaxis.set_major_locator(ticks)
         if split:
-            heading = f"{directions[0]}  {lengths_ms[column]:.3g} ms"
+            heading = f"{directions[0]}  {_short(lengths_ms[column])} ms"
             grid[0][column].set_title(heading, loc="left", fontsize=9)
     figure.suptitle(f"{title}\n{_hidden(timelines)}", x=0.01, ha="left", fontsize=11)
     kinds = "   ".join(f"{_letter(kind)} {kind}" for kind in sorted({span.kind for span in spans}))
-    figure.supxlabel(f"ms after the first stage of each rank        {kinds}", fontsize=8, color=_FAINT)
+    below = f"ms after the first stage of each rank        {kinds}"
+    # In the widest panel: elsewhere a long label would part the panels.
+    grid[-1][lengths_ms.index(max(lengths_ms))].set_xlabel(below, loc="left", fontsize=8, color=_FAINT)
     handles = _legend(spans, colours, layers)
     figure.legend(
         handles=handles, loc="outside lower center", ncols=min(10, len(handles)), frameon=False, fontsize=8.5
@@ -202,7 +204,7 @@ def _name_of(timeline: Timeline) -> str:
         name = f"rank {timeline.rank}"
     lines = [name, layers]
     if timeline.communication_us:
-        lines += [f"{timeline.hidden_share:.0%} hidden", f"of {timeline.communication_us / 1e3:.3g} ms"]
+        lines += [f"{timeline.hidden_share:.0%} hidden", f"of {_short(timeline.communication_us / 1e3)} ms"]
     return "\n".join(lines)
 
 
@@ -267,6 +269,10 @@ def _ink_on(fill: str) -> str:
 def _shows_backward(span: StageSpan) -> bool:
     """Whether the bar is marked as backward; a forward stage that the backward pass runs again is not."""
     return span.direction == "backward" and not span.runs_again
+
+
+def _short(milliseconds: float) -> str:
+    return f"{milliseconds:.3g}" if milliseconds < 1000 else f"{milliseconds:.0f}"
 
 
 def _letter(kind: str) -> str:

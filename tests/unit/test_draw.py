@@ -172,11 +172,11 @@ def test_stages_of_no_length_and_many_chunks_can_be_drawn(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        (["{traces}", "--output", "{here}/p.svg"], "Name them without a suffix: --output timeline."),
+        (["{traces}", "--output", "{here}/p.svg"], "use for example --output timeline"),
         (["{traces}", "--output", "{here}"], "is a directory"),
         (["{traces}", "--output", "{here}/p", "--iteration", "9"], "they hold 1, 2"),
         (["{traces}", "--output", "{here}/p", "--layer", "9"], "they hold 1, 2, 3"),
-        (["{traces}", "--output", "{here}/p", "--layer", "one"], "invalid"),
+        (["{traces}", "--output", "{here}/p", "--layer", "one"], "invalid _layer_or_all value"),
         (["{here}/absent", "--output", "{here}/p"], "cannot be read"),
         (["{here}", "--output", "{here}/p"], "holds no rank*.trace.json"),
         (["{traces}", "{here}/copy.json", "--output", "{here}/p"], "is a second trace of rank 0"),

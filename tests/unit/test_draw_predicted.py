@@ -143,7 +143,7 @@ def test_a_prediction_of_another_run_is_refused(
     [
         # Layer 1 is dense.
         (["--layer", "1"], "than rank 0 recorded: attention.0, attention.1, dispatch.0, dispatch.1"),
-        (["--layer", "all"], "a prediction is of one block"),
+        (["--layer", "all"], "--predicted is of one block"),
         (["--predicted", "{traces}/rank0.trace.json"], "was recorded by a run, not predicted"),
         (["--predicted", "{traces}/absent"], "cannot be read"),
     ],
