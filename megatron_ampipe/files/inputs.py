@@ -121,9 +121,9 @@ def _parse(text: str, *, as_text: bool) -> Any:
 
 def _value(node: Node, as_text: bool, collections: set[int]) -> Any:
     """The value of a node; ``collections`` are the lists and mappings that were met before."""
-    known, objects = _KNOWN_TAGS
-    if not node.tag.startswith(known) or node.tag.startswith(objects):
-        _fail(node, f"the tag {node.tag.replace(known, '!!')} is not supported; write the value without it")
+    (known, objects), tag = _KNOWN_TAGS, str(node.tag)
+    if not tag.startswith(known) or tag.startswith(objects):
+        _fail(node, f"the tag {tag.replace(known, '!!')} is not supported; write the value without it")
     if isinstance(node, ScalarNode):
         return _scalar(node, as_text)
     if id(node) in collections:
@@ -145,7 +145,7 @@ def _value(node: Node, as_text: bool, collections: set[int]) -> Any:
 
 
 def _scalar(node: ScalarNode, as_text: bool) -> str | bool | int | float | None:
-    kind, text = node.tag.rpartition(":")[2], node.value
+    kind, text = str(node.tag).rpartition(":")[2], node.value
     if kind == "null":
         return None
     if kind == "bool":
