@@ -121,8 +121,7 @@ def _parse(text: str, *, as_text: bool) -> Any:
 
 def _value(node: Node, as_text: bool, collections: set[int]) -> Any:
     """The value of a node; ``collections`` are the lists and mappings that were met before."""
-    known, objects = _KNOWN_TAGS
-    tag = str(node.tag)
+    (known, objects), tag = _KNOWN_TAGS, str(node.tag)
     if not tag.startswith(known) or tag.startswith(objects):
         _fail(node, f"the tag {tag.replace(known, '!!')} is not supported; write the value without it")
     if isinstance(node, ScalarNode):

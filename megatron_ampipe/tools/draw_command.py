@@ -108,7 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.refuse("--predicted is of one block: leave --layer all out, or use --layer 1")
         prediction = Timeline.read_chrome(arguments.predicted)
         if (rule := misfit(prediction, shown)) is not None:
-            remedy = "Write it with ampipe plan --stack 1 --trace FILE --trace-of DEGREE, with this run's flags."
+            remedy = (
+                "Write it with ampipe plan --stack 1 --trace FILE --trace-of DEGREE, with this run's flags."
+            )
             raise BadInput("--predicted", arguments.predicted, rule=rule, remedy=remedy)
     drawn = shown if prediction is None else [one for rank in shown for one in (rank, prediction)]
     timeline_picture.draw(drawn, targets=targets, title=title, split=arguments.layer != "all")
