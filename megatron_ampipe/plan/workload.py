@@ -195,7 +195,7 @@ class Workload:
 
     @property
     def features(self) -> BlockFeatures:
-        """What the block contains, for a schedule of its own."""
+        """What the block contains, for a schedule that it does not share."""
         return self.features_of(shares_schedule=False)
 
     def features_of(self, *, shares_schedule: bool) -> BlockFeatures:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from ruamel.yaml import YAML
 
 from megatron_ampipe.schedule import from_text
 from megatron_ampipe.tools.measuring import network, training
@@ -124,12 +124,12 @@ def free_cluster(folder: Path) -> Path:
     text = (REPOSITORY / "docs" / "measured" / "profile-100mbit.yaml").read_text()
     text = re.sub(r"(alpha_us|forward_us|backward_us|latency_us): .*", r"\1: 0", text)
     text = re.sub(r"(forward_factor|backward_factor|compute_slowdown): .*", r"\1: 1", text)
-    figures = yaml.safe_load(text)
+    figures = YAML(typ="safe", pure=True).load(text)
     for figure in figures["intra"].values():
         figure["beta_us_per_mb"] *= 100
         figure.pop("table", None)
     cluster = folder / "cluster.yaml"
-    cluster.write_text(yaml.safe_dump(figures))
+    cluster.write_text(json.dumps(figures))
     return cluster
 
 

@@ -239,7 +239,7 @@ def test_a_long_measurement_gives_a_sign_of_life_about_once_a_second(monkeypatch
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--output nowhere/x.yaml", "/nowhere does not exist. Create it, or choose"),
+        ("--output nowhere/x.yaml", "/nowhere cannot be written to (No such file or directory)"),
         ("--output x.yaml --case top9", "--case top9: is not a case of"),
         ("--output x.yaml --ranks 3", "--ranks 3: does not divide the 4 experts"),
         ("--output x.yaml --link fast", "--link fast: "),
