@@ -200,6 +200,11 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
         if key not in known:
             rule = "is not a setting of AMPipe"
             refuse(path, section.lines[key], f"ampipe.{key}", rule, nearest(key, known))
+    for key in values:
+        plain = key.strip("-").replace("_", "-")
+        if key != plain and plain in SIZE_FLAGS:
+            rule = "keys are written with hyphens, and without leading dashes"
+            refuse(path, top.lines[key], key, rule, f"Write {plain}.")
     lines = dict(top.lines)
     for key, value in (overrides or {}).items():
         if key not in SIZE_FLAGS:

@@ -57,6 +57,7 @@ def test_assumptions_about_a_model_are_reported(tmp_path: Path) -> None:
     ("line", "parts"),
     [
         ("ampipe: 4", ["model.yaml:10: ampipe", "must hold keys"]),
+        ("moe_router_topk: 8", ["model.yaml:10: moe_router_topk", "Write moe-router-topk."]),
         ("swiglu: yes please", ["model.yaml:10: swiglu", "must be a valid boolean"]),
         ("micro-batch-size: 0", ["micro-batch-size 0", "must be greater than or equal to 1"]),
         ("micro-batch-size: 2.5", ["micro-batch-size 2.5", "must be a valid integer"]),
