@@ -195,8 +195,7 @@ def run_ranks[Job: RankJob](
 
     Raises:
         RunFailed: a rank failed or was lost, or none said anything for ``job.timeout_s``: says which rank,
-        and
-            the last lines that it printed.
+            and the last lines that it printed.
         EnvironmentMissing: the link cannot be made, or a rank raised it.
         DifferenceFound: a rank raised it.
     """
