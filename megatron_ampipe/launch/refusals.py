@@ -171,7 +171,8 @@ def _measures_without_training(args: Any) -> bool:
 
 
 def _saves_nothing(args: Any) -> bool:
-    return args.ampipe_exchange not in (None, AUTO, *exchanges_of(args.all))
+    chosen = args.ampipe_exchange
+    return chosen not in (None, AUTO) and chosen not in exchanges_of(args.all)
 
 
 def _nodes_without_layout(args: Any) -> object:

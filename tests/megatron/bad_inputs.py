@@ -173,8 +173,14 @@ TRAIN = {
     "plan-loop": ("--ampipe-plan {here}/loop.plan", "can never finish: compute waits at route.0 for"),
     "plan-pipe": ("--ampipe-plan {here}/pipe", "plan {here}/pipe: cannot be read (not a regular file). Give"),
     "save-plan-foreign": (_AUTO + "--ampipe-save-plan {here}/good.trace", "good.trace:1: traceEvents"),
-    "save-plan-in-a-file": (_AUTO + "--ampipe-save-plan {here}/empty/p", "cannot be written (File exists)."),
-    "trace-dir-file": ("--ampipe-degree 2 --ampipe-trace-dir {here}/empty", "cannot be written to (File ex"),
+    "save-plan-in-a-file": (
+        _AUTO + "--ampipe-save-plan {here}/empty/p",
+        "cannot be written to (Not a directory).",
+    ),
+    "trace-dir-file": (
+        "--ampipe-degree 2 --ampipe-trace-dir {here}/empty",
+        "cannot be written to (Not a dir",
+    ),
     "save-file": ("--ampipe-degree 2 --save {here}/empty --save-interval 2", "to (Not a directory)."),
     "router-hash-loss": (
         "--ampipe-degree 2 --ampipe-router hash --moe-aux-loss-coeff 0.1",

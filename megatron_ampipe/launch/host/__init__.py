@@ -60,9 +60,9 @@ def install() -> None:
     torch_calls.install()
     all_to_all.install()
     _import_megatron()
-    from megatron_ampipe.launch.host import megatron
+    from megatron_ampipe.launch.host.megatron import install as replace_in_megatron
 
-    megatron.install()
+    replace_in_megatron()
     _installed = True
 
 
