@@ -186,13 +186,12 @@ def _draw_bars(
         short = _letter(span.kind) + span.stage.partition(".")[2]
         for name in (span.stage, short):
             if len(name) * _LABEL_PT * 0.6 / 72 + 0.05 <= length_ms * in_per_ms:
-                where = (begin_ms + length_ms / 2, row)
-                style = {"ha": "center", "va": "center_baseline", "fontsize": _LABEL_PT, "clip_on": True}
-                axes.text(*where, name, color=_ink_on(fill), zorder=4, **style)
+                label = axes.text(begin_ms + length_ms / 2, row, name, color=_ink_on(fill), zorder=4)
+                label.set(ha="center", va="center_baseline", fontsize=_LABEL_PT, clip_on=True)
                 break
-    for (top, height, fill, alpha), where in bars.items():
+    for (top, height, fill, alpha), pieces in bars.items():
         zorder = 2 if height == _BAR else 3
-        axes.broken_barh(where, (top, height), facecolor=fill, alpha=alpha, linewidth=0, zorder=zorder)
+        axes.broken_barh(pieces, (top, height), facecolor=fill, alpha=alpha, linewidth=0, zorder=zorder)
 
 
 def _name_of(timeline: Timeline) -> str:
