@@ -43,8 +43,11 @@ def check_prefix(
     """:func:`check` for several files with a common prefix, which are returned.
 
     Raises:
-        BadInput: as for :func:`check`, or ``prefix`` does not end in a file name.
+        BadInput: as for :func:`check`, or ``prefix`` does not end in a file name, or has one of the suffixes.
     """
+    if prefix.suffix in suffixes:
+        rule = f"has a suffix, and {' and '.join(suffixes)} are added to it"
+        raise BadInput(flag, prefix, rule=rule, remedy=f"Use {flag} {prefix.with_suffix('')}.")
     if prefix.name in ("", ".."):
         check(prefix, flag=flag)
     targets = [prefix.with_name(prefix.name + suffix) for suffix in suffixes]

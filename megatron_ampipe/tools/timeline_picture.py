@@ -138,13 +138,20 @@ def _figure(timelines: Sequence[Timeline], *, title: str, split: bool) -> Figure
             grid[0][column].set_title(heading, loc="left", fontsize=9)
     figure.suptitle(f"{title}\n{_hidden(timelines)}", x=0.01, ha="left", fontsize=11)
     kinds = "   ".join(f"{_letter(kind)} {kind}" for kind in sorted({span.kind for span in spans}))
-    below = f"ms after the first stage of each rank        {kinds}"
     # In the widest panel: elsewhere a long label would part the panels.
-    grid[-1][lengths_ms.index(max(lengths_ms))].set_xlabel(below, loc="left", fontsize=8, color=_FAINT)
+    widest = grid[-1][lengths_ms.index(max(lengths_ms))]
+    widest.set_xlabel("ms after the first stage of each rank", loc="left", fontsize=8, color=_FAINT)
     handles = _legend(spans, colours, layers)
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=min(10, len(handles)), frameon=False, fontsize=8.5
+    letters = figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=min(10, len(handles)),
+        frameon=False,
+        fontsize=8.5,
+        title=kinds,
+        title_fontsize=8,
     )
+    letters.get_title().set_color(_FAINT)
     return figure
 
 

@@ -179,6 +179,10 @@ def test_an_error_in_a_plan_file_is_reported_with_its_line(
         (["--trace", "/proc/no/trace.json"], "cannot be written"),
         (["--trace-of", "4"], "Add --trace FILE, --picture NAME or --tape FILE."),
         (
+            ["--picture", "a.png"],
+            "--picture a.png: has a suffix, and .svg and .png are added to it. Use --picture a.",
+        ),
+        (
             ["--trace-of", "64", "--set", "seq-length=32", "--trace", "trace.json"],
             "is more chunks than the 32 rows that a rank holds. Use --trace-of 32 or less.",
         ),
