@@ -17,8 +17,9 @@ from megatron_ampipe.schedule import Direction, stage_from_text
 from megatron_ampipe.tools.measuring.prediction import _variant, _workload, predict_peaks
 
 MEASURED = Path(__file__).resolve().parents[2] / "docs" / "measured"
-SLOWDOWNS = {"compute_slowdown": 1.2, "communication_slowdown": 1.2}
-"""The same for all cases: collectives of a rank also need its core."""
+SLOWDOWNS = {"compute_slowdown": 1.2, "communication_slowdown": 1.0}
+"""The same for all cases: collectives of a rank also need the core that computes, and the network is not slower
+for it. Of nine pairs of 1 to 1.3 and 1 to 1.4 this fits the stored results best."""
 OVERLAPPABLE = 0.3
 """Rows count in which at least this share of the pass could be hidden; others hardly depend on the order."""
 
@@ -76,9 +77,9 @@ def test_predicted_times_of_blocks_agree_with_measurements() -> None:
     """0 is exact, 1 the error of a model that knows no overlap where all is hidden."""
     found = list(errors(SLOWDOWNS))
     assert len(found) >= 10
-    assert statistics.median(found) < 0.08 and max(found) < 0.2
+    assert statistics.median(found) < 0.06 and max(found) < 0.2
     # A model without what concurrent lanes cost each other is farther off, on every machine that measured.
-    assert statistics.median(errors({})) > 1.1 * statistics.median(found)
+    assert statistics.median(errors({})) > 1.5 * statistics.median(found)
 
 
 def test_predicted_peaks_are_those_that_were_measured() -> None:
