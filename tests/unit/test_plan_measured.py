@@ -18,8 +18,8 @@ from megatron_ampipe.tools.measuring.prediction import _variant, _workload, pred
 
 MEASURED = Path(__file__).resolve().parents[2] / "docs" / "measured"
 SLOWDOWNS = {"compute_slowdown": 1.2, "communication_slowdown": 1.0}
-"""The same for all cases: collectives of a rank also need the core that computes; the network is not slower for
-that. Of twelve pairs, 1 to 1.3 and 1 to 1.4, this fits the stored results best."""
+"""The same for all cases: collectives of a rank also need the core that computes, which does not slow the
+network. Of twelve pairs, 1 to 1.3 and 1 to 1.4, this fits the stored results best."""
 OVERLAPPABLE = 0.3
 """Rows count in which at least this share of the pass could be hidden; others hardly depend on the order."""
 
