@@ -55,7 +55,7 @@ def page(documents: Documents) -> str:
     """The text of ``docs/figures.md``.
 
     Raises:
-        ValueError: A raw file belongs to no claim, or to several.
+        ValueError: A raw file matches no claim, or several.
     """
     for name in documents:
         titles = [title for title, (pattern, _, _) in CLAIMS.items() if re.fullmatch(pattern, name)]
@@ -66,7 +66,7 @@ def page(documents: Documents) -> str:
         chosen = {name: each for name, each in documents.items() if re.fullmatch(pattern, name)}
         if chosen:
             parts.append(
-                f"\n## {title}\n\nExplained in [{what}]({what}).\n\n{table(chosen)}\n{sources(chosen)}"
+                f"\n## {title}\n\nSee [{what}]({what}).\n\n{table(chosen)}\n{sources(chosen)}"
             )
     return "".join(parts)
 
@@ -391,8 +391,9 @@ def without_empty(head: Sequence[str], rows: Rows) -> str:
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; all columns but the first are aligned to the right."""
-    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    rule = f"|---|{'--:|' * (len(head) - 1)}"
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
 
 
 if __name__ == "__main__":

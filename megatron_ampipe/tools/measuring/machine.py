@@ -26,7 +26,7 @@ def hardware() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, of what computes, and of ourselves, to the commit where there is one."""
+    """Of Python, the libraries that compute, and AMPipe, to the commit where there is one."""
     found = {"python": platform.python_version(), "megatron-ampipe": megatron_ampipe.__version__}
     for name in ("torch", "megatron-core", "transformer-engine", "flash-attn"):
         version = found_version(name)
