@@ -65,9 +65,7 @@ def page(documents: Documents) -> str:
     for title, (pattern, what, table) in CLAIMS.items():
         chosen = {name: each for name, each in documents.items() if re.fullmatch(pattern, name)}
         if chosen:
-            parts.append(
-                f"\n## {title}\n\nSee [{what}]({what}).\n\n{table(chosen)}\n{sources(chosen)}"
-            )
+            parts.append(f"\n## {title}\n\nSee [{what}]({what}).\n\n{table(chosen)}\n{sources(chosen)}")
     return "".join(parts)
 
 
