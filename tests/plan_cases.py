@@ -1,17 +1,17 @@
-"""Workloads and clusters for tests of the planner."""
+"""Blocks and clusters for tests of the planner."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, Overhead, Overlap, find_cluster, read_cluster
-from megatron_ampipe.plan.workload import Workload
 
 NONE: dict[str, Any] = {"basis": "derived", "source": "a test"}
 
 
-def workload(**changes: Any) -> Workload:
+def sized_block(**changes: Any) -> Block:
     """A small GPT-MoE block, 8 experts over 8 ranks."""
     sizes: dict[str, Any] = {
         "sequence_length": 8192,
@@ -29,7 +29,7 @@ def workload(**changes: Any) -> Workload:
         "dtype": "bf16",
         "expert": 8,
     }
-    return Workload(**(sizes | changes))
+    return Block(**(sizes | changes))
 
 
 def cluster(name: str = "a800x8-20gbps") -> Cluster:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_ampipe.files.shipped import config_names
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
-from megatron_ampipe.plan.model_file import layers_of, read_model, workload_of
+from megatron_ampipe.plan.model_file import block_of, layers_of, read_model
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import Plans, make_plans
 from megatron_ampipe.plan.predict import Predictor
@@ -36,9 +36,9 @@ def stacks() -> Iterator[str]:
 def _planned(path: Path, cluster: Cluster) -> tuple[float, Plans]:
     """The speedup block by block over all layers, and the plans."""
     model = read_model(path)
-    workload, _ = workload_of(model, cluster)
+    block, _ = block_of(model, cluster)
     layers = layers_of(model)
-    predictor = Predictor(workload, cluster, num_layers=layers.num_layers, dense=layers.dense)
+    predictor = Predictor(block, cluster, num_layers=layers.num_layers, dense=layers.dense)
     plans = make_plans(predictor, full=False)
     stock = predictor.stock()
     return (stock.forward + stock.backward) / 1e3 / plans.blocks_ms, plans

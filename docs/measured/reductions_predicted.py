@@ -18,7 +18,7 @@ from megatron_ampipe.plan.cluster import read_cluster
 from megatron_ampipe.plan.gradients import plan_gradients
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import build, even_chunks
-from megatron_ampipe.tools.measuring.grid import find_grid, read_grid, workload_of_case
+from megatron_ampipe.tools.measuring.grid import block_of_case, find_grid, read_grid
 
 FOLDER = Path(__file__).parent
 LAYERS, BUCKET_SIZE = 4, 250_000
@@ -41,7 +41,7 @@ def main() -> None:
         # One link for all ranks, as in the measurement.
         cluster = read_cluster(FOLDER / f"profile-{link}.yaml")
         cluster = dataclasses.replace(cluster, ranks_per_node=4)
-        block = workload_of_case(
+        block = block_of_case(
             dataclasses.replace(case, sequence_length=rows), num_ranks=2, fused_gradients=True
         )
         block = dataclasses.replace(block, **ranks)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatron_ampipe.block.named_values import parse_size, size_to_text
 from megatron_ampipe.block.settings import SETTING
-from megatron_ampipe.launch.planned import cluster_of_flag, stage_of_args, workload_of_args
+from megatron_ampipe.launch.planned import block_of_args, cluster_of_flag, stage_of_args
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.planner import Kept, by_work, fitting, simulated
 from megatron_ampipe.plan.predict import Predictor
@@ -51,15 +51,15 @@ def choose_memory(
         BadInput: none fits, or the budget is no size, or the cluster file is wrong.
     """
     limit = parse_size(budget)
-    workload, layers = workload_of_args(args, None), stage_of_args(args)
-    workload = replace(workload, exchange=pipeline.exchange)
+    block, layers = block_of_args(args, None), stage_of_args(args)
+    block = replace(block, exchange=pipeline.exchange)
     num_layers, passes = layers.num_layers, in_flight(args)
     if automatic:
         pipeline = replace(pipeline, degree=2, backward_degree=2)
 
     def peak(memory: str) -> float:
         return peak_bytes(
-            workload,
+            block,
             replace(pipeline, memory=memory),
             num_layers=num_layers * passes,
             dense_layers={num_layers * index + layer for index in range(passes) for layer in layers.dense},
@@ -72,7 +72,7 @@ def choose_memory(
     else:
         shares = boundary(args, whole_attention=pipeline.whole_attention) is None
         cluster = cluster_of_flag(cluster_file)
-        predictor = Predictor(workload, cluster, num_layers=pipeline.stack_of(num_layers) if shares else 1)
+        predictor = Predictor(block, cluster, num_layers=pipeline.stack_of(num_layers) if shares else 1)
         compared = f"the fastest by {cluster_file}"
         kept = simulated(predictor, pipeline, peak)
     if automatic:

@@ -24,12 +24,12 @@ from megatron_ampipe.launch.auto import Planner, print_on_first_rank
 from megatron_ampipe.launch.refusals import exchanges_of, ranks_per_node, recomputes
 from megatron_ampipe.launch.size_ranges import ChosenSize, Shape
 from megatron_ampipe.launch.trials import Choice
+from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
-from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, StageLayers, layers_of, workload_of
+from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, StageLayers, block_of, layers_of
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import KEEP, BlockFeatures, Exchange, Pipeline, SequenceLayout, period
 from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.schedule.features import boundary, features_of_settings
@@ -56,12 +56,12 @@ def planner_of(
         BadInput: the file is wrong, or does not contain a figure that this model needs.
     """
     cluster = cluster_of_flag(cluster_file)
-    workload, layers = workload_of_args(args, cluster), layers_of(_model_of_args(args))
+    block, layers = block_of_args(args, cluster), layers_of(_model_of_args(args))
 
     def plan(shape: Shape) -> Choice:
         rows, batch = shape
-        length = rows * workload.tensor * workload.context
-        of_shape = dataclasses.replace(workload, sequence_length=length, batch=batch)
+        length = rows * block.tensor * block.context
+        of_shape = dataclasses.replace(block, sequence_length=length, batch=batch)
         predictor = Predictor(
             of_shape, cluster, num_layers=layers.num_layers, dense=layers.dense, memory=memory
         )
@@ -272,7 +272,7 @@ def iterations_left(args: argparse.Namespace) -> int | None:
 def made_for_of_args(args: argparse.Namespace) -> MadeFor:
     """The record of this run's block and machines, to compare with that of a plan."""
     return made_for(
-        dataclasses.replace(workload_of_args(args, None), condense=args.ampipe_condense),
+        dataclasses.replace(block_of_args(args, None), condense=args.ampipe_condense),
         cluster=f"the machines of a run with {args.world_size} ranks",
         ranks_per_node=ranks_per_node(args) or args.world_size,
     )
@@ -298,15 +298,15 @@ def features_of_args(args: argparse.Namespace, *, shares_schedule: bool = False)
     return features_of_settings(args, own, shares_schedule=shares_schedule, local=local)
 
 
-def workload_of_args(args: argparse.Namespace, cluster: Cluster | None) -> Workload:
-    """The workload of Megatron's arguments; the cluster does not change it."""
-    workload, _ = workload_of(_model_of_args(args), cluster, ranks=args.world_size)
+def block_of_args(args: argparse.Namespace, cluster: Cluster | None) -> Block:
+    """The block of Megatron's arguments; the cluster does not change it."""
+    block, _ = block_of(_model_of_args(args), cluster, ranks=args.world_size)
     # The layers go by the nodes of the run, whatever machines the figures are of.
-    workload = dataclasses.replace(workload, ranks_per_node=ranks_per_node(args))
+    block = dataclasses.replace(block, ranks_per_node=ranks_per_node(args))
     if not args.bf16 and not args.fp16:
         # A model file has no key for fp32: without a precision, it means that of the cluster.
-        workload = dataclasses.replace(workload, dtype="fp32")
-    return workload
+        block = dataclasses.replace(block, dtype="fp32")
+    return block
 
 
 def _model_of_args(args: argparse.Namespace) -> ModelFile:

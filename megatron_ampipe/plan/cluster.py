@@ -279,7 +279,7 @@ class Cluster:
         if value is None:
             self.refuse(
                 f"{section}.{key}",
-                "is missing, and this workload needs it",
+                "is missing, and this block needs it",
                 "Add the figure, or measure the cluster with ampipe profile.",
             )
         return value

@@ -89,7 +89,7 @@ def plan_gradients(
     Raises:
         BadInput: the cluster has no figure for the reductions.
     """
-    work = predictor.workload
+    work = predictor.block
     with_experts = tensors_of(work, dense=False)
     if not with_experts.parameters:
         return None
@@ -267,7 +267,7 @@ class ReducedPass:
             {stage: others(stages) for stage, stages in needs.items()},
         )
         # Reductions and all-to-alls share links if both leave the node, or both stay in it.
-        work, cluster = self._predictor.workload, self._predictor.cluster
+        work, cluster = self._predictor.block, self._predictor.cluster
         near = cluster.ranks_per_node
         if (work.expert * work.expert_tensor > near) == (work.replicas * work.tensor > near):
             return compiled

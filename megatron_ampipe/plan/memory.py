@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.operation_times import (
     SUM_BYTES,
     Product,
@@ -19,14 +20,13 @@ from megatron_ampipe.plan.operation_times import (
     expert_products,
     qkv_products,
 )
-from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import STRATEGIES, Exchange, Pipeline, of_chunks
 from megatron_ampipe.schedule.dataflow import AHEAD
 
 
 @dataclass(frozen=True, slots=True)
 class _Modules:
-    """What a row of a block keeps, as tensors of 4, or else of ``Workload.element_bytes`` bytes.
+    """What a row of a block keeps, as tensors of 4, or else of ``Block.element_bytes`` bytes.
 
     Attributes:
         norms_wide: Tensors of the hidden size with 4 bytes, of both norms together.
@@ -61,7 +61,7 @@ _LOCAL = {
 
 
 def peak_bytes(
-    workload: Workload,
+    block: Block,
     pipeline: Pipeline,
     *,
     num_layers: int = 1,
@@ -72,19 +72,19 @@ def peak_bytes(
     """Peak of the activations of consecutive blocks.
 
     Args:
-        workload: One of the blocks.
-        pipeline: How they run; its exchange is that of the workload.
+        block: One of the blocks.
+        pipeline: How they run; its exchange is that of the block.
         num_layers: How many blocks a pass goes through before the first is differentiated.
         dense_layers: Which of them have no experts, from 0.
         local: Blocks of Megatron's local modules, not of Transformer Engine's.
         gathers: Gradients of parameters stay until the end of the pass, and the gradient of the output is not
             counted, as in ``ampipe bench``.
     """
-    stock = not pipeline.overlaps and workload.exchange is Exchange.ROWS
+    stock = not pipeline.overlaps and block.exchange is Exchange.ROWS
     joins_weights = pipeline.joins_weights
-    chunks, element = pipeline.backward_degree, workload.element_bytes
+    chunks, element = pipeline.backward_degree, block.element_bytes
     modules = _LOCAL[element] if local else _FUSED
-    dense, arrived, inner = _kept(workload, modules)
+    dense, arrived, inner = _kept(block, modules)
     names = of_chunks(pipeline.memory)
     # Of the experts of each chunk: what is kept, what is loaded from host memory, and what is restored right
     # before they are differentiated; of a redispatch while tokens of the next chunk are on their way.
@@ -100,36 +100,36 @@ def peak_bytes(
         again.append((3 * arrived * ("redispatch" in restored) + inner * ("rebuild" in restored)) / chunks)
     kept = dense + sum(of_experts)
     # Numbers of weights of a layer on one rank.
-    experts = workload.local_experts * _weights(expert_products(workload, 0))
-    attention = _weights(_of_attention(workload))
-    summed, of_attention = (0.0, 0.0) if workload.fused_gradients else (experts, attention)
+    experts = block.local_experts * _weights(expert_products(block, 0))
+    attention = _weights(_of_attention(block))
+    summed, of_attention = (0.0, 0.0) if block.fused_gradients else (experts, attention)
     sum_bytes = element if stock else SUM_BYTES
-    rows = workload.rows * workload.batch * workload.hidden * element
-    keys = _keys(workload)
+    rows = block.rows * block.batch * block.hidden * element
+    keys = _keys(block)
     # Of a ring also what arrives: keys of the next step, and gradients of the last one.
-    sums = keys * (element if stock else (SUM_BYTES + element) * (2 if workload.ring else 1))
+    sums = keys * (element if stock else (SUM_BYTES + element) * (2 if block.ring else 1))
     # Of the chunk whose experts are differentiated: gradients before each product, of one expert at a time,
     # and of the weights of its last product.
-    received = workload.received(workload.rows)
-    gradient_bytes = modules.gradient_bytes[workload.gated]
-    of_width = gradient_bytes * workload.ffn / workload.expert_tensor
-    calls = 1 if workload.grouped else workload.local_experts
-    of_chunk = received * (workload.hidden * element + of_width / calls) / chunks
+    received = block.received(block.rows)
+    gradient_bytes = modules.gradient_bytes[block.gated]
+    of_width = gradient_bytes * block.ffn / block.expert_tensor
+    calls = 1 if block.grouped else block.local_experts
+    of_chunk = received * (block.hidden * element + of_width / calls) / chunks
     if pipeline.splits_weights:
         # The input of that product waits instead.
-        of_chunk += received * workload.ffn / workload.expert_tensor * element / calls / chunks
+        of_chunk += received * block.ffn / block.expert_tensor * element / calls / chunks
     else:
-        of_chunk += element * summed / calls / (3 if workload.gated else 2)
+        of_chunk += element * summed / calls / (3 if block.gated else 2)
     # Gradients on their way from and to the experts: of two transfers, if there are as many chunks.
-    of_chunk += received * workload.hidden * element * min(3, 2 * (chunks - 1)) / chunks
+    of_chunk += received * block.hidden * element * min(3, 2 * (chunks - 1)) / chunks
 
     # What products of all chunks take, input and gradient of each: of the experts, and of attention.
     waiting = attended = 0.0
     if joins_weights:
-        inner_width = workload.ffn / workload.expert_tensor
-        waiting = received * element * (2 * workload.hidden + (2 + workload.gated) * inner_width)
-        attended = workload.rows * workload.batch * element
-        attended *= sum(product.k + product.n for product in _of_attention(workload))
+        inner_width = block.ffn / block.expert_tensor
+        waiting = received * element * (2 * block.hidden + (2 + block.gated) * inner_width)
+        attended = block.rows * block.batch * element
+        attended *= sum(product.k + product.n for product in _of_attention(block))
 
     def differentiating(chunk: int) -> float:
         """Of one layer, while the experts of a chunk are differentiated; the last chunk comes first."""
@@ -142,7 +142,7 @@ def peak_bytes(
             held += sum_bytes * summed
         if not stock:
             # Shared experts come first; Megatron differentiates them last.
-            held -= _shared(workload, modules) * (chunks - chunk) / chunks
+            held -= _shared(block, modules) * (chunks - chunk) / chunks
         # The attention of a chunk follows the experts of the next one. The first begins the sums.
         done = chunks - 2 - chunk
         if pipeline.whole_attention:
@@ -156,13 +156,13 @@ def peak_bytes(
     num_dense = len(dense_layers)
     kept_dense = of_dense = dense_weights = 0.0
     if num_dense:
-        kept_dense = _kept_dense(workload, modules)
-        width, products = workload.dense_ffn or 0, 3 if workload.gated else 2
-        if not workload.fused_gradients:
-            dense_weights = products * workload.hidden * width / workload.tensor
+        kept_dense = _kept_dense(block, modules)
+        width, products = block.dense_ffn or 0, 3 if block.gated else 2
+        if not block.fused_gradients:
+            dense_weights = products * block.hidden * width / block.tensor
         of_width = (gradient_bytes - SUM_BYTES * modules.weighted) * width
         # Of the first chunk, and of the weights of its last product.
-        of_dense = kept_dense + workload.rows * workload.batch * of_width / chunks
+        of_dense = kept_dense + block.rows * block.batch * of_width / chunks
         of_dense += element * dense_weights / products
     # The gradient of the output is there before the pass that ``ampipe bench`` watches.
     gathered = 0.0
@@ -171,9 +171,9 @@ def peak_bytes(
         gathered = element * (others + of_attention * (num_layers - 1))
     given = 0.0 if gathers else rows
     of_one = max(map(differentiating, range(chunks)))
-    if workload.shared_ffn is not None and not stock:
+    if block.shared_ffn is not None and not stock:
         # When shared experts of the last chunk are differentiated, all else is still kept.
-        of_shared = workload.rows * workload.batch * gradient_bytes * workload.shared_ffn
+        of_shared = block.rows * block.batch * gradient_bytes * block.shared_ffn
         of_one = max(of_one, dense + sum(of_experts) + of_shared / chunks)
     end = rows + dense + sum_bytes * (summed + of_attention) + sums
     found = gathered + max(given + of_one, end)
@@ -186,62 +186,62 @@ def peak_bytes(
     return found
 
 
-def expert_bytes(workload: Workload, rows: int, *, local: bool, inner: bool) -> float:
+def expert_bytes(block: Block, rows: int, *, local: bool, inner: bool) -> float:
     """What the experts keep of a chunk with these rows of a rank: what arrived, and the ``inner`` tensors."""
-    modules = _LOCAL[workload.element_bytes] if local else _FUSED
-    _, arrived, of_experts = _kept(workload, modules)
-    return (arrived + of_experts * inner) * rows / workload.rows
+    modules = _LOCAL[block.element_bytes] if local else _FUSED
+    _, arrived, of_experts = _kept(block, modules)
+    return (arrived + of_experts * inner) * rows / block.rows
 
 
-def _kept(workload: Workload, modules: _Modules) -> tuple[float, float, float]:
+def _kept(block: Block, modules: _Modules) -> tuple[float, float, float]:
     """Bytes that are saved for the backward pass: outside the experts, of what arrives, and inside them."""
-    element = workload.element_bytes
-    per_row: float = modules.routing_bytes[0] * workload.experts + modules.routing_bytes[1] * workload.topk
+    element = block.element_bytes
+    per_row: float = modules.routing_bytes[0] * block.experts + modules.routing_bytes[1] * block.topk
     if modules.combined:
-        per_row += workload.rows_per_token * workload.hidden * element
-    dense = workload.rows * workload.batch * per_row
-    dense += _kept_by_attention(workload, modules) + _shared(workload, modules)
-    received = workload.received(workload.rows)
-    inner = (modules.inner_gated if workload.gated else modules.inner) * workload.ffn / workload.expert_tensor
-    return dense, received * (workload.hidden * element + 4), received * inner * element
+        per_row += block.rows_per_token * block.hidden * element
+    dense = block.rows * block.batch * per_row
+    dense += _kept_by_attention(block, modules) + _shared(block, modules)
+    received = block.received(block.rows)
+    inner = (modules.inner_gated if block.gated else modules.inner) * block.ffn / block.expert_tensor
+    return dense, received * (block.hidden * element + 4), received * inner * element
 
 
-def _kept_by_attention(workload: Workload, modules: _Modules) -> float:
+def _kept_by_attention(block: Block, modules: _Modules) -> float:
     """Bytes that attention, both norms and the residual stream keep."""
-    tokens, element = workload.rows * workload.batch, workload.element_bytes
-    per_row = (modules.norms * element + modules.norms_wide * 4) * workload.hidden
-    width = (workload.heads * (workload.head_size + workload.value_size)) / workload.tensor
+    tokens, element = block.rows * block.batch, block.element_bytes
+    per_row = (modules.norms * element + modules.norms_wide * 4) * block.hidden
+    width = (block.heads * (block.head_size + block.value_size)) / block.tensor
     # Also the log-sum-exp of each head.
-    attended = tokens * workload.tensor * (width * element + 4 * workload.heads / workload.tensor)
-    return tokens * per_row + attended + _keys(workload) * element
+    attended = tokens * block.tensor * (width * element + 4 * block.heads / block.tensor)
+    return tokens * per_row + attended + _keys(block) * element
 
 
-def _kept_dense(workload: Workload, modules: _Modules) -> float:
+def _kept_dense(block: Block, modules: _Modules) -> float:
     """Bytes that a layer without experts keeps."""
-    assert workload.dense_ffn is not None
-    count = (modules.inner_gated if workload.gated else modules.inner) - modules.weighted
-    inner = workload.rows * workload.batch * count * workload.dense_ffn * workload.element_bytes
-    return _kept_by_attention(workload, modules) + inner
+    assert block.dense_ffn is not None
+    count = (modules.inner_gated if block.gated else modules.inner) - modules.weighted
+    inner = block.rows * block.batch * count * block.dense_ffn * block.element_bytes
+    return _kept_by_attention(block, modules) + inner
 
 
-def _shared(workload: Workload, modules: _Modules) -> float:
+def _shared(block: Block, modules: _Modules) -> float:
     """Bytes that shared experts keep."""
-    if workload.shared_ffn is None:
+    if block.shared_ffn is None:
         return 0.0
-    count = modules.inner_gated if workload.gated else modules.inner
+    count = modules.inner_gated if block.gated else modules.inner
     # With sequence parallelism, each rank has a part of their width and the rows of all.
-    return workload.rows * workload.batch * count * workload.shared_ffn * workload.element_bytes
+    return block.rows * block.batch * count * block.shared_ffn * block.element_bytes
 
 
-def _keys(workload: Workload) -> float:
+def _keys(block: Block) -> float:
     """Numbers in the keys and values that a block keeps."""
-    rows = workload.sequence_length / (workload.context if workload.ring else 1)
-    return rows * workload.batch * workload.key_value_width / workload.tensor
+    rows = block.sequence_length / (block.context if block.ring else 1)
+    return rows * block.batch * block.key_value_width / block.tensor
 
 
 def _weights(products: Sequence[Product]) -> float:
     return sum(product.k * product.n for product in products)
 
 
-def _of_attention(workload: Workload) -> list[Product]:
-    return [*qkv_products(workload, 0), *attention_products(workload, 0)]
+def _of_attention(block: Block) -> list[Product]:
+    return [*qkv_products(block, 0), *attention_products(block, 0)]

@@ -21,8 +21,8 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import LinedMapping, load, refuse
 from megatron_ampipe.files.shipped import find_config
 from megatron_ampipe.files.spelling import did_you_mean, meant, nearest
+from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, Dtype
-from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule.features import chooses_at_once, router_has_losses, uses_ring_attention
 
 _LARGEST = 10**7
@@ -216,9 +216,9 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
     return ModelFile(path, values, lines, Settings(**own))
 
 
-def workload_of(
+def block_of(
     model: ModelFile, cluster: Cluster | None, *, ranks: int | None = None, imbalance: float = 1.0
-) -> tuple[Workload, tuple[str, ...]]:
+) -> tuple[Block, tuple[str, ...]]:
     """The block of a model on a cluster.
 
     Args:
@@ -226,7 +226,7 @@ def workload_of(
         cluster: Gives the dtype and the number of ranks where these are not given; None for a model file that
             names its dtype, or trains in fp32.
         ranks: Number of ranks of the run; those of one node of the cluster if None.
-        imbalance: See :class:`Workload`.
+        imbalance: See :class:`Block`.
 
     Returns:
         The block, and a sentence for each assumption about what the model file does not specify.
@@ -253,7 +253,7 @@ def workload_of(
             f"{flags.num_experts} that fits on {ranks} ranks"
         )
     local = flags.transformer_impl == "local"
-    workload = Workload(
+    block = Block(
         sequence_length=flags.seq_length,
         batch=flags.micro_batch_size,
         hidden=flags.hidden_size,
@@ -289,15 +289,15 @@ def workload_of(
         expert_replicas=max(1, of_stage // (expert * expert_tensor)),
         shards_optimizer=flags.use_distributed_optimizer,
     )
-    _check(model, workload, ranks)
+    _check(model, block, ranks)
     for key, near in model.misspelt().items():
         place = f"{model.path}:{model.lines[key]}"
         assumed.append(f"{key} ({place}) is not read by the planner; did you mean {near}?")
-    return workload, tuple(assumed)
+    return block, tuple(assumed)
 
 
 def _attention(model: ModelFile, flags: ModelFlags) -> dict[str, Any]:
-    """Fields of a workload: sizes of heads, and products before attention."""
+    """Fields of a block: sizes of heads, and products before attention."""
     hidden, heads = flags.hidden_size, flags.num_attention_heads
     if flags.kv_channels is None and hidden % heads:
         rule = f"does not divide hidden-size {hidden}, and kv-channels is not given"
@@ -338,28 +338,28 @@ def _dtype(flags: ModelFlags, cluster: Cluster | None, assumed: list[str]) -> Dt
     return dtype
 
 
-def _check(model: ModelFile, workload: Workload, ranks: int) -> None:
-    slices = workload.tensor * workload.context * (2 if workload.context > 1 else 1)
-    if workload.sequence_length % slices:
-        multiple = -(-workload.sequence_length // slices) * slices
+def _check(model: ModelFile, block: Block, ranks: int) -> None:
+    slices = block.tensor * block.context * (2 if block.context > 1 else 1)
+    if block.sequence_length % slices:
+        multiple = -(-block.sequence_length // slices) * slices
         rule = f"must be a multiple of {slices} for this tensor and context parallelism"
         model.refuse("seq-length", rule, f"Write for example {multiple}.")
     key = "expert-model-parallel-size"
-    if workload.experts % workload.expert:
-        model.refuse(key, f"does not divide {workload.experts} experts", "Choose a divisor.")
-    if workload.topk > workload.experts:
-        rule = f"is above num-experts {workload.experts}"
-        model.refuse("moe-router-topk", rule, f"Choose at most {workload.experts}.")
-    busiest = workload.expert * min(1.0, workload.local_experts / workload.topk)
-    if workload.imbalance > busiest * (1 + 1e-9):
+    if block.experts % block.expert:
+        model.refuse(key, f"does not divide {block.experts} experts", "Choose a divisor.")
+    if block.topk > block.experts:
+        rule = f"is above num-experts {block.experts}"
+        model.refuse("moe-router-topk", rule, f"Choose at most {block.experts}.")
+    busiest = block.expert * min(1.0, block.local_experts / block.topk)
+    if block.imbalance > busiest * (1 + 1e-9):
         raise BadInput(
             "--imbalance",
-            f"{workload.imbalance:g}",
-            rule=f"none of the {workload.expert} expert-parallel ranks can have more than "
+            f"{block.imbalance:g}",
+            rule=f"none of the {block.expert} expert-parallel ranks can have more than "
             f"{busiest:g} times the mean: a token is sent to each of its experts once",
             remedy=f"Use {busiest:g} or less.",
         )
-    needed = workload.expert * workload.expert_tensor
+    needed = block.expert * block.expert_tensor
     if needed > ranks:
         rule = f"{needed} ranks share the experts of a layer, and there are {ranks}"
         model.refuse(key, rule, f"Give --ranks {needed} or more.")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from megatron_ampipe.plan.block import Block, Rows
 from megatron_ampipe.plan.cluster import Cluster, Operation, TransferCost
-from megatron_ampipe.plan.workload import Rows, Workload
 from megatron_ampipe.schedule import BlockFeatures, Direction, NodeLayout
 
 GRADIENT_BYTES = 4
@@ -60,36 +60,36 @@ def is_one_product(whole: Product, num_chunks: int, *, element_bytes: int) -> bo
     return copied <= SUM_BYTES * (num_chunks - 1) * whole.k * whole.n
 
 
-def qkv_products(work: Workload, rows: int) -> list[Product]:
+def qkv_products(work: Block, rows: int) -> list[Product]:
     """Of the projections to queries, keys and values; ``rows`` of the residual stream of one rank."""
     gathered = rows * work.batch * work.tensor
     return [Product(gathered, k, n / work.tensor) for k, n in work.projections]
 
 
-def attention_products(work: Workload, rows: int) -> list[Product]:
+def attention_products(work: Block, rows: int) -> list[Product]:
     """Of the output projection."""
     return [Product(rows * work.batch * work.tensor, work.heads * work.value_size / work.tensor, work.hidden)]
 
 
-def expert_products(work: Workload, rows: int) -> list[Product]:
+def expert_products(work: Block, rows: int) -> list[Product]:
     """Of all experts of a rank, with what they receive."""
     calls = 1 if work.grouped else work.local_experts
     return _mlp(work, work.received(rows), work.ffn / work.expert_tensor, calls)
 
 
-def shared_products(work: Workload, rows: int) -> list[Product]:
+def shared_products(work: Block, rows: int) -> list[Product]:
     """Of shared experts."""
     assert work.shared_ffn is not None
     return _mlp(work, rows * work.batch * work.tensor, work.shared_ffn / work.tensor)
 
 
-def mlp_products(work: Workload, rows: int) -> list[Product]:
+def mlp_products(work: Block, rows: int) -> list[Product]:
     """Of a layer without experts."""
     assert work.dense_ffn is not None
     return _mlp(work, rows * work.batch * work.tensor, work.dense_ffn / work.tensor)
 
 
-def _mlp(work: Workload, rows: float, inner: float, calls: int = 1) -> list[Product]:
+def _mlp(work: Block, rows: float, inner: float, calls: int = 1) -> list[Product]:
     up = Product(rows, work.hidden, (2 if work.gated else 1) * inner, calls)
     return [up, Product(rows, inner, work.hidden, calls)]
 
@@ -124,7 +124,7 @@ class LayerReductions(NamedTuple):
         return self.experts + self.others
 
 
-def tensors_of(work: Workload, *, dense: bool) -> LayerTensors:
+def tensors_of(work: Block, *, dense: bool) -> LayerTensors:
     """The tensors of a layer, with experts or ``dense``, without those that no other rank has."""
     products = [*qkv_products(work, 0), *attention_products(work, 0)]
     experts: list[Product] = []
@@ -141,9 +141,9 @@ class OperationTimes:
     """Times of the operations of one block on one cluster.
 
     Args:
-        workload: The block: sizes of its tensors, and its groups of ranks.
+        block: The block: sizes of its tensors, and its groups of ranks.
         cluster: The figures.
-        features: What is in the block; those of the workload if None.
+        features: What is in the block; those of the block if None.
         stock: Of Megatron's own layer, whose all-to-alls can be other operations.
 
     Raises:
@@ -152,23 +152,23 @@ class OperationTimes:
 
     def __init__(
         self,
-        workload: Workload,
+        block: Block,
         cluster: Cluster,
         *,
         features: BlockFeatures | None = None,
         stock: bool = False,
     ) -> None:
-        self.workload, self.cluster, self._stock = workload, cluster, stock
-        self.features = workload.features if features is None else features
-        self._gemm = cluster.gemm(workload.dtype)
+        self.block, self.cluster, self._stock = block, cluster, stock
+        self.features = block.features if features is None else features
+        self._gemm = cluster.gemm(block.dtype)
         # Models in fp8 compute attention in bf16.
-        self._attention = cluster.attention("bf16" if workload.dtype == "fp8" else workload.dtype)
+        self._attention = cluster.attention("bf16" if block.dtype == "fp8" else block.dtype)
         self._memory, self._permute = cluster.compute.memory, cluster.compute.permute
-        self.nodes = self._nodes() if workload.exchange.has_two_hops else None
+        self.nodes = self._nodes() if block.exchange.has_two_hops else None
         """How the expert-parallel ranks are spread over nodes, where tokens take two hops."""
 
     def _nodes(self) -> NodeLayout:
-        work, ranks_per_node = self.workload, self.cluster.ranks_per_node
+        work, ranks_per_node = self.block, self.cluster.ranks_per_node
         nodes = NodeLayout.of(
             expert=work.expert, expert_tensor=work.expert_tensor, ranks_per_node=ranks_per_node
         )
@@ -183,22 +183,22 @@ class OperationTimes:
 
     def tokens(self, rows: Rows) -> int:
         """Tokens of one rank in a chunk."""
-        return rows.hidden * self.workload.batch
+        return rows.hidden * self.block.batch
 
     def sent(self, rows: Rows) -> float:
         """Rows that their rank sends for a chunk, if similar tokens are sent too."""
-        places = self.workload.rows_per_token
-        if self.nodes is not None and not self.workload.exchange.sends_every_copy:
-            places = self.workload.rows_to(self.nodes.num_nodes)
-        return self.tokens(rows) * places * self.workload.load
+        places = self.block.rows_per_token
+        if self.nodes is not None and not self.block.exchange.sends_every_copy:
+            places = self.block.rows_to(self.nodes.num_nodes)
+        return self.tokens(rows) * places * self.block.load
 
     def arriving(self, rows: Rows) -> float:
         """Rows of a chunk that arrive at the ranks of the experts."""
-        return self.tokens(rows) * self.workload.rows_per_token * self.workload.load * self.workload.kept
+        return self.tokens(rows) * self.block.rows_per_token * self.block.load * self.block.kept
 
     def key_sums(self, keys: float) -> Pair:
         """The gradients of the keys and values that a chunk attended to are added to sums in fp32."""
-        work = self.workload
+        work = self.block
         seen = keys * work.batch * work.key_value_width / work.tensor
         return Pair(0.0, self.memory_us(seen * (8 + work.element_bytes)))
 
@@ -215,14 +215,14 @@ class OperationTimes:
         """``calls`` products with ``rows`` rows in total; two each in the backward pass (input, weight)."""
         time = self._gemm.time_us(rows, k, n, calls=calls)
         sums = 0.0
-        if chunked and not self.workload.fused_gradients:
+        if chunked and not self.block.fused_gradients:
             # The weight gradients of the chunks are summed in fp32.
-            sums = self._memory.time_us(calls * k * n * (8 + self.workload.element_bytes))
+            sums = self._memory.time_us(calls * k * n * (8 + self.block.element_bytes))
         return Pair(time, 2 * time + sums)
 
     def attend(self, gflops: float, merged: float) -> Pair:
         """Core attention: 1e9 operations of the forward pass, and elements of output that are added up."""
-        merge_mb = 1e-6 * merged * self.workload.element_bytes
+        merge_mb = 1e-6 * merged * self.block.element_bytes
         # Five matrix products backward, two forward.
         return Pair(
             self._attention.forward.time_us(gflops, merge_mb),
@@ -231,20 +231,20 @@ class OperationTimes:
 
     def pass_over(self, elements: float) -> Pair:
         """Elements are read and written; the backward pass reads the gradient in addition to the input."""
-        time = self._memory.time_us(elements * self.workload.element_bytes)
+        time = self._memory.time_us(elements * self.block.element_bytes)
         return Pair(time, 1.5 * time)
 
     def move(self, rows: float) -> Pair:
         """Rows are permuted."""
-        time = self._permute.time_us(2 * rows * self.workload.hidden * self.workload.element_bytes)
+        time = self._permute.time_us(2 * rows * self.block.hidden * self.block.element_bytes)
         return Pair(time, time)
 
     def gather(self, elements: float, ranks: int, *, wide: bool = False) -> Pair:
         """An all-gather forward and a reduce-scatter backward, or the reverse, of one rank's part."""
         if ranks == 1:
             return ZERO
-        size = elements * self.workload.element_bytes * (ranks - 1)
-        spread = ranks * (self.workload.tensor if wide else 1)
+        size = elements * self.block.element_bytes * (ranks - 1)
+        spread = ranks * (self.block.tensor if wide else 1)
         return Pair(
             self.figure("all_gather", spread).time_us(size),
             self.figure("reduce_scatter", spread).time_us(size),
@@ -255,7 +255,7 @@ class OperationTimes:
 
         An all-reduce takes as long as two all-gathers of the same bytes.
         """
-        work = self.workload
+        work = self.block
         ranks, apart = work.replicas, work.tensor
         if experts:
             ranks, apart = work.expert_replicas, work.expert * work.expert_tensor
@@ -279,7 +279,7 @@ class OperationTimes:
 
     def links(self) -> list[tuple[TransferCost, float]]:
         """The links that an all-to-all uses, each with its share of the rows."""
-        work = self.workload
+        work = self.block
         if self.nodes is not None:
             nodes = self.nodes.num_nodes
             return [(self.cluster.collective("all_to_all", across_nodes=True), (nodes - 1) / nodes)]

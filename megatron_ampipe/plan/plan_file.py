@@ -13,7 +13,7 @@ from typing import Any, Literal
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import LinedMapping, load, refuse
 from megatron_ampipe.files.records import read_record, write_record
-from megatron_ampipe.plan.workload import RECORDED, Workload
+from megatron_ampipe.plan.block import RECORDED, Block
 from megatron_ampipe.schedule import (
     KEEP,
     Exchange,
@@ -33,7 +33,7 @@ MadeFor = LinedMapping
 """The block and the machines that a plan was made for: the section ``made_for`` of a file."""
 
 
-def made_for(block: Workload, *, cluster: str, ranks_per_node: int) -> MadeFor:
+def made_for(block: Block, *, cluster: str, ranks_per_node: int) -> MadeFor:
     """The record of a block on machines with this description; what the block lacks is left out."""
     record = MadeFor(line=1)
     for key, recorded in RECORDED.items():

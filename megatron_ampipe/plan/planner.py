@@ -103,7 +103,7 @@ def make_plans(
     Raises:
         BadInput: the predicted time of a block is 0.
     """
-    work, near = predictor.workload, predictor.cluster.ranks_per_node
+    work, near = predictor.block, predictor.cluster.ranks_per_node
     useful = [exchange for exchange in exchanges if exchange in work.exchanges(near)]
     compared = [
         _plans_of_exchange(predictor.with_exchange(exchange), degrees=degrees, full=full, stack=stack)
@@ -130,7 +130,7 @@ def make_plans(
 
 
 def _plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: bool, stack: int) -> Plans:
-    """:func:`make_plans` with the exchange of the workload."""
+    """:func:`make_plans` with the exchange of the block."""
     if not predictor.stock().total > 0:
         predictor.cluster.refuse(
             "compute",
@@ -171,7 +171,7 @@ def sharing_layers(predictor: Predictor, stack: int) -> Predictor:
 
 def _cannot_share(predictor: Predictor) -> str | None:
     """Why layers do not share a schedule, as a sentence; None if they can."""
-    work = predictor.workload
+    work = predictor.block
     if work.expert == 1 or work.rows == 1 or not any(layer.experts for layer in predictor.layers):
         return "Nothing is hidden, so layers do not share a schedule."
     reason = boundary(work.settings, whole_attention=False)
@@ -188,7 +188,7 @@ def _blocks_ms(predictor: Predictor, alone: Plan) -> float:
 
 def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Plan:
     """The plan of one block: Megatron's layer if no speedup is predicted."""
-    stock, work = predictor.stock(), predictor.workload
+    stock, work = predictor.stock(), predictor.block
     best = _best(predictor, degrees, full=full)
     speedup = 0.0 if best is None else stock.total / best.total_us
     if best is not None and speedup >= MINIMUM_SPEEDUP:
@@ -216,9 +216,9 @@ def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -
 def _best(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Candidate | None:
     """The best way to run the layers in AMPipe's; None if nothing can overlap."""
     best: Candidate | None = None
-    if predictor.workload.rows > 1 and predictor.workload.expert > 1:
+    if predictor.block.rows > 1 and predictor.block.expert > 1:
         best = (full_plan if full else choose_degree)(predictor, degrees)
-        if predictor.workload.exchange is not Exchange.ROWS and len(predictor.layers) == 1:
+        if predictor.block.exchange is not Exchange.ROWS and len(predictor.layers) == 1:
             # Without chunks nothing is hidden, but its exchange may be the faster one.
             best = min(named(predictor, "ampipe", 1, 1), best, key=lambda way: way.total_us)
     whole = in_one_chunk(predictor)
@@ -233,10 +233,10 @@ def plan_of(predictor: Predictor, candidate: Candidate, *, stack: int = 1) -> Pl
     timeline, cluster = predictor.timeline(candidate.schedule, candidate.lengths), predictor.cluster
     return Plan(
         schedule=candidate.schedule,
-        shares=tuple(length / predictor.workload.rows for length in candidate.lengths),
+        shares=tuple(length / predictor.block.rows for length in candidate.lengths),
         stack=stack,
         memory=predictor.memory,
-        exchange=predictor.workload.exchange,
+        exchange=predictor.block.exchange,
         num_layers=len(predictor.layers),
         stock_ms=predictor.stock().total / 1e3,
         predicted_ms=candidate.total_us / 1e3,
@@ -246,7 +246,7 @@ def plan_of(predictor: Predictor, candidate: Candidate, *, stack: int = 1) -> Pl
         memory_gib=predictor.peak_bytes(candidate.schedule) / 2**30,
         reason="",
         made_for=made_for(
-            predictor.workload, cluster=cluster.description, ranks_per_node=cluster.ranks_per_node
+            predictor.block, cluster=cluster.description, ranks_per_node=cluster.ranks_per_node
         ),
     )
 
@@ -314,7 +314,7 @@ def simulated(predictor: Predictor, pipeline: Pipeline, peak: Callable[[str], fl
     """
     names = _ON_DEVICE if predictor.cluster.compute.copy is None else tuple(STRATEGIES)
     layers, chunks = min(SHORT, len(predictor.layers)), pipeline.backward_degree
-    lengths = [chunk.hidden[0].length for chunk in pipeline.chunks(predictor.workload.rows)]
+    lengths = [chunk.hidden[0].length for chunk in pipeline.chunks(predictor.block.rows)]
     times: dict[str, float] = {}
 
     def time_us(memory: str) -> float:
@@ -373,7 +373,7 @@ def equation_10_us(predictor: Predictor, *, degree: int) -> Mapping[str, float]:
     The slowdowns are those of the cluster file: of a transfer next to computation (``mu``), whether or not
     copies run as well; copies are not slowed (``eta`` is 1).
     """
-    work, cluster = predictor.workload, predictor.cluster
+    work, cluster = predictor.block, predictor.cluster
     lengths = even_chunks(work.rows, degree)
     dispatch = predictor.model.stages(lengths)[Stage(kinds.DISPATCH, 0)]
     both = predictor.model.times.all_products(expert_products(work, lengths[0]), chunked=False)

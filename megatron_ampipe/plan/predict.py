@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ampipe.files.timeline import COMPUTE, StageSpan, Timeline
+from megatron_ampipe.plan.block import Block, Rows, chunk_rows
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.operation_times import ZERO, OperationTimes, Pair, Product, is_one_product
 from megatron_ampipe.plan.simulate import Compiled, Pace, compile_named, direction_bound, run
 from megatron_ampipe.plan.stage_costs import COSTS, Work, exchange, facts_of, issue_us
-from megatron_ampipe.plan.workload import Rows, Workload, chunk_rows
 from megatron_ampipe.schedule import (
     KEEP,
     WEIGHTS,
@@ -44,7 +44,7 @@ class CostModel:
     """Times of the stages of one block on one cluster: each stage alone, with its overhead.
 
     Args:
-        workload: The block.
+        block: The block.
         cluster: The times of its operations.
         shares_schedule: The block shares its schedule with other layers.
         memory: What the experts keep for their backward, see ``Pipeline.memory``.
@@ -55,26 +55,26 @@ class CostModel:
 
     def __init__(
         self,
-        workload: Workload,
+        block: Block,
         cluster: Cluster,
         *,
         shares_schedule: bool = False,
         memory: str = KEEP,
     ) -> None:
-        self.workload, self.cluster, self._shares_schedule = workload, cluster, shares_schedule
+        self.block, self.cluster, self._shares_schedule = block, cluster, shares_schedule
         # Where layers share a schedule, they recompute as a part of it.
         features = replace(
-            workload.features_of(shares_schedule=shares_schedule),
-            recomputed=shares_schedule and workload.recomputes,
+            block.features_of(shares_schedule=shares_schedule),
+            recomputed=shares_schedule and block.recomputes,
         )
-        self.features = with_memory(with_exchange(features, workload.exchange), memory)
+        self.features = with_memory(with_exchange(features, block.exchange), memory)
         self.dense_features = self.features.without_experts
-        (self._sequence,) = chunk_rows(workload, (workload.rows,))
-        self.times = OperationTimes(workload, cluster, features=self.features)
-        self._dense_times = OperationTimes(workload, cluster, features=self.dense_features)
+        (self._sequence,) = chunk_rows(block, (block.rows,))
+        self.times = OperationTimes(block, cluster, features=self.features)
+        self._dense_times = OperationTimes(block, cluster, features=self.dense_features)
         # A search comes back to the same lengths many times: what was computed is kept, by kind and rows.
         self._chunk_rows = functools.lru_cache(maxsize=4096)(
-            functools.partial(chunk_rows, workload, shares_schedule=shares_schedule)
+            functools.partial(chunk_rows, block, shares_schedule=shares_schedule)
         )
         self._known: dict[object, Pair] = {}
 
@@ -134,7 +134,7 @@ class CostModel:
     def _products(self, kind: StageKind, rows: Rows) -> Sequence[Product]:
         products = facts_of(kind).products
         assert products is not None, f"{kind} has no weights"
-        return products(self.workload, rows.hidden)
+        return products(self.block, rows.hidden)
 
     def _weights(self, kind: StageKind, work: Work) -> float:
         """The part of a stage's backward that computes gradients of weights."""
@@ -146,7 +146,7 @@ class CostModel:
 
     def _joined_weights(self, kind: StageKind, chunks: Sequence[Rows]) -> float:
         """The same of all chunks in one stage: one product where their rows are put together for it."""
-        factor, element = self.cluster.stage_overhead(kind.name).backward_factor, self.workload.element_bytes
+        factor, element = self.cluster.stage_overhead(kind.name).backward_factor, self.block.element_bytes
         of_chunks = [self._products(kind, rows) for rows in chunks]
         total = 0.0
         for whole, *parts in zip(self._products(kind, self._sequence), *of_chunks, strict=True):
@@ -189,14 +189,14 @@ class CostModel:
 
     @functools.cached_property
     def _stock(self) -> OperationTimes:
-        return OperationTimes(self.workload.stock, self.cluster, stock=True)
+        return OperationTimes(self.block.stock, self.cluster, stock=True)
 
     def edges(self) -> float:
         """What layers that share a schedule do once before the first and after the last, in each direction.
 
         With tensor parallelism, rows move from Megatron's ranks to those of the chunks, and back.
         """
-        work = self.workload
+        work = self.block
         if not self._shares_schedule or work.tensor == 1:
             return 0.0
         moved = work.rows * work.batch * work.hidden * work.element_bytes * (work.tensor - 1) / work.tensor
@@ -233,16 +233,16 @@ class Predictor:
 
     def __init__(
         self,
-        workload: Workload,
+        block: Block,
         cluster: Cluster,
         *,
         num_layers: int = 1,
         dense: Collection[int] = (),
         memory: str = KEEP,
     ) -> None:
-        self.workload, self.cluster, self.memory = workload, cluster, memory
+        self.block, self.cluster, self.memory = block, cluster, memory
         self._dense = dense
-        self.model = CostModel(workload, cluster, shares_schedule=num_layers > 1, memory=memory)
+        self.model = CostModel(block, cluster, shares_schedule=num_layers > 1, memory=memory)
         self.features = self.model.features
         self.layers: tuple[BlockFeatures, ...] = tuple(
             self.model.dense_features if layer in dense else self.features for layer in range(num_layers)
@@ -254,7 +254,7 @@ class Predictor:
         self._costs = functools.lru_cache(maxsize=4096)(self.model.stages)
         self._issue_us = {
             direction: {
-                kind: issue_us(kind, direction, workload, cluster.host, block=kinds_of_block)
+                kind: issue_us(kind, direction, block, cluster.host, others=kinds_of_block)
                 for kind in kinds_of_block
             }
             for direction in Direction
@@ -272,8 +272,8 @@ class Predictor:
     def of_layers(
         self, num_layers: int, *, dense: Collection[int] = (), memory: str | None = None, **changes: Any
     ) -> Predictor:
-        """A predictor of another number of the same blocks; ``changes`` are fields of the workload."""
-        block, memory = replace(self.workload, **changes), self.memory if memory is None else memory
+        """A predictor of another number of the same blocks; ``changes`` are fields of the block."""
+        block, memory = replace(self.block, **changes), self.memory if memory is None else memory
         return Predictor(block, self.cluster, num_layers=num_layers, dense=dense, memory=memory)
 
     def stock(self) -> Pair:
@@ -290,14 +290,14 @@ class Predictor:
             memory=self.memory if memory is None else memory,
         )
         # Without a GPU there is no Transformer Engine.
-        return peak_bytes(self.workload, pipeline, local=self.cluster.trains_on_host)
+        return peak_bytes(self.block, pipeline, local=self.cluster.trains_on_host)
 
     def communication_us(self) -> float:
         """Total time of all collectives of a forward and a backward pass without chunks."""
         with_experts = sum(features.experts for features in self.layers)
         return with_experts * sum(
             cost.total
-            for stage, cost in self.model.stages((self.workload.rows,)).items()
+            for stage, cost in self.model.stages((self.block.rows,)).items()
             if stage.is_communication and not stage.kind.copies
         )
 
@@ -439,7 +439,7 @@ class Predictor:
         return pair if self.features.recomputed else self._recomputed(pair)
 
     def _recomputed(self, pair: Pair) -> Pair:
-        if not self.workload.recomputes:
+        if not self.block.recomputes:
             return pair
         return Pair(pair.forward, pair.forward + pair.backward)
 

@@ -155,7 +155,7 @@ class RecordedRouting:
         )
 
     def rows_to(self, places: int) -> float:
-        """Rows of a token if each place that has experts of it gets one (``Workload.rows_to``)."""
+        """Rows of a token if each place that has experts of it gets one (``Block.rows_to``)."""
         if places == 1:
             return 1.0
         arrived = sum(

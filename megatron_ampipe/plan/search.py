@@ -105,17 +105,17 @@ class Candidate:
 def candidates(predictor: Predictor, degrees: Iterable[int] = DEGREES) -> Iterator[Candidate]:
     """The named schedules at each degree, the same in both directions, with equal chunks."""
     names = NAMED if len(predictor.layers) == 1 else NAMED[:1]
-    if predictor.workload.splits_weights:
+    if predictor.block.splits_weights:
         names = (*names, "joined")
     for degree in degrees:
-        if degree <= predictor.workload.rows:
+        if degree <= predictor.block.rows:
             for name in names:
                 yield named(predictor, name, degree, degree)
 
 
 def in_one_chunk(predictor: Predictor) -> Candidate | None:
     """The schedule that overlaps without cutting the sequence; None where the layers cannot run it."""
-    if not predictor.workload.splits_weights or predictor.workload.expert == 1:
+    if not predictor.block.splits_weights or predictor.block.expert == 1:
         return None
     return named(predictor, IN_ONE_CHUNK, 1, 1)
 
@@ -123,7 +123,7 @@ def in_one_chunk(predictor: Predictor) -> Candidate | None:
 def named(predictor: Predictor, name: str, forward: int, backward: int) -> Candidate:
     """A named schedule with these degrees and equal chunks."""
     schedule = build(name, degree=forward, backward_degree=backward, features=predictor.features)
-    lengths = even_chunks(predictor.workload.rows, schedule.num_chunks)
+    lengths = even_chunks(predictor.block.rows, schedule.num_chunks)
     return _timed(predictor, schedule if len(predictor.layers) == 1 else period(schedule), lengths)
 
 
@@ -159,7 +159,7 @@ def _best_named(predictor: Predictor, degrees: Sequence[int]) -> Candidate:
 
 def improve_chunks(predictor: Predictor, start: Candidate) -> Candidate:
     """Move rows between adjacent chunks while that saves time. The order of the stages is kept."""
-    rows, count = predictor.workload.rows, len(start.lengths)
+    rows, count = predictor.block.rows, len(start.lengths)
     # A run must use the lengths that are found here, and it rounds them to this number of rows.
     unit = row_unit(rows, count)
     shortest = max(1, rows // (MAX_SHORTENING * count))
@@ -239,7 +239,7 @@ def reorder(predictor: Predictor, start: Candidate) -> Candidate:
 def _starts(predictor: Predictor, plain: Candidate, degrees: Sequence[int]) -> list[Candidate]:
     """The best named candidate, and ``ampipe`` at its degree and the next larger one."""
     count = len(plain.lengths)
-    larger = [degree for degree in degrees if count < degree <= predictor.workload.rows][:1]
+    larger = [degree for degree in degrees if count < degree <= predictor.block.rows][:1]
     others = (named(predictor, NAMED[0], degree, degree) for degree in (count, *larger))
     return [plain, *(one for one in others if one.schedule != plain.schedule)]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
+from megatron_ampipe.plan.block import Block, Rows
 from megatron_ampipe.plan.cluster import Host, Operation
 from megatron_ampipe.plan.memory import expert_bytes
 from megatron_ampipe.plan.operation_times import (
@@ -30,7 +31,6 @@ from megatron_ampipe.plan.operation_times import (
     shared_products,
     tensors_of,
 )
-from megatron_ampipe.plan.workload import Rows, Workload
 from megatron_ampipe.schedule import Direction, StageKind, kinds
 
 COUNT_BYTES = 8
@@ -74,9 +74,9 @@ class CostOf:
 
     kind: StageKind
     _: KW_ONLY
-    calls: tuple[float, float] | Callable[[Workload], tuple[float, float]] | None = None
+    calls: tuple[float, float] | Callable[[Block], tuple[float, float]] | None = None
     part_of: StageKind | None = None
-    products: Callable[[Workload, int], Sequence[Product]] | None = None
+    products: Callable[[Block, int], Sequence[Product]] | None = None
     latency: Callable[[OperationTimes], float] | None = None
     measured_as: StageKind | None = None
     by_position: bool = False
@@ -96,9 +96,9 @@ def facts_of(kind: StageKind) -> CostOf:
     return FACTS.get(kind.row) or CostOf(kind)
 
 
-def _latency(operation: Operation, ranks: Callable[[Workload], int]) -> Callable[[OperationTimes], float]:
+def _latency(operation: Operation, ranks: Callable[[Block], int]) -> Callable[[OperationTimes], float]:
     """Of a collective of a group that is spread over so many ranks; over one means within a node."""
-    return lambda times: times.figure(operation, ranks(times.workload)).alpha_us
+    return lambda times: times.figure(operation, ranks(times.block)).alpha_us
 
 
 # Attention.
@@ -106,20 +106,20 @@ def _latency(operation: Operation, ranks: Callable[[Workload], int]) -> Callable
 
 @CostOf(kinds.INPUT_NORM, calls=(6, 17), part_of=kinds.QKV, measured_as=kinds.MERGE)
 def input_norm(times: OperationTimes, work: Work) -> Pair:
-    return times.pass_over(2 * times.tokens(work.rows) * times.workload.hidden)
+    return times.pass_over(2 * times.tokens(work.rows) * times.block.hidden)
 
 
 @CostOf(kinds.GATHER_ROWS, calls=(3, 3), latency=_latency("all_gather", lambda sizes: sizes.tensor))
 @CostOf(kinds.REGATHER_ROWS, calls=(0, 3), latency=_latency("all_gather", lambda sizes: sizes.tensor))
 def gather_rows(times: OperationTimes, work: Work) -> Pair:
     """Rows of all tensor-parallel ranks gathered; backward, gradients added and scattered."""
-    return times.gather(times.tokens(work.rows) * times.workload.hidden, times.workload.tensor)
+    return times.gather(times.tokens(work.rows) * times.block.hidden, times.block.tensor)
 
 
 @CostOf(kinds.QKV, calls=(10, 20), products=qkv_products)
 def qkv(times: OperationTimes, work: Work) -> Pair:
     """All that is one stage until queries, keys and values of this rank's heads."""
-    sizes, tokens = times.workload, times.tokens(work.rows)
+    sizes, tokens = times.block, times.tokens(work.rows)
     written = 2 * tokens * sizes.tensor * (sum(n for _, n in sizes.projections) // sizes.tensor)
     total = times.pass_over(written)
     total += times.all_products(qkv_products(sizes, work.rows.hidden), chunked=work.chunked)
@@ -136,7 +136,7 @@ def qkv(times: OperationTimes, work: Work) -> Pair:
 @CostOf(kinds.ATTEND, measured_as=kinds.ATTENTION)
 def attend(times: OperationTimes, work: Work) -> Pair:
     """Attention to the keys of one context-parallel rank: every row to half of them, or half to all."""
-    sizes = times.workload
+    sizes = times.block
     queries = times.tokens(work.rows) * sizes.heads
     keys = sizes.sequence_length / sizes.context
     gflops = 2e-9 * queries * keys / 2 * (sizes.head_size + sizes.value_size)
@@ -147,7 +147,7 @@ def attend(times: OperationTimes, work: Work) -> Pair:
 @CostOf(kinds.RERING, latency=_latency("all_to_all", lambda sizes: sizes.context * sizes.tensor))
 def ring(times: OperationTimes, work: Work) -> Pair:
     """Keys and values of one rank to the next; backward, their gradients."""
-    sizes = times.workload
+    sizes = times.block
     rows = sizes.sequence_length / sizes.context * sizes.batch
     size = rows * sizes.key_value_width / sizes.tensor * sizes.element_bytes
     time = times.figure("all_to_all", sizes.context * sizes.tensor).time_us(size)
@@ -157,7 +157,7 @@ def ring(times: OperationTimes, work: Work) -> Pair:
 @CostOf(kinds.ATTENTION, calls=(17, 29), products=attention_products, by_position=True)
 def attention(times: OperationTimes, work: Work) -> Pair:
     """All of attention that is one stage: core attention to all keys, and output projection."""
-    sizes, rows = times.workload, work.rows
+    sizes, rows = times.block, work.rows
     total = times.all_products(attention_products(sizes, rows.hidden), chunked=work.chunked)
     if not sizes.ring:
         heads = sizes.batch * sizes.heads / sizes.tensor
@@ -179,7 +179,7 @@ def scatter_rows(times: OperationTimes, work: Work) -> Pair:
 
 @CostOf(kinds.ADD_NORM, calls=(7, 15), part_of=kinds.ATTENTION, measured_as=kinds.MERGE)
 def add_norm(times: OperationTimes, work: Work) -> Pair:
-    return times.pass_over(5 * times.tokens(work.rows) * times.workload.hidden)
+    return times.pass_over(5 * times.tokens(work.rows) * times.block.hidden)
 
 
 # Routing.
@@ -188,14 +188,14 @@ def add_norm(times: OperationTimes, work: Work) -> Pair:
 @CostOf(kinds.LOSSES, calls=(16, 7))
 def losses(times: OperationTimes, work: Work) -> Pair:
     # Router scores are fp32 in any dtype.
-    sizes = times.workload
+    sizes = times.block
     return times.pass_over(4 * times.tokens(work.rows) * sizes.experts * 4 / sizes.element_bytes)
 
 
 @CostOf(kinds.CHOOSE)
 def choose(times: OperationTimes, work: Work) -> Pair:
     """The router; how it balances is not counted."""
-    sizes, tokens = times.workload, times.tokens(work.rows)
+    sizes, tokens = times.block, times.tokens(work.rows)
     products = times.products(tokens, sizes.hidden, sizes.experts, 1, chunked=False)
     return losses(times, work) + products
 
@@ -209,13 +209,13 @@ def permute(times: OperationTimes, work: Work) -> Pair:
 def route(times: OperationTimes, work: Work) -> Pair:
     """The router, unless it is a separate stage, and the permutation."""
     moved = permute(times, work)
-    return moved if times.workload.chooses else choose(times, work) + moved
+    return moved if times.block.chooses else choose(times, work) + moved
 
 
 @CostOf(kinds.CONDENSE)
 def condense(times: OperationTimes, work: Work) -> Pair:
     """Similarity of the rows that go to one expert, each with each, and a copy of those that are sent."""
-    sizes, sent = times.workload, times.sent(work.rows)
+    sizes, sent = times.block, times.sent(work.rows)
     of_expert = sent / sizes.experts
     similar = times.products(of_expert, sizes.hidden, of_expert, sizes.experts, chunked=False)
     return Pair(similar.forward, 0.0) + times.move(sent)
@@ -224,25 +224,25 @@ def condense(times: OperationTimes, work: Work) -> Pair:
 @CostOf(kinds.EXPAND)
 def expand(times: OperationTimes, work: Work) -> Pair:
     """Rows for all tokens from those that were sent, weighted."""
-    return permute(times, work) + times.pass_over(times.sent(work.rows) * times.workload.hidden)
+    return permute(times, work) + times.pass_over(times.sent(work.rows) * times.block.hidden)
 
 
 @CostOf(kinds.MERGE, calls=(4, 1))
 def merge(times: OperationTimes, work: Work) -> Pair:
-    return permute(times, work) + times.pass_over(3 * times.tokens(work.rows) * times.workload.hidden)
+    return permute(times, work) + times.pass_over(3 * times.tokens(work.rows) * times.block.hidden)
 
 
 # Tokens on their way to the experts and back.
 
 
 def _counts_latency(times: OperationTimes) -> float:
-    ranks = times.workload.expert * times.workload.expert_tensor
+    ranks = times.block.expert * times.block.expert_tensor
     return times.figure("all_gather", ranks).alpha_us if ranks > 1 else 0.0
 
 
 @CostOf(kinds.COUNTS, calls=(5, 0), latency=_counts_latency)
 def counts(times: OperationTimes, work: Work) -> Pair:
-    sizes = times.workload
+    sizes = times.block
     ranks = sizes.expert * sizes.expert_tensor
     if ranks == 1:
         return ZERO
@@ -250,9 +250,9 @@ def counts(times: OperationTimes, work: Work) -> Pair:
 
 
 def _exchange_latency(times: OperationTimes) -> float:
-    if times.workload.expert == 1:
+    if times.block.expert == 1:
         return 0.0
-    if times.workload.dispatcher == "allgather":
+    if times.block.dispatcher == "allgather":
         return _counts_latency(times)
     return max(figure.alpha_us for figure, _ in times.links())
 
@@ -262,7 +262,7 @@ def _exchange_latency(times: OperationTimes) -> float:
 @CostOf(kinds.REDISPATCH, latency=_exchange_latency)
 def exchange(times: OperationTimes, work: Work) -> Pair:
     """The forward and the backward pass send the same number of bytes."""
-    sizes = times.workload
+    sizes = times.block
     if sizes.expert == 1:
         return ZERO
     if sizes.dispatcher == "allgather":
@@ -285,13 +285,13 @@ def hop(times: OperationTimes, work: Work) -> Pair:
     """A hop within nodes, and the copies, sums or order there; the same bytes in both directions."""
     assert times.nodes is not None
     near, copies = times.nodes.ranks_per_node, times.arriving(work.rows)
-    size = copies * (near - 1) / near * times.workload.row_bytes(times.workload.arriving_probabilities)
+    size = copies * (near - 1) / near * times.block.row_bytes(times.block.arriving_probabilities)
     time = times.figure("all_to_all", 1).time_us(size) + times.move(copies).forward
     return Pair(time, time)
 
 
 def _over_shares(times: OperationTimes, work: Work, probabilities: int) -> Pair:
-    sizes = times.workload
+    sizes = times.block
     elements = times.arriving(work.rows) * sizes.row_bytes(probabilities) / sizes.element_bytes
     return times.gather(elements, sizes.expert_tensor)
 
@@ -300,7 +300,7 @@ def _over_shares(times: OperationTimes, work: Work, probabilities: int) -> Pair:
 @CostOf(kinds.REGATHER, latency=_latency("all_gather", lambda sizes: sizes.expert_tensor))
 def gather(times: OperationTimes, work: Work) -> Pair:
     """Rows and probabilities to all ranks that share an expert; backward, their gradients added."""
-    return _over_shares(times, work, times.workload.arriving_probabilities)
+    return _over_shares(times, work, times.block.arriving_probabilities)
 
 
 @CostOf(kinds.SCATTER, calls=(5, 3), latency=_latency("reduce_scatter", lambda sizes: sizes.expert_tensor))
@@ -316,7 +316,7 @@ def scatter(times: OperationTimes, work: Work) -> Pair:
 @CostOf(kinds.RESORT)
 def arrange(times: OperationTimes, work: Work) -> Pair:
     """Rows sorted by expert, or copied for the experts; or the way back, where copies are added."""
-    sizes = times.workload
+    sizes = times.block
     if sizes.dispatcher != "alltoall" or (sizes.local_experts == 1 and sizes.exchange.sends_every_copy):
         return ZERO
     return times.move(sizes.received(work.rows.hidden))
@@ -325,24 +325,24 @@ def arrange(times: OperationTimes, work: Work) -> Pair:
 @CostOf(kinds.REBUILD)
 def until_activation(times: OperationTimes, work: Work) -> Pair:
     """First product and activation of the experts."""
-    sizes = times.workload
+    sizes = times.block
     up, _ = expert_products(sizes, work.rows.hidden)
     total = times.products(*up, chunked=work.chunked)
     total += times.pass_over(up.rows * (up.n + sizes.ffn / sizes.expert_tensor))
     return total + arrange(times, work)
 
 
-def _expert_calls(workload: Workload) -> tuple[float, float]:
+def _expert_calls(block: Block) -> tuple[float, float]:
     """Of each local expert, or once for a grouped GEMM; and of sorting the tokens if there are several."""
-    products = 1 if workload.grouped else workload.local_experts
-    around = 1 if workload.local_experts == 1 else 1 + 4
+    products = 1 if block.grouped else block.local_experts
+    around = 1 if block.local_experts == 1 else 1 + 4
     return around + 4 * products, around + 10.75 * products
 
 
 @CostOf(kinds.EXPERT, calls=_expert_calls, products=expert_products)
 def expert(times: OperationTimes, work: Work) -> Pair:
     """The local experts: what ``rebuild`` repeats, and the last product and the rows' way back."""
-    _, down = expert_products(times.workload, work.rows.hidden)
+    _, down = expert_products(times.block, work.rows.hidden)
     last = times.products(*down, chunked=work.chunked)
     return until_activation(times, work) + last + arrange(times, work)
 
@@ -357,13 +357,13 @@ def _gated(times: OperationTimes, work: Work, products: Sequence[Product]) -> Pa
 
 @CostOf(kinds.SHARED, calls=(3, 7), products=shared_products)
 def shared(times: OperationTimes, work: Work) -> Pair:
-    return _gated(times, work, shared_products(times.workload, work.rows.hidden))
+    return _gated(times, work, shared_products(times.block, work.rows.hidden))
 
 
 @CostOf(kinds.MLP, products=mlp_products)
 def mlp(times: OperationTimes, work: Work) -> Pair:
-    passed = times.pass_over(2 * times.tokens(work.rows) * times.workload.hidden)
-    return _gated(times, work, mlp_products(times.workload, work.rows.hidden)) + passed
+    passed = times.pass_over(2 * times.tokens(work.rows) * times.block.hidden)
+    return _gated(times, work, mlp_products(times.block, work.rows.hidden)) + passed
 
 
 # Copies to host memory, and gradients of parameters.
@@ -374,7 +374,7 @@ def mlp(times: OperationTimes, work: Work) -> Pair:
 def copy_all(times: OperationTimes, work: Work) -> Pair:
     """All that the experts keep."""
     local = times.cluster.trains_on_host
-    size = expert_bytes(times.workload, work.rows.hidden, local=local, inner=True)
+    size = expert_bytes(times.block, work.rows.hidden, local=local, inner=True)
     return Pair(times.copy_us(size), 0.0)
 
 
@@ -382,7 +382,7 @@ def copy_all(times: OperationTimes, work: Work) -> Pair:
 @CostOf(kinds.LOAD_TOKENS)
 def copy_tokens(times: OperationTimes, work: Work) -> Pair:
     """What arrived."""
-    sizes, local = times.workload, times.cluster.trains_on_host
+    sizes, local = times.block, times.cluster.trains_on_host
     size = expert_bytes(sizes, work.rows.hidden, local=local, inner=False)
     # With all-to-alls, rows are gathered after the copy.
     return Pair(times.copy_us(size / (sizes.expert_tensor if sizes.dispatcher == "alltoall" else 1)), 0.0)
@@ -390,53 +390,53 @@ def copy_tokens(times: OperationTimes, work: Work) -> Pair:
 
 @CostOf(kinds.REDUCE)
 def reduce(times: OperationTimes, work: Work) -> Pair:
-    tensors = tensors_of(times.workload, dense=times.features.dense)
+    tensors = tensors_of(times.block, dense=times.features.dense)
     return Pair(times.reductions_us(tensors).others, 0.0)
 
 
 @CostOf(kinds.REDUCE_EXPERTS)
 def reduce_experts(times: OperationTimes, work: Work) -> Pair:
-    return Pair(times.reductions_us(tensors_of(times.workload, dense=False)).experts, 0.0)
+    return Pair(times.reductions_us(tensors_of(times.block, dense=False)).experts, 0.0)
 
 
 # The host's part.
 
 
 def host_calls(
-    kind: StageKind, direction: Direction, workload: Workload, *, block: Collection[StageKind] = ()
+    kind: StageKind, direction: Direction, block: Block, *, others: Collection[StageKind] = ()
 ) -> float:
-    """Number of calls that issue one stage of one chunk; ``block`` are the kinds of its block."""
+    """Number of calls that issue one stage of one chunk; ``others`` are the kinds of its block."""
 
     def of(kind: StageKind) -> float:
         # A step of a kind, and an added one, counts as an average stage.
         calls = FACTS[kind].calls if kind in FACTS else None
         if calls is None:
             return MEAN_CALLS.of(direction)
-        return Pair(*(calls if isinstance(calls, tuple) else calls(workload))).of(direction)
+        return Pair(*(calls if isinstance(calls, tuple) else calls(block))).of(direction)
 
-    return of(kind) - sum(of(part) for part in block if facts_of(part).part_of == kind)
+    return of(kind) - sum(of(part) for part in others if facts_of(part).part_of == kind)
 
 
-def issued_parts(kind: StageKind, direction: Direction, workload: Workload) -> float:
+def issued_parts(kind: StageKind, direction: Direction, block: Block) -> float:
     """How much longer a stage takes to issue than with one local expert."""
-    alone = replace(workload, experts=workload.expert)
-    return host_calls(kind, direction, workload) / host_calls(kind, direction, alone)
+    alone = replace(block, experts=block.expert)
+    return host_calls(kind, direction, block) / host_calls(kind, direction, alone)
 
 
 def issue_us(
     kind: StageKind,
     direction: Direction,
-    workload: Workload,
+    block: Block,
     host: Host,
     *,
-    block: Collection[StageKind] = (),
+    others: Collection[StageKind] = (),
 ) -> float:
-    """The host's time to issue one stage of one chunk; ``block`` are the kinds of its block.
+    """The host's time to issue one stage of one chunk; ``others`` are the kinds of its block.
 
     As measured for the kind (``host.issue_of``), or else its share of the mean time of a stage.
     """
     for name, figure in (host.issue_of or {}).items():
         if name == kind.name:
-            return figure.of(direction) * issued_parts(kind, direction, workload)
+            return figure.of(direction) * issued_parts(kind, direction, block)
     mean = host.issue.of(direction)
-    return mean * host_calls(kind, direction, workload, block=block) / MEAN_CALLS.of(direction)
+    return mean * host_calls(kind, direction, block, others=others) / MEAN_CALLS.of(direction)

@@ -97,7 +97,7 @@ def _memory_strategies(predictor: Predictor, plan: Plan) -> dict[str, Any]:
     for name in (KEEP, *costs_us):
         of_memory = predictor.of_layers(1, memory=name)
         schedule = Pipeline.of(degree, memory=name).schedule_of(of_memory.layers)
-        times[name] = of_memory.pass_us(schedule, even_chunks(predictor.workload.rows, degree)).total / 1e3
+        times[name] = of_memory.pass_us(schedule, even_chunks(predictor.block.rows, degree)).total / 1e3
     return {
         "degree": degree,
         "equation_10": min(costs_us, key=lambda name: costs_us[name]),
@@ -113,7 +113,7 @@ def _stacks(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
     if shared is None:
         return []
     assert shared.stock_ms is not None and shared.predicted_ms is not None
-    lengths = [round(share * predictor.workload.rows) for share in shared.shares]
+    lengths = [round(share * predictor.block.rows) for share in shared.shares]
     bound = sharing_layers(predictor, shared.stack).bound_us(shared.schedule, lengths)
     blocks, together = (
         {
@@ -136,7 +136,7 @@ def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
     if not plan.helps:
         return None
     running = sharing_layers(predictor, plan.stack)
-    lengths = [round(share * predictor.workload.rows) for share in plan.shares]
+    lengths = [round(share * predictor.block.rows) for share in plan.shares]
     with_experts = sum(features.experts for features in predictor.layers)
     num_layers = len(running.layers) if running is predictor else with_experts
     gradients = plan_gradients(running, plan.schedule, lengths, num_layers=num_layers)

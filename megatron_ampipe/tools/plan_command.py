@@ -20,14 +20,14 @@ from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import value_of
 from megatron_ampipe.files.timeline import PREDICTED, Timeline
+from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.plan.model_file import find_model, layers_of, read_model, workload_of
+from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.recorded_routing import places_of, read_routing
 from megatron_ampipe.plan.search import DEGREES
-from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import (
     ALL_EXCHANGES,
     SCHEDULE_NAMES,
@@ -165,12 +165,12 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = read_cluster(find_cluster(arguments.cluster))
     model = read_model(find_model(arguments.model), overrides=_overrides(arguments.set))
     imbalance = arguments.imbalance or 1.0
-    workload, assumed = workload_of(model, cluster, ranks=arguments.ranks, imbalance=imbalance)
-    workload, recorded = with_routing(
-        workload, arguments.routing, condense=arguments.condense, given=arguments.imbalance
+    block, assumed = block_of(model, cluster, ranks=arguments.ranks, imbalance=imbalance)
+    block, recorded = with_routing(
+        block, arguments.routing, condense=arguments.condense, given=arguments.imbalance
     )
     layers = layers_of(model)
-    predictor = Predictor(workload, cluster, num_layers=layers.num_layers, dense=layers.dense)
+    predictor = Predictor(block, cluster, num_layers=layers.num_layers, dense=layers.dense)
     _check_exchanges(arguments.exchange, predictor)
     plans = make_plans(
         predictor, degrees=arguments.degrees, stack=arguments.stack, exchanges=arguments.exchange
@@ -234,8 +234,8 @@ def _overrides(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def with_routing(
-    block: Workload, folder: Path | None, *, condense: float | None, given: float | None
-) -> tuple[Workload, tuple[str, ...]]:
+    block: Block, folder: Path | None, *, condense: float | None, given: float | None
+) -> tuple[Block, tuple[str, ...]]:
     """A block whose experts are used as in a training, and a sentence for each figure that was taken.
 
     ``given`` is the value of ``--imbalance``; the others are those of ``--routing`` and ``--condense``.
@@ -273,10 +273,10 @@ def with_routing(
 def _check_exchanges(exchanges: Sequence[Exchange], predictor: Predictor) -> None:
     """Refuse a single exchange that saves nothing; of several, those are left out."""
     given = ",".join(exchanges)
-    if predictor.workload.condense is not None and not all(one.sends_every_copy for one in exchanges):
+    if predictor.block.condense is not None and not all(one.sends_every_copy for one in exchanges):
         rule = "with --condense, a row is of several experts, and its result their sum"
         _refuse("--exchange", given, rule, "Leave one of the two out.")
-    if not set(exchanges) & set(predictor.workload.exchanges(predictor.cluster.ranks_per_node)):
+    if not set(exchanges) & set(predictor.block.exchanges(predictor.cluster.ranks_per_node)):
         rule = "saves nothing in this layout: no rank or node gets a token twice, or ranks are not spread "
         rule += "equally over several nodes with several of them on each"
         remedy = f"Use --exchange {ALL_EXCHANGES}, which leaves out what does not apply."
@@ -331,7 +331,7 @@ def _pipeline(text: str) -> Pipeline:
 
 def _write_timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> None:
     """Write what ``--trace``, ``--picture`` and ``--tape`` show."""
-    rows = predictor.workload.rows
+    rows = predictor.block.rows
     pipeline = arguments.trace_of or plan.pipeline(rows=rows)
     if pipeline.num_chunks > rows:
         rule = f"is more chunks than the {rows} rows that a rank holds"
@@ -393,7 +393,7 @@ def tape_text(predictor: Predictor, pipeline: Pipeline) -> str:
     tapes = compiler.compiled(
         pipeline.schedule_of(layers),
         layers,
-        chunks=pipeline.chunks(predictor.workload.rows),
+        chunks=pipeline.chunks(predictor.block.rows),
         functions=[Unnamed()] * len(layers),
         keep_graph=True,
         host_waits=True,

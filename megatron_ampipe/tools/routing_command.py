@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe.files import outputs
+from megatron_ampipe.plan.block import even_rows
 from megatron_ampipe.plan.recorded_routing import (
     RecordedRouting,
     busiest,
@@ -24,7 +25,6 @@ from megatron_ampipe.plan.recorded_routing import (
     read_routing,
     share_condensed,
 )
-from megatron_ampipe.plan.workload import even_rows
 from megatron_ampipe.tools.timeline_picture import SUFFIXES
 from megatron_ampipe.tools.whole_numbers import at_least
 

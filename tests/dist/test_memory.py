@@ -17,7 +17,7 @@ import pytest
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange
 from megatron_ampipe.tools.measuring.grid import Case as GridCase
-from megatron_ampipe.tools.measuring.grid import workload_of_case
+from megatron_ampipe.tools.measuring.grid import block_of_case
 from tests.dist.cases import Case
 from tests.dist.launch import run_workers
 
@@ -216,9 +216,9 @@ def predicted_bytes(case: Case, *, num_ranks: int = 2) -> float:
         activation="swiglu" if model.get("gated_linear_unit") else "gelu",
         dtype="bf16" if model.get("bf16") else "fp32",
     )
-    workload = workload_of_case(block, num_ranks=num_ranks, fused_gradients=False)
+    block = block_of_case(block, num_ranks=num_ranks, fused_gradients=False)
     return peak_bytes(
-        dataclasses.replace(workload, dense_ffn=model["ffn_hidden_size"], exchange=case.exchange),
+        dataclasses.replace(block, dense_ffn=model["ffn_hidden_size"], exchange=case.exchange),
         case.pipeline,
         num_layers=len(case.layers),
         dense_layers=[layer for layer, kind in enumerate(case.layers) if kind == "d"],

@@ -18,7 +18,7 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import Exchange, build
 from megatron_ampipe.tools import profile_command
 from megatron_ampipe.tools.measuring import cluster_fit, network
-from megatron_ampipe.tools.measuring.grid import read_grid, workload_of_case
+from megatron_ampipe.tools.measuring.grid import block_of_case, read_grid
 from tests.dist.test_bench import needs_network
 from tests.megatron.launcher import execute, torchrun_command
 
@@ -68,8 +68,8 @@ def test_a_cluster_file_from_ranks_that_it_starts(
     assert {"qkv", "attention", "route", "shared", "expert", "merge", "any"} == set(cluster.host.stage)
     assert cluster.overlap.compute_slowdown >= 1
     (case,) = read_grid(grid).cases
-    predictor = Predictor(workload_of_case(case, num_ranks=2, fused_gradients=True), cluster)
-    schedule = build("ampipe", degree=2, features=predictor.workload.features)
+    predictor = Predictor(block_of_case(case, num_ranks=2, fused_gradients=True), cluster)
+    schedule = build("ampipe", degree=2, features=predictor.block.features)
     assert predictor.pass_us(schedule, (128, 128)).forward > 4 * LATENCY_US
 
 
@@ -118,8 +118,8 @@ def test_two_classes_of_links(grid: Path, tmp_path: Path, monkeypatch: pytest.Mo
         at_least_us=lambda size: 8 * (size - network.burst_bytes(INTER_BIT_PER_US * 1e6)) / INTER_BIT_PER_US,
     )
     (case,) = read_grid(grid).cases
-    workload = workload_of_case(case, num_ranks=4, fused_gradients=True)
-    predictor = Predictor(workload, cluster).with_exchange(Exchange.NODES)
+    block = block_of_case(case, num_ranks=4, fused_gradients=True)
+    predictor = Predictor(block, cluster).with_exchange(Exchange.NODES)
     schedule = build("ampipe", degree=2, features=predictor.features)
     assert predictor.pass_us(schedule, (128, 128)).forward > 0
 

@@ -14,7 +14,7 @@ import pytest
 from megatron_ampipe.plan.stage_costs import host_calls
 from megatron_ampipe.schedule import MOE_BLOCK, Direction
 from tests.dist.launch import run_workers
-from tests.plan_cases import workload
+from tests.plan_cases import sized_block
 from tests.streams import census
 from tests.streams.cases import runs
 from tests.streams.faults import FAULTS
@@ -108,7 +108,7 @@ FIRST = {
 def test_the_planner_knows_the_calls_of_each_stage(
     name: str, local_experts: int, reports: list[dict[str, Any]]
 ) -> None:
-    block = workload(experts=2 * local_experts, expert=2)
+    block = sized_block(experts=2 * local_experts, expert=2)
     for degree in census.DEGREES:
         counted = reports[1]["census"][name][str(degree)]["calls"]
         table = {

@@ -11,10 +11,10 @@ import pytest
 
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.plan.model_file import read_model, workload_of
+from megatron_ampipe.plan.model_file import block_of, read_model
 from megatron_ampipe.schedule import BlockFeatures, Pipeline
 from megatron_ampipe.schedule.features import boundary, features_of_settings
-from tests.unit.test_plan_workload import PLAIN
+from tests.unit.test_plan_block import PLAIN
 
 CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "none": ({"type": "none", "aux": 0.0, "z": None}, False),
@@ -48,8 +48,8 @@ def test_a_model_file_and_arguments_give_it(case: tuple[dict[str, Any], bool], t
     if given["z"] is not None:
         settings["moe-z-loss-coeff"] = given["z"]
     cluster = read_cluster(find_cluster("dgx-h100"))
-    workload, _ = workload_of(read_model(path, overrides=settings), cluster)
-    assert workload.features.losses is expected
+    block, _ = block_of(read_model(path, overrides=settings), cluster)
+    assert block.features.losses is expected
 
     settings = {name.replace("-", "_"): value for name, value in settings.items()}
     assert features_of_settings(arguments(**settings), WHOLE).losses is expected
@@ -131,10 +131,10 @@ def test_features_are_the_same_from_every_source(
     path = tmp_path / "model.yaml"
     path.write_text(f"{PLAIN}ampipe:\n  capacity-scope: {scope}\n")
     overrides = {key.replace("_", "-"): value for key, value in settings.items()}
-    workload, _ = workload_of(
+    block, _ = block_of(
         read_model(path, overrides=overrides), read_cluster(find_cluster("dgx-h100")), ranks=16
     )
-    assert workload.features == expected
+    assert block.features == expected
 
     pytest.importorskip("megatron.core")
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig

@@ -25,9 +25,9 @@ from megatron_ampipe.plan.gradients import (
 from megatron_ampipe.plan.operation_times import LayerReductions
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import Direction, build, even_chunks, period
-from megatron_ampipe.tools.measuring.grid import find_grid, read_grid, workload_of_case
-from tests.plan_cases import cluster, without_device, workload
-from tests.unit.test_plan_workload import PLAIN
+from megatron_ampipe.tools.measuring.grid import block_of_case, find_grid, read_grid
+from tests.plan_cases import cluster, sized_block, without_device
+from tests.unit.test_plan_block import PLAIN
 
 ATTENTION, EXPERTS = 4 * 256**2, 2 * 2 * 256 * 1024
 """Parameters of a layer on a rank of ``cpu-small`` with two of its four experts."""
@@ -62,7 +62,7 @@ def reduced_pass(
     name: str, degree: int, *, together: bool = False, num_layers: int = 3, **changes: Any
 ) -> tuple[ReducedPass, Predictor, float]:
     """With the time of one transfer; no stage slows another down."""
-    work = workload(**{"replicas": 8, "expert": 4, "expert_replicas": 2, **changes})
+    work = sized_block(**{"replicas": 8, "expert": 4, "expert_replicas": 2, **changes})
     predictor = Predictor(work, without_device(cluster()), num_layers=num_layers if together else 1)
     schedule = build(name, degree=degree, features=predictor.features)
     lengths = even_chunks(work.rows, degree)
@@ -102,7 +102,7 @@ def of_layers(*others: float, experts: Sequence[float] = (0.0, 0.0, 0.0)) -> lis
 @pytest.mark.parametrize(("num_layers", "tensor"), [(2, 1), (4, 1), (5, 1), (5, 2)])
 def test_stacks_follow_one_another(num_layers: int, tensor: int) -> None:
     """Two layers share a schedule; of five, three do."""
-    work = workload(replicas=8, tensor=tensor, recomputes=True)
+    work = sized_block(replicas=8, tensor=tensor, recomputes=True)
     predictor = Predictor(work, cluster("dgx-h100"), num_layers=2)
     schedule = period(build("ampipe", degree=2, features=predictor.features))
     lengths = even_chunks(work.rows, 2)
@@ -121,7 +121,7 @@ def of_cpu_layers(
 ) -> GradientPlan | None:
     (case,) = read_grid(find_grid("cpu-small")).only("top1").cases
     measured = replace(read_cluster(Path("docs/measured/profile-200mbit.yaml")), ranks_per_node=4)
-    block = workload_of_case(case, num_ranks=2, fused_gradients=True)
+    block = block_of_case(case, num_ranks=2, fused_gradients=True)
     block = replace(block, replicas=dense, expert_replicas=experts)
     predictor = Predictor(block, measured, num_layers=layers)
     order = build(schedule, degree=degree, features=predictor.features)

@@ -83,7 +83,7 @@ def test_times_of_a_table_are_interpolated(tmp_path: Path) -> None:
         read_cluster(path)
 
 
-def test_a_missing_optional_figure_is_reported_when_a_workload_needs_it() -> None:
+def test_a_missing_optional_figure_is_reported_when_a_block_needs_it() -> None:
     cluster = read_cluster(find_cluster("a800x8-20gbps"))
     with pytest.raises(BadInput, match=r"a800x8-20gbps\.yaml:\d+: inter\.all_to_all: is missing"):
         cluster.collective("all_to_all", across_nodes=True)

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.block import chunk_rows
 from megatron_ampipe.plan.cluster import TransferCost
 from megatron_ampipe.plan.operation_times import Product
 from megatron_ampipe.plan.operation_times import is_one_product as planned_as_one
 from megatron_ampipe.plan.predict import CostModel
 from megatron_ampipe.plan.stage_costs import COSTS, FACTS
-from megatron_ampipe.plan.workload import chunk_rows
 from megatron_ampipe.runtime.segment import is_one_product
 from megatron_ampipe.schedule import (
     ALL_KINDS,
@@ -31,7 +31,7 @@ from megatron_ampipe.schedule import (
     kinds,
     needs_of,
 )
-from tests.plan_cases import cluster, workload
+from tests.plan_cases import cluster, sized_block
 
 
 def test_every_kind_has_a_cost() -> None:
@@ -53,7 +53,7 @@ def test_pairs_equal_those_of_the_chunks_of_a_run(
 ) -> None:
     """Counted row by row over the spans of ``schedule.chunk_sequence``, on the rank with the most pairs."""
     length = 192
-    block = workload(sequence_length=length, tensor=tensor, context=context, window=window)
+    block = sized_block(sequence_length=length, tensor=tensor, context=context, window=window)
     found = chunk_rows(block, even_chunks(block.rows, degree))
     counted = []
     for rank in range(context):
@@ -77,7 +77,7 @@ def test_pairs_equal_those_of_the_chunks_of_a_run(
 def test_dispatch_equals_a_value_by_hand() -> None:
     # 1024 rows, each sent to 2 of 8 experts, 7 of 8 of them on other ranks; a row has 1024 numbers of 2 bytes
     # and a probability of 4 bytes. 20 us and 50 us per MB.
-    model = CostModel(workload(sequence_length=4096), cluster())
+    model = CostModel(sized_block(sequence_length=4096), cluster())
     costs = model.stages(even_chunks(4096, 4))
     size = 1024 * 2 * 7 / 8 * (2048 + 4)
     assert costs[Stage(kinds.DISPATCH, 0)].forward == pytest.approx(20 + 50e-6 * size)
@@ -100,7 +100,7 @@ def test_dispatch_equals_a_value_by_hand() -> None:
 def test_every_layout_has_every_stage_at_every_degree(changes: dict[str, object]) -> None:
     from megatron_ampipe.schedule import Direction, dependencies
 
-    block = workload(**changes)
+    block = sized_block(**changes)
     model = CostModel(block, cluster())
     assert min(model.stock().forward, model.stock().backward) > 0
     for degree, whole in itertools.product((1, 2, 4), (False, True)):
@@ -116,7 +116,7 @@ def test_every_layout_has_every_stage_at_every_degree(changes: dict[str, object]
     "changes", [{}, {"shared_ffn": 512, "dense_ffn": 512}, {"fused_gradients": False}], ids=str
 )
 def test_weight_gradients_apart_take_as_long_as_together(changes: dict[str, object]) -> None:
-    block = workload(**changes)
+    block = sized_block(**changes)
     model = CostModel(block, cluster())
     for degree, parts in ((1, 1), (4, 1), (4, 2)):
         lengths = even_chunks(block.rows, degree)
@@ -151,7 +151,7 @@ def test_a_copy_takes_the_time_of_its_bytes_and_needs_a_figure() -> None:
     copy = TransferCost(alpha_us=10.0, beta_us_per_mb=40.0, basis="derived", source="this test")
     plain = cluster()
     known = dataclasses.replace(plain, compute=dataclasses.replace(plain.compute, copy=copy))
-    block = workload(sequence_length=4096, topk=2)
+    block = sized_block(sequence_length=4096, topk=2)
     costs = CostModel(block, known, memory="S3").stages((1024,) * 4)
     # 1024 rows to 2 experts each, with a probability of 4 bytes.
     expected = 10 + 40e-6 * 2 * 1024 * (2 * block.hidden + 4)
@@ -166,7 +166,7 @@ def test_a_copy_takes_the_time_of_its_bytes_and_needs_a_figure() -> None:
 def test_an_exchange_once_per_node_has_two_hops() -> None:
     """8 of 64 experts on 4 nodes of 4 ranks: 3.66 rows of a token for nodes, 6.75 for ranks."""
     source = dataclasses.replace(cluster("dgx-h100"), ranks_per_node=4)
-    block = workload(sequence_length=4096, expert=16, experts=64, topk=8, exchange=Exchange.NODES)
+    block = sized_block(sequence_length=4096, expert=16, experts=64, topk=8, exchange=Exchange.NODES)
     model = CostModel(block, source)
     costs = model.stages((4096,))
     to_nodes, to_ranks = 4 * (1 - math.comb(48, 8) / math.comb(64, 8)), block.rows_per_token

@@ -15,18 +15,20 @@ from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import ALL_LAYERS
-from tests.plan_cases import cluster, workload
+from tests.plan_cases import cluster, sized_block
 
 
 def record(**changes: Any) -> MadeFor:
     figures = cluster()
-    return made_for(workload(**changes), cluster=figures.description, ranks_per_node=figures.ranks_per_node)
+    return made_for(
+        sized_block(**changes), cluster=figures.description, ranks_per_node=figures.ranks_per_node
+    )
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "plan.yaml"
-    make_plan(Predictor(workload(), cluster()), degrees=(2,), full=False).write(path, head="a test")
+    make_plan(Predictor(sized_block(), cluster()), degrees=(2,), full=False).write(path, head="a test")
     return path
 
 
@@ -69,7 +71,7 @@ def test_a_key_that_only_one_side_has_is_a_difference() -> None:
 
 
 def run_of(**changes: Any) -> argparse.Namespace:
-    """The arguments of Megatron, in a run of :func:`workload`, that are compared with a plan."""
+    """The arguments of Megatron, in a run of :func:`block`, that are compared with a plan."""
     values: dict[str, Any] = {
         "seq_length": 8192, "micro_batch_size": 1, "hidden_size": 1024, "num_attention_heads": 16,
         "kv_channels": 64, "ffn_hidden_size": 4096, "num_experts": 8, "moe_router_topk": 2, "bf16": True,
@@ -111,7 +113,7 @@ def test_a_run_plans_as_many_layers_as_may_share_a_schedule() -> None:
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_run_with_a_plan_of_layers_that_share_a_schedule(tensor: int, tmp_path: Path) -> None:
-    made = workload(topk=4, sequence_length=4096, tensor=tensor)
+    made = sized_block(topk=4, sequence_length=4096, tensor=tensor)
     path = tmp_path / "plan.yaml"
     make_plan(Predictor(made, cluster(), num_layers=6), degrees=(2,)).write(path, head="a test")
     run = run_of(seq_length=4096, moe_router_topk=4, tensor_model_parallel_size=tensor, world_size=8 * tensor)

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ampipe.plan.simulate import Pace, compile_named, run
 from megatron_ampipe.schedule import Direction, stage_from_text
-from megatron_ampipe.tools.measuring.prediction import _variant, _workload, predict_peaks
+from megatron_ampipe.tools.measuring.prediction import _block, _variant, predict_peaks
 
 MEASURED = Path(__file__).resolve().parents[2] / "docs" / "measured"
 SLOWDOWNS = {"compute_slowdown": 1.2, "communication_slowdown": 1.0}
@@ -37,7 +37,7 @@ def simulated_ms(
 
     Stages take computation of the slower rank, and collectives without waiting times.
     """
-    layers = (_workload(case, num_ranks).features,) * row.get("stack", 1)
+    layers = (_block(case, num_ranks).features,) * row.get("stack", 1)
     schedule = _variant(row).pipeline.schedule_of(layers)
     in_order = in_turn = longest = 0.0
     for direction in Direction:

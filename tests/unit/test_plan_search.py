@@ -36,7 +36,7 @@ from megatron_ampipe.schedule import (
     issue_order,
 )
 from tests.core_speed import executed_lines
-from tests.plan_cases import NONE, cluster, without_device, workload
+from tests.plan_cases import NONE, cluster, sized_block, without_device
 
 TIMES = st.one_of(
     st.integers(0, 6).map(float), st.integers(0, 8000).map(lambda thousandths: thousandths / 1000)
@@ -127,12 +127,12 @@ def test_searched_orders_are_valid_and_not_slower(
 
 
 BLOCKS = {
-    "balanced": workload(sequence_length=24576),
-    "slow network": workload(topk=4, sequence_length=4096),
-    "tensor-parallel": workload(tensor=2, sequence_length=16384),
-    "tensor-parallel, local layers": workload(tensor=2, sequence_length=16384, local=True),
-    "latent, shared": workload(latent=True, shared_ffn=2048, losses=True),
-    "short": workload(sequence_length=5),
+    "balanced": sized_block(sequence_length=24576),
+    "slow network": sized_block(topk=4, sequence_length=4096),
+    "tensor-parallel": sized_block(tensor=2, sequence_length=16384),
+    "tensor-parallel, local layers": sized_block(tensor=2, sequence_length=16384, local=True),
+    "latent, shared": sized_block(latent=True, shared_ffn=2048, losses=True),
+    "short": sized_block(sequence_length=5),
 }
 
 
@@ -143,8 +143,8 @@ def test_a_plan_is_never_slower_than_any_named_schedule(block: object, device: b
     predictor = Predictor(block, source)  # type: ignore[arg-type]
     degrees = [degree for degree in DEGREES if degree <= 8]
     found = full_plan(predictor, degrees)
-    check(found.schedule, [predictor.workload.features])
-    assert sum(found.lengths) == predictor.workload.rows and min(found.lengths) > 0
+    check(found.schedule, [predictor.block.features])
+    assert sum(found.lengths) == predictor.block.rows and min(found.lengths) > 0
     assert len(found.lengths) == found.schedule.num_chunks
     assert found.time == predictor.pass_us(found.schedule, found.lengths)
     slower = [one for one in candidates(predictor, degrees) if one.total_us < found.total_us * (1 - 1e-9)]
@@ -153,7 +153,7 @@ def test_a_plan_is_never_slower_than_any_named_schedule(block: object, device: b
 
 def test_unequal_chunks_and_a_searched_order_are_faster_on_a_causal_block() -> None:
     """Compared with the named schedule at its best degree with equal chunks; stated in docs/planner.md."""
-    block = workload(sequence_length=16384, topk=2, ffn=1024)
+    block = sized_block(sequence_length=16384, topk=2, ffn=1024)
     predictor = Predictor(block, without_device(cluster()))
     named = min(
         (one for one in candidates(predictor) if one.schedule.name == "ampipe"),
@@ -168,7 +168,7 @@ def test_unequal_chunks_and_a_searched_order_are_faster_on_a_causal_block() -> N
 @pytest.mark.parametrize("degree", [3, 4])
 def test_a_run_has_the_chunks_of_the_plan(rows: int, degree: int) -> None:
     """Both equal chunks and searched ones, which a plan stores as shares."""
-    predictor = Predictor(workload(sequence_length=rows), without_device(cluster()))
+    predictor = Predictor(sized_block(sequence_length=rows), without_device(cluster()))
     (start,) = (one for one in candidates(predictor, [degree]) if one.schedule.name == "ampipe")
     for planned in (start, improve_chunks(predictor, start)):
         pipeline = plan_of(predictor, planned).pipeline(rows=rows)
@@ -182,7 +182,7 @@ def test_a_degree_is_chosen_in_10_ms_and_a_plan_is_made_in_a_second() -> None:
 
     Counted: 190,000 and 15,500,000 lines.
     """
-    block = workload(sequence_length=65536)
+    block = sized_block(sequence_length=65536)
     # Programs are compiled once per process.
     choose_degree(Predictor(block, cluster()), DEGREES)
     predictor = Predictor(block, cluster())
@@ -194,7 +194,7 @@ def test_a_degree_is_chosen_in_10_ms_and_a_plan_is_made_in_a_second() -> None:
 @pytest.mark.parametrize("experts", [8, 32, 128])
 def test_fewer_chunks_are_chosen_for_a_slower_host(experts: int) -> None:
     """More chunks do not help a device that waits for its host; without grouped GEMM there are more calls."""
-    block = workload(sequence_length=32768, experts=experts)
+    block = sized_block(sequence_length=32768, experts=experts)
     device = cluster()
     degrees = []
     for issue_us in (10, 300, 3000):
@@ -219,7 +219,7 @@ def test_weight_gradients_are_joined_where_sums_cost_more(
     """Mixtral's experts are large: a sum in fp32 of each chunk's gradients takes long."""
     large = {"hidden": 4096, "ffn": 14336, "gated": True, "projections": ((4096, 6144),), "heads": 32}
     sizes = large | {"head_size": 128, "value_size": 128, "sequence_length": 4096}
-    block = workload(**sizes, splits_weights=local, fused_gradients=fused)
+    block = sized_block(**sizes, splits_weights=local, fused_gradients=fused)
     found = choose(Predictor(block, cluster(), num_layers=num_layers), (2, 3))
     assert found.schedule.joins_weights == (local and not fused)
     if found.schedule.joins_weights:
@@ -230,7 +230,7 @@ def test_weight_gradients_are_joined_where_sums_cost_more(
 
 def test_the_planner_chooses_the_exchange() -> None:
     """Eight experts of a token: it is sent once to a rank; over slow links, once to a node."""
-    one_node = Predictor(workload(expert=8, experts=32, topk=8), cluster())
+    one_node = Predictor(sized_block(expert=8, experts=32, topk=8), cluster())
     rows, ranks = (
         make_plan(one_node, full=False, exchanges=exchanges)
         for exchanges in ((Exchange.ROWS,), tuple(Exchange))
@@ -243,6 +243,6 @@ def test_the_planner_chooses_the_exchange() -> None:
         name: dataclasses.replace(line, beta_us_per_mb=40 * line.beta_us_per_mb)
         for name, line in source.inter.items()
     }
-    two_nodes = Predictor(workload(expert=16, experts=64, topk=8), dataclasses.replace(source, inter=slow))
+    two_nodes = Predictor(sized_block(expert=16, experts=64, topk=8), dataclasses.replace(source, inter=slow))
     nodes = make_plan(two_nodes, full=False, exchanges=tuple(Exchange))
     assert nodes.exchange is Exchange.NODES and "sends 1 instead of 8 messages" in nodes.reason

@@ -18,7 +18,7 @@ from megatron_ampipe.schedule import (
     even_chunks,
     kinds,
 )
-from tests.plan_cases import cluster, without_device, workload
+from tests.plan_cases import cluster, sized_block, without_device
 
 PLAIN = BlockFeatures(chunked_qkv=True)
 TIMES = {
@@ -104,9 +104,9 @@ def test_the_host_waits_for_the_counts_of_a_dispatch() -> None:
 @pytest.mark.parametrize("degree", [1, 2, 5])
 @pytest.mark.parametrize("name", ["ampipe", "moe-only", "sequential"])
 def test_the_timeline_follows_the_schedule(name: str, degree: int) -> None:
-    predictor = Predictor(workload(), without_device(cluster()))
-    schedule = build(name, degree=degree, features=predictor.workload.features)
-    lengths = even_chunks(predictor.workload.rows, degree)
+    predictor = Predictor(sized_block(), without_device(cluster()))
+    schedule = build(name, degree=degree, features=predictor.block.features)
+    lengths = even_chunks(predictor.block.rows, degree)
     timeline = predictor.timeline(schedule, lengths)
     for direction in Direction:
         spans = [span for span in timeline.spans if span.direction == direction]

@@ -19,15 +19,15 @@ from megatron_ampipe.schedule import (
     period,
     unrolled,
 )
-from megatron_ampipe.tools.measuring.grid import Case, workload_of_case
-from tests.plan_cases import cluster, without_device, workload
+from megatron_ampipe.tools.measuring.grid import Case, block_of_case
+from tests.plan_cases import cluster, sized_block, without_device
 
 BLOCKS = {
-    "balanced": workload(sequence_length=8192),
-    "slow network": workload(topk=4, sequence_length=4096),
-    "losses, shared": workload(shared_ffn=2048, losses=True),
+    "balanced": sized_block(sequence_length=8192),
+    "slow network": sized_block(topk=4, sequence_length=4096),
+    "losses, shared": sized_block(shared_ffn=2048, losses=True),
 }
-DENSE = workload(dense_ffn=8192)
+DENSE = sized_block(dense_ffn=8192)
 
 
 def test_in_one_chunk_gradients_of_weights_overlap_where_cutting_costs_too_much() -> None:
@@ -45,7 +45,7 @@ def test_in_one_chunk_gradients_of_weights_overlap_where_cutting_costs_too_much(
         activation="gelu",
         dtype="fp32",
     )
-    short = workload_of_case(block, num_ranks=2, fused_gradients=True)
+    short = block_of_case(block, num_ranks=2, fused_gradients=True)
     plan = make_plan(Predictor(short, measured), full=False)
     assert (plan.schedule.name, plan.schedule.num_chunks, plan.helps) == ("lancet", 1, True)
     assert "With one chunk, and gradients of weights" in plan.reason
@@ -79,7 +79,7 @@ def test_layers_with_and_without_experts_are_predicted(dense: tuple[int, ...]) -
 @pytest.mark.parametrize("device", [True, False], ids=["GPU", "CPU"])
 @pytest.mark.parametrize("degrees", [(2, 2), (1, 2), (4, 2)], ids=str)
 def test_a_period_is_repeated_as_a_run_repeats_it(device: bool, degrees: tuple[int, int]) -> None:
-    predictor = Predictor(workload(), cluster() if device else without_device(cluster()), num_layers=3)
+    predictor = Predictor(sized_block(), cluster() if device else without_device(cluster()), num_layers=3)
     forward, backward = degrees
     schedule = period(build("ampipe", degree=forward, backward_degree=backward, features=predictor.features))
     lengths = even_chunks(8192, max(degrees))
@@ -114,7 +114,7 @@ def test_a_stack_is_not_slower_than_block_by_block(block: object, device: bool) 
 
 def test_full_recompute_is_a_part_of_the_shared_schedule() -> None:
     plain, repeated = (
-        Predictor(workload(recomputes=recomputes), cluster(), num_layers=3) for recomputes in (False, True)
+        Predictor(sized_block(recomputes=recomputes), cluster(), num_layers=3) for recomputes in (False, True)
     )
     found = full_plan(repeated, (2,))
     again = sum(stage.again for stage in repeated.whole(found.schedule).backward.stages)

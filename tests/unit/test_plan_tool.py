@@ -15,14 +15,14 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.shipped import config_names
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.plan.cluster import TransferCost, write_cluster
-from megatron_ampipe.plan.model_file import read_model, workload_of
+from megatron_ampipe.plan.model_file import block_of, read_model
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import check
-from tests.plan_cases import cluster, workload
+from tests.plan_cases import cluster, sized_block
 from tests.unit.test_imports import heavy_modules_after
-from tests.unit.test_plan_workload import PLAIN
+from tests.unit.test_plan_block import PLAIN
 
 """Eight of the experts are on each rank, and a token goes to eight."""
 
@@ -129,12 +129,12 @@ def test_a_predicted_trace_has_the_labels_of_a_run_with_the_plan(
     "changes", [{}, {"topk": 8, "sequence_length": 4096}, {"tensor": 2}, {"expert": 1}], ids=str
 )
 def test_a_written_plan_is_read_back_unchanged(changes: dict[str, Any], tmp_path: Path) -> None:
-    plan = make_plan(Predictor(workload(**changes), cluster()))
+    plan = make_plan(Predictor(sized_block(**changes), cluster()))
     plan.write(tmp_path / "plan.yaml", head="a test")
     found = Plan.read(tmp_path / "plan.yaml")
     assert found == plan or found.shares == pytest.approx(plan.shares)
     assert found.schedule == plan.schedule
-    check(found.schedule, [workload(**changes).features])
+    check(found.schedule, [sized_block(**changes).features])
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_written_plan_is_read_back_unchanged(changes: dict[str, Any], tmp_path
 def test_an_error_in_a_plan_file_is_reported_with_its_line(
     old: str, new: str, part: str, tmp_path: Path
 ) -> None:
-    plan = make_plan(Predictor(workload(), cluster()), degrees=(2,), full=False)
+    plan = make_plan(Predictor(sized_block(), cluster()), degrees=(2,), full=False)
     path = tmp_path / "plan.yaml"
     plan.write(path, head="a test")
     assert old in path.read_text()
@@ -215,7 +215,7 @@ def test_layers_that_share_a_schedule_are_compared_with_block_by_block(
     assert plan.stack == 0 and plan.schedule.repeats
     pipeline = plan.pipeline(rows=4096)
     assert pipeline.stack == 0 and pipeline.shares is None
-    features = workload().features
+    features = sized_block().features
     for layers in (1, 5):
         check(pipeline.schedule_of([features] * layers), [features] * layers)
 
@@ -230,6 +230,6 @@ def test_neither_torch_nor_megatron_is_imported(model: Path) -> None:
 def test_every_built_in_model_can_be_planned_on_every_built_in_cluster(name: str) -> None:
     source = cluster(name)
     for path in config_names("models").values():
-        block, _ = workload_of(read_model(path), source)
+        block, _ = block_of(read_model(path), source)
         plan = make_plan(Predictor(block, source), full=False)
         assert plan.predicted_speedup >= 1

@@ -22,7 +22,7 @@ from megatron_ampipe.tools.measuring.cluster_fit import (
     slowest,
     slowest_numbers,
 )
-from megatron_ampipe.tools.measuring.grid import Case, workload_of_case
+from megatron_ampipe.tools.measuring.grid import Case, block_of_case
 
 CASE = Case(
     name="one",
@@ -130,7 +130,7 @@ def report_of_truth() -> dict[str, Any]:
     stages = {"2": {way.value: {} for way in Direction}}
     report["block"]["stages"] = copy.deepcopy(stages)
     bare = assemble_bare(report)
-    model = CostModel(workload_of_case(CASE, num_ranks=2, fused_gradients=True), bare)
+    model = CostModel(block_of_case(CASE, num_ranks=2, fused_gradients=True), bare)
     for stage, pair in model.stages(even_chunks(CASE.sequence_length, 2)).items():
         for position, way in enumerate(Direction):
             beyond = OVERHEADS.get(stage.kind.name, (0.0, 0.0))[position]
@@ -142,8 +142,8 @@ def report_of_truth() -> dict[str, Any]:
 def assemble_bare(report: dict[str, Any]) -> Any:
     """Without overheads: from stages that take no time."""
     degree = 2
-    workload = workload_of_case(CASE, num_ranks=2, fused_gradients=True)
-    schedule = build("ampipe", degree=degree, features=workload.features)
+    block = block_of_case(CASE, num_ranks=2, fused_gradients=True)
+    schedule = build("ampipe", degree=degree, features=block.features)
     nothing = {way.value: {str(s): 0.0 for s in schedule.program(way).stages} for way in Direction}
     bare = {**report, "block": {**report["block"], "stages": {"2": nothing}}}
     return assemble(CASE, [bare, bare], ranks_per_node=2, description="x", source="y").cluster
@@ -165,7 +165,7 @@ def test_a_known_cluster_comes_back(tmp_path: Path) -> None:
         assert (found.forward_us, found.backward_us) == pytest.approx((forward, backward), abs=2.0)
     assert cluster.host.block.backward_us == 1200.0
     # What Megatron's layer takes beyond its operations is laid to its exchange.
-    stock = CostModel(workload_of_case(CASE, num_ranks=2, fused_gradients=True), cluster).stock()
+    stock = CostModel(block_of_case(CASE, num_ranks=2, fused_gradients=True), cluster).stock()
     measured = sum(reports[0]["block"]["stock"].values())
     assert stock.forward + stock.backward == pytest.approx(measured, rel=1e-3)
     assert cluster.overlap.compute_slowdown == 1.14
@@ -186,9 +186,9 @@ def test_the_file_has_the_times_to_issue_a_stage_of_the_slowest_host(tmp_path: P
     assert times is not None
     assert times.keys() == {"qkv", "expert"}
     assert (times["qkv"].forward_us, times["qkv"].backward_us) == (60.0, 60.0)
-    workload = workload_of_case(CASE, num_ranks=2, fused_gradients=True)
+    block = block_of_case(CASE, num_ranks=2, fused_gradients=True)
     for way in Direction:
-        predicted = issue_us(kinds.EXPERT, way, workload, cluster.host)
+        predicted = issue_us(kinds.EXPERT, way, block, cluster.host)
         assert predicted == pytest.approx(240.0, rel=1e-4)
     write_cluster(cluster, tmp_path / "cluster.yaml", head="test")
     assert read_cluster(tmp_path / "cluster.yaml") == cluster

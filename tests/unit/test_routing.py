@@ -11,12 +11,12 @@ import pytest
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.block import Block, even_rows
 from megatron_ampipe.plan.predict import CostModel
 from megatron_ampipe.plan.recorded_routing import LayerRouting, RoutingRecord, read_routing
-from megatron_ampipe.plan.workload import Workload, even_rows
 from megatron_ampipe.schedule import Exchange, Stage, kinds
 from megatron_ampipe.tools.plan_command import with_routing
-from tests.plan_cases import cluster, workload
+from tests.plan_cases import cluster, sized_block
 from tests.unit.test_imports import heavy_modules_after
 
 # Two sequences of 4 tokens in two chunks, two experts for each token, four experts. The tokens of the first
@@ -174,8 +174,8 @@ def test_the_command_needs_neither_torch_nor_megatron(tmp_path: Path) -> None:
     assert not heavy
 
 
-def test_a_workload_takes_the_figures(tmp_path: Path) -> None:
-    plain = workload(experts=8, expert=4)
+def test_a_block_takes_the_figures(tmp_path: Path) -> None:
+    plain = sized_block(experts=8, expert=4)
     found, said = with_routing(plain, eight_experts(tmp_path), condense=None, given=None)
     assert found.imbalance == 4 and found.rows_to(4) == 1 and found.condense is None
     assert found.rows_to(3) == even_rows(8, 2, 3), (
@@ -198,20 +198,20 @@ def test_what_contradicts_a_routing_is_refused(
     experts: int, given: float | None, condense: float | None, error: str, tmp_path: Path
 ) -> None:
     with pytest.raises(BadInput, match=error):
-        with_routing(workload(experts=experts), eight_experts(tmp_path), condense=condense, given=given)
+        with_routing(sized_block(experts=experts), eight_experts(tmp_path), condense=condense, given=given)
 
 
 def test_condensing_without_a_routing_is_refused() -> None:
     with pytest.raises(BadInput, match=r"--condense 0\.9: needs to know how many tokens are similar"):
-        with_routing(workload(), None, condense=0.9, given=None)
+        with_routing(sized_block(), None, condense=0.9, given=None)
 
 
-def times(block: Workload) -> dict[Stage, float]:
+def times(block: Block) -> dict[Stage, float]:
     return {stage: pair.forward for stage, pair in CostModel(block, cluster()).stages((8192,)).items()}
 
 
 def test_predictions_follow_the_figures() -> None:
-    plain, condensed = workload(), workload(condense=0.9, condensed=0.5)
+    plain, condensed = sized_block(), sized_block(condense=0.9, condensed=0.5)
     before, after = times(plain), times(condensed)
     dispatch, expert = Stage(kinds.DISPATCH, 0), Stage(kinds.EXPERT, 0)
     assert after[dispatch] < 0.6 * before[dispatch] and after[expert] < 0.6 * before[expert]
@@ -220,6 +220,6 @@ def test_predictions_follow_the_figures() -> None:
         kinds.EXPAND,
     }
     assert CostModel(condensed, cluster()).stock() == CostModel(plain, cluster()).stock()
-    once = workload(exchange=Exchange.RANKS)
+    once = sized_block(exchange=Exchange.RANKS)
     alone = dataclasses.replace(once, rows_seen=((8, 1.0),))
     assert times(alone)[dispatch] == pytest.approx(times(once)[dispatch] / once.rows_to(8), rel=0.05)

@@ -39,7 +39,7 @@ from megatron_ampipe.plan.cluster import (
 from megatron_ampipe.plan.predict import CostModel
 from megatron_ampipe.plan.stage_costs import issued_parts
 from megatron_ampipe.schedule import MOE_BLOCK, Direction, even_chunks
-from megatron_ampipe.tools.measuring.grid import Case, workload_of_case
+from megatron_ampipe.tools.measuring.grid import Case, block_of_case
 
 LEAST_R_SQUARED = 0.9
 """A line that explains a smaller part of the spread of the times is refused."""
@@ -232,8 +232,8 @@ def assemble(
         families.setdefault(sample.family, []).append(sample)
     blocks = [dict(report["block"]) for report in reports]
     issue_of = _issued(case, [block.pop("issue_of") for block in blocks], num_ranks=len(reports))
-    block = slowest_numbers(blocks)
-    noise_us = 0.0 if block["issue"] else HOST_NOISE_US
+    measured = slowest_numbers(blocks)
+    noise_us = 0.0 if measured["issue"] else HOST_NOISE_US
     lines = {
         family: nearest_line(samples) if family.endswith(STOCK_EXCHANGE) else fit(samples, noise_us=noise_us)
         for family, samples in families.items()
@@ -263,7 +263,7 @@ def assemble(
             copy=figures.make(TransferCost, "copy"),
         ),
         host=Host(
-            issue=figures.overhead(block["issue"], block["issue"]),
+            issue=figures.overhead(measured["issue"], measured["issue"]),
             issue_of={kind: figures.overhead(*times) for kind, times in issue_of.items()} or None,
             stage={"any": figures.stage_overhead([(1.0, 0.0)] * 2)},
             block=overhead,
@@ -277,9 +277,9 @@ def assemble(
             latency_us=_rounded(slowdowns["latency_us"]),
         ),
     )
-    workload = workload_of_case(case, num_ranks=len(reports), fused_gradients=reports[0]["fused_gradients"])
-    model = CostModel(workload, cluster)
-    beyond = {way: block["stock"][way] - model.stock().of(way) for way in Direction}
+    block = block_of_case(case, num_ranks=len(reports), fused_gradients=reports[0]["fused_gradients"])
+    model = CostModel(block, cluster)
+    beyond = {way: measured["stock"][way] - model.stock().of(way) for way in Direction}
     if tables:
         exchanges = model.stock_exchanges()
         slower = 1 + max(0.0, sum(beyond.values())) / (exchanges.forward + exchanges.backward)
@@ -289,9 +289,9 @@ def assemble(
         beyond = dict.fromkeys(Direction, 0.0)
     host = dataclasses.replace(
         cluster.host,
-        stage=_stage_overheads(model, block["stages"], figures),
+        stage=_stage_overheads(model, measured["stages"], figures),
         block=figures.overhead(
-            *(statistics.median(of[way] for of in block["around"].values()) for way in Direction)
+            *(statistics.median(of[way] for of in measured["around"].values()) for way in Direction)
         ),
         stock=figures.overhead(*(beyond[way] for way in Direction)),
     )
@@ -305,7 +305,7 @@ def _issued(
 
     A kind that some rank could not measure, because its host waits for the device, is left out.
     """
-    workload = workload_of_case(case, num_ranks=num_ranks, fused_gradients=False)
+    block = block_of_case(case, num_ranks=num_ranks, fused_gradients=False)
     kinds = {kind.name: kind for kind in MOE_BLOCK}
     found: dict[IssuedKind, tuple[float, float]] = {}
     for name in get_args(IssuedKind):
@@ -314,7 +314,7 @@ def _issued(
             of_ranks = [report.get(way.value, {}).get(name) for report in reports]
             measured = [us for us in of_ranks if us is not None]
             if len(measured) == len(of_ranks):
-                times.append(max(measured) / issued_parts(kinds[name], way, workload))
+                times.append(max(measured) / issued_parts(kinds[name], way, block))
         if name == "counts" and len(times) == 1:
             # A backward pass has none.
             times.append(0.0)
@@ -394,7 +394,7 @@ def _stage_overheads(
     expected: dict[tuple[str, Direction], list[float]] = {}
     took: dict[tuple[str, Direction], list[float]] = {}
     for degree, by_direction in stages.items():
-        for stage, pair in model.stages(even_chunks(model.workload.rows, int(degree))).items():
+        for stage, pair in model.stages(even_chunks(model.block.rows, int(degree))).items():
             for direction in Direction:
                 if not stage.is_communication:
                     key = (stage.kind.name, direction)

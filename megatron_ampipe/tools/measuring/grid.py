@@ -19,7 +19,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import LinedMapping, load, refuse
 from megatron_ampipe.files.records import read_record
 from megatron_ampipe.files.shipped import find_config
-from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.plan.block import Block
 
 _ABOVE_0 = {"above": 0}
 _ALIGNED_BYTES = 16
@@ -62,7 +62,7 @@ class Case:
     """Of parameters and activations."""
 
 
-def workload_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Workload:
+def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block:
     """The block as the planner needs it: local layers, no router losses, as :mod:`.blocks` builds them.
 
     Args:
@@ -72,7 +72,7 @@ def workload_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Wo
     """
     head_size = case.head_size or case.hidden // case.heads
     key_value_width = 2 * (case.query_groups or case.heads) * head_size
-    return Workload(
+    return Block(
         sequence_length=case.sequence_length,
         batch=case.batch,
         hidden=case.hidden,

@@ -10,14 +10,14 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.planner import make_plans
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, to_text
 from megatron_ampipe.tools.measuring.bench_job import PLANNED, BenchJob, Cut, Variant
-from megatron_ampipe.tools.measuring.grid import Case, workload_of_case
+from megatron_ampipe.tools.measuring.grid import Case, block_of_case
 
 CLOSE = 0.03
 """A choice that is slower than the best by no more than this counts as equal."""
@@ -39,7 +39,7 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
     """
     cases, layers = document["cases"], document["layers"]
     for case in cases:
-        predictor = Predictor(_workload(case, document["ranks"]), cluster)
+        predictor = Predictor(_block(case, document["ranks"]), cluster)
         stock = predictor.of_layers(layers).stock()
         case["predicted_stock_ms"] = round((stock.forward + stock.backward) / 1e3, 4)
         for row in case["rows"]:
@@ -68,10 +68,10 @@ def predict_peaks(document: dict[str, Any]) -> None:
     Of all layers, gradients of parameters included, as ``peak_bytes`` is measured. Needs no cluster.
     """
     for case in document["cases"]:
-        workload, num_layers = _workload(case, document["ranks"]), case.get("layers", 1)
+        block, num_layers = _block(case, document["ranks"]), case.get("layers", 1)
 
-        def predicted(pipeline: Pipeline, workload: Workload = workload, num_layers: int = num_layers) -> int:
-            return round(peak_bytes(workload, pipeline, num_layers=num_layers, local=True, gathers=True))
+        def predicted(pipeline: Pipeline, block: Block = block, num_layers: int = num_layers) -> int:
+            return round(peak_bytes(block, pipeline, num_layers=num_layers, local=True, gathers=True))
 
         case["stock_predicted_peak_bytes"] = predicted(Pipeline.of(1))
         for row in case["rows"]:
@@ -90,8 +90,8 @@ def planned(job: BenchJob, case: Case, cluster: Cluster, *, fused_gradients: boo
     Raises:
         BadInput: the cluster has no figure for something that the block does.
     """
-    workload = workload_of_case(case, num_ranks=job.num_ranks, fused_gradients=fused_gradients)
-    predictor = Predictor(workload, cluster)
+    block = block_of_case(case, num_ranks=job.num_ranks, fused_gradients=fused_gradients)
+    predictor = Predictor(block, cluster)
     variants = []
     for size in job.stacks:
         layers = predictor.of_layers(size)
@@ -101,7 +101,7 @@ def planned(job: BenchJob, case: Case, cluster: Cluster, *, fused_gradients: boo
         if not plan.helps:
             variants.append(Variant(PLANNED, Cut.of(1)))
             continue
-        pipeline = plan.pipeline(rows=workload.rows)
+        pipeline = plan.pipeline(rows=block.rows)
         cut = Cut(pipeline.degree, pipeline.backward_degree, pipeline.shares)
         stack, order = pipeline.stack_of(len(layers.layers)), to_text(plan.schedule)
         variants.append(Variant(PLANNED, cut, order, stack, memory=plan.memory, exchange=plan.exchange))
@@ -118,7 +118,7 @@ def _predicted_ms(row: Mapping[str, Any], predictor: Predictor, *, layers: int) 
         if not variant.pipelined:
             time = of_layers.stock()
         else:
-            chunks = variant.pipeline.chunks(predictor.workload.sequence_length)
+            chunks = variant.pipeline.chunks(predictor.block.sequence_length)
             schedule = variant.pipeline.schedule_of(of_layers.layers)
             time = of_layers.pass_us(schedule, [chunk.hidden[0].length for chunk in chunks])
         return time.forward + time.backward
@@ -135,7 +135,7 @@ def _variant(row: Mapping[str, Any]) -> Variant:
     return Variant(row["schedule"], cut, row.get("order"), row.get("stack", 1), memory, exchange)
 
 
-def _workload(case: Mapping[str, Any], num_ranks: int) -> Workload:
+def _block(case: Mapping[str, Any], num_ranks: int) -> Block:
     # Results of older versions were of gradients that AMPipe summed itself.
     fused = case.get("fused_gradients", False)
-    return workload_of_case(Case(**case["block"]), num_ranks=num_ranks, fused_gradients=fused)
+    return block_of_case(Case(**case["block"]), num_ranks=num_ranks, fused_gradients=fused)

@@ -1,4 +1,4 @@
-"""Model files without Megatron: the sizes of a workload, and errors with file and line."""
+"""Model files without Megatron: the sizes of a block, and errors with file and line."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.plan.model_file import StageLayers, layers_of, read_model, workload_of
-from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.plan.model_file import StageLayers, block_of, layers_of, read_model
 
 PLAIN = """\
 num-layers: 12
@@ -27,11 +27,11 @@ expert-model-parallel-size: 8
 
 def read(
     tmp_path: Path, text: str, *, cluster: str = "dgx-h100", **settings: Any
-) -> tuple[Workload, tuple[str, ...]]:
+) -> tuple[Block, tuple[str, ...]]:
     path = tmp_path / "model.yaml"
     path.write_text(text)
     overrides = settings.pop("overrides", None)
-    return workload_of(read_model(path, overrides=overrides), read_cluster(find_cluster(cluster)), **settings)
+    return block_of(read_model(path, overrides=overrides), read_cluster(find_cluster(cluster)), **settings)
 
 
 def test_sizes_of_a_plain_model(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_layers_of_a_pipeline_stage(text: str, layers: int, dense: tuple[int, ..
     path.write_text(PLAIN + text)
     model = read_model(path)
     assert layers_of(model) == StageLayers(layers, dense)
-    found, _ = workload_of(model, None, ranks=64)
+    found, _ = block_of(model, None, ranks=64)
     assert found.dense_ffn == (4096 if dense else None)
 
 

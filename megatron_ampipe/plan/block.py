@@ -38,7 +38,7 @@ def _times(flag: str, **default: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class Block:
     """One transformer block with an MoE layer, and how it is distributed over ranks.
 
     Fields with a flag are as Megatron has it. Widths are over all tensor-parallel ranks.
@@ -237,7 +237,7 @@ class Workload:
         )
 
     @property
-    def stock(self) -> Workload:
+    def stock(self) -> Block:
         """The same block as Megatron's own layer runs it: padding fills every expert's capacity."""
         plain = replace(self, exchange=Exchange.ROWS, ring=False, condense=None, condensed=0.0)
         if self.capacity is None or not self.padded:
@@ -247,7 +247,7 @@ class Workload:
 
 RECORDED = {
     row.metadata["flag"].removeprefix("--ampipe-").strip("-").replace("-", "_").replace(" ", "_"): row
-    for row in fields(Workload)
+    for row in fields(Block)
     if "flag" in row.metadata
 }
 """The fields that a plan file records, by their keys there."""
@@ -280,37 +280,35 @@ class Rows:
     merged: int
 
 
-def chunk_rows(
-    workload: Workload, lengths: Sequence[int], *, shares_schedule: bool = False
-) -> tuple[Rows, ...]:
+def chunk_rows(block: Block, lengths: Sequence[int], *, shares_schedule: bool = False) -> tuple[Rows, ...]:
     """The rows, and the sizes of the attention, of each chunk.
 
     Args:
-        workload: The block.
+        block: The block.
         lengths: Rows of the residual stream of one rank in each chunk.
         shares_schedule: Every tensor-parallel rank holds a part of every chunk.
     """
-    assert sum(lengths) == workload.rows and min(lengths) > 0, lengths
+    assert sum(lengths) == block.rows and min(lengths) > 0, lengths
     starts = itertools.accumulate(lengths, initial=0)
     return tuple(
-        _rows(workload, start, length, shares_schedule=shares_schedule)
+        _rows(block, start, length, shares_schedule=shares_schedule)
         for start, length in zip(starts, lengths, strict=False)
     )
 
 
-def _rows(workload: Workload, start: int, length: int, *, shares_schedule: bool) -> Rows:
-    shards, width = (1, workload.tensor) if shares_schedule else (workload.tensor, 1)
+def _rows(block: Block, start: int, length: int, *, shares_schedule: bool) -> Rows:
+    shards, width = (1, block.tensor) if shares_schedule else (block.tensor, 1)
     by_rank = []
     # With zigzag slices, the first or the last context-parallel rank has the most pairs of a chunk.
-    for rank in {0, workload.context - 1}:
-        layout = SequenceLayout(tensor_ranks=shards, context_ranks=workload.context, context_rank=rank)
-        starts = (shard * workload.rows + start * width for shard in range(shards))
-        all_rows = workload.sequence_length
+    for rank in {0, block.context - 1}:
+        layout = SequenceLayout(tensor_ranks=shards, context_ranks=block.context, context_rank=rank)
+        starts = (shard * block.rows + start * width for shard in range(shards))
+        all_rows = block.sequence_length
         by_rank.append([s for a in starts for s in layout.spans(a, length * width, sequence_length=all_rows)])
-    heaviest = max(by_rank, key=lambda spans: sum(_pairs(span, workload.window) for span in spans))
+    heaviest = max(by_rank, key=lambda spans: sum(_pairs(span, block.window) for span in spans))
     return Rows(
         hidden=length,
-        pairs=sum(_pairs(span, workload.window) for span in heaviest),
+        pairs=sum(_pairs(span, block.window) for span in heaviest),
         keys=max(span.global_end for span in heaviest),
         merged=sum(span.length for span in heaviest if span.global_start),
     )
