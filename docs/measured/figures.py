@@ -2,8 +2,8 @@
 
     python docs/measured/figures.py
 
-Each claim is a section: one table of results, then where its raw files come from: command, commit, date,
-machine and load. Samples, stages and losses stay in the raw files.
+Each claim is a section: one table of results, then where its raw files come from: command, commit and load.
+Date, machine, samples, stages and losses stay in the raw files.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ Rows = list[list[str]]
 
 HEAD = f"""# Figures
 
-Written by `{COMMAND}` from the raw files in [measured/](measured/), which hold every sample: change
-those, not this page. [How it was measured](measured.md) says what is compared. Times are medians in ms, with
-the fastest degree in parentheses. Megatron's times are left out where its layers used another all-to-all.
-*Of the bound*: lower bound over measured time. *Spread*: how far Megatron's layer, measured twice, differs.
+Written by `{COMMAND}` from the raw files in [measured/](measured/), which hold every sample,
+the date and the machine. [How it was measured](measured.md) says what is compared. Times are medians in ms,
+with the fastest degree in parentheses. Megatron's times are left out where its layers used another
+all-to-all. *Of the bound*: lower bound over measured time. *Spread*: how far Megatron's layer, measured
+twice, differs.
 """
 ABSENT = "not stored"
 
@@ -81,7 +82,7 @@ def sources(documents: Documents) -> str:
         ]
         for name, document in documents.items()
     ]
-    head = ["file", "commit", "date", "machine", "load", "command" if not shared else "and"]
+    head = ["file", "commit", "load", "command" if not shared else "and"]
     return f"Command: `{' '.join(shared)}`\n\n" * bool(shared) + without_empty(head, rows)
 
 
@@ -95,15 +96,12 @@ def command_of(document: Document) -> list[str]:
 
 
 def provenance(document: Document) -> list[str]:
-    """Commit, date, machine, and load before and after."""
+    """Commit, and load before and after."""
     commit, _, dirty = document.get("versions", {}).get("commit", ABSENT).partition("-")
     runs = [one["hardware"] for one in (document, *document.get("runs", {}).values()) if "hardware" in one]
-    machines = sorted({f"{each['cpu']}, {each['usable_cores']} cores" for each in runs})
     loads = [each[key][0] for key in ("load_average", "load_average_after") for each in runs if key in each]
     return [
         commit + " (modified)" * bool(dirty),
-        document.get("begin", "")[:10],
-        " and ".join(machines) or ABSENT,
         " to ".join(f"{load:.1f}" for load in (loads[0], loads[-1])[: len(loads)]) if loads else "",
     ]
 
