@@ -184,8 +184,12 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     )
     groups = draw(st.lists(st.sampled_from(range(len(FEATURES))), max_size=6, unique=True))
     parts += [draw(st.sampled_from(FEATURES[group])) for group in sorted(groups)]
-    # Megatron asserts that when it builds a model.
+    # Megatron asserts that when it builds a model ...
     assume("--qk-l2-norm" not in parts or not any("--multi-latent-attention" in part for part in parts))
+    # ... and that in its first pass, which at degree 1 nobody refuses before.
+    assume(
+        degree > 1 or not any("--sequence-parallel" in part for part in parts) or FEATURES[3][1] not in parts
+    )
     return [*parts, wrong]
 
 
