@@ -355,28 +355,39 @@ SUMMARY = dict(zip(CLAIMS, ("block", "layers", "training"), strict=False))
 
 
 def with_summary(text: str, documents: Documents) -> str:
-    """The README with its table: the fastest row of each case, where both sides have the same all-to-all."""
+    """The README with its table: the fastest row of each case where both sides have the same all-to-all.
+
+    A case that was measured several times has one row, from the least to the greatest of its runs.
+    """
     before, rest = text.split(BEGIN)
-    rows = []
+    runs: dict[str, list[list[tuple[float, str]]]] = {}
     for (title, what), (name, document) in itertools.product(SUMMARY.items(), documents.items()):
         for case in document["cases"] if re.fullmatch(CLAIMS[title][0], name) else ():
             if same_transport(document) and not document["emulated"]:
-                rows.append([f"{what}, {document['link']}, top-{case['block']['topk']}", *_fastest(case)])
-    head = ["", "Megatron", "AMPipe", "faster", "of the bound", "noise"]
+                label = f"{what}, {document['link']}, top-{case['block']['topk']}"
+                runs.setdefault(label, []).append(_fastest(case))
+    rows = [[label, str(len(each)), *map(_from_to, zip(*each, strict=True))] for label, each in runs.items()]
+    head = ["", "runs", "Megatron, ms", "AMPipe, ms", "faster", "of the bound", "noise"]
     summary = markdown(head, rows) if rows else "Not measured yet with the same all-to-all on both sides.\n"
     return f"{before}{BEGIN}\n{summary}\n{END}{rest.split(END, 1)[1]}"
 
 
-def _fastest(case: Mapping[str, Any]) -> list[str]:
+def _fastest(case: Mapping[str, Any]) -> list[tuple[float, str]]:
     row = min(case["rows"], key=lambda row: row["ms"])
-    share = row.get("bound_share")
+    share = row.get("bound_share") or 0.0
+    stock, spread = _stock_ms(case), case["control"]["spread"]
     return [
-        f"{_stock_ms(case):.0f} ms",
-        f"{row['ms']:.0f} ms",
-        f"{row['speedup']:.2f}x{_unseen(row)}",
-        "" if share is None else f"{share:.0%}",
-        f"{case['control']['spread']:.1%}",
+        (stock, f"{stock:.0f}"),
+        (row["ms"], f"{row['ms']:.0f}"),
+        (row["speedup"], f"{row['speedup']:.2f}x{_unseen(row)}"),
+        (share, f"{share:.0%}" if share else ""),
+        (spread, f"{spread:.1%}"),
     ]
+
+
+def _from_to(cells: Sequence[tuple[float, str]]) -> str:
+    least, greatest = min(cells)[1], max(cells)[1]
+    return least if least == greatest else f"{least} to {greatest}"
 
 
 def without_empty(head: Sequence[str], rows: Rows) -> str:

@@ -47,21 +47,19 @@ def test_the_readme_has_the_fastest_row_of_each_case_with_a_control(figures: Mod
     [fastest, *_] = sorted(document["cases"][0]["rows"], key=lambda row: row["ms"])
     case = {**document["cases"][0], "control": {"spread": 0.0345}}
     case["rows"] = [{**row, "difference_seen": row is not fastest} for row in case["rows"]]
+    slower = {**case, "rows": [{**row, "ms": row["ms"] + 100} for row in case["rows"]]}
+    runs = {f"cpu-small-{name}": {**document, "cases": [run]} for name, run in (("x", case), ("y", slower))}
     text = f"{figures.BEGIN}{figures.END}"
-    [line] = [
-        line
-        for line in figures.with_summary(text, {"cpu-small-x": {**document, "cases": [case]}}).splitlines()
-        if line.startswith("| block")
-    ]
-    cells = [f"| {fastest['ms']:.0f} ms |", f"{fastest['speedup']:.2f}x, no difference seen", "| 3.5% |"]
+    [line] = [row for row in figures.with_summary(text, runs).splitlines() if row.startswith("| block")]
+    times = f"| {fastest['ms']:.0f} to {fastest['ms'] + 100:.0f} |"
+    cells = ["| 2 |", times, f"{fastest['speedup']:.2f}x, no difference seen", "| 3.5% |"]
     assert all(cell in line for cell in cells), line
 
 
 def test_a_file_says_where_it_comes_from(figures: ModuleType) -> None:
     cpus = {cpu: {"hardware": {"cpu": cpu, "usable_cores": 2, "load_average": [1.5, 0, 0]}} for cpu in "AB"}
     document = {"command": ["ampipe", "x", "--degree", "2", "--json", "x.json"], "runs": cpus}
-    document |= {"versions": {"commit": "12ab-dirty"}, "begin": "2026-11-24T10:09"}
-    cells = ["12ab (modified)", "2026-11-24", "A, 2 cores and B, 2 cores", "1.5 to 1.5"]
-    assert figures.provenance(document) == cells
+    document |= {"versions": {"commit": "12ab-dirty"}}
+    assert figures.provenance(document) == ["12ab (modified)", "1.5 to 1.5"]
     assert figures.command_of(document) == ["ampipe x", "--degree 2"]
-    assert figures.provenance({}).count("not stored") == 2
+    assert figures.provenance({}) == ["not stored", ""]
