@@ -26,7 +26,6 @@ from megatron_ampipe.launch.auto import (
     iterations_left,
     print_on_first_rank,
 )
-from megatron_ampipe.launch.flags import PlanReader
 from megatron_ampipe.launch.grad_reduce import PlacedReductions
 from megatron_ampipe.launch.hooks import Hook, Hooks
 from megatron_ampipe.launch.planned import choice_of_plan, choose_memory, layout_of_args, planner_of
@@ -41,6 +40,7 @@ from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, load_gate, needs_all_tokens
+from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.recorded_routing import files_of, read_record
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
@@ -56,7 +56,6 @@ def make_context(
     gate: type | None,
     hooks: Hooks,
     adjustments: Sequence[host.Adjustment],
-    read_plan: PlanReader,
 ) -> AMPipeContext | None:
     """Check the arguments against all rules, and print the start-up table on rank 0.
 
@@ -66,7 +65,6 @@ def make_context(
         gate: The router class of ``--ampipe-router``.
         hooks: Those of the features that the run uses are added.
         adjustments: What the host platform chose, for the table.
-        read_plan: Reads a plan file.
 
     Returns:
         What the layers share, None at degree 1.
@@ -102,7 +100,7 @@ def make_context(
         hooks.add(Recording(context, args))
     choice = None
     if config.plan is not None:
-        choice = choice_of_plan(args, read_plan(Path(config.plan)), config.plan)
+        choice = choice_of_plan(args, Plan.read(Path(config.plan)), config.plan)
         # Another rank may have read another plan, or none where --ampipe-save-plan names it.
         hooks.add(Agreement(choice.pipeline))
     if context is not None:

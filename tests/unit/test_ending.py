@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +14,6 @@ import pytest
 from megatron_ampipe.launch.failures import raised_in
 
 ROOT = Path(__file__).resolve().parents[2]
-EARLY = """
-import sys
-from megatron_ampipe.launch import {module}
-code = {module}.main({words})
-print("torch" in sys.modules)
-sys.exit(code)
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +26,6 @@ class Ended:
     """What torchrun's error block would show for it; None for nothing."""
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
-
-
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     pytest.importorskip("torch")
@@ -46,7 +33,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.ending_worker", str(folder)],
         cwd=ROOT,
-        env=environment(RANK="0", WORLD_SIZE="1"),
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -85,13 +72,16 @@ def test_a_full_disk_is_named_with_the_last_checkpoint(
 ) -> None:
     found = ended[name]
     assert found.code == 3
-    assert found.output.startswith(f"\nerror: {words}")
-    assert "MiB are free in " in found.output
-    assert (
-        "The last whole checkpoint is of iteration 40: make room, and continue with --load " in found.output
-    )
+    assert found.output.startswith(f"\nerror: {words}Make room, and continue with --load ")
     assert "Traceback" not in found.output
     assert found.left == found.output.strip()
+
+
+def test_ranks_that_cannot_meet_are_told_to_use_torchrun(ended: dict[str, Ended]) -> None:
+    found = ended["meet_nowhere"]
+    assert found.code == 1 and "Traceback" not in found.output
+    assert "environment variable MASTER_ADDR expected, but not set." in found.output
+    assert "Start the run with torchrun" in found.output
 
 
 def test_a_checkpoint_that_cannot_be_read_is_named(ended: dict[str, Ended]) -> None:
@@ -141,64 +131,10 @@ def test_a_timeout_of_something_else_is_no_lost_peer(ended: dict[str, Ended], na
     assert ended[name].output.endswith("error: rank 0 failed; the cause is above.\n")
 
 
-def early(words: list[str], *, module: str = "pretrain", **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", EARLY.format(module=module, words=words)]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--ampipe-degree", "0"], "--ampipe-degree 0: must be a whole number"),
-        (["--ampipe-degree", "four"], "--ampipe-degree 'four': "),
-        (
-            ["--num-layers", "2", "--ampipe-degre", "4"],
-            "argument --ampipe-degre 4: there is no such flag. Did you",
-        ),
-        (["--ampipe-schedule", "ampipe"], "--ampipe-schedule ampipe: has no effect at --ampipe-degree 1"),
-        (["--ampipe-plan", "/no/plan"], "/no/plan"),
-        (["--ampipe-config", "tiny", "--ampipe-degree", "x"], "--ampipe-degree 'x': "),
-        (["--ampipe-trace-dir"], "--ampipe-trace-dir (no value): expected one argument"),
-    ],
-)
-def test_a_wrong_flag_of_ours_is_refused_without_torch(
-    words: list[str], expected: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "error.json"
-    done = early(words, TORCHELASTIC_ERROR_FILE=str(file))
-    output, errors = done.communicate(timeout=60)
-    assert (done.returncode, output) == (2, "False\n")
-    assert expected in errors and errors.count("error:") == 1
-    assert json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"] == errors.strip()
-
-
-def test_the_launcher_refuses_it_as_early(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("")
-    done = early([str(script), "--ampipe-degree", "0"], module="script")
-    output, errors = done.communicate(timeout=60)
-    assert (done.returncode, output) == (2, "False\n")
-    assert "--ampipe-degree 0: must be a whole number" in errors
-
-
-def test_another_rank_waits_in_silence_for_its_end(tmp_path: Path) -> None:
-    file = tmp_path / "error.json"
-    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
-    other = early(["--ampipe-degree", "0"], **ranks, TORCHELASTIC_ERROR_FILE=str(file))
-    while not file.exists():
-        time.sleep(0.05)
-    time.sleep(0.5)
-    assert other.poll() is None
-    other.send_signal(signal.SIGTERM)
-    output, errors = other.communicate(timeout=30)
-    assert (other.returncode, output, errors) == (2, "", "")
+def test_another_rank_waits_in_silence_for_its_end(ended: dict[str, Ended]) -> None:
+    found = ended["refuse_on_another_rank"]
+    assert (found.code, found.output) == (2, "")
+    assert found.left == "error: --flag 7: is wrong. Use --flag 8."
 
 
 def test_a_failure_is_that_of_the_module_whatever_the_folders_above_are_called() -> None:

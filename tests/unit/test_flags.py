@@ -76,20 +76,10 @@ def of(degree: int, **fields: Any) -> Pipeline:
         (["--ampipe-chunks", "0.75,0.25"], of(2, shares=(0.75, 0.25))),
         (["--ampipe-degree", "auto", "--ampipe-schedule", "moe-only"], of(1, schedule="moe-only")),
         (["--ampipe-schedule", "lancet"], of(1, schedule="lancet")),
-        (
-            ["--ampipe-degree", "1", "--ampipe-schedule", "lancet", "--ampipe-stack", "1"],
-            of(1, schedule="lancet", stack=1),
-        ),
-        (["--ampipe-degree", "2", "--ampipe-stack", "all"], of(2)),
         (["--ampipe-degree", "2", "--ampipe-stack", "4"], of(2, stack=4)),
-        (["--ampipe-degree", "2", "--ampipe-stack", "1"], of(2, stack=1)),
-        (["--ampipe-degree", "auto", "--ampipe-stack", "2"], of(1, stack=2)),
         (["--ampipe-degree", "2", "--ampipe-memory", "rebuild"], of(2, memory="rebuild")),
-        (["--ampipe-degree", "auto", "--ampipe-memory", "redispatch"], of(1, memory="redispatch")),
         (["--ampipe-degree", "2", "--ampipe-memory", "keep/rebuild"], of(2, memory="keep/rebuild")),
         (["--ampipe-exchange", "ranks"], of(1, exchange=Exchange.RANKS)),
-        (["--ampipe-degree", "2", "--ampipe-exchange", "rows"], of(2)),
-        (["--ampipe-degree", "auto", "--ampipe-exchange", "ranks"], of(1, exchange=Exchange.RANKS)),
         (["--ampipe-degree", "auto", "--ampipe-exchange", "auto"], of(1)),
         (["--ampipe-degree", "auto", "--ampipe-cluster", "a", "--ampipe-stack", "2"], of(1, stack=2)),
     ],
@@ -156,16 +146,12 @@ def test_a_saved_plan_is_for_the_memory_that_the_flags_say(tmp_path: Path) -> No
             ["--ampipe-memory-budget", "1GiB"],
             "--ampipe-memory-budget 1GiB: requires --ampipe-memory auto. Add --ampipe-memory auto, or",
         ),
-        (
-            ["--ampipe-memory", "rebuild", "--ampipe-memory-budget", "1GiB"],
-            "--ampipe-memory-budget 1GiB: requires --ampipe-memory auto.",
-        ),
         *(
             (
                 ["--ampipe-memory", "auto", "--ampipe-memory-budget", size],
                 "is not a size above 0 in MiB or GiB",
             )
-            for size in ("60", "60GB", "0GiB", "1 GiB", "nan", "9" * 5000 + "GiB")
+            for size in ("60GB", "0GiB", "9" * 5000 + "GiB")
         ),
     ],
 )
@@ -210,9 +196,7 @@ def test_a_plan_has_an_exchange(tmp_path: Path) -> None:
         parse(*restart, "rows")
 
 
-def test_ranks_of_a_node_belong_to_an_exchange_of_two_hops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_a_node_are_those_of_the_flag_or_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     nodes = ("--ampipe-exchange", "nodes")
     for exchange in ("nodes", "2dh"):
@@ -220,38 +204,8 @@ def test_ranks_of_a_node_belong_to_an_exchange_of_two_hops(
         assert parse("--ampipe-exchange", exchange, "--ampipe-ranks-per-node", "4").ranks_per_node == 4
     automatic = ("--ampipe-degree", "auto", "--ampipe-exchange", "auto")
     assert parse(*automatic, "--ampipe-ranks-per-node", "4").ranks_per_node == 4
-    file = tmp_path / "plan.yaml"
-    schedule = build("ampipe", degree=2, features=BlockFeatures(chunked_qkv=True))
-    Plan(schedule=schedule, shares=(0.5, 0.5), reason="chosen").write(file, head="a test")
-    # The same command line again, once a run has chosen another exchange.
-    restart = (*automatic, "--ampipe-save-plan", str(file), "--ampipe-ranks-per-node", "4")
-    assert parse(*restart).pipeline.exchange is Exchange.ROWS
     with pytest.raises(BadInput, match="--ampipe-ranks-per-node 0: must be at least 1"):
         parse(*nodes, "--ampipe-ranks-per-node", "0")
-
-
-@pytest.mark.parametrize(
-    ("dispatcher", "expert_tensor"), [("alltoall", 2), ("alltoall", 1), ("allgather", 2)]
-)
-def test_ranks_of_a_node_say_where_shared_experts_gather(dispatcher: str, expert_tensor: int) -> None:
-    parser = flags.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    for exchange in ("rows", "ranks"):
-        words = ("--ampipe-degree", "4", "--ampipe-exchange", exchange, "--ampipe-ranks-per-node", "4")
-        args = parser.parse_args(words)
-        # Not known before Megatron's flags are.
-        assert config_from_args(args).ranks_per_node == 4
-        args.moe_token_dispatcher_type, args.expert_tensor_parallel_size = dispatcher, expert_tensor
-        args.expert_model_parallel_size = args.tensor_model_parallel_size = 4
-        # With Megatron's local linear layers, tensor-parallel ranks scatter rows as a stage.
-        args.transformer_impl = "local"
-        assert config_from_args(args).ranks_per_node == 4
-        args.transformer_impl = "transformer_engine"
-        if (dispatcher, expert_tensor) == ("alltoall", 2):
-            assert config_from_args(args).ranks_per_node == 4
-        else:
-            rule = f"--ampipe-ranks-per-node 4: has no effect with the exchange {exchange}.* where no ranks"
-            with pytest.raises(BadInput, match=rule):
-                config_from_args(args)
 
 
 @pytest.mark.parametrize(

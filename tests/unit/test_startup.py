@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from packaging.version import Version
 
 from megatron_ampipe import compat
 from megatron_ampipe.launch.startup import print_startup_table
@@ -27,15 +26,6 @@ def test_a_missing_package_has_one_line_with_its_fallback(
     monkeypatch.setattr(compat, "installed_version", lambda distribution: None)
     (line,) = lines(capsys, piece.name)
     assert "not installed" in line and piece.fallback in line
-
-
-def test_one_that_is_too_old_is_called_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(compat, "has_optional_package", lambda other: other.name != "flash-attn")
-    monkeypatch.setattr(compat, "installed_version", lambda distribution: Version("2.0.9"))
-    (line,) = lines(capsys, "flash-attn")
-    assert "2.0.9 is older than 2.1" in line
 
 
 def test_reasons_are_shown_on_the_first_rank(
