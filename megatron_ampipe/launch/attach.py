@@ -22,9 +22,9 @@ from megatron_ampipe.launch.adjustments import adjust_arguments, take_over_recom
 from megatron_ampipe.launch.auto import (
     Agreement,
     AutoDegree,
-    KeptChoices,
     iterations_left,
     print_on_first_rank,
+    save_choice,
 )
 from megatron_ampipe.launch.grad_reduce import PlacedReductions
 from megatron_ampipe.launch.hooks import Hook, Hooks
@@ -133,7 +133,6 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
         )
     layout = layout_of_args(args)
     shape = (args.seq_length // (layout.tensor_ranks * layout.context_ranks), args.micro_batch_size)
-    choices = KeptChoices(args, config, announced=shape, exchanges=exchanges)
     # Gradients of weights during transfers, where the user and the layers leave that open.
     is_open = args.ampipe_schedule is None and args.transformer_impl == "local"
     auto = AutoDegree(
@@ -142,12 +141,13 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
         exchanges=exchanges,
         in_one_chunk=IN_ONE_CHUNK if is_open else None,
         say=print_on_first_rank,
-        keep=choices.keep,
-        earlier=choices.read,
+        keep=functools.partial(save_choice, args, config.save_plan, shape),
         iterations_left=functools.partial(iterations_left, args),
     )
+    choice = auto.start(shape)
+    hooks.add(Agreement(context.pipeline))
     hooks.add(auto)
-    return auto.start(shape)
+    return choice
 
 
 def find_gate(config: AMPipeConfig, args: argparse.Namespace, *, of_script: bool = False) -> type | None:

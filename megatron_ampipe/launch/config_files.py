@@ -108,9 +108,7 @@ def refuse_unread(args: argparse.Namespace) -> None:
 def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
     """Read the files that a command line names, and put their settings before the others.
 
-    Args:
-        words: The command line without the program name.
-        parser: The one that will parse the result, and then checks the values.
+    ``parser`` will parse the result, and then checks the values.
 
     Raises:
         BadInput: a file is missing, or a key in it is wrong, or its value cannot be a flag's.
@@ -297,11 +295,8 @@ def write_beside_logs(resolved: Resolved, *, adjustments: Sequence[str], script:
 
     Flags that a script adds to Megatron's are no settings of a file; they stand there as a comment.
 
-    Args:
-        resolved: The command line as the user gave it.
-        adjustments: What was added to it, as text. It stands there as comments, so that the file also fits a
-            machine that needs no adjustment.
-        script: What was run, where that is not AMPipe's entry.
+    ``adjustments``, what was added to the command line, stand there as comments too, so that the file also
+    fits a machine that needs none. ``script`` is what was run, where that is not AMPipe's entry.
 
     Returns:
         The file; None if the run has no such folder.

@@ -155,11 +155,7 @@ def full_parser() -> argparse.ArgumentParser:
 
 
 def switch_off_overlaps(arguments: Any) -> tuple[str, ...]:
-    """Switch off the flags in :data:`SWITCHED_OFF`, before Megatron checks what they need.
-
-    Returns:
-        The flags that were set.
-    """
+    """Switch off the flags in :data:`SWITCHED_OFF`, before Megatron checks them. Names those set."""
     names = {flag: flag.removeprefix("--").replace("-", "_") for flag in SWITCHED_OFF}
     given = tuple(flag for flag, name in names.items() if getattr(arguments, name, False))
     for flag in given:
@@ -181,10 +177,7 @@ def check_settings(resolved: config_files.Resolved, parser: argparse.ArgumentPar
 
 
 def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
-    """What the flags resolve to.
-
-    Args:
-        args: The parsed flags.
+    """What the parsed flags resolve to.
 
     Raises:
         BadInput: a value is wrong, or a flag could have no effect.

@@ -48,12 +48,7 @@ def planner_of(
 ) -> Planner:
     """A planner for input shapes. Deterministic: ranks that read the same file make the same plan.
 
-    Args:
-        args: Megatron's validated arguments.
-        cluster_file: The value of ``--ampipe-cluster``.
-        stack: How many layers may share a schedule, see ``Pipeline.stack``.
-        memory: What the experts keep, see ``Pipeline.memory``.
-        exchanges: Those that are compared.
+    ``stack`` and ``memory`` are as in ``Pipeline``; ``exchanges`` are compared.
 
     Raises:
         BadInput: the file is wrong, or does not contain a figure that this model needs.
@@ -83,11 +78,6 @@ def _cluster_of_flag(cluster_file: str) -> Cluster:
 
 def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choice:
     """The pipeline of a plan, with notes on differences between this run and what the plan was made for.
-
-    Args:
-        args: Megatron's validated arguments.
-        plan: The plan.
-        plan_file: Its file, as the user gave it.
 
     Raises:
         BadInput: the plan was made for other blocks, or its order or chunks do not fit this model's blocks.
@@ -240,12 +230,7 @@ def choose_memory(
     Counted are the activations of the layers of a pipeline stage, of all micro-batches that wait for their
     backward; not the embedding and the logits, weights, gradients and the optimizer.
 
-    Args:
-        args: Megatron's validated arguments.
-        pipeline: How blocks run.
-        budget: The value of ``--ampipe-memory-budget``.
-        cluster_file: The value of ``--ampipe-cluster``.
-        automatic: The degree is chosen later: two chunks are assumed, which keep the same.
+    ``automatic`` means that the degree is chosen later: two chunks are assumed, which keep the same.
 
     Raises:
         BadInput: none fits, or the budget is no size, or the cluster file is wrong.

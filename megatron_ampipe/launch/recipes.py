@@ -103,12 +103,8 @@ def pipelined_layers(
 def specification(name: str, given: Any, model: Any, *, vp_stage: int | None = None) -> Any:
     """The specification that a model's configuration stands for.
 
-    Args:
-        name: The field, :data:`GPT` or :data:`HYBRID`.
-        given: Its value: a specification, a function of the configuration and of the stage, if it takes them,
-            or None for Megatron's own choice.
-        model: The configuration.
-        vp_stage: Virtual pipeline stage.
+    ``given`` is the value of its field ``name``, :data:`GPT` or :data:`HYBRID`: a specification, a function
+    of the configuration and of the stage, if it takes them, or None for Megatron's own choice.
     """
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -143,10 +139,7 @@ def _context(config: AMPipeConfig) -> AMPipeContext:
 class Arguments:
     """A recipe seen as Megatron's arguments, for the table of refusals.
 
-    Args:
-        recipe: Whose parts ``dataset``, ``ddp`` and ``train`` are looked into after the model.
-        model: The model's configuration, whose fields are named as Megatron's arguments with few exceptions.
-        capacity_scope: Of :func:`switch_on`.
+    The fields of a model's configuration are named like them with few exceptions.
     """
 
     def __init__(self, recipe: Any, model: Any, *, capacity_scope: str) -> None:

@@ -88,10 +88,7 @@ class TrainingSession:
     def accept(self, args: Any) -> None:
         """Check a run, settle how its blocks are pipelined, print the table, write ``resolved.yaml``.
 
-        No process group exists yet.
-
-        Args:
-            args: Megatron's validated arguments.
+        No process group exists yet; ``args`` are Megatron's, validated.
 
         Raises:
             BadInput: A flag is missing or wrong, files cannot be used, or a combination is not supported.
@@ -106,12 +103,8 @@ class TrainingSession:
             if config.pipelined:
                 # Validated: see there.
                 setattr(args, LIFTS_ONE_CONNECTION, False)
-            is_active = (
-                config.pipelined
-                or config.router is not None
-                or config.routing_dir is not None
-                or not self._is_patch
-            )
+            own = (config.router, config.routing_dir)
+            is_active = config.pipelined or own != (None, None) or not self._is_patch
             if is_active:
                 use_built_helpers()
                 check_data(args, of_script=self._script is not None)
@@ -120,11 +113,7 @@ class TrainingSession:
             self.gate = find_gate(config, args, of_script=self._script is not None)
             self._hooks = Hooks()
             self.context = make_context(
-                args,
-                config,
-                gate=self.gate,
-                hooks=self._hooks,
-                adjustments=self._adjustments,
+                args, config, gate=self.gate, hooks=self._hooks, adjustments=self._adjustments
             )
             self._hooks.install(pipelined=self.context is not None)
         if is_active and int(os.environ.get("RANK", "0")) == 0:
@@ -157,11 +146,7 @@ class TrainingSession:
         return self.context is not None or self.gate is not None
 
     def pipelined(self, spec: Any, *, is_stack: bool = False) -> Any:
-        """A specification with pipelined MoE blocks and the user's router.
-
-        Args:
-            spec: Of the layers of a GPT, or of a hybrid stack.
-            is_stack: Which of the two.
+        """A specification of GPT layers, or a hybrid stack, with pipelined blocks and the user's router.
 
         Raises:
             BadInput: A layer specification of the user has no MoE layer.

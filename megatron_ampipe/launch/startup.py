@@ -61,14 +61,9 @@ def pipelined_rows(
     memory: MemoryChoice | None,
     on_gpu: bool,
 ) -> list[Row]:
-    """All rows of a pipelined run.
+    """All rows of a pipelined run, of Megatron's arguments as they are validated and adjusted.
 
-    Args:
-        args: Megatron's arguments, validated and adjusted.
-        context: What the layers share.
-        choice: Of a plan or a planner; None for that of the flags, or if the first iterations choose.
-        memory: What a memory budget chose.
-        on_gpu: Where the run is.
+    ``choice`` is that of a plan or a planner, ``memory`` that of a memory budget.
     """
     pipeline = context.pipeline
     rows = _choice_rows(args, context, choice)

@@ -125,7 +125,7 @@ TRAIN = {
     "degree-no-word": ("--ampipe-degree", "--ampipe-degree (no value): expected one argument. Write"),
     "degree-above-sequence": (
         "--ampipe-degree 65",
-        "65: is larger than the sequence length (--seq-length",
+        "65: must be between 1 and the number of rows of the sequence on one rank (64). Use",
     ),
     "backward-3": (
         "--ampipe-degree 4 --ampipe-backward-degree 3",
