@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from megatron_ampipe.block.named_values import SHIPPED_WIRES, WIRE_FLAG, import_class
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.transports import Arrived
 from megatron_ampipe.schedule import Direction
 
@@ -101,18 +102,19 @@ class Fp8Wire:
 
 def load_wire(name: str) -> Wire:
     """The wire that ``--ampipe-wire NAME`` names, made without arguments, or :class:`BadInput`."""
-    wire: Wire = import_class(
+    wire_class = import_class(
         WIRE_FLAG,
         name,
         SHIPPED_WIRES.get(name, name),
-        fits=lambda found: (
-            callable(getattr(found, "encode", None)) and callable(getattr(found, "decode", None))
-        ),
-        kind="Wires",
+        fits=lambda other: all(callable(getattr(other, method, None)) for method in ("encode", "decode")),
         rule="is no class with the methods encode(rows, trip) and decode(parts, out, trip)",
         remedy="Give it both; see docs/wire.md.",
-        make=True,
     )
+    try:
+        wire: Wire = wire_class()
+    except Exception as error:
+        rule = f"cannot be made without arguments: {type(error).__name__}: {error}".rstrip(".")
+        raise BadInput(WIRE_FLAG, name, rule=rule, remedy="Give its arguments defaults.") from error
     return wire
 
 

@@ -47,8 +47,8 @@ from megatron_ampipe.plan.recorded_routing import files_of, read_record
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import IN_ONE_CHUNK
-from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.schedule.features import expert_tensor_ranks
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 
 def make_context(

@@ -31,8 +31,8 @@ from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import KEEP, BlockFeatures, Exchange, Pipeline, SequenceLayout, period
-from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.schedule.features import boundary, features_of_settings
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 
 def planner_of(

@@ -36,7 +36,7 @@ from megatron_ampipe.plan.recorded_routing import (
     files_of,
     places_of,
 )
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 # R rows of a chunk, B sequences of a micro-batch, E experts, D hidden size, P ranks of the group.
 

@@ -364,7 +364,7 @@ class BlockModules:
 
     def separate(self, documents: Documents | None) -> Documents | None:
         """The documents, if rows of the block attend to their own one only."""
-        ignored = documents is not None and documents.masked and not self._reads_mask
+        ignored = documents is not None and not documents.own_positions and not self._reads_mask
         return None if ignored else documents
 
     def add_residual(

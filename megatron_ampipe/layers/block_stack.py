@@ -119,8 +119,8 @@ class BlockStack:
         are None unless rows attend to their own one only. Raises :class:`BadInput` if several layers of
         Megatron run as one, and one of them has a hook of the user.
         """
-        if documents is not None and documents.num_sequences > hidden.shape[1]:
-            sequences = hidden.view(documents.num_sequences, -1, hidden.shape[-1]).transpose(0, 1)
+        if documents is not None and len(documents.starts) > hidden.shape[1]:
+            sequences = hidden.view(len(documents.starts), -1, hidden.shape[-1]).transpose(0, 1)
             output = self(sequences.contiguous(), rotary_pos_emb, documents)
             return output.transpose(0, 1).reshape(hidden.shape)
         if len(self._layers) > 1:

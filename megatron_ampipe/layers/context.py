@@ -11,7 +11,7 @@ from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExec
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import KEEP, Pipeline
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 
 @dataclass(slots=True)

@@ -28,7 +28,6 @@ def load_gate(name: str) -> type[TopKRouter]:
         name,
         class_path(name),
         fits=is_gate,
-        kind="Routers",
         rule="is not a subclass of megatron.core.transformer.moe.router.TopKRouter",
         remedy="Derive the class from TopKRouter and override gating or routing; see docs/gates.md.",
     )

@@ -31,7 +31,7 @@ from megatron_ampipe.runtime.executors import CudaExecutor, Executor, Sequential
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import Exchange
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from megatron_ampipe.tools.measuring.blocks import Layers
 from tests.dist import changed_functions, logged_losses, routing_records, score_records
 from tests.dist.cases import Case

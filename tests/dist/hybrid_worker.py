@@ -40,7 +40,7 @@ def _compared(case: Case, pattern: list[str], *, rank: int, degree: int, stack: 
     from megatron_ampipe.layers.context import AMPipeContext
     from megatron_ampipe.layers.hybrid import pipelined_stack
     from megatron_ampipe.schedule import Pipeline
-    from megatron_ampipe.schedule.config import AMPipeConfig
+    from megatron_ampipe.schedule.pipeline import AMPipeConfig
     from tests.dist.blocks import HIDDEN, differences, forward, inputs_of, run, transformer_config
     from tests.dist.parameter_reads import ParameterReads
 

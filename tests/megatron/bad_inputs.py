@@ -149,7 +149,7 @@ TRAIN = {
         "--ampipe-degree 4 --ampipe-backward-degree 128",
         "--ampipe-backward-degree 128: is larger than the sequence length (--seq-length 64).",
     ),
-    "chunks-sum": ("--ampipe-chunks 0.5,0.5,0.5", "must have a sum of 1; the sum is 1.5. Use for example"),
+    "chunks-sum": ("--ampipe-chunks 0.5,0.5,0.5", "is not a list of numbers above 0 with a sum of 1"),
     "chunks-of-no-row": ("--ampipe-chunks 0.001,0.999", "chunk 0 would have none of the 64 rows of a rank."),
     "chunks-with-auto": (_AUTO + "--ampipe-chunks 0.5,0.5", "0.5,0.5: is what --ampipe-degree auto chooses."),
     "stack-0": ("--ampipe-degree 4 --ampipe-stack 0", "must be a whole number of layers, at least 1, or all"),

@@ -139,7 +139,7 @@ from megatron_ampipe.launch.recording import Recording
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Direction, Pipeline, Stage, kinds
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 def sampled(rank, trace_dir, log_interval=3):
     config = AMPipeConfig(pipeline=Pipeline.of(2), trace_dir=trace_dir)

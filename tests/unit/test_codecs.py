@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ampipe.block.named_values import check_wire
+from megatron_ampipe.block.named_values import check_threshold, check_wire
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.codecs import Condenser, Trip, WireCodec, load_wire
 from megatron_ampipe.exchange.transports import ALL_TO_ALL, RowTransport, exchange_chunks
 from megatron_ampipe.launch.routing_recorder import compared_rows
 from megatron_ampipe.schedule import Direction, Exchange, Pipeline
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 TRIP = Trip(1, 0, "dispatch", Direction.FORWARD)
 
@@ -77,8 +77,8 @@ def test_what_cannot_be_divided_over_ranks_is_refused() -> None:
     [
         ("fp9", "Did you mean fp8?"),
         ("int4", "is neither package.module:Class nor one of bf16, fp8"),
-        ("nowhere.at_all:Wire", "no module named 'nowhere'"),
-        ("tests.wires:Nothing", "Wires in it: ArgumentWire, HalvesWire, JoinedWire"),
+        ("nowhere.at_all:Wire", "No module named 'nowhere'"),
+        ("tests.wires:Nothing", "has no attribute 'Nothing'"),
         ("tests.wires:EncodeOnlyWire", "is no class with the methods encode"),
         ("tests.wires:ArgumentWire", "cannot be made without arguments: TypeError"),
     ],
@@ -93,7 +93,7 @@ def test_other_names_are_refused(name: str, message: str) -> None:
 @pytest.mark.parametrize("value", [0.0, -0.5, 1.01, float("nan")])
 def test_a_threshold_is_a_cosine(value: float) -> None:
     with pytest.raises(BadInput, match=r"--ampipe-condense.*Use for example --ampipe-condense 0\.9"):
-        AMPipeConfig(pipeline=Pipeline.of(4), condense=value)
+        check_threshold(value)
 
 
 @pytest.mark.parametrize(

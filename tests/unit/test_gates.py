@@ -15,7 +15,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.attach import TokenIdsOfModels, find_gate
 from megatron_ampipe.launch.refusals import TOKEN_ID_REFUSALS, refuse_with_token_ids
 from megatron_ampipe.layers.gates import HashRouter, TokenIds, hashed_experts
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 
 @pytest.mark.parametrize("name", SHIPPED_GATES)

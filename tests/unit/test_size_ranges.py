@@ -12,7 +12,7 @@ from megatron_ampipe.launch.planned import NAME, KeptChoices
 from megatron_ampipe.launch.size_ranges import SizeRanges
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.schedule import Exchange, Pipeline
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from tests.unit.test_plan_made_for import run_of
 
 DEGREES = (1, 2, 4, 8, 16)
