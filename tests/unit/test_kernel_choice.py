@@ -47,7 +47,7 @@ def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -
             dataclasses.replace(HOPPER, cudnn=91002),
             set(),
             "torch-flash-2",
-            [NO_3, "cudnn: cuDNN 9.10.2 is older than 9.15.1", NO_2],
+            [NO_3, "cudnn: cuDNN 91002 is older than 91501 (9.15.1)", NO_2],
         ),
         (
             dataclasses.replace(HOPPER, deterministic=True),
