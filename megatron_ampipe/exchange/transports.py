@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ampipe.runtime.collectives import Transfer, all_gather_rows, exchange_rows, send_receive
+from megatron_ampipe.runtime.collectives import Transfer, all_gather_rows, exchange_rows, issued, send_receive
 from megatron_ampipe.runtime.saved_tensors import DroppedRows
 
 # T rows of this rank, G rows of all ranks.
@@ -163,14 +163,7 @@ def _scatter_rows(
     tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
 ) -> Transfer:
     """Each ``[G, ...]`` to ``[T, ...]``, summed over ranks by a reduce-scatter."""
-    if group.size() == 1:
-        return Transfer(tuple(tensors))
-    outputs = [_rows_like(tensor, receive[0]) for tensor in tensors]
-    works = [
-        dist.reduce_scatter_tensor(output, tensor.contiguous(), group=group, async_op=not tensor.is_cuda)
-        for tensor, output in zip(tensors, outputs, strict=True)
-    ]
-    return Transfer.of(outputs, works)
+    return issued(dist.reduce_scatter_tensor, tensors, num_rows=receive[0], group=group)
 
 
 def _gather_unequal_rows(
@@ -181,10 +174,10 @@ def _gather_unequal_rows(
     for tensor, output in zip(tensors, outputs, strict=True):
         parts, same = list(output.split_with_sizes(list(receive))), [tensor.contiguous()] * group.size()
         if tensor.is_cuda:
-            works.append(dist.all_to_all(parts, same, group=group))
+            dist.all_to_all(parts, same, group=group)
         else:
             works += send_receive(same, parts, group)
-    return Transfer.of(outputs, works)
+    return Transfer(tuple(outputs), tuple(works))
 
 
 def _scatter_unequal_rows(

@@ -58,7 +58,6 @@ class SequentialExecutor:
     threads = False
 
     def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
-        """See :class:`Executor`."""
         for call in tape.calls:
             if recorder.recording:
                 run_on_host(call, run, recorder)
@@ -69,7 +68,7 @@ class SequentialExecutor:
 
 
 def run_on_host(call: Call, run: RunCall, recorder: Recorder) -> None:
-    """Run a call on the calling thread, wait for its end, and record the time on the host's clock."""
+    """Run a call on the calling thread, wait for its end, and record it."""
     begin = time.perf_counter()
     finish(run(call))
     recorder.add(call.lane, call.stage, begin, time.perf_counter())
@@ -84,9 +83,8 @@ def finish(transfer: Transfer | None) -> None:
 class CudaExecutor:
     """Runs computation on the current stream, each communication lane on two more: one is for its counts.
 
-    It waits, records events and releases memory as the tape says (:mod:`.streams`). Communication
-    streams have a high priority, so that a collective that is ready does not wait for the remaining thread
-    blocks of a kernel that fills the GPU.
+    Communication streams have a high priority, so that a collective that is ready does not wait for the
+    remaining thread blocks of a kernel that fills the GPU.
     """
 
     host_waits = True
@@ -96,7 +94,7 @@ class CudaExecutor:
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
-        """See :class:`Executor`. On return, the current stream waits for all calls."""
+        """On return, the current stream waits for all calls."""
         compute = torch.cuda.current_stream()
         streams = {name: compute if name == COMPUTE else self._stream(name) for name in set(tape.streams)}
         others = [stream for name, stream in streams.items() if name != COMPUTE]
@@ -146,9 +144,8 @@ class CudaExecutor:
 class ThreadExecutor:
     """Runs computation on the calling thread, and each communication lane on two separate threads.
 
-    A lane starts its collectives in order, and starts the next one before the previous one has ended. The
-    network is then not idle while the host handles the end of a collective. One that is to be alone
-    (``Transfer.begin``) begins when the previous one has ended, and the next one when it has.
+    A lane starts its collectives in order, the next one before the previous one has ended, so that the
+    network is not idle while the host handles that end. One that is to be alone has ``Transfer.begin``.
     """
 
     host_waits = False
@@ -158,11 +155,8 @@ class ThreadExecutor:
         self._lanes: dict[str, _Lane] = {}
 
     def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
-        """See :class:`Executor`.
-
-        After a failure no further stage is started in any lane, and the first error is raised. Otherwise a
-        collective that the other ranks do not start would end the process with a timeout.
-        """
+        """After a failure no further stage is started in any lane, and the first error is raised: a
+        collective that the other ranks do not start would end the process with a timeout."""
         in_flight: dict[int, Future[None]] = {}
         failures: list[BaseException] = []
 
@@ -201,8 +195,7 @@ def demote_gloo_threads() -> None:
 
     An event loop that wakes up while another thread of the process sends finds the connection locked, and
     polls until the scheduler suspends it: up to 4 ms, in which the sending thread cannot unlock the
-    connection if they share a core. A batch thread does not preempt the sending one (docs/log). Does nothing
-    on systems without this policy or without such threads.
+    connection if they share a core. A batch thread does not preempt the sending one (docs/log).
     """
     if not hasattr(os, "SCHED_BATCH"):
         return
@@ -243,8 +236,7 @@ class _Started:
 
 
 _MAX_IN_FLIGHT = 2
-"""Collectives of a lane that are in flight at the same time: the second keeps the network busy when the first
-ends; a third would only use more memory."""
+"""Collectives of a lane: the second keeps the network busy when the first ends; a third uses memory only."""
 
 
 class _Lane:
