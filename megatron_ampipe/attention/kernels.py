@@ -330,15 +330,3 @@ def _fastest_kernel(
         reasons.append(f"{name}: {reason}")
     name = "flash-attn" if compat.has_flash_attn() and gpu.capability >= (8, 0) else "sdpa"
     return KernelChoice(name, "; ".join(reasons))
-
-
-def describe_kernel(name: str) -> str:
-    """Which backend computes which part of a chunk's attention, for the start-up table."""
-    if name == "te":
-        return "te (Transformer Engine chooses)"
-    if name == "sdpa":
-        return "sdpa (torch chooses)"
-    kernel = KERNELS[name]
-    if kernel.span is None and len(kernel.pieces.cut(Span(0, 1, 1), backward=False)) > 1:
-        return f"{name} (own keys causal, earlier keys without a mask, merged)"
-    return f"{name} (own and earlier keys at once)"

@@ -1,8 +1,4 @@
-"""Transfers of the rows of chunks: of tokens, through codecs, and of attention.
-
-Rows of attention over tensor-parallel ranks are gathered before the projection of queries and scattered after
-that of outputs. Megatron's linear layers do both inside.
-"""
+"""Transfers of the rows of chunks: of tokens, through codecs, and of attention over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -66,9 +62,8 @@ def exchange_chunks(
 ) -> Transfer:
     """Issue the dispatch or the combine of several chunks, as one collective if their class allows it.
 
-    ``transports`` are all of the same class: :class:`RowTransport`, or one with the methods ``dispatch`` and
-    ``combine``, each the adjoint of the other. Of the transfer, the outputs are those of the first chunk,
-    then those of the second, and so on.
+    ``transports`` are all of one class: :class:`RowTransport`, or one with the methods ``dispatch`` and
+    ``combine``. The outputs are those of the first chunk, then those of the second, and so on.
     """
     if codecs is not None:
         return _through_codecs(codecs, transports, tensors, combine)
@@ -88,7 +83,8 @@ def exchange_chunks(
     if len(transports) == 1:
         return start(tensors[0], send=send[0], receive=receive[0], group=first.group)
     joint = [_concatenate_by_rank(of_chunks, send) for of_chunks in zip(*tensors, strict=True)]
-    transfer = start(joint, send=_added(send), receive=_added(receive), group=first.group)
+    added = [[sum(rows) for rows in zip(*splits, strict=True)] for splits in (send, receive)]
+    transfer = start(joint, send=added[0], receive=added[1], group=first.group)
     return _split_into_chunks(transfer, receive)
 
 
@@ -109,10 +105,6 @@ def _through_codecs(
     for codec, of_chunk in zip(codecs, sent, strict=True):
         uses += (*of_chunk, *codec.uses)
     return transfer.then([output for outputs, _ in arrived for output in outputs], fill, uses=uses)
-
-
-def _added(splits: Sequence[Sequence[int]]) -> list[int]:
-    return [sum(rows) for rows in zip(*splits, strict=True)]
 
 
 def _concatenate_by_rank(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> Tensor:
@@ -204,8 +196,7 @@ ALL_TO_ALL = Operation(exchange_rows, exchange_rows)
 ALL_GATHER = Operation(_gather_rows, _scatter_rows)
 """Every row goes to every rank, and what comes back is added (reduce-scatter); see :func:`all_gather`."""
 UNEQUAL_GATHER = Operation(_gather_unequal_rows, _scatter_unequal_rows)
-"""The same where ranks have different numbers of rows. Both are exchanges with every other rank, which needs
-as many bytes as a ring does and no padding; sums are taken by the receiver."""
+"""The same where ranks have different numbers of rows: exchanges with every other rank, without padding."""
 
 
 def all_gather(num_rows: int, group: dist.ProcessGroup) -> RowTransport:
@@ -217,11 +208,9 @@ def all_gather(num_rows: int, group: dist.ProcessGroup) -> RowTransport:
 
 
 class RowTransfers:
-    """The transfers of rows of one pass of one micro-batch through a block.
+    """The transfers of rows of one pass of one micro-batch through a block, in a group of their own lane.
 
-    Args:
-        group: The ranks, in a group that no other lane uses (``lane_group``).
-        keeps: What was gathered needs no second gather in the backward pass.
+    With ``keeps``, what was gathered needs no second gather in the backward pass.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, keeps: bool) -> None:
@@ -252,5 +241,5 @@ class RowTransfers:
         return replace(transfer, outputs=(), uses=(*owned, *transfer.uses, *transfer.outputs))
 
     def dropped(self, chunk: int | None, gathered: Tensor) -> AbstractContextManager[None]:
-        """Within it, no graph keeps what was gathered of a chunk, unless it is to be kept."""
+        """Within it, no graph keeps what was gathered of a chunk, unless it is kept."""
         return nullcontext() if self._keeps else self._dropped[chunk].dropped(gathered)
