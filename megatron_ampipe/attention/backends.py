@@ -90,15 +90,10 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         bias = causal_lower_right(query.shape[0], key.shape[0])
     else:
         bias = visible_keys(query, key, scoring.window)
-    queries, keys, values = (x.permute(HEADS_FIRST) for x in (query, key, value))
+    tensors = (x.permute(HEADS_FIRST) for x in (query, key, value))
+    shares_keys = query.shape[2] != key.shape[2]
     output = F.scaled_dot_product_attention(
-        queries,
-        keys,
-        values,
-        attn_mask=bias,
-        dropout_p=scoring.dropout,
-        scale=scoring.scale,
-        enable_gqa=queries.shape[1] != keys.shape[1],
+        *tensors, attn_mask=bias, dropout_p=scoring.dropout, scale=scoring.scale, enable_gqa=shares_keys
     )
     return output.permute(2, 0, 1, 3)
 
@@ -222,10 +217,8 @@ def _cpu_forward(
     output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, scale=scale
     )
-    if query.shape[1] != heads:
-        output = output.reshape(output.shape[0], heads, -1, output.shape[-1])
-        lse = lse.reshape(lse.shape[0], heads, -1)
-    return output.permute(2, 0, 1, 3), lse
+    output = output.reshape(output.shape[0], heads, -1, output.shape[-1])
+    return output.permute(2, 0, 1, 3), lse.reshape(lse.shape[0], heads, -1)
 
 
 def _cpu_backward(*given: Tensor, causal: bool, scale: float) -> list[Tensor]:
@@ -233,15 +226,13 @@ def _cpu_backward(*given: Tensor, causal: bool, scale: float) -> list[Tensor]:
     heads, groups = query.shape[2], key.shape[2]
     gradient, output = (x.permute(HEADS_FIRST) for x in (gradient, output))
     query, key, value = _of_equal_heads(query, key, value, causal=causal)
-    if query.shape[1] != heads:
-        gradient, output, lse = (
-            x.reshape(x.shape[0], groups, -1, *x.shape[3:]) for x in (gradient, output, lse)
-        )
+    gradient, output, lse = (
+        x.reshape(x.shape[0], query.shape[1], -1, *x.shape[3:]) for x in (gradient, output, lse)
+    )
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, output, lse, 0.0, causal, scale=scale
     )
-    if query.shape[1] != heads:
-        dq = dq.reshape(dq.shape[0], heads, -1, dq.shape[-1])
+    dq = dq.reshape(dq.shape[0], heads, -1, dq.shape[-1])
     if dk.shape[1] != groups:
         dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
     return [x.permute(2, 0, 1, 3) for x in (dq, dk, dv)]
@@ -256,7 +247,7 @@ def _of_equal_heads(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) 
     if causal:
         key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
     query, key, value = (x.permute(HEADS_FIRST) for x in (query, key, value))
-    if not causal and query.shape[1] != groups:
+    if not causal:
         query = query.reshape(query.shape[0], groups, -1, query.shape[-1])
     return query, key, value
 

@@ -75,7 +75,10 @@ class Kernel:
         rows = documents.rows_of(spans)
         if self.documents is not None:
             assert scoring.sinks is None and (scoring.is_plain or self.span is not None)
-            return _attend_at_once(self.documents, query, key, value, rows, scoring)
+            queries = query.transpose(0, 1).flatten(0, 1)
+            keys, values = (_keys_of_documents(x, rows) for x in (key, value))
+            output = self.documents(queries, keys, values, Bounds.of(rows, device=query.device), scoring)
+            return output.reshape(query.shape[1], query.shape[0], -1).transpose(0, 1)
         return self._attend_one_by_one(query, key, value, rows, scoring, sums)
 
     def _attend(
@@ -127,21 +130,6 @@ class Kernel:
             )
             outputs[sequence].append(output)
         return joined([joined(parts) for parts in outputs], dim=1)
-
-
-def _attend_at_once(
-    attend: DocumentFunction,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Sequence[DocumentRows],
-    scoring: Scoring,
-) -> Tensor:
-    num_rows, batch = query.shape[:2]
-    queries = query.transpose(0, 1).flatten(0, 1)
-    keys, values = (_keys_of_documents(x, documents) for x in (key, value))
-    output = attend(queries, keys, values, Bounds.of(documents, device=query.device), scoring)
-    return output.reshape(batch, num_rows, -1).transpose(0, 1)
 
 
 def _adds_to_document(sums: KeyValueSums, rows: DocumentRows) -> AddKeys:

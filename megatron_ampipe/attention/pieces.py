@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ AddKeys = Callable[[int, Tensor, Tensor], None]
 """Adds the gradients of the keys and values from a row on (:meth:`KeyValueSums.add`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionPiece:
+class AttentionPiece(NamedTuple):
     """Rows of a span and the keys that they attend to in one kernel call; the last ones are not included.
 
     Rows are counted in the span, keys in the sequence. A causal mask is aligned to the bottom right.
@@ -39,8 +38,7 @@ class AttentionPiece:
     causal: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PieceOutput:
+class PieceOutput(NamedTuple):
     """What a kernel returns for one piece, or several merged."""
 
     output: Tensor

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,8 @@ Arrived = tuple[Sequence[Tensor], Callable[[], None] | None]
 """Outputs, and what fills them once the transfer has ended; None if they are what is received."""
 
 
-class Operation(NamedTuple):
-    """Two adjoint collectives: of tensors, the rows to ``send`` and ``receive`` of each part, a ``group``."""
-
-    dispatch: Callable[..., Transfer]
-    combine: Callable[..., Transfer]
+Operation = tuple[Callable[..., Transfer], Callable[..., Transfer]]
+"""Dispatch and combine, which are adjoint: of tensors, rows to ``send`` and ``receive``, a ``group``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +43,9 @@ class Codec(Protocol):
     uses: Sequence[Tensor]
     """Tensors that it reads in addition to those that it is given."""
 
-    def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]:
-        """What is sent in place of the tensors."""
+    def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]: ...
 
-    def arrive(self, received: Sequence[Tensor], *, combine: bool) -> Arrived:
-        """What becomes of the tensors that are received."""
+    def arrive(self, received: Sequence[Tensor], *, combine: bool) -> Arrived: ...
 
 
 def exchange_chunks(
@@ -77,9 +72,9 @@ def exchange_chunks(
         )
     send = [transport.input_splits for transport in transports]
     receive = [transport.output_splits for transport in transports]
-    start = first.operation.dispatch
+    start, back = first.operation
     if combine:
-        start, send, receive = first.operation.combine, receive, send
+        start, send, receive = back, receive, send
     if len(transports) == 1:
         return start(tensors[0], send=send[0], receive=receive[0], group=first.group)
     joint = [_concatenate_by_rank(of_chunks, send) for of_chunks in zip(*tensors, strict=True)]
@@ -191,11 +186,11 @@ def _scatter_unequal_rows(
     return sent.then(outputs, fill, uses=sent.outputs)
 
 
-ALL_TO_ALL = Operation(exchange_rows, exchange_rows)
+ALL_TO_ALL: Operation = (exchange_rows, exchange_rows)
 """A row goes to one rank."""
-ALL_GATHER = Operation(_gather_rows, _scatter_rows)
+ALL_GATHER: Operation = (_gather_rows, _scatter_rows)
 """Every row goes to every rank, and what comes back is added (reduce-scatter); see :func:`all_gather`."""
-UNEQUAL_GATHER = Operation(_gather_unequal_rows, _scatter_unequal_rows)
+UNEQUAL_GATHER: Operation = (_gather_unequal_rows, _scatter_unequal_rows)
 """The same where ranks have different numbers of rows: exchanges with every other rank, without padding."""
 
 
