@@ -2,9 +2,7 @@
 
 Queries are the rows of a list of spans; those of a span see the keys ``[0, global_start + length)`` under a
 causal mask aligned to the bottom right (AMPipe, figure 5), or of these the keys of the row's document. Each
-name stands for one backend, the same for every chunk; only for ``sdpa`` does torch choose it.
-
-Shapes as in :mod:`.pieces`.
+name stands for one backend; only for ``sdpa`` does torch choose it. Shapes as in :mod:`.pieces`.
 """
 
 from __future__ import annotations
@@ -12,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,17 +34,14 @@ from megatron_ampipe.schedule.features import uses_ring_attention
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One backend of attention.
-
-    Attributes:
-        span: Attention of one span; None for a kernel that computes spans in pieces.
-        pieces: Computes pieces, of spans or in a ring. Of plain attention only.
-        documents: Attention of several documents in one call; None for one call per document.
-    """
+    """One backend of attention."""
 
     span: SpanFunction | None = None
+    """None for a kernel that computes spans in pieces."""
     pieces: PieceKernel = backends.EXACT_PIECES
+    """Of spans, or in a ring; of plain attention only."""
     documents: DocumentFunction | None = None
+    """None for one call per document."""
 
     def __call__(
         self,
@@ -243,14 +238,11 @@ FLASH_KERNELS = ("flash-attn-3", "cudnn", "flash-attn-2", "torch-flash-2")
 """For plain attention on GPUs, the fastest first."""
 
 
-@dataclass(frozen=True, slots=True)
-class KernelChoice:
-    """The chosen attention kernel."""
+class KernelChoice(NamedTuple):
+    """``te`` or a name in :data:`KERNELS`, and why each faster kernel cannot be used."""
 
     name: str
-    """``te`` or a name in :data:`KERNELS`."""
     reason: str = ""
-    """Why each faster kernel cannot be used; empty if there is none."""
 
 
 def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool = False) -> KernelChoice:
@@ -277,7 +269,7 @@ def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool =
         used, on_gpu=on_gpu, dtype=settings.params_dtype, head_size=settings.kv_channels, documents=documents
     )
     in_ring = uses_ring_attention(settings) and not documents
-    return replace(choice, name="exact-pieces") if in_ring and KERNELS[choice.name].span else choice
+    return choice._replace(name="exact-pieces") if in_ring and KERNELS[choice.name].span else choice
 
 
 def pinned_kernel(*, on_gpu: bool, dtype: torch.dtype, head_size: int | None = None) -> str:

@@ -51,22 +51,17 @@ class PieceOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PieceKernel:
-    """A flash kernel: attention of one piece, and its gradients.
-
-    Attributes:
-        cut: ``(span, backward=)`` to the pieces of a span, in the order in which they are computed. Every row
-            has exactly one causal piece, which comes before the other pieces of that row. In forward, pieces
-            that have a row in common have all rows in common and are adjacent.
-        forward: ``(query, key, value, causal=, scale=)`` to ``(output, lse, *state)``.
-        backward: ``(gradient, query, key, value, output, lse, *state, causal=, scale=)`` to the gradients of
-            query, key and value, in the shapes of these.
-        layout: The order of the dimensions of ``[R, B, H, C]`` in which both take and give tensors.
-    """
+    """A flash kernel: attention of one piece, and its gradients."""
 
     cut: Callable[..., tuple[AttentionPiece, ...]]
+    """``(span, backward=)`` to its pieces, in order. Every row has one causal piece, which comes first. In
+    forward, pieces that have a row in common have all rows in common and are adjacent."""
     forward: Callable[..., tuple[Any, ...]]
+    """``(query, key, value, causal=, scale=)`` to ``(output, lse, *state)``."""
     backward: Callable[..., Sequence[Tensor]]
+    """``(gradient, query, key, value, output, lse, *state, causal=, scale=)`` to their three gradients."""
     layout: tuple[int, int, int, int] = (0, 1, 2, 3)
+    """The order of the dimensions of ``[R, B, H, C]`` in which both take and give tensors."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> PieceOutput:
         """Attention of ``[R, B, H, C]`` over ``[S, B, G, C]`` and ``[S, B, G, V]``."""

@@ -100,7 +100,7 @@ class FlexChunk(MoEFlexTokenDispatcher):
         return arriving[num_experts + rank], arriving[first : first + self.num_local_experts]
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Any, ...]:
-        """As in the stock dispatcher, of what its manager would have kept of the exchange; can run again."""
+        """As in the stock dispatcher, of what its manager would have kept; can run again."""
         transport, manager = self.transport(), self._comm_manager
         manager.dispatched_probs = probs
         manager.tokens_per_expert = torch.as_tensor(transport.tokens_per_expert)

@@ -92,17 +92,13 @@ def add(total: Tensor | None, gradient: Tensor | None = None) -> Tensor | None:
 
 
 class Arrival(NamedTuple):
-    """A gradient that is added when it is taken, because a transfer brings it.
-
-    Attributes:
-        slot: Where it arrives.
-        to: Rows of the sum to which it is added; None for all.
-        of: Rows of what arrives that are added; None for all.
-    """
+    """A gradient that is added when it is taken, because a transfer brings it; None for all rows."""
 
     slot: int
     to: Spans | None = None
+    """Rows of the sum to which it is added."""
     of: Spans | None = None
+    """Rows of what arrives that are added."""
 
 
 def total(

@@ -50,7 +50,6 @@ class Recorder:
 
     def __init__(self, *, num_iterations: int = 0) -> None:
         self._iterations: deque[_Iteration] = deque(maxlen=num_iterations)
-        self.enabled = num_iterations > 0
         self.recording = False
         """Whether stages that run now are recorded."""
         self.layers: Sequence[int] = (1,)
@@ -62,18 +61,17 @@ class Recorder:
 
     def start_iteration(self, iteration: int) -> None:
         """Start recording stages of this training iteration; may be called repeatedly for the same one."""
-        if not self.enabled:
+        if not self._iterations.maxlen:
             return
         self.recording = True
         if not self._iterations or self._iterations[-1].number != iteration:
             self._iterations.append(_Iteration(iteration))
 
     def pause(self) -> None:
-        """Stop recording until the next call of :meth:`start_iteration`, for example in evaluation."""
+        """Stop recording until the next call of :meth:`start_iteration`."""
         self.recording = False
 
     def enter(self, layers: Sequence[int], direction: Direction) -> None:
-        """Start a pass: stages that follow belong to these layers and this direction."""
         self.layers, self.direction = layers, direction
         if self.recording:
             self._iterations[-1].num_passes += 1

@@ -2,9 +2,7 @@
 
 MPipeMoE, section III-D, restores what an expert keeps (T_M) in two ways: it is computed once more, or copied
 to host memory and back. On a GPU, host memory is pinned, and copies are asynchronous on the current stream.
-Without one, "host memory" is other memory of the same host, so that the same copies run, on the thread that
-waits for the lane's transfers; it is used again, and is not counted as memory of the device
-(:func:`is_host_memory`).
+Without one it is other memory of the host, which is not counted as the device's (:func:`is_host_memory`).
 """
 
 from __future__ import annotations
@@ -151,8 +149,7 @@ class InnerTensors:
     Args:
         kept: Tensors that are kept in any case: the parameters of the stage.
         copied: Tensors are copied to host memory, not computed once more.
-        resorted: Then, of the tokens in the order in which the experts take them: not copied; a second run up
-            to :meth:`sorted` gives them back.
+        resorted: Then, tokens in the order of the experts are not copied: a second run gives them back.
     """
 
     def __init__(self, kept: Collection[Tensor], *, copied: bool = False, resorted: bool = False) -> None:
@@ -179,7 +176,7 @@ class InnerTensors:
             with torch.no_grad():
                 yield
             return
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._restore, _never_unpacked)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._restore, _unpacked)
         with torch.enable_grad(), hooks:
             yield
         assert not self._places, f"a second run saved {len(self._places)} tensors less than the first"
@@ -259,11 +256,7 @@ class InnerTensors:
 
 
 class _Place:
-    """Where the graph keeps a tensor. Only the graph refers to it, so the tensor goes with its last use.
-
-    Attributes:
-        offset_in_input: Where the tensor begins in the tensor that :meth:`view` is given; None without one.
-    """
+    """Where the graph keeps a tensor, perhaps a part of another one. The tensor goes with its last use."""
 
     __slots__ = ("dtype", "offset_in_input", "size", "stride", "tensor")
 
@@ -315,7 +308,3 @@ def _unpacked(packed: Tensor | _Place) -> Tensor:
         return packed
     assert packed.tensor is not None, "the backward of a stage runs before its tensors are restored"
     return packed.tensor
-
-
-def _never_unpacked(packed: object) -> Tensor:
-    raise AssertionError("the graph of a second run was differentiated")

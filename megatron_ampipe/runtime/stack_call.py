@@ -22,7 +22,7 @@ from megatron_ampipe.runtime.segment import BlockParameters, hand_over
 from megatron_ampipe.runtime.steps import ZERO, Pass
 from megatron_ampipe.runtime.streams import Crossing
 from megatron_ampipe.runtime.tape import Call, Tapes
-from megatron_ampipe.schedule import Direction, Stage, StageKind
+from megatron_ampipe.schedule import Direction, StageKind
 from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
 
 # S sequence rows, B batch, D hidden size.
@@ -137,7 +137,8 @@ class StackCall:
 
         def run(call: Call) -> Transfer | None:
             if not call.steps and call.stage.kind.of_parameters:
-                return self._reduce(call.stage)
+                assert self._reductions is not None, "this pass was not given what its schedule reduces"
+                return self._reductions.start_until(self._asked[call.stage.kind, call.stage.layer])
             transfer = None
             for step in call.steps:
                 try:
@@ -159,10 +160,6 @@ class StackCall:
         with_the_pass = set(range(len(state.blocks))) - {call.stage.layer for call in tape.calls if call.ends}
         for layer in sorted(with_the_pass, reverse=direction is Direction.BACKWARD):
             end(layer)
-
-    def _reduce(self, stage: Stage) -> Transfer:
-        assert self._reductions is not None, "this pass was not given what its schedule reduces"
-        return self._reductions.start_until(self._asked[stage.kind, stage.layer])
 
 
 class _Blocks(torch.autograd.Function):
