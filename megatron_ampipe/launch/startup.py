@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe import compat
-from megatron_ampipe.attention.kernels import choose_kernel, describe_kernel
+from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.adjustments import reads_masks
@@ -229,7 +229,7 @@ def _attention_row(args: argparse.Namespace, *, on_gpu: bool) -> Row:
         on_gpu=on_gpu,
         documents=_packs_documents(args) or masks_documents(args),
     )
-    return "attention", describe_kernel(choice.name), choice.reason
+    return "attention", choice.name, choice.reason
 
 
 def masks_documents(args: argparse.Namespace) -> bool:

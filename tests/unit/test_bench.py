@@ -387,7 +387,6 @@ def report(seconds: Any, variants: list[Variant]) -> dict[str, Any]:
         "wire_bytes": [[{"inter": sent} for sent in (1_020_000, 1_010_000, 1_050_000)]] * count,
         "expected_wire_bytes": [{"inter": 1_000_000}] * count,
         "kernel": "sdpa",
-        "attention": "sdpa (torch chooses)",
         "fused_gradients": True,
         "clock": "host",
     }

@@ -180,7 +180,7 @@ def case_result(
         "emulated": job.link.emulated,
         "layers": job.layers,
         **{f"stock_{key}": value for key, value in stock.items()},
-        **{key: reports[0][key] for key in ("kernel", "attention", "fused_gradients", "clock")},
+        **{key: reports[0][key] for key in ("kernel", "fused_gradients", "clock")},
         "block": asdict(case),
         "possible_speedup": possible_speedup(stock["ms"], rows),
         **with_control(rows),

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ampipe.attention.kernels import describe_kernel
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.launch.host.all_to_all import gloo_all_to_all
 from megatron_ampipe.runtime.executors import ThreadExecutor
@@ -124,7 +123,6 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
             for variant in variants
         ],
         "kernel": factory.kernel,
-        "attention": describe_kernel(factory.kernel),
         "fused_gradients": factory.fused_gradients,
     }
 
