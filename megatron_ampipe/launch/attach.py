@@ -40,8 +40,7 @@ from megatron_ampipe.launch.refusals import (
 )
 from megatron_ampipe.launch.routing_recorder import RoutingRecording
 from megatron_ampipe.launch.trials import Choice
-from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.document_reader import DocumentReader
+from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
 from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, load_gate, needs_all_tokens
 from megatron_ampipe.plan.recorded_routing import files_of, read_record
 from megatron_ampipe.runtime.recorder import Recorder

@@ -20,8 +20,7 @@ from megatron_ampipe.launch.planned import layout_of_args
 from megatron_ampipe.launch.recording import has_expert_communication
 from megatron_ampipe.launch.refusals import exchanges_of
 from megatron_ampipe.launch.trials import Choice, candidates
-from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.recompute import FullRecompute
+from megatron_ampipe.layers.context import AMPipeContext, FullRecompute
 from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, Pipeline, of_chunks, stack_to_text
 from megatron_ampipe.schedule.features import boundary, uses_ring_attention
 

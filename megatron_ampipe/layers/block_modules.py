@@ -341,14 +341,6 @@ class BlockModules:
         """The linear layers of each kind of stage whose weight gradients can be separate stages."""
         return {kind: linears_of(parts) for kind, parts in self._read.items()}
 
-    def require_linears(self, weights: Iterable[StageKind]) -> None:
-        """Assert that gradients of weights can be separate stages, as start-up has checked."""
-        for kind in weights:
-            of = kind.weights_of
-            assert of is None or not self._read.get(of) or self._linears[of], (
-                f"{kind}: the linear layers of the stage {of} are not Megatron's local ones"
-            )
-
     @cached_property
     def expert_products(self) -> Products:
         """The products of the local experts."""

@@ -21,13 +21,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.backends import Scoring
 from megatron_ampipe.attention.kernels import KERNELS, Kernel, choose_kernel, has_sinks, largest_scores
 from megatron_ampipe.attention.ring import RingAttention
-from megatron_ampipe.layers.document_reader import positions_in_documents
-from megatron_ampipe.layers.recompute import recomputed
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.moves import take_rows
 from megatron_ampipe.schedule import Span
@@ -92,9 +91,20 @@ def _rotary_of_rows(embedding: Tensor, *, spans: Sequence[Span], documents: Docu
     """Of a rotary embedding ``[positions, 1, 1, C]`` the part ``[R, 1 or B, 1, C]`` of these rows."""
     if documents is None or not documents.own_positions:
         return take_rows(embedding, spans)
-    positions = positions_in_documents(documents, embedding.device)
+    positions = _positions_in_documents(documents, embedding.device)
     parts = [positions[span.global_start : span.global_end] for span in spans]
     return embedding[:, 0][parts[0] if len(parts) == 1 else torch.cat(parts)]
+
+
+@functools.lru_cache(maxsize=8)
+def _positions_in_documents(documents: Documents, device: torch.device) -> Tensor:
+    """``[S, B]``, the position of each row in its document."""
+    rows = torch.arange(documents.num_rows)
+    positions = []
+    for starts in documents.starts:
+        first = torch.tensor(starts)
+        positions.append(rows - first[torch.bucketize(rows, first, right=True) - 1])
+    return torch.stack(positions, dim=1).to(device)
 
 
 @contextlib.contextmanager
@@ -246,7 +256,18 @@ class ChunkAttention:
                 )
 
         if self._recompute and torch.is_grad_enabled():
-            return recomputed(attend, query, key, value)
+            # Megatron's checkpoint function calls ``backward`` inside its backward, which fails under
+            # ``torch.autograd.grad``, and stages are differentiated with that.
+            states = tensor_parallel.get_cuda_rng_tracker().get_states()
+            output: Tensor = checkpoint(
+                attend,
+                query,
+                key,
+                value,
+                use_reentrant=False,
+                context_fn=lambda: (contextlib.nullcontext(), _rng_states(states)),
+            )
+            return output
         return attend(query, key, value)
 
     def ring(self, ranks: dist.ProcessGroup) -> RingAttention:
@@ -262,6 +283,18 @@ class ChunkAttention:
                 query, key, value, None, attn_mask_type=AttnMaskType.causal_bottom_right
             )
         return output
+
+
+@contextlib.contextmanager
+def _rng_states(states: dict[str, Tensor]) -> Iterator[None]:
+    """Within it, Megatron's random states are these."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    now = tracker.get_states()
+    tracker.set_states(states)
+    try:
+        yield
+    finally:
+        tracker.set_states(now)
 
 
 def _read_sinks(core_attention: torch.nn.Module) -> Tensor:

@@ -278,10 +278,6 @@ class TokenIds:
         # Packed: TransformerLayer._maybe_unflatten_for_moe cuts the rows of a rank into sequences.
         return ids.view(ranks, batch, num_rows).transpose(1, 2).reshape(-1, batch)
 
-    def rows_of_rank(self, num_rows: int, batch: int, *, ranks: int, rank: int) -> Tensor:
-        """The ids of the rows of one of the ranks, ``[num_rows, B]``; see :meth:`rows`."""
-        return self.rows(num_rows, batch, ranks=ranks)[rank * num_rows :][:num_rows]
-
 
 class TokenIdRouter(TopKRouter):
     """A router that reads ``self.token_ids``. Comes before other bases, such as ``ScoredRouter``."""
@@ -303,11 +299,9 @@ class TokenIdRouter(TopKRouter):
         if self.token_ids is not None:
             return super().forward(input, *args, **kwargs)
         is_spread = self.config.sequence_parallel
-        self.token_ids = self.id_source.rows_of_rank(
-            *input.shape[:2],
-            ranks=self.tp_group.size() if is_spread else 1,
-            rank=self.tp_group.rank() if is_spread else 0,
-        )
+        ranks, rank = (self.tp_group.size(), self.tp_group.rank()) if is_spread else (1, 0)
+        num_rows, batch = input.shape[:2]
+        self.token_ids = self.id_source.rows(num_rows, batch, ranks=ranks)[rank * num_rows :][:num_rows]
         try:
             return super().forward(input, *args, **kwargs)
         finally:

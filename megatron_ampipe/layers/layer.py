@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers.block_modules import BlockModules
-from megatron_ampipe.layers.block_stack import LayerRun, RunBuilder
+from megatron_ampipe.layers.block_stack import LayerRun
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.router import chunk_router_of
@@ -42,28 +42,26 @@ class AMPipeTransformerLayer(TransformerLayer):
 
     Args:
         ampipe: State shared by all pipelined layers.
-        run_builder: Of the layers that can share a schedule; None for a layer alone.
-        begins_run: Whether they begin with this layer.
+        joins_run: Whether it can share a schedule with the layer that was built before it.
     """
 
     def __init__(
         self,
         *args: Any,
         ampipe: AMPipeContext,
-        run_builder: RunBuilder | None = None,
-        begins_run: bool = False,
+        joins_run: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         # A layer of multi-token prediction is built from the specification of another layer.
-        alone = run_builder is None or self.is_mtp_layer
-        run = LayerRun(ampipe) if alone else run_builder.run(begins=begins_run)
+        if not joins_run or self.is_mtp_layer:
+            ampipe.run_being_built = LayerRun(ampipe)
         recompute, place = ampipe.recompute, kwargs.get("layer_number", 1) - 1
         recomputed = recompute is not None and (
             recompute.covers_mtp if self.is_mtp_layer else recompute.covers(place)
         )
         self._block = BlockModules(self, self, ampipe, recomputed=recomputed)
-        self._stack = run.add(self._block)
+        self._stack = ampipe.run_being_built.add(self._block)
 
     def forward(
         self,
@@ -153,19 +151,19 @@ def pipelined(
     layers: list[ModuleSpec] = []
     for can_share, specs in itertools.groupby(spec.layer_specs, key=lambda layer: _can_share(layer, context)):
         of_run = list(specs)
-        builder = RunBuilder(context) if can_share and any(map(_is_moe, of_run)) else None
+        shares = can_share and any(map(_is_moe, of_run))
         layers += [
-            _pipelined_layer(layer, context, builder, begins_run=place == 0)
+            _pipelined_layer(layer, context, shares=shares, joins_run=shares and place > 0)
             for place, layer in enumerate(of_run)
         ]
     return dataclasses.replace(spec, layer_specs=layers)
 
 
 def _pipelined_layer(
-    spec: ModuleSpec, context: AMPipeContext, builder: RunBuilder | None = None, *, begins_run: bool = False
+    spec: ModuleSpec, context: AMPipeContext, *, shares: bool = False, joins_run: bool = False
 ) -> ModuleSpec:
     moe = compat.moe_class(spec.submodules.mlp)
-    if moe is None and builder is None:
+    if moe is None and not shares:
         return spec
     if moe is not None:
         require_class(moe, (MoELayer,), "MoE layer")
@@ -173,7 +171,7 @@ def _pipelined_layer(
         require_class(spec.submodules.self_attention.module, ATTENTION, "MoE attention")
     return ModuleSpec(
         module=AMPipeTransformerLayer,
-        params={**spec.params, "ampipe": context, "run_builder": builder, "begins_run": begins_run},
+        params={**spec.params, "ampipe": context, "joins_run": joins_run},
         submodules=spec.submodules if moe is None else with_chunk_router(spec.submodules, context),
     )
 
