@@ -169,7 +169,7 @@ def _recompute_rows(args: argparse.Namespace, recompute: FullRecompute | None) -
     reason = "inside the schedules, during the backward pass of the layer above; a layer keeps its input"
     if recompute.method == "uniform" and recompute.num_layers > 1:
         reason += f", not one in {recompute.num_layers} layers"
-    if recompute.covers_mtp and args.mtp_num_layers:
+    if recompute.covers(None) and args.mtp_num_layers:
         reason += "; of MTP the transformer layers, not their projections"
     return [("full recompute", layers, reason)]
 

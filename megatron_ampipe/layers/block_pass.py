@@ -46,14 +46,12 @@ class RandomStates:
 class BlockPass:
     """What functions of stages are given first (``runtime.block_functions.BlockState``).
 
-    The block contains ``features`` and is given ``hidden [S, B, D]``. There are ``documents`` if rows attend
-    to their own one only, and ``token_ids [S, B]`` for a router that reads them.
+    ``documents`` are None unless rows attend to their own one only; ``token_ids [S, B]`` are for a router
+    that reads them.
     """
 
     ring: RingAttention
-    """Attention to the keys of one context-parallel rank after another, where ranks pass them on."""
     row_transfers: RowTransfers
-    """Between tensor-parallel ranks, where these are stages."""
     chosen: Tensor
     """The choice for all chunks at once, ``[S * B, E]`` bool."""
     is_again = False

@@ -20,7 +20,7 @@ from megatron_ampipe.layers.block_routing import sees_whole_blocks
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.runtime.compile import compiled
-from megatron_ampipe.runtime.executors import Executor
+from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
 from megatron_ampipe.runtime.stack_call import StackCall
 from megatron_ampipe.runtime.tape import Tapes
 from megatron_ampipe.schedule import BlockFeatures, Chunk, Pipeline, SequenceLayout
@@ -31,11 +31,7 @@ from megatron_ampipe.schedule.features import boundary
 
 
 class LayerRun:
-    """Consecutive layers that can share schedules; cut into stacks by the pipeline of the moment.
-
-    Megatron builds the layers one after the other, and calls them one after the other: the first layer of a
-    stack runs all of it.
-    """
+    """Consecutive layers that can share schedules; cut into stacks by the pipeline of the moment."""
 
     def __init__(self, context: AMPipeContext) -> None:
         self._context = context
@@ -55,7 +51,6 @@ class LayerRun:
         return None if first < place else self._stack(place, size)
 
     def _size(self) -> int:
-        """How many layers share a schedule."""
         config, pipeline = self._blocks[0].config, self._context.pipeline
         if boundary(config, whole_attention=pipeline.whole_attention) is not None:
             return 1
@@ -118,7 +113,8 @@ class BlockStack:
         self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None, documents: Documents | None
     ) -> Tensor:
         blocks, context = self._blocks, self._context
-        executor = context.executor_for(on_gpu=hidden.is_cuda)
+        if (executor := context.executor) is None:
+            executor = context.executor = CudaExecutor() if hidden.is_cuda else ThreadExecutor()
         features = tuple(block.features(shares_schedule=len(blocks) > 1) for block in blocks)
         parameters = [block.parameters for block in blocks]
         keep_graph = torch.is_grad_enabled() and (
@@ -195,11 +191,8 @@ class BlockStack:
 class ChunkSharding:
     """Sequence parallelism by chunk: every tensor-parallel rank holds a part of every chunk.
 
-    Megatron gives each rank one part of the sequence. A chunk of consecutive rows then lives on one rank or
-    two, and a chunk of the same rows of every rank needs the keys of all others. So where layers share a
-    schedule, rows are exchanged once before the first layer and back after the last.
-
-    ``lengths`` are the rows of one rank in each chunk, ``group`` the tensor-parallel ranks.
+    Megatron gives each rank one part of the sequence, so a chunk of the same rows of every rank would need
+    the keys of all others. ``lengths`` are the rows of one rank in each chunk.
     """
 
     def __init__(self, lengths: Sequence[int], group: dist.ProcessGroup) -> None:

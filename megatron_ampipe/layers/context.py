@@ -10,7 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_ampipe.exchange.codecs import Condenser, Wire
-from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
+from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import KEEP, Pipeline
@@ -27,14 +27,13 @@ class FullRecompute:
     num_layers: int
     """How many layers ``block`` recomputes. Every layer keeps its own input, also under ``uniform``."""
 
-    def covers(self, place: int) -> bool:
-        """Whether a layer is recomputed; ``place`` counts from 0 in its (virtual) pipeline stage."""
-        return self.method == "uniform" or place < self.num_layers
+    def covers(self, place: int | None) -> bool:
+        """Whether a layer is recomputed.
 
-    @property
-    def covers_mtp(self) -> bool:
-        """Whether layers of multi-token prediction are recomputed; Megatron skips them under ``block``."""
-        return self.method == "uniform"
+        ``place`` counts from 0 in its (virtual) pipeline stage; None for one of multi-token prediction, which
+        Megatron skips under ``block``.
+        """
+        return self.method == "uniform" or (place is not None and place < self.num_layers)
 
 
 class DocumentReader:
@@ -106,19 +105,16 @@ class AMPipeContext:
     """Settings, executor and recorder of a process.
 
     Attributes:
-        executor: Runs the stages; if None, chosen by the first layer that runs.
+        executor: Runs the stages; if None, made by the first layer that runs.
         kernel: Name of the attention kernel; if None, chosen by each layer.
-        recompute: Full recompute inside the schedules, in every block that is built from then on; None where
-            Megatron recomputes around the layers, or not at all.
+        recompute: Full recompute inside the schedules; None where Megatron does it, or nobody.
         reductions: Of gradients, held back for stages of the backward passes; None where data parallelism
             starts them itself.
-        gate: The router class of ``--ampipe-router``, a subclass of Megatron's ``TopKRouter``; None for
-            Megatron's own.
+        gate: The router class of ``--ampipe-router``; None for Megatron's own.
         wire: Around the transfers of tokens (``--ampipe-wire``); None to send them as they are.
         condenser: Chooses which of similar tokens are sent (``--ampipe-condense``); None to send all.
         pipeline: How blocks run from the next forward pass on; initially as in ``config``.
-        predicted_ms: Durations that a plan predicts for the forward and backward pass of a block with
-            ``pipeline``, from its first stage to its last; None without a plan. Only logged.
+        predicted_ms: What a plan predicts for the forward and backward pass of a block; only logged.
         run_being_built: The ``LayerRun`` that the layer built last belongs to.
     """
 
@@ -143,24 +139,14 @@ class AMPipeContext:
 
     @property
     def runs_megatron_layers(self) -> bool:
-        """Whether blocks are Megatron's own layers at present: a schedule would only repeat what they do.
-
-        A gate of the user's may give a token any number of experts, which Megatron's layer does not take.
-        """
+        """Whether blocks are Megatron's own layers at present: a schedule would only repeat what they do."""
+        # A gate may give a token any number of experts, which Megatron's layer does not take.
+        changes = self.gate, self.reductions, self.wire, self.condenser
         return (
             self.pipeline.is_stock
             and self.pipeline.memory == KEEP
-            and self.gate is None
-            and self.reductions is None
-            and self.wire is None
-            and self.condenser is None
+            and all(change is None for change in changes)
         )
-
-    def executor_for(self, *, on_gpu: bool) -> Executor:
-        """The executor of the process; created at the first call."""
-        if self.executor is None:
-            self.executor = CudaExecutor() if on_gpu else ThreadExecutor()
-        return self.executor
 
     def __deepcopy__(self, memo: dict[int, object]) -> AMPipeContext:
         """Return the same object: Megatron deep-copies layer specifications, but the context is shared."""

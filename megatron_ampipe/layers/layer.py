@@ -56,10 +56,8 @@ class AMPipeTransformerLayer(TransformerLayer):
         # A layer of multi-token prediction is built from the specification of another layer.
         if not joins_run or self.is_mtp_layer:
             ampipe.run_being_built = LayerRun(ampipe)
-        recompute, place = ampipe.recompute, kwargs.get("layer_number", 1) - 1
-        recomputed = recompute is not None and (
-            recompute.covers_mtp if self.is_mtp_layer else recompute.covers(place)
-        )
+        recompute, place = ampipe.recompute, None if self.is_mtp_layer else kwargs.get("layer_number", 1) - 1
+        recomputed = recompute is not None and recompute.covers(place)
         self._block = BlockModules(self, self, ampipe, recomputed=recomputed)
         self._stack = ampipe.run_being_built.add(self._block)
 
@@ -72,20 +70,18 @@ class AMPipeTransformerLayer(TransformerLayer):
         inference_context: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """One pass through the block, and through those that share its schedule.
+        """One pass through the block; the first layer of a stack runs all of it, others return their input.
 
-        The first layer of such a stack runs all of it; the others return what they are given.
+        The stock layer runs for inference, as a dense layer on its own, and while the pipeline is one chunk
+        in which nothing overlaps (``--ampipe-degree auto``), unless documents are separated.
 
         Args:
             hidden_states: ``[S, B, D]``.
             attention_mask: Read only where it separates documents; attention is causal.
             context: Returned unchanged, as by a stock layer without cross-attention.
             rotary_pos_emb: As in Megatron.
-            inference_context: If given, the stock layer runs. So do a dense layer on its own, and every
-                layer while the pipeline is one chunk in which nothing overlaps (``--ampipe-degree auto``),
-                unless rows attend to their own document only.
-            kwargs: Megatron's other layer arguments; all must be None except ``packed_seq_params``, the
-                documents of a packed micro-batch.
+            inference_context: As in Megatron.
+            kwargs: Others of Megatron; all must be None except ``packed_seq_params``.
 
         Returns:
             ``[S, B, D]`` and ``context``.
@@ -130,7 +126,7 @@ def pipelined(
 
     Raises:
         BadInput: an MoE layer has a class that AMPipe does not support, or layers shall share a schedule and
-            the specification names one layer for all of them.
+            the specification does not list them.
     """
     if not context.config.pipelined:
         return spec
