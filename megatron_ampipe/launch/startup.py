@@ -20,8 +20,7 @@ from megatron_ampipe.launch.planned import layout_of_args
 from megatron_ampipe.launch.recording import has_expert_communication
 from megatron_ampipe.launch.refusals import exchanges_of
 from megatron_ampipe.launch.trials import Choice, candidates
-from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.recompute import FullRecompute
+from megatron_ampipe.layers.context import AMPipeContext, FullRecompute
 from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, Pipeline, of_chunks, stack_to_text
 from megatron_ampipe.schedule.features import boundary, uses_ring_attention
 
@@ -170,7 +169,7 @@ def _recompute_rows(args: argparse.Namespace, recompute: FullRecompute | None) -
     reason = "inside the schedules, during the backward pass of the layer above; a layer keeps its input"
     if recompute.method == "uniform" and recompute.num_layers > 1:
         reason += f", not one in {recompute.num_layers} layers"
-    if recompute.covers_mtp and args.mtp_num_layers:
+    if recompute.covers(None) and args.mtp_num_layers:
         reason += "; of MTP the transformer layers, not their projections"
     return [("full recompute", layers, reason)]
 
