@@ -123,8 +123,8 @@ def test_a_written_plan_is_read_back_unchanged(changes: dict[str, Any], tmp_path
 @pytest.mark.parametrize(
     ("old", "new", "part"),
     [
-        ("forward_degree: 2", "forward_degree: 4", r"plan\.yaml:3: forward_degree 4: the schedule has 2"),
-        ("- 0.5\n- 0.5", "- 0.5", r"has 1 shares for 2 chunks"),
+        ("forward_degree: 2", "forward_degree: 4", r"plan\.yaml:3: forward_degree 4: must be 2\."),
+        ("- 0.5\n- 0.5", "- 0.5", r"must be 2, one for each chunk"),
         ("- 0.5\n- 0.5", "- 0.5\n- 0.6", r"sum is 1.1"),
         ("expert.0 ", "expert.7 ", r"plan\.yaml:\d+: .*expert\.7"),
         ("ampipe-plan-1", "ampipe-plan-9", "must be one of ampipe-plan-1"),
