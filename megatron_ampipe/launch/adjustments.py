@@ -142,7 +142,7 @@ def _gather_keys_and_values(args: argparse.Namespace) -> list[host.Adjustment]:
     others = [mode for mode in dict.fromkeys(modes) if mode != "all_gather"]
     if ranks == 1 or not others or uses_ring_attention(args):
         return []
-    block = block_of_args(args, None)
+    block = block_of_args(args)
     numbers = block.sequence_length * block.batch * block.key_value_width / block.tensor * (1 - 1 / ranks)
     size = f"{numbers * block.element_bytes / 2**20:.3g} MiB"
     return [

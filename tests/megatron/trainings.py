@@ -354,9 +354,7 @@ HYBRIDS: dict[str, Training] = {
     "hybrid-recompute": Training(
         flags=EP + FULL + HYBRID + "*EM*E", ours=(STACK,), said=("2 pairs of 5 layers",)
     ),
-    "hybrid-mtp": Training(
-        flags=EP + HYBRID + "*E*E/*E", ours=(STACK,), said=("those of multi-token prediction too",)
-    ),
+    "hybrid-mtp": Training(flags=EP + HYBRID + "*E*E/*E", ours=(STACK,), said=("hybrid layers",)),
     "hybrid-of-tensor-ranks": Training(
         flags=WHOLE_EXPERTS + EP + HYBRID + "*E*EM*E", ours=(STACK,), said=("3 pairs of 7 layers",)
     ),

@@ -11,7 +11,7 @@ from megatron_ampipe.block.named_values import check_threshold, check_wire
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.codecs import Condenser, Trip, WireCodec, load_wire
 from megatron_ampipe.exchange.transports import ALL_TO_ALL, RowTransport, exchange_chunks
-from megatron_ampipe.launch.routing_recorder import compared_rows
+from megatron_ampipe.launch.recording import compared_rows
 from megatron_ampipe.schedule import Direction, Exchange, Pipeline
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
