@@ -85,8 +85,6 @@ def run(arguments: argparse.Namespace) -> int:
         RunFailed: a rank was lost, no line fits the times of some operation, or the file cannot be written.
     """
     outputs.check(arguments.output, flag="--output")
-    grid = read_grid(find_grid(arguments.grid)).only(arguments.case, flag="--case")
-    case = grid.cases[0]
     started = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
     if started:
         refuse_own_ranks(arguments)
@@ -97,8 +95,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
     else:
         link, count = link_of(arguments), num_ranks(arguments)
-        ranks_per_node = count if link.nodes is None else link.nodes.ranks_per_node
-        grid.check_ranks(count)
+        ranks_per_node = link.ranks_per_node or count
+    case, *_ = read_grid(
+        find_grid(arguments.grid), only=arguments.case, flag="--case", num_ranks=1 if started else count
+    )
     if link.kind is LinkKind.NETWORK:
         network.check_usable()
     num_gpus = 0 if link.kind is LinkKind.NETWORK else machine.num_gpus()

@@ -67,7 +67,7 @@ def test_a_cluster_file_from_ranks_that_it_starts(
     )
     assert {"qkv", "attention", "route", "shared", "expert", "merge", "any"} == set(cluster.host.stage)
     assert cluster.overlap.compute_slowdown >= 1
-    (case,) = read_grid(grid).cases
+    (case,) = read_grid(grid)
     predictor = Predictor(block_of_case(case, num_ranks=2, fused_gradients=True), cluster)
     schedule = build("ampipe", degree=2, features=predictor.block.features)
     assert predictor.pass_us(schedule, (128, 128)).forward > 4 * LATENCY_US
@@ -117,7 +117,7 @@ def test_two_classes_of_links(grid: Path, tmp_path: Path, monkeypatch: pytest.Mo
         cluster.collective("stock_all_to_all", across_nodes=True),
         at_least_us=lambda size: 8 * (size - network.burst_bytes(INTER_BIT_PER_US * 1e6)) / INTER_BIT_PER_US,
     )
-    (case,) = read_grid(grid).cases
+    (case,) = read_grid(grid)
     block = block_of_case(case, num_ranks=4, fused_gradients=True)
     predictor = Predictor(block, cluster).with_exchange(Exchange.NODES)
     schedule = build("ampipe", degree=2, features=predictor.features)

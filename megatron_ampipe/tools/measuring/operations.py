@@ -36,7 +36,7 @@ from megatron_ampipe.runtime.executors import SequentialExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.saved_tensors import HostCopies
 from megatron_ampipe.schedule import Direction, Span
-from megatron_ampipe.tools.measuring.bench_job import Cut, Variant
+from megatron_ampipe.tools.measuring.bench_job import Variant
 from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.measuring.cluster_fit import Sample
 from megatron_ampipe.tools.measuring.grid import Case
@@ -477,7 +477,7 @@ def block_times(rank: Rank[Any], case: Case, factory: BlockFactory, *, watch: St
     """
     rounds = WARMUP + watch.repeats
     passes = Passes(rank, case, progress=watch.give_sign)
-    variants = {degree: Variant("ampipe", Cut.of(degree)) for degree in DEGREES}
+    variants = {degree: Variant.of("ampipe", degree) for degree in DEGREES}
     alone = {degree: factory.build_timed(of, num_passes=rounds) for degree, of in variants.items()}
     in_order = {degree: Recorder(num_iterations=rounds) for degree in DEGREES}
     layers = {
