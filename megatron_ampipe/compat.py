@@ -26,7 +26,6 @@ from packaging.version import Version
 from megatron_ampipe.errors import EnvironmentMissing
 
 MINIMUM_VERSIONS = {"torch": "2.6", "megatron-core": "0.17"}
-MINIMUM_PYTHON = "3.12"
 SUPPORTED_MEGATRON = ("0.17", "0.18", "0.19")
 """The versions that the tests run with; constraints.txt and tests/older_megatron.txt pin the exact ones."""
 
