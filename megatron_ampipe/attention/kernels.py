@@ -289,9 +289,7 @@ def _fastest_kernel(
     """Of the kernels of AMPipe; ``used`` are the features beyond plain attention."""
     unsupported = f"no support for {' or '.join(used)}"
     if not on_gpu:
-        if not used and compat.has_cpu_flash():
-            return KernelChoice("cpu-flash")
-        return KernelChoice("sdpa", f"cpu-flash: {unsupported if used else 'this torch does not have it'}")
+        return KernelChoice("sdpa", f"cpu-flash: {unsupported}") if used else KernelChoice("cpu-flash")
     if dtype not in (torch.float16, torch.bfloat16):
         return KernelChoice("sdpa", f"flash kernels: do not support {str(dtype).removeprefix('torch.')}")
     if used:

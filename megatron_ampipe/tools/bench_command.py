@@ -21,6 +21,7 @@ from megatron_ampipe.block.named_values import SHIPPED_WIRES, check_wire
 from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing
 from megatron_ampipe.files import outputs
+from megatron_ampipe.files.inputs import LARGEST_SEED, at_least
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import (
     ALL_EXCHANGES,
@@ -47,7 +48,6 @@ from megatron_ampipe.tools.measuring.bench_job import (
 from megatron_ampipe.tools.measuring.grid import block_of_case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.link import LinkKind, add_link_arguments, link_of, num_ranks
 from megatron_ampipe.tools.measuring.ranks import Rank, progress_bar, run_ranks
-from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
 
 UNCHANGED = "none"
 """The value of ``--wire`` with which rows travel as they are."""

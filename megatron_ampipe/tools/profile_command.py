@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.files import outputs
+from megatron_ampipe.files.inputs import LARGEST_SEED, at_least
 from megatron_ampipe.plan.cluster import write_cluster
 from megatron_ampipe.tools.measuring import machine, network
 from megatron_ampipe.tools.measuring.cluster_fit import Profile, assemble
@@ -30,7 +31,6 @@ from megatron_ampipe.tools.measuring.link import (
     refuse_own_ranks,
 )
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, progress_bar, run_ranks
-from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
 
 NUM_STEPS, WARMUP = 3, 2
 """Steps of a measurement before the rounds of a real block (computation, collectives, both concurrently), and

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.tools.whole_numbers import at_least
+from megatron_ampipe.files.inputs import at_least
 
 NO_LINK, RANKS = "none", 2
 """Where ``--link`` is not given, and where neither ``--ranks`` nor ``--nodes`` is."""
