@@ -73,7 +73,9 @@ def pipelined_rows(
     rows = _choice_rows(args, context, choice)
     if (pattern := HybridPattern.of_arguments(args)) is not None:
         reason = "an attention layer and the MoE layer right after it; other layers run as Megatron's"
-        rows.append(("hybrid layers", f"{pattern.num_pairs} pairs of {sum(map(len, pattern.stages))} layers", reason))
+        rows.append(
+            ("hybrid layers", f"{pattern.num_pairs} pairs of {sum(map(len, pattern.stages))} layers", reason)
+        )
     rows.append(_stack_row(args, pipeline))
     if context.recompute is not None:
         rows.append(_recompute_row(context.recompute))
