@@ -20,13 +20,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 from torch import Tensor
 
-from megatron_ampipe.exchange.hops import (
-    NOT_ROUTED,
-    SortHop,
-    SumHop,
-    copies_for,
-    places_of,
-)
+from megatron_ampipe.exchange.hops import NOT_ROUTED, SortHop, SumHop, copies_for, places_of
 from megatron_ampipe.exchange.transports import ALL_TO_ALL, UNEQUAL_GATHER, RowTransport, all_gather
 from megatron_ampipe.runtime.collectives import HostCopy, lane_group
 
@@ -47,12 +41,9 @@ class Permutation:
     def rows(self, tokens: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``[T, D]`` to ``[num_rows, D]``; probabilities ``[T, places]``, if any, to those of the rows."""
         self._shape = tokens.shape
+        fused = self._fused and self.num_rows > 0
         rows, row_probs, self._mapping, *_ = permute(
-            tokens,
-            self._routing_map,
-            probs=probs,
-            num_out_tokens=self.num_rows,
-            fused=self._fused and self.num_rows > 0,
+            tokens, self._routing_map, probs=probs, num_out_tokens=self.num_rows, fused=fused
         )
         return rows, row_probs
 

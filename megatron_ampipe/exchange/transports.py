@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ampipe.runtime.collectives import Transfer, all_gather_rows, exchange_rows, issued, send_receive
+from megatron_ampipe.runtime.collectives import Transfer, exchange_rows, issued, send_receive
 from megatron_ampipe.runtime.saved_tensors import DroppedRows
 
 # T rows of this rank, G rows of all ranks.
@@ -141,9 +141,11 @@ def _rows_like(tensor: Tensor, num_rows: int) -> Tensor:
     return tensor.new_empty((num_rows, *tensor.shape[1:]))
 
 
-def _gather_rows(tensors: Sequence[Tensor], *, group: dist.ProcessGroup, **_: object) -> Transfer:
+def _gather_rows(
+    tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+) -> Transfer:
     """Each ``[T, ...]`` to ``[G, ...]``, with the same number of rows on every rank."""
-    return all_gather_rows(tensors, group=group)
+    return issued(dist.all_gather_into_tensor, tensors, num_rows=sum(receive), group=group)
 
 
 def _scatter_rows(

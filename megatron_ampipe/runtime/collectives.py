@@ -143,12 +143,6 @@ def send_receive(
     return works
 
 
-def all_gather_rows(tensors: Sequence[Tensor], *, group: dist.ProcessGroup) -> Transfer:
-    """Start an all-gather of each ``[T, ...]``, in rank order."""
-    num_rows = group.size() * tensors[0].shape[0]
-    return issued(dist.all_gather_into_tensor, tensors, num_rows=num_rows, group=group)
-
-
 @cache
 def lane_group(group: dist.ProcessGroup, lane: str) -> dist.ProcessGroup:
     """A separate group of the same ranks for a lane. To be called by all of them, before the first batch.

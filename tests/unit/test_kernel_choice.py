@@ -127,10 +127,11 @@ def test_features_that_merged_kernels_do_not_support_are_named(
         assert choice == KernelChoice("flash-attn" if fast else "sdpa", f"{reason}: no support for {feature}")
 
 
-def test_fp32_on_a_gpu_uses_sdpa() -> None:
+def test_what_no_flash_kernel_computes() -> None:
     settings = settings_of_plain_attention(params_dtype=torch.float32)
     choice = choose_kernel(settings, local=True, on_gpu=True)
     assert choice == KernelChoice("sdpa", "flash kernels: do not support float32")
+    assert choose_kernel(settings, local=True, on_gpu=False) == KernelChoice("cpu-flash")
 
 
 def test_transformer_engine_layers_keep_its_kernel_except_with_context_parallelism(
@@ -160,7 +161,3 @@ def test_the_pinned_kernel_never_lets_torch_choose(monkeypatch: pytest.MonkeyPat
     ]
     assert names == ["cudnn", "sdpa-efficient", "sdpa-efficient"]
     assert pinned_kernel(on_gpu=False, dtype=torch.float32, head_size=16) == "cpu-flash"
-
-
-def test_a_cpu_uses_cpu_flash() -> None:
-    assert choose_kernel(settings_of_plain_attention(), local=True, on_gpu=False) == KernelChoice("cpu-flash")

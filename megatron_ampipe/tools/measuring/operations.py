@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.attention.kernels import KERNELS
-from megatron_ampipe.runtime.collectives import all_gather_rows, exchange_rows
+from megatron_ampipe.runtime.collectives import exchange_rows
 from megatron_ampipe.runtime.executors import SequentialExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.saved_tensors import HostCopies
@@ -343,7 +343,7 @@ class Operations:
         whole = part.repeat(group.size(), 1)
         sent = part.nbytes * (group.size() - 1)
         for name, operation in (
-            ("all_gather", lambda: all_gather_rows([part], group=group).wait()),
+            ("all_gather", lambda: dist.all_gather_into_tensor(torch.empty_like(whole), part, group=group)),
             (
                 "reduce_scatter",
                 lambda: dist.reduce_scatter_tensor(torch.empty_like(part), whole, group=group),
