@@ -109,8 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeout", "S", "fail after so long without an answer of any rank", type=positive, default=300)
     switch(
         "--pretend-peers",
-        "run one rank; what the others would send is made from what it sends. Only with an emulated link; the "
-        "default where there are fewer GPUs than ranks",
+        "run one rank; what the others would send is made from what it sends. Only with an emulated link; "
+        "the default where there are fewer GPUs than ranks",
     )
     switch(
         "--end-to-end",
