@@ -212,7 +212,7 @@ class Passes:
             with gloo_all_to_all() if layer.gloo_all_to_all else contextlib.nullcontext():
                 begin, worked = time.perf_counter(), time.process_time()
                 output, _ = layer(hidden_states=hidden, attention_mask=None)
-                issued_s, between = time.perf_counter() - begin, _Clock(on_cuda=self.on_cuda)
+                issued_s, between = time.perf_counter() - begin, Clock(on_cuda=self.on_cuda)
                 output.backward(self._gradient)
                 backward_s = between.passed_s()
                 wall_s, processor_s = time.perf_counter() - begin, time.process_time() - worked
@@ -237,7 +237,7 @@ def meet(*, on_cuda: bool) -> None:
         torch.cuda.synchronize()
 
 
-class _Clock:
+class Clock:
     """Starts where it is made in the order of the work: of the device if there is one."""
 
     def __init__(self, *, on_cuda: bool) -> None:
