@@ -309,8 +309,8 @@ class Operations:
             part = self._random(rows, self._case.hidden)
             whole, sent = part.repeat(ranks, 1), part.nbytes * (ranks - 1)
 
-            def gather(part: Tensor = part) -> None:
-                all_gather_rows([part], group=link.all).wait()
+            def gather(part: Tensor = part, whole: Tensor = whole) -> None:
+                dist.all_gather_into_tensor(torch.empty_like(whole), part, group=link.all)
 
             def reduce(part: Tensor = part, whole: Tensor = whole) -> None:
                 dist.reduce_scatter_tensor(torch.empty_like(part), whole, group=link.all)
