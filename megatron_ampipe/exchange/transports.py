@@ -205,7 +205,7 @@ def all_gather(num_rows: int, group: dist.ProcessGroup) -> RowTransport:
 
 
 class RowTransfers:
-    """The transfers of rows of one pass of one micro-batch through a block, in a group of their own lane.
+    """The transfers of rows of one pass of one micro-batch through a block, in the group of their lane.
 
     With ``keeps``, what was gathered needs no second gather in the backward pass.
     """

@@ -225,7 +225,7 @@ def test_every_way_is_compared() -> None:
         one,
         *(
             f"{four}{stack}{memory}"
-            for stack in ("", ", 4 layers together")
+            for stack in ("", ", layers that share a schedule 4")
             for memory in ("", ", memory rebuild")
         ),
     ]
