@@ -10,9 +10,9 @@ import argparse
 from megatron_ampipe.launch import host
 from megatron_ampipe.launch.flags import SWITCHED_OFF
 from megatron_ampipe.launch.planned import block_of_args
-from megatron_ampipe.layers.recompute import FullRecompute
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.layers.context import FullRecompute
 from megatron_ampipe.schedule.features import gather_lane, ring_hindrance, uses_ring_attention
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 EXCHANGE_GROUPS = ("ep", "tp_ep_mp")
 """Megatron's names of the groups over which tokens and their counts travel."""

@@ -37,16 +37,15 @@ from megatron_ampipe.launch.refusals import (
     refuse_with_token_ids,
 )
 from megatron_ampipe.launch.trials import Choice
-from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.document_reader import DocumentReader
-from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, load_gate, needs_all_tokens
+from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
+from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, load_gate
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.recorded_routing import files_of, read_record
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import IN_ONE_CHUNK
-from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.schedule.features import expert_tensor_ranks
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 
 def make_context(
@@ -178,7 +177,7 @@ def find_gate(config: AMPipeConfig, args: argparse.Namespace, *, of_script: bool
                 rule=f"has no effect with {ROUTER_FLAG} {name}, which chooses experts in its own way",
                 remedy="Leave one of the two out.",
             )
-    reason = needs_all_tokens(gate)
+    reason = getattr(gate, "needs_all_tokens", None)
     if reason is not None and config.router_scope == "sequence":
         raise BadInput(
             ROUTER_FLAG,

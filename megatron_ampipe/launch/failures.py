@@ -22,8 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing, RunFailed
-from megatron_ampipe.files.spelling import did_you_mean
+from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing, RunFailed, did_you_mean
 
 TRACKER = "latest_checkpointed_iteration.txt"
 HELPERS_REMEDY = (

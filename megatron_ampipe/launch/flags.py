@@ -31,7 +31,7 @@ from megatron_ampipe.schedule import (
     parse_stack,
     stack_to_text,
 )
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 _SAME_EXCHANGES = "AMPipe schedules the same all-to-alls inside each micro-batch"
 _SAME_WEIGHTS = "it delays weight gradients for an overlap that AMPipe replaces"

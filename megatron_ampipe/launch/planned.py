@@ -92,14 +92,14 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
     notes: tuple[str, ...] = (f"{plan_file} has no section made_for, so it was not compared with this run",)
     if plan.made_for is not None:
         other = differences(plan.made_for, made_for_of_args(args))
-        if essential := [str(difference) for difference in other if difference.essential]:
+        if essential := [difference for difference, stops in other.items() if stops]:
             raise refused(
                 f"is not for the blocks of this model: it was made for {', '.join(essential)}",
                 f"{_REMEDY} To use this one unchanged, remove its section made_for.",
             )
         notes = (f"the plan was made on: {plan.made_for.get('cluster')}",)
         if other:
-            notes += (f"the plan was made for {', '.join(map(str, other))}; its predictions may be wrong",)
+            notes += (f"the plan was made for {', '.join(other)}; its predictions may be wrong",)
     if plan.memory != KEEP and (module := recomputes(args, "moe")) is not None:
         raise refused(
             f"has memory {plan.memory}, and --recompute-modules {module} computes the experts again",

@@ -45,8 +45,8 @@ from megatron_ampipe.plan.recorded_routing import (
     places_of,
 )
 from megatron_ampipe.schedule import Direction
-from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.schedule.features import expert_tensor_ranks
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 # R rows of a chunk, B sequences of a micro-batch, E experts, D hidden size, P ranks of the group.
 

@@ -15,8 +15,8 @@ from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.block.settings import AUTO, settings_of
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, useful_exchanges
-from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.schedule.features import expert_tensor_ranks, has_capacity
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 _DESTS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
 """Flags that Megatron stores under another name than their own."""

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe import compat
-from megatron_ampipe.attention.kernels import choose_kernel, describe_kernel
+from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.adjustments import reads_masks
@@ -19,8 +19,7 @@ from megatron_ampipe.launch.planned import MemoryChoice, layout_of_args
 from megatron_ampipe.launch.recording import has_expert_communication
 from megatron_ampipe.launch.refusals import exchanges_of
 from megatron_ampipe.launch.trials import Choice, candidates
-from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.recompute import FullRecompute
+from megatron_ampipe.layers.context import AMPipeContext, FullRecompute
 from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, stack_to_text
 from megatron_ampipe.schedule.features import boundary, uses_ring_attention
 
@@ -69,7 +68,9 @@ def pipelined_rows(
     rows = _choice_rows(args, context, choice)
     if (pattern := HybridPattern.of_arguments(args)) is not None:
         reason = "an attention layer and the MoE layer right after it; other layers run as Megatron's"
-        rows.append(("hybrid layers", f"{pattern.num_pairs} pairs of {pattern.num_layers} layers", reason))
+        rows.append(
+            ("hybrid layers", f"{pattern.num_pairs} pairs of {sum(map(len, pattern.stages))} layers", reason)
+        )
     rows.append(_stack_row(args, pipeline))
     if context.recompute is not None:
         rows.append(_recompute_row(context.recompute))
@@ -79,7 +80,7 @@ def pipelined_rows(
     is_local, is_packed = args.transformer_impl == "local", _packs_documents(args)
     documents = is_packed or masks_documents(args)
     kernel = choose_kernel(args, local=is_local, on_gpu=on_gpu, documents=documents)
-    rows.append(("attention", describe_kernel(kernel.name), kernel.reason))
+    rows.append(("attention", kernel.name, kernel.reason))
     if uses_ring_attention(args):
         ranks = args.context_parallel_size
         reason = f"keys and values of {ranks} ranks in {ranks} steps, each sent during the step before it"

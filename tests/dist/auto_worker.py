@@ -208,7 +208,7 @@ def _layer() -> tuple[torch.nn.Module, object]:
 
     from megatron_ampipe.layers.context import AMPipeContext
     from megatron_ampipe.layers.layer import pipelined
-    from megatron_ampipe.schedule.config import AMPipeConfig
+    from megatron_ampipe.schedule.pipeline import AMPipeConfig
     from tests.dist.blocks import transformer_config
 
     config = transformer_config(Case("auto", world_size=4, model=AUX))

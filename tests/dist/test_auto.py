@@ -9,8 +9,6 @@ import pytest
 
 from tests.dist.launch import run_workers
 
-pytestmark = pytest.mark.alone
-
 RANKS = 4
 
 
