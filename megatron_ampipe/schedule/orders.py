@@ -18,7 +18,7 @@ from megatron_ampipe.schedule.dataflow import data_flow, dependencies
 from megatron_ampipe.schedule.features import BlockFeatures, Restored
 from megatron_ampipe.schedule.issue import completed
 from megatron_ampipe.schedule.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT, QKV, ROUTE, SHARED, WEIGHTS
-from megatron_ampipe.schedule.passes import bound, placed
+from megatron_ampipe.schedule.passes import placed
 from megatron_ampipe.schedule.program import Program, Schedule, Stage
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE, Direction, StageKind
 
@@ -46,7 +46,7 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
         schedule = _BUILDERS[name](degree, replace(features, restored=()))
         backward = _BUILDERS[name](backward_degree, features).backward
         schedule = replace(schedule, backward=backward, backward_degree=backward_degree)
-    return bound(placed(schedule, [features]), [features])
+    return placed(schedule, [features])
 
 
 def _sequential(degree: int, features: BlockFeatures) -> Schedule:
@@ -81,7 +81,7 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
     """
     chunks, lead = range(degree), max(1, degree // 4)
     norms = [kinds.INPUT_NORM] if features.gathers_rows else []
-    adds = [kinds.ADD_NORM] if features.scatters_rows else []
+    adds = [kinds.ADD_NORM] if features.row_links else []
     projects, whole = [QKV], list[StageKind]()
     if not features.chunked_qkv:
         norms, projects, whole = [], [], [*norms, QKV]
@@ -168,7 +168,7 @@ def _moe_only(degree: int, features: BlockFeatures) -> Schedule:
     attention = [
         *([kinds.INPUT_NORM] if features.gathers_rows else []),
         *(QKV, *_attends(features), ATTENTION),
-        *([kinds.ADD_NORM] if features.scatters_rows else []),
+        *([kinds.ADD_NORM] if features.row_links else []),
         *([kinds.CHOOSE] if features.chooses else []),
     ]
     return _overlapped(

@@ -42,7 +42,7 @@ features = st.builds(
     gathers=st.sampled_from(("", "comm", "comm.intra")),
     row_links=st.sampled_from(("", "network", "node")),
     gathers_rows=st.booleans(),
-).map(lambda block: replace(block, gathers_rows=block.gathers_rows and block.scatters_rows))
+).map(lambda block: replace(block, gathers_rows=block.gathers_rows and bool(block.row_links)))
 names = st.sampled_from(SCHEDULE_NAMES)
 degrees = st.integers(1, 9)
 

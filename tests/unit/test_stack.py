@@ -59,7 +59,7 @@ features = st.builds(
 ).map(
     lambda block: replace(
         block,
-        gathers_rows=block.gathers_rows and block.scatters_rows,
+        gathers_rows=block.gathers_rows and bool(block.row_links),
         reduces_experts=block.reduces and block.reduces_experts,
     )
 )
@@ -81,7 +81,7 @@ def blocks(draw: st.DrawFn) -> tuple[BlockFeatures, ...]:
 
 
 def repeated(name: str, degrees: tuple[int, int], layers: Sequence[BlockFeatures]) -> Schedule:
-    block = next((one for one in layers if one.experts), layers[0])
+    block = next((one for one in layers if not one.dense), layers[0])
     return period(build(name, degree=degrees[0], backward_degree=degrees[1], features=block))
 
 
@@ -226,7 +226,7 @@ def test_what_restores_runs_in_the_backward_pass_of_every_chunk(memory: str) -> 
             assert set(found) == {
                 Stage(kind, chunk, layer)
                 for layer, features in enumerate(layers)
-                if features.experts
+                if not features.dense
                 for chunk, name in enumerate(names)
                 for kind in RESTORING[name]
             }
@@ -237,7 +237,7 @@ def test_what_restores_runs_in_the_backward_pass_of_every_chunk(memory: str) -> 
                 if schedule.degree <= len(names)
                 else Stage(kind, part, layer)
                 for layer, features in enumerate(layers)
-                if features.experts
+                if not features.dense
                 for chunk, name in enumerate(names)
                 for kind in STORING.get(name, ())
                 for part in range(schedule.degree)
