@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ampipe.block.named_values import SHIPPED_WIRES, check_wire
+from megatron_ampipe.block.settings import AUTO
 from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing
 from megatron_ampipe.files import outputs
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import (
-    ALL_EXCHANGES,
     KEEP,
     PAPER_NAMES,
     SCHEDULE_NAMES,
@@ -444,7 +444,7 @@ def _check_link(job: BenchJob, *, end_to_end: bool) -> None:
 
 def _check_exchanges(job: BenchJob, grid: Grid, *, asked: str) -> None:
     two_hops = [exchange for exchange in job.exchanges if exchange.has_two_hops]
-    if two_hops and job.ranks_per_node is None and asked != ALL_EXCHANGES:
+    if two_hops and job.ranks_per_node is None and asked != AUTO:
         remedy = "Use --link inter=50mbit,intra=400mbit --nodes 2 --ranks-per-node 2."
         _refuse("--exchange", ",".join(two_hops), f"--link {job.link.text} has no nodes", remedy)
     if not any(set(job.useful_exchanges(case)) & set(job.exchanges) for case in job.cases):

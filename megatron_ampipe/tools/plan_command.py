@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+from megatron_ampipe.block.settings import AUTO
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import value_of
@@ -29,7 +30,6 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.recorded_routing import places_of, read_routing
 from megatron_ampipe.plan.search import DEGREES
 from megatron_ampipe.schedule import (
-    ALL_EXCHANGES,
     SCHEDULE_NAMES,
     Exchange,
     Pipeline,
@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Exchange.ROWS.value,
         metavar="E,E",
         help="how the all-to-all groups copies of a token, as --ampipe-exchange: "
-        f"{', '.join(Exchange)}, several of these, or {ALL_EXCHANGES} for all that the layout allows; the "
+        f"{', '.join(Exchange)}, several of these, or {AUTO} for all that the layout allows; the "
         "first is kept unless another is predicted to save more than 1 %% (default: rows)",
     )
     add("--output", type=Path, metavar="FILE", help="write the plan, for --ampipe-plan FILE")
@@ -279,7 +279,7 @@ def _check_exchanges(exchanges: Sequence[Exchange], predictor: Predictor) -> Non
     if not set(exchanges) & set(predictor.block.exchanges(predictor.cluster.ranks_per_node)):
         rule = "saves nothing in this layout: no rank or node gets a token twice, or ranks are not spread "
         rule += "equally over several nodes with several of them on each"
-        remedy = f"Use --exchange {ALL_EXCHANGES}, which leaves out what does not apply."
+        remedy = f"Use --exchange {AUTO}, which leaves out what does not apply."
         _refuse("--exchange", given, rule, remedy)
 
 
