@@ -172,7 +172,7 @@ def sharing_layers(predictor: Predictor, stack: int) -> Predictor:
 def _cannot_share(predictor: Predictor) -> str | None:
     """Why layers do not share a schedule, as a sentence; None if they can."""
     work = predictor.block
-    if work.expert == 1 or work.rows == 1 or not any(layer.experts for layer in predictor.layers):
+    if work.expert == 1 or work.rows == 1 or all(layer.dense for layer in predictor.layers):
         return "Nothing is hidden, so layers do not share a schedule."
     reason = boundary(work.settings, whole_attention=False)
     return None if reason is None else f"Layers do not share a schedule: {reason}."
@@ -181,7 +181,7 @@ def _cannot_share(predictor: Predictor) -> str | None:
 def _blocks_ms(predictor: Predictor, alone: Plan) -> float:
     """The time of all layers of a predictor block by block, with the plan of one block."""
     assert alone.predicted_ms is not None and alone.stock_ms is not None
-    with_experts = sum(features.experts for features in predictor.layers)
+    with_experts = sum(not features.dense for features in predictor.layers)
     others_ms = predictor.stock().total / 1e3 - with_experts * alone.stock_ms
     return with_experts * alone.predicted_ms + others_ms
 

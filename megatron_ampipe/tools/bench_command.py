@@ -24,7 +24,6 @@ from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import LARGEST_SEED, at_least
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import (
-    ALL_EXCHANGES,
     KEEP,
     PAPER_NAMES,
     SCHEDULE_NAMES,
@@ -367,7 +366,7 @@ def _variants(arguments: argparse.Namespace, job: BenchJob) -> tuple[tuple[Varia
     )
     per_node = job.link.ranks_per_node
     two_hops = [exchange for exchange in exchanges if exchange.has_two_hops]
-    if two_hops and per_node is None and arguments.exchange != ALL_EXCHANGES:
+    if two_hops and per_node is None and arguments.exchange != AUTO:
         remedy = "Use --link inter=50mbit,intra=400mbit --nodes 2 --ranks-per-node 2."
         _refuse("--exchange", ",".join(two_hops), f"--link {job.link.text} has no nodes", remedy)
     cluster = None if arguments.planned is None else read_cluster(find_cluster(arguments.planned))
