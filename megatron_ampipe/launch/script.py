@@ -2,9 +2,8 @@
 
     torchrun ... -m megatron_ampipe.launch PATH/pretrain_gpt.py <its flags> --ampipe-degree 4
 
-The script runs as ``__main__``, with its own folder first on the path, as when it is launched by hand: the
-``megatron`` package next to it is the one that is imported. Steps of Megatron are wrapped that all training
-passes through, whatever the script around it. At degree 1 they pass on what they are given.
+The script runs as ``__main__``, with its own folder first on the path, as when it is launched by hand. Steps
+of Megatron are wrapped that all training passes through. At degree 1 they pass on what they are given.
 """
 
 import argparse
@@ -36,11 +35,7 @@ Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script, and return the exit code.
-
-    Args:
-        arguments: The script's path and its command line; those of the process when None.
-    """
+    """Run the script of a command line, that of the process when None, and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] in (["-h"], ["--help"]):
         print(USAGE)
@@ -60,14 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_script(script: Path, session: TrainingSession) -> int:
-    """Run ``script`` in this process.
-
-    Returns:
-        The exit code that the script ended with.
-
-    Raises:
-        AMPipeError: Bad input, or something missing.
-    """
+    """Run ``script`` in this process, and return its exit code; :class:`AMPipeError` for bad input."""
     # In place of what "python -m" set, as if the script had been named on python's command line.
     sys.path[0] = str(script.resolve().parent)
     words = session.prepare_platform()

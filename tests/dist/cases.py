@@ -113,8 +113,11 @@ SEVERAL_AUX = {
 Z = {"moe_z_loss_coeff": 0.1}
 MOE_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 SHARED = {"moe_shared_expert_intermediate_size": 48}
+ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 2}
 TIGHT = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "position"}
+SWIGLU = {"gated_linear_unit": True, "activation_func": "silu"}
+GROUPS = {"num_moe_experts": 8, "moe_router_num_groups": 2}
 LOOSE = {"moe_expert_capacity_factor": 1.25, "moe_token_drop_policy": "position"}
 
 PARITY = [
@@ -253,40 +256,15 @@ PARITY = [
         rope=True,
         kernel="cpu-flash",
         batch=3,
-        model={
-            "num_query_groups": 2,
-            "gated_linear_unit": True,
-            "activation_func": "silu",
-            "normalization": "RMSNorm",
-            "moe_router_topk": 2,
-            **AUX,
-        },
+        model=AUX | SWIGLU | {"num_query_groups": 2, "normalization": "RMSNorm", "moe_router_topk": 2},
     ),
     Case("layernorm-bias", model={"normalization": "LayerNorm", "add_bias_linear": True}),
     Case("qk-layernorm", model={"qk_layernorm": True}),
-    Case("shared", model={"moe_shared_expert_intermediate_size": 48, "moe_router_topk": 2}),
-    Case(
-        "shared-gate-moe-only",
-        schedule="moe-only",
-        model={
-            "moe_shared_expert_intermediate_size": 48,
-            "moe_shared_expert_gate": True,
-        },
-    ),
-    Case(
-        "sigmoid-expert-bias",
-        model=BIASED,
-    ),
+    Case("shared", model=SHARED | {"moe_router_topk": 2}),
+    Case("shared-gate-moe-only", schedule="moe-only", model=SHARED | {"moe_shared_expert_gate": True}),
+    Case("sigmoid-expert-bias", model=BIASED),
     Case("pre-softmax-top2", model={"moe_router_pre_softmax": True, "moe_router_topk": 2}),
-    Case(
-        "group-limited",
-        model={
-            "moe_router_num_groups": 2,
-            "moe_router_group_topk": 1,
-            "moe_router_topk": 2,
-            "num_moe_experts": 8,
-        },
-    ),
+    Case("group-limited", model=GROUPS | {"moe_router_topk": 2, "moe_router_group_topk": 1}),
     Case("one-expert-each", model={"num_moe_experts": 2}),
     Case("evaluation", training=False, model=AUX),
     Case("ep1", world_size=1, model=AUX | Z | {"moe_router_topk": 2}),
@@ -309,7 +287,7 @@ LATENT = {
     "multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8,
     "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "rope_type": "rope", "qk_layernorm": True,
 }  # fmt: skip
-LARGE = AUX | Z | {"moe_router_topk": 2, "gated_linear_unit": True, "activation_func": "silu"}
+LARGE = AUX | Z | SWIGLU | {"moe_router_topk": 2}
 
 PARALLEL = [
     *(
@@ -337,16 +315,7 @@ PARALLEL = [
     Case("tp-odd", parallel=TP, degree=3, sequence_length=26, batch=3, model=LARGE),
     Case("cp-odd", parallel=CP, degree=3, sequence_length=28, batch=3, model=LARGE),
     Case("tp-capacity", parallel=TP, model=TIGHT | AUX, batch=3),
-    Case(
-        "tp-shared-gqa",
-        parallel=TP,
-        rope=True,
-        model={
-            **LARGE,
-            "moe_shared_expert_intermediate_size": 48,
-            "num_query_groups": 2,
-        },
-    ),
+    Case("tp-shared-gqa", parallel=TP, rope=True, model=LARGE | SHARED | {"num_query_groups": 2}),
     Case("tp-losses-alone", parallel=TP, only_losses=True, model=SEVERAL_AUX | Z),
     *(
         Case(
@@ -392,15 +361,14 @@ PARALLEL = [
     Case("top8", model={"num_moe_experts": 8, "moe_router_topk": 8}),
     Case(
         "scaling-factor",
-        model={
-            "moe_router_score_function": "sigmoid",
+        model=BIASED
+        | SHARED
+        | {
             "moe_router_topk": 4,
             "moe_router_topk_scaling_factor": 2.5,
             "num_moe_experts": 8,
             "moe_router_num_groups": 4,
             "moe_router_group_topk": 2,
-            "moe_router_enable_expert_bias": True,
-            "moe_shared_expert_intermediate_size": 48,
         },
     ),
     Case("router-fp64", model={"moe_router_dtype": "fp64", "moe_router_topk": 2, **AUX, **Z}),
@@ -411,11 +379,7 @@ PARALLEL = [
             world_size=world_size,
             parallel=parallel,
             batch=3,
-            model={
-                **LARGE,
-                "moe_token_dispatcher_type": "allgather",
-                **more,
-            },
+            model=LARGE | ALLGATHER | more,
         )
         for name, world_size, parallel, more in (
             ("ep", 2, {}, {}),
@@ -428,22 +392,14 @@ PARALLEL = [
     *(
         Case(
             f"recompute-{name}",
-            model={
-                **model,
-                "recompute_granularity": "selective",
-                "recompute_modules": list(modules),
-            },
+            model=model | {"recompute_granularity": "selective", "recompute_modules": list(modules)},
         )
         for name, modules, model in (
             ("core-attn", ("core_attn",), LARGE),
             ("moe", ("moe",), LARGE | SHARED),
-            (
-                "moe-expert-bias",
-                ("moe",),
-                BIASED,
-            ),
-            ("moe-allgather", ("moe",), LARGE | {"moe_token_dispatcher_type": "allgather"}),
-            ("shared-experts", ("shared_experts",), {"moe_shared_expert_intermediate_size": 48}),
+            ("moe-expert-bias", ("moe",), BIASED),
+            ("moe-allgather", ("moe",), LARGE | ALLGATHER),
+            ("shared-experts", ("shared_experts",), SHARED),
             ("mla-up-proj", ("mla_up_proj", "core_attn"), LATENT),
         )
     ),
@@ -497,7 +453,7 @@ OTHER_CUTS = [
             ("tp", {"model": LARGE, "parallel": TP, "rope": True}),
             ("cp", {"model": LARGE, "parallel": CP, "rope": True}),
             ("tp-experts-ep", {"model": LARGE, "parallel": TP_EXPERTS_EP, "world_size": 4}),
-            ("allgather", {"model": LARGE | {"moe_token_dispatcher_type": "allgather"}, "batch": 3}),
+            ("allgather", {"model": LARGE | ALLGATHER, "batch": 3}),
             ("cuda-executor", {"model": LARGE, "executor": "cuda"}),
             ("one-rank", {"model": LARGE, "world_size": 1}),
         )
@@ -544,10 +500,8 @@ RECOMPUTE = [
             "losses-alone": {"only_losses": True, "model": SEVERAL_AUX | Z},
             "capacity": {"model": TIGHT | AUX, "batch": 3},
             "shared": {"model": LARGE | SHARED},
-            "expert-bias": {
-                "model": BIASED,
-            },
-            "allgather": {"model": LARGE | TIGHT | {"moe_token_dispatcher_type": "allgather"}, "batch": 3},
+            "expert-bias": {"model": BIASED},
+            "allgather": {"model": LARGE | TIGHT | ALLGATHER, "batch": 3},
             "latent": {"model": LATENT | LARGE},
             "evaluation": {"training": False, "model": AUX},
             "ep1": {"world_size": 1, "model": LARGE},
@@ -560,54 +514,30 @@ RECOMPUTE = [
     ),
 ]  # fmt: skip
 
+ONE_BY_ONE = {"schedule": "sequential", "executor": "sequential"}
+TWICE_AS_MANY_BACK = {"layers": "mdm", "stack": 0, "degree": 2, "backward_degree": 4}
+HALF_AS_MANY_BACK = {
+    "layers": "mmm", "stack": 0, "degree": 6, "backward_degree": 3, "sequence_length": 37,
+    "executor": "cuda", "model": LARGE | SEVERAL_AUX,
+}  # fmt: skip
 MEMORY = [
     Case(f"memory-{memory.replace('/', '-')}-{name}", memory=memory, **{"model": LARGE} | settings)
     for memory, name, settings in (
         ("rebuild", "thread", {}),
-        (
-            "rebuild/keep/redispatch",
-            "sequential",
-            {"schedule": "sequential", "executor": "sequential", "degree": 3},
-        ),
+        ("rebuild/keep/redispatch", "sequential", ONE_BY_ONE | {"degree": 3}),
         ("rebuild", "bias", {"model": {"normalization": "LayerNorm", "add_bias_linear": True}}),
-        ("redispatch", "thread", {"model": LARGE | TIGHT | {"moe_shared_expert_intermediate_size": 48}}),
+        ("redispatch", "thread", {"model": LARGE | TIGHT | SHARED}),
         ("redispatch", "cuda-executor", {"schedule": "moe-only", "executor": "cuda", "batch": 3}),
-        (
-            "keep/redispatch/rebuild/keep",
-            "stack",
-            {"layers": "mdm", "stack": 0, "degree": 2, "backward_degree": 4},
-        ),
-        (
-            "redispatch/keep/rebuild",
-            "stack-cuda-executor",
-            {
-                "layers": "mmm", "stack": 0, "degree": 6, "backward_degree": 3, "sequence_length": 37,
-                "executor": "cuda", "model": LARGE | SEVERAL_AUX,
-            },
-        ),
-        (
-            "redispatch",
-            "allgather",
-            {"batch": 3, "model": LARGE | {"moe_token_dispatcher_type": "allgather"}},
-        ),
+        ("keep/redispatch/rebuild/keep", "stack", TWICE_AS_MANY_BACK),
+        ("redispatch/keep/rebuild", "stack-cuda-executor", HALF_AS_MANY_BACK),
+        ("redispatch", "allgather", {"batch": 3, "model": LARGE | ALLGATHER}),
         ("redispatch", "tp-experts-ep", {"parallel": TP_EXPERTS_EP, "world_size": 4}),
         ("rebuild", "ep1", {"world_size": 1}),
         ("offload", "thread", {"model": LARGE | TIGHT | {"gated_linear_unit": True}}),
         ("S2", "bias", {"model": LARGE | {"add_bias_linear": True}, "batch": 3}),
-        ("S3", "sequential", {"schedule": "sequential", "executor": "sequential", "degree": 3}),
-        (
-            "offload/S2/S3/keep",
-            "stack",
-            {"layers": "mdm", "stack": 0, "degree": 2, "backward_degree": 4},
-        ),
-        (
-            "S2/offload/S3",
-            "stack-cuda-executor",
-            {
-                "layers": "mmm", "stack": 0, "degree": 6, "backward_degree": 3, "sequence_length": 37,
-                "executor": "cuda", "model": LARGE | SEVERAL_AUX,
-            },
-        ),
+        ("S3", "sequential", ONE_BY_ONE | {"degree": 3}),
+        ("offload/S2/S3/keep", "stack", TWICE_AS_MANY_BACK),
+        ("S2/offload/S3", "stack-cuda-executor", HALF_AS_MANY_BACK),
         ("offload", "tp-experts-ep", {"parallel": TP_EXPERTS_EP, "world_size": 4}),
     )
 ]  # fmt: skip
@@ -653,20 +583,14 @@ ONCE_PER_RANK = [
     Case(f"ranks-{name}", exchange=Exchange.RANKS, **{"model": WIDE} | settings)
     for name, settings in {
         "degree1": {"degree": 1},
-        "two-degrees-shared": {
-            "degree": 2, "backward_degree": 4,
-            "model": WIDE | SEVERAL_AUX | SHARED,
-        },
+        "two-degrees-shared": {"degree": 2, "backward_degree": 4, "model": WIDE | SEVERAL_AUX | SHARED},
         "capacity-padded": {"model": WIDE | TIGHT | {"moe_pad_expert_input_to_capacity": True}, "batch": 3},
         "all-experts": {"model": WIDE | {"moe_router_topk": 8}, "schedule": "moe-only"},
         "tp": {"parallel": TP, "rope": True, "batch": 3},
         "tp-experts": {"parallel": TP_EXPERTS},
         "tp-experts-ep": {"parallel": TP_EXPERTS_EP, "world_size": 4, "degree": 3, "sequence_length": 38},
         "ep4": {"world_size": 4, "model": WIDE | TIGHT, "batch": 3},
-        "recompute-moe": {
-            "model": WIDE | MOE_AGAIN,
-            "executor": "cuda",
-        },
+        "recompute-moe": {"model": WIDE | MOE_AGAIN, "executor": "cuda"},
         "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM},
         "redispatch": {"memory": "redispatch"},
     }.items()
@@ -710,8 +634,7 @@ GATHERED = [
         "degree2": SHARES | {"degree": 2, "executor": "sequential"},
         "two-degrees": SHARES | {"degree": 2, "backward_degree": 4, "batch": 3, "model": LARGE | TIGHT},
         "rebuild-stack": SHARES | {"memory": "rebuild/S3/S2/offload", "layers": "mdm", "stack": 0},
-        "recompute-moe": SHARES
-        | {"model": LARGE | MOE_AGAIN},
+        "recompute-moe": SHARES | {"model": LARGE | MOE_AGAIN},
         "lancet": SHARES | {"schedule": "lancet", "degree": 2, "exchange": Exchange.RANKS, "model": WIDE},
         "nodes-degree2": SHARES_ON_NODES | {"degree": 2, "schedule": "moe-only", "wire": "bf16"},
         "nodes-ranks": SHARES_ON_NODES
@@ -877,7 +800,7 @@ PERMUTED = [
         "ranks": {"exchange": Exchange.RANKS, "sequence_length": 8, "model": FUSED | {"moe_router_topk": 2}},
         "ranks-capacity": {"exchange": Exchange.RANKS, "model": FUSED | USED_UP | {"moe_router_topk": 4}},
         "allgather": {
-            "sequence_length": 8, "model": FUSED | {"moe_token_dispatcher_type": "allgather"},
+            "sequence_length": 8, "model": FUSED | ALLGATHER,
         },
         "flex": {
             "sequence_length": 8, "model": FUSED | FLEX, "stock": NOT_FUSED | ALL_TO_ALL,
