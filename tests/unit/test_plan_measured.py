@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,13 @@ def simulated_ms(
     return tuple(us * num_stacks / 1e3 for us in (in_order, in_turn, longest))  # type: ignore[return-value]
 
 
-def errors(slowdowns: Mapping[str, float]) -> Iterator[float]:
+def errors(slowdowns: Mapping[str, float]) -> list[float]:
     """Of each row the error of the simulated time, as a share of what the order of stages can change at all.
 
-    Of ranks that have a core each, over a real link, where communication takes time.
+    Of ranks that have a core each, over a real link, where communication takes time. A row that several runs
+    measured counts once, with the median of its errors: one run repeats itself within 10 to 15 % only.
     """
+    by_row: dict[str, list[float]] = {}
     for document in results():
         if document["emulated"] or document["link"] == "none" or document["ranks"] > len(document["cores"]):
             continue
@@ -70,16 +72,30 @@ def errors(slowdowns: Mapping[str, float]) -> Iterator[float]:
                 if row.get("stages_us_by_rank"):
                     found, in_turn, longest = simulated_ms(row, case, document["ranks"], slowdowns)
                     if in_turn - longest > OVERLAPPABLE * row["ms"]:
-                        yield abs(found - row["ms"]) / (in_turn - longest)
+                        error = abs(found - row["ms"]) / (in_turn - longest)
+                        by_row.setdefault(same_row(document, case, row), []).append(error)
+    return [statistics.median(repeated) for repeated in by_row.values()]
+
+
+def same_row(document: Mapping[str, Any], case: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    """A text that is equal for rows of the same link, block and pipeline."""
+    pipeline = ("schedule", "cut", "degree", "backward_degree", "shares", "order", "layers", "stack")
+    return json.dumps(
+        [
+            document["link"],
+            case["block"],
+            *(row.get(name) for name in (*pipeline, "memory", "exchange", "wire")),
+        ]
+    )
 
 
 def test_predicted_times_of_blocks_agree_with_measurements() -> None:
     """0 is exact, 1 the error of a model that knows no overlap where all is hidden."""
-    found = list(errors(SLOWDOWNS))
-    assert len(found) >= 10
-    assert statistics.median(found) < 0.06 and max(found) < 0.2
+    shares = errors(SLOWDOWNS)
+    assert len(shares) >= 10
+    assert statistics.median(shares) < 0.06 and max(shares) < 0.2
     # A model without what concurrent lanes cost each other is farther off, on every machine that measured.
-    assert statistics.median(errors({})) > 1.5 * statistics.median(found)
+    assert statistics.median(errors({})) > 1.5 * statistics.median(shares)
 
 
 def test_predicted_peaks_are_those_that_were_measured() -> None:
