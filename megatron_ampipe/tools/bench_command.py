@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from megatron_ampipe.block.named_values import SHIPPED_WIRES, check_wire
+from megatron_ampipe.block.settings import AUTO
 from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing
 from megatron_ampipe.files import outputs
