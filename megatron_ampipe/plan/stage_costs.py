@@ -77,7 +77,7 @@ class CostOf:
     calls: tuple[float, float] | Callable[[Block], tuple[float, float]] | None = None
     part_of: StageKind | None = None
     products: Callable[[Block, int], Sequence[Product]] | None = None
-    latency: Callable[[OperationTimes], float] | None = None
+    latency: Callable[[OperationTimes], float] = lambda times: 0.0
     measured_as: StageKind | None = None
     by_position: bool = False
 
