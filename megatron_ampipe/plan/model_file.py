@@ -139,8 +139,8 @@ class ModelFlags(BaseModel):
     num_virtual_stages_per_pipeline_rank: _Size = 1
     transformer_impl: str | None = None
     hybrid_layer_pattern: str | None = None
-    decoder_first_pipeline_num_layers: _SizeOrNone = 0
-    decoder_last_pipeline_num_layers: _SizeOrNone = 0
+    decoder_first_pipeline_num_layers: _Size | None = None
+    decoder_last_pipeline_num_layers: _Size | None = None
     use_distributed_optimizer: _Switch = False
 
     @property
@@ -283,7 +283,7 @@ def block_of(
         ffn=flags.moe_ffn_hidden_size or ffn,
         gated=flags.swiglu,
         shared_ffn=flags.moe_shared_expert_intermediate_size or None,
-        dense_ffn=ffn if _layers(model, flags).dense else None,
+        dense_ffn=ffn if layers_of(model).dense else None,
         capacity=flags.moe_expert_capacity_factor,
         capacity_per_chunk=own.capacity_scope == "chunk",
         chooses=chooses_at_once(flags, own),
@@ -400,21 +400,13 @@ def layers_of(model: ModelFile) -> StageLayers:
     Raises:
         BadInput: a value is invalid; the message names file and line.
     """
-    return _layers(model, model.flags)
-
-
-def _layers(model: ModelFile, flags: ModelFlags) -> StageLayers:
+    flags = model.flags
     stages, frequency = flags.pipeline_model_parallel_size, flags.moe_layer_freq
-    if flags.hybrid_layer_pattern is not None:
-        pattern = HybridPattern.of(
-            flags.hybrid_layer_pattern,
-            stages=stages,
-            first=flags.decoder_first_pipeline_num_layers or None,
-            last=flags.decoder_last_pipeline_num_layers or None,
-        )
-        if pattern is None or not pattern.runs:
-            rule = "has no attention layer (* or +) with an MoE layer (E) right after it"
-            model.refuse("hybrid-layer-pattern", f"{rule}, such as M*EM*E")
+    pattern = HybridPattern.of_arguments(flags)
+    if pattern is not None:
+        if not pattern.runs:
+            rule = "has no attention layer (* or +) with an MoE layer (E) right after it, such as M*EM*E"
+            model.refuse("hybrid-layer-pattern", rule)
         # Pairs share schedules in runs; every stage is planned as its longest run.
         parts = list(pattern.runs[::-1])
     else:
