@@ -153,7 +153,7 @@ def test_a_known_cluster_comes_back(tmp_path: Path) -> None:
     cluster = assembled(reports)
     gemm = cluster.gemm("fp32")
     assert (gemm.alpha_us, gemm.beta_us_per_gflop) == pytest.approx((20.0, 9000.0), rel=1e-3)
-    attention = cluster.attention("fp32")
+    attention = cluster.compute.attention["fp32"]
     assert attention.backward.merge_us_per_mb == pytest.approx(500.0, rel=1e-3)
     for operation in ("all_to_all", "stock_all_to_all", "all_gather", "reduce_scatter"):
         figure = cluster.collective(operation, across_nodes=False)
