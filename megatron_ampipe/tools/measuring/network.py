@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_ampipe.errors import EnvironmentMissing, RunFailed
 from megatron_ampipe.tools.measuring.link import Link, LinkKind, parse_link
@@ -73,8 +73,7 @@ def _lacking() -> str | None:
     return f"{' and '.join(missing)} not found (packages iproute2 and util-linux)" if missing else None
 
 
-@dataclass(frozen=True, slots=True)
-class LinkChoice:
+class LinkChoice(NamedTuple):
     """What to run over.
 
     Attributes:
@@ -123,15 +122,11 @@ def _why_not(prefix: Sequence[str], link: Link) -> str | None:
         return reason
     command = [*prefix, sys.executable, "-m", "megatron_ampipe.tools.measuring.network", link.text]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TRIAL_TIMEOUT_S
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    if done.returncode == 0:
-        return None
-    said = done.stderr.strip().splitlines()
-    return said[-1] if said else f"'{' '.join(command)}' ended with code {done.returncode}"
+    said = done.stderr.strip().splitlines()[-1:] or [f"it ended with code {done.returncode}"]
+    return said[0] if done.returncode else None
 
 
 def enter_namespace() -> None:

@@ -20,11 +20,10 @@ them, which the medians ignore, and not all rounds of a few.
 from __future__ import annotations
 
 import statistics
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,11 +70,10 @@ def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int, t
         ``fused_gradients``.
     """
     job = rank.job
-    watch = Stopwatch(repeats=repeats, on_cuda=job.on_cuda, alive=lambda: rank.say("alive"))
     factory = BlockFactory(
         case, rank=rank.number, num_ranks=job.num_ranks, on_cuda=job.on_cuda, seed=job.seed
     )
-    operations = Operations(case, watch=watch, kernel=factory.kernel)
+    operations = Operations(rank, case, repeats=repeats, kernel=factory.kernel)
     links = link_groups(ranks_per_node)
     samples = []
     for turn in range(turns):
@@ -83,15 +81,15 @@ def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int, t
         if rank.number % turns == turn:
             # Ranks that share a core would be timed together or alone by chance. What sharing costs is in the
             # stages of the block, which all ranks run at the same time.
-            samples = watch.samples(list(operations.computation()))
+            samples = timed(rank, list(operations.computation()), repeats=repeats)
     meet(on_cuda=job.on_cuda)
     rank.progress()
-    samples += watch.samples([probe for link in links for probe in operations.traffic(link)])
+    samples += timed(rank, [each for link in links for each in operations.traffic(link)], repeats=repeats)
     rank.progress()
     # On the links where the longest transfers are.
     slowdowns = operations.slowdowns(links[-1].exchange)
     rank.progress()
-    block, issue_of = block_times(rank, case, factory, watch=watch)
+    block, issue_of = block_times(rank, case, factory, repeats=repeats)
     return {
         "samples": samples,
         "slowdowns": slowdowns,
@@ -121,64 +119,37 @@ class Probe:
     together: bool = False
 
 
-class Stopwatch:
-    """Medians of repeated calls.
+def timed(rank: Rank[Any], probes: Sequence[Probe], *, repeats: int) -> list[Sample]:
+    """The typical time of each operation over so many calls, all of them timed in turns.
 
-    Args:
-        repeats: How often each operation is timed.
-        on_cuda: Whether it runs on the device, whose events then time it.
-        alive: Called after a call, but at most once a second: signs of life must not slow short calls down.
+    Of a computation that is the median. Of a collective it is the lower quartile: on a host, a thread of
+    the backend that has to wait for the scheduler's next tick adds 4 ms to whatever the transfer takes,
+    sometimes to more than half of the calls (docs/log).
     """
-
-    def __init__(self, *, repeats: int, on_cuda: bool, alive: Callable[[], None]) -> None:
-        self.repeats, self.on_cuda = repeats, on_cuda
-        self._alive, self._last_sign = alive, time.monotonic()
-
-    def samples(self, probes: Sequence[Probe]) -> list[Sample]:
-        """The typical time of each operation, all of them timed in turns.
-
-        Of a computation that is the median. Of a collective it is the lower quartile: on a host, a thread of
-        the backend that has to wait for the scheduler's next tick adds 4 ms to whatever the transfer takes,
-        sometimes to more than half of the calls (docs/log).
-        """
-        times_us: list[list[float]] = [[] for _ in probes]
-        for number in range(WARMUP + self.repeats):
-            for times, probe in zip(times_us, probes, strict=True):
-                us = self._once(probe) / probe.count
-                times += [us] * (number >= WARMUP)
-                self.give_sign()
-        return [
-            Sample(
-                probe.family,
-                probe.columns,
-                sorted(times)[len(times) // 4] if probe.together else statistics.median(times),
-            )
-            for times, probe in zip(times_us, probes, strict=True)
-        ]
-
-    def since(self, begin: float) -> float:
-        """Microseconds since a moment of ``time.perf_counter``, all issued work included."""
-        if self.on_cuda:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - begin) * 1e6
-
-    def give_sign(self) -> None:
-        """Say that something has ended, unless that was said less than a second ago."""
-        now = time.monotonic()
-        if now - self._last_sign >= _SIGN_S:
-            self._last_sign = now
-            self._alive()
-
-    def _once(self, probe: Probe) -> float:
-        if probe.together:
-            meet(on_cuda=self.on_cuda)
-        clock = Clock(on_cuda=self.on_cuda)
-        probe.operation()
-        return clock.passed_s() * 1e6
+    times_us: list[list[float]] = [[] for _ in probes]
+    for number in range(WARMUP + repeats):
+        for times, probe in zip(times_us, probes, strict=True):
+            if probe.together:
+                meet(on_cuda=rank.job.on_cuda)
+            clock = Clock(on_cuda=rank.job.on_cuda)
+            probe.operation()
+            took_s = clock.passed_s()
+            times += [took_s * 1e6 / probe.count] * (number >= WARMUP)
+            if took_s > _SIGN_S:
+                rank.say("alive")
+        # Rarely: messages must not slow short calls down.
+        rank.say("alive")
+    return [
+        Sample(
+            probe.family,
+            probe.columns,
+            sorted(times)[len(times) // 4] if probe.together else statistics.median(times),
+        )
+        for times, probe in zip(times_us, probes, strict=True)
+    ]
 
 
-@dataclass(frozen=True, slots=True)
-class LinkGroups:
+class LinkGroups(NamedTuple):
     """The ranks over which one class of links is measured.
 
     Attributes:
@@ -196,17 +167,16 @@ class LinkGroups:
 
 def link_groups(ranks_per_node: int) -> list[LinkGroups]:
     """What to measure on this rank: links within its node, if it has several ranks, then those between."""
-    world = dist.get_world_size()
-    nodes = [list(range(first, first + ranks_per_node)) for first in range(0, world, ranks_per_node)]
+    world = list(range(dist.get_world_size()))
+    nodes = [world[first : first + ranks_per_node] for first in world[::ranks_per_node]]
     links = []
     if ranks_per_node > 1:
         node = dist.new_subgroups_by_enumeration(nodes)[0]
         links.append(LinkGroups("intra", node, node))
     if len(nodes) > 1:
-        counterparts = [list(range(place, world, ranks_per_node)) for place in range(ranks_per_node)]
+        between = dist.new_subgroups_by_enumeration([world[place::ranks_per_node] for place in nodes[0]])[0]
         everyone = dist.group.WORLD
         assert everyone is not None
-        between = dist.new_subgroups_by_enumeration(counterparts)[0]
         links.append(LinkGroups("inter", between, everyone, near=ranks_per_node))
     return links
 
@@ -214,9 +184,10 @@ def link_groups(ranks_per_node: int) -> list[LinkGroups]:
 class Operations:
     """The operations of a block on this rank, to be timed."""
 
-    def __init__(self, case: Case, *, watch: Stopwatch, kernel: str) -> None:
-        self._case, self._watch, self._kernel = case, watch, KERNELS[kernel]
-        self._device, self._dtype = "cuda" if watch.on_cuda else "cpu", DTYPES[case.dtype]
+    def __init__(self, rank: Rank[Any], case: Case, *, repeats: int, kernel: str) -> None:
+        self._rank, self._repeats, self._on_cuda = rank, repeats, rank.job.on_cuda
+        self._case, self._kernel = case, KERNELS[kernel]
+        self._device, self._dtype = rank.job.device, DTYPES[case.dtype]
         self._head_size = case.head_size or case.hidden // case.heads
         self._groups = case.query_groups or case.heads
 
@@ -298,7 +269,7 @@ class Operations:
         if link.near > 1:
             for rows in sizes:
                 yield self._exchange(f"{link.name}.direct_all_to_all", link.all, rows, near=link.near)
-        if not self._watch.on_cuda:
+        if not self._on_cuda:
             # With NCCL, both call the same. Megatron's layer sends whole blocks: of half as many tokens as
             # this one, up to twice as many.
             for multiple in (1, 2, 3, 4):
@@ -377,19 +348,19 @@ class Operations:
         def compute() -> Tensor:
             return left @ weight
 
-        alone = self._watch.samples([Probe("", {}, exchange, together=True), Probe("", {}, compute)])
-        exchange_us, compute_us = (sample.us for sample in alone)
+        probes = [Probe("", {}, exchange, together=True), Probe("", {}, compute)]
+        exchange_us, compute_us = (sample.us for sample in timed(self._rank, probes, repeats=self._repeats))
         # Every rank must exchange equally often, whatever its clock says.
         slowest = torch.tensor([exchange_us], dtype=torch.float64, device=self._device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         rounds = max(_MINIMUM_ROUNDS, min(_MAXIMUM_ROUNDS, int(OVERLAP_US / float(slowest))))
-        meet(on_cuda=self._watch.on_cuda)
-        if self._watch.on_cuda:
+        meet(on_cuda=self._on_cuda)
+        if self._on_cuda:
             # As many computations as take about as long as the exchanges.
             calls = max(1, int(rounds * exchange_us / compute_us))
             computing_us, communicating_us = _concurrent_on_streams(exchange, compute, rounds, calls)
         else:
-            computing_us, communicating_us = _concurrent_on_threads(exchange, compute, rounds, self._watch)
+            computing_us, communicating_us = _concurrent_on_threads(exchange, compute, rounds)
         megabytes = 1e-6 * tokens.nbytes * (ranks - 1) / ranks
         return megabytes, exchange_us, communicating_us, max(1.0, computing_us / compute_us)
 
@@ -410,28 +381,24 @@ def _of_bytes(
 
 
 def _concurrent_on_threads(
-    exchange: Callable[[], object], compute: Callable[[], object], rounds: int, watch: Stopwatch
+    exchange: Callable[[], object], compute: Callable[[], object], rounds: int
 ) -> tuple[float, float]:
     """Microseconds of one computation and of one exchange; as many computations as fit in."""
-    took_us = 0.0
 
-    def communicate() -> None:
-        nonlocal took_us
-        begin = time.perf_counter()
+    def communicate() -> float:
+        clock = Clock(on_cuda=False)
         for _ in range(rounds):
             exchange()
-        took_us = watch.since(begin)
+        return clock.passed_s()
 
-    thread = threading.Thread(target=communicate)
-    begin, calls = time.perf_counter(), 0
-    thread.start()
-    while thread.is_alive():
-        compute()
-        calls += 1
-        watch.give_sign()
-    computing_us = watch.since(begin) / calls
-    thread.join()
-    return computing_us, took_us / rounds
+    clock, calls = Clock(on_cuda=False), 0
+    with ThreadPoolExecutor(1) as thread:
+        communicating = thread.submit(communicate)
+        while not communicating.done():
+            compute()
+            calls += 1
+        computing_us = clock.passed_s() * 1e6 / calls
+    return computing_us, communicating.result() * 1e6 / rounds
 
 
 def _concurrent_on_streams(
@@ -455,7 +422,7 @@ def _concurrent_on_streams(
 
 
 def block_times(
-    rank: Rank[Any], case: Case, factory: BlockFactory, *, watch: Stopwatch
+    rank: Rank[Any], case: Case, factory: BlockFactory, *, repeats: int
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """Microseconds of a block's parts on this rank.
 
@@ -465,8 +432,8 @@ def block_times(
         own layer; ``issue``: of the host to issue one stage (0 where the host computes). And by direction and
         kind, what the host takes to issue a stage while the device is busy (empty where the host computes).
     """
-    rounds = WARMUP + watch.repeats
-    passes = Passes(rank, case, progress=watch.give_sign)
+    rounds = WARMUP + repeats
+    passes = Passes(rank, case, progress=lambda: rank.say("alive"))
     variants = {degree: Variant.of("ampipe", degree) for degree in DEGREES}
     alone = {degree: factory.build_timed(each, num_passes=rounds) for degree, each in variants.items()}
     in_order = {degree: Recorder(num_iterations=rounds) for degree in DEGREES}
@@ -485,7 +452,7 @@ def block_times(
             passes.run(timed.layers)
             in_order[degree].start_iteration(number)
             whole[degree].append(passes.run(layers[degree]).by_direction_us)
-        if watch.on_cuda:
+        if rank.job.on_cuda:
             issued_us.append(passes.run(usual).issued_s * 1e6)
         rank.progress()
     stages = {

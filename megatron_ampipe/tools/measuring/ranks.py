@@ -279,7 +279,7 @@ class _Processes:
         Raises:
             AMPipeError: a rank failed or was lost, or all were silent for too long.
         """
-        missing, count = set(range(len(self._processes))), [0] * len(self._processes)
+        missing = set(range(len(self._processes)))
         last_sign, failing_since = time.monotonic(), 0.0
         pipes = dict(self._pipes)
         while missing:
@@ -291,7 +291,7 @@ class _Processes:
                 except (EOFError, OSError):
                     del pipes[pipe]
                     continue
-                last_sign, count[rank] = time.monotonic(), count[rank] + 1
+                last_sign = time.monotonic()
                 if event == "failed":
                     self._failures[rank] = value
                     continue
@@ -306,7 +306,10 @@ class _Processes:
                 if time.monotonic() - failing_since > _GRACE_S:
                     raise self._failure(missing)
             elif time.monotonic() - last_sign > self._job.timeout_s:
-                raise self._silence(count)
+                raise RunFailed(
+                    f"no rank answered for {self._job.timeout_s:g} s; all were ended. Use a longer --timeout."
+                    f"{self._log_tail(0)}"
+                )
 
     def _failure(self, missing: set[int]) -> AMPipeError:
         """The first cause: peers of a rank that was killed or that failed lose their connection to it."""
@@ -323,16 +326,6 @@ class _Processes:
             rank = next(rank for rank, code in codes.items() if code is not None)
             return RunFailed(f"rank {rank} ended with exit code {codes[rank]}{self._log_tail(rank)}")
         return RunFailed(f"rank {rank} failed: {self._failures[rank][0]}{self._log_tail(rank)}")
-
-    def _silence(self, count: list[int]) -> RunFailed:
-        rank = min(range(len(count)), key=count.__getitem__)
-        behind = ""
-        if count[rank] < max(count):
-            behind = f"Rank {rank} hangs: it said {count[rank]} things, others up to {max(count)}. "
-        return RunFailed(
-            f"no rank answered for {self._job.timeout_s:g} s; all were ended. {behind}Use a longer --timeout."
-            f"{self._log_tail(rank)}"
-        )
 
     def _log_of(self, rank: int) -> Path:
         return self._log or self._folder / f"rank{rank}.log"
