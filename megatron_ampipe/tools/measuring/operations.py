@@ -470,7 +470,7 @@ def block_times(
         "around": around,
         "issue": statistics.median(issued_us[WARMUP:]) / num_stages if issued_us else 0.0,
     }
-    return found, alone[max(DEGREES)].timer.queue.issued_us()
+    return found, alone[max(DEGREES)].timer.issued_us()
 
 
 def _outside(whole: Sequence[dict[Direction, float]], recorder: Recorder) -> dict[str, float]:

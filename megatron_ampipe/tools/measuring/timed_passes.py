@@ -84,7 +84,13 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
         else None
         for variant in variants
     ]
-    peaks = _peak_bytes(passes, factory, layers, variants)
+    # In passes that are not timed.
+    meter, watched = None, layers
+    if not job.on_cuda:
+        meter = TensorMeter()
+        executor = WatchedExecutor(ThreadExecutor(), meter)
+        watched = [layers[0], *(factory.build(variant, executor=executor) for variant in variants[1:])]
+    peaks = [passes.peak_bytes(layer, meter=meter) for layer in watched]
     for _ in range(job.warmup):
         for layer in (*layers, *(build.layers for build in timed if build)):
             passes.run(layer)
@@ -265,52 +271,29 @@ def _clear_gradients(layer: torch.nn.Module) -> None:
             parameter.main_grad.zero_()
 
 
-def _peak_bytes(
-    passes: Passes,
-    factory: BlockFactory,
-    layers: list[torch.nn.Module],
-    variants: Sequence[Variant],
-) -> list[int]:
-    """The peak memory of each variant, in passes that are not timed."""
-    if passes.on_cuda:
-        return [passes.peak_bytes(layer, meter=None) for layer in layers]
-    meter = TensorMeter()
-    executor = WatchedExecutor(ThreadExecutor(), meter)
-    watched = [layers[0], *(factory.build(variant, executor=executor) for variant in variants[1:])]
-    return [passes.peak_bytes(layer, meter=meter) for layer in watched]
-
-
 def compare(
     passes: Passes, layers: list[torch.nn.Module], variants: Sequence[Variant], *, rank: int, case: Case
 ) -> list[float]:
     """The largest difference of each variant from stock, over tensors and ranks; the same on every rank."""
     limits = [_limit(case, variant) for variant in variants]
     expected = passes.results(layers[0])
-    names = list(expected)
-    # By variant and rank, the largest difference, and the number of the tensor that has it.
-    worst = torch.zeros(
-        len(layers), dist.get_world_size(), 2, dtype=torch.float64, device=expected["output"].device
-    )
-    for index, layer in enumerate(layers[1:], 1):
-        found = passes.results(layer)
-        by_norm = limits[index] != TOLERANCE
-        differences = [_difference(expected[name], found[name], by_norm=by_norm) for name in names]
-        # NaN is the largest.
-        place = max(range(len(names)), key=lambda i: (differences[i] != differences[i], differences[i]))
-        worst[index, rank] = torch.tensor([differences[place], place])
-    dist.all_reduce(worst)
-    over_ranks, where = worst[..., 0].cpu().max(dim=1)
-    for index, (variant, limit) in enumerate(zip(variants, limits, strict=True)):
-        value, at = float(over_ranks[index]), int(where[index])
-        # Written so that NaN is a difference.
-        if not value <= limit:
+    worst, where = [0.0], ["output"]
+    for layer, limit in zip(layers[1:], limits[1:], strict=True):
+        found, by_norm = passes.results(layer), limit != TOLERANCE
+        differences = {name: _difference(expected[name], found[name], by_norm=by_norm) for name in expected}
+        where.append(max(differences, key=differences.__getitem__))
+        worst.append(differences[where[-1]])
+    over_ranks = torch.tensor(worst, dtype=torch.float64, device=expected["output"].device)
+    dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX)
+    found_worst: list[float] = over_ranks.tolist()
+    for variant, limit, value, name in zip(variants, limits, found_worst, where, strict=True):
+        if value > limit:
             raise DifferenceFound(
-                f"case {case.name}: {variant} does not compute what Megatron's layers do: "
-                f"off by {value:.1e} in the {names[int(worst[index, at, 1])]} on rank {at}, "
-                f"allowed is {limit:.0e}; the case was not measured. A tie between experts can do this: try "
-                "another --seed."
+                f"case {case.name}: {variant} does not compute what Megatron's layers do: off by {value:.1e} "
+                f"(on rank {rank} most in the {name}), allowed is {limit:.0e}; the case was not measured. A "
+                "tie between experts can do this: try another --seed."
             )
-    return [float(value) for value in over_ranks]
+    return found_worst
 
 
 def _limit(case: Case, variant: Variant) -> float:
@@ -321,7 +304,9 @@ def _limit(case: Case, variant: Variant) -> float:
 
 
 def _difference(expected: Tensor, found: Tensor, *, by_norm: bool) -> float:
+    """Relative, by the norms of the tensors or by their largest values; infinite for NaN."""
     expected, found = expected.double(), found.double()
-    if by_norm:
-        return float((expected - found).norm() / expected.norm().clamp_min(1e-12))
-    return float((expected - found).abs().max() / expected.abs().max().clamp_min(1e-12))
+    order = 2 if by_norm else torch.inf
+    size = torch.linalg.vector_norm(expected, order).clamp_min(1e-12)
+    difference = torch.linalg.vector_norm(expected - found, order) / size
+    return float(difference.nan_to_num(nan=torch.inf, posinf=torch.inf))
