@@ -246,8 +246,10 @@ def _time_blocks(
                     finished(result.case_result(job, index, of_ranks))
             elif rank == 0 and event == "gpu":
                 hardware.update(value)
+            elif rank == 0 and event == "begin":
+                bar.set_description(value)
             elif rank == 0:
-                bar(advance=event == "progress", description=value or "measuring")
+                bar.update()
 
         run_ranks(job, measure_blocks, on_message=on_message)
 
@@ -277,9 +279,12 @@ def _train(job: BenchJob, *, rounds: int, finished: Callable[[dict[str, Any]], N
     """Train whole models; ``finished`` is given each entry of ``cases``."""
     trainings = sum(map(len, job.variants)) * rounds
     with progress_bar(trainings * (job.warmup + job.repeats)) as bar:
-        for case in training.measure(
-            job, rounds=rounds, on_iteration=lambda what: bar(advance=1, description=what)
-        ):
+
+        def on_iteration(what: str) -> None:
+            bar.set_description(what)
+            bar.update()
+
+        for case in training.measure(job, rounds=rounds, on_iteration=on_iteration):
             finished(case)
 
 

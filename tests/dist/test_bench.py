@@ -79,8 +79,7 @@ def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     done = subprocess.run(
         command(folder, *words, "--warmup", "0"),
         cwd=REPOSITORY,
-        # Standard error as on a terminal, with the progress bar.
-        env=environment(folder) | {"FORCE_COLOR": "1"},
+        env=environment(folder),
         capture_output=True,
         text=True,
         timeout=240,
@@ -88,11 +87,8 @@ def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list((folder / "temporary").iterdir())
     assert sorted(path.name for path in folder.glob("*result.json*")) == ["result.json"]
-    # Every pass is reported, so a long silence means that a pass does not end.
-    steps = [tuple(map(int, step)) for step in re.findall(r"(\d+)/(\d+)", done.stderr)]
-    assert [number for number, _ in dict.fromkeys(steps)] == list(range(steps[0][1] + 1))
     document = json.loads((folder / "result.json").read_text())
-    return document, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.stdout)
+    return document, done.stdout
 
 
 def check_document(document: dict[str, Any], *, link: str, rows: list[tuple[str, int, int]]) -> None:
@@ -115,7 +111,6 @@ def check_document(document: dict[str, Any], *, link: str, rows: list[tuple[str,
             assert (row["bound_share"] is None) == (row["degree"] == 1)
             if row["bound_share"] is not None:
                 assert row["bound_share"] > 0
-                assert all(part >= 0 for parts in row["bound"].values() for part in parts.values())
 
 
 def free_cluster(folder: Path) -> Path:
@@ -184,7 +179,7 @@ def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:
         again, chunked = case["rows"]
         # Dispatch of tokens and probabilities, combine, and the same in backward: at least six latencies.
         assert min(case["stock_ms"], again["ms"]) > 60
-        assert all(parts["communication_ms"] >= 2 * 30 for parts in chunked["bound"].values())
+        assert chunked["bound_ms"] >= 2 * 2 * 30
 
 
 def test_end_to_end_training_alternates_the_variants(tmp_path: Path) -> None:

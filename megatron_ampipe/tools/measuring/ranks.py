@@ -1,6 +1,6 @@
 """Runs a function in several ranks of this machine, connected by a chosen link: the one rank runner.
 
-For ``ampipe bench``, ``ampipe profile``, the quick start and measuring scripts. Importing it needs no torch::
+Importing it needs no torch::
 
     def work(rank: Rank[RankJob]) -> float:      # of a module or script that can be imported again
         rank.connect()                           # torch's process group over the link
@@ -13,10 +13,10 @@ For ``ampipe bench``, ``ampipe profile``, the quick start and measuring scripts.
 What ``work`` needs besides is in fields of a subclass of :class:`RankJob`. Jobs, messages and results are
 pickled.
 
-Ranks are processes that ``multiprocessing`` spawns, as ``torch.multiprocessing`` does, each in a separate
-session: Ctrl-C reaches only the command, which then kills them, and the kernel kills them if the command dies
-itself. Not torch's elastic agent: a real link is made between processes that exist and have not begun, and
-ranks in network namespaces cannot reach the agent's TCP store.
+Ranks are processes that ``multiprocessing`` spawns, each in a separate session: Ctrl-C reaches only the
+command, which then kills them, and the kernel kills them if the command dies itself. Not torch's elastic
+agent: a real link is made between processes that exist and have not begun, and ranks in network namespaces
+cannot reach the agent's TCP store.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
+
+from tqdm import tqdm
 
 from megatron_ampipe.errors import AMPipeError, DifferenceFound, EnvironmentMissing, RunFailed
 from megatron_ampipe.tools.measuring import network
@@ -260,7 +262,7 @@ class _Processes:
         pipe, of_rank = spawn.Pipe()
         process = spawn.Process(
             target=_run_rank,
-            args=(self._work, self._job, rank, self._folder, self._log_of(rank), os.getpid(), of_rank),
+            args=(self._work, self._job, rank, self._folder, self._log, os.getpid(), of_rank),
         )
         process.start()
         of_rank.close()
@@ -327,11 +329,8 @@ class _Processes:
             return RunFailed(f"rank {rank} ended with exit code {codes[rank]}{self._log_tail(rank)}")
         return RunFailed(f"rank {rank} failed: {self._failures[rank][0]}{self._log_tail(rank)}")
 
-    def _log_of(self, rank: int) -> Path:
-        return self._log or self._folder / f"rank{rank}.log"
-
     def _log_tail(self, rank: int) -> str:
-        log = self._log_of(rank)
+        log = self._log or self._folder / f"rank{rank}.log"
         lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
         return "".join(f"\n  {line}" for line in ["", f"last lines of rank {rank}:", *lines] if lines)
 
@@ -341,7 +340,7 @@ def _run_rank(
     job: RankJob,
     number: int,
     folder: Path,
-    log: Path,
+    log: Path | None,
     parent: int,
     pipe: Connection,
 ) -> None:
@@ -352,7 +351,7 @@ def _run_rank(
     # It may have ended before this was set.
     if os.getppid() != parent:
         os._exit(1)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    output = os.open(log or folder / f"rank{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(output, 1)
     os.dup2(output, 2)
     faulthandler.enable()
@@ -417,21 +416,6 @@ def signals_as_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def progress_bar(total: int, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """A bar on the terminal, nothing elsewhere; yields what updates it (``advance``, ``description``)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    quiet = quiet or not console.is_terminal
-    # Drawn when something has happened: a thread that draws would take time from the ranks.
-    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=quiet) as bar:
-        task = bar.add_task("starting ranks", total=total)
-
-        def update(**changes: Any) -> None:
-            bar.update(task, **changes)
-            bar.refresh()
-
-        yield update
+def progress_bar(total: int, *, quiet: bool = False) -> tqdm[None]:
+    """A bar on the terminal, nothing elsewhere; of steps of which ranks tell the command."""
+    return tqdm(total=total, desc="starting ranks", leave=False, disable=quiet or None)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_ampipe.files import inputs, outputs
-from megatron_ampipe.plan.simulate import DirectionBound, direction_bound
+from megatron_ampipe.plan.simulate import direction_bound
 from megatron_ampipe.schedule import Stage, stage_from_text, to_text
 from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK_GLOO, BenchJob, Variant, cut_of
 
@@ -229,34 +229,22 @@ def _figures(reports: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]
 
 def _stages(variant: Variant, by_rank: list[Any], needs: Any) -> dict[str, Any]:
     """The stages of a row, and the bound of its time, of the slowest rank; None where nothing overlaps."""
-    found = {"bound_ms": None, "bound": None, "stage_needs": needs, "stages_us_by_rank": None}
+    found = {"bound_ms": None, "stage_needs": needs, "stages_us_by_rank": None}
     if not variant.pipelined:
         return found
-    bounds = [_bounds(stages, needs, stack=variant.pipeline.stack) for stages in by_rank]
-    slowest = max(bounds, key=lambda of: sum(bound.time for stacks in of.values() for bound in stacks))
-    return found | {
-        "bound_ms": round(sum(bound.time for stacks in slowest.values() for bound in stacks), 4),
-        "bound": {
-            direction: {
-                f"{part.name}_ms": round(sum(getattr(bound, part.name) for bound in stacks), 4)
-                for part in fields(DirectionBound)
-            }
-            for direction, stacks in slowest.items()
-        },
-        "stages_us_by_rank": by_rank,
-    }
+    bounds = [_bound_us(stages, needs, stack=variant.pipeline.stack) for stages in by_rank]
+    return found | {"bound_ms": round(max(bounds) / 1e3, 4), "stages_us_by_rank": by_rank}
 
 
-def _bounds(samples: StageSamples, needs: Any, *, stack: int) -> dict[str, list[DirectionBound]]:
-    """By direction, of every ``stack`` layers, which share a schedule: milliseconds, from medians."""
-    by_direction = {}
+def _bound_us(samples: StageSamples, needs: Any, *, stack: int) -> float:
+    """Of a pass on one rank, from medians; layers in groups of ``stack`` share a schedule."""
+    total = 0.0
     for direction, stages in samples.items():
         graphs: dict[int, dict[Stage, tuple[Stage, ...]]] = {}
         for name, earlier in needs[direction].items():
             stage = stage_from_text(name)
             graphs.setdefault(stage.layer // stack, {})[stage] = tuple(map(stage_from_text, earlier))
-        times = {stage_from_text(name): statistics.median(passes) / 1e3 for name, passes in stages.items()}
-        by_direction[direction] = [
-            direction_bound({stage: times[stage] for stage in graph}, graph) for graph in graphs.values()
-        ]
-    return by_direction
+        times = {stage_from_text(name): statistics.median(passes) for name, passes in stages.items()}
+        for graph in graphs.values():
+            total += direction_bound({stage: times[stage] for stage in graph}, graph).time
+    return total
