@@ -247,9 +247,9 @@ def _time_blocks(
             elif rank == 0 and event == "gpu":
                 hardware.update(value)
             elif rank == 0 and event == "begin":
-                bar.set_description(value)
+                bar(value, advance=0)
             elif rank == 0:
-                bar.update()
+                bar()
 
         run_ranks(job, measure_blocks, on_message=on_message)
 
@@ -279,12 +279,7 @@ def _train(job: BenchJob, *, rounds: int, finished: Callable[[dict[str, Any]], N
     """Train whole models; ``finished`` is given each entry of ``cases``."""
     trainings = sum(map(len, job.variants)) * rounds
     with progress_bar(trainings * (job.warmup + job.repeats)) as bar:
-
-        def on_iteration(what: str) -> None:
-            bar.set_description(what)
-            bar.update()
-
-        for case in training.measure(job, rounds=rounds, on_iteration=on_iteration):
+        for case in training.measure(job, rounds=rounds, on_iteration=bar):
             finished(case)
 
 

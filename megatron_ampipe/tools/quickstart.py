@@ -189,8 +189,7 @@ def train(title: str, job: TrainingJob, *, iterations: int, log: Path) -> Curve:
     with progress_bar(iterations) as bar:
 
         def on_iteration(loss: float) -> None:
-            bar.set_description(f"{title}, loss {loss:.4f}")
-            bar.update()
+            bar(f"{title}, loss {loss:.4f}")
 
         try:
             return training.run(job, iterations=iterations, title=title, on_iteration=on_iteration, log=log)

@@ -39,8 +39,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-from tqdm import tqdm
-
 from megatron_ampipe.errors import AMPipeError, DifferenceFound, EnvironmentMissing, RunFailed
 from megatron_ampipe.tools.measuring import network
 from megatron_ampipe.tools.measuring.link import Link, LinkKind
@@ -416,6 +414,19 @@ def signals_as_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def progress_bar(total: int, *, quiet: bool = False) -> tqdm[None]:
-    """A bar on the terminal, nothing elsewhere; of steps of which ranks tell the command."""
-    return tqdm(total=total, desc="starting ranks", leave=False, disable=quiet or None)
+@contextlib.contextmanager
+def progress_bar(total: int, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """A bar on the terminal, nothing elsewhere; yields what counts a step, given a new description or none."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    quiet = quiet or not console.is_terminal
+    # Drawn when something has happened: a thread that draws would take time from the ranks.
+    with Progress(console=console, transient=True, auto_refresh=False, disable=quiet) as bar:
+        task = bar.add_task("starting ranks", total=total)
+
+        def step(description: str | None = None, *, advance: int = 1) -> None:
+            bar.update(task, advance=advance, description=description, refresh=True)
+
+        yield step
