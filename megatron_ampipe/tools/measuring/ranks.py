@@ -416,7 +416,7 @@ def signals_as_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress_bar(total: int, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """A bar on the terminal, nothing elsewhere; yields what counts a step, given a new description or none."""
+    """A bar on the terminal, nothing elsewhere; yields what counts a step, and takes a description."""
     from rich.console import Console
     from rich.progress import Progress
 
