@@ -2,7 +2,7 @@
 
 A grid holds ``cases`` (a list), or ``axes`` (a list of lists: every combination of one entry of each is a
 case, named by joining the entries' names). ``defaults`` hold what an entry does not give. ``fits`` leaves out
-cases that would not have fitted some memory, and ``expected_cases`` says how many must be left.
+cases that would not have fitted some memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from megatron_ampipe.files.spelling import nearest
 from megatron_ampipe.plan.block import Block
 
 _ABOVE_0 = {"above": 0}
-_ALIGNED_BYTES = 16
-"""Of a row, for torch's grouped product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +121,6 @@ class _GridFile:
     cases: tuple[LinedMapping, ...] | None = None
     axes: tuple[tuple[LinedMapping, ...], ...] | None = None
     fits: Fits | None = None
-    expected_cases: int | None = None
 
 
 def find_grid(text: str) -> Path:
@@ -151,16 +148,12 @@ def read_grid(
             cannot share the experts equally.
     """
     top = load(path, what="grid", remedy="Look at configs/bench/cpu-small.yaml for the format.")
-    found, lines = read_record(path, _GridFile, top)
+    found, _ = read_record(path, _GridFile, top)
     if (found.cases is None) == (found.axes is None):
         refuse(path, top.line, "cases", "exactly one of cases and axes must be given", "Give cases.")
     axes = found.axes or (found.cases or (),)
     cases = [_case(path, found.defaults, parts) for parts in itertools.product(*axes)]
     cases = [case for case in cases if found.fits is None or found.fits.holds(case)]
-    if found.expected_cases not in (None, len(cases)):
-        key = "expected_cases"
-        rule, remedy = f"{len(cases)} cases are left", f"Write {len(cases)}."
-        refuse(path, lines[key], f"{key} {found.expected_cases}", rule, remedy)
     by_name = {case.name: case for case in cases}
     if not cases or len(by_name) < len(cases):
         refuse(path, top.line, "cases", "none is left, or two have one name", "Give each another name.")
@@ -184,20 +177,7 @@ def _case(path: Path, defaults: LinedMapping | None, parts: Sequence[LinedMappin
     if len(names) == len(parts):
         merged["name"] = "-".join(names)
     case, lines = read_record(path, Case, merged, add="Add '{key}: ...' here or to defaults.")
-
-    def check(good: bool, key: str, rule: str, remedy: str) -> None:
-        if not good:
-            refuse(path, lines[key], f"{key} {getattr(case, key)} (case {case.name})", rule, remedy)
-
-    whole = case.head_size is not None or case.hidden % case.heads == 0
-    check(whole, "heads", f"does not divide hidden {case.hidden}", "Choose a divisor, or give head_size.")
-    whole = case.query_groups is None or case.heads % case.query_groups == 0
-    check(whole, "query_groups", f"does not divide heads {case.heads}", "Choose a divisor.")
-    enough = case.topk <= case.experts
-    check(enough, "topk", f"is above experts {case.experts}", f"Choose at most {case.experts}.")
-    if case.expert_kind == "torch-grouped":
-        multiple = _ALIGNED_BYTES // (4 if case.dtype == "fp32" else 2)
-        for key in ("hidden", "ffn"):
-            rule = f"is no multiple of {multiple}, which expert_kind torch-grouped needs"
-            check(getattr(case, key) % multiple == 0, key, rule, "Choose one, or another expert_kind.")
+    if case.head_size is None and case.hidden % case.heads:
+        rule, remedy = f"does not divide hidden {case.hidden}", "Choose a divisor, or give head_size."
+        refuse(path, lines["heads"], f"heads {case.heads} (case {case.name})", rule, remedy)
     return case

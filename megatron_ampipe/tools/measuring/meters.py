@@ -1,10 +1,10 @@
 """What is measured of a pass besides its time: each stage alone, the peak of its memory, the bytes it sends.
 
 **Stages alone** (:class:`StageTimer`). Before each collective the ranks meet at a barrier outside the
-measured time, so that a collective's time is its transfer and not the wait for a peer that was still
-computing. A shaped link saves up while it is idle; in a pipeline that only happens before the first
-collective, so only the first one has that advantage here. On a GPU the stream is kept busy until a stage is
-issued, so that its time is that of its kernels, not of their launches.
+measured time, so that its time is its transfer and not the wait for a peer that was still computing. A shaped
+link saves up while it is idle; in a pipeline that only happens before the first collective, so only the first
+one has that advantage here. On a GPU the stream is kept busy until a stage is issued, so that its time is
+that of its kernels, not of their launches.
 
 **Memory** (:func:`peak_bytes`). On a CPU, every storage that an operation returns counts from then until it
 is freed, so the number is the same on every machine; what a kernel allocates internally is not seen. Watching

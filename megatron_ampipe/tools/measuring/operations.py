@@ -1,20 +1,20 @@
 """What ``ampipe profile`` times on every rank, and how: computation, collectives, and a real block.
 
-**Computation**: matrix products, core attention, passes over memory, permutation, in
-the sizes of a block's stages, whole and cut into up to 16 chunks. All ranks measure at the same time, as they
-compute in training, or those that share a core in turns.
+**Computation**: matrix products, core attention, passes over memory, permutation, in the sizes of a block's
+stages, whole and cut into up to 16 chunks. All ranks measure at the same time, as they compute in training,
+or those that share a core in turns.
 
-**Collectives**, by the functions that training calls, and how they and computation slow
-each other. Sizes are what one rank sends to the others of its group. Within a node, that is all of its ranks.
-Between nodes, AMPipe's all-to-all is between the ranks of one place in all nodes, as in the first of two
-hops. The other collectives there are between all ranks of all nodes, and the size of an all-to-all is then
-what leaves the node. Every rank measures the same things in the same order.
+**Collectives**, by the functions that training calls, and how they and computation slow each other. Sizes are
+what one rank sends to the others of its group. Within a node, that is all of its ranks. Between nodes,
+AMPipe's all-to-all is between the ranks of one place in all nodes, as in the first of two hops. The other
+collectives there are between all ranks of all nodes, and the size of an all-to-all is then what leaves the
+node. Every rank measures the same things in the same order.
 
 **A real block** (:func:`block_times`), stage by stage and as a whole, and Megatron's own: what they take
 beyond their operations. It is built, and its stages run alone, as in ``ampipe bench``.
 
 All operations are timed once in each round, so that a disturbance of some seconds hits a few rounds of all of
-them, which the medians ignore, and not all rounds of a few.
+them, which the medians ignore.
 """
 
 from __future__ import annotations
@@ -434,22 +434,21 @@ def block_times(
     """
     rounds = WARMUP + repeats
     passes = Passes(rank, case, progress=lambda: rank.say("alive"))
-    variants = {degree: Variant.of("ampipe", degree) for degree in DEGREES}
-    alone = {degree: factory.build_timed(each, num_passes=rounds) for degree, each in variants.items()}
-    in_order = {degree: Recorder(num_iterations=rounds) for degree in DEGREES}
-    layers = {
-        degree: factory.build(variants[degree], recorder=recorder, executor=SequentialExecutor())
-        for degree, recorder in in_order.items()
-    }
-    usual = factory.build(variants[max(DEGREES)])
+    alone, in_order, layers = {}, {}, {}
+    for degree in DEGREES:
+        variant = Variant.of("ampipe", degree)
+        alone[degree] = factory.build_timed(variant, num_passes=rounds)
+        in_order[degree] = Recorder(num_iterations=rounds)
+        layers[degree] = factory.build(variant, recorder=in_order[degree], executor=SequentialExecutor())
+    usual = factory.build(variant)
     stock: list[dict[Direction, float]] = []
     whole: dict[int, list[dict[Direction, float]]] = {degree: [] for degree in DEGREES}
     issued_us = []
     for number in range(rounds):
         stock.append(passes.run(factory.stock).by_direction_us)
-        for degree, timed in alone.items():
-            timed.recorder.start_iteration(number)
-            passes.run(timed.layers)
+        for degree, timer in alone.items():
+            timer.recorder.start_iteration(number)
+            passes.run(timer.layers)
             in_order[degree].start_iteration(number)
             whole[degree].append(passes.run(layers[degree]).by_direction_us)
         if rank.job.on_cuda:
@@ -458,19 +457,18 @@ def block_times(
     stages = {
         str(degree): {
             way: {stage: statistics.median(us[WARMUP:]) for stage, us in of_stages.items()}
-            for way, of_stages in stage_times(timed.recorder).items()
+            for way, of_stages in stage_times(timer.recorder).items()
         }
-        for degree, timed in alone.items()
+        for degree, timer in alone.items()
     }
-    num_stages = len(stages[str(max(DEGREES))]["forward"])
-    around = {str(degree): _outside(whole[degree], in_order[degree]) for degree in DEGREES}
+    num_stages = len(stages[str(DEGREES[-1])]["forward"])
     found = {
         "stock": {way: statistics.median(times[way] for times in stock[WARMUP:]) for way in Direction},
         "stages": stages,
-        "around": around,
+        "around": {str(degree): _outside(whole[degree], in_order[degree]) for degree in DEGREES},
         "issue": statistics.median(issued_us[WARMUP:]) / num_stages if issued_us else 0.0,
     }
-    return found, alone[max(DEGREES)].timer.issued_us()
+    return found, alone[DEGREES[-1]].timer.issued_us()
 
 
 def _outside(whole: Sequence[dict[Direction, float]], recorder: Recorder) -> dict[str, float]:
