@@ -34,8 +34,6 @@ cases:
   - {name: top1, topk: 1}
   - {name: rich, topk: 2, batch: 2, query_groups: 2, shared_ffn: 48, activation: swiglu, capacity: 1.25}
 """
-# The last case takes minutes.
-UNEVEN_GRID = f"{GRID}  - {{name: long, topk: 1, sequence_length: 16384, hidden: 512, ffn: 2048}}\n"
 LONG_RUN = ["--repeats", "100000", "--degrees", "2"]
 STARTUP_S = 60.0
 
@@ -59,9 +57,9 @@ NO_NETWORK = why_no_network()
 needs_network = pytest.mark.skipif(NO_NETWORK is not None, reason=str(NO_NETWORK))
 
 
-def command(folder: Path, *words: str, grid_text: str = GRID) -> list[str]:
+def command(folder: Path, *words: str) -> list[str]:
     grid = folder / "tiny.yaml"
-    grid.write_text(grid_text)
+    grid.write_text(GRID)
     return [
         *(sys.executable, "-m", "megatron_ampipe.cli", "bench", "--grid", str(grid)),
         *("--json", str(folder / "result.json"), *words),
@@ -358,11 +356,11 @@ def until(condition: Callable[[], bool], what: str, *, timeout_s: float = STARTU
 
 @contextlib.contextmanager
 def running(
-    folder: Path, *words: str, early: bool = False, grid_text: str = GRID
+    folder: Path, *words: str, early: bool = False
 ) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A long measurement; yields it and its ranks, which communicate already unless ``early``."""
     process = subprocess.Popen(
-        command(folder, *LONG_RUN, *words, grid_text=grid_text),
+        command(folder, *LONG_RUN, *words),
         cwd=REPOSITORY,
         env=environment(folder),
         stdout=subprocess.PIPE,
@@ -432,26 +430,4 @@ def test_an_interrupted_run_leaves_nothing(
             assert process.returncode == 130, output
             assert output[1] == "ampipe: interrupted; incomplete output was not saved under its final name\n"
             assert not list((tmp_path / "temporary").iterdir())
-        check_nothing_is_left(tmp_path, ranks, networks)
-
-
-def test_a_lost_rank_ends_the_run_and_leaves_the_finished_cases(tmp_path: Path) -> None:
-    link = "none" if NO_NETWORK else "200mbit"
-    words = ["--link", link, "--cases", "top1,long", "--repeats", "1", "--warmup", "0"]
-    path = tmp_path / "result.json"
-    with running(tmp_path, *words, grid_text=UNEVEN_GRID) as (process, ranks):
-        networks = networks_of(ranks)
-        until(path.exists, "the first case")
-        os.kill(ranks[1], signal.SIGKILL)
-        shown, error = process.communicate(timeout=20)
-        assert process.returncode == 3, error
-        first, second, *_ = error.splitlines()
-        assert first == "ampipe: rank 1 was killed by SIGKILL; the others were ended"
-        assert "Measure the others with --cases long" in second
-        assert "unfinished, without long" in shown
-        found = json.loads(path.read_text())
-        assert [case["name"] for case in found["cases"]] == ["top1"]
-        assert len(found["cases"][0]["rows"][0]["samples_ms"]) == 1
-        path.unlink()
-        assert not list((tmp_path / "temporary").iterdir())
         check_nothing_is_left(tmp_path, ranks, networks)
