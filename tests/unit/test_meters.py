@@ -152,18 +152,6 @@ def test_other_threads_of_an_executor_are_watched() -> None:
     assert sorted(place.split()[0] for _, place, _ in meter.at_peak) == ["dispatch.0", "qkv"]
 
 
-def test_a_gpu_is_asked_for_the_peak_of_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    happened: list[str] = []
-    peaks = iter((700, 900))
-    cuda = meters.torch.cuda
-    monkeypatch.setattr(cuda, "synchronize", lambda: happened.append("synchronize"))
-    monkeypatch.setattr(cuda, "reset_peak_memory_stats", lambda: happened.append("reset"))
-    monkeypatch.setattr(cuda, "memory_allocated", lambda: 500)
-    monkeypatch.setattr(cuda, "max_memory_allocated", lambda: next(peaks))
-    assert meters.peak_bytes(lambda: happened.append("run"), passes=2, known=(), meter=None) == 400
-    assert happened == ["synchronize", "reset", "run"] * 2
-
-
 # Bytes
 
 RANK, RANKS, PER_NODE, LOCAL_EXPERTS, HIDDEN = 1, 6, 2, 2, 16
