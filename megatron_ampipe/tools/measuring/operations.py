@@ -89,12 +89,10 @@ def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int, t
     # On the links where the longest transfers are.
     slowdowns = operations.slowdowns(links[-1].exchange)
     rank.progress()
-    block, issue_of = block_times(rank, case, factory, repeats=repeats)
     return {
         "samples": samples,
         "slowdowns": slowdowns,
-        "block": block,
-        "issue_of": issue_of,
+        **block_times(rank, case, factory, repeats=repeats),
         "kernel": factory.kernel,
         "fused_gradients": factory.fused_gradients,
     }
@@ -421,16 +419,14 @@ def _concurrent_on_streams(
     return times_us[1], times_us[0]
 
 
-def block_times(
-    rank: Rank[Any], case: Case, factory: BlockFactory, *, repeats: int
-) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+def block_times(rank: Rank[Any], case: Case, factory: BlockFactory, *, repeats: int) -> dict[str, Any]:
     """Microseconds of a block's parts on this rank.
 
     Returns:
-        A mapping: ``stages``: by degree, direction and stage, the median of the stage alone; ``around``: by
+        ``block``: ``stages``: by degree, direction and stage, the median of the stage alone; ``around``: by
         degree and direction, of what a pass spends outside its stages; ``stock``: by direction, of Megatron's
-        own layer; ``issue``: of the host to issue one stage (0 where the host computes). And by direction and
-        kind, what the host takes to issue a stage while the device is busy (empty where the host computes).
+        own layer; ``issue``: of the host to issue a stage, in the mean. ``issue_of``: the same by direction
+        and kind, while the device is busy (empty where the host computes, and ``issue`` is 0).
     """
     rounds = WARMUP + repeats
     passes = Passes(rank, case, progress=lambda: rank.say("alive"))
@@ -440,10 +436,8 @@ def block_times(
         alone[degree] = factory.build_timed(variant, num_passes=rounds)
         in_order[degree] = Recorder(num_iterations=rounds)
         layers[degree] = factory.build(variant, recorder=in_order[degree], executor=SequentialExecutor())
-    usual = factory.build(variant)
     stock: list[dict[Direction, float]] = []
     whole: dict[int, list[dict[Direction, float]]] = {degree: [] for degree in DEGREES}
-    issued_us = []
     for number in range(rounds):
         stock.append(passes.run(factory.stock).by_direction_us)
         for degree, timer in alone.items():
@@ -451,8 +445,6 @@ def block_times(
             passes.run(timer.layers)
             in_order[degree].start_iteration(number)
             whole[degree].append(passes.run(layers[degree]).by_direction_us)
-        if rank.job.on_cuda:
-            issued_us.append(passes.run(usual).issued_s * 1e6)
         rank.progress()
     stages = {
         str(degree): {
@@ -461,14 +453,14 @@ def block_times(
         }
         for degree, timer in alone.items()
     }
-    num_stages = len(stages[str(DEGREES[-1])]["forward"])
-    found = {
+    issue_of = alone[DEGREES[-1]].timer.issued_us()
+    block = {
         "stock": {way: statistics.median(times[way] for times in stock[WARMUP:]) for way in Direction},
         "stages": stages,
         "around": {str(degree): _outside(whole[degree], in_order[degree]) for degree in DEGREES},
-        "issue": statistics.median(issued_us[WARMUP:]) / num_stages if issued_us else 0.0,
+        "issue": statistics.fmean(issue_of["forward"].values()) if "forward" in issue_of else 0.0,
     }
-    return found, alone[DEGREES[-1]].timer.issued_us()
+    return {"block": block, "issue_of": issue_of}
 
 
 def _outside(whole: Sequence[dict[Direction, float]], recorder: Recorder) -> dict[str, float]:

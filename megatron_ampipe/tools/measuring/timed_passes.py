@@ -137,7 +137,6 @@ class PassSample(NamedTuple):
 
     Attributes:
         wall_s: Seconds it took.
-        issued_s: Those until the host had issued the forward part.
         backward_s: Those from the end of the forward part: on a CPU when the host has reached it, on a GPU
             when the device has.
         processor_s: Seconds that processors worked for it: all threads of this process, and the kernel on
@@ -147,7 +146,6 @@ class PassSample(NamedTuple):
     """
 
     wall_s: float
-    issued_s: float
     backward_s: float
     processor_s: float
     wire_bytes: dict[str, int] | None
@@ -220,7 +218,7 @@ class Passes:
             with gloo_all_to_all() if layer.gloo_all_to_all else contextlib.nullcontext():
                 begin, worked = time.perf_counter(), time.process_time()
                 output, _ = layer(hidden_states=hidden, attention_mask=None)
-                issued_s, between = time.perf_counter() - begin, Clock(on_cuda=self.on_cuda)
+                between = Clock(on_cuda=self.on_cuda)
                 output.backward(self._gradient)
                 backward_s = between.passed_s()
                 wall_s, processor_s = time.perf_counter() - begin, time.process_time() - worked
@@ -229,7 +227,7 @@ class Passes:
                 # A rank may have what it waited for while a peer still receives.
                 meet(on_cuda=self.on_cuda)
                 wire_bytes = {name: sent - sent_before[name] for name, sent in sent_bytes().items()}
-            return PassSample(wall_s, issued_s, backward_s, processor_s, wire_bytes), output, hidden
+            return PassSample(wall_s, backward_s, processor_s, wire_bytes), output, hidden
         finally:
             gc.enable()
             self._progress()
