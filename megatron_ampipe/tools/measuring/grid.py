@@ -25,38 +25,41 @@ _ABOVE_0 = {"above": 0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One block, with the tokens of one micro-batch."""
+    """One block, with the tokens of one micro-batch.
+
+    Attributes:
+        sequence_length: Rows of the sequence on each rank.
+        batch: Sequences in the micro-batch.
+        hidden: Width of the residual stream.
+        heads: Query heads.
+        query_groups: Key and value heads; the number of query heads if left out.
+        head_size: Width of a head; hidden / heads if left out.
+        experts: Experts over all ranks.
+        topk: Experts per token.
+        ffn: Width inside an expert.
+        shared_ffn: Width inside the shared experts together; none if left out.
+        activation: Inside experts.
+        expert_kind: ``sequential``: a rank's experts one after another. ``grouped``: Transformer Engine's
+            grouped GEMM, as with --moe-grouped-gemm. ``torch-grouped``: torch's grouped GEMM.
+        capacity: Capacity factor; tokens above it are dropped by their position. If left out, none is.
+        dtype: Of parameters and activations.
+    """
 
     name: str
     sequence_length: int
-    """Rows of the sequence on each rank."""
     batch: int
-    """Sequences in the micro-batch."""
     hidden: int
-    """Width of the residual stream."""
     heads: int
-    """Query heads."""
     query_groups: int | None = None
-    """Key and value heads; the number of query heads if left out."""
     head_size: int | None = None
-    """Width of a head; hidden / heads if left out."""
     experts: int
-    """Experts over all ranks."""
     topk: int
-    """Experts per token."""
     ffn: int
-    """Width inside an expert."""
     shared_ffn: int | None = None
-    """Width inside the shared experts together; none if left out."""
     activation: Literal["gelu", "swiglu"]
-    """Inside experts."""
     expert_kind: Literal["sequential", "grouped", "torch-grouped"] = "sequential"
-    """``sequential``: a rank's experts one after another. ``grouped``: Transformer Engine's grouped GEMM, as
-    with --moe-grouped-gemm. ``torch-grouped``: torch's grouped GEMM."""
     capacity: float | None = field(default=None, metadata=_ABOVE_0)
-    """Capacity factor; tokens above it are dropped by their position. If left out, no token is dropped."""
     dtype: Literal["fp32", "bf16", "fp16"]
-    """Of parameters and activations."""
 
 
 def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block:
@@ -94,16 +97,16 @@ def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fits:
-    """Keeps a case if ``blocks * 2 bytes * tokens * hidden * (fixed + per_expert * topk)`` fits in memory."""
+    """Keeps a case if ``blocks * 2 bytes * tokens * hidden * (fixed + per_expert * topk)`` fits in memory.
+
+    Of ``blocks`` blocks, each keeps so many tensors of ``tokens * hidden``: ``fixed`` outside the experts, and
+    ``per_expert`` for each expert of a token.
+    """
 
     memory_gib: float = field(metadata=_ABOVE_0)
-    """Memory of the device."""
     blocks: float = field(metadata=_ABOVE_0)
-    """Number of blocks whose tensors are kept at the same time."""
     fixed: float = field(metadata=_ABOVE_0)
-    """Number of tensors of ``tokens * hidden`` outside the experts."""
     per_expert: float = field(metadata=_ABOVE_0)
-    """Number of such tensors for each expert of a token."""
 
     def holds(self, case: Case) -> bool:
         """Whether the case fits."""

@@ -59,21 +59,24 @@ _KINDS: dict[int, type[AMPipeError]] = {1: EnvironmentMissing, 4: DifferenceFoun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
-    """How ranks are run; a subclass says what they do."""
+    """How ranks are run; a subclass says what they do.
+
+    Attributes:
+        num_ranks: Expert-parallel ranks.
+        link: What connects them.
+        pretended: One process stands for all ranks; see :mod:`.emulation`.
+        cores: One for each rank; empty when ranks are not pinned.
+        seed: Of weights and inputs.
+        timeout_s: A collective fails after this time, and the run when no rank says anything for so long.
+    """
 
     num_ranks: int
-    """Expert-parallel ranks."""
     link: Link
-    """What connects them."""
     device: Literal["cpu", "cuda"] = "cpu"
     pretended: bool = False
-    """One process stands for all ranks; see :mod:`.emulation`."""
     cores: tuple[int, ...] = ()
-    """One for each rank; empty when ranks are not pinned."""
     seed: int = 1
-    """Of weights and inputs."""
     timeout_s: float = 300.0
-    """A collective fails after this time, and the run when no rank says anything for so long."""
 
     @property
     def num_processes(self) -> int:
