@@ -99,7 +99,7 @@ def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block
 class Fits:
     """Keeps a case if ``blocks * 2 bytes * tokens * hidden * (fixed + per_expert * topk)`` fits in memory.
 
-    Of ``blocks`` blocks, each keeps so many tensors of ``tokens * hidden``: ``fixed`` outside the experts, and
+    Each of ``blocks`` blocks keeps so many tensors of ``tokens * hidden``: ``fixed`` outside the experts, and
     ``per_expert`` for each expert of a token.
     """
 
