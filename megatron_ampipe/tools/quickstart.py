@@ -28,7 +28,7 @@ from megatron_ampipe.tools.measuring import machine, training
 from megatron_ampipe.tools.measuring.link import Link, LinkKind
 from megatron_ampipe.tools.measuring.network import LinkChoice, choose_link
 from megatron_ampipe.tools.measuring.ranks import progress_bar, signals_as_interrupts
-from megatron_ampipe.tools.measuring.training import Curve, TrainingJob, loss_difference
+from megatron_ampipe.tools.measuring.training import TrainingJob, loss_difference
 from megatron_ampipe.tools.whole_numbers import at_least
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -132,7 +132,13 @@ def _compare(choice: LinkChoice, chosen: argparse.Namespace) -> int:
         ("ampipe", f"AMPipe, degree {degree}", pipelined),
     ):
         log = folder / f"{name}.log"
-        curve = train(title, job, iterations=iterations, log=log)
+        log.unlink(missing_ok=True)
+        with progress_bar(iterations) as bar:
+
+            def on_iteration(loss: float, bar: Any = bar, title: str = title) -> None:
+                bar(f"{title}, loss {loss:.4f}")
+
+            curve = training.run(job, iterations=iterations, title=title, on_iteration=on_iteration, log=log)
         median_ms = statistics.median(curve.ms[WARMUP:])
         runs[name] = {"losses": curve.lm_loss, "ms": curve.ms, "median_ms": median_ms, "log": str(log)}
         curves.append(curve)
@@ -170,31 +176,6 @@ def _compare(choice: LinkChoice, chosen: argparse.Namespace) -> int:
         print(f"    The machine was busy before (load average {summary['load_average_before']}).")
     print(f"\ntimeline: {summary['timeline']}\nsummary: {path}\n{_NEXT.rstrip()}")
     return 0
-
-
-def train(title: str, job: TrainingJob, *, iterations: int, log: Path) -> Curve:
-    """Run one training with a progress bar.
-
-    Args:
-        title: What to show next to the bar.
-        job: What to run.
-        iterations: How many it logs.
-        log: Receives everything that the ranks print.
-
-    Raises:
-        RunFailed: the training did not end well.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.unlink(missing_ok=True)
-    with progress_bar(iterations) as bar:
-
-        def on_iteration(loss: float) -> None:
-            bar(f"{title}, loss {loss:.4f}")
-
-        try:
-            return training.run(job, iterations=iterations, title=title, on_iteration=on_iteration, log=log)
-        except RunFailed as error:
-            raise RunFailed(f"{title}: {error}\nThe whole log is {log}") from error
 
 
 def verdict(speedup: float) -> str:

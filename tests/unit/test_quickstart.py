@@ -32,12 +32,12 @@ def run(
     """The quick start with these curves in place of trainings; its exit code and what it wanted to train."""
     jobs: list[TrainingJob] = []
 
-    def train(title: str, job: TrainingJob, **_: Any) -> Curve:
+    def train(job: TrainingJob, *, title: str, **_: Any) -> Curve:
         jobs.append(job)
         return STOCK if title == "Megatron" else ampipe
 
     folder.mkdir(exist_ok=True)
-    monkeypatch.setattr(quickstart, "train", train)
+    monkeypatch.setattr(quickstart.training, "run", train)
     monkeypatch.setattr(quickstart, "_ampipe", lambda *_: None)
     timeline = SimpleNamespace(read_chrome=lambda _: SimpleNamespace(hidden_share=0.75))
     monkeypatch.setattr(quickstart, "Timeline", timeline)
