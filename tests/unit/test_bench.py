@@ -333,27 +333,26 @@ def needs_of(variant: Variant) -> dict[str, dict[str, list[str]]] | None:
 
 
 def report(seconds: Any, variants: Sequence[Variant]) -> dict[str, Any]:
-    needs = [needs_of(variant) for variant in variants]
-    count = len(variants)
-    return {
-        "samples_s": seconds,
-        "backward_s": [[one / 2, two / 4, three / 2] for one, two, three in seconds],
-        # In the second repeat half of the time is idle.
-        "processor_s": [[one, two / 2, three] for one, two, three in seconds],
-        "stages": [
-            graph and {way: {name: [1e3, 1e3, 9e3] for name in stages} for way, stages in graph.items()}
-            for graph in needs
-        ],
-        "needs": needs,
-        "difference": [0.0] * count,
-        "peak_bytes": [2**20 * (1 + place) for place in range(count)],
-        "wire_bytes": [[{"inter": sent} for sent in (1_020_000, 1_010_000, 1_050_000)]] * count,
-        "expected_wire_bytes": [{"inter": 1_000_000}] * count,
-        "kernel": "sdpa",
-        "attention": "sdpa (torch chooses)",
-        "fused_gradients": True,
-        "clock": "host",
-    }
+    found = []
+    for place, (variant, (one, two, three)) in enumerate(zip(variants, seconds, strict=True)):
+        needs = needs_of(variant)
+        stages = needs and {way: {name: [1e3, 1e3, 9e3] for name in of_way} for way, of_way in needs.items()}
+        found.append(
+            {
+                "wall_s": [one, two, three],
+                "backward_s": [one / 2, two / 4, three / 2],
+                # In the second repeat half of the time is idle.
+                "processor_s": [one, two / 2, three],
+                "wire_bytes": [{"inter": sent} for sent in (1_020_000, 1_010_000, 1_050_000)],
+                "stages": stages,
+                "needs": needs,
+                "difference": 0.0,
+                "peak_bytes": 2**20 * (1 + place),
+                "expected_wire_bytes": {"inter": 1_000_000},
+            }
+        )
+    of_all = {"kernel": "sdpa", "attention": "sdpa (torch chooses)", "fused_gradients": True, "clock": "host"}
+    return {**of_all, "variants": found}
 
 
 def document() -> dict[str, Any]:
@@ -397,12 +396,12 @@ def test_figures_of_ranks_are_put_together() -> None:
     assert result.percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert result.percentile([1.0, 2.0], 0.9) == pytest.approx(1.9)
     sent = {"inter": 1000, "intra": 4000}
-    of_rank = report([[0.01] * 3], VARIANTS[:1])
-    of_rank |= {"wire_bytes": [[sent, {"inter": 1200, "intra": 4200}, sent]], "expected_wire_bytes": [sent]}
-    figures = result._figures([of_rank, of_rank], 0)
+    (of_rank,) = report([[0.01] * 3], VARIANTS[:1])["variants"]
+    of_rank |= {"wire_bytes": [sent, {"inter": 1200, "intra": 4200}, sent], "expected_wire_bytes": sent}
+    figures = result._figures([of_rank, of_rank], on_cuda=False)
     assert (figures["wire_bytes"], figures["wire_bytes_by_class"]) == (10_000, {"inter": 2000, "intra": 8000})
-    of_rank["wire_bytes"] = [[None] * 3]
-    assert result._figures([of_rank], 0)["wire_bytes"] is None
+    of_rank["wire_bytes"] = [None] * 3
+    assert result._figures([of_rank], on_cuda=True)["wire_bytes"] is None
 
 
 def shown(found: dict[str, Any], path: Path) -> str:

@@ -50,13 +50,11 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
     """Measure one case; ``variants`` are what is compared, stock first.
 
     Returns:
-        A list by variant under most keys. ``samples_s``, ``backward_s`` and ``processor_s`` (None on CUDA):
-        seconds of every repeat, of its backward part, and of all processors. ``stages``: microseconds of
-        every stage alone, and ``needs``: what each waits for (None where the layer is Megatron's own).
-        ``difference`` from stock. ``peak_bytes`` of tensors that a pass holds at once beyond weights and
-        input. ``wire_bytes``: what this rank put on the wire in every repeat, by class of links, None where
-        that is no real network, and ``expected_wire_bytes``, by the routing. Of all variants: ``kernel``,
-        ``attention`` (which backend computes which part) and ``fused_gradients``.
+        ``kernel``, ``attention`` (which backend computes which part) and ``fused_gradients``; and a list
+        ``variants`` with, for each: the fields of :class:`PassSample`, by repeat; ``stages``: microseconds of
+        every stage alone, and ``needs``: what each waits for (None where the layer is Megatron's own);
+        ``difference`` from stock; ``peak_bytes`` of tensors that a pass holds at once beyond weights and
+        input; ``expected_wire_bytes``, by the routing.
 
     Raises:
         DifferenceFound: on every rank, if some variant differs from stock on some rank.
@@ -105,31 +103,27 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
                 passes.run(build.layers)
                 build.recorder.pause()
 
-    def by_variant(field: str) -> list[list[Any]]:
-        return [[getattr(sample, field) for sample in of_layer] for of_layer in samples]
-
-    return {
-        "samples_s": by_variant("wall_s"),
-        "backward_s": by_variant("backward_s"),
-        "processor_s": None if job.on_cuda else by_variant("processor_s"),
-        "stages": [build and stage_times(build.recorder) for build in timed],
-        "needs": [build and build.timer.needs for build in timed],
-        "difference": difference,
-        "peak_bytes": peaks,
-        "wire_bytes": by_variant("wire_bytes"),
-        "expected_wire_bytes": [
-            routings.expected_bytes(
-                variant.pipeline.exchange,
-                wire=variant.wire,
-                rank=rank.number,
-                ranks_per_node=job.link.ranks_per_node,
-            )
-            for variant in variants
-        ],
-        "kernel": factory.kernel,
-        "attention": describe_kernel(factory.kernel),
-        "fused_gradients": factory.fused_gradients,
-    }
+    found = []
+    for place, (variant, build) in enumerate(zip(variants, timed, strict=True)):
+        expected = routings.expected_bytes(
+            variant.pipeline.exchange,
+            wire=variant.wire,
+            rank=rank.number,
+            ranks_per_node=job.link.ranks_per_node,
+        )
+        found.append(
+            {
+                **dict(zip(PassSample._fields, zip(*samples[place], strict=True), strict=True)),
+                "stages": build and stage_times(build.recorder),
+                "needs": build and build.timer.needs,
+                "difference": difference[place],
+                "peak_bytes": peaks[place],
+                "expected_wire_bytes": expected,
+            }
+        )
+    kernel, fused = factory.kernel, factory.fused_gradients
+    attention = describe_kernel(kernel)
+    return {"kernel": kernel, "attention": attention, "fused_gradients": fused, "variants": found}
 
 
 class PassSample(NamedTuple):
