@@ -85,9 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = arguments.output or (first if first.is_dir() else first.parent) / "timeline"
     if output.suffix in timeline_picture.SUFFIXES or output.is_dir():
         refuse(f"--output {output} is a directory or has a suffix; use for example --output timeline")
-    targets = outputs.check_prefix(
-        output, suffixes=timeline_picture.SUFFIXES, flag="--output", makes_folder=True
-    )
+    targets = outputs.check_prefix(output, suffixes=timeline_picture.SUFFIXES, flag="--output")
     timelines = _read(arguments.traces, refuse)
     recorded = [{span.iteration for span in timeline.spans} for timeline in timelines]
     common = set.intersection(*recorded)

@@ -206,13 +206,13 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
     before: dict[Path, str] = {}
     for flag, path in files.items():
         if path is not None:
-            outputs.check(path, flag=flag, makes_folder=True)
+            outputs.check(path, flag=flag)
             other = before.setdefault(path.absolute(), flag)
             if other != flag:
                 _refuse(flag, path, f"is the file of {other} too", "Name two files.")
     if arguments.picture is not None:
         suffixes = timeline_picture.SUFFIXES
-        outputs.check_prefix(arguments.picture, suffixes=suffixes, flag="--picture", makes_folder=True)
+        outputs.check_prefix(arguments.picture, suffixes=suffixes, flag="--picture")
     elif arguments.trace_of is not None and arguments.trace is None and arguments.tape is None:
         rule = "chooses the timeline that is written, and none is written"
         remedy = "Add --trace FILE, --picture NAME or --tape FILE."

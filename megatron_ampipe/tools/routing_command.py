@@ -59,9 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
         RunFailed: an output cannot be written.
     """
     if arguments.json not in (None, "-"):
-        outputs.check(Path(arguments.json), flag="--json", makes_folder=True)
+        outputs.check(Path(arguments.json), flag="--json")
     if arguments.picture is not None:
-        outputs.check_prefix(arguments.picture, suffixes=SUFFIXES, flag="--picture", makes_folder=True)
+        outputs.check_prefix(arguments.picture, suffixes=SUFFIXES, flag="--picture")
     routing = read_routing(arguments.folder, flag="DIR")
     ranks = arguments.ranks or routing.records[-1].ranks
     if routing.num_experts % ranks:
