@@ -42,7 +42,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "small.yaml": "num-layers: 2\nhidden-size: 64\n",
         "data.yaml": "lr: 1.0e-4\nsave-interval: 50\n",
         "cluster.yaml": "ranks_per_node: 4\nflags:\n  bf16: true\n",
-        "none.yaml": "ranks_per_node: many\n",
         "saves.yaml": "num-layers: 2\nsave: here\n",
         "site.yaml": SITE,
     }
@@ -158,14 +157,9 @@ def test_the_example_in_the_docs_is_valid(folder: Path, capsys: pytest.CaptureFi
     [
         (GPUS, "nothing to train: give --model"),
         (["--model", "small.yaml"], "add --gpus-per-node 8, or a cluster file"),
-        (["--model", "mixtral-8x7", *GPUS], "is neither a file nor a built-in configuration. Did you mean"),
         (["--cluster", "cluster.yaml", *GPUS, *FLAGS], "ranks_per_node 4 is no whole number, or differs"),
-        (["--cluster", "none.yaml", *FLAGS], "none.yaml: ranks_per_node many is no whole number"),
         ([*GPUS, "--time", "5", *FLAGS], "--time: '5' is not valid; write for example 24:00:00"),
         ([*GPUS, "--time", "0:05:00", *FLAGS], "--save-before-end 300 s is not less than --time 0:05:00"),
-        ([*GPUS, "--gres", "gpu:8", *FLAGS], "--gres: 'gpu:8' is not valid"),
-        ([*GPUS, "--job-name", "a/b", *FLAGS], "--job-name: 'a/b' is not valid"),
-        ([*GPUS, "--folder", "", *FLAGS], "--folder: '' is not valid"),
         ([*GPUS, "--chain", "3", *FLAGS], "--chain needs a folder that all its jobs share"),
         (
             [*GPUS, "--chain", "3", "--folder", "x", "--sbatch-option=--dependency=1", *FLAGS],
@@ -174,7 +168,6 @@ def test_the_example_in_the_docs_is_valid(folder: Path, capsys: pytest.CaptureFi
         ([*GPUS, "--mount", "/a:/b", *FLAGS], "--mount has no effect without --container IMAGE"),
         ([*CONTAINER, "--mount", "/a:/b,/c:d", *FLAGS], "--mount: '/a:/b,/c:d' is not valid"),
         ([*GPUS, "--container", "x.sqsh", *FLAGS], "write for example registry.org#me/image:1 or ./image."),
-        ([*GPUS, "--sbatch-option=qos", *FLAGS], "write for example --sbatch-option=--qos=high"),
         ([*GPUS, "--sbatch-option=--signal=9", *FLAGS], "Options that the script or 'ampipe sbatch' sets"),
         ([*GPUS, "--model", "saves.yaml"], "saves.yaml: save is set by the job script"),
         ([*GPUS, "--", "--ampipe-config", "saves.yaml"], "--ampipe-config is set by the job script"),
