@@ -213,7 +213,7 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
     config, planner = context.config, None
     exchanges = exchanges_of(args) if config.chooses_exchange else (config.pipeline.exchange,)
     if config.save_plan is not None:
-        outputs.check(Path(config.save_plan), flag="--ampipe-save-plan", makes_folder=True)
+        outputs.check(Path(config.save_plan), flag="--ampipe-save-plan")
     if config.cluster is not None:
         given = config.pipeline
         planner = planner_of(
@@ -316,7 +316,7 @@ def _check_recorded_routing(args: argparse.Namespace, config: AMPipeConfig, fold
     if int(os.environ.get("RANK", "0")) != 0:
         return
     flag = SETTING["routing_dir"].flag
-    outputs.check_folder(folder.absolute(), flag=flag, value=folder, makes_folder=True)
+    outputs.check_folder(folder.absolute(), flag=flag, value=folder)
     folder.mkdir(parents=True, exist_ok=True)
     for path in list(files_of(folder).values())[:1]:
         earlier = read_record(path, flag=flag)
