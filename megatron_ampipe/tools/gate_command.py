@@ -111,8 +111,6 @@ class _GateCheck:
     """The checks of one class; each returns whether the promise is kept, and what was found."""
 
     def __init__(self, gate: type[TopKRouter], *, num_experts: int, topk: int) -> None:
-        from megatron_ampipe.layers.gates import needs_all_tokens
-
         self._gate, self._experts, self._topk = gate, num_experts, topk
         self._reason = getattr(gate, "needs_all_tokens", None)
         generator = torch.Generator().manual_seed(_SEED)
