@@ -135,7 +135,7 @@ def _plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: 
     if stack == 1 or len(predictor.layers) == 1:
         return Plans(alone, None, _blocks_ms(predictor, alone), alone)
     why = boundary(work.settings, whole_attention=False)
-    nothing = work.expert == 1 or work.rows == 1 or not any(layer.experts for layer in predictor.layers)
+    nothing = work.expert == 1 or work.rows == 1 or all(layer.dense for layer in predictor.layers)
     if nothing or why is not None:
         cannot = f"Layers do not share a schedule: {why}."
         if nothing:
