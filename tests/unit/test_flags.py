@@ -31,8 +31,6 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
-BLOCK = BlockFeatures(chunked_qkv=True)
-
 
 def parsed(*words: str) -> argparse.Namespace:
     return flags.add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(list(words))
@@ -64,6 +62,19 @@ def test_every_value_that_is_required_exists() -> None:
             setting.check_required(given_settings(args))
 
 
+def write_plan(file: Path, degree: int = 2, *, memory: str = KEEP, **fields: Any) -> str:
+    """A plan of equal chunks; returns the name of its file."""
+    features = with_memory(BlockFeatures(chunked_qkv=True), memory)
+    schedule = build("ampipe", degree=degree, features=features)
+    if fields.get("stack") == 0:
+        schedule = period(schedule)
+    shares = (1 / degree,) * degree
+    Plan(schedule=schedule, shares=shares, memory=memory, reason="chosen", **fields).write(
+        file, head="a test"
+    )
+    return str(file)
+
+
 def of(degree: int, **fields: Any) -> Pipeline:
     """A pipeline with the default of the flags: all layers share a schedule."""
     return Pipeline.of(degree, **{"stack": 0} | fields)
@@ -72,34 +83,34 @@ def of(degree: int, **fields: Any) -> Pipeline:
 @pytest.mark.parametrize(
     ("words", "pipeline"),
     [
-        ([], of(1)),
-        (["--ampipe-degree", "4"], of(4)),
-        (["--ampipe-degree", "4", "--ampipe-backward-degree", "2"], of(4, backward_degree=2)),
-        (["--ampipe-chunks", "0.75,0.25"], of(2, shares=(0.75, 0.25))),
-        (["--ampipe-degree", "auto", "--ampipe-schedule", "moe-only"], of(1, schedule="moe-only")),
-        (["--ampipe-schedule", "lancet"], of(1, schedule="lancet")),
-        (["--ampipe-degree", "2", "--ampipe-stack", "4"], of(2, stack=4)),
-        (["--ampipe-degree", "2", "--ampipe-memory", "rebuild"], of(2, memory="rebuild")),
-        (["--ampipe-degree", "2", "--ampipe-memory", "keep/rebuild"], of(2, memory="keep/rebuild")),
-        (["--ampipe-exchange", "ranks"], of(1, exchange=Exchange.RANKS)),
-        (["--ampipe-degree", "auto", "--ampipe-exchange", "auto"], of(1)),
-        (["--ampipe-degree", "auto", "--ampipe-cluster", "a", "--ampipe-stack", "2"], of(1, stack=2)),
+        ("", of(1)),
+        ("--ampipe-degree 4", of(4)),
+        ("--ampipe-degree 4 --ampipe-backward-degree 2", of(4, backward_degree=2)),
+        ("--ampipe-chunks 0.75,0.25", of(2, shares=(0.75, 0.25))),
+        ("--ampipe-degree auto --ampipe-schedule moe-only", of(1, schedule="moe-only")),
+        ("--ampipe-schedule lancet", of(1, schedule="lancet")),
+        ("--ampipe-schedule lancet --ampipe-stack 1", of(1, schedule="lancet", stack=1)),
+        ("--ampipe-degree 2 --ampipe-stack all", of(2)),
+        ("--ampipe-degree 2 --ampipe-stack 4", of(2, stack=4)),
+        ("--ampipe-degree auto --ampipe-memory redispatch", of(1, memory="redispatch")),
+        ("--ampipe-degree 2 --ampipe-memory keep/rebuild", of(2, memory="keep/rebuild")),
+        ("--ampipe-exchange ranks", of(1, exchange=Exchange.RANKS)),
+        ("--ampipe-degree 2 --ampipe-exchange rows", of(2)),
+        ("--ampipe-degree auto --ampipe-exchange auto", of(1)),
+        ("--ampipe-degree auto --ampipe-cluster a --ampipe-stack 2", of(1, stack=2)),
     ],
 )
-def test_flags_resolve_to_one_pipeline(words: list[str], pipeline: Pipeline) -> None:
-    config = parse(*words)
+def test_flags_resolve_to_one_pipeline(words: str, pipeline: Pipeline) -> None:
+    config = parse(*words.split())
     assert config.pipeline == pipeline
-    assert config.automatic == (words[:2] == ["--ampipe-degree", "auto"])
-    assert config.chooses_exchange == (words[-2:] == ["--ampipe-exchange", "auto"])
+    assert config.automatic == words.startswith("--ampipe-degree auto")
+    assert config.chooses_exchange == words.endswith("--ampipe-exchange auto")
     assert config.pipelined == bool(words)
 
 
 @pytest.fixture
 def plan_file(tmp_path: Path) -> str:
-    schedule = period(build("ampipe", degree=2, features=with_memory(BLOCK, "rebuild")))
-    settings = {"stack": 0, "memory": "rebuild", "exchange": Exchange.RANKS, "reason": "measured"}
-    Plan(schedule=schedule, shares=(0.5, 0.5), **settings).write(tmp_path / "plan.yaml", head="a test")
-    return str(tmp_path / "plan.yaml")
+    return write_plan(tmp_path / "plan.yaml", stack=0, memory="rebuild", exchange=Exchange.RANKS)
 
 
 def test_a_plan_file_is_run_where_the_flags_do_not_say_otherwise(plan_file: str) -> None:
@@ -117,51 +128,44 @@ def test_a_plan_file_is_run_where_the_flags_do_not_say_otherwise(plan_file: str)
 
 
 def test_a_planner_may_have_found_that_sharing_a_schedule_does_not_help(tmp_path: Path) -> None:
-    file = tmp_path / "plan.yaml"
-    schedule = build("ampipe", degree=2, features=BLOCK)
-    Plan(schedule=schedule, shares=(0.5, 0.5), stack=1, reason="measured").write(file, head="a test")
-    words = ("--ampipe-degree", "auto", "--ampipe-save-plan", str(file), "--ampipe-stack", "all")
+    file = write_plan(tmp_path / "plan.yaml", stack=1)
+    words = ("--ampipe-degree", "auto", "--ampipe-save-plan", file, "--ampipe-stack", "all")
     assert parse(*words, "--ampipe-cluster", "dgx-h100").pipeline.stack == 1
     with pytest.raises(BadInput, match="--ampipe-stack all: is not that of the plan in"):
         parse(*words)
 
 
+BUDGET = "--ampipe-memory auto --ampipe-memory-budget"
+
+
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        (["--ampipe-memory", "auto"], "--ampipe-memory auto: requires --ampipe-memory-budget. Add"),
-        (["--ampipe-memory", "forget"], "--ampipe-memory forget: is not one of keep, rebuild, redispatch"),
+        ("--ampipe-memory auto", "--ampipe-memory auto: requires --ampipe-memory-budget. Add"),
+        ("--ampipe-memory forget", "--ampipe-memory forget: is not one of keep, rebuild, redispatch"),
         (
-            ["--ampipe-degree", "auto", "--ampipe-memory", "keep/rebuild"],
+            "--ampipe-degree auto --ampipe-memory keep/rebuild",
             "--ampipe-memory keep/rebuild: names the strategy of each chunk, and their number is what",
         ),
+        ("--ampipe-memory keep/rebuild", "names strategies of 2 chunks, and the backward pass has 4"),
         (
-            ["--ampipe-degree", "4", "--ampipe-memory", "keep/rebuild"],
-            "--ampipe-memory keep/rebuild: names strategies of 2 chunks, and the backward pass has 4",
-        ),
-        (
-            ["--ampipe-memory-budget", "1GiB"],
+            "--ampipe-memory rebuild --ampipe-memory-budget 1GiB",
             "--ampipe-memory-budget 1GiB: requires --ampipe-memory auto. Add --ampipe-memory auto, or",
         ),
         *(
-            (
-                ["--ampipe-memory", "auto", "--ampipe-memory-budget", size],
-                "is not a size above 0 in MiB or GiB",
-            )
-            for size in ("60GB", "0GiB", "9" * 5000 + "GiB")
+            (f"{BUDGET} {size}", "is not a size above 0 in MiB or GiB")
+            for size in ("60", "60GB", "0GiB", "nan", "9" * 5000 + "GiB")
         ),
     ],
 )
-def test_a_budget_is_a_size_that_chooses(words: list[str], rule: str) -> None:
+def test_a_budget_is_a_size_that_chooses(words: str, rule: str) -> None:
     with pytest.raises(BadInput, match=re.escape(rule)):
-        parse("--ampipe-degree", "4", *words)
+        parse("--ampipe-degree", "4", *words.split())
 
 
 @pytest.mark.parametrize("setting", ["--ampipe-wire fp8", "--ampipe-condense 0.9"])
 def test_what_changes_numbers_needs_pipelined_layers_of_a_fixed_degree(setting: str, tmp_path: Path) -> None:
-    file = tmp_path / "plan.yaml"
-    schedule = build("ampipe", degree=1, features=BLOCK)
-    Plan(schedule=schedule, shares=(1.0,), reason="nothing to hide").write(file, head="a test")
+    file = write_plan(tmp_path / "plan.yaml", 1)
     for words, where in (("--ampipe-degree 1", "at"), (f"--ampipe-plan {file}", "with the plan")):
         with pytest.raises(BadInput, match=f"^{setting}: has no effect {where} .*, which builds Megatron's"):
             parse(*setting.split(), *words.split())
@@ -219,22 +223,21 @@ def test_expert_parallel_ranks_are_spread_over_nodes(
     assert useful_exchanges(experts=expert, topk=2, dispatcher="allgather", **sizes) == (Exchange.ROWS,)
 
 
+TENSOR_2 = {"tensor_model_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
     ("exchange", "changes", "is_refused"),
     [
         ("2dh", {}, False),
+        ("2dh", {"moe_router_topk": 1, "num_experts": 4}, False),
+        ("2dh", {"ampipe_ranks_per_node": 4}, True),
         # As many ranks share an expert as share attention, where no flag says otherwise.
-        (
-            "2dh",
-            {
-                "ampipe_ranks_per_node": 4,
-                "expert_tensor_parallel_size": None,
-                "tensor_model_parallel_size": 2,
-            },
-            False,
-        ),
+        ("2dh", {"ampipe_ranks_per_node": 4, "expert_tensor_parallel_size": None} | TENSOR_2, False),
         ("2dh", {"ampipe_ranks_per_node": 1}, True),
+        ("2dh", {"moe_token_dispatcher_type": "allgather"}, True),
         ("nodes", {"moe_router_topk": 1}, True),
+        ("nodes", {"ampipe_ranks_per_node": 3}, True),
         ("ranks", {"ampipe_ranks_per_node": None, "moe_router_topk": 1}, True),
     ],
 )
