@@ -36,12 +36,11 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 def run_to_end(work: Callable[[], int]) -> int:
     """Run a launch, and return its exit code, whatever happens."""
-    try:
-        check_rank_variables()
-    except BadInput as error:
+    wrong = _wrong_rank_variable()
+    if wrong is not None:
         # These variables would say which rank prints and which ones wait.
-        print(f"\nerror: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+        print(f"\nerror: {wrong}", file=sys.stderr, flush=True)
+        return wrong.exit_code
     if _ERROR_FILE in os.environ:
         faulthandler.enable()
     try:
@@ -59,18 +58,15 @@ def run_to_end(work: Callable[[], int]) -> int:
         return end_after_failure(cause)
 
 
-def check_rank_variables() -> None:
-    """Refuse wrong values of torchrun's variables: a rank that is too large would wait for the others.
-
-    Raises:
-        BadInput: One is no whole number, or the number of a rank is not below how many there are.
-    """
+def _wrong_rank_variable() -> BadInput | None:
+    """The error of a wrong value of torchrun's variables: a rank that is too large would wait for ever."""
     for rank, count in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         value, limit = os.environ.get(rank, "0"), os.environ.get(count, "1000000")
         if not (value.isdecimal() and limit.isdecimal() and int(value) < int(limit)):
             rule = f"must be a whole number below {count}, which is {limit}"
             remedy = "Start the run with torchrun, which sets both, or unset them."
-            raise BadInput(rank, value or "(empty)", rule=rule, remedy=remedy)
+            return BadInput(rank, value or "(empty)", rule=rule, remedy=remedy)
+    return None
 
 
 def keep_signal_from_children(args: argparse.Namespace) -> None:
