@@ -92,8 +92,7 @@ def test_the_profiling_step_runs_to_its_end(tmp_path: Path) -> None:
     assert found["case"] == "tiny"
     assert list(found["peak_bytes"]) == [
         "stock",
-        "control",
-        *(f"ampipe degree {degree}" for degree in (2, 4, 8)),
+        *(f"degree {degree}, schedule ampipe" for degree in (2, 4, 8)),
     ]
     assert (found["communication_ms"], found["host_waits"]) == (0.0, {"forward": {}, "backward": {}})
     recorded = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
