@@ -151,7 +151,7 @@ def _expert_ranks(arguments: Any) -> dict[str, Any]:
 
 def _without_pair(args: Any) -> bool:
     pattern = HybridPattern.of_arguments(args.all)
-    return pattern is not None and not pattern.num_pairs
+    return pattern is not None and not pattern.runs
 
 
 def _expert_parallel_above_ranks(args: Any) -> bool:

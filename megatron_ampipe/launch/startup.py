@@ -157,7 +157,8 @@ def _hybrid_rows(args: argparse.Namespace) -> list[Row]:
     reason = "an attention layer and the MoE layer right after it; other layers run as Megatron's"
     if "/" in args.hybrid_layer_pattern:
         reason += ", those of multi-token prediction too"
-    return [("hybrid layers", f"{pattern.num_pairs} pairs of {sum(map(len, pattern.stages))} layers", reason)]
+    num_pairs = sum(run.count(True) for run in pattern.runs)
+    return [("hybrid layers", f"{num_pairs} pairs of {sum(map(len, pattern.stages))} layers", reason)]
 
 
 def _recompute_rows(args: argparse.Namespace, recompute: FullRecompute | None) -> list[Row]:
