@@ -62,6 +62,11 @@ class HybridPattern:
         )
 
     @property
+    def num_pairs(self) -> int:
+        """How many attention layers are followed by an MoE layer in the same stage."""
+        return sum(run.count(True) for run in self.runs)
+
+    @property
     def runs(self) -> tuple[tuple[bool, ...], ...]:
         """The pairs that can share a schedule, and whether each has experts."""
         return tuple(

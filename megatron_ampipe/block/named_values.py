@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
-from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files.spelling import did_you_mean
+from megatron_ampipe.errors import BadInput, did_you_mean
 
 ROUTER_FLAG, WIRE_FLAG = "--ampipe-router", "--ampipe-wire"
 

@@ -17,10 +17,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat,
 
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.block.settings import SETTING, Settings
-from megatron_ampipe.errors import BadInput
+from megatron_ampipe.errors import BadInput, did_you_mean, meant, nearest
 from megatron_ampipe.files.inputs import LinedMapping, load, refuse
 from megatron_ampipe.files.shipped import find_config
-from megatron_ampipe.files.spelling import did_you_mean, meant, nearest
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, Dtype
 from megatron_ampipe.schedule.features import chooses_at_once, router_has_losses, uses_ring_attention
@@ -351,12 +350,12 @@ def _check(model: ModelFile, block: Block, ranks: int) -> None:
         rule = f"is above num-experts {block.experts}"
         model.refuse("moe-router-topk", rule, f"Choose at most {block.experts}.")
     busiest = block.expert * min(1.0, block.local_experts / block.topk)
-    if block.imbalance > busiest * (1 + 1e-9):
+    if not 1 <= block.imbalance <= busiest * (1 + 1e-9):
         raise BadInput(
             "--imbalance",
             f"{block.imbalance:g}",
-            rule=f"none of the {block.expert} expert-parallel ranks can have more than "
-            f"{busiest:g} times the mean: a token is sent to each of its experts once",
+            rule=f"the busiest of {block.expert} expert-parallel ranks has 1 to {busiest:g} times the mean: "
+            "a token is sent to each of its experts once",
             remedy=f"Use {busiest:g} or less.",
         )
     needed = block.expert * block.expert_tensor

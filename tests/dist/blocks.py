@@ -22,11 +22,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.launch.host.megatron import HostDotProductAttention
-from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.document_reader import DocumentReader
+from megatron_ampipe.layers.context import AMPipeContext, DocumentReader, FullRecompute
 from megatron_ampipe.layers.gates import give_token_ids, load_gate
 from megatron_ampipe.layers.layer import pipelined, with_gate
-from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions

@@ -49,6 +49,8 @@ def main() -> None:
     from megatron.core.extensions import kitchen
     from megatron.training.arguments import add_megatron_arguments
 
+    import tests.preloaded  # noqa: F401 - what launches import, once
+
     # Megatron has the flags of this library only if it is installed; it is internal to NVIDIA.
     kitchen.HAVE_KITCHEN = True
 

@@ -27,7 +27,7 @@ from megatron_ampipe.schedule import Direction, build
 from megatron_ampipe.schedule.features import BlockFeatures
 from tests.megatron import texts
 from tests.megatron.checkout.layout import lay_out
-from tests.megatron.launcher import MOCK_DATA, REPOSITORY, Run, environment, execute, torchrun_command
+from tests.megatron.launcher import MOCK_DATA, REPOSITORY, Run, environment
 from tests.megatron.pairs import assert_resumed, assert_same_digits, digits, runs_of
 from tests.megatron.trainings import (
     BLOCK,
@@ -359,12 +359,11 @@ def test_evaluation_alone_equals_stock(runs: Runs) -> None:
     assert ours == digits(expected)
 
 
-def test_documents_matter(tmp_path: Path) -> None:
-    texts.write(tmp_path, "short-documents")
-    whole = TRAININGS["documents-short"].flags.replace("--dataloader-inter-document-masking", "")
-    data = f"--data-path {tmp_path / 'short-documents'} --data-cache-path {tmp_path / 'cache'}"
-    found = train({"packed": f"{TRAININGS['documents-short'].flags} {data}", "whole": f"{whole} {data}"})
-    assert found["packed"].lm_loss != digits(found["whole"].lm_loss)
+def test_documents_matter(runs: Runs) -> None:
+    words = TRAININGS["documents"].lines("documents", runs.folder)["documents 0"]
+    packed = runs["documents 0"]
+    words.remove("--dataloader-inter-document-masking")
+    assert packed.lm_loss != digits(runs_of({"whole": words})["whole"].lm_loss)
 
 
 def test_conversations_train_like_stock(tmp_path: Path) -> None:
@@ -404,10 +403,8 @@ def test_the_hybrid_script_of_a_checkout_trains_like_stock(tmp_path: Path, runs:
         f"{TRAININGS['hybrid-mamba'].flags} {STACK} --ampipe-trace-dir {tmp_path / 'trace'} "
         "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
     )
-    words = [*COMMON, *MOCK_DATA, *shlex.split(flags)]
-    run = execute(torchrun_command("-m", "megatron_ampipe.launch", str(script), *words))
-    assert run.exit_code == 0, run.output[-6000:]
-    assert_same_digits(runs["hybrid-mamba 0"], run)
+    words = [str(script), *COMMON, *MOCK_DATA, *shlex.split(flags)]
+    assert_same_digits(runs["hybrid-mamba 0"], runs_of({"script": words})["script"])
     for rank in (0, 1):
         events = json.loads((tmp_path / "trace" / f"rank{rank}.trace.json").read_text())["traceEvents"]
         layers = {event["args"]["layer"] for event in events if "layer" in event.get("args", {})}
