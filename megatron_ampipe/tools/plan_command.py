@@ -215,10 +215,10 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
     files = {name: getattr(arguments, name) for name in ("output", "trace", "tape")} | {"json": json_file}
     for name, path in files.items():
         if path is not None:
-            outputs.check(path, flag=f"--{name}", makes_folder=True)
+            outputs.check(path, flag=f"--{name}")
     if arguments.picture is not None:
         suffixes = timeline_picture.SUFFIXES
-        outputs.check_prefix(arguments.picture, suffixes=suffixes, flag="--picture", makes_folder=True)
+        outputs.check_prefix(arguments.picture, suffixes=suffixes, flag="--picture")
     elif arguments.trace_of is not None and arguments.trace is None and arguments.tape is None:
         arguments.refuse("--trace-of needs --trace FILE, --picture NAME or --tape FILE")
 
