@@ -261,6 +261,6 @@ def _experts(block: BlockFeatures) -> _Candidates:
         (offloads_tokens, LOAD_TOKENS),
         (gathers and (redispatches or offloads_tokens), replace(REGATHER, lane=near)),
         (rebuilds, REBUILD),
-        (block.resort, RESORT),
+        (any({Restored.OFFLOAD, Restored.REDISPATCH} <= {*of_chunk} for of_chunk in block.restored), RESORT),
         (offloads, LOAD),
     ]
