@@ -55,7 +55,7 @@ class Setting:
     default: object
     help: str
     shown_default: str = "none"
-    metavar: str
+    metavar: str = "N"
     type: Callable[[str], Any] = str
     choices: tuple[str, ...] | None = None
     minimum: int | None = None
@@ -161,7 +161,6 @@ class Settings:
     """The values of all flags, as the user gives them or by default."""
 
     degree: int | str | None = _row(
-        metavar="N",
         shown_default="1",
         help="number of chunks of the sequence; 1 builds Megatron's own layers, 4 is a good first choice, "
         "`auto` [tries several](tuning.md) in the first iterations and keeps the fastest",
@@ -169,7 +168,6 @@ class Settings:
         of_plan=True,
     )
     backward_degree: int | None = _row(
-        metavar="N",
         shown_default="as forward",
         help="number of chunks of the backward pass; one of the two degrees divides the other",
         type=int,
@@ -216,7 +214,6 @@ class Settings:
     )
     stack: str = _row(
         "all",
-        metavar="N",
         help="consecutive layers that [share a schedule](#several-layers-in-one-schedule): `all` of a "
         "pipeline stage, or a number; 1: layer by layer. Changes no result",
         acts="chunks",
@@ -255,7 +252,6 @@ class Settings:
         requires_for=AUTO,
     )
     ranks_per_node: int | None = _row(
-        metavar="N",
         shown_default="torchrun's",
         help="consecutive ranks that share [faster links](nodes.md), for the exchanges `nodes` and `2dh` "
         "and for tensor-parallel experts and attention",
@@ -336,7 +332,6 @@ class Settings:
     )
     routing_interval: int = _row(
         100,
-        metavar="N",
         help="record one of N iterations in `--ampipe-routing-dir`",
         type=int,
         minimum=1,

@@ -90,11 +90,6 @@ class BlockFeatures:
         """Whether this is restored of any chunk."""
         return any(what in of_chunk for of_chunk in self.restored)
 
-    @property
-    def resort(self) -> bool:
-        """Whether inner tensors come from host memory, and what arrives from another rank, of any chunk."""
-        return any({Restored.OFFLOAD, Restored.REDISPATCH} <= {*of_chunk} for of_chunk in self.restored)
-
     def of_chunk(self, chunk: int, degree: int | None = None) -> BlockFeatures:
         """With what is restored of one chunk of a pass of this degree; of the backward pass if None.
 

@@ -209,16 +209,9 @@ def _overlapped(
 ) -> Schedule:
     """What the overlapping schedules share: forward, all dispatches before all combines.
 
-    Stages that no collective waits for (losses, shared experts, merges) stand where the compute lane
-    would otherwise wait for the network.
-
-    Args:
-        name: Of the schedule.
-        degree: Number of chunks.
-        features: Of the block.
-        first_half: Forward, the compute stages up to the last route.
-        last_half: Backward, the compute stages from the first expert on.
-        backward_comm: Backward, the transfers from and to the ranks of the experts.
+    Stages that no collective waits for (losses, shared experts, merges) stand where the compute lane would
+    otherwise wait for the network: between ``first_half``, up to the last route, and the experts; backward,
+    before ``last_half``, from the first expert on.
     """
     chunks = range(degree)
     shared = _stages([SHARED], chunks) if features.shared else []
