@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from tests.dist.cases import AUX, TIGHT, Case, Z
-from tests.dist.worker import report, start, use_groups
+from tests.dist.worker import empty_is_nan, report, start, use_groups
 
 SEQUENCE, BATCH = 32, 2
 BASE: dict[str, Any] = {"moe_router_topk": 2, **AUX, **Z}
@@ -117,22 +117,6 @@ def layers(
 # DDP
 
 
-@contextlib.contextmanager
-def fused_weight_gradients() -> Iterator[None]:
-    """Gradient accumulation fusion with the host platform's kernel; fills the placeholders with NaN."""
-    import torch
-
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Any:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    # The placeholder for a fused gradient is uninitialised memory: using it in a sum must be visible.
-    with mock.patch.object(torch, "empty", poisoned):
-        yield
-
-
 def run_ddp(
     layer: Any,
     *,
@@ -208,7 +192,7 @@ def ddp(
         first_writes: In the first micro-batch, linear layers overwrite ``main_grad`` instead of adding to it.
         model: Fields of Megatron's configuration.
     """
-    with fused_weight_gradients() if fusion else contextlib.nullcontext():
+    with empty_is_nan() if fusion else contextlib.nullcontext():
         pair = layers(kinds, gradient_accumulation_fusion=fusion, **model)
         if first_writes:
             from tests.dist.first_writes import use_first_writes
@@ -237,7 +221,7 @@ def same_products(*, fusion: bool) -> dict[str, Any]:
     """The gradients of the same products, computed with those of the inputs and apart."""
     found = []
     for schedule in ("ampipe", "lancet"):
-        with fused_weight_gradients() if fusion else contextlib.nullcontext():
+        with empty_is_nan() if fusion else contextlib.nullcontext():
             _, layer = layers(STACK, schedule=schedule, degree=2, gradient_accumulation_fusion=fusion)
             found.append(run_ddp(layer, distributed_optimizer=False, inputs=[[make_hidden(1)]])["main_grad"])
     return {"unequal": [name for name, value in found[0].items() if not value.equal(found[1][name])]}

@@ -1,8 +1,4 @@
-"""Ranks that communicate over gloo and answer one request after another.
-
-For tests whose requests are not known beforehand (hypothesis). The test creates a :class:`Service`; the
-module of each rank calls :func:`serve`.
-"""
+"""Ranks that communicate over gloo and answer one request after another, which hypothesis draws."""
 
 from __future__ import annotations
 
@@ -29,13 +25,9 @@ class RanksLost(AssertionError):
 
 
 class Service:
-    """A group of ranks, each running ``python -m module``.
+    """A group of ranks, each running ``python -m module``, which calls :func:`serve`.
 
-    Args:
-        module: Module of the ranks; calls :func:`serve`.
-        world_size: Number of ranks.
-        folder: Folder for the ranks' logs and their rendezvous.
-        timeout_s: Timeout of a request; the first one includes the start.
+    ``folder`` has their logs and their rendezvous; the timeout of the first request includes the start.
     """
 
     def __init__(self, module: str, *, world_size: int, folder: Path, timeout_s: float = 180) -> None:
@@ -53,14 +45,7 @@ class Service:
             self._processes.append(process)
 
     def ask(self, request: Any) -> list[Any]:
-        """Send a request to every rank.
-
-        Returns:
-            What the ranks' ``answer`` functions returned, or ``{"error": traceback}``, in rank order.
-
-        Raises:
-            RanksLost: now, or at an earlier request.
-        """
+        """What the ``answer`` functions of all ranks return to a request, or ``{"error": traceback}``."""
         if self._lost:
             raise RanksLost(self._lost)
         answers: list[Any] = []
@@ -107,11 +92,7 @@ def _rank(connection: Connection, module: str, environment: dict[str, str], log:
 
 
 def serve(answer: Callable[[Any], Any]) -> None:
-    """Answer requests until there are no more; called by worker modules when they are ready.
-
-    Args:
-        answer: Takes a request and returns a value. For an exception the traceback is sent.
-    """
+    """Answer requests until there are no more; for an exception the traceback is sent."""
     faulthandler.register(signal.SIGUSR1)
     while True:
         request = _connection.recv()

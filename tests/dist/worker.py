@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 
 def start() -> tuple[int, int]:
-    """Install the host platform and create the process group.
-
-    Returns:
-        Rank and world size.
-    """
+    """Install the host platform and create the process group; returns rank and world size."""
     from megatron_ampipe.launch import host
 
     host.install()
@@ -38,11 +37,7 @@ def start() -> tuple[int, int]:
 
 
 def use_groups(**sizes: int) -> None:
-    """Replace Megatron's process groups by groups of these sizes.
-
-    Args:
-        sizes: For ``initialize_model_parallel``; if empty, all ranks are expert-parallel.
-    """
+    """Replace Megatron's process groups by groups of these sizes; without any, all are expert-parallel."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -55,11 +50,7 @@ def use_groups(**sizes: int) -> None:
 
 
 def end_groups() -> None:
-    """End all process groups but the default one, and with them their threads.
-
-    Megatron only forgets its groups. Each has three threads, one of which wakes up 100 times a second: with
-    those of some dozen cases, nothing else would run.
-    """
+    """End all process groups but the default one, and their threads, which Megatron only forgets."""
     import torch.distributed as dist
 
     from megatron_ampipe.exchange.hops import node_groups
@@ -73,6 +64,21 @@ def end_groups() -> None:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     gc.collect()
+
+
+@contextlib.contextmanager
+def empty_is_nan() -> Iterator[None]:
+    """Context manager that fills uninitialized memory with NaN, such as placeholders of fused gradients."""
+    import torch
+
+    empty = torch.empty
+
+    def filled(*args: Any, **kwargs: Any) -> Any:
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    with mock.patch.object(torch, "empty", filled):
+        yield
 
 
 def report(result: Any) -> None:
