@@ -125,6 +125,10 @@ _CHOSEN = "is what --ampipe-degree auto chooses"
 _DIFFERS = "changes numbers, so degrees that are tried in training would differ in them"
 _PLACED = "after the last all-to-all of the next layer's backward pass"
 _RECORDED = "who goes where, in one of {} iterations; 'ampipe routing' shows it"
+_COMPARES = (
+    "--ampipe-router-scope chunk compares the tokens of a chunk, which is another function for each degree, "
+    "and later tokens of a chunk influence earlier ones"
+)
 _CONDENSED = "another function than a stock run's; the log says how many tokens are not sent"
 
 
@@ -142,18 +146,9 @@ def _degree(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"is neither a whole number nor {AUTO}: {text!r}") from None
 
 
-def _router_scope_row(own: Any) -> tuple[str, ...]:
-    name = "Sinkhorn" if own.router is None else class_path(own.router).rpartition(":")[2]
-    return "warning", (
-        f"--ampipe-router-scope chunk: {name} compares the tokens of a chunk, which is another function for "
-        "each degree, and later tokens of a chunk influence earlier ones"
-    )
-
-
 def _wire_row(own: Any) -> tuple[str, ...]:
     where = " between nodes" if own.pipeline.exchange.has_two_hops else ""
-    reason = f"rows and their gradients are cast{where}, so losses differ from a stock run's"
-    return "wire", own.wire, reason
+    return "wire", own.wire, f"rows and their gradients are cast{where}, so losses differ from a stock run's"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +287,7 @@ class Settings:
         "which runs after all attention",
         choices=("sequence", "chunk"),
         acts="layers",
-        startup=_router_scope_row,
+        startup=lambda own: ("warning", _COMPARES),
     )
     wire: str | None = _row(
         metavar="NAME",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_ampipe.files.timeline import AGAIN
-from megatron_ampipe.schedule.kinds import ATTENTION, EXPERT
+from megatron_ampipe.schedule.kinds import ATTENTION, EXPERT, WEIGHTS
 from megatron_ampipe.schedule.stage_kind import Direction, StageKind
 
 
@@ -167,6 +167,4 @@ class Schedule:
     @property
     def joins_weights(self) -> bool:
         """Whether the gradients of the experts' weights of several chunks are one stage."""
-        return self.num_chunks > 1 and any(
-            kind.weights_of == EXPERT and kind in self.backward.whole for kind in self.backward.weights
-        )
+        return self.num_chunks > 1 and WEIGHTS[EXPERT] in self.backward.whole
