@@ -179,8 +179,6 @@ def gather_lane(settings: Any, ranks_per_node: int | None) -> str:
 
     Where all ranks that share an expert are in a node and the tokens come from other nodes too, the two use
     different links. Only the dispatcher ``alltoall`` gathers apart from its exchange.
-
-    ``ranks_per_node`` are, of all ranks, those of a node; None if that is not known.
     """
     num_ranks = expert_tensor_ranks(settings)
     if settings.moe_token_dispatcher_type != "alltoall" or num_ranks == 1:

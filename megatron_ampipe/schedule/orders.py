@@ -16,10 +16,9 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import kinds
 from megatron_ampipe.schedule.dataflow import data_flow, dependencies
 from megatron_ampipe.schedule.features import BlockFeatures, Restored
-from megatron_ampipe.schedule.issue import completed
 from megatron_ampipe.schedule.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT, QKV, ROUTE, SHARED, WEIGHTS
 from megatron_ampipe.schedule.passes import placed
-from megatron_ampipe.schedule.program import Program, Schedule, Stage
+from megatron_ampipe.schedule.program import Program, Schedule, Stage, completed
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE, Direction, StageKind
 
 

@@ -14,8 +14,7 @@ from dataclasses import replace
 from megatron_ampipe.schedule import kinds
 from megatron_ampipe.schedule.dataflow import needs_of
 from megatron_ampipe.schedule.features import BlockFeatures
-from megatron_ampipe.schedule.issue import completed, issue_order
-from megatron_ampipe.schedule.program import Program, Schedule, Stage
+from megatron_ampipe.schedule.program import Program, Schedule, Stage, completed, issue_order
 from megatron_ampipe.schedule.stage_kind import COMPUTE, Direction
 
 _PLACEABLE = {

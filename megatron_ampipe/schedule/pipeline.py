@@ -36,8 +36,8 @@ from megatron_ampipe.schedule.text import check
 class Pipeline:
     """One way to run every block of a model.
 
-    The number of chunks of the sequence is the larger of the two degrees. In the direction with the
-    smaller degree, adjacent chunks are grouped: they are computed one after the other and share a collective.
+    In the direction with the smaller degree, adjacent chunks are grouped: they are computed one after the
+    other and share a collective.
 
     Attributes:
         degree: Of the forward pass.
