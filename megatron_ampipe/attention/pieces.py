@@ -60,8 +60,8 @@ class PieceKernel:
     """``(query, key, value, causal=, scale=)`` to ``(output, lse, *state)``."""
     backward: Callable[..., Sequence[Tensor]]
     """``(gradient, query, key, value, output, lse, *state, causal=, scale=)`` to their three gradients."""
-    layout: tuple[int, int, int, int] = (0, 1, 2, 3)
-    """The order of the dimensions of ``[R, B, H, C]`` in which both take and give tensors."""
+    layout: tuple[int, int, int, int] | None = None
+    """The order of the dimensions of ``[R, B, H, C]`` in which both take and give tensors, if another one."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> PieceOutput:
         """Attention of ``[R, B, H, C]`` over ``[S, B, G, C]`` and ``[S, B, G, V]``."""
@@ -82,9 +82,11 @@ class PieceKernel:
         return dq, dk, dv
 
     def _arranged(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.permute(self.layout) for tensor in tensors)
+        return tensors if self.layout is None else tuple(tensor.permute(self.layout) for tensor in tensors)
 
     def _rows_first(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if self.layout is None:
+            return tensors
         order = [self.layout.index(dimension) for dimension in range(4)]
         return tuple(tensor.permute(order) for tensor in tensors)
 
