@@ -38,18 +38,12 @@ _TO_HOST = {torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy}
 
 @dataclass(slots=True)
 class Memory:
-    """One storage.
-
-    Attributes:
-        owner: The stream that allocated it; None for host memory.
-        made_by: The operation and stage that allocated it, for reports.
-        size_bytes: Its size.
-        writes: The last write by each stream.
-        reads: The last read by each stream.
-    """
+    """One storage, with the last accesses of each stream."""
 
     owner: ModelStream | None
+    """The stream that allocated it; None for host memory."""
     made_by: str
+    """The operation and stage that allocated it, for reports."""
     size_bytes: int
     writes: dict[int, Stamp] = field(default_factory=dict)
     reads: dict[int, Stamp] = field(default_factory=dict)
@@ -57,12 +51,7 @@ class Memory:
 
 
 class Tracker(TorchDispatchMode):
-    """Reports races; see the module's docstring.
-
-    Attributes:
-        races: The races found, one line each, without duplicates.
-        peak_bytes: Peak memory.
-    """
+    """Reports races, one line each, and peak memory; see the module's docstring."""
 
     def __init__(self) -> None:
         super().__init__()
