@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_ampipe.schedule import (
     KEEP,
@@ -35,25 +35,19 @@ RANKS_OF_NODES = 4
 NUM_RANDOM_ORDERS = 30
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run on the modelled device.
-
-    Attributes:
-        name: Name of the run.
-        case: The block.
-        pipeline: Replaces the pipeline of the case.
-        in_flight: Number of micro-batches whose forward runs before the first backward.
-        gradients: If False, run under ``no_grad``.
-        issue: Replaces ``schedule.issue_order``.
-    """
+class Run(NamedTuple):
+    """One run of a block, whose executor is the one for CUDA, on the modelled device."""
 
     name: str
     case: Case
     pipeline: Pipeline | None = None
+    """In place of that of the case."""
     in_flight: int = 1
+    """Number of micro-batches whose forward runs before the first backward."""
     gradients: bool = True
+    """If False, run under ``no_grad``."""
     issue: IssueOrder | None = None
+    """In place of ``schedule.issue_order``."""
 
 
 def block(*, local_experts: int = 1, **fields: object) -> Case:

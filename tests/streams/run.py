@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -31,20 +30,14 @@ from tests.streams.peers import Peers
 from tests.streams.tracker import HostCalls, Tracker, of_numpy, pinned
 
 
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """The result of one run.
-
-    Attributes:
-        races: The reported races, one line each.
-        waits: Stage and call of every host wait inside a block.
-        issued: For each direction and stage, the number of device calls of each kind.
-        peak_bytes: Peak memory of the tensors that the run allocated.
-    """
+class RunResult(NamedTuple):
+    """The result of one run: its races, and peak memory of the tensors that it allocated."""
 
     races: tuple[str, ...]
     waits: tuple[tuple[str, str], ...]
+    """Stage and call of every host wait inside a block."""
     issued: dict[str, dict[str, int]]
+    """For each direction and stage, the number of device calls of each kind."""
     peak_bytes: int
 
     @property
@@ -91,16 +84,11 @@ def run_case(
     issue: IssueOrder | None = None,
     data_parallel: bool = False,
 ) -> RunResult:
-    """Run forward and backward of a block.
+    """Run forward and backward of a block, as :class:`~.cases.Run` says.
 
     Args:
-        case: The block; its executor is the one for CUDA.
-        pipeline: Replaces the pipeline of the case.
-        in_flight: Number of micro-batches whose forward runs before the first backward.
-        gradients: If False, run under ``no_grad``.
         stock: Run Megatron's layer instead of AMPipe's.
         warm: Report the second of two runs.
-        issue: Replaces ``schedule.issue_order``.
         data_parallel: Put Megatron's data parallelism around the layer, as a launch does.
     """
     logged_losses.clear()
@@ -174,15 +162,8 @@ def _passes(
     for output in outputs if gradients else ():
         with _stage("stock backward" if stock else ""):
             # Not torch.autograd.backward: a function mode intercepts it and is disabled inside it.
-            _engine_run_backward(
-                (output,),
-                (torch.ones_like(output),),
-                False,
-                False,
-                (),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+            given = (output,), (torch.ones_like(output),), False, False, ()
+            _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
 
 
 @contextlib.contextmanager
