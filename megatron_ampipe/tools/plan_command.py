@@ -207,7 +207,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json == "-":
         print(text, end="")
     else:
-        show(answer, Console())
+        show(answer, plan, Console())
     return 0
 
 
