@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe import __version__, compat
-from megatron_ampipe.errors import BadInput
+from megatron_ampipe.errors import BadInput, did_you_mean
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import LinedMapping, load
 from megatron_ampipe.files.records import keys_of
 from megatron_ampipe.files.shipped import find_config, shown
-from megatron_ampipe.files.spelling import did_you_mean
 from megatron_ampipe.launch.failures import NO_VALUE, raise_parser_errors
 from megatron_ampipe.plan.cluster import Cluster
 

@@ -9,7 +9,7 @@ import warnings
 
 from megatron_ampipe.block.named_values import SHIPPED_GATES
 from megatron_ampipe.errors import DifferenceFound
-from megatron_ampipe.tools.whole_numbers import at_least
+from megatron_ampipe.files.inputs import at_least
 
 _EPILOG = """\
 examples:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.inputs import value_of
+from megatron_ampipe.files.inputs import at_least, value_of
 from megatron_ampipe.files.timeline import PREDICTED
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
@@ -36,7 +36,6 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.tools import timeline_picture
 from megatron_ampipe.tools.plan_answer import answer_of, show
-from megatron_ampipe.tools.whole_numbers import at_least
 
 DRAWN_LAYERS = 4
 """Of layers that share a schedule, the number that a picture shows: those that follow repeat them."""

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from megatron_ampipe.errors import AMPipeError, DifferenceFound, RunFailed
 from megatron_ampipe.files import outputs
+from megatron_ampipe.files.inputs import at_least
 from megatron_ampipe.files.shipped import configs_folder
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.tools.measuring import machine, training
@@ -30,7 +31,6 @@ from megatron_ampipe.tools.measuring.link import LinkKind
 from megatron_ampipe.tools.measuring.network import LinkChoice, choose_link
 from megatron_ampipe.tools.measuring.ranks import signals_as_interrupts
 from megatron_ampipe.tools.measuring.training import TOLERANCE, Curve, TrainingJob, loss_difference
-from megatron_ampipe.tools.whole_numbers import at_least
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LINK = "100mbit"

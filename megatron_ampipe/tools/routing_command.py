@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe.files import outputs
+from megatron_ampipe.files.inputs import at_least
 from megatron_ampipe.plan.block import even_rows
 from megatron_ampipe.plan.recorded_routing import (
     RecordedRouting,
@@ -26,7 +27,6 @@ from megatron_ampipe.plan.recorded_routing import (
     share_condensed,
 )
 from megatron_ampipe.tools.timeline_picture import SUFFIXES
-from megatron_ampipe.tools.whole_numbers import at_least
 
 _EPILOG = """\
 examples:

@@ -23,10 +23,9 @@ import jinja2
 from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.inputs import load
+from megatron_ampipe.files.inputs import at_least, load
 from megatron_ampipe.files.shipped import configs_folder, find_config
 from megatron_ampipe.launch.config_files import CONFIG_FLAG
-from megatron_ampipe.tools.whole_numbers import at_least
 
 SAVE_INTERVAL = 500
 """Iterations between checkpoints, where neither the command nor a file of the run says it."""

@@ -115,7 +115,7 @@ def test_stacks_follow_one_another(num_layers: int, tensor: int) -> None:
 def of_cpu_layers(
     schedule: str, degree: int, *, layers: int = 4, dense: int = 4, experts: int = 2
 ) -> GradientPlan | None:
-    (case,) = read_grid(find_grid("cpu-small")).only("top1").cases
+    (case,) = read_grid(find_grid("cpu-small"), only="top1")
     measured = replace(read_cluster(Path("docs/measured/profile-200mbit.yaml")), ranks_per_node=4)
     block = block_of_case(case, num_ranks=2, fused_gradients=True)
     block = replace(block, replicas=dense, expert_replicas=experts)

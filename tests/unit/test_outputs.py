@@ -47,7 +47,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bench_command, "_measure", begun)
     monkeypatch.setattr(profile_command, "read_grid", begun)
-    monkeypatch.setattr(doctor_command.checkup, "examine", begun)
+    monkeypatch.setattr(doctor_command, "examine", begun)
     monkeypatch.setattr(plan_command, "make_plans", begun)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.plan.simulate import Pace, compile_named, run
 from megatron_ampipe.schedule import Direction, stage_from_text
-from megatron_ampipe.tools.measuring.prediction import _block, _variant, predict_peaks
+from megatron_ampipe.tools.measuring.prediction import block_of, pipeline_of, predict_peaks
 
 MEASURED = Path(__file__).resolve().parents[2] / "docs" / "measured"
 SLOWDOWNS = {"compute_slowdown": 1.2, "communication_slowdown": 1.0}
@@ -37,8 +37,8 @@ def simulated_ms(
 
     Stages take computation of the slower rank, and collectives without waiting times.
     """
-    layers = (_block(case, num_ranks).features,) * row.get("stack", 1)
-    schedule = _variant(row).pipeline.schedule_of(layers)
+    layers = (block_of(case, num_ranks).features,) * row.get("stack", 1)
+    schedule = pipeline_of(row).schedule_of(layers)
     in_order = in_turn = longest = 0.0
     for direction in Direction:
         by_rank = [
@@ -57,11 +57,13 @@ def simulated_ms(
     return tuple(us * num_stacks / 1e3 for us in (in_order, in_turn, longest))  # type: ignore[return-value]
 
 
-def errors(slowdowns: Mapping[str, float]) -> Iterator[float]:
+def errors(slowdowns: Mapping[str, float]) -> list[float]:
     """Of each row the error of the simulated time, as a share of what the order of stages can change at all.
 
-    Of ranks that have a core each, over a real link, where communication takes time.
+    Of ranks that have a core each, over a real link, where communication takes time. A row that several runs
+    measured counts once, with the median of its errors: one run repeats itself within 10 to 15 % only.
     """
+    by_row: dict[str, list[float]] = {}
     for document in results():
         if document["emulated"] or document["link"] == "none" or document["ranks"] > len(document["cores"]):
             continue
@@ -70,23 +72,37 @@ def errors(slowdowns: Mapping[str, float]) -> Iterator[float]:
                 if row.get("stages_us_by_rank"):
                     found, in_turn, longest = simulated_ms(row, case, document["ranks"], slowdowns)
                     if in_turn - longest > OVERLAPPABLE * row["ms"]:
-                        yield abs(found - row["ms"]) / (in_turn - longest)
+                        error = abs(found - row["ms"]) / (in_turn - longest)
+                        by_row.setdefault(same_row(document, case, row), []).append(error)
+    return [statistics.median(repeated) for repeated in by_row.values()]
+
+
+def same_row(document: Mapping[str, Any], case: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    """A text that is equal for rows of the same link, block and pipeline."""
+    pipeline = ("schedule", "cut", "degree", "backward_degree", "shares", "order", "layers", "stack")
+    return json.dumps(
+        [
+            document["link"],
+            case["block"],
+            *(row.get(name) for name in (*pipeline, "memory", "exchange", "wire")),
+        ]
+    )
 
 
 def test_predicted_times_of_blocks_agree_with_measurements() -> None:
     """0 is exact, 1 the error of a model that knows no overlap where all is hidden."""
-    found = list(errors(SLOWDOWNS))
-    assert len(found) >= 10
-    assert statistics.median(found) < 0.06 and max(found) < 0.2
+    shares = errors(SLOWDOWNS)
+    assert len(shares) >= 10
+    assert statistics.median(shares) < 0.06 and max(shares) < 0.2
     # A model without what concurrent lanes cost each other is farther off, on every machine that measured.
-    assert statistics.median(errors({})) > 1.5 * statistics.median(found)
+    assert statistics.median(errors({})) > 1.5 * statistics.median(shares)
 
 
 def test_predicted_peaks_are_those_that_were_measured() -> None:
     """Within 3 %, of all results that compare memory strategies: stock's and each strategy's peak."""
     dtypes, strategies = set(), set()
     for document in results():
-        if len(document.get("memories") or ()) < 2:
+        if len({row.get("memory") for case in document["cases"] for row in case["rows"]}) < 2:
             continue
         predict_peaks(document)
         for case in document["cases"]:
