@@ -22,7 +22,6 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import check
 from tests.plan_cases import cluster, sized_block
 from tests.planner import PAGE, page
-from tests.unit.test_imports import heavy_modules_after
 from tests.unit.test_plan_block import PLAIN
 
 
@@ -149,12 +148,6 @@ def test_errors_are_one_line(
     assert main(command) in (2, 3)
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
-
-
-def test_neither_torch_nor_megatron_is_imported(model: Path) -> None:
-    words = ["plan", "--model", str(model), "--cluster", "a800x8-20gbps"]
-    imported, shown = heavy_modules_after(f"from megatron_ampipe.cli import main; main({words!r})")
-    assert imported == set() and "choice: " in shown
 
 
 def test_the_page_s_table_is_up_to_date() -> None:
