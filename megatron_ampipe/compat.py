@@ -46,7 +46,6 @@ class OptionalPackage:
         distribution: Its name for pip.
         module: The module to import.
         fallback: What is used instead, for the start-up table.
-        lost: What is not available without it.
         remedy: How to install it.
     """
 
@@ -54,7 +53,6 @@ class OptionalPackage:
     distribution: str
     module: str
     fallback: str
-    lost: str
     remedy: str
 
 
@@ -64,7 +62,6 @@ OPTIONAL_PACKAGES = (
         distribution="transformer-engine",
         module="transformer_engine.pytorch",
         fallback="Megatron's local layers, with --transformer-impl local",
-        lost="Megatron's default layers on a GPU, FP8, fused routing and permutation",
         remedy="pip install --no-build-isolation 'transformer-engine[pytorch]', needs the CUDA compiler",
     ),
     OptionalPackage(
@@ -72,7 +69,6 @@ OPTIONAL_PACKAGES = (
         distribution="flash-attn",
         module="flash_attn",
         fallback="torch's attention kernels in local layers",
-        lost="flash-attn's kernels in Megatron's local layers on a GPU",
         remedy="pip install --no-build-isolation 'flash-attn>=2.1', needs the CUDA compiler",
     ),
     OptionalPackage(
@@ -80,7 +76,6 @@ OPTIONAL_PACKAGES = (
         distribution="apex",
         module="apex.optimizers",
         fallback="Adam and norms of Transformer Engine if it is installed, otherwise of torch",
-        lost="fused norms in Megatron's local layers; fused Adam if Transformer Engine is missing too",
         remedy="build it from NVIDIA's repository apex; apex on PyPI is a different package",
     ),
 )
@@ -131,9 +126,9 @@ def found_version(distribution: str) -> Version | None:
 
 
 def describe_megatron() -> str:
-    """Which Megatron is used, and its location, for the start-up table and ``ampipe doctor``."""
+    """Which Megatron is used, and its location. It has been imported."""
     folder = megatron_folder()
-    assert folder is not None, "called once Megatron has been imported"
+    assert folder is not None
     return f"{megatron_version(folder)} from {folder.parent}"
 
 
@@ -243,15 +238,18 @@ def missing_internals() -> list[str]:
         For example ``"megatron.core.mpu (launch/gpt.py)"``; empty if nothing is missing.
     """
     package = Path(__file__).parent
-    imported = set()
-    for path in package.rglob("*.py"):
+    missing = []
+    for path in sorted(package.rglob("*.py")):
         file = path.relative_to(package).as_posix()
+        names = set()
         for node in ast.walk(ast.parse(path.read_text())) if not file.startswith("tools/") else ():
             if isinstance(node, ast.ImportFrom | ast.Import):
                 module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-                imported |= {(file, f"{module}{alias.name}") for alias in node.names}
-    names = [(file, name) for file, name in sorted(imported) if name.startswith("megatron.")]
-    return [f"{name} ({file})" for file, name in names if not _exists(name)]
+                names |= {f"{module}{alias.name}" for alias in node.names}
+        missing += [
+            f"{name} ({file})" for name in sorted(names) if name.startswith("megatron.") and not _exists(name)
+        ]
+    return missing
 
 
 def _exists(name: str) -> bool:

@@ -49,7 +49,6 @@ class Setting:
             value there, other values are examples.
         requires_for: The value for which they are required; None for every value.
         startup: Row of the start-up table for a value that is not the default, from the configuration.
-        is_folder: The run makes and fills the folder that it names.
     """
 
     name: str
@@ -67,7 +66,6 @@ class Setting:
     requires: tuple[str, ...] = ()
     requires_for: object = None
     startup: Callable[[Any], tuple[str, ...]] | None = None
-    is_folder: bool = False
 
     @property
     def key(self) -> str:
@@ -328,7 +326,6 @@ class Settings:
         "trace per rank; `ampipe draw DIR` makes a picture of it",
         acts="layers",
         startup=lambda own: ("trace", own.trace_dir),
-        is_folder=True,
     )
     routing_dir: str | None = _row(
         metavar="DIR",
@@ -336,7 +333,6 @@ class Settings:
         help="record [how tokens are routed](routing.md), at any degree, for `ampipe routing` and `ampipe "
         "plan --routing`",
         startup=lambda own: ("routing", own.routing_dir, _RECORDED.format(own.routing_interval)),
-        is_folder=True,
     )
     routing_interval: int = _row(
         100,

@@ -400,6 +400,6 @@ def write_beside_logs(resolved: Resolved, *, adjustments: Sequence[str], script:
         *(f"Added: {adjustment}" for adjustment in adjustments),
     ]
     path = Path(folders[flag]) / "resolved.yaml"
-    outputs.check_folder(path.parent.absolute(), flag=flag, value=path.parent, makes_folder=True)
+    outputs.check_folder(path.parent.absolute(), flag=flag, value=path.parent)
     outputs.write_text(path, as_yaml(resolved, notes=notes))
     return path

@@ -76,7 +76,7 @@ class Recording(Hook):
         self._folder = None if context.config.trace_dir is None else Path(context.config.trace_dir)
         if self._folder is not None:
             flag = "--ampipe-trace-dir"
-            outputs.check_folder(self._folder.absolute(), flag=flag, value=self._folder, makes_folder=True)
+            outputs.check_folder(self._folder.absolute(), flag=flag, value=self._folder)
             for earlier in self._folder.glob("rank*.trace.json"):
                 earlier.unlink(missing_ok=True)
 

@@ -135,7 +135,7 @@ def _plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: 
     if stack == 1 or len(predictor.layers) == 1:
         return Plans(alone, None, _blocks_ms(predictor, alone), alone)
     why = boundary(work.settings, whole_attention=False)
-    nothing = work.expert == 1 or work.rows == 1 or not any(layer.experts for layer in predictor.layers)
+    nothing = work.expert == 1 or work.rows == 1 or all(layer.dense for layer in predictor.layers)
     if nothing or why is not None:
         cannot = f"Layers do not share a schedule: {why}."
         if nothing:
@@ -171,7 +171,7 @@ def sharing_layers(predictor: Predictor, stack: int) -> Predictor:
 def _blocks_ms(predictor: Predictor, alone: Plan) -> float:
     """The time of all layers of a predictor block by block, with the plan of one block."""
     assert alone.predicted_ms is not None and alone.stock_ms is not None
-    with_experts = sum(features.experts for features in predictor.layers)
+    with_experts = sum(not features.dense for features in predictor.layers)
     others_ms = predictor.stock().total / 1e3 - with_experts * alone.stock_ms
     return with_experts * alone.predicted_ms + others_ms
 

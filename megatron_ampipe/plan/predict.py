@@ -277,7 +277,7 @@ class Predictor:
 
     def communication_us(self) -> float:
         """Total time of all collectives of a forward and a backward pass without chunks."""
-        with_experts = sum(features.experts for features in self.layers)
+        with_experts = sum(not features.dense for features in self.layers)
         return with_experts * sum(
             cost.total
             for stage, cost in self.model.stages((self.block.rows,)).items()

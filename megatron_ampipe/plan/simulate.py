@@ -74,7 +74,7 @@ class Compiled:
             waits_before={stage for stage, needed in enumerate(self.host_needs) if needed >= 0},
             covers={number for number, stage in enumerate(self.stages) if stage.kind.covers_wait},
         )
-        if merged is None:
+        if len(merged) < len(self.stages):
             return None
         order = tuple(stage for _, stage in merged)
         positions = [0] * len(order)

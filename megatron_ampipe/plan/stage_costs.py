@@ -159,7 +159,7 @@ def attention(times: OperationTimes, work: Work) -> Pair:
         total += times.attend(gflops, rows.merged * heads * sizes.value_size if work.chunked else 0)
         if work.chunked:
             total += times.key_sums(rows.keys)
-    if times.features.scatters_rows:
+    if times.features.row_links:
         return total
     return total + scatter_rows(times, work) + add_norm(times, work)
 

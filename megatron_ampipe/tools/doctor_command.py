@@ -56,13 +56,13 @@ or nothing overlaps on GPUs
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One thing that training uses: what was found, and what is not available while it is not ``ok``."""
+    """One thing that training uses: what was found, and how a run is without it."""
 
     name: str
     status: str
     found: str
     needed: str
-    lost: str
+    without: str
     remedy: str
     required: bool = False
 
@@ -86,10 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check everything, and print it.
-
-    Returns:
-        0 if there is no problem, else 1.
+    """Check everything, and print it; 1 if there is a problem.
 
     Raises:
         BadInput: the JSON cannot be written where it should be.
@@ -179,7 +176,7 @@ def examine() -> tuple[list[Component], Mapping[str, Any]]:
             OK if gpus else MISSING,
             f"{torch['cuda']}, NCCL {torch['nccl']}, {len(gpus)} x {gpus[0]}" if gpus else "no GPU",
             "optional",
-            "speed: without a GPU Megatron trains on the CPU, which is for trying things",
+            "Megatron trains on the CPU, which is for trying things",
             "a GPU, its driver, and a torch that is built for CUDA",
         ),
         required_package("megatron-core", answers[MEGATRON]),
@@ -188,18 +185,17 @@ def examine() -> tuple[list[Component], Mapping[str, Any]]:
             MISSING if cannot_compile else OK,
             "; ".join(cannot_compile) or "built, or can be compiled",
             "a checkout of Megatron-LM compiles it at start; a wheel has it",
-            "the launcher and the patch, with a checkout that was never compiled",
+            "a checkout that was never compiled does not train",
             HELPERS_REMEDY,
             required=datasets.must_be_compiled(),
         ),
     ]
     for package in compat.OPTIONAL_PACKAGES:
-        status, found = OK, str(compat.installed_version(package.distribution) or "-")
-        if package in absent:
-            status, found = MISSING, absent[package]
-        elif (error := (answers[package.module] or {"error": "cannot be found"}).get("error")) is not None:
-            status, found = BROKEN, f"{found}: {error}"
-        components.append(Component(package.name, status, found, "optional", package.lost, package.remedy))
+        error = (answers.get(package.module) or {}).get("error")
+        status = MISSING if package in absent else BROKEN if error else OK
+        found = absent.get(package) or error or str(compat.installed_version(package.distribution) or "-")
+        without = f"a run uses {package.fallback}"
+        components.append(Component(package.name, status, found, "optional", without, package.remedy))
     return components, torch
 
 
@@ -219,13 +215,10 @@ def required_package(distribution: str, answer: Mapping[str, Any] | None) -> Com
             status = UNTESTED if is_untested else OK
     if distribution == TORCH:
         remedy = "pip install torch, as pytorch.org says for the machine's CUDA"
-        return Component(TORCH, status, found, needed, "everything", remedy, required=True)
+        return Component(TORCH, status, found, needed, "nothing runs", remedy, required=True)
     needed += f"; tested: {', '.join(compat.SUPPORTED_MEGATRON)}"
-    lost = "training; schedules and pictures can still be made"
-    if status == UNTESTED:
-        lost = "certainty: AMPipe's tests have not run with it"
     remedy = f"pip install 'megatron-core[training]=={compat.SUPPORTED_MEGATRON[-1]}.*'"
-    return Component(MEGATRON, status, found, needed, lost, remedy, required=True)
+    return Component(MEGATRON, status, found, needed, "nothing trains", remedy, required=True)
 
 
 def notes_on_variables(environ: Mapping[str, str], *, has_gpu: bool) -> list[dict[str, str | None]]:
@@ -249,7 +242,7 @@ def show(document: Mapping[str, Any]) -> None:
     for one in document["pieces"]:
         print(f"  {one['status']:8}  {one['name']}: {one['found']} ({one['needed']})")
         if one["status"] != OK:
-            print(f"{'':12}lost without it: {one['lost']}. Get it: {one['remedy']}")
+            print(f"{'':12}without it: {one['without']}. Get it: {one['remedy']}")
     for note in document["environment"]:
         print(f"{note['name']}={note['value'] or ''}: {note['means']}; {note['remedy']}")
     ranks, differences, overlap = document["ranks"], document["differences"], document["overlap"]

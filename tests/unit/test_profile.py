@@ -218,23 +218,6 @@ def test_only_megatrons_exchange_may_be_without_a_line(tmp_path: Path) -> None:
         assembled([report])
 
 
-def test_a_long_measurement_gives_a_sign_of_life_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_ampipe.tools.measuring import operations
-
-    now = 0.0
-    signs: list[float] = []
-
-    def operate() -> None:
-        nonlocal now
-        now += 0.4
-
-    monkeypatch.setattr(operations.time, "monotonic", lambda: now)
-    watch = operations.Stopwatch(repeats=3, on_cuda=False, alive=lambda: signs.append(now))
-    watch.samples([operations.Probe("short", {}, operate), operations.Probe("short", {}, operate)])
-    # Two warm-up rounds and three timed ones, of two calls each: 4 s. Never two in a second.
-    assert signs == pytest.approx([1.2, 2.4, 3.6])
-
-
 # The command
 
 
