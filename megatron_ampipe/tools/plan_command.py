@@ -151,7 +151,7 @@ def _override(text: str) -> tuple[str, Any]:
     except ValueError:
         found = None
     if not key or found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not FLAG=VALUE, such as seq-length=8192")
+        raise argparse.ArgumentTypeError(f"{text!r} is not FLAG=VALUE. Write for example seq-length=8192.")
     return key, found
 
 
