@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,6 @@ examples:
       another layout than the model file names
   ampipe plan --model mixtral-8x7b --cluster measured.yaml --output plan.yaml --picture timeline
       on figures measured on your machines; writes the plan, and a picture of the predicted timeline
-  ampipe plan --model mixtral-8x7b --cluster measured.yaml --trace predicted.json --trace-of 4
-      the predicted timeline of a run with --ampipe-degree 4, to compare with its traces by ampipe draw
 
 A model is a YAML file of Megatron's flags without dashes, a cluster a YAML file of fitted times; both are
 also found by name in configs/models and configs/clusters.
@@ -251,9 +250,7 @@ class Unnamed:
 
     recomputed: tuple[StageKind, ...] = ()
     all_parameters: tuple[Any, ...] = ()
-
-    def __init__(self) -> None:
-        self.stage_parameters: dict[StageKind, Any] = {}
+    stage_parameters: Mapping[StageKind, Any] = {}
 
     def run(self, kind: StageKind) -> tuple[int, None]:
         """No function."""
