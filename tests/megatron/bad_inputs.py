@@ -94,7 +94,7 @@ _TRACE = "is not a trace written by AMPipe. Give a file that a run with --ampipe
 TOOLS = {
     "cluster-infinite": (_PLAN + "{here}/inf.cluster", "intra.all_to_all.alpha_us inf: must be a number"),
     "cluster-is-a-plan": (_PLAN + "{here}/good.plan", "good.plan:1: format: is not a known key. Use one of"),
-    "set-object": (_PLAN + "dgx-h100 --set hidden-size=!!python/name:os.system", "value that is not YAML."),
+    "set-object": (_PLAN + "dgx-h100 --set hidden-size=!!python/name:os.system", "is not FLAG=VALUE"),
     "trace-formula": (_DRAW + "dollar.trace", _TRACE),
     "bench-from-trace": ("bench --from {here}/good.trace", "is not a result of ampipe bench. Give a file"),
     "data-of-nothing": ("data {here}/folder --output {here}/out/d", "holds no usable text file with the"),
