@@ -36,7 +36,7 @@ def main() -> None:
         "refusal": _disagree(rank),
         "predicted": _follow_plans(),
         "short": _run_short(),
-        "ranges": _remember(rank),
+        "ranges": _remember(),
     }
     auto.SHAPE_INTERVAL = interval
     report(found | {"reduced": _settle()})
@@ -151,20 +151,16 @@ def _run_short() -> dict[str, object]:
     return {"said": said, "kept": kept}
 
 
-def _remember(rank: int) -> dict[str, object]:
-    """Sizes that an earlier run tried, of which only the first rank knows, and sizes around them."""
+def _remember() -> dict[str, object]:
+    """Sizes that have been tried, and sizes around them."""
     from megatron_ampipe.launch.auto import AutoDegree
     from megatron_ampipe.schedule import Pipeline
 
     layer, context = _layer()
     said: list[str] = []
-    tried = [((rows, 1), Pipeline.of(degree)) for rows, degree in ((24, 2), (48, 2), (96, 4))]
-    auto = AutoDegree(
-        context,
-        planner=None,
-        say=said.append,
-        earlier=lambda: tried if rank == 0 else [None],
-    )
+    auto = AutoDegree(context, planner=None, say=said.append)
+    for rows, degree in ((24, 2), (48, 2), (96, 4)):
+        auto._ranges.add(rows, Pipeline.of(degree))
     ran = []
 
     def train_step(rows: int) -> None:

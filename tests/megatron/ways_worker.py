@@ -24,7 +24,6 @@ RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "
 def enter(way: str, script: str, words: list[str], environment: dict[str, str]) -> int:
     """The exit code of one launch; in a child."""
     os.environ |= RANK | environment
-    _count_read_plans(Path(environment["READS"]))
     if way == "patched":
         adjusted, _ = host.adjust(words)
         sys.argv = [script, *adjusted]
@@ -38,20 +37,6 @@ def enter(way: str, script: str, words: list[str], environment: dict[str, str]) 
     from megatron_ampipe.launch import script as launcher
 
     return pretrain.main(words) if way == "entry" else launcher.main([script, *words])
-
-
-def _count_read_plans(file: Path) -> None:
-    """Leave a byte in a file for every time that a plan file is read."""
-    from megatron_ampipe.plan import plan_file
-
-    load = plan_file.load
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        with file.open("a") as reads:
-            reads.write("x")
-        return load(*args, **kwargs)
-
-    plan_file.load = counted
 
 
 def main() -> None:

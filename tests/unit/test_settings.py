@@ -58,12 +58,11 @@ def test_later_files_win_and_the_command_line_wins_over_all(
     args = parser.parse_args(found.words)
     assert (args.num_layers, args.lr, args.name, args.ampipe_degree) == (2, 2e-4, "mine", 8)
     assert args.ampipe_config is None
-    sources = {setting.flag: (setting.source, setting.instead_of) for setting in found.settings}
-    assert sources == {
-        "--num-layers": (f"{model}:1", ()),
-        "--lr": (f"{run}:1", (f"{model}:2",)),
-        "--name": ("command line", (f"{run}:2", f"{model}:3")),
-        "--ampipe-degree": ("command line", (f"{run}:4", f"{model}:5")),
+    assert {setting.flag: setting.source for setting in found.settings} == {
+        "--num-layers": f"{model}:1",
+        "--lr": f"{run}:1",
+        "--name": "command line",
+        "--ampipe-degree": "command line",
     }
 
 
@@ -95,11 +94,9 @@ def test_two_spellings_are_one_flag(parser: argparse.ArgumentParser, tmp_path: P
         *((f"name: {text}", ["--name", text]) for text in ("12:30", "2026-01-02", "yes", "010", "1e-4")),
         ('name: "true"', ["--name", "true"]),
         ("pad-id: -1", ["--pad-id=-1"]),
-        ("name: -x", ["--name=-x"]),
         ("onnx-safe: true", ["--onnx-safe", "true"]),
         ("onnx-safe: false", []),
         ("data-path: [0.3, a b, 0.7, c]", ["--data-path", "0.3", "a b", "0.7", "c"]),
-        ("data-path: a", ["--data-path", "a"]),
         ("rampup:\n- 1\n- 2\n- 3", ["--rampup", "1", "2", "3"]),
     ],
 )
