@@ -102,7 +102,6 @@ def event(**changes: object) -> dict[str, object]:
                 event(ts=float("inf")),
                 event(tid=7),
                 event(tid="comm\x1b[1m"),
-                event(tid=""),
                 event(name=None),
                 event(cat="sideways"),
                 event(args=None),
