@@ -27,10 +27,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.schedule import WEIGHTS, BlockFeatures, build, to_text
+from megatron_ampipe.schedule import WEIGHTS, BlockFeatures, Pipeline, build, from_text, to_text
 from megatron_ampipe.schedule.kinds import EXPERT
 from megatron_ampipe.tools.measuring import machine
-from megatron_ampipe.tools.measuring.bench_job import STOCK, BenchJob, Cut, Variant
+from megatron_ampipe.tools.measuring.bench_job import STOCK, BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
 from megatron_ampipe.tools.measuring.link import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
@@ -71,8 +71,16 @@ WHAT = {"covers": (covers, 1, "cpu-lengths", None), "joined": (joined, 4, "cpu-s
 def variants(what: str) -> tuple[Variant, ...]:
     """Megatron's layer, and both orders."""
     orders, degree, _, _ = WHAT[what]
-    stock = Variant(STOCK, Cut.of(1))
-    return (stock, *(Variant(name, Cut.of(degree), order=order) for name, order in orders().items()))
+    texts = orders().items()
+    return (
+        Variant(STOCK),
+        *(
+            Variant.of(name, degree)
+            if text is None
+            else Variant(name, Pipeline.of(degree, order=from_text(text)))
+            for name, text in texts
+        ),
+    )
 
 
 def main() -> None:
@@ -84,8 +92,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=60)
     asked = parser.parse_args()
     orders, _, grid, names = WHAT[asked.what]
-    found_grid = read_grid(find_grid(grid))
-    cases = tuple((found_grid.only(names) if names else found_grid).cases)
+    cases = read_grid(find_grid(grid), only=names)
     job = LancetJob(
         what=asked.what,
         cases=cases,

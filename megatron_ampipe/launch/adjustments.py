@@ -10,9 +10,9 @@ import argparse
 from megatron_ampipe.launch import host
 from megatron_ampipe.launch.flags import SWITCHED_OFF
 from megatron_ampipe.launch.planned import block_of_args
-from megatron_ampipe.layers.recompute import FullRecompute
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.layers.context import FullRecompute
 from megatron_ampipe.schedule.features import gather_lane, ring_hindrance, uses_ring_attention
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 EXCHANGE_GROUPS = ("ep", "tp_ep_mp")
 """Megatron's names of the groups over which tokens and their counts travel."""
@@ -142,7 +142,7 @@ def _gather_keys_and_values(args: argparse.Namespace) -> list[host.Adjustment]:
     others = [mode for mode in dict.fromkeys(modes) if mode != "all_gather"]
     if ranks == 1 or not others or uses_ring_attention(args):
         return []
-    block = block_of_args(args, None)
+    block = block_of_args(args)
     numbers = block.sequence_length * block.batch * block.key_value_width / block.tensor * (1 - 1 / ranks)
     size = f"{numbers * block.element_bytes / 2**20:.3g} MiB"
     return [

@@ -19,36 +19,33 @@ from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.files import outputs
 from megatron_ampipe.launch import host, startup
 from megatron_ampipe.launch.adjustments import adjust_arguments, take_over_recompute
-from megatron_ampipe.launch.auto import Agreement, AutoDegree, print_on_first_rank
+from megatron_ampipe.launch.auto import (
+    Agreement,
+    AutoDegree,
+    KeptChoices,
+    iterations_left,
+    print_on_first_rank,
+)
 from megatron_ampipe.launch.flags import PlanReader
 from megatron_ampipe.launch.grad_reduce import PlacedReductions
 from megatron_ampipe.launch.hooks import Hook, Hooks
-from megatron_ampipe.launch.memory_budget import choose_memory
-from megatron_ampipe.launch.planned import (
-    KeptChoices,
-    choice_of_plan,
-    iterations_left,
-    layout_of_args,
-    planner_of,
-)
-from megatron_ampipe.launch.recording import Recording
+from megatron_ampipe.launch.planned import choice_of_plan, choose_memory, layout_of_args, planner_of
+from megatron_ampipe.launch.recording import Recording, RoutingRecording
 from megatron_ampipe.launch.refusals import (
     exchanges_of,
     load_balancing,
     refuse_unsupported,
     refuse_with_token_ids,
 )
-from megatron_ampipe.launch.routing_recorder import RoutingRecording
 from megatron_ampipe.launch.trials import Choice
-from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.document_reader import DocumentReader
-from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, load_gate, needs_all_tokens
+from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
+from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, load_gate
 from megatron_ampipe.plan.recorded_routing import files_of, read_record
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import IN_ONE_CHUNK
-from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.schedule.features import expert_tensor_ranks
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 
 def make_context(
@@ -182,7 +179,7 @@ def find_gate(config: AMPipeConfig, args: argparse.Namespace, *, of_script: bool
                 rule=f"has no effect with {ROUTER_FLAG} {name}, which chooses experts in its own way",
                 remedy="Leave one of the two out.",
             )
-    reason = needs_all_tokens(gate)
+    reason = getattr(gate, "needs_all_tokens", None)
     if reason is not None and config.router_scope == "sequence":
         raise BadInput(
             ROUTER_FLAG,

@@ -1,7 +1,4 @@
-"""What the chunks of a block share while they are routed: capacity, losses, records of the routing.
-
-A loss, a capacity and Megatron's records are of the whole sequence, and a router sees a chunk.
-"""
+"""What the chunks of a block share while they are routed: capacity, losses, records of the routing."""
 
 from __future__ import annotations
 
@@ -23,14 +20,9 @@ Hook = Callable[[Any, tuple[Any, ...], Any], Any]
 class Capacity:
     """Which tokens of a chunk are within the capacity of the experts; one object per block and pass.
 
-    Reproduces Megatron's ``apply_router_token_dropping`` over the chunks of a block. Dropping by position
-    keeps an expert's first tokens of the sequence, so a count that is carried from chunk to chunk, in order,
-    keeps exactly the tokens that are kept without chunks. Dropping by probability needs all tokens at once,
-    and is called once for all chunks; with a separate capacity for every chunk, in proportion to its tokens,
-    a stock run drops other tokens.
-
-    ``num_tokens`` are those of the block on this rank; None if the capacity is that of what is routed at
-    once.
+    As Megatron's ``apply_router_token_dropping``. Dropping by position keeps an expert's first tokens of the
+    sequence, so a count is carried from chunk to chunk. ``num_tokens`` are those of the block on this rank;
+    None if the capacity is that of what is routed at once.
     """
 
     def __init__(self, config: Any, topk: int, num_tokens: int | None) -> None:
@@ -66,17 +58,14 @@ class Capacity:
 
 @dataclass(slots=True)
 class ChunkLosses:
-    """What a router hands to Megatron's loss functions in one chunk; the losses are of the whole block.
-
-    Attributes:
-        tensors: Logits and scores ``[T, E]``, each once.
-        calls: The loss functions in order: name, index in ``tensors``, and the routing map ``[T, E]`` bool.
-        counts_experts: Whether the router adds its choice to the counts of the expert bias.
-    """
+    """What a router hands to Megatron's loss functions in one chunk; the losses are of the whole block."""
 
     tensors: list[Tensor] = field(default_factory=list)
+    """Logits and scores ``[T, E]``, each once."""
     calls: list[tuple[str, int, Tensor | None]] = field(default_factory=list)
+    """The loss functions in order: name, index in ``tensors``, and the routing map ``[T, E]`` bool."""
     counts_experts: bool = False
+    """Whether the router adds its choice to the counts of the expert bias."""
 
     def add(self, name: str, tensor: Tensor, routing_map: Tensor | None = None) -> None:
         """Note one call."""
@@ -113,9 +102,7 @@ class BlockRouting:
     capacity: Capacity | None
     """Which tokens are kept; None for dropless routing."""
     num_tokens: int
-    """Of the block on this rank."""
     first_tokens: Sequence[int]
-    """The first token of each chunk in the block."""
     prescribed: Tensor | None
     """The experts that a routing replay prescribes, ``[T, K]``; None without."""
     forced_std: float | None
@@ -142,10 +129,7 @@ class BlockRouting:
 
 
 class ChunkReplay:
-    """Megatron's ``RouterReplay`` for one chunk: part of the prescribed choice, or of the record.
-
-    ``whole`` is the router's, of which Megatron sets action and indices.
-    """
+    """Megatron's ``RouterReplay``, ``whole``, for one chunk: part of the choice or the record."""
 
     def __init__(self, whole: Any, block: BlockRouting, chunk: int) -> None:
         self._whole, self._block, self._chunk = whole, block, chunk
@@ -174,7 +158,7 @@ class ChunkReplay:
 
 
 def prescribed_by(replay: Any) -> Tensor | None:
-    """The experts ``[T, K]`` that a router's replay prescribes for a block; called once per pass."""
+    """The experts ``[T, K]`` that a router's replay prescribes for a block; once per pass."""
     action = getattr(replay.router_replay_action, "value", None)
     if action == "replay_forward":
         return replay.target_topk_idx

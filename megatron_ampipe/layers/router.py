@@ -36,12 +36,9 @@ from megatron_ampipe.layers.block_routing import (
 class ChunkRouting:
     """Lets a router class route single chunks, and computes the losses of a block separately.
 
-    Mixed into :class:`TopKRouter` or a subclass by :func:`chunk_router_of`. The class runs its own
-    ``forward`` on the rows of a chunk. Only what depends on the whole block is replaced for that call: the
-    losses are noted and computed later, and tokens beyond the capacity are dropped here.
-
-    Chunks are routed by calling the module (``__call__``): with ``--overlap-param-gather``, Megatron's
-    forward hooks wait for the parameters, and calling a method would read them without the hooks.
+    The class runs its own ``forward`` on the rows of a chunk. Only what depends on the whole block is
+    replaced for that call: the losses are noted and computed later, and tokens beyond the capacity are
+    dropped here.
     """
 
     _noted: ChunkLosses | None = None
@@ -52,10 +49,9 @@ class ChunkRouting:
     def begin_block(
         self, num_tokens: int, *, per_chunk: bool, first_tokens: Sequence[int] = (0,)
     ) -> BlockRouting:
-        """The argument ``block`` of :meth:`forward` for all chunks of a block.
+        """What :meth:`forward` needs of a block with ``num_tokens`` on this rank.
 
-        The block has ``num_tokens`` on this rank, of which the chunks begin with ``first_tokens``. With
-        ``per_chunk``, every chunk has a separate capacity, if a capacity is set.
+        Its chunks begin with ``first_tokens``. With ``per_chunk``, every chunk has a separate capacity.
         """
         config, capacity = self.config, None
         # Older versions have neither.
@@ -93,15 +89,24 @@ class ChunkRouting:
             return super().forward(hidden, *args, **kwargs)
         assert not args and not kwargs, "chunks are routed by their hidden states alone"
         losses = block.losses[chunk] = ChunkLosses()
+        config, replay = self.config, getattr(self, "router_replay", None)
+        kept: dict[str, Any] = {"config": config, "_noted": None, "_block": None}
+        # Not by ``setattr``, which looks for parameters and modules first.
+        vars(self).update(_noted=losses, _block=block)
+        if config.moe_expert_capacity_factor is not None or block.forced_std is not None:
+            # The class's ``forward`` drops no token and draws no bias of the experts.
+            self.config = copy.copy(config)
+            self.config.moe_expert_capacity_factor = self.config.moe_router_force_biased = None
+        if replay is not None:
+            kept["router_replay"] = replay
+            self.router_replay = ChunkReplay(replay, block, chunk)
         if token_ids is not None:
+            kept["token_ids"] = None
             self.token_ids = token_ids
-        kept = self._enter_chunk(losses, block, chunk)
         try:
             probs, routing_map = super().forward(hidden)
         finally:
             vars(self).update(kept)
-            if token_ids is not None:
-                self.token_ids = None
         counted = routing_map
         if block.capacity is not None:
             routing_map = counted = block.capacity.keep(probs, routing_map)
@@ -139,12 +144,9 @@ class ChunkRouting:
     def block_losses(self, packed: Tensor, block: BlockRouting) -> Tensor:
         """All losses of the router, computed once for the whole block and logged as in a stock run.
 
-        The losses are not linear in the tokens, so the sum over chunks would be a different function. Reads
-        no parameter and therefore needs no hook: it is called as a method.
-
         ``packed [S, B, L]`` is the third result of :meth:`forward` of all chunks, in order. Returns a scalar
         whose backward adds the gradient of the losses to it, independent of the incoming gradient (Megatron's
-        ``MoEAuxLossAutoScaler``); call it with a gradient of zero.
+        ``MoEAuxLossAutoScaler``); call it with a gradient of zero. Reads no parameter, so no hook has to run.
         """
         sequence_length, batch = packed.shape[:2]
         chunks = [block.losses[index] for index in sorted(block.losses)]
@@ -177,23 +179,6 @@ class ChunkRouting:
         """
         gate = type(self).__mro__[2]
         return gate.routing is TopKRouter.routing and gate.forward is TopKRouter.forward
-
-    def _enter_chunk(self, losses: ChunkLosses, block: BlockRouting, chunk: int) -> dict[str, Any]:
-        """Have the class's ``forward`` drop no token, add no loss and draw no bias of the experts.
-
-        Returns the attributes to restore afterwards.
-        """
-        config, replay = self.config, getattr(self, "router_replay", None)
-        # Not by ``setattr``, which looks for parameters and modules first.
-        vars(self).update(_noted=losses, _block=block)
-        kept: dict[str, Any] = {"config": config, "_noted": None, "_block": None}
-        if config.moe_expert_capacity_factor is not None or block.forced_std is not None:
-            self.config = copy.copy(config)
-            self.config.moe_expert_capacity_factor = self.config.moe_router_force_biased = None
-        if replay is not None:
-            kept["router_replay"] = replay
-            self.router_replay = ChunkReplay(replay, block, chunk)
-        return kept
 
     def is_aux_loss_enabled(self) -> bool:
         """As in Megatron; the losses of Megatron's own choice are computed from the logits later."""

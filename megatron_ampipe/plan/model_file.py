@@ -350,12 +350,12 @@ def _check(model: ModelFile, block: Block, ranks: int) -> None:
         rule = f"is above num-experts {block.experts}"
         model.refuse("moe-router-topk", rule, f"Choose at most {block.experts}.")
     busiest = block.expert * min(1.0, block.local_experts / block.topk)
-    if block.imbalance > busiest * (1 + 1e-9):
+    if not 1 <= block.imbalance <= busiest * (1 + 1e-9):
         raise BadInput(
             "--imbalance",
             f"{block.imbalance:g}",
-            rule=f"none of the {block.expert} expert-parallel ranks can have more than "
-            f"{busiest:g} times the mean: a token is sent to each of its experts once",
+            rule=f"the busiest of {block.expert} expert-parallel ranks has 1 to {busiest:g} times the mean: "
+            "a token is sent to each of its experts once",
             remedy=f"Use {busiest:g} or less.",
         )
     needed = block.expert * block.expert_tensor

@@ -94,38 +94,8 @@ def _mlp(work: Block, rows: float, inner: float, calls: int = 1) -> list[Product
     return [up, Product(rows, inner, work.hidden, calls)]
 
 
-class LayerTensors(NamedTuple):
-    """Parameters of each tensor of a layer on one rank, whose gradients are reduced."""
-
-    experts: tuple[float, ...]
-    others: tuple[float, ...]
-
-    @property
-    def parameters(self) -> float:
-        """All of them together."""
-        return sum(self.experts) + sum(self.others)
-
-
-class LayerReductions(NamedTuple):
-    """How long reducing the gradients takes that are complete with a layer, in microseconds.
-
-    Attributes:
-        experts: Those of experts, complete when the backward pass comes to attention.
-        others: Those of all others, complete when it has ended the layer. (A bucket that ends within an MLP
-            or shared experts is complete earlier, which is not counted.)
-    """
-
-    experts: float
-    others: float
-
-    @property
-    def total_us(self) -> float:
-        """Both, one after the other."""
-        return self.experts + self.others
-
-
-def tensors_of(work: Block, *, dense: bool) -> LayerTensors:
-    """The tensors of a layer, with experts or ``dense``, without those that no other rank has."""
+def tensors_of(work: Block, *, dense: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Parameters of each tensor of a layer on one rank whose gradients are reduced: experts' and others."""
     products = [*qkv_products(work, 0), *attention_products(work, 0)]
     experts: list[Product] = []
     if dense:
@@ -134,7 +104,7 @@ def tensors_of(work: Block, *, dense: bool) -> LayerTensors:
         products += [] if work.shared_ffn is None else shared_products(work, 0)
         experts = expert_products(work, 0) * (work.local_experts if work.expert_replicas > 1 else 0)
     others = products if work.replicas > 1 else []
-    return LayerTensors(tuple(one.k * one.n for one in experts), tuple(one.k * one.n for one in others))
+    return tuple(one.k * one.n for one in experts), tuple(one.k * one.n for one in others)
 
 
 class OperationTimes:
@@ -265,13 +235,6 @@ class OperationTimes:
         if work.shards_optimizer:
             return self.figure("reduce_scatter", ranks * apart).time_us(size)
         return 2 * self.figure("all_gather", ranks * apart).time_us(size)
-
-    def reductions_us(self, tensors: LayerTensors) -> LayerReductions:
-        """The same of both buffers of a layer, or of several, as one bucket each."""
-        return LayerReductions(
-            self.reduction_us(sum(tensors.experts), experts=True),
-            self.reduction_us(sum(tensors.others), experts=False),
-        )
 
     def figure(self, operation: Operation, ranks: int) -> TransferCost:
         """A collective of a group that is spread over so many ranks, and so perhaps over several nodes."""

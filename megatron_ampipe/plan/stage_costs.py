@@ -390,13 +390,14 @@ def copy_tokens(times: OperationTimes, work: Work) -> Pair:
 
 @CostOf(kinds.REDUCE)
 def reduce(times: OperationTimes, work: Work) -> Pair:
-    tensors = tensors_of(times.block, dense=times.features.dense)
-    return Pair(times.reductions_us(tensors).others, 0.0)
+    _, others = tensors_of(times.block, dense=times.features.dense)
+    return Pair(times.reduction_us(sum(others), experts=False), 0.0)
 
 
 @CostOf(kinds.REDUCE_EXPERTS)
 def reduce_experts(times: OperationTimes, work: Work) -> Pair:
-    return Pair(times.reductions_us(tensors_of(times.block, dense=False)).experts, 0.0)
+    experts, _ = tensors_of(times.block, dense=False)
+    return Pair(times.reduction_us(sum(experts), experts=True), 0.0)
 
 
 # The host's part.

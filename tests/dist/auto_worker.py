@@ -20,24 +20,26 @@ LONG, SHORT = 64, 16
 def main() -> None:
     rank, _ = start()
     use_groups()
+    from megatron_ampipe.launch import auto
     from megatron_ampipe.runtime import recorder
 
+    # Shapes are compared in every iteration.
+    interval, auto.SHAPE_INTERVAL = auto.SHAPE_INTERVAL, 1
     results = []
     for seed in SEEDS:
         noise = random.Random(1000 * seed + rank)
         recorder.time = _Clock(noise)
         results.append(_train(rank, noise))
     recorder.time = time
-    report(
-        {
-            "runs": results,
-            "refusal": _disagree(rank),
-            "predicted": _follow_plans(),
-            "short": _run_short(),
-            "ranges": _remember(rank),
-            "reduced": _settle(),
-        }
-    )
+    found = {
+        "runs": results,
+        "refusal": _disagree(rank),
+        "predicted": _follow_plans(),
+        "short": _run_short(),
+        "ranges": _remember(rank),
+    }
+    auto.SHAPE_INTERVAL = interval
+    report(found | {"reduced": _settle()})
 
 
 def around(hook: Any, train_step: Callable[..., object]) -> Callable[..., object]:
@@ -67,7 +69,7 @@ def _train(rank: int, noise: random.Random) -> dict[str, object]:
 
     layer, context = _layer()
     said: list[str] = []
-    auto = AutoDegree(context, planner=None, say=said.append, shape_interval=1)
+    auto = AutoDegree(context, planner=None, say=said.append)
     passes = context.recorder.passes
     outputs: dict[int, torch.Tensor] = {}
     difference = 0.0
@@ -117,7 +119,7 @@ def _follow_plans() -> list[tuple[int, tuple[float, float] | None]]:
     def planner(shape: tuple[int, int]) -> Choice:
         return Choice(Pipeline.of(4 if shape[0] == LONG else 2), "a plan", (shape[0], 1.0))
 
-    auto = AutoDegree(context, planner=planner, say=lambda line: None, shape_interval=1)
+    auto = AutoDegree(context, planner=planner, say=lambda line: None)
     auto.start((LONG, 1))
     step = around(auto, lambda rows: layer(hidden_states=torch.randn(rows, 1, 32), attention_mask=None))
     logged = []
@@ -152,18 +154,16 @@ def _run_short() -> dict[str, object]:
 def _remember(rank: int) -> dict[str, object]:
     """Sizes that an earlier run tried, of which only the first rank knows, and sizes around them."""
     from megatron_ampipe.launch.auto import AutoDegree
-    from megatron_ampipe.launch.size_ranges import ChosenSize
     from megatron_ampipe.schedule import Pipeline
 
     layer, context = _layer()
     said: list[str] = []
-    tried = [ChosenSize.of((rows, 1), Pipeline.of(degree)) for rows, degree in ((24, 2), (48, 2), (96, 4))]
+    tried = [((rows, 1), Pipeline.of(degree)) for rows, degree in ((24, 2), (48, 2), (96, 4))]
     auto = AutoDegree(
         context,
         planner=None,
         say=said.append,
         earlier=lambda: tried if rank == 0 else [None],
-        shape_interval=1,
     )
     ran = []
 
@@ -212,7 +212,7 @@ def _layer() -> tuple[torch.nn.Module, object]:
 
     from megatron_ampipe.layers.context import AMPipeContext
     from megatron_ampipe.layers.layer import pipelined
-    from megatron_ampipe.schedule.config import AMPipeConfig
+    from megatron_ampipe.schedule.pipeline import AMPipeConfig
     from tests.dist.blocks import transformer_config
 
     config = transformer_config(Case("auto", world_size=4, model=AUX))

@@ -73,7 +73,7 @@ def _start() -> Any:
 
 
 def _compare(request: dict[str, Any], emulation: Any) -> dict[str, Any]:
-    from megatron_ampipe.tools.measuring.bench_job import Cut, Variant
+    from megatron_ampipe.tools.measuring.bench_job import Variant
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
     from megatron_ampipe.tools.measuring.grid import Case
 
@@ -85,10 +85,10 @@ def _compare(request: dict[str, Any], emulation: Any) -> dict[str, Any]:
     stock = _results(factory.stock, case)
     report = {"zero rows": [_zero_rows(tensor) for tensor in received], "exchanges": len(received)}
     report["cuts"] = {
-        f"{schedule} {cut}": differences(stock, _results(factory.build(Variant(schedule, cut)), case))
-        for schedule, cut in (
-            *(("ampipe", Cut.of(*degrees)) for degrees in ((2,), (4,), (4, 2), (2, 4))),
-            ("moe-only", Cut.of(4)),
+        str(variant): differences(stock, _results(factory.build(variant), case))
+        for variant in (
+            *(Variant.of("ampipe", d, backward_degree=b) for d, b in ((2, 2), (4, 4), (4, 2), (2, 4))),
+            Variant.of("moe-only", 4),
         )
     }
     if case.expert_kind != "sequential":

@@ -40,7 +40,7 @@ def test_the_gpu_tests_pass_on_stand_ins_for_cuda(gpu_tests: dict[str, Any]) -> 
     passed = {name for name, how in outcomes.items() if how == "passed"}
     layers = {name for name in outcomes if name.startswith("test_every_layer_case_in_fp32")}
     assert layers <= passed
-    assert len(layers) > 150
+    assert len(layers) > 120
     functions = {name.partition("[")[0] for name in outcomes} - {name.partition("[")[0] for name in passed}
     # Of these nothing runs here.
     assert functions == {

@@ -57,12 +57,13 @@ def case(model: str, *, degree: int, schedule: str = "ampipe", executor: str = "
 STOCK = {model: case(model, degree=1) for model in MODELS}
 CASES = [
     case(model, degree=degree, schedule=schedule, executor=executor)
-    for model in MODELS
-    for degree, schedule, executor in (
-        (2, "ampipe", "thread"),
-        (4, "ampipe", "sequential"),
-        (8, "ampipe", "thread"),
-        (4, "moe-only", "thread"),
+    for model, degree, schedule, executor in (
+        ("top1", 2, "ampipe", "thread"),
+        ("top1", 4, "moe-only", "thread"),
+        ("top2-swiglu-losses", 4, "ampipe", "sequential"),
+        ("top2-swiglu-losses", 8, "ampipe", "thread"),
+        ("shared", 8, "ampipe", "thread"),
+        ("shared", 4, "moe-only", "thread"),
     )
 ]
 SENT_ONCE = dataclasses.replace(
@@ -71,8 +72,7 @@ SENT_ONCE = dataclasses.replace(
     exchange=Exchange.RANKS,
 )
 LANCET = [
-    case(model, degree=1, schedule="lancet", executor=executor)
-    for model, executor in (("top1", "sequential"), ("top2-swiglu-losses", "thread"), ("shared", "thread"))
+    case(model, degree=1, schedule="lancet", executor="thread") for model in ("top1", "top2-swiglu-losses")
 ]
 JOINED = case("top2-swiglu-losses", degree=4, schedule="joined", executor="thread")
 
@@ -125,9 +125,7 @@ def test_peak_is_not_above_stock(case: Case, reports: list[dict[str, dict[str, A
     for rank, report in enumerate(reports):
         stock, ours = report[STOCK[case.name.partition(" ")[0]].name], report[case.name]
         ratio = ours["peak_bytes"] / stock["peak_bytes"]
-        print(f"{case.name}: {ours['peak_bytes'] / 1e6:.2f} MB, {ratio:.3f} of stock")
-        largest = "\n".join(f"{size:>10} {shape} made by {place}" for size, place, shape in ours["largest"])
-        assert ratio <= ABOVE_STOCK, f"rank {rank}: {ratio:.3f} of stock's peak. Alive then:\n{largest}"
+        assert ratio <= ABOVE_STOCK, f"rank {rank}; alive then: {ours['largest']}"
 
 
 @pytest.mark.parametrize(("blocks", "stack"), STACKS, ids=lambda case: case.name)
@@ -136,12 +134,7 @@ def test_peak_of_a_stack_is_that_of_its_blocks(
 ) -> None:
     for report in reports:
         ratio = report[stack.name]["peak_bytes"] / report[blocks.name]["peak_bytes"]
-        after = report[stack.name]["after_forward_bytes"] / report[blocks.name]["after_forward_bytes"]
-        print(f"{stack.name}: {ratio:.4f} of block by block, {after:.4f} after the forward pass")
-        largest = "\n".join(
-            f"{size:>10} {shape} made by {place}" for size, place, shape in report[stack.name]["largest"]
-        )
-        assert ratio <= ABOVE_BLOCK_BY_BLOCK, f"{ratio:.3f}. Alive then:\n{largest}"
+        assert ratio <= ABOVE_BLOCK_BY_BLOCK, report[stack.name]["largest"]
         # Nothing of a pass stays alive in a stack either.
         assert report[stack.name]["left_bytes"] <= report[blocks.name]["left_bytes"]
 
@@ -165,7 +158,6 @@ def test_experts_that_restore_their_tensors_keep_less(
         keeping, restoring = report[FOUR.name], report[case.name]
         kept = restoring["after_forward_bytes"] / keeping["after_forward_bytes"]
         peak = restoring["peak_bytes"] / keeping["peak_bytes"]
-        print(f"{case.name}: {kept:.3f} after the forward pass, peak {peak:.3f} of keep")
         assert kept <= (11 if case.memory == "rebuild" else 10) / 23 + 0.02
         # Of the four layers, 3 of 16 chunks are loaded at once.
         assert peak <= {"rebuild": 0.58, "redispatch": 0.55, "offload": 0.6}[case.memory]
@@ -196,7 +188,6 @@ def test_weight_gradients_that_wait_hold_what_one_product_takes(
             if place.startswith("expert") and shape[1:] == [width]
         )
         above = ours["peak_bytes"] - stock["peak_bytes"]
-        print(f"{case.name}: {above / 2**20:.2f} MiB above stock, the product takes {held / 2**20:.2f}")
         assert above <= held + (ABOVE_STOCK - 1) * stock["peak_bytes"]
 
 
@@ -230,9 +221,7 @@ def predicted_bytes(case: Case, *, num_ranks: int = 2) -> float:
 @pytest.mark.parametrize("case", PREDICTED, ids=lambda case: case.name)
 def test_the_planner_predicts_the_peak(case: Case, reports: list[dict[str, dict[str, Any]]]) -> None:
     measured = max(report[case.name]["peak_bytes"] for report in reports)
-    predicted = predicted_bytes(case)
-    print(f"{case.name}: {measured / 2**20:.2f} MiB, predicted {predicted / measured - 1:+.1%}")
-    assert predicted == pytest.approx(measured, rel=0.05)
+    assert predicted_bytes(case) == pytest.approx(measured, rel=0.05)
 
 
 FOUR_RANKS = 4
@@ -307,9 +296,5 @@ def test_the_planner_predicts_the_peak_of_two_groups(
     measured = max(of[case.name]["peak_bytes"] for of in of_four)
     stock = EIGHT_BF16 if case.model.get("bf16") else EIGHT
     less = 1 - measured / max(of[stock.name]["peak_bytes"] for of in of_four)
-    predicted = predicted_bytes(case)
-    print(
-        f"{case.name}: {measured / 2**20:.2f} MiB, {less:.1%} less, predicted {predicted / measured - 1:+.1%}"
-    )
-    assert predicted == pytest.approx(measured, rel=0.05)
+    assert predicted_bytes(case) == pytest.approx(measured, rel=0.05)
     assert less >= (0.45 if case.memory in STRATEGIES and case.memory != KEEP else 0.0)

@@ -92,15 +92,15 @@ def gain(summary: dict[str, Any]) -> float:
 
 
 def test_it_is_faster_over_a_slow_link_with_the_same_losses(folder: Path) -> None:
-    summary, _ = run(folder, "--iterations", "8")
-    assert len(summary["ampipe"]["losses"]) == 8
+    summary, _ = run(folder, "--iterations", "6")
+    assert len(summary["ampipe"]["losses"]) == 6
     assert summary["link"]["kind"] == ("real" if NO_NETWORK is None else "emulated")
     assert summary["link"]["rate_mbit_per_s"] == 100
     assert gain(summary) >= LEAST_GAIN
 
 
 def test_it_is_faster_over_an_emulated_link(folder: Path) -> None:
-    summary, output = run(folder, "--iterations", "8", "--link", "emulated:200mbit")
+    summary, output = run(folder, "--iterations", "6", "--link", "emulated:200mbit")
     assert summary["link"]["kind"] == "emulated"
     assert gain(summary) >= LEAST_GAIN
     assert output.startswith("link: an emulated link of 200 Mbit/s\n")

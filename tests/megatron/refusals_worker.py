@@ -12,7 +12,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import ending, failures, flags, host
 from megatron_ampipe.launch.refusals import REFUSALS, refuse_unsupported
 from megatron_ampipe.schedule import Pipeline
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from tests.megatron.forked_launch import TRAIN, launched
 from tests.megatron.refusal_flags import ACCEPTED, ALONE, COMPANIONS, VALUES
 
@@ -48,6 +48,8 @@ def main() -> None:
     ending.PEER_LAG_S = 0.0
     from megatron.core.extensions import kitchen
     from megatron.training.arguments import add_megatron_arguments
+
+    import tests.preloaded  # noqa: F401 - what launches import, once
 
     # Megatron has the flags of this library only if it is installed; it is internal to NVIDIA.
     kitchen.HAVE_KITCHEN = True

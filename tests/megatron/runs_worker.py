@@ -1,7 +1,7 @@
 """Several training runs, one after another, on the same ranks; Megatron's globals are reset in between.
 
-Each runs the complete entry point. The first argument lists the runs as JSON: names, each with its command
-line. Used by :func:`tests.megatron.launcher.pretrain_several`.
+Each runs the complete entry point, or the launcher if its first word is a script. The first argument lists
+the runs as JSON: names, each with its command line. Used by :func:`tests.megatron.launcher.pretrain_several`.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 import json
 import sys
 
-from megatron_ampipe.launch import pretrain
+from megatron_ampipe.launch import pretrain, script
 from tests.megatron.launcher import BEGINS
 
 
 def main() -> int:
     """Train until a run fails; returns the exit code of the last run."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
     from megatron.training import training
 
+    # Otherwise each training shuffles millions of sequences, of which it reads a dozen.
+    MockGPTLowLevelDataset.size = 1000
     stock = (training.train_step, training.training_log)
     for name, words in json.loads(sys.argv[1]):
         print(f"\n{BEGINS}{name}", flush=True)
-        code = pretrain.main(words)
+        code = (script if words[0].endswith(".py") else pretrain).main(words)
         if code != 0:
             return code
         assert (training.train_step, training.training_log) == stock, "given back to Megatron"

@@ -70,8 +70,9 @@ def accepted_value(action: argparse.Action) -> str:
 
 def main() -> None:
     """Run everything."""
+    import tests.preloaded  # noqa: F401 - what commands import, once
+
     folder = Path(sys.argv[1])
-    flags.import_megatron()
     parser = flags.full_parser()
 
     def back(words: Sequence[str]) -> list[list[str]]:

@@ -187,13 +187,8 @@ def test_a_script_is_needed(words: list[str], expected: str, capfd: pytest.Captu
             [*FLAGS, *DEGREE_4, "--expert-model-parallel-size", "1"],
             "it builds no GPT or hybrid model of Megatron's",
         ),
-        (
-            "from megatron.training.arguments import parse_and_validate_args as p\np()",
-            [*FLAGS, *DEGREE_4, "--mlp-chunks-for-training", "2", "--expert-model-parallel-size", "1"],
-            "AMPipe already splits the MLP into chunks",
-        ),
     ],
-    ids=["no-parser", "no-model", "refused"],
+    ids=["no-parser", "no-model"],
 )
 def test_a_run_that_does_not_use_ampipe_fails(
     source: str, flags: list[str], expected: str, tmp_path: Path

@@ -35,6 +35,7 @@ def test_flags_that_the_user_set_are_not_changed() -> None:
         ["--transformer-impl=transformer_engine"],
         ["--moe-token-dispatcher-type", "flex"],
         ["--moe-grouped-gemm"],
+        ["--distributed-backend", "nccl"],
         ["--hybrid-layer-pattern", "M*E-GE"],
         ["--profile"],
     ],

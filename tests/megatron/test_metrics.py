@@ -131,15 +131,12 @@ SAMPLED = """
 from megatron_ampipe.launch import host
 host.install()
 import argparse, sys
-import megatron.training.training as training
 import torch
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron_ampipe.launch.hooks import Hook, Hooks
 from megatron_ampipe.launch.recording import Recording
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Direction, Pipeline, Stage, kinds
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 def sampled(rank, trace_dir, log_interval=3):
     config = AMPipeConfig(pipeline=Pipeline.of(2), trace_dir=trace_dir)
@@ -156,19 +153,10 @@ def sampled(rank, trace_dir, log_interval=3):
 
 folder = sys.argv[1]
 print(sampled(1, None), sampled(0, None), sampled(0, folder), sampled(1, None, log_interval=100), sep=";")
-names = lambda: (training.train_step, training.training_log, DistributedDataParallel.__init__)
-stock, hooks = names(), Hooks()
-hooks.install(pipelined=False)
-print(names() == stock)
-hooks.add(Hook())
-hooks.install(pipelined=True)
-print([ours is theirs for ours, theirs in zip(names(), stock)])
-hooks.remove()
-print(names() == stock)
 """
 
 
-def test_only_logged_iterations_are_recorded_and_megatron_is_left_as_it_was(tmp_path: Path) -> None:
+def test_only_logged_iterations_are_recorded(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SAMPLED, str(tmp_path)],
         cwd=REPOSITORY,
@@ -178,5 +166,4 @@ def test_only_logged_iterations_are_recorded_and_megatron_is_left_as_it_was(tmp_
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    recorded = "[3, 6];[];[1, 2, 3, 4, 5, 6, 7];[]"
-    assert done.stdout.splitlines() == [recorded, "True", "[False, False, False]", "True"]
+    assert done.stdout == "[3, 6];[];[1, 2, 3, 4, 5, 6, 7];[]\n"

@@ -10,24 +10,22 @@ from pathlib import Path
 from megatron_ampipe.cli import main
 
 WORDS = ["attention", "experts", "route", "tokens", "to", "ranks", "and", "back", "in", "chunks"]
-DOCUMENT_BYTES = {"documents": (20, 22), "short-documents": (2, 9)}
-"""By dataset, the smallest and the largest document."""
 THREE_FILES = ("_header_value_parser.py", "headerregistry.py", "message.py")
 
 
 def write(folder: Path, dataset: str) -> None:
     """Write ``folder/dataset.bin`` and ``.idx``: each text file is a document.
 
-    ``text`` has the sources of a Python package, ``three-files`` three of them; the others are in
-    :data:`DOCUMENT_BYTES`.
+    ``text`` has the sources of a Python package, ``three-files`` three of them, ``documents`` texts of 20
+    to 22 bytes.
     """
     texts = folder / f"texts of {dataset}"
     texts.mkdir()
-    if dataset in DOCUMENT_BYTES:
+    if dataset == "documents":
         numbers, total = random.Random(3), 0
         words = " ".join(numbers.choices(WORDS, k=400))
         while total < 3000:
-            length, start = numbers.randint(*DOCUMENT_BYTES[dataset]), numbers.randrange(1000)
+            length, start = numbers.randint(20, 22), numbers.randrange(1000)
             (texts / f"{total:04}.txt").write_text(words[start : start + length])
             total += length
     else:

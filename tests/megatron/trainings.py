@@ -121,14 +121,6 @@ TRAININGS: dict[str, Training] = {
         moments=True,
         bias=True,
     ),
-    # Dropped tokens next to a dense layer.
-    "capacity": Training(
-        flags=EP + SHARED + '--moe-layer-freq "[0,1]" --moe-expert-capacity-factor 0.8 '
-        "--moe-token-drop-policy position --normalization RMSNorm --moe-aux-loss-coeff 1e-1 "
-        "--moe-z-loss-coeff 1e-2 --overlap-grad-reduce --vocab-size 256 --split 80,20,0",
-        text="text",
-        moments=True,
-    ),
     # Three files, and the split that the documentation recommends.
     "three-files": Training(
         flags=EP + "--split 99,1,0 --eval-iters 1 --eval-interval 2 --vocab-size 256", text="three-files"
@@ -149,9 +141,6 @@ TRAININGS: dict[str, Training] = {
         flags=CP + EP + LLAMA,
         ours=(f"{BLOCKS} --ampipe-stack all",),
         said=("layers per schedule 1, in place of all",),
-    ),
-    "experts-of-tensor-ranks": Training(
-        flags=TP + "--expert-tensor-parallel-size 2 --moe-token-dispatcher-type allgather"
     ),
     "latent-mtp": Training(
         flags=EP + LATENT + ROPE + "--multi-latent-attention --q-lora-rank 16 --mtp-num-layers 1"
@@ -180,17 +169,13 @@ TRAININGS: dict[str, Training] = {
     "stack-restarts": Training(
         flags=FOUR_LAYERS + EP,
         ours=(REDISPATCH, REBUILD),
-        restarts=((0, 1), (1, 0), (2, 1)),
+        restarts=((0, 1), (2, 1)),
         said=("layers per schedule all", OF_STAGES),
-    ),
-    "dense-between": Training(
-        flags=FOUR_LAYERS + EP + "--moe-layer-freq [1,0,1,0] --moe-z-loss-coeff 1e-3", ours=STACKS
     ),
     # Layers of the user's own specification.
     "own-layers": Training(
         flags=FOUR_LAYERS + EP + "--spec tests.megatron.custom_spec block", ours=(STACK, BLOCKS)
     ),
-    "stack-of-tensor-ranks": Training(flags=FOUR_LAYERS + WHOLE_EXPERTS + EP, ours=STACKS),
     # Several micro-batches wait for their backward at the same time.
     "interleaved": Training(
         flags=PP + "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2",
@@ -209,23 +194,7 @@ TRAININGS: dict[str, Training] = {
         said=("full recompute first 1 of a stage",),
         num_ranks=4,
     ),
-    # What is sent once to each rank or node, or in two hops.
-    "exchange-ranks": Training(
-        flags=EP + SHARED + "--num-experts 8 --moe-router-topk 4 --moe-z-loss-coeff 1e-3 "
-        "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position",
-        ours=("--ampipe-exchange ranks", "--ampipe-exchange ranks --ampipe-degree 4"),
-        said=("exchange ranks a row for each rank that has experts of a token",),
-        restarts=((0, 2), (1, 0)),
-    ),
-    # What each memory strategy gathers once more, on two nodes.
-    "gathers": Training(
-        flags=TP + EP + "--expert-tensor-parallel-size 2 --num-experts 8 --moe-router-topk 4",
-        ours=(
-            f"{BLOCKS} --ampipe-ranks-per-node 2 --ampipe-memory rebuild/redispatch/S2/S3",
-            f"{BLOCKS} --ampipe-ranks-per-node 2 --ampipe-exchange ranks --ampipe-schedule lancet",
-        ),
-        num_ranks=4,
-    ),
+    # What is sent once to each node, or in two hops.
     "two-hops": Training(
         flags=SHARED + "--expert-model-parallel-size 4 --num-experts 8 --moe-router-topk 4 "
         "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position",
@@ -233,7 +202,6 @@ TRAININGS: dict[str, Training] = {
             f"{BLOCKS} --ampipe-ranks-per-node 2 --ampipe-exchange {kind}" for kind in ("nodes", "2dh")
         ),
         said=("of a token",),
-        restarts=((0, 2), (1, 0), (2, 1)),
         num_ranks=4,
     ),
     # Documents of a third of a sequence, and of a few tokens.
@@ -245,13 +213,6 @@ TRAININGS: dict[str, Training] = {
         said=("documents packed a token attends to its own document only",),
         text="documents",
     ),
-    "documents-short": Training(
-        flags=EP + ROPE + "--seq-length 64 --dataloader-inter-document-masking --vocab-size 256 "
-        "--split 100,0,0",
-        ours=(f"{BLOCKS} --ampipe-backward-degree 2",),
-        said=("documents packed a token attends to its own document only",),
-        text="short-documents",
-    ),
     "documents-masked": Training(
         flags=EP + ROPE + "--seq-length 64 --vocab-size 256 --split 100,0,0 --reset-attention-mask "
         "--reset-position-ids --eod-mask-loss --micro-batch-size 2 --window-size 16,0 "
@@ -259,35 +220,12 @@ TRAININGS: dict[str, Training] = {
         said=("documents masked a token attends to its own document only",),
         text="documents",
     ),
-    # Flags of well-known models: GPT-OSS, Nemotron 3, DeepSeek-V3.
-    "sinks": Training(
-        flags=EP + ROPE + GQA + OVERLAPS + "--softmax-type learnable --attention-output-gate "
-        "--window-size 16,0 --window-attn-skip-freq 2"
-    ),
-    "latent-experts": Training(
-        flags=EP + ROPE + SHARED + FULL + "--moe-latent-size 16 --moe-expert-capacity-factor -1",
-        ours=(STACK,),
-    ),
     "records": Training(
         flags=WHOLE_EXPERTS + EP + ROPE + "--moe-enable-routing-replay --moe-router-score-function sigmoid "
         "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2",
         stock="--moe-routing-trace-path {folder}/records-of-stock",
         ours=(f"{BLOCKS} --ampipe-stack all --moe-routing-trace-path {{folder}}/records",),
         said=("records of the routing need Megatron's order of the rows",),
-    ),
-    "sinkhorn": Training(
-        flags=EP + ROPE + SHARED + OVERLAPS + "--moe-router-load-balancing-type sinkhorn "
-        "--moe-aux-loss-coeff 0 --moe-z-loss-coeff 0.01"
-    ),
-    "quantiles": Training(
-        flags=WHOLE_EXPERTS + EP + ROPE + "--moe-router-load-balancing-type quantile_balancing "
-        "--moe-aux-loss-coeff 0",
-        ours=(STACK,),
-    ),
-    "dropped-by-score": Training(
-        flags=EP + ROPE + "--moe-expert-capacity-factor 0.8 --moe-token-drop-policy probs "
-        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --micro-batch-size 2",
-        ours=(f"{BLOCKS} --ampipe-backward-degree 2 --ampipe-stack all",),
     ),
     "padded": Training(
         flags=EP + ROPE + "--moe-expert-capacity-factor 1.25 --moe-token-drop-policy position "
@@ -313,22 +251,15 @@ ROUTERS: dict[str, Training] = {
         said=IN_PLACE,
         restarts=RESTARTS,
     ),
-    "sigmoid": Training(flags=EP + "--ampipe-router sigmoid", said=IN_PLACE, restarts=RESTARTS),
+    "sigmoid": Training(flags=EP + "--ampipe-router sigmoid", said=IN_PLACE),
     "expert-choice": Training(
         flags=EP + NO_LOSS,
         stock="--ampipe-router tests.gates:ExpertChoiceOfEight --moe-expert-capacity-factor 4 "
         "--moe-token-drop-policy position",
         ours=(f"{BLOCKS} --ampipe-router expert-choice --ampipe-router-scope chunk",),
         said=(*IN_PLACE, COMPARES),
-        restarts=RESTARTS,
     ),
-    "hash": Training(flags=EP + NO_LOSS + "--ampipe-router hash", said=IN_PLACE, restarts=RESTARTS),
-    "tests.gates:ForwardRouter": Training(
-        flags=EP + "--ampipe-router tests.gates:ForwardRouter", said=IN_PLACE
-    ),
-    "tests.gates:BiasedByIdRouter": Training(
-        flags=EP + "--ampipe-router tests.gates:BiasedByIdRouter", said=IN_PLACE
-    ),
+    "hash": Training(flags=EP + NO_LOSS + "--ampipe-router hash", said=IN_PLACE),
 }
 
 HYBRID = (
@@ -348,15 +279,10 @@ HYBRIDS: dict[str, Training] = {
         said=("2 pairs of 9 layers",),
         restarts=((0, 2), (2, 0)),
     ),
-    "hybrid-latent": Training(
-        flags=EP + LATENT + HYBRID + "+E+E", ours=(STACK,), said=("2 pairs of 4 layers",)
-    ),
     "hybrid-recompute": Training(
         flags=EP + FULL + HYBRID + "*EM*E", ours=(STACK,), said=("2 pairs of 5 layers",)
     ),
-    "hybrid-mtp": Training(
-        flags=EP + HYBRID + "*E*E/*E", ours=(STACK,), said=("those of multi-token prediction too",)
-    ),
+    "hybrid-mtp": Training(flags=EP + HYBRID + "*E*E/*E", ours=(STACK,), said=("hybrid layers",)),
     "hybrid-of-tensor-ranks": Training(
         flags=WHOLE_EXPERTS + EP + HYBRID + "*E*EM*E", ours=(STACK,), said=("3 pairs of 7 layers",)
     ),

@@ -32,7 +32,7 @@ IssueOrder = Callable[..., tuple[tuple[str, Stage], ...]]
 """As ``schedule.issue_order``."""
 RANKS = 2
 RANKS_OF_NODES = 4
-NUM_RANDOM_ORDERS = 60
+NUM_RANDOM_ORDERS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,13 @@ VARIANTS = {
 def runs() -> Iterator[Run]:
     """All runs."""
     for schedule in ("ampipe", "moe-only", "sequential"):
-        for degree in (1, 2, 3, 5, 8):
+        for degree in (1, 3, 8):
             for local_experts in (1, 4):
                 case = block(local_experts=local_experts, schedule=schedule, degree=max(degree, 2))
                 pipeline = Pipeline.of(degree, schedule=schedule)
                 yield Run(f"{schedule}-{degree}-{local_experts}-experts", case, pipeline)
     for name, model in VARIANTS.items():
-        for forward, backward in ((4, 4), (4, 2), (2, 4), (1, 4), (8, 2)):
+        for forward, backward in ((4, 2), (1, 4)):
             case = block(local_experts=2, degree=4, model=model)
             pipeline = Pipeline(degree=forward, backward_degree=backward)
             yield Run(f"{name}-{forward}-{backward}", case, pipeline)
@@ -96,7 +96,7 @@ def runs() -> Iterator[Run]:
     case = block(degree=4, layers="mdm", stack=0, recompute=("uniform", 1), model=VARIANTS["losses-top2"])
     yield Run("recomputed-stack-in-flight", case, in_flight=3)
     yield Run("recomputed-stack-late", case, issue=lazy_issue)
-    for number in range(10):
+    for number in range(5):
         issue = functools.partial(random_issue, random.Random(number))
         yield Run(f"recomputed-stack-random-{number}", case, issue=issue)
     for case in PARITY:
@@ -135,12 +135,8 @@ def runs_of_shares() -> Iterator[Run]:
         parallel = {"expert_tensor_parallel_size": RANKS, "expert_model_parallel_size": ranks}
         shared = block(local_experts=2, parallel=parallel, ranks_per_node=nodes)
         name = "shares" if nodes is None else "shares-on-nodes"
-        for forward, backward in ((4, 4), (4, 2), (2, 4)):
-            yield Run(
-                f"{name}-{forward}-{backward}", shared, Pipeline(degree=forward, backward_degree=backward)
-            )
         yield Run(f"{name}-late", shared, issue=lazy_issue)
-        for number in range(10):
+        for number in range(5):
             chooser = random.Random(number)
             memory, degree = chooser.choice(tuple(STRATEGIES)), chooser.choice((2, 3))
             gathers = COMM if nodes is None else INTRA
@@ -163,9 +159,8 @@ def runs_of_rows() -> Iterator[Run]:
         parallel=parallel, layers="mdm", stack=0, model={"add_bias_linear": True} | VARIANTS["losses-top2"]
     )
     for schedule in ("ampipe", "lancet"):
-        for forward, backward in ((4, 4), (4, 2), (2, 4)):
-            pipeline = Pipeline(degree=forward, backward_degree=backward, schedule=schedule, stack=0)
-            yield Run(f"rows-{schedule}-{forward}-{backward}", rows, pipeline)
+        pipeline = Pipeline(degree=4, backward_degree=2, schedule=schedule, stack=0)
+        yield Run(f"rows-{schedule}-4-2", rows, pipeline)
     for schedule in ("ampipe", "moe-only", "lancet"):
         alone = block(parallel=parallel, schedule=schedule, model={"add_bias_linear": True})
         yield Run(f"rows-alone-{schedule}", alone, in_flight=2, issue=lazy_issue)
@@ -173,7 +168,7 @@ def runs_of_rows() -> Iterator[Run]:
     yield Run("rows-in-flight", rows, in_flight=3)
     yield Run("rows-late", rows, issue=lazy_issue)
     yield Run("rows-recomputed", dataclasses.replace(rows, recompute=("uniform", 1)))
-    for number in range(20):
+    for number in range(10):
         chooser = random.Random(number)
         memory, degree = chooser.choice(tuple(STRATEGIES)), chooser.choice((2, 3))
         features = BlockFeatures(losses=True, chunked_qkv=True, row_links="network", gathers_rows=True)

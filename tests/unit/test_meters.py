@@ -23,7 +23,7 @@ from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.tape import Tape
 from megatron_ampipe.schedule import Direction, Exchange, Stage, kinds
 from megatron_ampipe.tools.measuring import emulation, meters, network
-from megatron_ampipe.tools.measuring.link import SPIN_KERNELS, Nodes, parse_link
+from megatron_ampipe.tools.measuring.link import SPIN_KERNELS, parse_link
 
 # Stages alone
 
@@ -101,15 +101,12 @@ def test_a_stage_on_a_gpu_is_timed_from_when_all_of_it_is_queued(monkeypatch: py
     assert run(1e-3) == pytest.approx(2e-3)
     # What is said of a stage is between the last two events: after the spin, around the stage.
     assert device.happened[-5:] == ["spin", "event", "event", "stage", "event"]
-    assert not timer.queue.starved
     run(3e-3)
-    assert timer.queue.starved == {"expert": 1}
     assert run(3e-3) == pytest.approx(6e-3)
     # A host that waits for the device is not waited for in turn.
     run(1.0)
     assert run(1.0) == pytest.approx(1e-2)
-    assert timer.queue.starved == {"expert": 3}
-    # And it has not only issued.
+    # It has not only issued: times in which the device was out of work do not count.
     assert timer.queue.issued_us() == {"forward": {"expert": 1000.0}}
 
 
@@ -215,7 +212,7 @@ def test_bytes_equal_those_of_a_count_row_by_row(exchange: Exchange) -> None:
             nodes, crossing = sorted(set(nodes)), ROW_BYTES + PER_NODE * LOCAL_EXPERTS * PROBABILITY_BYTES
         total["inter"] += crossing * sum(node != own for node in nodes)
         total["intra"] += size * sum(rank % PER_NODE != RANK % PER_NODE for rank in ranks)
-    assert routings.expected_bytes(exchange, rank=RANK, nodes=Nodes(PER_NODE, 1e6)) == dict(total)
+    assert routings.expected_bytes(exchange, rank=RANK, ranks_per_node=PER_NODE) == dict(total)
 
 
 # The emulated link

@@ -111,7 +111,7 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         quickstart.main(["--iterations", "3"])
     assert "'3' is not a whole number of at least 4" in capsys.readouterr().err
     assert quickstart.main(["--link", "fast"]) == 2
-    assert "--link fast: 'fast' is not a rate" in capsys.readouterr().err
+    assert "--link fast: is not a link" in capsys.readouterr().err
 
 
 def test_a_real_network_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,7 @@ def test_every_turn_of_a_period_is_the_same(name: str, degree: int, count: int) 
 
 def test_how_many_layers_share_a_schedule() -> None:
     assert [Pipeline.of(4, stack=stack).stack_of(6) for stack in (0, 1, 4, 6, 9)] == [6, 1, 4, 6, 6]
-    assert str(Pipeline.of(4, stack=0)) == "degree 4, schedule ampipe, all layers together"
+    assert str(Pipeline.of(4, stack=0)) == "degree 4, schedule ampipe, layers that share a schedule all"
     assert str(Pipeline.of(4)) == "degree 4, schedule ampipe"
 
 

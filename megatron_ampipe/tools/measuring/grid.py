@@ -7,15 +7,13 @@ cases that would not have fitted some memory, and ``expected_cases`` says how ma
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megatron_ampipe.errors import BadInput
+from megatron_ampipe.errors import BadInput, nearest
 from megatron_ampipe.files.inputs import LinedMapping, load, refuse
 from megatron_ampipe.files.records import read_record
 from megatron_ampipe.files.shipped import find_config
@@ -115,48 +113,6 @@ class Fits:
         return size <= self.memory_gib * 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A checked grid.
-
-    Attributes:
-        name: Name of the file without suffix.
-        path: The file.
-        cases: In the order of the file, names unique.
-    """
-
-    name: str
-    path: Path
-    cases: tuple[Case, ...]
-
-    def only(self, names: str | None, *, flag: str = "--cases") -> Grid:
-        """The grid with only the cases of these names, separated by commas; with all for None.
-
-        Raises:
-            BadInput: there is no such case.
-        """
-        if names is None:
-            return self
-        chosen, known = names.split(","), [case.name for case in self.cases]
-        for name in chosen:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=3) or known[:3]
-                rule, remedy = f"is not a case of {self.path}", f"Use one of {', '.join(near)}."
-                raise BadInput(flag, name or "(empty)", rule=rule, remedy=remedy)
-        return dataclasses.replace(self, cases=tuple(case for case in self.cases if case.name in chosen))
-
-    def check_ranks(self, num_ranks: int) -> None:
-        """Refuse a number of ranks that cannot share the experts equally.
-
-        Raises:
-            BadInput: the experts of a case are no multiple of it.
-        """
-        for case in self.cases:
-            if case.experts % num_ranks:
-                rule = f"does not divide the {case.experts} experts of case {case.name} in {self.path}"
-                raise BadInput("--ranks", num_ranks, rule=rule, remedy="Use --ranks 2, or change the grid.")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GridFile:
     """The form of the file; see the head of this module."""
@@ -178,11 +134,20 @@ def find_grid(text: str) -> Path:
     return find_config(text, folders=["bench"], flag="--grid", what="grid")
 
 
-def read_grid(path: Path) -> Grid:
+def read_grid(
+    path: Path, *, only: str | None = None, flag: str = "--cases", num_ranks: int = 1
+) -> tuple[Case, ...]:
     """Read and check a grid.
 
+    Args:
+        path: The file.
+        only: Names of the wanted cases, separated by commas; None for all.
+        flag: The flag that named them, for the error.
+        num_ranks: Over which the experts are spread.
+
     Raises:
-        BadInput: naming the file, the line and the key that is wrong.
+        BadInput: naming the file, the line and the key that is wrong; there is no such case; or the ranks
+            cannot share the experts equally.
     """
     top = load(path, what="grid", remedy="Look at configs/bench/cpu-small.yaml for the format.")
     found, lines = read_record(path, _GridFile, top)
@@ -191,17 +156,21 @@ def read_grid(path: Path) -> Grid:
     axes = found.axes or (found.cases or (),)
     cases = [_case(path, found.defaults, parts) for parts in itertools.product(*axes)]
     cases = [case for case in cases if found.fits is None or found.fits.holds(case)]
-    if not cases:
-        refuse(path, lines["fits"], "fits", "no case is left", "Give a larger memory_gib.")
-    names = [case.name for case in cases]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        refuse(path, top.line, f"name {twice}", "two cases have it", "Give each case a different name.")
     if found.expected_cases not in (None, len(cases)):
         key = "expected_cases"
         rule, remedy = f"{len(cases)} cases are left", f"Write {len(cases)}."
         refuse(path, lines[key], f"{key} {found.expected_cases}", rule, remedy)
-    return Grid(path.stem, path, tuple(cases))
+    by_name = {case.name: case for case in cases}
+    if not cases or len(by_name) < len(cases):
+        refuse(path, top.line, "cases", "none is left, or two have one name", "Give each another name.")
+    chosen = list(by_name) if only is None else only.split(",")
+    for name in chosen:
+        if name not in by_name:
+            raise BadInput(flag, name, rule=f"is not a case of {path}", remedy=nearest(name, by_name))
+        if by_name[name].experts % num_ranks:
+            rule = f"does not divide the {by_name[name].experts} experts of case {name} in {path}"
+            raise BadInput("--ranks", num_ranks, rule=rule, remedy="Use --ranks 2, or change the grid.")
+    return tuple(case for case in cases if case.name in chosen)
 
 
 def _case(path: Path, defaults: LinedMapping | None, parts: Sequence[LinedMapping]) -> Case:
@@ -210,7 +179,9 @@ def _case(path: Path, defaults: LinedMapping | None, parts: Sequence[LinedMappin
     for part in parts if defaults is None else (defaults, *parts):
         merged.update(part)
         merged.lines.update(part.lines)
-    merged["name"] = "-".join(_name(path, part) for part in parts)
+    names = [str(part["name"]) for part in parts if "name" in part]
+    if len(names) == len(parts):
+        merged["name"] = "-".join(names)
     case, lines = read_record(path, Case, merged, add="Add '{key}: ...' here or to defaults.")
 
     def check(good: bool, key: str, rule: str, remedy: str) -> None:
@@ -229,11 +200,3 @@ def _case(path: Path, defaults: LinedMapping | None, parts: Sequence[LinedMappin
             rule = f"is no multiple of {multiple}, which expert_kind torch-grouped needs"
             check(getattr(case, key) % multiple == 0, key, rule, "Choose one, or another expert_kind.")
     return case
-
-
-def _name(path: Path, part: LinedMapping) -> str:
-    name = part.get("name")
-    if not isinstance(name, str) or not name:
-        rule = "must be text" if "name" in part else "is missing"
-        refuse(path, part.lines.get("name", part.line), "name", rule, "Write for example 'name: top1'.")
-    return name

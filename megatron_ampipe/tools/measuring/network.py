@@ -153,7 +153,7 @@ def joined(pids: Sequence[int], link: Link) -> Iterator[None]:
     Raises:
         NetworkUnavailable: the kernel does not allow it.
     """
-    rate_bit_per_s, nodes = link.rate_bit_per_s, link.nodes
+    rate_bit_per_s, within_bit_per_s = link.rate_bit_per_s, link.within_node_bit_per_s
     assert rate_bit_per_s is not None
     with contextlib.ExitStack() as stack:
         _connect(stack, pids, INTERFACE, rate_bit_per_s)
@@ -166,9 +166,9 @@ def joined(pids: Sequence[int], link: Link) -> Iterator[None]:
                 _inside(pid, "ip", "route", "change", _SUBNET, "dev", INTERFACE, "src", _address(rank),
                         "congctl", _CONGESTION_CONTROL)  # fmt: skip
                 _shape(pid, INTERFACE, rate_bit_per_s)
-        if nodes is not None:
-            for first in range(0, len(pids), nodes.ranks_per_node):
-                _join_node(stack, range(first, first + nodes.ranks_per_node), pids, nodes.rate_bit_per_s)
+        if link.ranks_per_node is not None and within_bit_per_s is not None:
+            for first in range(0, len(pids), link.ranks_per_node):
+                _join_node(stack, range(first, first + link.ranks_per_node), pids, within_bit_per_s)
         yield
 
 

@@ -23,7 +23,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,18 +31,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.attention.kernels import KERNELS
-from megatron_ampipe.runtime.collectives import all_gather_rows, exchange_rows
+from megatron_ampipe.runtime.collectives import exchange_rows
 from megatron_ampipe.runtime.executors import SequentialExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.saved_tensors import HostCopies
 from megatron_ampipe.schedule import Direction, Span
-from megatron_ampipe.tools.measuring.bench_job import Cut, Variant
+from megatron_ampipe.tools.measuring.bench_job import Variant
 from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.measuring.cluster_fit import Sample
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.meters import stage_times
 from megatron_ampipe.tools.measuring.ranks import Rank
-from megatron_ampipe.tools.measuring.timed_passes import Passes, meet
+from megatron_ampipe.tools.measuring.timed_passes import Clock, Passes, meet
 
 WARMUP = 2
 """Rounds that do not count."""
@@ -67,7 +67,8 @@ def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int, t
         turns: In how many turns ranks time their computation: as many as share a core.
 
     Returns:
-        ``samples``, ``slowdowns``, ``block`` (:func:`block_times`), ``kernel`` and ``fused_gradients``.
+        ``samples``, ``slowdowns``, ``block`` and ``issue_of`` (:func:`block_times`), ``kernel`` and
+        ``fused_gradients``.
     """
     job = rank.job
     watch = Stopwatch(repeats=repeats, on_cuda=job.on_cuda, alive=lambda: rank.say("alive"))
@@ -90,10 +91,12 @@ def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int, t
     # On the links where the longest transfers are.
     slowdowns = operations.slowdowns(links[-1].exchange)
     rank.progress()
+    block, issue_of = block_times(rank, case, factory, watch=watch)
     return {
-        "samples": [asdict(sample) for sample in samples],
+        "samples": samples,
         "slowdowns": slowdowns,
-        "block": block_times(rank, case, factory, watch=watch),
+        "block": block,
+        "issue_of": issue_of,
         "kernel": factory.kernel,
         "fused_gradients": factory.fused_gradients,
     }
@@ -169,16 +172,9 @@ class Stopwatch:
     def _once(self, probe: Probe) -> float:
         if probe.together:
             meet(on_cuda=self.on_cuda)
-        if not self.on_cuda:
-            begin = time.perf_counter()
-            probe.operation()
-            return self.since(begin)
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
+        clock = Clock(on_cuda=self.on_cuda)
         probe.operation()
-        last.record()
-        last.synchronize()
-        return float(first.elapsed_time(last)) * 1e3
+        return clock.passed_s() * 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,11 +243,8 @@ class Operations:
     def _product(self, rows: int, k: int, n: int) -> Iterator[Probe]:
         """Forward, and the two of the backward pass."""
         inputs, weight, gradient = self._random(rows, k), self._random(n, k), self._random(rows, n)
-        columns = {
-            "alpha_us": 1.0,
-            "beta_us_per_gflop": 2e-9 * rows * k * n,
-            "weights_us_per_million": 1e-6 * k * n,
-        }
+        gflops, weights = 2e-9 * rows * k * n, 1e-6 * k * n
+        columns = {"alpha_us": 1.0, "beta_us_per_gflop": gflops, "weights_us_per_million": weights}
         yield Probe("gemm", columns, lambda: inputs @ weight.t())
         yield Probe("gemm", columns, lambda: (gradient @ weight, gradient.t() @ inputs), count=2)
 
@@ -265,19 +258,17 @@ class Operations:
         def attend() -> Tensor:
             return self._kernel(query, key, value, spans=spans, scale=size**-0.5)
 
+        def differentiate() -> object:
+            return torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True)
+
         output = attend()
         gradient = torch.randn_like(output)
         pairs = end * (end + 1) // 2 - start * (start + 1) // 2
         gflops = 4e-9 * pairs * batch * heads * size
-        merge = 1e-6 * output.nbytes if start else 0.0
-        columns = {"alpha_us": 1.0, "beta_us_per_gflop": gflops, "merge_us_per_mb": merge}
-        yield Probe("attention.forward", columns, attend)
-        yield Probe(
-            "attention.backward",
-            # Five products instead of two.
-            {**columns, "beta_us_per_gflop": 2.5 * gflops},
-            lambda: torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True),
-        )
+        columns = {"alpha_us": 1.0, "merge_us_per_mb": 1e-6 * output.nbytes if start else 0.0}
+        yield Probe("attention.forward", {**columns, "beta_us_per_gflop": gflops}, attend)
+        # Five products instead of two.
+        yield Probe("attention.backward", {**columns, "beta_us_per_gflop": 2.5 * gflops}, differentiate)
 
     def _passes_over_memory(self, rows: int) -> Iterator[Probe]:
         """A residual is added; rows are put into another order and back; what arrives for the experts is
@@ -315,7 +306,17 @@ class Operations:
                 yield self._exchange(family, link.all, multiple * sizes[-2], near=link.near, as_stock=True)
         ranks = link.all.size()
         for rows in (1, *(rows // ranks for rows in sizes)):
-            yield from self._gathers(link, self._random(rows, self._case.hidden))
+            part = self._random(rows, self._case.hidden)
+            whole, sent = part.repeat(ranks, 1), part.nbytes * (ranks - 1)
+
+            def gather(part: Tensor = part, whole: Tensor = whole) -> None:
+                dist.all_gather_into_tensor(torch.empty_like(whole), part, group=link.all)
+
+            def reduce(part: Tensor = part, whole: Tensor = whole) -> None:
+                dist.reduce_scatter_tensor(torch.empty_like(part), whole, group=link.all)
+
+            yield _of_bytes(f"{link.name}.all_gather", sent, gather, together=True)
+            yield _of_bytes(f"{link.name}.reduce_scatter", sent, reduce, together=True)
 
     def _exchange(
         self, family: str, group: dist.ProcessGroup, rows: int, *, near: int = 1, as_stock: bool = False
@@ -338,25 +339,12 @@ class Operations:
         sent = sum(tensor.nbytes for tensor in tensors) * (ranks - near) / ranks
         return _of_bytes(family, sent, exchange, together=True)
 
-    def _gathers(self, link: LinkGroups, part: Tensor) -> Iterator[Probe]:
-        group = link.all
-        whole = part.repeat(group.size(), 1)
-        sent = part.nbytes * (group.size() - 1)
-        for name, operation in (
-            ("all_gather", lambda: all_gather_rows([part], group=group).wait()),
-            (
-                "reduce_scatter",
-                lambda: dist.reduce_scatter_tensor(torch.empty_like(part), whole, group=group),
-            ),
-        ):
-            yield _of_bytes(f"{link.name}.{name}", sent, operation, together=True)
-
     def slowdowns(self, group: dist.ProcessGroup) -> dict[str, float]:
         """How much longer computation and an all-to-all take while the other runs.
 
         Returns:
-            ``compute`` and ``communication``, factors of at least 1 on computation and on time on the wire;
-            ``latency_us``, what every all-to-all takes longer, whatever its size.
+            As in a cluster file: factors of at least 1 on computation and on time on the wire, and what every
+            all-to-all takes longer, whatever its size.
         """
         sizes = self._rows(group)
         (small_mb, small_us, small_concurrent_us, _), (large_mb, large_us, large_concurrent_us, compute) = (
@@ -366,8 +354,8 @@ class Operations:
         concurrent = max(0.0, (large_concurrent_us - small_concurrent_us) / (large_mb - small_mb))
         slowdown = max(1.0, concurrent / alone) if alone else 1.0
         return {
-            "compute": compute,
-            "communication": slowdown,
+            "compute_slowdown": compute,
+            "communication_slowdown": slowdown,
             "latency_us": max(0.0, small_concurrent_us - small_us - small_mb * alone * (slowdown - 1.0)),
         }
 
@@ -466,19 +454,21 @@ def _concurrent_on_streams(
     return times_us[1], times_us[0]
 
 
-def block_times(rank: Rank[Any], case: Case, factory: BlockFactory, *, watch: Stopwatch) -> dict[str, Any]:
+def block_times(
+    rank: Rank[Any], case: Case, factory: BlockFactory, *, watch: Stopwatch
+) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """Microseconds of a block's parts on this rank.
 
     Returns:
-        ``stages``: by degree, direction and stage, the median of the stage alone; ``around``: by degree and
-        direction, of what a pass spends outside its stages; ``stock``: by direction, of Megatron's own layer;
-        ``issue``: of the host to issue one stage (0 where the host computes); ``issue_of``: by direction and
-        kind, of the host to issue a stage while the device is busy (empty where the host computes).
+        A mapping: ``stages``: by degree, direction and stage, the median of the stage alone; ``around``: by
+        degree and direction, of what a pass spends outside its stages; ``stock``: by direction, of Megatron's
+        own layer; ``issue``: of the host to issue one stage (0 where the host computes). And by direction and
+        kind, what the host takes to issue a stage while the device is busy (empty where the host computes).
     """
     rounds = WARMUP + watch.repeats
     passes = Passes(rank, case, progress=watch.give_sign)
-    variants = {degree: Variant("ampipe", Cut.of(degree)) for degree in DEGREES}
-    alone = {degree: factory.build_timed(of, num_passes=rounds) for degree, of in variants.items()}
+    variants = {degree: Variant.of("ampipe", degree) for degree in DEGREES}
+    alone = {degree: factory.build_timed(each, num_passes=rounds) for degree, each in variants.items()}
     in_order = {degree: Recorder(num_iterations=rounds) for degree in DEGREES}
     layers = {
         degree: factory.build(variants[degree], recorder=recorder, executor=SequentialExecutor())
@@ -498,28 +488,27 @@ def block_times(rank: Rank[Any], case: Case, factory: BlockFactory, *, watch: St
         if watch.on_cuda:
             issued_us.append(passes.run(usual).issued_s * 1e6)
         rank.progress()
-    stages = {str(degree): _medians(stage_times(timed.recorder)) for degree, timed in alone.items()}
+    stages = {
+        str(degree): {
+            way: {stage: statistics.median(us[WARMUP:]) for stage, us in of_stages.items()}
+            for way, of_stages in stage_times(timed.recorder).items()
+        }
+        for degree, timed in alone.items()
+    }
     num_stages = len(stages[str(max(DEGREES))]["forward"])
-    return {
+    around = {str(degree): _outside(whole[degree], in_order[degree]) for degree in DEGREES}
+    found = {
         "stock": {way: statistics.median(times[way] for times in stock[WARMUP:]) for way in Direction},
         "stages": stages,
-        "around": {str(degree): _outside(whole[degree], in_order[degree]) for degree in DEGREES},
+        "around": around,
         "issue": statistics.median(issued_us[WARMUP:]) / num_stages if issued_us else 0.0,
-        "issue_of": alone[max(DEGREES)].timer.queue.issued_us(),
     }
-
-
-def _medians(times: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
-    return {
-        direction: {stage: statistics.median(passes[WARMUP:]) for stage, passes in stages.items()}
-        for direction, stages in times.items()
-    }
+    return found, alone[max(DEGREES)].timer.queue.issued_us()
 
 
 def _outside(whole: Sequence[dict[Direction, float]], recorder: Recorder) -> dict[str, float]:
     """The median of what passes took beyond the sum of their stages."""
-    times = stage_times(recorder)
-    found = {}
+    times, found = stage_times(recorder), {}
     for way in Direction:
         in_stages = map(sum, zip(*times[way.value].values(), strict=True))
         beyond = [took[way] - inside for took, inside in zip(whole, in_stages, strict=True)]

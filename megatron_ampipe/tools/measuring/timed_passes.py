@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ampipe.attention.kernels import describe_kernel
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.launch.host.all_to_all import gloo_all_to_all
 from megatron_ampipe.runtime.executors import ThreadExecutor
@@ -50,16 +49,13 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
     """Measure one case; ``variants`` are what is compared, stock first.
 
     Returns:
-        ``samples_s``: by variant, seconds of every repeat, and ``backward_s``, of its backward part;
-        ``processor_s``: by variant, seconds that processors worked in it, None on CUDA; ``stages``: by
-        variant (None where the layer is Megatron's own), microseconds of every stage alone, and ``needs``,
-        what each waits for; ``starved``: by variant, how often a GPU was out of work within a stage, by the
-        stage's kind; ``difference`` by variant; ``peak_bytes`` by variant, of tensors that a pass holds at
-        once beyond weights and input; ``wire_bytes``: by variant, bytes that this rank put on the wire in
-        every repeat, by class of links, None where the link is no real network, and ``expected_wire_bytes``,
-        what it had to send by the routing; ``kernel`` of attention, the same for all variants, and
-        ``attention``, which backend computes which part; ``fused_gradients``, whether linear layers add their
-        weights' gradients to ``main_grad`` themselves.
+        A list by variant under most keys. ``samples_s``, ``backward_s`` and ``processor_s`` (None on CUDA):
+        seconds of every repeat, of its backward part, and of all processors. ``stages``: microseconds of
+        every stage alone, and ``needs``: what each waits for (None where the layer is Megatron's own).
+        ``difference`` from stock. ``peak_bytes`` of tensors that a pass holds at once beyond weights and
+        input. ``wire_bytes``: what this rank put on the wire in every repeat, by class of links, None where
+        that is no real network, and ``expected_wire_bytes``, by the routing. Of all variants: ``kernel``,
+        ``attention`` (which backend computes which part) and ``fused_gradients``.
 
     Raises:
         DifferenceFound: on every rank, if some variant differs from stock on some rank.
@@ -72,7 +68,7 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
         on_cuda=job.on_cuda,
         seed=job.seed,
         layers=job.layers,
-        ranks_per_node=job.ranks_per_node,
+        ranks_per_node=job.link.ranks_per_node,
     )
     on_network, rate = job.link.kind is LinkKind.NETWORK, job.link.rate_bit_per_s
     passes = Passes(rank, case, counts_wire=on_network)
@@ -91,8 +87,6 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
     for _ in range(job.warmup):
         for layer in (*layers, *(build.layers for build in timed if build)):
             passes.run(layer)
-    for build in filter(None, timed):
-        build.timer.queue.starved.clear()
     samples: list[list[PassSample]] = [[] for _ in layers]
     for repeat in range(job.repeats):
         order = [(repeat + step) % len(layers) for step in range(len(layers))]
@@ -113,18 +107,19 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
         "processor_s": None if job.on_cuda else by_variant("processor_s"),
         "stages": [build and stage_times(build.recorder) for build in timed],
         "needs": [build and build.timer.needs for build in timed],
-        "starved": [build and build.timer.queue.starved for build in timed],
         "difference": difference,
         "peak_bytes": peaks,
         "wire_bytes": by_variant("wire_bytes"),
         "expected_wire_bytes": [
             routings.expected_bytes(
-                variant.exchange, wire=variant.wire, rank=rank.number, nodes=job.link.nodes
+                variant.pipeline.exchange,
+                wire=variant.wire,
+                rank=rank.number,
+                ranks_per_node=job.link.ranks_per_node,
             )
             for variant in variants
         ],
         "kernel": factory.kernel,
-        "attention": describe_kernel(factory.kernel),
         "fused_gradients": factory.fused_gradients,
     }
 
@@ -217,7 +212,7 @@ class Passes:
             with gloo_all_to_all() if layer.gloo_all_to_all else contextlib.nullcontext():
                 begin, worked = time.perf_counter(), time.process_time()
                 output, _ = layer(hidden_states=hidden, attention_mask=None)
-                issued_s, between = time.perf_counter() - begin, _Clock(on_cuda=self.on_cuda)
+                issued_s, between = time.perf_counter() - begin, Clock(on_cuda=self.on_cuda)
                 output.backward(self._gradient)
                 backward_s = between.passed_s()
                 wall_s, processor_s = time.perf_counter() - begin, time.process_time() - worked
@@ -242,7 +237,7 @@ def meet(*, on_cuda: bool) -> None:
         torch.cuda.synchronize()
 
 
-class _Clock:
+class Clock:
     """Starts where it is made in the order of the work: of the device if there is one."""
 
     def __init__(self, *, on_cuda: bool) -> None:
