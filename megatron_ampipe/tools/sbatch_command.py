@@ -22,8 +22,7 @@ import jinja2
 
 from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.inputs import at_least, load
-from megatron_ampipe.files.shipped import find_config
+from megatron_ampipe.files.inputs import at_least, find_config, load
 from megatron_ampipe.launch.config_files import CONFIG_FLAG
 
 SAVE_INTERVAL = 500
