@@ -119,17 +119,17 @@ def main() -> None:
         print(name, {key: value for key, value in case.items() if not key.startswith("samples")})
 
 
-def of_covers(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def of_covers(ranks: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
     """The figures of one case, milliseconds, from what all ranks measured."""
     names = [variant.schedule for variant in variants("covers")]
     backward = {
-        name: [1e3 * max(times) for times in zip(*(rank["backward_s"][index] for rank in ranks), strict=True)]
+        name: [1e3 * max(times) for times in zip(*(rank[index]["backward_s"] for rank in ranks), strict=True)]
         for index, name in enumerate(names)
     }
 
     def stage(name: str, stage: str) -> float:
         """Median over passes of the slowest rank."""
-        of_ranks = (rank["stages"][names.index(name)]["backward"][stage] for rank in ranks)
+        of_ranks = (rank[names.index(name)]["stages"]["backward"][stage] for rank in ranks)
         return statistics.median(map(max, zip(*of_ranks, strict=True))) / 1e3
 
     saved = [a - b for a, b in zip(backward[NOT_COVERED], backward[COVERED], strict=True)]
@@ -148,17 +148,17 @@ def of_covers(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def of_joined(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def of_joined(ranks: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
     """Likewise: seconds that both ranks' processors worked, over those for Megatron's layer; times."""
     names = [variant.schedule for variant in variants("joined")]
 
     def by_pass(figure: str, of_ranks: Callable[..., float]) -> dict[str, list[float]]:
         return {
-            name: [of_ranks(one) for one in zip(*(rank[figure][index] for rank in ranks), strict=True)]
+            name: [of_ranks(one) for one in zip(*(rank[index][figure] for rank in ranks), strict=True)]
             for index, name in enumerate(names)
         }
 
-    processor, times = by_pass("processor_s", sum), by_pass("samples_s", max)
+    processor, times = by_pass("processor_s", sum), by_pass("wall_s", max)
     stock = processor[STOCK]
     ratios = {
         name: [ours / theirs for ours, theirs in zip(samples, stock, strict=True)]
@@ -177,7 +177,7 @@ def work(rank: Rank[LancetJob]) -> list[dict[str, Any]]:
     rank.start_megatron()
     from megatron_ampipe.tools.measuring.timed_passes import measure
 
-    return [measure(rank, case, variants(rank.job.what)) for case in rank.job.cases]
+    return [measure(rank, case, variants(rank.job.what))["variants"] for case in rank.job.cases]
 
 
 if __name__ == "__main__":

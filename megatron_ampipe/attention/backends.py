@@ -67,17 +67,14 @@ SpanFunction = Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """The reference implementation, which the others are compared with. Softmax in fp32."""
-    visible = visible_keys(query, key, scoring.window)
-    keys, values = (repeat_heads(x, query.shape[2]) for x in (key, value))
-    scores = torch.einsum("rbhc,sbhc->bhrs", query, keys).float() * scoring.scale
-    scores = scores.masked_fill(~visible, -math.inf)
+    """The reference implementation, which the others are compared with. Softmax in the dtype of sums."""
+    scores = _scores(query, key, causal=True, scale=scoring.scale, window=scoring.window)
     if scoring.sinks is not None:
-        of_rows = scoring.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        of_rows = scoring.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, of_rows], dim=-1)
-    weights = scores.softmax(dim=-1)[..., : keys.shape[0]]
-    weights = F.dropout(weights.to(values.dtype), p=scoring.dropout)
-    return torch.einsum("bhrs,sbhv->rbhv", weights, values)
+    weights = scores.softmax(dim=-1)[..., : key.shape[0]]
+    weights = F.dropout(weights.to(value.dtype), p=scoring.dropout)
+    return torch.einsum("bhrs,sbhv->rbhv", weights, repeat_heads(value, query.shape[2]))
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -164,11 +161,11 @@ def _exact_backward(*given: Tensor, causal: bool, scale: float) -> tuple[Tensor,
     return dq, dk, dv
 
 
-def _scores(query: Tensor, key: Tensor, *, causal: bool, scale: float) -> Tensor:
+def _scores(query: Tensor, key: Tensor, *, causal: bool, scale: float, window: int | None = None) -> Tensor:
     """``[B, H, R, S]`` in the dtype of sums."""
     scores = torch.einsum("rbhc,sbhc->bhrs", query, repeat_heads(key, query.shape[2]))
     scores = scores.to(sum_dtype(query)) * scale
-    return scores.masked_fill_(~visible_keys(query, key, None), -math.inf) if causal else scores
+    return scores.masked_fill_(~visible_keys(query, key, window), -math.inf) if causal else scores
 
 
 EXACT_PIECES = PieceKernel(all_visible_keys, _exact_forward, _exact_backward)

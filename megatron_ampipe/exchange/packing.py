@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 from torch import Tensor
 
-from megatron_ampipe.exchange.hops import NOT_ROUTED, SortHop, SumHop, copies_for, places_of
+from megatron_ampipe.exchange.hops import NOT_ROUTED, SortHop, SumHop, copies_for, places_of, turned
 from megatron_ampipe.exchange.transports import ALL_TO_ALL, UNEQUAL_GATHER, RowTransport, all_gather
 from megatron_ampipe.runtime.collectives import HostCopy, lane_group
 
@@ -71,9 +71,9 @@ class ToldCounts(NamedTuple):
     """Between the ranks that share an expert, if there are several."""
     tokens_per_expert: Tensor
     """``[L]`` int64."""
-    pieces: Tensor | None
+    pieces: Any
     """Where every copy of a token is sent to a rank of several experts, rows of each source for each expert
-    ``[P * S, L]``, as they arrive; on the device if they are sorted there."""
+    ``[P * S][L]``, as they arrive, and ``[L][P * S]``; on the device if they are sorted there."""
 
 
 class AllToAllChunk:
@@ -203,9 +203,10 @@ class AllToAllChunk:
             gather = RowTransport(UNEQUAL_GATHER, (of_shares[share],), of_shares, self._shares)
         if not self._once and self._num_local > 1:
             by_source = here.reshape(ranks, shares, -1).swapaxes(0, 1).reshape(-1, self._num_local)
-            pieces = torch.tensor(by_source)
+            pieces = by_source.tolist(), by_source.T.tolist()
             if self._fused:
-                pieces = pieces.to(gathered.on_device.device, non_blocking=True)
+                on_device = torch.tensor(pieces[0]).to(gathered.on_device.device, non_blocking=True)
+                pieces = on_device, on_device.T.contiguous()
         return ToldCounts(
             self._packed.num_rows,
             RowTransport(ALL_TO_ALL, input_splits, arriving.tolist(), group),
@@ -227,7 +228,7 @@ class AllToAllChunk:
             self._copied = Permutation(~probs.isneginf(), int(per_expert.sum()), fused=self._fused)
             rows, probs = self._copied.rows(rows, probs)
         elif self.told.pieces is not None:
-            rows, probs = self._sorted(rows, self.told.pieces, probs)
+            rows, probs = self._sorted(rows, self.told.pieces[0], probs)
         return rows, per_expert, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
@@ -236,12 +237,14 @@ class AllToAllChunk:
             return self._copied.sums(hidden_states)
         if self.told.pieces is None:
             return hidden_states
-        return self._sorted(hidden_states, self.told.pieces.T)[0]
+        return self._sorted(hidden_states, self.told.pieces[1])[0]
 
-    def _sorted(self, rows: Tensor, pieces: Tensor, probs: Tensor | None = None) -> Any:
+    def _sorted(self, rows: Tensor, pieces: Any, probs: Tensor | None = None) -> Any:
         """Rows, and their probabilities, in pieces ``[A][B]``: of the first ``B``, then of the second."""
+        if not self._fused:
+            return turned(rows, pieces), turned(probs, pieces) if probs is not None else None
         order = _order(*pieces.shape, pieces.device)
-        return sort_chunks_by_idxs(rows, pieces.ravel(), order, probs, fused=self._fused)
+        return sort_chunks_by_idxs(rows, pieces.ravel(), order, probs, fused=True)
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """As many rows ``[M, D]`` as were sent, perhaps none, to their sums ``[rows, B, D]``."""

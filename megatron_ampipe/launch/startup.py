@@ -13,7 +13,6 @@ from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import connections
-from megatron_ampipe.launch.adjustments import reads_masks
 from megatron_ampipe.launch.host import Adjustment
 from megatron_ampipe.launch.planned import MemoryChoice, layout_of_args
 from megatron_ampipe.launch.recording import has_expert_communication
@@ -181,6 +180,17 @@ def _notes(args: argparse.Namespace) -> list[Row]:
 def masks_documents(args: argparse.Namespace) -> bool:
     """Whether the data loader's masks separate documents; layers with a window do not read them."""
     return bool(args.create_attention_mask_in_dataloader) and reads_masks(args)
+
+
+def reads_masks(args: argparse.Namespace) -> bool:
+    """Whether a layer applies the masks of ``--reset-attention-mask``, as ``layers`` decides it for each."""
+    return bool(
+        args.reset_attention_mask
+        and args.transformer_impl == "local"
+        and not args.multi_latent_attention
+        and args.context_parallel_size == 1
+        and (args.window_size is None or args.window_attn_skip_freq is not None)
+    )
 
 
 def _packs_documents(args: argparse.Namespace) -> bool:

@@ -160,7 +160,7 @@ def attention(
         sums: Where its backward may add the gradients of keys and values; it then gives none.
     """
     layer = state.block.attention_layer
-    attended, hidden = (rest, None) if state.features.scatters_rows else (rest[:-1], rest[-1])
+    attended, hidden = (rest, None) if state.features.row_links else (rest[:-1], rest[-1])
     query, *gate = _gate_apart(state, query)
     if state.features.ring:
         (context,) = attended

@@ -43,7 +43,7 @@ from megatron_ampipe.schedule import (
     with_memory,
 )
 from megatron_ampipe.schedule.chunks import Documents
-from megatron_ampipe.schedule.features import features_of_settings, has_latent_experts
+from megatron_ampipe.schedule.features import features_of_settings
 
 Tensors = Sequence[Sequence[Tensor]]
 """What a transfer is given of each of its chunks."""
@@ -102,7 +102,7 @@ class BlockModules:
         self.attention_layer, self.moe_layer, self.moe = attention_layer, moe_layer, moe_layer.mlp
         self.config, self.context, self._is_recomputed = moe_layer.config, context, recomputed
         self.dense = not moe_layer.is_moe_layer
-        self.is_latent = not self.dense and has_latent_experts(self.config)
+        self.is_latent = not self.dense and bool(getattr(self.config, "moe_latent_size", None))
         self.recomputed = self._recomputed_kinds()
         # Pipeline and mode can change between two passes.
         self.dispatcher = cache(self._make_dispatcher)
@@ -212,7 +212,7 @@ class BlockModules:
         if not with_graph:
             return features
         if reductions is not None:
-            of_experts = features.experts and reductions.of_experts
+            of_experts = not features.dense and reductions.of_experts
             features = replace(features, reduces=True, reduces_experts=of_experts)
         return with_memory(features, pipeline.memory)
 

@@ -75,7 +75,7 @@ class BlockPass:
         self.attend = block.attend(hidden.is_cuda, documents is not None)
         self.ring_ranks = block.attention_layer.pg_collection.cp
         self.has_gate = has_gate(block.attention_layer.self_attention)
-        if features.scatters_rows:
+        if features.row_links:
             keeps = features.recomputed or not torch.is_grad_enabled()
             self.row_transfers = RowTransfers(block.row_group, keeps=keeps)
         self.draws = RandomStates() if features.recomputed and block.draws else None

@@ -16,9 +16,9 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers import attention_stages, moe_stages  # noqa: F401  Their functions register.
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.block_pass import BlockPass
-from megatron_ampipe.layers.block_routing import sees_whole_blocks
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.router import sees_whole_blocks
 from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
 from megatron_ampipe.runtime.stack_call import StackCall

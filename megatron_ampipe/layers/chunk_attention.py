@@ -140,9 +140,10 @@ def _rotate(
     skips = attention.config.no_rope_freq
     if rotary_pos_emb is None or (skips and skips[attention.layer_number - 1]):
         return query, key
-    if not isinstance(rotary_pos_emb, tuple):
-        rotary_pos_emb = (rotary_pos_emb,) * 2
-    of_query, of_key = (None if part is None else rows(part) for part in rotary_pos_emb)
+    if isinstance(rotary_pos_emb, tuple):
+        of_query, of_key = (part if part is None else rows(part) for part in rotary_pos_emb)
+    else:
+        of_query = of_key = rows(rotary_pos_emb)
     return _rotate_rows(attention, query, of_query), _rotate_rows(attention, key, of_key)
 
 

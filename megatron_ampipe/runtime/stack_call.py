@@ -120,8 +120,8 @@ class StackCall:
 
     def _hand_over(self, layer: int, *, half: bool) -> None:
         parameters, gradients = self._gradients(layer, half=half)
-        pairs = zip(parameters, gradients, strict=True)
-        trained = [parameter for parameter, gradient in pairs if gradient is not None]
+        # No name for the iterator: it would keep the last gradient, which would then be copied.
+        trained = [one for one, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
         gradients[:] = [gradient for gradient in gradients if gradient is not None]
         if trained:
             hand_over(trained, gradients)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from megatron_ampipe.block.settings import AUTO
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.features import BlockFeatures, Restored
 
@@ -40,18 +41,14 @@ class Exchange(StrEnum):
         return self in (Exchange.NODES, Exchange.TWO_DIMENSIONAL)
 
 
-ALL_EXCHANGES = "auto"
-"""In place of names of exchanges: all that can be used."""
-
-
 def parse_exchanges(text: str, *, flag: str) -> tuple[Exchange, ...]:
     """The exchanges that a text names, each once: a list, or ``auto`` for all; or :class:`BadInput`."""
-    if text == ALL_EXCHANGES:
+    if text == AUTO:
         return tuple(Exchange)
     try:
         return tuple(dict.fromkeys(map(Exchange, text.split(","))))
     except ValueError:
-        rule = f"is not {ALL_EXCHANGES}, or a list of {', '.join(Exchange)}"
+        rule = f"is not {AUTO}, or a list of {', '.join(Exchange)}"
         raise BadInput(flag, text or "(empty)", rule=rule, remedy=f"Use {flag} rows,ranks.") from None
 
 
@@ -121,9 +118,6 @@ PAPER_NAMES: Mapping[str, str] = {"S1": "offload", "S4": "redispatch"}
 COPYING = ("offload", "S2", "S3")
 """The strategies that copy to host memory."""
 
-BETWEEN_CHUNKS = "/"
-"""Between the strategies of the chunks, from the first to the last: ``keep/rebuild/rebuild/rebuild``."""
-
 
 def with_memory(features: BlockFeatures, memory: str) -> BlockFeatures:
     """The features of a block that trains under a strategy. A block without experts, or a recomputed one, has
@@ -135,13 +129,13 @@ def with_memory(features: BlockFeatures, memory: str) -> BlockFeatures:
 
 
 def of_chunks(memory: str) -> tuple[str, ...]:
-    """The strategy of each chunk of the backward pass, or one of all."""
-    return tuple(PAPER_NAMES.get(name, name) for name in memory.split(BETWEEN_CHUNKS))
+    """The strategy of each chunk of the backward pass, from the first on; or one of all."""
+    return tuple(PAPER_NAMES.get(name, name) for name in memory.split("/"))
 
 
 def memory_to_text(names: Sequence[str]) -> str:
     """What :func:`of_chunks` reads; one name if all chunks have the same."""
-    return names[0] if len(set(names)) == 1 else BETWEEN_CHUNKS.join(names)
+    return names[0] if len(set(names)) == 1 else "/".join(names)
 
 
 def check_memory(memory: str, *, backward_degree: int | None = None, flag: str = "--ampipe-memory") -> None:
@@ -157,7 +151,7 @@ def check_memory(memory: str, *, backward_degree: int | None = None, flag: str =
             raise BadInput(flag, name or "(empty)", rule=rule, remedy=remedy)
     if backward_degree is not None and len(names) not in (1, backward_degree):
         rule = f"names strategies of {len(names)} chunks, and the backward pass has {backward_degree}"
-        example = BETWEEN_CHUNKS.join([KEEP, *["rebuild"] * (backward_degree - 1)])
+        example = "/".join([KEEP, *["rebuild"] * (backward_degree - 1)])
         remedy = f"Name one of all chunks, or one of each: {flag} {example}."
         raise BadInput(flag, memory, rule=rule, remedy=remedy)
 

@@ -18,13 +18,13 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from megatron_ampipe.block.named_values import SHIPPED_WIRES, check_wire
+from megatron_ampipe.block.settings import AUTO
 from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import LARGEST_SEED, at_least
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import (
-    ALL_EXCHANGES,
     KEEP,
     PAPER_NAMES,
     SCHEDULE_NAMES,
@@ -62,14 +62,10 @@ examples:
       the same without root: every all-to-all, of both layers, takes as much longer
   ampipe bench --grid paper --link emulated:20GB/s --json paper.json
       on one GPU: the paper's cases; the other ranks are only pretended, and the output says so
-  ampipe bench --link 200mbit --layers 8 --stack all --schedules ampipe --degrees 4 --memory keep,rebuild
-      eight layers under one schedule, whose experts keep everything, or compute their inner tensors once more
   ampipe bench --link inter=50mbit,intra=400mbit --nodes 2 --ranks-per-node 2 --exchange rows,ranks
       a slow network between two nodes and a faster one within each
   ampipe bench --end-to-end --link 100mbit --schedules ampipe --degrees 4 --json training.json
       iterations per second of Megatron's whole training loop, and whether the losses are the same
-  ampipe profile --link 100mbit --output mine.yaml && ampipe bench --link 100mbit --planned mine.yaml
-      what ampipe plan would choose for each block, and schedules and degrees chosen by hand
   ampipe bench --from bench.json --predict cluster.yaml
       table of an earlier result, next to what the planner predicts
 
@@ -246,8 +242,10 @@ def _time_blocks(
                     finished(result.case_result(job, index, of_ranks))
             elif rank == 0 and event == "gpu":
                 hardware.update(value)
+            elif rank == 0 and event == "begin":
+                bar(value, advance=0)
             elif rank == 0:
-                bar(advance=event == "progress", description=value or "measuring")
+                bar()
 
         run_ranks(job, measure_blocks, on_message=on_message)
 
@@ -277,9 +275,7 @@ def _train(job: BenchJob, *, rounds: int, finished: Callable[[dict[str, Any]], N
     """Train whole models; ``finished`` is given each entry of ``cases``."""
     trainings = sum(map(len, job.variants)) * rounds
     with progress_bar(trainings * (job.warmup + job.repeats)) as bar:
-        for case in training.measure(
-            job, rounds=rounds, on_iteration=lambda what: bar(advance=1, description=what)
-        ):
+        for case in training.measure(job, rounds=rounds, on_iteration=bar):
             finished(case)
 
 
@@ -355,19 +351,19 @@ def _check_link(job: BenchJob, *, end_to_end: bool, gloo: bool) -> None:
 def _variants(arguments: argparse.Namespace, job: BenchJob) -> tuple[tuple[Variant, ...], ...]:
     """What is compared in each case: stock, its control, every schedule in every way, what was planned."""
     cuts = _cuts(arguments.degrees, arguments.chunks or ())
-    stacks = _stacks(arguments.stack, layers=job.layers)
+    stacks = _each(arguments.stack, lambda word: _stack(word, job.layers))
     exchanges = parse_exchanges(arguments.exchange, flag="--exchange")
     ways = every_way(
         cuts,
-        schedules=_words(arguments.schedules, "--schedules", SCHEDULE_NAMES),
+        schedules=_each(arguments.schedules, _schedule),
         stacks=stacks,
-        memories=_memories(arguments.memory, cuts),
+        memories=_each(arguments.memory, lambda word: _memory(word, cuts)),
         exchanges=exchanges,
-        wires=_wires(arguments.wire),
+        wires=_each(arguments.wire, _wire),
     )
     per_node = job.link.ranks_per_node
     two_hops = [exchange for exchange in exchanges if exchange.has_two_hops]
-    if two_hops and per_node is None and arguments.exchange != ALL_EXCHANGES:
+    if two_hops and per_node is None and arguments.exchange != AUTO:
         remedy = "Use --link inter=50mbit,intra=400mbit --nodes 2 --ranks-per-node 2."
         _refuse("--exchange", ",".join(two_hops), f"--link {job.link.text} has no nodes", remedy)
     cluster = None if arguments.planned is None else read_cluster(find_cluster(arguments.planned))
@@ -392,15 +388,6 @@ def _variants(arguments: argparse.Namespace, job: BenchJob) -> tuple[tuple[Varia
     return tuple(found)
 
 
-def _words(text: str, flag: str, known: Sequence[str]) -> list[str]:
-    """Words of a list, separated by commas, each once."""
-    words = list(dict.fromkeys(text.split(",")))
-    for word in words:
-        if word not in known:
-            _refuse(flag, word or "(empty)", f"is not one of {', '.join(known)}", f"Use {known[0]}.")
-    return words
-
-
 def _cuts(degrees: str, chunks: Sequence[str]) -> list[Pipeline]:
     """The values of ``--degrees`` (``4``, or ``4:2``) and ``--chunks``, each once."""
     cuts = []
@@ -418,31 +405,37 @@ def _cuts(degrees: str, chunks: Sequence[str]) -> list[Pipeline]:
     return list(dict.fromkeys(cuts))
 
 
-def _memories(text: str, cuts: Sequence[Pipeline]) -> list[str]:
-    """The value of ``--memory``; strategies of single chunks must be for one of the cuts."""
-    words = list(dict.fromkeys(text.split(",")))
+def _each[Value](text: str, parse: Callable[[str], Value]) -> list[Value]:
+    """The values of a list of words, separated by commas, each once."""
+    return list(dict.fromkeys(map(parse, text.split(","))))
+
+
+def _schedule(word: str) -> str:
+    if word not in SCHEDULE_NAMES:
+        rule, remedy = f"is not one of {', '.join(SCHEDULE_NAMES)}", "Use --schedules moe-only,ampipe."
+        _refuse("--schedules", word or "(empty)", rule, remedy)
+    return word
+
+
+def _memory(word: str, cuts: Sequence[Pipeline]) -> str:
+    """Strategies of single chunks must be for one of the cuts."""
     degrees = {cut.backward_degree for cut in cuts}
-    for word in words:
-        fits = len(of_chunks(word)) in {1, *degrees}
-        check_memory(word, flag="--memory", backward_degree=None if fits else max(degrees))
-    return words
+    fits = len(of_chunks(word)) in {1, *degrees}
+    check_memory(word, flag="--memory", backward_degree=None if fits else max(degrees))
+    return word
 
 
-def _stacks(text: str, *, layers: int) -> list[int]:
-    """The value of ``--stack``, ``all`` as a number."""
-    sizes = []
-    for word in text.split(","):
-        size = parse_stack(word, flag="--stack") or layers
-        if size > layers:
-            rule = f"is above the number of layers ({layers}), which cannot share a schedule with others"
-            _refuse("--stack", word, rule, f"Use --layers {size}, or --stack all.")
-        sizes.append(size)
-    return list(dict.fromkeys(sizes))
+def _stack(word: str, layers: int) -> int:
+    """``all`` as a number."""
+    size = parse_stack(word, flag="--stack") or layers
+    if size > layers:
+        rule = f"is above the number of layers ({layers}), which cannot share a schedule with others"
+        _refuse("--stack", word, rule, f"Use --layers {size}, or --stack all.")
+    return size
 
 
-def _wires(text: str) -> list[str | None]:
-    words = list(dict.fromkeys(text.split(",")))
-    for word in words:
-        if word != UNCHANGED:
-            check_wire(word, flag="--wire")
-    return [None if word == UNCHANGED else word for word in words]
+def _wire(word: str) -> str | None:
+    if word == UNCHANGED:
+        return None
+    check_wire(word, flag="--wire")
+    return word

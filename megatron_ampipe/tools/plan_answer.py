@@ -137,7 +137,7 @@ def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
         return None
     running = sharing_layers(predictor, plan.stack)
     lengths = [round(share * predictor.block.rows) for share in plan.shares]
-    with_experts = sum(features.experts for features in predictor.layers)
+    with_experts = sum(not features.dense for features in predictor.layers)
     num_layers = len(running.layers) if running is predictor else with_experts
     gradients = plan_gradients(running, plan.schedule, lengths, num_layers=num_layers)
     return None if gradients is None else dataclasses.asdict(gradients)

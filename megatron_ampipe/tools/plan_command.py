@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_ampipe.block.settings import AUTO
 from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least, value_of
@@ -27,7 +28,6 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.recorded_routing import with_routing
 from megatron_ampipe.plan.search import DEGREES
 from megatron_ampipe.schedule import (
-    ALL_EXCHANGES,
     Exchange,
     Pipeline,
     StageKind,
@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Exchange.ROWS.value,
         metavar="E,E",
         help="how the all-to-all groups copies of a token, as --ampipe-exchange: "
-        f"{', '.join(Exchange)}, several of these, or {ALL_EXCHANGES} for all that the layout allows; the "
+        f"{', '.join(Exchange)}, several of these, or {AUTO} for all that the layout allows; the "
         "first is kept unless another is predicted to save more than 1 %% (default: rows)",
     )
     add("--output", type=Path, metavar="FILE", help="write the plan, for --ampipe-plan FILE")
@@ -189,7 +189,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.refuse(
             f"--exchange {arguments.exchange} saves nothing in this layout: no rank or node gets a token "
             "twice, or ranks are not spread equally over several nodes with several of them on each; use "
-            f"--exchange {ALL_EXCHANGES}, which leaves out what does not apply"
+            f"--exchange {AUTO}, which leaves out what does not apply"
         )
     plans = make_plans(predictor, degrees=arguments.degrees, stack=stack, exchanges=exchanges)
     plan = plans.chosen

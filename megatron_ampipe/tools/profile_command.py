@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         def on_message(rank: int, event: str, _: Any) -> None:
             if rank == 0 and event == "progress":
-                bar(advance=1, description="measuring")
+                bar("measuring")
 
         if started:
             reports = _measure_here(job, int(os.environ["RANK"]), on_message)

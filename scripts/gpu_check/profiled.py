@@ -120,7 +120,7 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
         "degree": DEGREE,
         "peak_bytes": peaks,
         "allocator": allocator,
-        "issued_us": timed.timer.queue.issued_us(),
+        "issued_us": timed.timer.issued_us(),
         **asdict(found),
     }
 

@@ -129,11 +129,8 @@ def fused_weight_gradients() -> Iterator[None]:
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
     # The placeholder for a fused gradient is uninitialised memory: using it in a sum must be visible.
-    torch.empty = poisoned
-    try:
+    with mock.patch.object(torch, "empty", poisoned):
         yield
-    finally:
-        torch.empty = empty
 
 
 def run_ddp(
@@ -160,7 +157,7 @@ def run_ddp(
     model = DistributedDataParallel(getattr(layer, "layers", [layer])[0].config, settings, layer)
     for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
         if reductions is not None:
-            from megatron_ampipe.launch.grad_reduce import hold_back
+            from megatron_ampipe.launch.hooks import hold_back
 
             hold_back(group, reductions)
     fired: dict[str, list[int]] = defaultdict(list)
@@ -480,35 +477,38 @@ def parameter_hooks(executor: str) -> dict[str, Any]:
         accumulator.register_hook(hook(name))
         accumulators.append(accumulator)
     output = forward(ours, make_hidden(1)).sum()
-    with executed_stages(lambda stage: events.append((stage.layer, None, stage.kind.name))):
+
+    def note(stage: Any) -> None:
+        if stage is not None:
+            events.append((stage.layer, None, stage.kind.name))
+
+    with executed_stages(note):
         output.backward()
     return {"events": events, "parameters": [name for name, _ in ours.named_parameters()]}
 
 
 @contextlib.contextmanager
 def executed_stages(tell: Callable[[Any], None]) -> Iterator[None]:
-    """Context manager that calls ``tell`` with every stage before an executor runs it."""
+    """Calls ``tell`` with every stage before an executor runs it, and with None after."""
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
-
-    originals = {kind: kind.execute for kind in (SequentialExecutor, ThreadExecutor)}
 
     def telling(original: Callable[..., None]) -> Callable[..., None]:
         def execute(self: Any, tape: Any, run_call: Callable[[Any], Any], *rest: Any) -> None:
             def run(call: Any) -> Any:
                 tell(call.stage)
-                return run_call(call)
+                try:
+                    return run_call(call)
+                finally:
+                    tell(None)
 
             original(self, tape, run, *rest)
 
         return execute
 
-    for kind, original in originals.items():
-        kind.execute = telling(original)
-    try:
+    with contextlib.ExitStack() as stack:
+        for kind in (SequentialExecutor, ThreadExecutor):
+            stack.enter_context(mock.patch.object(kind, "execute", telling(kind.execute)))
         yield
-    finally:
-        for kind, original in originals.items():
-            kind.execute = original
 
 
 # Collectives
@@ -544,33 +544,20 @@ def routed_hidden(routing: str) -> Any:
 @contextlib.contextmanager
 def stage_of_thread() -> Iterator[Callable[[], str]]:
     """Context manager; yields a function that names the current pass and stage of the calling thread."""
-    from megatron_ampipe.runtime.executors import ThreadExecutor
     from megatron_ampipe.runtime.recorder import Recorder
 
-    now = threading.local()
-    enter, execute = Recorder.enter, ThreadExecutor.execute
-    direction = "outside"
+    now, enter, direction = threading.local(), Recorder.enter, "outside"
 
     def entering(self: Any, layer: int, which: Any) -> None:
         nonlocal direction
         direction = str(which)
         enter(self, layer, which)
 
-    def naming(self: Any, tape: Any, run_call: Callable[[Any], Any], *rest: Any) -> None:
-        def run(call: Any) -> Any:
-            now.stage = f"{direction} {call.stage}"
-            try:
-                return run_call(call)
-            finally:
-                now.stage = None
+    def tell(stage: Any) -> None:
+        now.stage = None if stage is None else f"{direction} {stage}"
 
-        execute(self, tape, run, *rest)
-
-    Recorder.enter, ThreadExecutor.execute = entering, naming
-    try:
+    with mock.patch.object(Recorder, "enter", entering), executed_stages(tell):
         yield lambda: str(getattr(now, "stage", None))
-    finally:
-        Recorder.enter, ThreadExecutor.execute = enter, execute
 
 
 @contextlib.contextmanager
@@ -589,14 +576,10 @@ def recorded_collectives(stage: Callable[[], str]) -> Iterator[dict[str, list[li
 
         return call
 
-    originals = {name: getattr(dist, name) for name in RECORDED}
-    try:
-        for name, function in originals.items():
-            setattr(dist, name, recording(name, function))
+    with contextlib.ExitStack() as stack:
+        for name in RECORDED:
+            stack.enter_context(mock.patch.object(dist, name, recording(name, getattr(dist, name))))
         yield issued
-    finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)
 
 
 def collectives(routing: str, **model: Any) -> dict[str, Any]:

@@ -25,7 +25,6 @@ EXPERTS = "layers.0.mlp.experts"
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "no package": {"expert_kind": "grouped", "on_cuda": True},
     "no GPU": {"expert_kind": "grouped"},
     "precision": {"expert_kind": "torch-grouped", "on_cuda": True},
     "nothing": {"expert_kind": "torch-grouped", "on_cuda": True, "dtype": "bf16"},

@@ -94,7 +94,6 @@ def test_attention_kernel_in_bf16(kernel: str, sizes: Sizes) -> None:
     tensors = inputs(sizes)
     precise = [x.detach().double().requires_grad_() for x in tensors]
     scale = sizes.head_size**-0.5
-    # exact computes its softmax in fp32, which is precise enough to compare bf16 with.
     expected = KERNELS["exact"](*precise, spans=sizes.spans, scale=scale)
     gradient = torch.randn_like(expected).bfloat16()
     wanted = [expected, *torch.autograd.grad(expected, precise, gradient.double())]

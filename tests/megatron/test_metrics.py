@@ -131,7 +131,13 @@ SAMPLED = """
 from megatron_ampipe.launch import host
 host.install()
 import argparse, sys
+import megatron.core.datasets.utils as dataset_utils
+import megatron.training.training as training
 import torch
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron_ampipe.launch import datasets
+from megatron_ampipe.launch.hooks import Hook, Hooks
 from megatron_ampipe.launch.recording import Recording
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.runtime.recorder import Recorder
@@ -153,6 +159,20 @@ def sampled(rank, trace_dir, log_interval=3):
 
 folder = sys.argv[1]
 print(sampled(1, None), sampled(0, None), sampled(0, folder), sampled(1, None, log_interval=100), sep=";")
+names = lambda: (
+    training.train_step, training.training_log, DistributedDataParallel.__init__,
+    GPTDataset._get_num_tokens_per_epoch, dataset_utils.compile_helpers,
+)
+stock, hooks = names(), Hooks()
+hooks.install(pipelined=False)
+print(names() == stock)
+hooks.add(Hook())
+hooks.install(pipelined=True)
+datasets.use_built_helpers(hooks.replace)
+datasets._refuse_parts_without_tokens(hooks.replace)
+print([ours is theirs for ours, theirs in zip(names(), stock)])
+hooks.remove()
+print(names() == stock)
 """
 
 
@@ -166,4 +186,5 @@ def test_only_logged_iterations_are_recorded(tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "[3, 6];[];[1, 2, 3, 4, 5, 6, 7];[]\n"
+    recorded = "[3, 6];[];[1, 2, 3, 4, 5, 6, 7];[]"
+    assert done.stdout.splitlines() == [recorded, "True", str([False] * 5), "True"]

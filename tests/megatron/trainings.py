@@ -231,7 +231,6 @@ TRAININGS: dict[str, Training] = {
         flags=EP + ROPE + "--moe-expert-capacity-factor 1.25 --moe-token-drop-policy position "
         "--moe-pad-expert-input-to-capacity --moe-router-score-function sigmoid "
         "--moe-router-enable-expert-bias --moe-aux-loss-coeff -0.1 --moe-z-loss-coeff -0.001",
-        said=("--moe-aux-loss-coeff -0.1 ignored: Megatron adds no loss",),
     ),
 }
 

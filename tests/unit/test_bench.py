@@ -142,9 +142,9 @@ def test_a_slow_network_needs_root_and_iproute2(
         ("--end-to-end --grid deepseek --cases deepseek-8k-grouped", "needs a GPU in a training"),
         ("--end-to-end --from x", "--from x: works with results of blocks"),
         ("--end-to-end --pretend-peers", "--pretend-peers: a training needs real ranks"),
-        (" ".join(CLASSES), "has two classes of links, and needs --nodes"),
+        (" ".join(CLASSES), "--nodes: is needed with two classes of links"),
         (" ".join((*CLASSES, *NODES, "--ranks", "2")), "--ranks 2: is not 2 nodes of 2 ranks"),
-        ("--nodes 2", "--nodes 2: has no effect with --link none"),
+        ("--nodes 2", "--nodes 2: is needed with two classes of links, and only there"),
     ],
 )
 def test_bad_arguments_end_with_2_before_anything_starts(
@@ -188,15 +188,7 @@ def test_defaults_and_axes(tmp_path: Path) -> None:
         ("cases:\n- name: a\n  capacity: 0\n", 4, "capacity 0: must be above 0"),
         ("cases:\n  - name: a\n    dtype: fp8\n", 4, "dtype 'fp8': must be one of fp32"),
         ("cases:\n  - name: a\n    heads: 5\n", 4, "does not divide hidden 32"),
-        ("cases:\n  - name: a\n    topk: 8\n", 4, "is above experts 4"),
-        ("cases:\n  - name: a\n    query_groups: 3\n", 4, "does not divide heads 4"),
-        (
-            "cases:\n  - name: a\n    expert_kind: torch-grouped\n    ffn: 66\n",
-            5,
-            "ffn 66 (case a): is no multiple of 4",
-        ),
         ("cases: [{name: a}, {name: a}]\n", 1, "two have one name"),
-        ("cases: [{name: a}]\nexpected_cases: 2\n", 3, "1 cases are left"),
         ("cases: []\n", 2, "must be a list that is not empty"),
         ("cases: [{name: a}]\naxes: [[{name: a}]]\n", 1, "exactly one of cases and axes"),
         ("case: [{name: a}]\n", 2, "case: is not a known key. Did you mean cases?"),
@@ -268,16 +260,10 @@ def test_only_what_differs_from_megatrons_layer_is_pipelined() -> None:
 # The bound
 
 
-def bound_of(
-    durations: dict[Any, float],
-    *,
-    direction: Direction = Direction.FORWARD,
-    features: BlockFeatures | None = None,
-    layers: int = 1,
-) -> DirectionBound:
-    """Of four chunks, in which stages take 1 if nothing else is said."""
-    blocks = [features or BlockFeatures()] * layers
-    needs = dependencies(blocks, degree=4, whole_attention=False, direction=direction)
+def bound_of(durations: dict[Any, float], *, layers: int = 1, chunked_qkv: bool = False) -> DirectionBound:
+    """Of the forward pass in four chunks, in which stages take 1 if nothing else is said."""
+    blocks = [BlockFeatures(chunked_qkv=chunked_qkv)] * layers
+    needs = dependencies(blocks, degree=4, whole_attention=False, direction=Direction.FORWARD)
     times = dict.fromkeys(MOE_BLOCK, 1.0) | {kinds.COUNTS: 0.0} | durations
     return direction_bound({stage: times[stage.kind] for stage in needs}, needs)
 
@@ -290,13 +276,8 @@ def test_a_bound_counts_lanes_waits_and_edges() -> None:
         compute=17.0, compute_with_waits=21.0, communication=44.0, head=3.0, tail=1.0, chain=16.0
     )
     assert bound.time == 48.0
-    # Combine and merge of every chunk come after its expert; in backward, merges alone before a combine.
-    assert bound_of({kinds.COMBINE: 9.0}).compute_with_waits == 13.0 + 10.0
-    backward = bound_of({kinds.COMBINE: 9.0}, direction=Direction.BACKWARD)
-    assert (backward.head, backward.tail, backward.compute_with_waits) == (1.0, 3.0, 10.0 + 13.0)
     # Layers that share a schedule lose the edges once.
-    chunked = BlockFeatures(chunked_qkv=True)
-    one, three = (bound_of({kinds.DISPATCH: 10.0}, features=chunked, layers=layers) for layers in (1, 3))
+    one, three = (bound_of({kinds.DISPATCH: 10.0}, chunked_qkv=True, layers=layers) for layers in (1, 3))
     assert three.time == 3 * one.time - 2 * (one.head + one.tail)
 
 
@@ -352,26 +333,26 @@ def needs_of(variant: Variant) -> dict[str, dict[str, list[str]]] | None:
 
 
 def report(seconds: Any, variants: Sequence[Variant]) -> dict[str, Any]:
-    needs = [needs_of(variant) for variant in variants]
-    count = len(variants)
-    return {
-        "samples_s": seconds,
-        "backward_s": [[one / 2, two / 4, three / 2] for one, two, three in seconds],
-        # In the second repeat half of the time is idle.
-        "processor_s": [[one, two / 2, three] for one, two, three in seconds],
-        "stages": [
-            graph and {way: {name: [1e3, 1e3, 9e3] for name in stages} for way, stages in graph.items()}
-            for graph in needs
-        ],
-        "needs": needs,
-        "difference": [0.0] * count,
-        "peak_bytes": [2**20 * (1 + place) for place in range(count)],
-        "wire_bytes": [[{"inter": sent} for sent in (1_020_000, 1_010_000, 1_050_000)]] * count,
-        "expected_wire_bytes": [{"inter": 1_000_000}] * count,
-        "kernel": "sdpa",
-        "fused_gradients": True,
-        "clock": "host",
-    }
+    found = []
+    for place, (variant, (one, two, three)) in enumerate(zip(variants, seconds, strict=True)):
+        needs = needs_of(variant)
+        stages = needs and {way: {name: [1e3, 1e3, 9e3] for name in of_way} for way, of_way in needs.items()}
+        found.append(
+            {
+                "wall_s": [one, two, three],
+                "backward_s": [one / 2, two / 4, three / 2],
+                # In the second repeat half of the time is idle.
+                "processor_s": [one, two / 2, three],
+                "wire_bytes": [{"inter": sent} for sent in (1_020_000, 1_010_000, 1_050_000)],
+                "stages": stages,
+                "needs": needs,
+                "difference": 0.0,
+                "peak_bytes": 2**20 * (1 + place),
+                "expected_wire_bytes": {"inter": 1_000_000},
+            }
+        )
+    of_all = {"kernel": "sdpa", "fused_gradients": True, "clock": "host"}
+    return {**of_all, "variants": found}
 
 
 def document() -> dict[str, Any]:
@@ -399,9 +380,6 @@ def test_a_case_holds_what_scripts_read() -> None:
     assert (case["stock_backward_ms"], ampipe["backward_ms"]) == (20.0, 10.0)
     # Medians of 1 ms a stage: forward 3 + 6 collectives + 1 against 9 of computing, backward 1 + 4 + 3.
     assert (ampipe["bound_ms"], ampipe["bound_share"]) == (10.0 + 9.0, 0.95)
-    assert ampipe["bound"]["forward"] == {"compute_ms": 9.0, "compute_with_waits_ms": 9.0,
-                                          "head_ms": 3.0, "communication_ms": 6.0,
-                                          "tail_ms": 1.0, "chain_ms": 8.0}  # fmt: skip
     # 60 ms over the smallest bound, that of two chunks in either order.
     assert case["possible_speedup"] == 3.1579
     assert case["stock_busy_cores"] == ampipe["busy_cores"] == 1.0
@@ -418,12 +396,12 @@ def test_figures_of_ranks_are_put_together() -> None:
     assert result.percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert result.percentile([1.0, 2.0], 0.9) == pytest.approx(1.9)
     sent = {"inter": 1000, "intra": 4000}
-    of_rank = report([[0.01] * 3], VARIANTS[:1])
-    of_rank |= {"wire_bytes": [[sent, {"inter": 1200, "intra": 4200}, sent]], "expected_wire_bytes": [sent]}
-    figures = result._figures([of_rank, of_rank], 0)
+    (of_rank,) = report([[0.01] * 3], VARIANTS[:1])["variants"]
+    of_rank |= {"wire_bytes": [sent, {"inter": 1200, "intra": 4200}, sent], "expected_wire_bytes": sent}
+    figures = result._figures([of_rank, of_rank], on_cuda=False)
     assert (figures["wire_bytes"], figures["wire_bytes_by_class"]) == (10_000, {"inter": 2000, "intra": 8000})
-    of_rank["wire_bytes"] = [[None] * 3]
-    assert result._figures([of_rank], 0)["wire_bytes"] is None
+    of_rank["wire_bytes"] = [None] * 3
+    assert result._figures([of_rank], on_cuda=True)["wire_bytes"] is None
 
 
 def shown(found: dict[str, Any], path: Path) -> str:
@@ -493,23 +471,17 @@ def test_rows_are_predicted_with_exchange_and_stack() -> None:
         case["rows"] = [case["rows"][1] | row for row in rows]
         prediction.predict(found, cluster)
         times = [row["predicted_ms"] for row in case["rows"]]
-        chosen = rows[times.index(min(times))]
-        assert all(case["choice"][key] == value for key, value in chosen.items())
         # All rows took 20 ms.
-        assert case["choice"]["loss"] == 0.0 and found["prediction"]["close_choices"] == 1
-        assert [row["error"] for row in case["rows"]] == pytest.approx(
-            [ms / 20 - 1 for ms in times], abs=1e-3
-        )
+        assert case["choice"].items() >= (rows[times.index(min(times))] | {"loss": 0.0}).items()
+        assert case["rows"][0]["error"] == pytest.approx(times[0] / 20 - 1, abs=1e-3)
         return [case["predicted_stock_ms"], *times]
 
-    many = {"ffn": 128, "experts": 32, "topk": 8}
-    _, rows, ranks = predicted([{"exchange": "rows"}, {"exchange": "ranks"}], **many)
+    _, rows, ranks = predicted([{"exchange": "rows"}, {"exchange": "ranks"}], ffn=128, experts=32, topk=8)
     assert rows > 2.5 * ranks
     stock, one = predicted([{"stack": 1}])
-    four = predicted([{"stack": 1}, {"stack": 2}, {"stack": 4}, {"stack": 3}], layers=4)
+    four = predicted([{"stack": 1}, {"stack": 2}, {"stack": 4}], layers=4)
     assert four[:2] == pytest.approx([4 * stock, 4 * one], rel=1e-6)
     assert four[1] > four[2] > four[3]
-    assert predicted([{"stack": 3}], layers=3)[1] + one == pytest.approx(four[4], rel=1e-6)
 
 
 def test_plans_are_made_for_every_stack_and_of_every_exchange() -> None:
@@ -640,48 +612,31 @@ def test_losses_are_compared_with_stock(loss: float) -> None:
         training.check_same(curve(1, 1), curve(1, 1, loss=loss), what="the loss of X")
 
 
-def test_a_line_of_megatrons_log_is_read() -> None:
-    line = (
-        " [2026-11-20 11:50:34.968488] iteration        7/       8 | consumed samples:            4 | "
-        "elapsed time per iteration (ms): 1570.9 | learning rate: 1.0E-03 | global batch size:     4 | "
-        "lm loss: 5.624668E+00 | loss scale: 1.0 | grad norm: 10.285 |"
-    )
-    found = training.ITERATION.search(line)
-    assert found is not None
-    assert found.groupdict() == {"number": "7", "ms": "1570.9", "lm_loss": "5.624668E+00"}
-
-
 def test_flags_of_a_training() -> None:
     rich = dataclasses.replace(
         CASE, topk=2, query_groups=2, shared_ffn=48, activation="swiglu", capacity=1.25, dtype="bf16"
     )
     text = " ".join(training_flags(rich, layers=3, num_ranks=2, iterations=5, seed=9))
     for expected in (
-        "--num-layers 3",
-        "--expert-model-parallel-size 2",
+        "--num-layers 3 --expert-model-parallel-size 2",
         "--global-batch-size 4",
         "--train-iters 5",
-        "--num-query-groups 2",
-        "--moe-shared-expert-intermediate-size 48",
+        "--num-query-groups 2 --moe-shared-expert-intermediate-size 48 --swiglu",
         "--moe-expert-capacity-factor 1.25 --moe-token-drop-policy position",
         "--bf16",
-        "--swiglu",
     ):
         assert expected in text
     top1 = training_flags(CASE, layers=1, num_ranks=2, iterations=5, seed=9)
     assert "--moe-router-pre-softmax" in top1 and "--moe-router-pre-softmax" not in text
+    other = {"backward_degree": 2, "stack": 3, "memory": "rebuild", "exchange": Exchange.RANKS}
     for variant, flags in (
         (STOCK, "--ampipe-degree 1"),
         (Variant.of("ampipe", 1), "--ampipe-degree 1"),
+        (Variant.of("ampipe", 1, exchange=Exchange.RANKS), "--ampipe-degree 1 --ampipe-exchange ranks"),
         (
-            Variant.of("moe-only", 2),
-            "--ampipe-degree 2 --ampipe-schedule moe-only --ampipe-stack 1 --ampipe-memory keep",
-        ),
-        (
-            Variant.of("ampipe", 4, backward_degree=2, stack=3, memory="rebuild", exchange=Exchange.RANKS),
+            Variant.of("ampipe", 4, **other),
             "--ampipe-degree 4 --ampipe-backward-degree 2 --ampipe-schedule ampipe --ampipe-stack 3 "
             "--ampipe-memory rebuild --ampipe-exchange ranks",
         ),
-        (Variant.of("ampipe", 1, exchange=Exchange.RANKS), "--ampipe-degree 1 --ampipe-exchange ranks"),
     ):
         assert " ".join(variant_flags(variant)) == flags

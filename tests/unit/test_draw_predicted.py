@@ -144,11 +144,3 @@ def test_what_does_not_fit_is_refused(
     assert draw(traces, *(word.format(traces=traces) for word in words)) == 2
     assert rule in capsys.readouterr().err
     assert sorted(traces.parent.iterdir()) == [traces]
-
-
-def test_a_prediction_is_not_held_against_a_prediction(
-    traces: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = str(traces / "predicted.json")
-    assert main(["draw", file, "--predicted", file, "--output", str(traces.parent / "p")]) == 2
-    assert "is a prediction" in capsys.readouterr().err

@@ -10,21 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ampipe.block.named_values import SHIPPED_GATES, class_path
+from megatron_ampipe.block.named_values import class_path
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.attach import TokenIdsOfModels, find_gate
 from megatron_ampipe.launch.refusals import TOKEN_ID_REFUSALS, refuse_with_token_ids
 from megatron_ampipe.layers.gates import HashRouter, TokenIds, hashed_experts
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
-
-
-@pytest.mark.parametrize("name", SHIPPED_GATES)
-def test_shipped_gates_are_classes(name: str) -> None:
-    assert class_path(name).startswith("megatron_ampipe.layers.gates:")
-
-
-def test_a_class_is_named_by_module_and_class() -> None:
-    assert class_path("a.b_2:Router") == "a.b_2:Router"
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,6 @@ ATTENTION, EXPERTS = 4 * 256**2, 2 * 2 * 256 * 1024
         ([[3, 1], [3, 1]], 2, [[3], [4, 1]]),
         # Larger than a layer: complete with a later one, and what is left with the last.
         ([[3, 1], [3, 1], [3, 1]], 6, [[], [7], [5]]),
-        ([[3, 1], [], [3, 1]], 100, [[], [], [8]]),
-        ([], 1, []),
     ],
 )
 def test_a_bucket_is_complete_with_a_layer(
@@ -98,7 +96,7 @@ def of_layers(*others: float, experts: Sequence[float] = (0.0, 0.0, 0.0)) -> lis
     return list(zip(experts, others or (0.0, 0.0, 0.0), strict=True))
 
 
-@pytest.mark.parametrize(("num_layers", "tensor"), [(2, 1), (4, 1), (5, 1), (5, 2)])
+@pytest.mark.parametrize(("num_layers", "tensor"), [(4, 1), (5, 2)])
 def test_stacks_follow_one_another(num_layers: int, tensor: int) -> None:
     """Two layers share a schedule; of five, three do."""
     work = sized_block(replicas=8, tensor=tensor, recomputes=True)
@@ -126,8 +124,7 @@ def of_cpu_layers(
     return plan_gradients(predictor, order, even_chunks(block.rows, degree), num_layers=4)
 
 
-@pytest.mark.parametrize(("schedule", "degree"), [("lancet", 1), ("ampipe", 4)])
-@pytest.mark.parametrize("layers", [1, 4])
+@pytest.mark.parametrize(("schedule", "degree", "layers"), [("lancet", 1, 1), ("ampipe", 4, 4)])
 def test_the_best_way_is_chosen(schedule: str, degree: int, layers: int) -> None:
     found = of_cpu_layers(schedule, degree, layers=layers)
     assert found is not None

@@ -153,7 +153,7 @@ def test_a_known_cluster_comes_back(tmp_path: Path) -> None:
     cluster = assembled(reports)
     gemm = cluster.gemm("fp32")
     assert (gemm.alpha_us, gemm.beta_us_per_gflop) == pytest.approx((20.0, 9000.0), rel=1e-3)
-    attention = cluster.attention("fp32")
+    attention = cluster.compute.attention["fp32"]
     assert attention.backward.merge_us_per_mb == pytest.approx(500.0, rel=1e-3)
     for operation in ("all_to_all", "stock_all_to_all", "all_gather", "reduce_scatter"):
         figure = cluster.collective(operation, across_nodes=False)
@@ -216,23 +216,6 @@ def test_only_megatrons_exchange_may_be_without_a_line(tmp_path: Path) -> None:
     ]
     with pytest.raises(RunFailed, match=r"intra\.all_to_all: "):
         assembled([report])
-
-
-def test_a_long_measurement_gives_a_sign_of_life_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_ampipe.tools.measuring import operations
-
-    now = 0.0
-    signs: list[float] = []
-
-    def operate() -> None:
-        nonlocal now
-        now += 0.4
-
-    monkeypatch.setattr(operations.time, "monotonic", lambda: now)
-    watch = operations.Stopwatch(repeats=3, on_cuda=False, alive=lambda: signs.append(now))
-    watch.samples([operations.Probe("short", {}, operate), operations.Probe("short", {}, operate)])
-    # Two warm-up rounds and three timed ones, of two calls each: 4 s. Never two in a second.
-    assert signs == pytest.approx([1.2, 2.4, 3.6])
 
 
 # The command

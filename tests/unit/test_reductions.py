@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ampipe.launch.grad_reduce import WaitedOnce
+from megatron_ampipe.launch.hooks import WaitedOnce
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder

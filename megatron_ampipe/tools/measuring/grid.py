@@ -2,7 +2,7 @@
 
 A grid holds ``cases`` (a list), or ``axes`` (a list of lists: every combination of one entry of each is a
 case, named by joining the entries' names). ``defaults`` hold what an entry does not give. ``fits`` leaves out
-cases that would not have fitted some memory, and ``expected_cases`` says how many must be left.
+cases that would not have fitted some memory.
 """
 
 from __future__ import annotations
@@ -19,44 +19,45 @@ from megatron_ampipe.files.records import read_record
 from megatron_ampipe.plan.block import Block
 
 _ABOVE_0 = {"above": 0}
-_ALIGNED_BYTES = 16
-"""Of a row, for torch's grouped product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One block, with the tokens of one micro-batch."""
+    """One block, with the tokens of one micro-batch.
+
+    Attributes:
+        sequence_length: Rows of the sequence on each rank.
+        batch: Sequences in the micro-batch.
+        hidden: Width of the residual stream.
+        heads: Query heads.
+        query_groups: Key and value heads; the number of query heads if left out.
+        head_size: Width of a head; hidden / heads if left out.
+        experts: Experts over all ranks.
+        topk: Experts per token.
+        ffn: Width inside an expert.
+        shared_ffn: Width inside the shared experts together; none if left out.
+        activation: Inside experts.
+        expert_kind: ``sequential``: a rank's experts one after another. ``grouped``: Transformer Engine's
+            grouped GEMM, as with --moe-grouped-gemm. ``torch-grouped``: torch's grouped GEMM.
+        capacity: Capacity factor; tokens above it are dropped by their position. If left out, none is.
+        dtype: Of parameters and activations.
+    """
 
     name: str
     sequence_length: int
-    """Rows of the sequence on each rank."""
     batch: int
-    """Sequences in the micro-batch."""
     hidden: int
-    """Width of the residual stream."""
     heads: int
-    """Query heads."""
     query_groups: int | None = None
-    """Key and value heads; the number of query heads if left out."""
     head_size: int | None = None
-    """Width of a head; hidden / heads if left out."""
     experts: int
-    """Experts over all ranks."""
     topk: int
-    """Experts per token."""
     ffn: int
-    """Width inside an expert."""
     shared_ffn: int | None = None
-    """Width inside the shared experts together; none if left out."""
     activation: Literal["gelu", "swiglu"]
-    """Inside experts."""
     expert_kind: Literal["sequential", "grouped", "torch-grouped"] = "sequential"
-    """``sequential``: a rank's experts one after another. ``grouped``: Transformer Engine's grouped GEMM, as
-    with --moe-grouped-gemm. ``torch-grouped``: torch's grouped GEMM."""
     capacity: float | None = field(default=None, metadata=_ABOVE_0)
-    """Capacity factor; tokens above it are dropped by their position. If left out, no token is dropped."""
     dtype: Literal["fp32", "bf16", "fp16"]
-    """Of parameters and activations."""
 
 
 def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block:
@@ -94,16 +95,16 @@ def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fits:
-    """Keeps a case if ``blocks * 2 bytes * tokens * hidden * (fixed + per_expert * topk)`` fits in memory."""
+    """Keeps a case if ``blocks * 2 bytes * tokens * hidden * (fixed + per_expert * topk)`` fits in memory.
+
+    Each of ``blocks`` blocks keeps so many tensors of ``tokens * hidden``: ``fixed`` outside the experts, and
+    ``per_expert`` for each expert of a token.
+    """
 
     memory_gib: float = field(metadata=_ABOVE_0)
-    """Memory of the device."""
     blocks: float = field(metadata=_ABOVE_0)
-    """Number of blocks whose tensors are kept at the same time."""
     fixed: float = field(metadata=_ABOVE_0)
-    """Number of tensors of ``tokens * hidden`` outside the experts."""
     per_expert: float = field(metadata=_ABOVE_0)
-    """Number of such tensors for each expert of a token."""
 
     def holds(self, case: Case) -> bool:
         """Whether the case fits."""
@@ -121,7 +122,6 @@ class _GridFile:
     cases: tuple[LinedMapping, ...] | None = None
     axes: tuple[tuple[LinedMapping, ...], ...] | None = None
     fits: Fits | None = None
-    expected_cases: int | None = None
 
 
 def find_grid(text: str) -> Path:
@@ -149,16 +149,12 @@ def read_grid(
             cannot share the experts equally.
     """
     top = load(path, what="grid", remedy="Look at configs/bench/cpu-small.yaml for the format.")
-    found, lines = read_record(path, _GridFile, top)
+    found, _ = read_record(path, _GridFile, top)
     if (found.cases is None) == (found.axes is None):
         refuse(path, top.line, "cases", "exactly one of cases and axes must be given", "Give cases.")
     axes = found.axes or (found.cases or (),)
     cases = [_case(path, found.defaults, parts) for parts in itertools.product(*axes)]
     cases = [case for case in cases if found.fits is None or found.fits.holds(case)]
-    if found.expected_cases not in (None, len(cases)):
-        key = "expected_cases"
-        rule, remedy = f"{len(cases)} cases are left", f"Write {len(cases)}."
-        refuse(path, lines[key], f"{key} {found.expected_cases}", rule, remedy)
     by_name = {case.name: case for case in cases}
     if not cases or len(by_name) < len(cases):
         refuse(path, top.line, "cases", "none is left, or two have one name", "Give each another name.")
@@ -182,20 +178,7 @@ def _case(path: Path, defaults: LinedMapping | None, parts: Sequence[LinedMappin
     if len(names) == len(parts):
         merged["name"] = "-".join(names)
     case, lines = read_record(path, Case, merged, add="Add '{key}: ...' here or to defaults.")
-
-    def check(good: bool, key: str, rule: str, remedy: str) -> None:
-        if not good:
-            refuse(path, lines[key], f"{key} {getattr(case, key)} (case {case.name})", rule, remedy)
-
-    whole = case.head_size is not None or case.hidden % case.heads == 0
-    check(whole, "heads", f"does not divide hidden {case.hidden}", "Choose a divisor, or give head_size.")
-    whole = case.query_groups is None or case.heads % case.query_groups == 0
-    check(whole, "query_groups", f"does not divide heads {case.heads}", "Choose a divisor.")
-    enough = case.topk <= case.experts
-    check(enough, "topk", f"is above experts {case.experts}", f"Choose at most {case.experts}.")
-    if case.expert_kind == "torch-grouped":
-        multiple = _ALIGNED_BYTES // (4 if case.dtype == "fp32" else 2)
-        for key in ("hidden", "ffn"):
-            rule = f"is no multiple of {multiple}, which expert_kind torch-grouped needs"
-            check(getattr(case, key) % multiple == 0, key, rule, "Choose one, or another expert_kind.")
+    if case.head_size is None and case.hidden % case.heads:
+        rule, remedy = f"does not divide hidden {case.hidden}", "Choose a divisor, or give head_size."
+        refuse(path, lines["heads"], f"heads {case.heads} (case {case.name})", rule, remedy)
     return case

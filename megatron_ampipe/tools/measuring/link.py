@@ -129,11 +129,8 @@ def link_of(arguments: argparse.Namespace) -> Link:
     text = arguments.link or NO_LINK
     for flag, value in (("--nodes", arguments.nodes), ("--ranks-per-node", arguments.ranks_per_node)):
         if (value is None) == ("=" in text):
-            if value is None:
-                rule = f"has two classes of links, and needs {flag}"
-                raise BadInput("--link", text, rule=rule, remedy=f"Use for example {_EXAMPLE}.")
-            rule = f"has no effect with --link {text}"
-            raise BadInput(flag, value, rule=rule, remedy=f"Use for example {_EXAMPLE}.")
+            rule = f"is needed with two classes of links, and only there: --link is {text}"
+            raise BadInput(flag, value or "", rule=rule, remedy=f"Use for example {_EXAMPLE}.")
     return parse_link(text, ranks_per_node=arguments.ranks_per_node)
 
 

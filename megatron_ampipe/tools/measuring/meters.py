@@ -1,10 +1,10 @@
 """What is measured of a pass besides its time: each stage alone, the peak of its memory, the bytes it sends.
 
 **Stages alone** (:class:`StageTimer`). Before each collective the ranks meet at a barrier outside the
-measured time, so that a collective's time is its transfer and not the wait for a peer that was still
-computing. A shaped link saves up while it is idle; in a pipeline that only happens before the first
-collective, so only the first one has that advantage here. On a GPU the stream is kept busy until a stage is
-issued, so that its time is that of its kernels, not of their launches.
+measured time, so that its time is its transfer and not the wait for a peer that was still computing. A shaped
+link saves up while it is idle; in a pipeline that only happens before the first collective, so only the first
+one has that advantage here. On a GPU the stream is kept busy until a stage is issued, so that its time is
+that of its kernels, not of their launches.
 
 **Memory** (:func:`peak_bytes`). On a CPU, every storage that an operation returns counts from then until it
 is freed, so the number is the same on every machine; what a kernel allocates internally is not seen. Watching
@@ -41,12 +41,16 @@ from megatron_ampipe.runtime.tape import Call, Tape
 from megatron_ampipe.schedule import Direction, Exchange, Stage, stage_from_text
 from megatron_ampipe.tools.measuring.network import INTERFACE, WITHIN_NODE
 
+_FIRST_S, _LEAST_S, _MOST_S = 5e-3, 2e-4, 1e-2
+_CYCLES_PER_S = 2e9
+"""At least as many as a GPU has, so that a time does not become shorter."""
+
 
 class StageTimer:
     """Runs stages one after another in the order they are issued; see ``runtime.executors.Executor``.
 
     Args:
-        saved_bytes: Bytes that the link lets through at once after it was idle.
+        saved_bytes: Bytes that the link lets through at once after it was idle; on a CPU.
     """
 
     host_waits = False
@@ -56,7 +60,8 @@ class StageTimer:
         self._saved_bytes = saved_bytes
         self.needs: dict[str, dict[str, list[str]]] = {}
         """By direction and stage of a whole pass, the names of the stages it waited for."""
-        self.queue = FullQueue()
+        self._busy_s: dict[str, float] = {}
+        self._issued_us: dict[tuple[str, str], list[float]] = {}
 
     def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
         """Every stage once, each recorded while nothing else runs."""
@@ -64,54 +69,35 @@ class StageTimer:
         def name(stage: Stage) -> str:
             return _name(stage, recorder.layers[stage.layer])
 
-        self.needs.setdefault(recorder.direction.value, {}).update(
-            {
-                name(call.stage): [name(tape.calls[position].stage) for position in call.needs]
-                for call in tape.calls
-            }
-        )
-        on_cuda = torch.cuda.is_available()
-        collectives = dict.fromkeys(
-            call.stage for call in tape.calls if call.stage.is_communication and not call.stage.kind.copies
-        )
-        first_collective = next(iter(collectives), None)
+        needs = self.needs.setdefault(recorder.direction.value, {})
+        for call in tape.calls:
+            needs[name(call.stage)] = [name(tape.calls[position].stage) for position in call.needs]
+        on_cuda, is_first = torch.cuda.is_available(), True
         for call in tape.calls:
             stage = call.stage
-            if stage in collectives:
+            if stage.is_communication and not stage.kind.copies:
                 if on_cuda:
                     torch.cuda.synchronize()
                 dist.barrier()
-                if self._saved_bytes and stage != first_collective:
-                    _spend(self._saved_bytes, on_cuda=on_cuda)
+                if self._saved_bytes and not is_first:
+                    _spend(self._saved_bytes)
+                is_first = False
             if on_cuda:
                 # By events: with a host's clock the wait for the device would be part of every stage.
                 with (
-                    self.queue.ahead_of(stage.kind.name, recorder.direction.value),
+                    self._busy(stage.kind.name, recorder.direction.value),
                     recorder.on_stream(call.lane, stage, torch.cuda.current_stream()),
                 ):
                     finish(run(call))
             else:
                 run_on_host(call, run, recorder)
 
-
-_FIRST_S, _LEAST_S, _MOST_S = 5e-3, 2e-4, 1e-2
-_CYCLES_PER_S = 2e9
-"""At least as many as a GPU has, so that a time does not become shorter."""
-
-
-class FullQueue:
-    """Keeps the current CUDA stream busy while the host issues something, so that all of it is queued.
-
-    How long it has to be kept busy is learned by kind from how long the host took the last time.
-    """
-
-    def __init__(self) -> None:
-        self._busy_s: dict[str, float] = {}
-        self._issued_us: dict[tuple[str, str], list[float]] = {}
-
     @contextmanager
-    def ahead_of(self, kind: str, direction: str) -> Iterator[None]:
-        """Busy from here on; what is issued within begins when this ends."""
+    def _busy(self, kind: str, direction: str) -> Iterator[None]:
+        """Keeps the current CUDA stream busy while the host issues something, so that all of it is queued.
+
+        For how long is learned by kind from how long the host took the last time.
+        """
         torch.cuda._sleep(int(self._busy_s.get(kind, _FIRST_S) * _CYCLES_PER_S))
         over = torch.cuda.Event()
         over.record()
@@ -131,17 +117,12 @@ class FullQueue:
         return found
 
 
-def _spend(saved_bytes: int, *, on_cuda: bool) -> None:
+def _spend(saved_bytes: int) -> None:
     """Use up what the link has saved: twice as many bytes, so that the second half goes at its rate."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    sent, received = (
-        torch.zeros(2 * saved_bytes, dtype=torch.uint8, device="cuda" if on_cuda else "cpu") for _ in range(2)
-    )
-    exchange = [
-        dist.P2POp(dist.isend, sent, (rank + 1) % ranks),
-        dist.P2POp(dist.irecv, received, (rank - 1) % ranks),
-    ]
-    for work in dist.batch_isend_irecv(exchange):
+    sent, received = (torch.zeros(2 * saved_bytes, dtype=torch.uint8) for _ in range(2))
+    works = [dist.isend(sent, (rank + 1) % ranks), dist.irecv(received, (rank - 1) % ranks)]
+    for work in works:
         work.wait()
 
 

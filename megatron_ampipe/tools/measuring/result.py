@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_ampipe.files import inputs, outputs
-from megatron_ampipe.plan.simulate import DirectionBound, direction_bound
+from megatron_ampipe.plan.simulate import direction_bound
 from megatron_ampipe.schedule import Stage, stage_from_text, to_text
 from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK_GLOO, BenchJob, Variant, cut_of
 
@@ -132,19 +132,18 @@ def case_result(job: BenchJob, index: int, reports: Sequence[Mapping[str, Any]])
         reports: What each rank found (:func:`.timed_passes.measure`), and its ``clock``.
     """
     case, variants = job.cases[index], job.variants[index]
-    stock, *figures = (_figures(reports, place) for place in range(len(variants)))
+    by_variant = list(zip(*(report["variants"] for report in reports), strict=True))
+    stock, *figures = (_figures(of_ranks, on_cuda=job.on_cuda) for of_ranks in by_variant)
     rows = [
         {
             **described(variant, job),
             **each,
             **speedup(stock["samples_ms"], each["samples_ms"]),
-            "difference_from_stock": reports[0]["difference"][place],
-            **_stages(variant, [report["stages"][place] for report in reports], reports[0]["needs"][place]),
+            "difference_from_stock": of_ranks[0]["difference"],
+            **_stages(variant, of_ranks, ms=each["ms"]),
         }
-        for place, (variant, each) in enumerate(zip(variants[1:], figures, strict=True), 1)
+        for variant, each, of_ranks in zip(variants[1:], figures, by_variant[1:], strict=True)
     ]
-    for row in rows:
-        row["bound_share"] = row["bound_ms"] and round(row["bound_ms"] / row["ms"], 4)
     return {
         "name": case.name,
         "link": job.link.text,
@@ -187,7 +186,7 @@ def possible_speedup(stock_ms: float, rows: Sequence[Mapping[str, Any]]) -> floa
     return round(stock_ms / min(found), 4) if found else None
 
 
-def _figures(reports: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
+def _figures(of_ranks: Sequence[Mapping[str, Any]], *, on_cuda: bool) -> dict[str, Any]:
     """What the document holds of every variant, stock included.
 
     ``backward_ms`` is from the end of the forward pass of a rank. ``peak_bytes`` is of the rank that holds
@@ -197,19 +196,17 @@ def _figures(reports: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]
     """
 
     def ms(key: str) -> list[list[float]]:
-        return [[round(1e3 * seconds, 4) for seconds in report[key][index]] for report in reports]
+        return [[round(1e3 * seconds, 4) for seconds in rank[key]] for rank in of_ranks]
 
-    by_rank = ms("samples_s")
+    by_rank = ms("wall_s")
     samples = slowest_rank(by_rank)
-    # Not measured on a GPU.
-    worked = ms("processor_s") if reports[0]["processor_s"] is not None else None
-    counted = [report["wire_bytes"][index] for report in reports]
-    expected = [report["expected_wire_bytes"][index] for report in reports]
-    repeats = list(zip(*counted, strict=True))
+    worked = None if on_cuda else ms("processor_s")
+    expected = [rank["expected_wire_bytes"] for rank in of_ranks]
+    repeats = list(zip(*(rank["wire_bytes"] for rank in of_ranks), strict=True))
     by_class: dict[str, dict[str, int]] = {
         "wire_bytes": {
             name: round(statistics.median(sum(rank[name] for rank in ranks) for ranks in repeats))
-            for name in counted[0][0] or ()
+            for name in repeats[0][0] or ()
         },
         "expected_wire_bytes": {name: sum(rank[name] for rank in expected) for name in expected[0]},
     }
@@ -221,42 +218,36 @@ def _figures(reports: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]
         "samples_ms_by_rank": by_rank,
         "processor_ms_by_rank": worked,
         "busy_cores": worked and busy_cores(by_rank, worked),
-        "peak_bytes": max(report["peak_bytes"][index] for report in reports),
+        "peak_bytes": max(rank["peak_bytes"] for rank in of_ranks),
         **{key: sum(parts.values()) if parts else None for key, parts in by_class.items()},
         **({f"{key}_by_class": parts for key, parts in by_class.items()} if two_classes else {}),
     }
 
 
-def _stages(variant: Variant, by_rank: list[Any], needs: Any) -> dict[str, Any]:
+def _stages(variant: Variant, of_ranks: Sequence[Mapping[str, Any]], *, ms: float) -> dict[str, Any]:
     """The stages of a row, and the bound of its time, of the slowest rank; None where nothing overlaps."""
-    found = {"bound_ms": None, "bound": None, "stage_needs": needs, "stages_us_by_rank": None}
-    if not variant.pipelined:
-        return found
-    bounds = [_bounds(stages, needs, stack=variant.pipeline.stack) for stages in by_rank]
-    slowest = max(bounds, key=lambda of: sum(bound.time for stacks in of.values() for bound in stacks))
-    return found | {
-        "bound_ms": round(sum(bound.time for stacks in slowest.values() for bound in stacks), 4),
-        "bound": {
-            direction: {
-                f"{part.name}_ms": round(sum(getattr(bound, part.name) for bound in stacks), 4)
-                for part in fields(DirectionBound)
-            }
-            for direction, stacks in slowest.items()
-        },
-        "stages_us_by_rank": by_rank,
+    needs, stages, bound_ms = of_ranks[0]["needs"], None, None
+    if variant.pipelined:
+        stages = [rank["stages"] for rank in of_ranks]
+        bounds = (_bound_us(each, needs, stack=variant.pipeline.stack) for each in stages)
+        bound_ms = round(max(bounds) / 1e3, 4)
+    return {
+        "bound_ms": bound_ms,
+        "bound_share": bound_ms and round(bound_ms / ms, 4),
+        "stage_needs": needs,
+        "stages_us_by_rank": stages,
     }
 
 
-def _bounds(samples: StageSamples, needs: Any, *, stack: int) -> dict[str, list[DirectionBound]]:
-    """By direction, of every ``stack`` layers, which share a schedule: milliseconds, from medians."""
-    by_direction = {}
+def _bound_us(samples: StageSamples, needs: Any, *, stack: int) -> float:
+    """Of a pass on one rank, from medians; layers in groups of ``stack`` share a schedule."""
+    total = 0.0
     for direction, stages in samples.items():
         graphs: dict[int, dict[Stage, tuple[Stage, ...]]] = {}
         for name, earlier in needs[direction].items():
             stage = stage_from_text(name)
             graphs.setdefault(stage.layer // stack, {})[stage] = tuple(map(stage_from_text, earlier))
-        times = {stage_from_text(name): statistics.median(passes) / 1e3 for name, passes in stages.items()}
-        by_direction[direction] = [
-            direction_bound({stage: times[stage] for stage in graph}, graph) for graph in graphs.values()
-        ]
-    return by_direction
+        times = {stage_from_text(name): statistics.median(passes) for name, passes in stages.items()}
+        for graph in graphs.values():
+            total += direction_bound({stage: times[stage] for stage in graph}, graph).time
+    return total

@@ -213,7 +213,10 @@ def run[Job: TrainingJob](
             logged.append((value["ms"], value["lm_loss"]))
             on_iteration(value["lm_loss"])
 
-    run_ranks(training, work or train, on_message=on_message, log=log)
+    try:
+        run_ranks(training, work or train, on_message=on_message, log=log)
+    except RunFailed as error:
+        raise RunFailed(f"{title}: {error}" + (f"\nThe whole log is {log}" if log else "")) from error
     if len(logged) != iterations:
         raise RunFailed(f"{title} logged {len(logged)} of {iterations} iterations")
     return Curve(*map(tuple, zip(*logged, strict=True)))
