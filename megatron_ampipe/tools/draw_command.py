@@ -12,7 +12,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.timeline import COMPUTE, DIRECTIONS, PREDICTED, StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
@@ -81,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Draw, and print the share of communication that was hidden; with a prediction, the time of each stage.
 
     Raises:
-        BadInput: a trace cannot be read, or the prediction is of something else.
+        BadInput: a trace cannot be read.
         RunFailed: the pictures cannot be written.
     """
     first, refuse = arguments.traces[0], arguments.refuse
@@ -120,10 +119,10 @@ def run(arguments: argparse.Namespace) -> int:
             refuse("--predicted is of one block: leave --layer all out, or use --layer 1")
         prediction = Timeline.read_chrome(arguments.predicted)
         if (rule := misfit(prediction, shown)) is not None:
-            remedy = (
-                "Write it with ampipe plan --stack 1 --trace FILE --trace-of DEGREE, with this run's flags."
+            refuse(
+                f"--predicted {arguments.predicted} {rule}. Write it with ampipe plan --stack 1 --trace FILE "
+                "--trace-of DEGREE, with this run's flags"
             )
-            raise BadInput("--predicted", arguments.predicted, rule=rule, remedy=remedy)
         drawn = [one for rank in shown for one in (rank, prediction)]
     timeline_picture.draw(
         drawn, targets=targets, title="  \u00b7  ".join(title), split=arguments.layer != "all"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy
 
-from megatron_ampipe.files.shipped import config_names
+from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.schedule import BlockFeatures, build, to_text
 from tests.megatron.forked_launch import PROCESS_GROUP_MADE
 

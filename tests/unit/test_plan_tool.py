@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files.shipped import config_names
+from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.plan.cluster import TransferCost, write_cluster
 from megatron_ampipe.plan.model_file import block_of, read_model

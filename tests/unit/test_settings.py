@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files.inputs import load
-from megatron_ampipe.files.shipped import config_names, configs_folder, find_config, shown
+from megatron_ampipe.files.inputs import config_names, configs_folder, find_config, load, shown
 from megatron_ampipe.launch import config_files, flags
 from megatron_ampipe.launch.config_files import resolve
 from megatron_ampipe.launch.flags import config_from_args
@@ -205,7 +204,7 @@ def test_a_wheel_holds_the_configurations(tmp_path: Path) -> None:
     copy = tmp_path / "lib" / "megatron_ampipe" / "configs"
     assert {path.relative_to(copy) for path in copy.rglob("*.yaml")} == held
     # The installed package finds them there.
-    code = "from megatron_ampipe.files import shipped; print(shipped.configs_folder())"
+    code = "from megatron_ampipe.files import inputs; print(inputs.configs_folder())"
     run = {"env": {"PYTHONPATH": str(tmp_path / "lib")}, "cwd": tmp_path, "timeout": 60}
     assert subprocess.check_output([sys.executable, "-c", code], text=True, **run).strip() == str(copy)
     assert configs_folder() == ROOT / "configs"
