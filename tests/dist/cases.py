@@ -445,12 +445,7 @@ DOCUMENTS = [
         "documents-many-batch3", documents=MANY, batch=3, rope=True, kernel="cpu-flash", degree=3,
         model=SEVERAL_AUX | TIGHT | {"num_query_groups": 2},
     ),
-    Case("documents-many-exact", documents=MANY[:1], rope=True, schedule="moe-only", model=AUX),
     Case("documents-masked-batch3", documents=MANY, masked=True, batch=3, rope=True, model=LARGE),
-    Case(
-        "documents-masked-recompute", documents=MANY[1:], masked=True, batch=2, kernel="cpu-flash",
-        model=ATTENTION_AGAIN,
-    ),
     Case(
         "documents-tp-three-sequences", documents=MANY, batch=3, rope=True, kernel="cpu-flash", parallel=TP,
         layers="mm", stack=0, model=SEVERAL_AUX,
@@ -481,7 +476,6 @@ ONCE_PER_RANK = [
         "capacity-padded": {"model": WIDE | TIGHT | {"moe_pad_expert_input_to_capacity": True}, "batch": 3},
         "all-experts": {"model": WIDE | {"moe_router_topk": 8}, "schedule": "moe-only"},
         "tp": {"parallel": TP, "rope": True, "batch": 3},
-        "tp-experts": {"parallel": TP_EXPERTS},
         "tp-experts-ep": {"parallel": TP_EXPERTS_EP, "world_size": 4, "degree": 3, "sequence_length": 38},
         "ep4": {"world_size": 4, "model": WIDE | TIGHT, "batch": 3},
         "recompute-moe": {"model": WIDE | MOE_AGAIN, "executor": "cuda"},
@@ -528,7 +522,6 @@ GATHERED = [
         "degree2": SHARES | {"degree": 2, "executor": "sequential"},
         "two-degrees": SHARES | {"degree": 2, "backward_degree": 4, "batch": 3, "model": LARGE | TIGHT},
         "rebuild-stack": SHARES | {"memory": "rebuild/S3/S2/offload", "layers": "mdm", "stack": 0},
-        "recompute-moe": SHARES | {"model": LARGE | MOE_AGAIN},
         "lancet": SHARES | {"schedule": "lancet", "degree": 2, "exchange": Exchange.RANKS, "model": WIDE},
         "nodes-degree2": SHARES_ON_NODES | {"degree": 2, "schedule": "moe-only", "wire": "bf16"},
         "nodes-ranks": SHARES_ON_NODES
@@ -560,7 +553,6 @@ SCATTERED = [
     Case(f"rows-{name}", **{"parallel": TP, "model": BIAS} | settings)
     for name, settings in {
         "degree1-lancet": {"schedule": "lancet", "degree": 1},
-        "degree2": {"degree": 2, "batch": 3},
         "degree8-two-degrees": {"degree": 8, "backward_degree": 2},
         "moe-only": {"schedule": "moe-only", "backward_degree": 1, "degree": 2},
         "sequential": {"schedule": "sequential", "executor": "sequential", "shares": UNEQUAL},
@@ -569,7 +561,6 @@ SCATTERED = [
         "stack-lancet": {"schedule": "lancet", "layers": "mdm", "stack": 0, "rope": True, "degree": 3},
         "stack-memory": {"memory": "rebuild/S3/redispatch/keep", "layers": "mmm", "stack": 0},
         "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "backward_degree": 2},
-        "stack-cuda": {"layers": "mm", "stack": 0, "executor": "cuda", "backward_degree": 8},
         "gate": {"model": BIAS | {"attention_output_gate": True, "num_query_groups": 2}, "kernel": "sdpa"},
         "latent-lancet": {"schedule": "lancet", "model": LATENT | {"add_bias_linear": True}},
         "chosen": {"model": BIAS | {"moe_router_load_balancing_type": "quantile_balancing"}},
@@ -593,15 +584,12 @@ GATES = [
     Case("gate-cosine-capacity", router="cosine", batch=3, model=TOP2 | TIGHT | SEVERAL_AUX | Z),
     Case("gate-cosine-tp-stack", router="cosine", parallel=TP, layers="mm", stack=0, model=TOP2 | AUX | Z),
     Case("gate-sigmoid", router="sigmoid", batch=3, model=TOP2 | SEVERAL_AUX | Z),
-    Case("gate-sigmoid-capacity-losses-alone", router="sigmoid", only_losses=True, model=TIGHT | SEVERAL_AUX),
     Case("gate-sigmoid-recompute", router="sigmoid", layers="mm", stack=0, recompute=UNIFORM, model=LARGE),
     Case("gate-forward-and-routing", router="tests.gates:ForwardRouter", model=TOP2 | SEVERAL_AUX | Z),
-    Case("gate-varying-choice", router="tests.gates:ThresholdRouter", batch=3, model=ALL_KEPT | SEVERAL_AUX),
     Case("gate-varying-choice-dropless", router="tests.gates:ThresholdRouter", batch=3, stock=ALL_KEPT),
     Case("gate-expert-choice", router="tests.gates:ExpertChoiceOfEight", batch=3, stock=ALL_KEPT),
     Case("gate-degree1", router="cosine", degree=1, model=TOP2 | AUX),
     Case("gate-hash", router="hash", degree=2, backward_degree=4, batch=3, model=TOP2),
-    Case("gate-hash-capacity", router="hash", batch=3, schedule="moe-only", model=TOP2 | TIGHT),
     Case("gate-hash-tp-stack", router="hash", parallel=TP, layers="mdm", stack=0, batch=3, recompute=UNIFORM),
     Case("gate-hash-tp-cp", router="hash", parallel=TP | CP, world_size=4, batch=2, rope=True, model=TOP2),
     Case("gate-hash-documents", router="hash", documents=MANY, batch=3, model=TOP2),
@@ -612,9 +600,7 @@ GATES = [
 LANCET = [
     Case(f"lancet-{name}", **{"schedule": "lancet", "degree": 1} | settings)
     for name, settings in {
-        "sequential": {"executor": "sequential"},
         "shared": {"batch": 3, "model": LARGE | SHARED | {"qk_layernorm": True}},
-        "degree2-4": {"degree": 2, "backward_degree": 4, "model": {"add_bias_linear": True}},
         "latent-recompute": {"model": LATENT | MOE_AGAIN},
         "stack": {"layers": "mdmm", "stack": 0, "model": LARGE},
         "stack-recompute": {"layers": "mmm", "stack": 0, "recompute": UNIFORM, "model": LARGE},
@@ -649,7 +635,7 @@ FLEXES = [
                 "model": LARGE | flex | more,
             }
             for degree, backward, schedule in (
-                (2, None, "sequential"), (3, None, "moe-only"), (4, 2, "ampipe"), (8, None, "ampipe"),
+                (3, None, "moe-only"), (4, 2, "ampipe"), (8, None, "ampipe"),
             )
         },
         "cuda-executor-recompute": {"executor": "cuda", "model": LARGE | flex | MOE_AGAIN},

@@ -63,7 +63,6 @@ LAUNCHES = {
     "0.19": Launch("0.19"),
     "0.19-degree4": Launch("0.19", flags=(*FROM_FILE, "{folder}/trace")),
     "0.18": Launch("0.18"),
-    "0.18-degree4-on-patched": Launch("0.18", patched=True, flags=tuple(DEGREE_4)),
     "0.18-patched": Launch(
         "0.18", way="by hand", patched=True, flags=(*DEGREE_4, "--ampipe-trace-dir", "{folder}/traced")
     ),
@@ -124,12 +123,11 @@ def test_the_script_without_ampipe_equals_the_entry_point_at_degree_1(launches: 
     ("name", "stock", "trace"),
     [
         ("0.19-degree4", "0.19", "trace"),
-        ("0.18-degree4-on-patched", "0.18", None),
         ("0.18-patched", "0.18", "traced"),
         ("0.17-degree4", "0.17", "trace017"),
     ],
 )
-def test_degree_4_equals_degree_1(name: str, stock: str, trace: str | None, launches: Launches) -> None:
+def test_degree_4_equals_degree_1(name: str, stock: str, trace: str, launches: Launches) -> None:
     """Traces of every rank also show that the layers of every rank were pipelined."""
     expected, found = _logged(launches[stock]), _logged(launches[name])
     assert expected["lm loss"][-1] < expected["lm loss"][0] - 0.05, "a run that learns nothing proves little"
@@ -142,7 +140,7 @@ def test_degree_4_equals_degree_1(name: str, stock: str, trace: str | None, laun
     megatron = re.search(r"Megatron(0\.\d+)\.\d+from(\S*?)megatrondegree", output)
     assert megatron is not None
     assert megatron.groups() == (LAUNCHES[name].version, f"{launches.folder}/{name}/")
-    for rank in (0, 1) if trace is not None else ():
+    for rank in (0, 1):
         events = json.loads((launches.folder / trace / f"rank{rank}.trace.json").read_text())["traceEvents"]
         assert {event["args"]["layer"] for event in events if "layer" in event.get("args", {})} == {1, 2}
 

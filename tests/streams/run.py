@@ -39,13 +39,11 @@ class RunResult:
         races: The reported races, one line each.
         waits: Stage and call of every host wait inside a block.
         issued: For each direction and stage, the number of device calls of each kind.
-        peak_bytes: Peak memory of the tensors that the run allocated.
     """
 
     races: tuple[str, ...]
     waits: tuple[tuple[str, str], ...]
     issued: dict[str, dict[str, int]]
-    peak_bytes: int
 
     @property
     def num_operations(self) -> int:
@@ -120,9 +118,8 @@ def run_case(
         for _ in range(1 + warm):
             HOST.waits.clear()
             DEVICE.issued.clear()
-            tracker.restart()
             _passes(layer, case, hidden_size, in_flight=in_flight, gradients=gradients, stock=stock)
-    return RunResult(tuple(tracker.races), tuple(HOST.waits), dict(DEVICE.issued), tracker.peak_bytes)
+    return RunResult(tuple(tracker.races), tuple(HOST.waits), dict(DEVICE.issued))
 
 
 def _data_parallel(layer: Any, config: Any) -> DistributedDataParallel:

@@ -50,7 +50,6 @@ def main() -> None:
     from tests.streams.cases import RANKS, RANKS_OF_NODES, runs
     from tests.streams.census import census
     from tests.streams.faults import FAULTS, races
-    from tests.streams.peaks import PEAKS, peaks
 
     start(RANKS_OF_NODES, expert=RANKS)
     from tests.streams.run import run_case
@@ -82,8 +81,7 @@ def main() -> None:
             found[run.name] = {"error": traceback.format_exc()}
     use_expert_ranks(RANKS)
     if process == 0:
-        faulty = {name: races(name) for name in FAULTS}
-        report({"runs": found, "faults": faulty, "peaks": {name: peaks(name) for name in PEAKS}})
+        report({"runs": found, "faults": {name: races(name) for name in FAULTS}})
     else:
         report({"runs": found, "census": census()})
 
