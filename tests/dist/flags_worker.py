@@ -6,57 +6,48 @@ Runs the code of a launch up to the models; forward and backward use Megatron's 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from tests.dist.worker import report, start
 
 NUM_MICROBATCHES = 2
 
 
-class Launch:
-    """Runs one command line up to its models; restores Megatron's globals."""
+@contextlib.contextmanager
+def launched(arguments: list[str]) -> Iterator[tuple[Any, Any, Any]]:
+    """One command line up to its models: Megatron's arguments, the stock configuration and AMPipe's.
 
-    def __init__(self, arguments: list[str]) -> None:
-        self._arguments = arguments
-        self._environment = dict(os.environ)
+    Raises:
+        BadInput: The launch is refused.
+    """
+    from megatron.core.distributed import DistributedDataParallel
 
-    def __enter__(self) -> tuple[Any, Any, Any]:
-        """Megatron's arguments, the stock model's configuration and AMPipe's.
+    from megatron_ampipe.launch import pretrain
+    from megatron_ampipe.launch.session import TrainingSession
 
-        Raises:
-            BadInput: The launch is refused.
-        """
-        from megatron.core.distributed import DistributedDataParallel
+    forget_last_launch()
+    seen: list[Any] = []
+    original = pretrain.use_pipelined_layers
 
-        from megatron_ampipe.launch import pretrain
-        from megatron_ampipe.launch.session import TrainingSession
+    def using(model_config: Any, session: TrainingSession) -> None:
+        # Wrapped, so that gradients are accumulated on the stream of training.
+        assert session.context is None or hasattr(DistributedDataParallel.__init__, "__wrapped__")
+        seen[:] = [session.args, copy.deepcopy(model_config), model_config]
+        original(model_config, session)
 
-        forget_last_launch()
-        seen: list[Any] = []
-        original = pretrain.use_pipelined_layers
-
-        def using(model_config: Any, session: TrainingSession) -> None:
-            # Wrapped, so that gradients are accumulated on the stream of training.
-            assert session.context is None or hasattr(DistributedDataParallel.__init__, "__wrapped__")
-            seen[:] = [session.args, copy.deepcopy(model_config), model_config]
-            original(model_config, session)
-
-        pretrain.use_pipelined_layers = using
-        try:
-            pretrain.prepare_training(TrainingSession(self._arguments))
-        finally:
-            pretrain.use_pipelined_layers = original
+    with mock.patch.dict(os.environ):
+        with mock.patch.object(pretrain, "use_pipelined_layers", using):
+            pretrain.prepare_training(TrainingSession(arguments))
         args, stock, ours = seen
-        return args, stock, ours
-
-    def __exit__(self, *_: object) -> None:
-        os.environ.clear()
-        os.environ.update(self._environment)
+        yield args, stock, ours
 
 
 def forget_last_launch() -> None:
@@ -129,7 +120,7 @@ def main() -> None:
 
     def answer(arguments: list[str]) -> dict[str, Any]:
         try:
-            with Launch(arguments) as (args, stock_config, our_config):
+            with launched(arguments) as (args, stock_config, our_config):
                 return compare(args, stock_config, our_config)
         except BadInput as error:
             return {
