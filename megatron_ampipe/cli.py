@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import select
 import shlex
 import sys
 from collections.abc import Sequence
@@ -117,8 +116,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join((f"ampipe: {error}", *_notes(error))), file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        if not _stdout_is_closed():
-            raise
         # Otherwise the interpreter would write the rest of the buffer when it exits, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
@@ -126,17 +123,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         notes = _notes(interrupt) or ("incomplete output was not saved under its final name",)
         print("\n".join(("ampipe: interrupted; " + notes[0], *notes[1:])), file=sys.stderr)
         return INTERRUPTED
-
-
-def _stdout_is_closed() -> bool:
-    """Whether the reader of standard output has closed it."""
-    poll = select.poll()
-    try:
-        poll.register(sys.stdout, 0)
-    except (OSError, ValueError):
-        # It is not a file.
-        return False
-    return bool(poll.poll(0))
 
 
 def _notes(error: BaseException) -> tuple[str, ...]:

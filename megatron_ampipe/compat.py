@@ -26,20 +26,10 @@ from packaging.version import Version
 from megatron_ampipe.errors import EnvironmentMissing
 
 MINIMUM_VERSIONS = {"torch": "2.6", "megatron-core": "0.17"}
-MINIMUM_PYTHON = "3.12"
 SUPPORTED_MEGATRON = ("0.17", "0.18", "0.19")
 """The versions that the tests run with; constraints.txt and tests/older_megatron.txt pin the exact ones."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MainBranch:
-    """The state of Megatron's main branch that was tested by hand, with the version that it calls itself."""
-
-    version: str
-    commit: str
-
-
-MAIN_BRANCH = MainBranch("0.20", "d98e8a64ddf34856e74b24714e3bedb2f5a39553")
+MAIN_BRANCH, MAIN_BRANCH_COMMIT = "0.20", "d98e8a64ddf34856e74b24714e3bedb2f5a39553"
+"""The state of Megatron's main branch that was tested by hand, and the version that it calls itself."""
 PRETRAIN_GPT_MEGATRON = "0.19"
 """The first version that builds a GPT model from a configuration, as megatron_ampipe.pretrain_gpt needs."""
 FLASH_ATTN_BOTTOM_RIGHT = "2.1"
@@ -55,18 +45,14 @@ class OptionalPackage:
         name: Its common name.
         distribution: Its name for pip.
         module: The module to import.
-        minimum: Oldest version that is used; None for any.
         fallback: What is used instead, for the start-up table.
-        lost: What is not available without it.
         remedy: How to install it.
     """
 
     name: str
     distribution: str
     module: str
-    minimum: str | None = None
     fallback: str
-    lost: str
     remedy: str
 
 
@@ -76,16 +62,13 @@ OPTIONAL_PACKAGES = (
         distribution="transformer-engine",
         module="transformer_engine.pytorch",
         fallback="Megatron's local layers, with --transformer-impl local",
-        lost="Megatron's default layers on a GPU, FP8, fused routing and permutation",
         remedy="pip install --no-build-isolation 'transformer-engine[pytorch]', needs the CUDA compiler",
     ),
     OptionalPackage(
         name="flash-attn",
         distribution="flash-attn",
         module="flash_attn",
-        minimum=FLASH_ATTN_BOTTOM_RIGHT,
         fallback="torch's attention kernels in local layers",
-        lost="flash-attn's kernels in Megatron's local layers on a GPU",
         remedy="pip install --no-build-isolation 'flash-attn>=2.1', needs the CUDA compiler",
     ),
     OptionalPackage(
@@ -93,7 +76,6 @@ OPTIONAL_PACKAGES = (
         distribution="apex",
         module="apex.optimizers",
         fallback="Adam and norms of Transformer Engine if it is installed, otherwise of torch",
-        lost="fused norms in Megatron's local layers; fused Adam if Transformer Engine is missing too",
         remedy="build it from NVIDIA's repository apex; apex on PyPI is a different package",
     ),
 )
@@ -144,9 +126,9 @@ def found_version(distribution: str) -> Version | None:
 
 
 def describe_megatron() -> str:
-    """Which Megatron is used, and its location, for the start-up table and ``ampipe doctor``."""
+    """Which Megatron is used, and its location. It has been imported."""
     folder = megatron_folder()
-    assert folder is not None, "called once Megatron has been imported"
+    assert folder is not None
     return f"{megatron_version(folder)} from {folder.parent}"
 
 
@@ -220,8 +202,8 @@ def require_peers() -> None:
         missing = ", ".join(missing_internals())
         warnings.warn(
             f"Megatron {megatron} is newer than the versions AMPipe is tested with "
-            f"({', '.join(SUPPORTED_MEGATRON)}, and commit {MAIN_BRANCH.commit[:12]} of the main branch, "
-            f"{MAIN_BRANCH.version}). Not found in it: {missing or 'nothing that AMPipe imports'}.",
+            f"({', '.join(SUPPORTED_MEGATRON)}, and commit {MAIN_BRANCH_COMMIT[:12]} of the main branch, "
+            f"{MAIN_BRANCH}). Not found in it: {missing or 'nothing that AMPipe imports'}.",
             stacklevel=2,
         )
 
@@ -237,10 +219,8 @@ def require_model_from_configuration() -> None:
     Raises:
         EnvironmentMissing: with the command that works with this version.
     """
-    folder = megatron_folder()
-    assert folder is not None, "called once Megatron has been imported"
-    found = megatron_version(folder)
-    if _release(found) < Version(PRETRAIN_GPT_MEGATRON):
+    found = found_version("megatron-core")
+    if found is not None and _release(found) < Version(PRETRAIN_GPT_MEGATRON):
         raise EnvironmentMissing(
             f"megatron-core {found} cannot build a GPT model from a configuration; this needs "
             f"{PRETRAIN_GPT_MEGATRON} or later. Launch the script of your Megatron-LM checkout: "
@@ -258,15 +238,18 @@ def missing_internals() -> list[str]:
         For example ``"megatron.core.mpu (launch/gpt.py)"``; empty if nothing is missing.
     """
     package = Path(__file__).parent
-    imported = set()
-    for path in package.rglob("*.py"):
+    missing = []
+    for path in sorted(package.rglob("*.py")):
         file = path.relative_to(package).as_posix()
+        names = set()
         for node in ast.walk(ast.parse(path.read_text())) if not file.startswith("tools/") else ():
             if isinstance(node, ast.ImportFrom | ast.Import):
                 module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-                imported |= {(file, f"{module}{alias.name}") for alias in node.names}
-    names = [(file, name) for file, name in sorted(imported) if name.startswith("megatron.")]
-    return [f"{name} ({file})" for file, name in names if not _exists(name)]
+                names |= {f"{module}{alias.name}" for alias in node.names}
+        missing += [
+            f"{name} ({file})" for name in sorted(names) if name.startswith("megatron.") and not _exists(name)
+        ]
+    return missing
 
 
 def _exists(name: str) -> bool:
@@ -302,15 +285,12 @@ def _backend_of_transformer_engine() -> dict[str, Any] | None:
 
     It is chosen again if the parameters of a call differ from those that it was chosen for.
     """
-    for name in ("attention.dot_product_attention", "attention"):
-        try:
-            module = importlib.import_module(f"transformer_engine.pytorch.{name}")
-        except ImportError:
-            continue
-        latest = getattr(module, "_attention_backends", {})
-        if {"attention_params", "backend_selection_requires_update"} <= latest.keys():
-            return latest
-    return None
+    try:
+        module = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention")
+    except ImportError:
+        return None
+    latest = getattr(module, "_attention_backends", {})
+    return latest if {"attention_params", "backend_selection_requires_update"} <= latest.keys() else None
 
 
 _BACKENDS_BY_SHAPE: dict[Hashable, dict[str, Any]] = {}
@@ -350,20 +330,16 @@ def has_apex() -> bool:
     return any((Path(folder) / "optimizers").is_dir() for folder in folders)
 
 
-def has_optional_package(piece: OptionalPackage) -> bool:
-    """Whether an optional package is installed in a supported version. Imports nothing."""
-    checks = {"Transformer Engine": has_transformer_engine, "flash-attn": has_flash_attn, "apex": has_apex}
-    return checks[piece.name]()
-
-
 def missing_packages() -> list[tuple[OptionalPackage, str]]:
-    """The optional packages that cannot be used, each with the reason."""
+    """The optional packages that cannot be used, each with the reason. Imports none."""
     missing = []
-    for piece in OPTIONAL_PACKAGES:
-        if not has_optional_package(piece):
-            version = installed_version(piece.distribution) if piece.minimum is not None else None
-            reason = "not installed" if version is None else f"{version} is older than {piece.minimum}"
-            missing.append((piece, reason))
+    for package, is_there in zip(
+        OPTIONAL_PACKAGES, (has_transformer_engine(), has_flash_attn(), has_apex()), strict=True
+    ):
+        if not is_there:
+            old = installed_version("flash-attn") if package.module == "flash_attn" else None
+            reason = f"{old} is older than {FLASH_ATTN_BOTTOM_RIGHT}" if old else "not installed"
+            missing.append((package, reason))
     return missing
 
 
@@ -431,12 +407,3 @@ def current_gpu() -> Gpu:
         torch_flash=torch.backends.cuda.is_flash_attention_available(),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-
-
-@cache
-def has_cpu_flash() -> bool:
-    """Whether this torch has the flash attention operators for CPU that AMPipe calls."""
-    import torch
-
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    return all(hasattr(torch.ops.aten, f"{name}{suffix}") for suffix in ("", "_backward"))

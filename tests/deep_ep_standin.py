@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.hybrid_ep_standin import HybridEPBuffer
+from tests.hybrid_ep_standin import HybridEPBuffer, exchanged
 
 
 class Config:
@@ -90,7 +90,7 @@ class Buffer:
             assert topk_idx is None and topk_weights is None, "a handle knows where tokens go"
             buffer, rows, send, receive, _, count = handle
             assert buffer is self
-            received = self._exchange(x[rows], send, receive)
+            received = exchanged(x[rows], send, receive, self.group)
             received = torch.cat([received, x.new_full((count - len(received), x.shape[1]), float("nan"))])
             return received, None, None, None, None, EventOverlap()
         assert topk_weights.dtype == torch.float32 and topk_weights.is_contiguous()
@@ -101,7 +101,7 @@ class Buffer:
         dist.all_gather(counts, num_tokens_per_rank, group=self.group)
         send, receive = num_tokens_per_rank.tolist(), [int(one[rank]) for one in counts]
         tokens, experts, weights = (
-            self._exchange(y[rows], send, receive) for y in (x, topk_idx, topk_weights)
+            exchanged(y[rows], send, receive, self.group) for y in (x, topk_idx, topk_weights)
         )
         own = (experts >= rank * local) & (experts < (rank + 1) * local)
         experts = (experts - rank * local).masked_fill(~own, -1)
@@ -132,14 +132,9 @@ class Buffer:
             if given is None:
                 found.append(None)
                 continue
-            parts = self._exchange(given[: sum(receive)], receive, send)
+            parts = exchanged(given[: sum(receive)], receive, send, self.group)
             found.append(parts.new_zeros((len(in_rank), *parts.shape[1:])).index_add_(0, rows, parts))
         return found[0], found[1], EventOverlap()
-
-    def _exchange(self, tensor: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-        dist.all_to_all_single(output, tensor.contiguous(), receive, send, group=self.group)
-        return output
 
 
 class _OnTheHost(TorchFunctionMode):

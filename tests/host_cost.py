@@ -77,7 +77,7 @@ def layers() -> dict[str, Callable[[], None]]:
         expert_model_parallel_size=RANKS, create_gloo_process_groups=False
     )
     from megatron_ampipe.runtime.executors import SequentialExecutor
-    from megatron_ampipe.tools.measuring.bench_job import Cut, Variant
+    from megatron_ampipe.tools.measuring.bench_job import Variant
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
     from megatron_ampipe.tools.measuring.grid import Case
 
@@ -95,9 +95,7 @@ def layers() -> dict[str, Callable[[], None]]:
     )
     factory = BlockFactory(case, rank=0, num_ranks=RANKS, on_cuda=False, seed=1, layers=LAYERS)
     built = {STOCK: factory.stock} | {
-        name: factory.build(
-            Variant(schedule=schedule, cut=Cut.of(degree), stack=stack), executor=SequentialExecutor()
-        )
+        name: factory.build(Variant.of(schedule, degree, stack=stack), executor=SequentialExecutor())
         for name, (schedule, degree, stack) in VARIANTS.items()
     }
     hidden = torch.randn(256, 1, 64, requires_grad=True)

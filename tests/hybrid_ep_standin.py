@@ -9,30 +9,30 @@ fp32 tokens, which HybridEP does not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class _Ways:
-    """Where the rows of one routing map go: the part of a handle that is no tensor.
-
-    Attributes:
-        send: Rows for each rank.
-        receive: Rows from each rank.
-        num_permuted: Received rows, with padding.
-        options: What every call must say again.
-    """
+class _Ways(NamedTuple):
+    """Where the rows of one routing map go: the part of a handle that is no tensor."""
 
     buffer: HybridEPBuffer
     send: list[int]
     receive: list[int]
     num_permuted: int
+    """With padding."""
     options: tuple[int | None, bool]
+    """What every call must say again."""
+
+
+def exchanged(tensor: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows for each rank to rows from each rank."""
+    output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+    dist.all_to_all_single(output, tensor.contiguous(), receive, send, group=group)
+    return output
 
 
 class HybridEPBuffer:
@@ -85,7 +85,7 @@ class HybridEPBuffer:
         outputs = []
         for sent in received:
             output = sent.new_zeros((ways.num_permuted, *sent.shape[1:]))
-            output[places] = self._exchange(sent, ways.send, ways.receive)
+            output[places] = exchanged(sent, ways.send, ways.receive, self.group)
             outputs.append(output)
         return outputs[0], outputs[1] if probs is not None else None, None, counts, handle
 
@@ -101,14 +101,14 @@ class HybridEPBuffer:
         rows, experts, places, num_tokens, ways = handle
         self._check(ways, pad_multiple, fuse_unpermute_combine)
         assert hidden.is_contiguous() and len(hidden) == ways.num_permuted
-        back = self._exchange(hidden[places], ways.receive, ways.send)
+        back = exchanged(hidden[places], ways.receive, ways.send, self.group)
         combined = back.new_zeros((num_tokens, hidden.shape[1])).index_add_(0, rows, back)
         if probs is None:
             return combined, None
         assert probs.dtype == torch.float32 and probs.is_contiguous() and probs.shape == hidden.shape[:1]
         num_experts = len(self._counts) * self.group.size()
         of_probs = probs.new_zeros((num_tokens, num_experts))
-        of_probs[rows, experts] = self._exchange(probs[places], ways.receive, ways.send)
+        of_probs[rows, experts] = exchanged(probs[places], ways.receive, ways.send, self.group)
         return combined, of_probs
 
     def _preprocess(
@@ -141,8 +141,3 @@ class HybridEPBuffer:
 
     def _check(self, ways: _Ways, *options: Any) -> None:
         assert ways.buffer is self and ways.options == options
-
-    def _exchange(self, tensor: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-        dist.all_to_all_single(output, tensor.contiguous(), receive, send, group=self.group)
-        return output

@@ -153,6 +153,10 @@ def _uses_in(tree: ast.Module) -> Iterator[tuple[str, Use]]:
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             if (name := dotted(node.value)) is not None:
                 yield f"{name}.{node.attr}".removeprefix("megatron."), Use(replaced=True)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "replace":
+            owner, attribute = (*node.args, None, None)[:2]
+            if isinstance(attribute, ast.Constant) and (name := dotted(owner)) is not None:
+                yield f"{name}.{attribute.value}".removeprefix("megatron."), Use(replaced=True)
         elif isinstance(node, ast.Call) and (name := dotted(node.func)) is not None:
             keywords = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
             yield name.removeprefix("megatron."), Use(keywords=keywords)

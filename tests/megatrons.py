@@ -22,7 +22,7 @@ OLDER = tuple(
     if line.startswith("megatron-core==")
 )
 """Major and minor version of each."""
-NEXT = MAIN_BRANCH.version
+NEXT = MAIN_BRANCH
 """The version of the checkout."""
 CHECKOUT = os.environ.get("AMPIPE_MEGATRON")
 """Its folder, as users name it; None without one."""

@@ -182,9 +182,9 @@ def flags_table() -> Iterator[str]:
 
 
 def _table(refusals: Iterable[Refusal]) -> Iterator[str]:
-    yield "| setting | why | instead | what would be needed |\n|---|---|---|---|"
+    yield "| setting | why | instead |\n|---|---|---|"
     for refusal in refusals:
-        yield f"| `{refusal.setting}` | {refusal.rule} | {refusal.remedy} | {refusal.needs} |"
+        yield f"| `{refusal.setting}` | {refusal.rule} | {refusal.remedy} |"
 
 
 if __name__ == "__main__":

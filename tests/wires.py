@@ -13,12 +13,10 @@ class HalvesWire:
     """Sends a row in two parts, the second one negated: exact, and wrong if a step is missing."""
 
     def encode(self, rows: Tensor, trip: Trip) -> Sequence[Tensor]:
-        """See ``Wire``."""
         half = rows.shape[1] // 2
         return rows[:, :half], -rows[:, half:]
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, trip: Trip) -> None:
-        """See ``Wire``."""
         half = parts[0].shape[1]
         out[:, :half], out[:, half:] = parts[0], -parts[1]
 
@@ -27,11 +25,9 @@ class JoinedWire:
     """Wrong: sends all rows as one, which cannot be divided over ranks."""
 
     def encode(self, rows: Tensor, trip: Trip) -> Sequence[Tensor]:
-        """See ``Wire``."""
         return (rows.reshape(1, -1),)
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, trip: Trip) -> None:
-        """See ``Wire``."""
         out.copy_(parts[0].reshape(out.shape))
 
 
@@ -39,7 +35,6 @@ class EncodeOnlyWire:
     """Wrong: cannot decode."""
 
     def encode(self, rows: Tensor, trip: Trip) -> Sequence[Tensor]:
-        """See ``Wire``."""
         return (rows,)
 
 

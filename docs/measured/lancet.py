@@ -27,10 +27,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.schedule import WEIGHTS, BlockFeatures, build, to_text
+from megatron_ampipe.schedule import WEIGHTS, BlockFeatures, Pipeline, build, from_text, to_text
 from megatron_ampipe.schedule.kinds import EXPERT
 from megatron_ampipe.tools.measuring import machine
-from megatron_ampipe.tools.measuring.bench_job import STOCK, BenchJob, Cut, Variant
+from megatron_ampipe.tools.measuring.bench_job import STOCK, BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
 from megatron_ampipe.tools.measuring.link import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
@@ -71,8 +71,16 @@ WHAT = {"covers": (covers, 1, "cpu-lengths", None), "joined": (joined, 4, "cpu-s
 def variants(what: str) -> tuple[Variant, ...]:
     """Megatron's layer, and both orders."""
     orders, degree, _, _ = WHAT[what]
-    stock = Variant(STOCK, Cut.of(1))
-    return (stock, *(Variant(name, Cut.of(degree), order=order) for name, order in orders().items()))
+    texts = orders().items()
+    return (
+        Variant(STOCK),
+        *(
+            Variant.of(name, degree)
+            if text is None
+            else Variant(name, Pipeline.of(degree, order=from_text(text)))
+            for name, text in texts
+        ),
+    )
 
 
 def main() -> None:
@@ -84,8 +92,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=60)
     asked = parser.parse_args()
     orders, _, grid, names = WHAT[asked.what]
-    found_grid = read_grid(find_grid(grid))
-    cases = tuple((found_grid.only(names) if names else found_grid).cases)
+    cases = read_grid(find_grid(grid), only=names)
     job = LancetJob(
         what=asked.what,
         cases=cases,
@@ -112,17 +119,17 @@ def main() -> None:
         print(name, {key: value for key, value in case.items() if not key.startswith("samples")})
 
 
-def of_covers(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def of_covers(ranks: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
     """The figures of one case, milliseconds, from what all ranks measured."""
     names = [variant.schedule for variant in variants("covers")]
     backward = {
-        name: [1e3 * max(times) for times in zip(*(rank["backward_s"][index] for rank in ranks), strict=True)]
+        name: [1e3 * max(times) for times in zip(*(rank[index]["backward_s"] for rank in ranks), strict=True)]
         for index, name in enumerate(names)
     }
 
     def stage(name: str, stage: str) -> float:
         """Median over passes of the slowest rank."""
-        of_ranks = (rank["stages"][names.index(name)]["backward"][stage] for rank in ranks)
+        of_ranks = (rank[names.index(name)]["stages"]["backward"][stage] for rank in ranks)
         return statistics.median(map(max, zip(*of_ranks, strict=True))) / 1e3
 
     saved = [a - b for a, b in zip(backward[NOT_COVERED], backward[COVERED], strict=True)]
@@ -141,17 +148,17 @@ def of_covers(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def of_joined(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def of_joined(ranks: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
     """Likewise: seconds that both ranks' processors worked, over those for Megatron's layer; times."""
     names = [variant.schedule for variant in variants("joined")]
 
     def by_pass(figure: str, of_ranks: Callable[..., float]) -> dict[str, list[float]]:
         return {
-            name: [of_ranks(one) for one in zip(*(rank[figure][index] for rank in ranks), strict=True)]
+            name: [of_ranks(one) for one in zip(*(rank[index][figure] for rank in ranks), strict=True)]
             for index, name in enumerate(names)
         }
 
-    processor, times = by_pass("processor_s", sum), by_pass("samples_s", max)
+    processor, times = by_pass("processor_s", sum), by_pass("wall_s", max)
     stock = processor[STOCK]
     ratios = {
         name: [ours / theirs for ours, theirs in zip(samples, stock, strict=True)]
@@ -170,7 +177,7 @@ def work(rank: Rank[LancetJob]) -> list[dict[str, Any]]:
     rank.start_megatron()
     from megatron_ampipe.tools.measuring.timed_passes import measure
 
-    return [measure(rank, case, variants(rank.job.what)) for case in rank.job.cases]
+    return [measure(rank, case, variants(rank.job.what))["variants"] for case in rank.job.cases]
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ampipe.tools.measuring.bench_job import BenchJob, Cut, Variant
+from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
 from megatron_ampipe.tools.measuring.link import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
@@ -79,8 +79,7 @@ def main() -> None:
 
 def measure(names: str | None, *, repeats: int, only: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """By case and row: how fast, and how much work, next to Megatron's layer; medians and all samples."""
-    grid = read_grid(find_grid("cpu-small"))
-    cases = tuple((grid.only(names) if names else grid).cases)
+    cases = read_grid(find_grid("cpu-small"), only=names)
     job = PartsJob(
         cases=cases,
         link=parse_link("none"),
@@ -196,9 +195,7 @@ def work(rank: Rank[PartsJob]) -> list[dict[str, list[list[float]]]]:
         rows = {"stock": factory.stock}
         rows |= {f"parts {count}": of_parts(factory.stock, count) for count in PARTS}
         for schedule in SCHEDULES:
-            rows |= {
-                f"{schedule} {count}": factory.build(Variant(schedule, Cut.of(count))) for count in PARTS
-            }
+            rows |= {f"{schedule} {count}": factory.build(Variant.of(schedule, count)) for count in PARTS}
         expected = passes.results(factory.stock)
         for name, layer in rows.items():
             for tensor, found in passes.results(layer).items():

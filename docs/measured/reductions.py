@@ -91,7 +91,7 @@ def main() -> None:
     asked = arguments()
     num_ranks, rate, changed = PLACES[asked.place]
     link = f"{rate / asked.dilation:g}mbit"
-    (case,) = read_grid(find_grid("cpu-small")).only("top1").cases
+    (case,) = read_grid(find_grid("cpu-small"), only="top1")
     case = replace(case, sequence_length=asked.sequence_length or case.sequence_length)
     iterations = asked.warmup + asked.repeats
     flags = (

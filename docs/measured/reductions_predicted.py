@@ -35,7 +35,7 @@ PLACES = {
 
 def main() -> None:
     """Predict both and write the document."""
-    (case,) = read_grid(find_grid("cpu-small")).only("top1").cases
+    (case,) = read_grid(find_grid("cpu-small"), only="top1")
     document: dict[str, object] = {"command": ["python", *sys.argv]}
     for place, (link, name, degree, rows, ranks) in PLACES.items():
         # One link for all ranks, as in the measurement.

@@ -2,11 +2,8 @@
 
 Of three forms: attention of one span, differentiable (:data:`SpanFunction`); of one piece with its
 log-sum-exp, and its gradients (:class:`.pieces.PieceKernel`); and of several documents in one call,
-differentiable (:data:`DocumentFunction`). No function stores a mask of the whole sequence. The packages are
-imported at the first call. Flash kernels for GPUs take fp16 and bf16; their operators are called directly,
-because a function that chooses by shape could choose another one for the first chunk than for the others.
-
-Shapes as in :mod:`.pieces`.
+differentiable (:data:`DocumentFunction`). Operators of flash kernels, for fp16 and bf16, are called directly:
+a function that chooses by shape could choose another one for the first chunk. Shapes as in :mod:`.pieces`.
 """
 
 from __future__ import annotations
@@ -70,20 +67,14 @@ SpanFunction = Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """The reference implementation, which the others are compared with.
-
-    Materializes the scores. Softmax in fp32.
-    """
-    visible = visible_keys(query, key, scoring.window)
-    keys, values = (repeat_heads(x, query.shape[2]) for x in (key, value))
-    scores = torch.einsum("rbhc,sbhc->bhrs", query, keys).float() * scoring.scale
-    scores = scores.masked_fill(~visible, -math.inf)
+    """The reference implementation, which the others are compared with. Softmax in the dtype of sums."""
+    scores = _scores(query, key, causal=True, scale=scoring.scale, window=scoring.window)
     if scoring.sinks is not None:
-        of_rows = scoring.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        of_rows = scoring.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, of_rows], dim=-1)
-    weights = scores.softmax(dim=-1)[..., : keys.shape[0]]
-    weights = F.dropout(weights.to(values.dtype), p=scoring.dropout)
-    return torch.einsum("bhrs,sbhv->rbhv", weights, values)
+    weights = scores.softmax(dim=-1)[..., : key.shape[0]]
+    weights = F.dropout(weights.to(value.dtype), p=scoring.dropout)
+    return torch.einsum("bhrs,sbhv->rbhv", weights, repeat_heads(value, query.shape[2]))
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -96,23 +87,17 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         bias = causal_lower_right(query.shape[0], key.shape[0])
     else:
         bias = visible_keys(query, key, scoring.window)
-    queries, keys, values = (x.permute(HEADS_FIRST) for x in (query, key, value))
+    tensors = (x.permute(HEADS_FIRST) for x in (query, key, value))
+    shares_keys = query.shape[2] != key.shape[2]
     output = F.scaled_dot_product_attention(
-        queries,
-        keys,
-        values,
-        attn_mask=bias,
-        dropout_p=scoring.dropout,
-        scale=scoring.scale,
-        enable_gqa=queries.shape[1] != keys.shape[1],
+        *tensors, attn_mask=bias, dropout_p=scoring.dropout, scale=scoring.scale, enable_gqa=shares_keys
     )
     return output.permute(2, 0, 1, 3)
 
 
 def sdpa_efficient(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """:func:`sdpa` on a GPU, restricted to torch's memory-efficient kernel for all shapes and dtypes.
+    """:func:`sdpa` on a GPU, for comparisons: always torch's memory-efficient kernel.
 
-    For comparisons: otherwise torch may choose a different kernel for a chunk than for the whole sequence.
     Key/value heads are repeated, because this kernel does not support GQA in older versions of torch.
     """
     key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
@@ -149,8 +134,7 @@ def _bias_with_sink(visible: Tensor, sinks: Tensor) -> Tensor:
     return torch.cat([bias.expand(1, len(sinks), -1, -1), of_rows], dim=-1)
 
 
-# Pieces: plain torch operations, for what no flash kernel supports. Every dtype and device, and values with
-# another head size than keys; materializes the scores of a piece, in fp32 or wider.
+# Pieces in plain torch operations, for what no flash kernel supports: any dtype, and head size of values.
 
 
 def _exact_forward(
@@ -177,11 +161,11 @@ def _exact_backward(*given: Tensor, causal: bool, scale: float) -> tuple[Tensor,
     return dq, dk, dv
 
 
-def _scores(query: Tensor, key: Tensor, *, causal: bool, scale: float) -> Tensor:
+def _scores(query: Tensor, key: Tensor, *, causal: bool, scale: float, window: int | None = None) -> Tensor:
     """``[B, H, R, S]`` in the dtype of sums."""
     scores = torch.einsum("rbhc,sbhc->bhrs", query, repeat_heads(key, query.shape[2]))
     scores = scores.to(sum_dtype(query)) * scale
-    return scores.masked_fill_(~visible_keys(query, key, None), -math.inf) if causal else scores
+    return scores.masked_fill_(~visible_keys(query, key, window), -math.inf) if causal else scores
 
 
 EXACT_PIECES = PieceKernel(all_visible_keys, _exact_forward, _exact_backward)
@@ -195,11 +179,8 @@ _TRIANGLE_ROWS = 128
 
 @functools.cache
 def _cut_for_cpu(span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
-    """A span in rectangles without a mask and small causal triangles.
-
-    Forward: for every block of rows a triangle, and a rectangle of all keys before it. Backward merges
-    nothing, so its rectangles are as large as possible.
-    """
+    """A span in small causal triangles, and rectangles without a mask: those of backward, which merges
+    nothing, are as large as possible."""
     start, pieces = span.global_start, []
     if not backward:
         for first in range(0, span.length, _TRIANGLE_ROWS):
@@ -233,10 +214,8 @@ def _cpu_forward(
     output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, scale=scale
     )
-    if query.shape[1] != heads:
-        output = output.reshape(output.shape[0], heads, -1, output.shape[-1])
-        lse = lse.reshape(lse.shape[0], heads, -1)
-    return output.permute(2, 0, 1, 3), lse
+    output = output.reshape(output.shape[0], heads, -1, output.shape[-1])
+    return output.permute(2, 0, 1, 3), lse.reshape(lse.shape[0], heads, -1)
 
 
 def _cpu_backward(*given: Tensor, causal: bool, scale: float) -> list[Tensor]:
@@ -244,15 +223,13 @@ def _cpu_backward(*given: Tensor, causal: bool, scale: float) -> list[Tensor]:
     heads, groups = query.shape[2], key.shape[2]
     gradient, output = (x.permute(HEADS_FIRST) for x in (gradient, output))
     query, key, value = _of_equal_heads(query, key, value, causal=causal)
-    if query.shape[1] != heads:
-        gradient, output, lse = (
-            x.reshape(x.shape[0], groups, -1, *x.shape[3:]) for x in (gradient, output, lse)
-        )
+    gradient, output, lse = (
+        x.reshape(x.shape[0], query.shape[1], -1, *x.shape[3:]) for x in (gradient, output, lse)
+    )
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, output, lse, 0.0, causal, scale=scale
     )
-    if query.shape[1] != heads:
-        dq = dq.reshape(dq.shape[0], heads, -1, dq.shape[-1])
+    dq = dq.reshape(dq.shape[0], heads, -1, dq.shape[-1])
     if dk.shape[1] != groups:
         dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
     return [x.permute(2, 0, 1, 3) for x in (dq, dk, dv)]
@@ -261,14 +238,13 @@ def _cpu_backward(*given: Tensor, causal: bool, scale: float) -> list[Tensor]:
 def _of_equal_heads(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, ...]:
     """``[B, heads, rows, C]``, with as many key heads as query heads.
 
-    In a rectangle, query heads that share a key head become additional query rows, so no keys are copied. In
-    a triangle the keys are repeated.
+    In a triangle the keys are repeated; in a rectangle, query heads that share keys become additional rows.
     """
     groups = key.shape[2]
     if causal:
         key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
     query, key, value = (x.permute(HEADS_FIRST) for x in (query, key, value))
-    if not causal and query.shape[1] != groups:
+    if not causal:
         query = query.reshape(query.shape[0], groups, -1, query.shape[-1])
     return query, key, value
 
@@ -279,42 +255,39 @@ CPU_FLASH = PieceKernel(_cut_for_cpu, _cpu_forward, _cpu_backward)
 # pieces need as many keys as queries. The states are random states, unused without dropout.
 
 
-def _torch_2_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
-) -> tuple[Any, ...]:
+def _torch_2_forward(*tensors: Tensor, causal: bool, scale: float) -> tuple[Any, ...]:
     output, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
-        query, key, value, 0.0, causal, False, scale=scale
+        *tensors, 0.0, causal, False, scale=scale
     )
     return output, lse, seed, offset
 
 
 def _torch_2_backward(*given: Any, causal: bool, scale: float) -> tuple[Tensor, ...]:
-    gradient, query, key, value, output, lse, seed, offset = given
-    tensors, most = (gradient, query, key, value, output, lse.contiguous()), (query.shape[2], key.shape[2])
+    *tensors, lse, seed, offset = given
+    most = tensors[1].shape[2], tensors[2].shape[2]
     found: tuple[Tensor, ...] = aten._scaled_dot_product_flash_attention_backward(
-        *tensors, None, None, *most, 0.0, causal, seed, offset, scale=scale
+        *tensors, lse.contiguous(), None, None, *most, 0.0, causal, seed, offset, scale=scale
     )
     return found
 
 
-def _cudnn_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
-) -> tuple[Any, ...]:
+def _cudnn_forward(*tensors: Tensor, causal: bool, scale: float) -> tuple[Any, ...]:
     """Also gives the number of dimensions of its log-sum-exp, which depends on torch's version."""
+    query, key, _ = tensors
     assert key.shape[2] > 1, "cuDNN attends to two keys or more: use a smaller --ampipe-degree"
     output, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
-        query, key, value, None, True, 0.0, causal, False, scale=scale
+        *tensors, None, True, 0.0, causal, False, scale=scale
     )
     return output, lse.reshape(query.shape[:3]), seed, offset, lse.dim()
 
 
 def _cudnn_backward(*given: Any, causal: bool, scale: float) -> tuple[Tensor, ...]:
-    gradient, query, key, value, output, lse, seed, offset, lse_dimensions = given
+    *tensors, lse, seed, offset, lse_dimensions = given
     lse = lse.contiguous()
     lse = lse if lse.dim() == lse_dimensions else lse.unsqueeze(-1)
-    tensors, most = (gradient, query, key, value, output, lse), (query.shape[2], key.shape[2])
+    most = tensors[1].shape[2], tensors[2].shape[2]
     found: tuple[Tensor, ...] = aten._scaled_dot_product_cudnn_attention_backward(
-        *tensors, seed, offset, None, None, None, *most, 0.0, causal, scale=scale
+        *tensors, lse, seed, offset, None, None, None, *most, 0.0, causal, scale=scale
     )
     return found
 
@@ -330,13 +303,11 @@ _PLAIN_2 = {
 }  # fmt: skip
 
 
-def _flash_2_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
-) -> tuple[Tensor, ...]:
+def _flash_2_forward(*tensors: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
     from flash_attn.flash_attn_interface import _flash_attn_forward
 
     output, lse, _, random_state = _flash_attn_forward(
-        query, key, value, softmax_scale=scale, causal=causal, return_softmax=False, **_PLAIN_2
+        *tensors, softmax_scale=scale, causal=causal, return_softmax=False, **_PLAIN_2
     )
     return output, lse, random_state
 
@@ -359,12 +330,8 @@ def _flash_2_backward(*given: Tensor, causal: bool, scale: float) -> list[Tensor
     return gradients
 
 
-def _flash_3_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    output, lse, *_ = _flash_attn_3().fwd(
-        query, key, value, softmax_scale=scale, is_causal=causal, num_splits=1
-    )
+def _flash_3_forward(*tensors: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    output, lse, *_ = _flash_attn_3().fwd(*tensors, softmax_scale=scale, is_causal=causal, num_splits=1)
     return output, lse
 
 
@@ -398,11 +365,9 @@ FLASH_ATTN_3 = PieceKernel(all_visible_keys, _flash_3_forward, _flash_3_backward
 
 
 class Bounds(NamedTuple):
-    """The documents of one call, whose rows are one after another; under the names that all kernels use.
+    """Where the documents of one call begin and end, ``[documents + 1]`` int32, as all kernels name it.
 
-    ``[documents + 1]`` int32, where the query rows of each document begin and end, and its keys; the most of
-    both. The first document of a chunk may have begun in an earlier one and then has more keys than queries;
-    the kernels align causal masks to the bottom right of every document.
+    The first document of a chunk may have begun in an earlier one, and then has more keys than queries.
     """
 
     cu_seqlens_q: Tensor
@@ -412,7 +377,6 @@ class Bounds(NamedTuple):
 
     @classmethod
     def of(cls, documents: Sequence[DocumentRows], *, device: torch.device) -> Bounds:
-        """The bounds of these rows, on the device of the tensors."""
         lengths = [[rows.num_rows for rows in documents], [rows.num_keys for rows in documents]]
         ends = torch.tensor(
             [list(itertools.accumulate(parts, initial=0)) for parts in lengths], dtype=torch.int32
@@ -436,28 +400,22 @@ def torch_documents(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, s
 
 def flash_2_documents(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring) -> Tensor:
     """The public function of flash-attn 2.1 or later."""
-    return _flash_documents(
-        "flash_attn", query, key, value, bounds, scoring,
-        dropout_p=scoring.dropout, window_size=scoring.window_of_flash_attn,
-    )  # fmt: skip
+    from flash_attn import flash_attn_varlen_func
+
+    more = {"dropout_p": scoring.dropout, "window_size": scoring.window_of_flash_attn}
+    return _of_documents(flash_attn_varlen_func, (query, key, value), bounds, scoring, **more)
 
 
 def flash_3_documents(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring) -> Tensor:
     """The public function of flash-attn-3."""
-    return _flash_documents("flash_attn_interface", query, key, value, bounds, scoring)
+    from flash_attn_interface import flash_attn_varlen_func
+
+    return _of_documents(flash_attn_varlen_func, (query, key, value), bounds, scoring)
 
 
-def _flash_documents(
-    package: str, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring, **more: Any
+def _of_documents(
+    attend: Callable[..., Tensor], tensors: Sequence[Tensor], bounds: Bounds, scoring: Scoring, **more: Any
 ) -> Tensor:
-    output: Tensor = importlib.import_module(package).flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        softmax_scale=scoring.scale,
-        causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        **bounds._asdict(),
-        **more,
-    )
-    return output
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    given = bounds._asdict() | more
+    return attend(*tensors, softmax_scale=scoring.scale, causal=True, deterministic=deterministic, **given)

@@ -2,18 +2,16 @@
 
 Queries are the rows of a list of spans; those of a span see the keys ``[0, global_start + length)`` under a
 causal mask aligned to the bottom right (AMPipe, figure 5), or of these the keys of the row's document. Each
-name stands for one backend, the same for every chunk; only for ``sdpa`` does torch choose it.
-
-Shapes as in :mod:`.pieces`.
+name stands for one backend; only for ``sdpa`` does torch choose it. Shapes as in :mod:`.pieces`.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +23,7 @@ from megatron_ampipe.attention.pieces import (
     AddKeys,
     AttentionInPieces,
     PieceKernel,
+    joined,
     repeat_heads,
     split_spans,
 )
@@ -35,19 +34,14 @@ from megatron_ampipe.schedule.features import uses_ring_attention
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One backend of attention.
-
-    Attributes:
-        span: Attention of one span; None for a kernel that computes spans in pieces.
-        pieces: Computes pieces, of spans or in a ring. Of plain attention only.
-        documents: Attention of several documents in one call; None for one call per document.
-        why_not: ``(gpu, head size)`` to the reason why this GPU cannot run the kernel, or None.
-    """
+    """One backend of attention."""
 
     span: SpanFunction | None = None
+    """None for a kernel that computes spans in pieces."""
     pieces: PieceKernel = backends.EXACT_PIECES
+    """Of spans, or in a ring; of plain attention only."""
     documents: DocumentFunction | None = None
-    why_not: Callable[[compat.Gpu, int], str | None] | None = None
+    """None for one call per document."""
 
     def __call__(
         self,
@@ -67,9 +61,8 @@ class Kernel:
 
         From ``query [R, B, H, C]``, the rows of the spans one after another, ``key [S, B, G, C]`` from the
         start of the sequence and ``value [S, B, G, V]`` to ``[R, B, H * V]``. Scale, dropout, window and
-        sinks are of a :class:`~.backends.Scoring`; pieces have the scale alone. Without ``documents``, rows
-        see all earlier ones of their sequence. A kernel of pieces adds the gradients of keys and values to
-        ``sums`` and then returns None for both; other kernels ignore it.
+        sinks are of a :class:`~.backends.Scoring`; pieces have the scale alone. A kernel of pieces adds the
+        gradients of keys and values to ``sums`` and then returns None for both; other kernels ignore it.
         """
         scoring = Scoring(scale, dropout, window, sinks)
         if documents is None:
@@ -77,7 +70,10 @@ class Kernel:
         rows = documents.rows_of(spans)
         if self.documents is not None:
             assert scoring.sinks is None and (scoring.is_plain or self.span is not None)
-            return _attend_at_once(self.documents, query, key, value, rows, scoring)
+            queries = query.transpose(0, 1).flatten(0, 1)
+            keys, values = (_keys_of_documents(x, rows) for x in (key, value))
+            output = self.documents(queries, keys, values, Bounds.of(rows, device=query.device), scoring)
+            return output.reshape(query.shape[1], query.shape[0], -1).transpose(0, 1)
         return self._attend_one_by_one(query, key, value, rows, scoring, sums)
 
     def _attend(
@@ -100,7 +96,7 @@ class Kernel:
             first = 0 if scoring.window is None else max(0, span.global_start - scoring.window)
             seen = slice(first, span.global_end)
             outputs.append(self.span(rows, key[seen], value[seen], scoring))
-        return _joined(outputs).flatten(2)
+        return joined(outputs).flatten(2)
 
     def _attend_one_by_one(
         self,
@@ -125,45 +121,22 @@ class Kernel:
                 value[keys, sequence : sequence + 1],
                 (rows.span,),
                 scoring,
-                None if sums is None else functools.partial(_add_to_document, sums, rows),
+                None if sums is None else _adds_to_document(sums, rows),
             )
             outputs[sequence].append(output)
-        return _joined([_joined(parts) for parts in outputs], dim=1)
+        return joined([joined(parts) for parts in outputs], dim=1)
 
 
-def _attend_at_once(
-    attend: DocumentFunction,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Sequence[DocumentRows],
-    scoring: Scoring,
-) -> Tensor:
-    num_rows, batch = query.shape[:2]
-    queries = query.transpose(0, 1).flatten(0, 1)
-    keys, values = (_keys_of_documents(x, documents) for x in (key, value))
-    output = attend(queries, keys, values, Bounds.of(documents, device=query.device), scoring)
-    return output.reshape(batch, num_rows, -1).transpose(0, 1)
-
-
-def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
-
-
-def _add_to_document(sums: KeyValueSums, rows: DocumentRows, start: int, key: Tensor, value: Tensor) -> None:
-    """Add gradients of keys and values from a row on, which is counted in the document."""
-    sums.add_to_sequence(rows.sequence, rows.first_key + start, key, value)
+def _adds_to_document(sums: KeyValueSums, rows: DocumentRows) -> AddKeys:
+    return lambda start, *parts: sums.add(rows.first_key + start, *parts, sequence=rows.sequence)
 
 
 def _keys_of_documents(tensor: Tensor, documents: Sequence[DocumentRows]) -> Tensor:
-    """The keys of all documents one after another: a view if they are so in one sequence."""
-    ranges: list[tuple[int, int, int]] = []
-    for rows in documents:
-        if ranges and ranges[-1][0] == rows.sequence and ranges[-1][2] == rows.first_key:
-            ranges[-1] = (rows.sequence, ranges[-1][1], rows.last_key)
-        else:
-            ranges.append((rows.sequence, rows.first_key, rows.last_key))
-    return _joined([tensor[first:last, sequence] for sequence, first, last in ranges])
+    """The keys of all documents one after another: a view if they are so in the only sequence."""
+    pairs = itertools.pairwise(documents)
+    if tensor.shape[1] == 1 and all(one.last_key == other.first_key for one, other in pairs):
+        return tensor[documents[0].first_key : documents[-1].last_key, 0]
+    return torch.cat([tensor[rows.first_key : rows.last_key, rows.sequence] for rows in documents])
 
 
 MOST_SCORES = 2**24
@@ -182,9 +155,8 @@ def largest_scores(
 ) -> Tensor:
     """The largest score of each head that is not masked, scaled: ``[H]`` in fp32.
 
-    ``--qk-clip`` and ``--log-max-attention-logit`` ask for it. Transformer Engine's kernel returns it; for
-    others it is computed separately, for as many rows at a time as take little memory. Arguments as of a
-    :class:`Kernel`.
+    For ``--qk-clip`` and ``--log-max-attention-logit``, because only Transformer Engine's kernel returns it.
+    Computed for a few rows at a time. Arguments as of a :class:`Kernel`.
     """
     if documents is None:
         parts = [(rows, key, span) for rows, span in split_spans(query, spans)]
@@ -200,7 +172,8 @@ def largest_scores(
     largest = query.new_full((query.shape[2],), -math.inf, dtype=torch.float32)
     for of_span, keys_of_span, span in parts:
         start = span.global_start
-        for some in of_span.split(max(1, MOST_SCORES // (of_span[0, ..., 0].numel() * len(keys_of_span)))):
+        num_rows = MOST_SCORES // (of_span[0, ..., 0].numel() * len(keys_of_span))
+        for some in of_span.split(max(1, num_rows)):
             first = 0 if window is None else max(0, start - window)
             start += len(some)
             keys = repeat_heads(keys_of_span[first:start], some.shape[2])
@@ -212,70 +185,47 @@ def largest_scores(
 
 _HOPPER = (9, 0)
 _MINIMUM_CUDNN = 91501
-"""9.15.1; older versions gave NaN or wrong gradients for lengths that are not multiples of 128."""
+"""Older versions gave NaN or wrong gradients for lengths that are not multiples of 128."""
 
 
-def _why_not_flash_attn_3(gpu: compat.Gpu, head_size: int) -> str | None:
-    if gpu.capability != _HOPPER:
-        return "needs Hopper"
-    if not compat.has_flash_attn_3():
-        return "not installed"
-    return _why_not_head_size(head_size, largest=192 if gpu.deterministic else 256)
-
-
-def _why_not_cudnn(gpu: compat.Gpu, head_size: int) -> str | None:
-    if gpu.capability != _HOPPER and gpu.capability[0] != 10:
-        return "needs Hopper or Blackwell"
-    if gpu.cudnn < _MINIMUM_CUDNN:
-        return f"cuDNN {_cudnn_version(gpu.cudnn)} is older than {_cudnn_version(_MINIMUM_CUDNN)}"
-    if gpu.deterministic:
-        return "not deterministic"
-    return _why_not_head_size(head_size, largest=128)
-
-
-def _cudnn_version(cudnn: int) -> str:
-    # Before 9.0 the major version was multiplied by 1000.
-    major = 10000 if cudnn >= 90000 else 1000
-    return f"{cudnn // major}.{cudnn % major // 100}.{cudnn % 100}"
-
-
-def _why_not_flash_attn_2(gpu: compat.Gpu, head_size: int) -> str | None:
-    if not compat.has_flash_attn_internals():
-        return f"needs flash-attn {compat.FLASH_ATTN_INTERNALS}"
-    return _why_not_flash_2(gpu, head_size)
-
-
-def _why_not_torch_flash_2(gpu: compat.Gpu, head_size: int) -> str | None:
-    if not gpu.torch_flash:
-        return "this torch was built without FlashAttention"
-    return _why_not_flash_2(gpu, head_size)
-
-
-def _why_not_flash_2(gpu: compat.Gpu, head_size: int) -> str | None:
-    if gpu.capability < (8, 0):
-        return "needs Ampere or later"
-    # The backward kernel does not support all larger head sizes on devices with less shared memory.
-    has_memory = gpu.capability == (8, 0) or gpu.capability[0] in (9, 10)
-    return _why_not_head_size(head_size, largest=256 if has_memory else 192)
-
-
-def _why_not_head_size(head_size: int, *, largest: int) -> str | None:
-    if head_size % 8 == 0 and head_size <= largest:
-        return None
-    return f"head size {head_size} is not a multiple of 8 up to {largest}"
+def why_not(name: str, gpu: compat.Gpu, head_size: int) -> str | None:
+    """Why this GPU cannot run a kernel of :data:`FLASH_KERNELS`; None if it can."""
+    largest = 256
+    if name == "flash-attn-3":
+        if gpu.capability != _HOPPER:
+            return "needs Hopper"
+        if not compat.has_flash_attn_3():
+            return "not installed"
+        if gpu.deterministic:
+            largest = 192
+    elif name == "cudnn":
+        if gpu.capability != _HOPPER and gpu.capability[0] != 10:
+            return "needs Hopper or Blackwell"
+        if gpu.cudnn < _MINIMUM_CUDNN:
+            return f"cuDNN {gpu.cudnn} is older than {_MINIMUM_CUDNN} (9.15.1)"
+        if gpu.deterministic:
+            return "not deterministic"
+        largest = 128
+    else:
+        if name == "flash-attn-2" and not compat.has_flash_attn_internals():
+            return f"needs flash-attn {compat.FLASH_ATTN_INTERNALS}"
+        if name == "torch-flash-2" and not gpu.torch_flash:
+            return "this torch was built without FlashAttention"
+        if gpu.capability < (8, 0):
+            return "needs Ampere or later"
+        # The backward kernel does not support all larger head sizes on devices with less shared memory.
+        if gpu.capability != (8, 0) and gpu.capability[0] not in (9, 10):
+            largest = 192
+    if head_size % 8 or head_size > largest:
+        return f"head size {head_size} is not a multiple of 8 up to {largest}"
+    return None
 
 
 KERNELS: dict[str, Kernel] = {
-    "flash-attn-3": Kernel(
-        pieces=backends.FLASH_ATTN_3, documents=backends.flash_3_documents, why_not=_why_not_flash_attn_3
-    ),
-    "cudnn": Kernel(pieces=backends.CUDNN, why_not=_why_not_cudnn),
-    "flash-attn-2": Kernel(
-        pieces=backends.FLASH_ATTN_2, documents=backends.flash_2_documents, why_not=_why_not_flash_attn_2
-    ),
-    "torch-flash-2": Kernel(
-        pieces=backends.TORCH_FLASH_2, documents=backends.torch_documents, why_not=_why_not_torch_flash_2
-    ),
+    "flash-attn-3": Kernel(pieces=backends.FLASH_ATTN_3, documents=backends.flash_3_documents),
+    "cudnn": Kernel(pieces=backends.CUDNN),
+    "flash-attn-2": Kernel(pieces=backends.FLASH_ATTN_2, documents=backends.flash_2_documents),
+    "torch-flash-2": Kernel(pieces=backends.TORCH_FLASH_2, documents=backends.torch_documents),
     "flash-attn": Kernel(backends.flash_attn, documents=backends.flash_2_documents),
     "sdpa": Kernel(backends.sdpa),
     "sdpa-efficient": Kernel(backends.sdpa_efficient),
@@ -283,17 +233,16 @@ KERNELS: dict[str, Kernel] = {
     "exact": Kernel(backends.exact),
     "exact-pieces": Kernel(),
 }
-"""By the name that the start-up table and the benchmarks print; those for GPUs fastest first."""
+"""By the name that the start-up table and the benchmarks print."""
+FLASH_KERNELS = ("flash-attn-3", "cudnn", "flash-attn-2", "torch-flash-2")
+"""For plain attention on GPUs, the fastest first."""
 
 
-@dataclass(frozen=True, slots=True)
-class KernelChoice:
-    """The chosen attention kernel."""
+class KernelChoice(NamedTuple):
+    """``te`` or a name in :data:`KERNELS`, and why each faster kernel cannot be used."""
 
     name: str
-    """``te`` or a name in :data:`KERNELS`."""
     reason: str = ""
-    """Why each faster kernel cannot be used; empty if there is none."""
 
 
 def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool = False) -> KernelChoice:
@@ -301,12 +250,11 @@ def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool =
 
     A layer built with Transformer Engine keeps TE's attention, except under context parallelism, where TE
     would start its own exchange of keys and values, and where documents share a sequence, whose bounds TE
-    takes for whole sequences. A local layer, whose stock kernel materializes the scores of the sequence, gets
-    the fastest available kernel that computes the same function; in a ring, one of pieces.
+    takes for whole sequences. Other layers get the fastest available kernel that computes the same function;
+    in a ring, one of pieces.
 
     ``settings`` are Megatron's arguments or configuration of a layer; a ``local`` one is built from
-    Megatron's local modules, not Transformer Engine's. With ``documents``, rows attend to their own document
-    only.
+    Megatron's local modules. With ``documents``, rows attend to their own document only.
     """
     if not (local or documents or settings.context_parallel_size > 1):
         return KernelChoice("te")
@@ -321,7 +269,7 @@ def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool =
         used, on_gpu=on_gpu, dtype=settings.params_dtype, head_size=settings.kv_channels, documents=documents
     )
     in_ring = uses_ring_attention(settings) and not documents
-    return replace(choice, name="exact-pieces") if in_ring and KERNELS[choice.name].span else choice
+    return choice._replace(name="exact-pieces") if in_ring and KERNELS[choice.name].span else choice
 
 
 def pinned_kernel(*, on_gpu: bool, dtype: torch.dtype, head_size: int | None = None) -> str:
@@ -341,9 +289,7 @@ def _fastest_kernel(
     """Of the kernels of AMPipe; ``used`` are the features beyond plain attention."""
     unsupported = f"no support for {' or '.join(used)}"
     if not on_gpu:
-        if not used and compat.has_cpu_flash():
-            return KernelChoice("cpu-flash")
-        return KernelChoice("sdpa", f"cpu-flash: {unsupported if used else 'this torch does not have it'}")
+        return KernelChoice("sdpa", f"cpu-flash: {unsupported}") if used else KernelChoice("cpu-flash")
     if dtype not in (torch.float16, torch.bfloat16):
         return KernelChoice("sdpa", f"flash kernels: do not support {str(dtype).removeprefix('torch.')}")
     if used:
@@ -353,26 +299,12 @@ def _fastest_kernel(
     assert head_size is not None
     gpu = compat.current_gpu()
     reasons: list[str] = []
-    for name, kernel in KERNELS.items():
-        if kernel.why_not is None:
-            continue
-        reason = kernel.why_not(gpu, head_size)
-        if reason is None and documents and kernel.documents is None:
+    for name in FLASH_KERNELS:
+        reason = why_not(name, gpu, head_size)
+        if reason is None and documents and KERNELS[name].documents is None:
             reason = "one call for each document"
         if reason is None:
             return KernelChoice(name, "; ".join(reasons))
         reasons.append(f"{name}: {reason}")
     name = "flash-attn" if compat.has_flash_attn() and gpu.capability >= (8, 0) else "sdpa"
     return KernelChoice(name, "; ".join(reasons))
-
-
-def describe_kernel(name: str) -> str:
-    """Which backend computes which part of a chunk's attention, for the start-up table."""
-    if name == "te":
-        return "te (Transformer Engine chooses)"
-    if name == "sdpa":
-        return "sdpa (torch chooses)"
-    kernel = KERNELS[name]
-    if kernel.span is None and len(kernel.pieces.cut(Span(0, 1, 1), backward=False)) > 1:
-        return f"{name} (own keys causal, earlier keys without a mask, merged)"
-    return f"{name} (own and earlier keys at once)"

@@ -1,8 +1,7 @@
 """Attention of a chunk in pieces (ranges of keys), each run by a flash kernel, merged by their log-sum-exp.
 
-A kernel that supports causal attention only with as many keys as queries could run the first chunk only.
-Here it runs every chunk in two calls: causal over the chunk's own keys, and without a mask over all earlier
-keys. A kernel that aligns its causal mask to the bottom right takes both as one piece.
+Two pieces, the chunk's own keys, causal, and all earlier ones, let a kernel run every chunk that is causal
+for as many keys as queries only. One that aligns its mask to the bottom right takes both as one piece.
 
 Shapes: ``R`` query rows of the chunk, ``S`` keys, ``B`` batch, ``H`` query heads, ``G`` key/value heads,
 ``C`` head size of queries and keys, ``V`` head size of values.
@@ -14,7 +13,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +25,10 @@ AddKeys = Callable[[int, Tensor, Tensor], None]
 """Adds the gradients of the keys and values from a row on (:meth:`KeyValueSums.add`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionPiece:
-    """Rows of a span and the keys that they attend to in one kernel call.
+class AttentionPiece(NamedTuple):
+    """Rows of a span and the keys that they attend to in one kernel call; the last ones are not included.
 
-    Rows are counted in the span, keys in the sequence; the last ones are not included. If ``causal``, the
-    last row sees the last key, the row before it one key less, and so on; otherwise all rows see all keys.
+    Rows are counted in the span, keys in the sequence. A causal mask is aligned to the bottom right.
     """
 
     first_row: int
@@ -41,8 +38,7 @@ class AttentionPiece:
     causal: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PieceOutput:
+class PieceOutput(NamedTuple):
     """What a kernel returns for one piece, or several merged."""
 
     output: Tensor
@@ -55,22 +51,17 @@ class PieceOutput:
 
 @dataclass(frozen=True, slots=True)
 class PieceKernel:
-    """A flash kernel: attention of one piece, and its gradients.
-
-    Attributes:
-        cut: ``(span, backward=)`` to the pieces of a span, in the order in which they are computed. Every row
-            has exactly one causal piece, which comes before the other pieces of that row. In forward, pieces
-            that have a row in common have all rows in common and are adjacent.
-        forward: ``(query, key, value, causal=, scale=)`` to ``(output, lse, *state)``.
-        backward: ``(gradient, query, key, value, output, lse, *state, causal=, scale=)`` to the gradients of
-            query, key and value, in the shapes of these.
-        layout: The order of the dimensions of ``[R, B, H, C]`` in which both take and give tensors.
-    """
+    """A flash kernel: attention of one piece, and its gradients."""
 
     cut: Callable[..., tuple[AttentionPiece, ...]]
+    """``(span, backward=)`` to its pieces, in order. Every row has one causal piece, which comes first. In
+    forward, pieces that have a row in common have all rows in common and are adjacent."""
     forward: Callable[..., tuple[Any, ...]]
+    """``(query, key, value, causal=, scale=)`` to ``(output, lse, *state)``."""
     backward: Callable[..., Sequence[Tensor]]
+    """``(gradient, query, key, value, output, lse, *state, causal=, scale=)`` to their three gradients."""
     layout: tuple[int, int, int, int] = (0, 1, 2, 3)
+    """The order of the dimensions of ``[R, B, H, C]`` in which both take and give tensors."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> PieceOutput:
         """Attention of ``[R, B, H, C]`` over ``[S, B, G, C]`` and ``[S, B, G, V]``."""
@@ -89,25 +80,16 @@ class PieceKernel:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value.
-
-        ``attended`` is merged over all pieces of the rows: the gradients of the pieces then add up to those
-        of the whole attention.
-        """
+        """Gradients of query, key and value; ``attended`` is merged over all pieces of the rows."""
         given = self._arranged(gradient, query, key, value, attended.output)
         gradients = self.backward(*given, attended.lse, *attended.state, causal=causal, scale=scale)
         dq, dk, dv = self._rows_first(*gradients)
         return dq, dk, dv
 
     def _arranged(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if self.layout == (0, 1, 2, 3):
-            return tensors
         return tuple(tensor.permute(self.layout) for tensor in tensors)
 
     def _rows_first(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The inverse of :meth:`_arranged`."""
-        if self.layout == (0, 1, 2, 3):
-            return tensors
         order = [self.layout.index(dimension) for dimension in range(4)]
         return tuple(tensor.permute(order) for tensor in tensors)
 
@@ -128,9 +110,8 @@ def all_visible_keys(span: Span, *, backward: bool) -> tuple[AttentionPiece, ...
 class AttentionInPieces(torch.autograd.Function):
     """All spans of a chunk: ``(query, key, value, kernel, spans, scale, add)`` to ``[R, B, H * V]``.
 
-    Backward differentiates every piece with the merged output and log-sum-exp, which makes the sum exact. It
-    has nothing to merge, so it may use different pieces than forward. With ``add``, the gradients of keys and
-    values go there, and autograd gets none.
+    Backward differentiates every piece with the merged output and log-sum-exp, which makes the sum exact, and
+    may use different pieces than forward. With ``add``, gradients of keys and values go there alone.
     """
 
     @staticmethod
@@ -145,10 +126,10 @@ class AttentionInPieces(torch.autograd.Function):
         add: AddKeys | None,
     ) -> Tensor:
         attended = attend_in_pieces(kernel, query, key, value, spans=spans, scale=scale)
-        joined = attended.output.reshape(*query.shape[:2], -1)
-        ctx.save_for_backward(query, key, value, joined, attended.lse)
+        output = attended.output.reshape(*query.shape[:2], -1)
+        ctx.save_for_backward(query, key, value, output, attended.lse)
         ctx.state, ctx.kernel, ctx.spans, ctx.scale, ctx.add = attended.state, kernel, spans, scale, add
-        return joined
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -183,9 +164,7 @@ def attend_in_pieces(
             output, lse = merge_pieces(parts)
             outputs.append(output)
             exponents.append(lse)
-    if len(outputs) == 1:
-        return PieceOutput(outputs[0], exponents[0], state)
-    return PieceOutput(torch.cat(outputs), torch.cat(exponents, dim=-1), state)
+    return PieceOutput(joined(outputs), joined(exponents, dim=-1), state)
 
 
 def differentiate_in_pieces(
@@ -200,11 +179,10 @@ def differentiate_in_pieces(
     scale: float,
     add: AddKeys | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of query, key and value; None for the last two if they were added.
+    """The gradients of query, perhaps in the dtype of sums, key and value; of these None with ``add``.
 
     ``gradient`` is of the output, ``[R, B, H, V]``; ``attended`` is merged over all keys that the rows see,
-    of which ``key`` may be a part. ``spans`` are the positions of the rows in ``key``. The gradient of the
-    query may have the dtype of sums; those of keys and values go to ``add``, if it is given.
+    of which ``key`` may be a part. ``spans`` are the positions of the rows in ``key``.
     """
 
     def differentiate(rows: slice, piece: AttentionPiece) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,16 +222,12 @@ def differentiate_in_pieces(
 
 
 def merge_pieces(parts: Sequence[PieceOutput]) -> tuple[Tensor, Tensor]:
-    """Merge the outputs of the same rows over several ranges of keys; returns output and log-sum-exp.
-
-    Scaled and added in the dtype of the log-sum-exp, rounded once; the first output may be overwritten.
-    """
+    """Output and log-sum-exp of the same rows over several ranges of keys; may overwrite the first output."""
     first, *others = parts
     if not others:
         return first.output, first.lse
     total = functools.reduce(torch.logaddexp, [part.lse for part in parts])
     weights = [(part.lse - total).exp_().permute(2, 0, 1).unsqueeze(-1) for part in parts]
-    # In place if the output already has that dtype.
     in_place = first.output.dtype == total.dtype
     output = first.output.mul_(weights[0]) if in_place else first.output * weights[0]
     for part, weight in zip(others, weights[1:], strict=True):
@@ -262,10 +236,15 @@ def merge_pieces(parts: Sequence[PieceOutput]) -> tuple[Tensor, Tensor]:
 
 
 def split_spans(tensor: Tensor, spans: Sequence[Span]) -> list[tuple[Tensor, Span]]:
-    """Split the concatenated rows of several spans; returns the rows of each span with the span."""
+    """The rows of each span with the span, of rows of all spans one after another."""
     if len(spans) == 1:
         return [(tensor, spans[0])]
     return list(zip(tensor.split([span.length for span in spans]), spans, strict=True))
+
+
+def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
+    """``torch.cat`` without a copy of a single part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def repeat_heads(tensor: Tensor, heads: int) -> Tensor:

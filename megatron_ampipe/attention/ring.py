@@ -3,8 +3,7 @@
 In Megatron's zigzag order, rank ``r`` of ``n`` holds the slices ``r`` and ``2 * n - 1 - r`` of a sequence.
 Its rows attend to its own keys in step 0, and in step ``t`` to those of the rank ``t`` places before it in
 the ring. Of an earlier rank all rows see the first slice; of a later one the rows of the second slice see
-both. So only step 0 needs a causal mask, and every step is the same work on every rank. The stages are
-``schedule.kinds.ring_rows``.
+both. So only step 0 needs a causal mask, and every step is the same work on every rank.
 """
 
 from __future__ import annotations
@@ -43,17 +42,11 @@ class _Chunk:
 
 
 class RingAttention:
-    """Attention of the rows of one rank in one pass through a block.
+    """Attention of the rows of one rank in one pass through a block; ``kernel`` computes every piece.
 
     Saves queries, outputs and log-sum-exp for the backward pass, and no keys: :meth:`differentiate` is given
     the keys of its step again. A chunk is an index, or None for all rows of the rank; keys are
     ``[S, B, G, C]``, values ``[S, B, G, V]``.
-
-    Args:
-        kernel: Computes every piece.
-        scale: Factor on the scores.
-        rank: Place of this rank in the ring.
-        num_ranks: Ranks of the ring, at least 2.
     """
 
     def __init__(self, kernel: PieceKernel, *, scale: float, rank: int, num_ranks: int) -> None:
@@ -63,10 +56,9 @@ class RingAttention:
     def begin(
         self, chunk: int | None, query: Tensor, key: Tensor, value: Tensor, *, spans: Sequence[Span]
     ) -> Tensor:
-        """Step 0: queries ``[R, B, H, C]`` attend to the keys of this rank.
+        """Step 0: queries ``[R, B, H, C]`` attend to the keys of this rank; ``spans`` are those of the rows.
 
-        ``spans`` are those of the rows, in the order of their places on this rank. Returns ``[R, B, H * V]``,
-        at least fp32: attention to these keys alone, for :meth:`go_on`.
+        Returns ``[R, B, H * V]``, at least fp32, for :meth:`go_on`.
         """
         # Rows of the second slice see the whole first slice: in local places, a causal mask.
         local = tuple(Span(span.local_start, span.length, span.local_start) for span in spans)
@@ -77,8 +69,8 @@ class RingAttention:
     def go_on(self, step: int, chunk: int | None, key: Tensor, value: Tensor, context: Tensor) -> Tensor:
         """Attend to the keys of the rank ``step`` places before this one, which the ring has brought.
 
-        ``context`` is what the step before returned, and may be overwritten. Returns the same, after the last
-        step in the dtype of the queries.
+        ``context``, which the step before returned, may be overwritten. After the last step the result has
+        the dtype of the queries.
         """
         of = self._chunks[chunk]
         first, num_keys = self._seen(step, of, key)
@@ -100,9 +92,8 @@ class RingAttention:
     ) -> Tensor | None:
         """The backward of a step; steps go from the last to 0.
 
-        ``gradient`` is of the output of the last step, ``[R, B, H * V]``; keys and values are those that the
-        step has attended to, and ``sums`` gets their gradients. Returns in step 0 the gradient of the
-        queries, ``[R, B, H, C]``.
+        ``gradient`` is of the output of the last step, ``[R, B, H * V]``; ``sums`` gets the gradients of the
+        keys and values of this one. Returns in step 0 the gradient of the queries, ``[R, B, H, C]``.
         """
         of = self._chunks[chunk]
         assert of.output is not None, "the last step has not run"

@@ -4,18 +4,16 @@ The letters are Megatron's: ``*`` attention, ``+`` latent attention, ``E`` MoE, 
 others. ``|`` separates pipeline stages, ``/`` the layers of multi-token prediction. An attention layer and
 the MoE layer right after it are a pair, which is pipelined as one block. An attention layer and an MLP right
 after it are one too next to a pair with experts, whose schedule they can share.
-Called by ``layers``, by ``launch`` and by ``launch.refusals``.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-ATTENTION = "*+"
-EXPERTS = "E"
-DENSE = "-"
+ATTENTION, EXPERTS, DENSE = "*+", "E", "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +40,13 @@ class HybridPattern:
         if "|" in layers or stages == 1:
             return cls(tuple(layers.split("|")))
         between = stages - (first is not None) - (last is not None)
-        size = (len(layers) - (first or 0) - (last or 0)) // max(1, between)
-        sizes = [size] * between
-        sizes[:0] = [] if first is None else [first]
-        sizes += [] if last is None else [last]
-        ends = [sum(sizes[: index + 1]) for index in range(stages)]
-        return cls(tuple(layers[end - size : end] for size, end in zip(sizes, ends, strict=True)))
+        sizes = [(len(layers) - (first or 0) - (last or 0)) // max(1, between)] * stages
+        if first is not None:
+            sizes[0] = first
+        if last is not None:
+            sizes[-1] = last
+        letters = iter(layers)
+        return cls(tuple("".join(itertools.islice(letters, size)) for size in sizes))
 
     @classmethod
     def of_arguments(cls, arguments: Any) -> HybridPattern | None:
@@ -57,15 +56,10 @@ class HybridPattern:
             return None
         return cls.of(
             text,
-            stages=getattr(arguments, "pipeline_model_parallel_size", 1) or 1,
+            stages=arguments.pipeline_model_parallel_size or 1,
             first=getattr(arguments, "decoder_first_pipeline_num_layers", None),
             last=getattr(arguments, "decoder_last_pipeline_num_layers", None),
         )
-
-    @property
-    def num_layers(self) -> int:
-        """How many layers there are."""
-        return sum(map(len, self.stages))
 
     @property
     def num_pairs(self) -> int:
@@ -83,10 +77,9 @@ class HybridPattern:
 
 
 def runs_of_pairs(layers: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """The pairs of one pipeline stage that follow each other directly, if one of them has experts.
+    """The first layer and the number of pairs of each run of pairs, if one of them has experts.
 
-    From the letters of its layers; yields the first layer of each run of pairs, from 0, and the number of
-    pairs.
+    ``layers`` are the letters of one pipeline stage.
     """
     first = 0
     while first < len(layers) - 1:

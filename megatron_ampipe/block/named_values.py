@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import re
 from collections.abc import Callable, Collection
 from typing import Any
 
-from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files.spelling import did_you_mean
+from megatron_ampipe.errors import BadInput, did_you_mean
 
-ROUTER_FLAG, WIRE_FLAG, BUDGET_FLAG = "--ampipe-router", "--ampipe-wire", "--ampipe-memory-budget"
+ROUTER_FLAG, WIRE_FLAG = "--ampipe-router", "--ampipe-wire"
 
 SHIPPED_GATES = {
     "noisy-topk": "megatron_ampipe.layers.gates:NoisyTopKRouter",
@@ -48,25 +47,14 @@ def check_wire(name: str, *, flag: str = WIRE_FLAG) -> None:
 
 def _require_class(flag: str, name: str, shipped: Collection[str], *examples: str) -> None:
     if _CLASS.fullmatch(name) is None:
-        raise BadInput(
-            flag,
-            name or "(empty)",
-            rule=f"is neither package.module:Class nor one of {', '.join(shipped)}",
-            remedy=did_you_mean(name, shipped)
-            or f"Use for example {' or '.join(f'{flag} {example}' for example in examples)}.",
-        )
+        rule = f"is neither package.module:Class nor one of {', '.join(shipped)}"
+        values = " or ".join(f"{flag} {example}" for example in examples)
+        remedy = did_you_mean(name, shipped) or f"Use for example {values}."
+        raise BadInput(flag, name or "(empty)", rule=rule, remedy=remedy)
 
 
 def import_class(
-    flag: str,
-    name: str,
-    path: str,
-    *,
-    fits: Callable[[type], bool],
-    kind: str,
-    rule: str,
-    remedy: str,
-    make: bool = False,
+    flag: str, name: str, path: str, *, fits: Callable[[type], bool], rule: str, remedy: str
 ) -> Any:
     """The class at ``path`` (``package.module:Class``), which imports its module; or :class:`BadInput`.
 
@@ -75,50 +63,27 @@ def import_class(
         name: The value as the user wrote it.
         path: What it stands for.
         fits: Whether a class can be meant.
-        kind: What such classes are called.
         rule: Why another one is refused.
         remedy: What to do about it.
-        make: Return an object of it, made without arguments.
     """
-    module_name, _, class_name = path.partition(":")
-    cause: Exception | None = None
     try:
-        module = importlib.import_module(module_name)
-        found: object = getattr(module, class_name, None)
-        if isinstance(found, type) and fits(found):
-            if not make:
-                return found
-            try:
-                return found()
-            except Exception as error:
-                cause, remedy = error, "Give its arguments defaults."
-                rule = f"cannot be made without arguments: {type(error).__name__}: {error}".rstrip(".")
-        elif found is None:
-            rule, remedy = f"{module_name} has no class {class_name!r}", "Check the name of the class."
-            classes = [key for key, value in vars(module).items() if isinstance(value, type) and fits(value)]
-            if classes:
-                remedy = f"{kind} in it: {', '.join(sorted(classes))}."
-    except ModuleNotFoundError as error:
-        cause, missing = error, error.name or module_name
-        rule, remedy = f"no module named {missing!r}", f"Install {missing!r}, which the module imports."
-        if module_name == missing or module_name.startswith(f"{missing}."):
-            remedy = "Check the name, and that its folder is in PYTHONPATH on every rank."
+        value = pkgutil.resolve_name(path)
     except Exception as error:
-        cause, remedy = error, f"Try python -c 'import {module_name}'."
-        rule = f"importing {module_name} fails: {type(error).__name__}: {error}".rstrip(".")
-    raise BadInput(flag, name, rule=rule, remedy=remedy) from cause
+        rule = f"cannot be imported: {type(error).__name__}: {error}".rstrip(".")
+        remedy = "Check the name, and that its folder is in PYTHONPATH on every rank."
+        raise BadInput(flag, name, rule=rule, remedy=remedy) from error
+    if not (isinstance(value, type) and fits(value)):
+        raise BadInput(flag, name, rule=rule, remedy=remedy)
+    return value
 
 
 def check_threshold(value: float) -> None:
     """Raise :class:`BadInput` for a value of ``--ampipe-condense`` that is no cosine of similar tokens."""
     # Written so that NaN is refused.
     if not 0 < value <= 1:
-        raise BadInput(
-            "--ampipe-condense",
-            f"{value:g}",
-            rule="is not above 0 and at most 1, as a cosine at which two tokens are similar is",
-            remedy="Use for example --ampipe-condense 0.9, or leave it out.",
-        )
+        rule = "is not above 0 and at most 1, as a cosine at which two tokens are similar is"
+        remedy = "Use for example --ampipe-condense 0.9, or leave it out."
+        raise BadInput("--ampipe-condense", f"{value:g}", rule=rule, remedy=remedy)
 
 
 def parse_size(text: str) -> int:
@@ -126,12 +91,9 @@ def parse_size(text: str) -> int:
     parts = _SIZE.fullmatch(text)
     size_bytes = 0 if parts is None else int(float(parts[1]) * _UNITS[parts[2]])
     if not size_bytes:
-        raise BadInput(
-            BUDGET_FLAG,
-            text,
-            rule="is not a size above 0 in MiB or GiB",
-            remedy=f"Use for example {BUDGET_FLAG} 60GiB.",
-        )
+        flag = "--ampipe-memory-budget"
+        remedy = f"Use for example {flag} 60GiB."
+        raise BadInput(flag, text, rule="is not a size above 0 in MiB or GiB", remedy=remedy)
     return size_bytes
 
 

@@ -1,14 +1,12 @@
 """What travels in place of the rows of tokens, with other numbers: casts, a user's class, fewer rows.
 
-A :class:`Wire` (``--ampipe-wire``) is put around the transfers of dispatch and combine, in both passes. It is
-no part of the autograd graph: the backward pass sends gradients through the same two methods. What a class
-must promise is in docs/wire.md.
+A :class:`Wire` (``--ampipe-wire``) is put around the transfers of dispatch and combine; the backward pass
+sends gradients through the same two methods.
 
 A :class:`Condenser` (``--ampipe-condense``) is Luffy's condensation, for causal models (Chen et al., 2024,
 arXiv 2411.15419; the abstract was at hand). Among the rows of a chunk that one sequence sends to one expert,
 a row goes if no earlier row that goes is similar to it. Every other row takes the result of the earliest such
-row, weighted by its own token's probability: a later token never influences an earlier one. The backward
-pass is the exact adjoint, except that the choice of rows, like that of experts, has no gradient.
+row, weighted by its own token's probability. The choice of rows has no gradient.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from megatron_ampipe.block.named_values import SHIPPED_WIRES, WIRE_FLAG, import_class
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.transports import Arrived
 from megatron_ampipe.schedule import Direction
 
@@ -101,18 +100,19 @@ class Fp8Wire:
 
 def load_wire(name: str) -> Wire:
     """The wire that ``--ampipe-wire NAME`` names, made without arguments, or :class:`BadInput`."""
-    wire: Wire = import_class(
+    wire_class = import_class(
         WIRE_FLAG,
         name,
         SHIPPED_WIRES.get(name, name),
-        fits=lambda found: (
-            callable(getattr(found, "encode", None)) and callable(getattr(found, "decode", None))
-        ),
-        kind="Wires",
+        fits=lambda other: all(callable(getattr(other, method, None)) for method in ("encode", "decode")),
         rule="is no class with the methods encode(rows, trip) and decode(parts, out, trip)",
         remedy="Give it both; see docs/wire.md.",
-        make=True,
     )
+    try:
+        wire: Wire = wire_class()
+    except Exception as error:
+        rule = f"cannot be made without arguments: {type(error).__name__}: {error}".rstrip(".")
+        raise BadInput(WIRE_FLAG, name, rule=rule, remedy="Give its arguments defaults.") from error
     return wire
 
 
@@ -126,7 +126,6 @@ class WireCodec:
 
     @torch.no_grad()
     def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]:
-        """What the wire returns for the rows ``[T, D]``, and the other tensors."""
         rows, *others = tensors
         encoded = tuple(self._wire.encode(rows, self._trip))
         sizes, name = [list(part.shape) for part in encoded], type(self._wire).__qualname__
@@ -138,7 +137,6 @@ class WireCodec:
         return (*encoded, *others)
 
     def arrive(self, received: Sequence[Tensor], *, combine: bool) -> Arrived:
-        """Rows ``[T, D]`` as they were sent, and the other tensors."""
         parts, others = received[: self._num_parts], received[self._num_parts :]
         rows = parts[0].new_empty((parts[0].shape[0], *self._row_shape), dtype=self._dtype)
 
@@ -165,21 +163,17 @@ class Condensed(NamedTuple):
 
 
 class Condenser:
-    """Chooses the rows that are sent, and counts them. One object per process.
-
-    Rows are similar whose cosine is at least the ``threshold``, which is above 0 and at most 1.
-    """
+    """Chooses the rows that are sent, and counts them; similar are rows of at least this cosine."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
         self._rows = self._sent = 0
 
     def condense(self, rows: Tensor, routing_map: Tensor, *, batch: int, counted: bool) -> Condensed:
-        """Choose the rows of one chunk, perhaps counted for :meth:`take_share`.
+        """Choose the rows of one chunk, perhaps counted for :meth:`take_share`; the host waits for them.
 
-        On a GPU the host waits for the number of rows of each expert, and for the choice. ``rows [P, D]`` are
-        sorted by expert and then by token, as Megatron permutes them, perhaps followed by rows that are not
-        sent; of ``routing_map [T, E]`` bool, token ``t`` is of sequence ``t % batch``.
+        ``rows [P, D]`` are sorted by expert and then by token, as Megatron permutes them, perhaps followed by
+        rows that are not sent; of ``routing_map [T, E]`` bool, token ``t`` is of sequence ``t % batch``.
         """
         tokens = routing_map.T.nonzero()[:, 1]
         directions = normalize(rows[: len(tokens)].detach().float(), dim=1)

@@ -1,9 +1,8 @@
 """Megatron's flex dispatcher for one chunk, and its exchange of tokens through DeepEP or HybridEP.
 
-The permutations are Megatron's. DeepEP's buffer counts tokens, permutes them by rank and exchanges them in
-one call; a token goes once to every rank that has experts for it. HybridEP's also puts them into the order of
-the experts. Not run on the hardware that both need; tests use stand-ins of their interfaces
-(``tests/deep_ep_standin.py``, ``tests/hybrid_ep_standin.py``).
+DeepEP's buffer counts tokens, permutes them by rank and exchanges them in one call; a token goes once to
+every rank that has experts for it. HybridEP's also puts them into the order of the experts. Not run on the
+hardware that both need; tests use stand-ins of their interfaces.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from megatron_ampipe.schedule.features import counts_inside
 class FlexChunk(MoEFlexTokenDispatcher):
     """The flex dispatcher of one chunk, with the steps of :class:`~.packing.AllToAllChunk`.
 
-    Within a node, tokens for DeepEP are counted as there, and DeepEP is told how many rows will arrive. Among
-    more ranks DeepEP counts itself, in the call that sends the tokens, as HybridEP always does.
+    Within a node, DeepEP is told how many rows will arrive. Among more ranks it counts itself, in the call
+    that sends the tokens, as HybridEP always does.
     """
 
     num_spare: ClassVar = 0
@@ -77,7 +76,7 @@ class FlexChunk(MoEFlexTokenDispatcher):
         self._gathered = HostCopy(gathered)
 
     def transport(self) -> DeepEPTransport | HybridEPTransport:
-        """The token exchange of the chunk; the same object, with its handle, for all of its calls."""
+        """The token exchange of the chunk; one object, with its handle, for all of its calls."""
         if self._transport is None:
             manager = self._comm_manager
             if self.config.moe_flex_dispatcher_backend == "hybridep":
@@ -101,7 +100,7 @@ class FlexChunk(MoEFlexTokenDispatcher):
         return arriving[num_experts + rank], arriving[first : first + self.num_local_experts]
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Any, ...]:
-        """As in the stock dispatcher, of what its manager would have kept of the exchange; can run again."""
+        """As in the stock dispatcher, of what its manager would have kept; can run again."""
         transport, manager = self.transport(), self._comm_manager
         manager.dispatched_probs = probs
         manager.tokens_per_expert = torch.as_tensor(transport.tokens_per_expert)
@@ -117,8 +116,7 @@ _told_buffer: Any = None
 def told_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
     """The buffer of dispatches that are told how many rows arrive, made as Megatron makes its own.
 
-    A buffer counts into one place on the host. A dispatch that waits for its count there could read that of
-    an earlier one that did not wait, so the stock layers, which wait, have another buffer.
+    A buffer counts into one place on the host. The stock layers, which wait for that, have another one.
     """
     global _told_buffer
     of_stock, fused_a2a._buffer = fused_a2a._buffer, _told_buffer
@@ -130,11 +128,8 @@ def told_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
 
 
 def to_multihot(experts: Tensor, probs: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Megatron's ``_indices_to_multihot``, for which the host waits for nothing.
-
-    From ``[T, K]`` int64, -1 for no expert, and ``[T, K]`` probabilities to ``[T, E]`` bool, the experts of
-    each token; and ``[T, E]``, their probabilities, 0 elsewhere.
-    """
+    """Megatron's ``_indices_to_multihot`` without a wait of the host: from ``[T, K]`` int64, -1 for none, and
+    probabilities, to the experts of each token ``[T, E]`` bool, and their probabilities."""
     # What has no expert goes into a separate column, which is left out.
     places = experts.masked_fill(experts < 0, num_experts)
     zeros = probs.new_zeros((experts.shape[0], num_experts + 1))
@@ -143,17 +138,14 @@ def to_multihot(experts: Tensor, probs: Tensor, *, num_experts: int) -> tuple[Te
 
 
 class DeepEPTransport:
-    """Keeps DeepEP's handle of its chunk.
-
-    Every call is asynchronous on the device, and ordered by the stream that issues it. The first dispatch
-    blocks the host if it is not known how many tokens will arrive.
+    """Keeps DeepEP's handle of its chunk; calls are ordered by the stream that issues them.
 
     Args:
         buffer: ``deep_ep.Buffer``. It copies what it receives to new tensors, so chunks share nothing.
         experts: ``[T, K]`` int64, the experts of each token; -1 for none.
         num_experts: Of all ranks.
-        told: ``R``, and received tokens for each local expert, if known; DeepEP takes ``R`` within a node
-        alone.
+        told: ``R``, and received tokens for each local expert, within a node; else the first dispatch blocks
+            the host.
     """
 
     received_experts: Tensor
@@ -215,14 +207,10 @@ def tensors_among(values: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 class HybridEPTransport:
-    """Keeps HybridEP's handle of its chunk.
+    """Keeps HybridEP's handle of its chunk, which shares no memory. The first dispatch blocks the host.
 
-    As with DeepEP, chunks in flight share nothing: HybridEP exchanges through a separate memory, which the
-    calls use one after another, and returns new tensors. The first dispatch blocks the host.
-
-    Args:
-        manager: Megatron's ``_HybridEPManager`` of the chunk, after ``setup_metadata``: it makes the first
-            call, and with the very first the buffer. Its routing map is ``[T, E]`` bool.
+    ``manager`` is Megatron's ``_HybridEPManager`` of the chunk, after ``setup_metadata``: it makes the first
+    call, and with the very first the buffer.
     """
 
     tokens_per_expert: Tensor

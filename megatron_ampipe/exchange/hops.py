@@ -2,11 +2,10 @@
 
 The first hop goes to the rank that has the sender's place in another node, so that a rank has one message for
 each node. That rank hands the rows on in its node, and sends back what comes from there. A hop is a codec
-around an all-to-all within the node: rows are arranged on the lane of the transfer.
+around an all-to-all within the node.
 
 Every copy of a token in two hops (:class:`SortHop`) is the two-dimensional all-to-all of Tutel (Hwang et al.,
-2023) and FSMoE. There each all-to-all begins within the node; here the combine does, and the dispatch is its
-adjoint. A token once per node (:class:`SumHop`) is what DeepEP and HierMoE send.
+2023) and FSMoE. A token once per node (:class:`SumHop`) is what DeepEP and HierMoE send.
 """
 
 from __future__ import annotations
@@ -33,11 +32,9 @@ def places_of(routing_map: Tensor, num_places: int) -> Tensor:
 
 
 def copies_for(to_places: Tensor, num_copies: int) -> tuple[Tensor, Tensor]:
-    """Of each copy ``[C]`` of rows for places, place by place: its row, and its mark in ``[T, places]``.
-
-    A stable sort puts what is marked first, in order, without a wait for how much that is.
-    """
+    """Of each copy ``[C]`` of rows for places, place by place: its row, and its mark in ``[T, places]``."""
     num_rows, num_places = to_places.shape
+    # A stable sort puts what is marked first, in order, without a wait for how much that is.
     marks = to_places.T.reshape(-1).argsort(stable=True, descending=True)[:num_copies]
     rows = marks % max(1, num_rows)
     return rows, rows * num_places + marks // max(1, num_rows)
@@ -53,10 +50,9 @@ def turned(tensor: Tensor, rows: Sequence[Sequence[int]], *, out: Tensor | None 
 def node_groups(
     group: dist.ProcessGroup, ranks_per_node: int | None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Make the groups of the two hops: to be called by all expert-parallel ranks of ``group``, and no others.
+    """The groups of the two hops: to be called by all expert-parallel ranks of ``group``, and no others.
 
-    ``ranks_per_node`` are, of all ranks, those of a node; they follow one another. Returns the ranks of the
-    place of this rank in all nodes, node by node; and those of its node.
+    Of the ranks of this rank's place in all nodes, and of its node; ranks of a node follow one another.
     """
     ranks, near = dist.get_process_group_ranks(group), 0
     if ranks_per_node is not None:
@@ -79,8 +75,8 @@ def node_groups(
 class SortHop:
     """The second hop of rows of one expert each: they are put into the order of ranks, and none is added.
 
-    ``rows [N][G]`` came from each node for each rank of this one, in this order; ``receive [G]`` come from
-    each rank of ``group``, the node.
+    ``rows [N][G]`` came from each node for each rank of this one; ``receive [G]`` come from each rank of
+    ``group``, the node.
     """
 
     uses: Sequence[Tensor] = ()
@@ -122,10 +118,7 @@ class SumHop:
         self.transport, self._ranks = RowTransport(ALL_TO_ALL, send, receive, group), len(send)
 
     def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]:
-        """Rows ``[R, D]``, and probabilities ``[R, G * L]``, to their copies ``[C, D]`` and ``[C, L]``.
-
-        A rank gets the columns of its experts.
-        """
+        """Rows ``[R, D]``, and probabilities ``[R, G * L]``, to their copies ``[C, D]`` and ``[C, L]``."""
         if combine:
             return tensors
         rows, *probs = tensors
@@ -138,7 +131,7 @@ class SumHop:
         return [rows.index_select(0, copied), *parts]
 
     def _by_rank(self, columns: Tensor) -> Tensor:
-        """``[R, G * L]`` as ``[R * G, L]``."""
+        """``[R, G * L]`` as ``[R * G, L]``: a rank gets the columns of its experts."""
         return columns.view(self._num_rows * self._ranks, columns.shape[1] // self._ranks)
 
     def arrive(self, received: Sequence[Tensor], *, combine: bool) -> Arrived:

@@ -4,8 +4,7 @@ In place of Megatron's token dispatchers, with the names of their steps; the per
 collectives are stages of the schedule. Megatron's dispatcher sends a token ``K`` times. Packed ``once``
 (``--ampipe-exchange ranks`` and ``nodes``), a row goes once to every rank, or node, that has an expert of the
 token, with its probabilities for the experts there. The rank of the experts copies it for them and adds their
-weighted outputs, and one row comes back. Sums are linear, so only the order of additions differs; autograd
-differentiates the copies as sums and the sums as copies, so that gradients are as many rows.
+weighted outputs, and one row comes back; so do gradients.
 
 State of a call is in attributes: every chunk in flight has a copy of the layer's object.
 """
@@ -21,14 +20,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 from torch import Tensor
 
-from megatron_ampipe.exchange.hops import (
-    NOT_ROUTED,
-    SortHop,
-    SumHop,
-    copies_for,
-    places_of,
-    turned,
-)
+from megatron_ampipe.exchange.hops import NOT_ROUTED, SortHop, SumHop, copies_for, places_of, turned
 from megatron_ampipe.exchange.transports import ALL_TO_ALL, UNEQUAL_GATHER, RowTransport, all_gather
 from megatron_ampipe.runtime.collectives import HostCopy, lane_group
 
@@ -40,8 +32,7 @@ class Permutation:
     """Rows of tokens in the order of where they go, and back: Megatron's ``permute`` and ``unpermute``.
 
     ``routing_map [T, places]`` bool says where each token goes; ``num_rows`` are prepared: those of the first
-    place, those of the second, ..., and others. The fused kernels refuse to choose no row, and return no sum
-    of no row.
+    place, those of the second, ..., and others. The fused kernels take no less than one row.
     """
 
     def __init__(self, routing_map: Tensor, num_rows: int, *, fused: bool) -> None:
@@ -50,12 +41,9 @@ class Permutation:
     def rows(self, tokens: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``[T, D]`` to ``[num_rows, D]``; probabilities ``[T, places]``, if any, to those of the rows."""
         self._shape = tokens.shape
+        fused = self._fused and self.num_rows > 0
         rows, row_probs, self._mapping, *_ = permute(
-            tokens,
-            self._routing_map,
-            probs=probs,
-            num_out_tokens=self.num_rows,
-            fused=self._fused and self.num_rows > 0,
+            tokens, self._routing_map, probs=probs, num_out_tokens=self.num_rows, fused=fused
         )
         return rows, row_probs
 
@@ -72,17 +60,15 @@ class Permutation:
 
 
 class ToldCounts(NamedTuple):
-    """What the other ranks have told of a chunk, on the host.
-
-    ``transport`` is the exchange between expert-parallel ranks, or the first of its two hops. ``gather`` is
-    between the ranks that share an expert, if there are several.
-    """
+    """What the other ranks have told of a chunk, on the host."""
 
     num_prepared: int
     """``M``."""
     transport: RowTransport
+    """Between expert-parallel ranks, or the first of two hops."""
     hop: SortHop | SumHop | None
     gather: RowTransport | None
+    """Between the ranks that share an expert, if there are several."""
     tokens_per_expert: Tensor
     """``[L]`` int64."""
     pieces: Any
@@ -94,8 +80,7 @@ class AllToAllChunk:
     """The tokens of one chunk, of which each goes to the ranks of its experts alone.
 
     :attr:`counts` are ``[E]`` int64, this rank's tokens for each expert. If packed once, the rows for each
-    node follow (with two hops), and those for each rank. The splits of all hops follow from them. With two
-    hops, rows arrive sorted by the sender's place first, and then by its node.
+    node follow (with two hops), and those for each rank.
 
     Args:
         num_local_experts: ``L``; all parameters to ``pg_collection`` are as Megatron's dispatchers take them.
@@ -128,7 +113,7 @@ class AllToAllChunk:
         """The ranks that exchange :attr:`counts`."""
 
     def __copy__(self) -> AllToAllChunk:
-        """As ``copy.copy``, with less work for the host: there is one for every chunk of every pass."""
+        # With less work for the host: there is one for every chunk of every pass.
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         return copied
@@ -136,9 +121,7 @@ class AllToAllChunk:
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Choose the rows that are sent of ``[rows, B, D]``, ``T`` tokens, and count them.
-
-        The routing map is ``[T, E]`` bool, the probabilities are ``[T, E]``.
+        """Choose and count the rows that are sent of ``[rows, B, D]``; map and probabilities are ``[T, E]``.
 
         Returns:
             ``[M, D]``, sorted by expert, or by place, and then by token, and then rows that are not sent; and
@@ -171,7 +154,7 @@ class AllToAllChunk:
         return self._packed.rows(hidden_states.view(-1, hidden_states.shape[-1]))[0]
 
     def set_counts(self, gathered: Tensor) -> None:
-        """Set the counts of all ranks, in rank order; :meth:`transport` waits for them on the host."""
+        """The counts of all ranks, in rank order; :meth:`transport` waits for them on the host."""
         self._gathered = HostCopy(gathered)
 
     def transport(self) -> RowTransport:
@@ -236,11 +219,9 @@ class AllToAllChunk:
     def dispatch_postprocess(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The received rows ``[R, D]``, and ``[R]`` or ``[R, L]``, in the order of the experts of this rank.
 
-        Can run a second time.
-
         Returns:
             ``[copies, D]``, sorted by expert; how many each expert gets ``[L]``, on the host; and
-            ``[copies]``, their probabilities. With one hop, the same values in the same order as from stock.
+            ``[copies]``, their probabilities. Can run a second time.
         """
         per_expert = self.told.tokens_per_expert
         if self._once:
@@ -258,7 +239,7 @@ class AllToAllChunk:
             return hidden_states
         return self._sorted(hidden_states, self.told.pieces[1])[0]
 
-    def _sorted(self, rows: Tensor, pieces: Any, probs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _sorted(self, rows: Tensor, pieces: Any, probs: Tensor | None = None) -> Any:
         """Rows, and their probabilities, in pieces ``[A][B]``: of the first ``B``, then of the second."""
         if not self._fused:
             return turned(rows, pieces), turned(probs, pieces) if probs is not None else None

@@ -1,22 +1,19 @@
-"""Transfers of the rows of chunks: of tokens, through codecs, and of attention.
-
-Rows of attention over tensor-parallel ranks are gathered before the projection of queries and scattered after
-that of outputs. Megatron's linear layers do both inside.
-"""
+"""Transfers of the rows of chunks: of tokens, through codecs, and of attention over tensor-parallel ranks."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ampipe.runtime.collectives import Transfer, all_gather_rows, exchange_rows, send_receive
+from megatron_ampipe.runtime.collectives import Transfer, exchange_rows, issued, send_receive
+from megatron_ampipe.runtime.saved_tensors import DroppedRows
 
 # T rows of this rank, G rows of all ranks.
 
@@ -24,11 +21,8 @@ Arrived = tuple[Sequence[Tensor], Callable[[], None] | None]
 """Outputs, and what fills them once the transfer has ended; None if they are what is received."""
 
 
-class Operation(NamedTuple):
-    """Two adjoint collectives: of tensors, the rows to ``send`` and ``receive`` of each part, a ``group``."""
-
-    dispatch: Callable[..., Transfer]
-    combine: Callable[..., Transfer]
+Operation = tuple[Callable[..., Transfer], Callable[..., Transfer]]
+"""Dispatch and combine, which are adjoint: of tensors, rows to ``send`` and ``receive``, a ``group``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +43,9 @@ class Codec(Protocol):
     uses: Sequence[Tensor]
     """Tensors that it reads in addition to those that it is given."""
 
-    def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]:
-        """What is sent in place of the tensors."""
+    def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]: ...
 
-    def arrive(self, received: Sequence[Tensor], *, combine: bool) -> Arrived:
-        """What becomes of the tensors that are received."""
+    def arrive(self, received: Sequence[Tensor], *, combine: bool) -> Arrived: ...
 
 
 def exchange_chunks(
@@ -65,9 +57,8 @@ def exchange_chunks(
 ) -> Transfer:
     """Issue the dispatch or the combine of several chunks, as one collective if their class allows it.
 
-    ``transports`` are all of the same class: :class:`RowTransport`, or one with the methods ``dispatch`` and
-    ``combine``, each the adjoint of the other. Of the transfer, the outputs are those of the first chunk,
-    then those of the second, and so on.
+    ``transports`` are all of one class: :class:`RowTransport`, or one with the methods ``dispatch`` and
+    ``combine``. The outputs are those of the first chunk, then those of the second, and so on.
     """
     if codecs is not None:
         return _through_codecs(codecs, transports, tensors, combine)
@@ -81,13 +72,14 @@ def exchange_chunks(
         )
     send = [transport.input_splits for transport in transports]
     receive = [transport.output_splits for transport in transports]
-    start = first.operation.dispatch
+    start, back = first.operation
     if combine:
-        start, send, receive = first.operation.combine, receive, send
+        start, send, receive = back, receive, send
     if len(transports) == 1:
         return start(tensors[0], send=send[0], receive=receive[0], group=first.group)
     joint = [_concatenate_by_rank(of_chunks, send) for of_chunks in zip(*tensors, strict=True)]
-    transfer = start(joint, send=_added(send), receive=_added(receive), group=first.group)
+    added = [[sum(rows) for rows in zip(*splits, strict=True)] for splits in (send, receive)]
+    transfer = start(joint, send=added[0], receive=added[1], group=first.group)
     return _split_into_chunks(transfer, receive)
 
 
@@ -108,10 +100,6 @@ def _through_codecs(
     for codec, of_chunk in zip(codecs, sent, strict=True):
         uses += (*of_chunk, *codec.uses)
     return transfer.then([output for outputs, _ in arrived for output in outputs], fill, uses=uses)
-
-
-def _added(splits: Sequence[Sequence[int]]) -> list[int]:
-    return [sum(rows) for rows in zip(*splits, strict=True)]
 
 
 def _concatenate_by_rank(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> Tensor:
@@ -153,23 +141,18 @@ def _rows_like(tensor: Tensor, num_rows: int) -> Tensor:
     return tensor.new_empty((num_rows, *tensor.shape[1:]))
 
 
-def _gather_rows(tensors: Sequence[Tensor], *, group: dist.ProcessGroup, **_: object) -> Transfer:
+def _gather_rows(
+    tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+) -> Transfer:
     """Each ``[T, ...]`` to ``[G, ...]``, with the same number of rows on every rank."""
-    return all_gather_rows(tensors, group=group)
+    return issued(dist.all_gather_into_tensor, tensors, num_rows=sum(receive), group=group)
 
 
 def _scatter_rows(
     tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
 ) -> Transfer:
     """Each ``[G, ...]`` to ``[T, ...]``, summed over ranks by a reduce-scatter."""
-    if group.size() == 1:
-        return Transfer(tuple(tensors))
-    outputs = [_rows_like(tensor, receive[0]) for tensor in tensors]
-    works = [
-        dist.reduce_scatter_tensor(output, tensor.contiguous(), group=group, async_op=not tensor.is_cuda)
-        for tensor, output in zip(tensors, outputs, strict=True)
-    ]
-    return Transfer.of(outputs, works)
+    return issued(dist.reduce_scatter_tensor, tensors, num_rows=receive[0], group=group)
 
 
 def _gather_unequal_rows(
@@ -180,10 +163,10 @@ def _gather_unequal_rows(
     for tensor, output in zip(tensors, outputs, strict=True):
         parts, same = list(output.split_with_sizes(list(receive))), [tensor.contiguous()] * group.size()
         if tensor.is_cuda:
-            works.append(dist.all_to_all(parts, same, group=group))
+            dist.all_to_all(parts, same, group=group)
         else:
             works += send_receive(same, parts, group)
-    return Transfer.of(outputs, works)
+    return Transfer(tuple(outputs), tuple(works))
 
 
 def _scatter_unequal_rows(
@@ -205,13 +188,12 @@ def _scatter_unequal_rows(
     return sent.then(outputs, fill, uses=sent.outputs)
 
 
-ALL_TO_ALL = Operation(exchange_rows, exchange_rows)
+ALL_TO_ALL: Operation = (exchange_rows, exchange_rows)
 """A row goes to one rank."""
-ALL_GATHER = Operation(_gather_rows, _scatter_rows)
+ALL_GATHER: Operation = (_gather_rows, _scatter_rows)
 """Every row goes to every rank, and what comes back is added (reduce-scatter); see :func:`all_gather`."""
-UNEQUAL_GATHER = Operation(_gather_unequal_rows, _scatter_unequal_rows)
-"""The same where ranks have different numbers of rows. Both are exchanges with every other rank, which needs
-as many bytes as a ring does and no padding; sums are taken by the receiver."""
+UNEQUAL_GATHER: Operation = (_gather_unequal_rows, _scatter_unequal_rows)
+"""The same where ranks have different numbers of rows: exchanges with every other rank, without padding."""
 
 
 def all_gather(num_rows: int, group: dist.ProcessGroup) -> RowTransport:
@@ -222,55 +204,15 @@ def all_gather(num_rows: int, group: dist.ProcessGroup) -> RowTransport:
 # R rows of the residual stream of one rank, P ranks.
 
 
-class RegatheredRows:
-    """Rows of all ranks that the graph of a stage does not keep: as in Megatron, a rank keeps what it owns.
-
-    Attributes:
-        owned: ``[R, B, D]``, until they are gathered once more.
-        gathered: ``[P * R, B, D]``, once more, for the backward of the stage.
-    """
-
-    def __init__(self, owned: Tensor) -> None:
-        self.owned: Tensor | None = owned
-        self.gathered: Tensor | None = None
-        self._num_saved = 0
-
-    @contextmanager
-    def dropped(self, gathered: Tensor) -> Iterator[None]:
-        """Within it, what a graph saves of these rows is a place without them."""
-        memory = gathered.untyped_storage()._cdata
-
-        def drop(saved: Tensor) -> Any:
-            if saved.untyped_storage()._cdata != memory:
-                return saved
-            self._num_saved += 1
-            return saved.shape, saved.stride(), saved.storage_offset()
-
-        with torch.autograd.graph.saved_tensors_hooks(drop, self._give_back):
-            yield
-
-    def _give_back(self, saved: Any) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        assert self.gathered is not None, "a stage is differentiated before its rows are gathered again"
-        rows = self.gathered.as_strided(*saved)
-        self._num_saved -= 1
-        if not self._num_saved:
-            self.gathered = None
-        return rows
-
-
 class RowTransfers:
-    """The transfers of rows of one pass of one micro-batch through a block.
+    """The transfers of rows of one pass of one micro-batch through a block, in the group of their lane.
 
-    Args:
-        group: The ranks, in a group that no other lane uses (``lane_group``).
-        keeps: What was gathered needs no second gather in the backward pass.
+    With ``keeps``, what was gathered needs no second gather in the backward pass.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, keeps: bool) -> None:
         self._group, self._keeps = group, keeps
-        self._regathered: dict[int | None, RegatheredRows] = {}
+        self._dropped: dict[int | None, DroppedRows] = {}
 
     def exchange(self, tensors: Sequence[Sequence[Tensor]], *, scatter: bool) -> Transfer:
         """Start the gather of each chunk's ``[R, B, D]`` to ``[P * R, B, D]``, or the reduce-scatter back."""
@@ -281,19 +223,20 @@ class RowTransfers:
     def gather(self, chunks: Sequence[int | None], tensors: Sequence[Sequence[Tensor]]) -> Transfer:
         """Of each chunk ``[R, B, D]`` to ``[P * R, B, D]``."""
         if not self._keeps:
-            for chunk, (owned,) in zip(chunks, tensors, strict=True):
-                self._regathered[chunk] = RegatheredRows(owned)
+            self._dropped |= {
+                chunk: DroppedRows(owned) for chunk, (owned,) in zip(chunks, tensors, strict=True)
+            }
         return self.exchange(tensors, scatter=False)
 
     def regather(self, chunks: Sequence[int | None]) -> Transfer:
         """The same once more, for the graph of the stage that ran within :meth:`dropped`."""
-        regathered = [self._regathered.pop(chunk) for chunk in chunks]
-        owned = [rows.owned for rows in regathered]
+        dropped = [self._dropped.pop(chunk) for chunk in chunks]
+        owned = [rows.owned for rows in dropped]
         transfer = self.exchange([[part] for part in owned], scatter=False)
-        for rows, gathered in zip(regathered, transfer.outputs, strict=True):
-            rows.owned, rows.gathered = None, gathered
+        for rows, gathered in zip(dropped, transfer.outputs, strict=True):
+            rows.give_back(gathered)
         return replace(transfer, outputs=(), uses=(*owned, *transfer.uses, *transfer.outputs))
 
     def dropped(self, chunk: int | None, gathered: Tensor) -> AbstractContextManager[None]:
-        """Within it, no graph keeps what was gathered of a chunk, unless it is to be kept."""
-        return nullcontext() if self._keeps else self._regathered[chunk].dropped(gathered)
+        """Within it, no graph keeps what was gathered of a chunk, unless it is kept."""
+        return nullcontext() if self._keeps else self._dropped[chunk].dropped(gathered)

@@ -1,4 +1,4 @@
-"""Input files that a user names: text, and YAML with the line of each key, so that an error can name it.
+"""Input that a user names: whole numbers, text files, and YAML with the line of each key for the errors.
 
 Only regular files are read: opening a pipe without a writer would block forever, and reading a device such as
 ``/dev/zero`` would fill the memory. What values must be is checked by :mod:`.records` for AMPipe's formats,
@@ -7,6 +7,7 @@ and by ``launch/config_files.py`` for Megatron's flags.
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
 from megatron_ampipe.errors import BadInput
 
+LARGEST_SEED = 2**32 - 1
+"""The largest that every library accepts."""
 _MOST_DIGITS = 30
 """Of a whole number. No size has more, and a longer one could not become a float."""
 _KNOWN_TAGS = "tag:yaml.org,2002:", "tag:yaml.org,2002:python"
@@ -32,6 +35,23 @@ class LinedMapping(dict[str, Any]):
         super().__init__()
         self.line = line
         self.lines: dict[str, int] = {}
+
+
+def at_least(minimum: int, *, at_most: int | None = None) -> Callable[[str], int]:
+    """A type for ``argparse``: whole numbers from ``minimum`` on, up to ``at_most`` where it is given."""
+
+    def whole_number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+        if at_most is not None and value > at_most:
+            raise argparse.ArgumentTypeError(f"{text!r} is more than {at_most}")
+        return value
+
+    return whole_number
 
 
 def read_text(path: Path) -> str:

@@ -13,13 +13,12 @@ from pathlib import Path
 from megatron_ampipe.errors import BadInput, RunFailed
 
 
-def check(path: Path, *, flag: str, makes_folder: bool = False) -> None:
+def check(path: Path, *, flag: str) -> None:
     """Refuse an output file that could not be written later, by creating and removing a file next to it.
 
     Args:
-        path: Path of the output file.
+        path: Path of the output file; a missing folder is created when it is written.
         flag: The argument that sets it, for the error.
-        makes_folder: Whether a missing folder is created when the file is written.
 
     Raises:
         BadInput: it is a directory or a device, or its folder is not writable.
@@ -34,16 +33,14 @@ def check(path: Path, *, flag: str, makes_folder: bool = False) -> None:
     if rule:
         remedy = "Name a new or an existing file in a folder that you can write to."
         raise BadInput(flag, path, rule=rule, remedy=remedy)
-    check_folder(path.absolute().parent, flag=flag, value=path, makes_folder=makes_folder, name=path.name)
+    check_folder(path.absolute().parent, flag=flag, value=path, name=path.name)
 
 
-def check_prefix(
-    prefix: Path, *, suffixes: Sequence[str], flag: str, makes_folder: bool = False
-) -> list[Path]:
+def check_prefix(prefix: Path, *, suffixes: Sequence[str], flag: str) -> list[Path]:
     """:func:`check` for several files with a common prefix, which are returned.
 
     Raises:
-        BadInput: as for :func:`check`, or ``prefix`` does not end in a file name, or has one of the suffixes.
+        BadInput: as for :func:`check`, or ``prefix`` has one of the suffixes.
     """
     if prefix.suffix in suffixes:
         rule = f"has a suffix, and {' and '.join(suffixes)} are added to it"
@@ -52,34 +49,30 @@ def check_prefix(
         check(prefix, flag=flag)
     targets = [prefix.with_name(prefix.name + suffix) for suffix in suffixes]
     for target in targets:
-        check(target, flag=flag, makes_folder=makes_folder)
+        check(target, flag=flag)
     return targets
 
 
-def check_folder(
-    folder: Path, *, flag: str, value: object, makes_folder: bool = False, name: str = "ampipe"
-) -> None:
-    """Refuse a folder in which no file can be created, by creating a file and removing it.
+def check_folder(folder: Path, *, flag: str, value: object, name: str = "ampipe") -> None:
+    """Refuse a folder in which no file can be created, by creating a file in it, or in the nearest above it.
 
     Args:
         folder: An absolute path.
         flag: The argument that sets it, for the error.
         value: The value of that argument.
-        makes_folder: Whether a missing folder is created when something is written.
         name: Name of the file that will be written.
 
     Raises:
-        BadInput: it does not exist, or is not writable.
+        BadInput: it is not writable.
     """
-    existing = folder
-    while makes_folder and not os.path.exists(existing):
-        existing = existing.parent
-    trial = _partial(existing / name)
+    while not os.path.exists(folder):
+        folder = folder.parent
+    trial = _partial(folder / name)
     try:
         trial.touch()
         trial.unlink(missing_ok=True)
     except OSError as error:
-        rule = f"{existing} cannot be written to ({error.strerror})"
+        rule = f"{folder} cannot be written to ({error.strerror})"
         raise BadInput(flag, value, rule=rule, remedy="Choose a folder that you can write to.") from error
 
 
@@ -108,12 +101,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, *, mode: int | None = None) -> None:
-    """Write a text file atomically, in UTF-8.
-
-    Args:
-        path: Path of the file.
-        text: Its contents.
-        mode: Its permissions; None for the default ones.
+    """Write a text file atomically, in UTF-8, with the permissions ``mode`` if given.
 
     Raises:
         RunFailed: it cannot be written.

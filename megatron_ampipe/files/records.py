@@ -33,9 +33,9 @@ from typing import Any, Literal
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import LiteralScalarString
 
+from megatron_ampipe.errors import nearest
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import LinedMapping, refuse
-from megatron_ampipe.files.spelling import nearest
 
 Lines = dict[str, int]
 """The line of each key, by the names of the keys that lead to it, joined by dots."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files.spelling import did_you_mean
+from megatron_ampipe.errors import BadInput, did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 

@@ -1,4 +1,4 @@
-"""Decides how the blocks of a run are pipelined: rules, choice, hooks around training, start-up table."""
+"""Decides how the blocks of a run are pipelined: rules, choice, hooks, changed arguments, start-up table."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.files import outputs
 from megatron_ampipe.launch import host, startup
-from megatron_ampipe.launch.adjustments import adjust_arguments, take_over_recompute
-from megatron_ampipe.launch.auto import Agreement, AutoDegree, print_on_first_rank
-from megatron_ampipe.launch.flags import PlanReader
-from megatron_ampipe.launch.grad_reduce import PlacedReductions
-from megatron_ampipe.launch.hooks import Hook, Hooks
-from megatron_ampipe.launch.memory_budget import choose_memory
-from megatron_ampipe.launch.planned import (
+from megatron_ampipe.launch.auto import (
+    Agreement,
+    AutoDegree,
     KeptChoices,
-    choice_of_plan,
     iterations_left,
-    layout_of_args,
-    planner_of,
+    print_on_first_rank,
 )
-from megatron_ampipe.launch.recording import Recording
+from megatron_ampipe.launch.flags import SWITCHED_OFF, PlanReader
+from megatron_ampipe.launch.hooks import Hook, Hooks, PlacedReductions
+from megatron_ampipe.launch.planned import choice_of_plan, choose_memory, layout_of_args, planner_of
+from megatron_ampipe.launch.recording import Recording, RoutingRecording
 from megatron_ampipe.launch.refusals import (
     exchanges_of,
     load_balancing,
     refuse_unsupported,
     refuse_with_token_ids,
 )
-from megatron_ampipe.launch.routing_recorder import RoutingRecording
 from megatron_ampipe.launch.trials import Choice
-from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.document_reader import DocumentReader
-from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, load_gate, needs_all_tokens
+from megatron_ampipe.layers.context import AMPipeContext, DocumentReader, FullRecompute
+from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, load_gate
 from megatron_ampipe.plan.recorded_routing import files_of, read_record
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import IN_ONE_CHUNK
-from megatron_ampipe.schedule.config import AMPipeConfig
-from megatron_ampipe.schedule.features import expert_tensor_ranks
+from megatron_ampipe.schedule.features import (
+    expert_tensor_ranks,
+    gather_lane,
+    ring_hindrance,
+    uses_ring_attention,
+)
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 
 def make_context(
@@ -60,10 +60,10 @@ def make_context(
     adjustments: Sequence[host.Adjustment],
     read_plan: PlanReader,
 ) -> AMPipeContext | None:
-    """Check the arguments against all rules, and print the start-up table on rank 0.
+    """Check Megatron's validated arguments against all rules, and print the start-up table on rank 0.
 
     Args:
-        args: Megatron's validated arguments.
+        args: Megatron's.
         config: What AMPipe's flags resolve to.
         gate: The router class of ``--ampipe-router``.
         hooks: Those of the features that the run uses are added.
@@ -72,9 +72,6 @@ def make_context(
 
     Returns:
         What the layers share, None at degree 1.
-
-    Raises:
-        BadInput: a flag is wrong or a combination is not supported.
     """
     context, rows = None, [("degree", "1: Megatron's own layers"), *config.startup_rows(stock=True)]
     if config.pipelined:
@@ -124,12 +121,99 @@ def make_context(
     return context
 
 
+def take_over_recompute(args: argparse.Namespace, config: AMPipeConfig) -> FullRecompute | None:
+    """Have the schedules recompute, where layers may share one, in place of Megatron's full recompute.
+
+    It stays with Megatron where it spreads what is kept over tensor-parallel ranks, and in hybrid models.
+    """
+    shares = config.automatic or config.pipeline.stack != 1
+    if args.recompute_granularity != "full" or not shares:
+        return None
+    if args.distribute_saved_activations or args.hybrid_layer_pattern is not None:
+        return None
+    args.recompute_granularity, args.ampipe_recomputes = None, True
+    return FullRecompute(args.recompute_method, args.recompute_num_layers)
+
+
+def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> list[host.Adjustment]:
+    """Change the arguments that pipelined blocks need changed, and return what was changed.
+
+    What cannot be changed without changing what is computed is refused instead (``refusals.py``).
+    """
+    changes = [_drop_attention_mask(args), _unfuse_rotary(args)]
+    if args.moe_pad_expert_input_to_capacity:
+        reason = "ignored: chunks send only the kept tokens, with the same result"
+        changes.append(host.Adjustment("--moe-pad-expert-input-to-capacity", None, reason))
+    for flag, reason in SWITCHED_OFF.items():
+        if flag in getattr(args, "ampipe_put_aside", ()):
+            changes.append(host.Adjustment(flag, None, f"switched off: {reason}"))
+    changes.append(_gather_keys_and_values(args))
+    if on_gpu:
+        changes.append(_prioritize_exchanges(args))
+    return [change for change in changes if change is not None]
+
+
+def _prioritize_exchanges(args: argparse.Namespace) -> host.Adjustment | None:
+    """Have NCCL run the exchanges on high-priority streams, so that they do not wait for matrix products."""
+    groups = ["ep", "tp_ep_mp"]
+    if gather_lane(args, None):
+        groups.append("ep_tp")
+    if uses_ring_attention(args):
+        groups.append("cp")
+    missing = [name for name in groups if name not in args.high_priority_stream_groups]
+    if not missing:
+        return None
+    # Megatron also adds to the list in place, for its own overlaps.
+    args.high_priority_stream_groups.extend(missing)
+    return host.Adjustment(
+        "--high-priority-stream-groups",
+        " ".join(args.high_priority_stream_groups),
+        "collectives that are ready do not wait for computation",
+    )
+
+
+def _drop_attention_mask(args: argparse.Namespace) -> host.Adjustment | None:
+    """Keep the data loader from building a mask of sequence length squared that nobody reads."""
+    if not args.create_attention_mask_in_dataloader or startup.reads_masks(args):
+        return None
+    args.create_attention_mask_in_dataloader = False
+    reason = "chunks know their causal mask from their position"
+    if args.reset_attention_mask:
+        reason = (
+            "no layer reads the mask of --reset-attention-mask, in a stock run neither: a token attends to "
+            "earlier documents too. To separate them, use --dataloader-inter-document-masking"
+        )
+    return host.Adjustment("--no-create-attention-mask-in-dataloader", None, reason)
+
+
+def _unfuse_rotary(args: argparse.Namespace) -> host.Adjustment | None:
+    """Rotate latent attention without its fused kernel where rows of one index have several positions."""
+    packed = args.sft or getattr(args, "dataloader_inter_document_masking", False)
+    several = args.micro_batch_size > 1 and packed
+    if not (several and args.multi_latent_attention and args.apply_rope_fusion):
+        return None
+    args.apply_rope_fusion = False
+    reason = "rows of several packed sequences differ in position: the same function"
+    return host.Adjustment("--no-rope-fusion", None, reason)
+
+
+def _gather_keys_and_values(args: argparse.Namespace) -> host.Adjustment | None:
+    """Report that context parallelism gathers where another method was asked for."""
+    modes = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
+    others, why = [mode for mode in dict.fromkeys(modes) if mode != "all_gather"], ring_hindrance(args)
+    if args.context_parallel_size == 1 or not others or uses_ring_attention(args):
+        return None
+    because = f" because of {why}" if why and "p2p" in others else ""
+    reason = f"in pipelined blocks, in place of {' and '.join(others)}{because}: the same function"
+    return host.Adjustment("--cp-comm-type", "all_gather", reason)
+
+
 def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> Choice | None:
     """Have the degree chosen by a planner, or, if there is none, by the first iterations."""
     config, planner = context.config, None
     exchanges = exchanges_of(args) if config.chooses_exchange else (config.pipeline.exchange,)
     if config.save_plan is not None:
-        outputs.check(Path(config.save_plan), flag="--ampipe-save-plan", makes_folder=True)
+        outputs.check(Path(config.save_plan), flag="--ampipe-save-plan")
     if config.cluster is not None:
         given = config.pipeline
         planner = planner_of(
@@ -157,15 +241,8 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
 def find_gate(config: AMPipeConfig, args: argparse.Namespace, *, of_script: bool = False) -> type | None:
     """The class that a run's MoE layers use as their router (``--ampipe-router``); None for Megatron's own.
 
-    What depends on the class itself is refused here; the table in ``refusals.py`` knows flags alone.
-
-    Args:
-        config: What AMPipe's flags resolve to.
-        args: Megatron's validated arguments.
-        of_script: A script that is not ours reads the data.
-
-    Raises:
-        BadInput: there is no such class, or it does not fit the other flags.
+    Raises :class:`BadInput` if it does not fit the other flags. ``of_script``: the data is read by another
+    script than ours.
     """
     name = config.router
     if name is None:
@@ -182,7 +259,7 @@ def find_gate(config: AMPipeConfig, args: argparse.Namespace, *, of_script: bool
                 rule=f"has no effect with {ROUTER_FLAG} {name}, which chooses experts in its own way",
                 remedy="Leave one of the two out.",
             )
-    reason = needs_all_tokens(gate)
+    reason = getattr(gate, "needs_all_tokens", None)
     if reason is not None and config.router_scope == "sequence":
         raise BadInput(
             ROUTER_FLAG,
@@ -218,7 +295,6 @@ class TokenIdsOfModels(Hook):
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def before_forward(self, model: Any) -> None:
-        """Watch a model that is new."""
         if model not in self._known:
             give_token_ids(model).watch(model)
             self._known.add(model)
@@ -240,7 +316,7 @@ def _check_recorded_routing(args: argparse.Namespace, config: AMPipeConfig, fold
     if int(os.environ.get("RANK", "0")) != 0:
         return
     flag = SETTING["routing_dir"].flag
-    outputs.check_folder(folder.absolute(), flag=flag, value=folder, makes_folder=True)
+    outputs.check_folder(folder.absolute(), flag=flag, value=folder)
     folder.mkdir(parents=True, exist_ok=True)
     for path in list(files_of(folder).values())[:1]:
         earlier = read_record(path, flag=flag)

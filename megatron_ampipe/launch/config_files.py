@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe import __version__, compat
-from megatron_ampipe.errors import BadInput
+from megatron_ampipe.errors import BadInput, did_you_mean
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import LinedMapping, load
 from megatron_ampipe.files.records import keys_of
 from megatron_ampipe.files.shipped import find_config, shown
-from megatron_ampipe.files.spelling import did_you_mean
 from megatron_ampipe.launch.failures import NO_VALUE, raise_parser_errors
 from megatron_ampipe.plan.cluster import Cluster
 
@@ -401,6 +400,6 @@ def write_beside_logs(resolved: Resolved, *, adjustments: Sequence[str], script:
         *(f"Added: {adjustment}" for adjustment in adjustments),
     ]
     path = Path(folders[flag]) / "resolved.yaml"
-    outputs.check_folder(path.parent.absolute(), flag=flag, value=path.parent, makes_folder=True)
+    outputs.check_folder(path.parent.absolute(), flag=flag, value=path.parent)
     outputs.write_text(path, as_yaml(resolved, notes=notes))
     return path

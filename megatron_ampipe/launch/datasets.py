@@ -1,8 +1,7 @@
 """The data that a run names, and the compiled index builder of Megatron's datasets, before the run starts.
 
-Indices are opened with Megatron's own reader. Refused is what Megatron would hang at (a part of the data
-without a token, of which it counts epochs forever), notice in the middle of a training, or never notice. The
-rest is left to Megatron, see :mod:`.failures`.
+Refused is what Megatron would hang at (a part of the data without a token, whose epochs it counts forever),
+notice in the middle of a training, or never notice. The rest is left to Megatron, see :mod:`.failures`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,14 @@ _SAMPLED_BLOCKS, _SAMPLED_BLOCK_TOKENS = 64, 16384
 """How many tokens of a dataset are compared with the vocabulary."""
 
 
-def check_data(args: argparse.Namespace, *, of_script: bool = False) -> None:
-    """Refuse a run whose data it could not train on.
+Replace = Callable[[Any, str, Any], None]
+"""Replaces a function of Megatron: its owner, its name, and what takes its place."""
 
-    Args:
-        args: Megatron's parsed arguments.
-        of_script: A custom script reads the data, so that what is no indexed dataset is not checked.
 
-    Raises:
-        BadInput: No data is named, or a dataset cannot be used as it is.
+def check_data(args: argparse.Namespace, replace: Replace, *, of_script: bool = False) -> None:
+    """Raise :class:`BadInput` for a run whose data it could not train on.
+
+    ``of_script``: a custom script reads the data, so that what is no indexed dataset is not checked.
     """
     from megatron.training.utils import get_blend_and_blend_per_split
 
@@ -48,7 +47,7 @@ def check_data(args: argparse.Namespace, *, of_script: bool = False) -> None:
     # Of a file of JSON lines, Megatron's reader is not called early: it converts all of it.
     if args.sft:
         return
-    _refuse_parts_without_tokens()
+    _refuse_parts_without_tokens(replace)
     for prefixes, _weights in filter(None, (blend, *(blend_per_split or ()))):
         for prefix in prefixes:
             is_there = any(Path(f"{prefix}{suffix}").exists() for suffix in (".bin", ".idx"))
@@ -99,7 +98,7 @@ def _check_tokens(prefix: str, dtype: Any, vocabulary: int, given: int) -> None:
         raise BadInput("dataset", prefix, rule=rule, remedy=remedy)
 
 
-def _refuse_parts_without_tokens() -> None:
+def _refuse_parts_without_tokens(replace: Replace) -> None:
     """Have Megatron fail at a part of the data in which it would count epochs forever."""
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
@@ -118,23 +117,22 @@ def _refuse_parts_without_tokens() -> None:
             )
         return tokens
 
-    GPTDataset._get_num_tokens_per_epoch = counting
+    replace(GPTDataset, "_get_num_tokens_per_epoch", counting)
 
 
-def use_built_helpers() -> None:
+def use_built_helpers(replace: Replace) -> None:
     """Keep Megatron from running ``make`` for a helper that is already built, as it is in a wheel."""
     from megatron.core.datasets import utils
 
     is_there = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
     if is_there and not must_be_compiled(Path(utils.__file__).parent):
-        utils.compile_helpers = lambda: None
+        replace(utils, "compile_helpers", lambda: None)
 
 
 def must_be_compiled(folder: Path | None = None) -> bool:
     """Whether a run would compile the helper: in a checkout, unless what is built is newer than its source.
 
-    Args:
-        folder: ``megatron/core/datasets``; where an import finds it when None.
+    ``folder`` is ``megatron/core/datasets``; where an import finds it when None.
     """
     if folder is None and (core := compat.megatron_folder()) is not None:
         folder = core / "datasets"

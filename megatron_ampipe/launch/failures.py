@@ -22,8 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing, RunFailed
-from megatron_ampipe.files.spelling import did_you_mean
+from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing, RunFailed, did_you_mean
 
 NO_VALUE = "(no value)"
 """Shown for a flag of which argparse names no value."""

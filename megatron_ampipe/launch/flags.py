@@ -32,8 +32,8 @@ from megatron_ampipe.schedule import (
     parse_stack,
     stack_to_text,
 )
-from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.schedule.features import gather_lane
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 PlanReader = Callable[[Path], Plan]
 """Reads a plan file. A launch hands in one that remembers what it read."""

@@ -1,7 +1,6 @@
 """One GPT training step, and the data it reads: the functions that ``megatron.training.pretrain`` calls back.
 
-The same steps as in Megatron's own GPT pretraining script, which is not in the wheel. Imports
-Megatron, so on a machine without a GPU only after the host platform is in place.
+The same steps as in Megatron's own GPT pretraining script, which is not in the wheel.
 """
 
 import dataclasses
@@ -52,10 +51,8 @@ FIELDS = (
     "hybrid_cp_group",
 )
 """What a batch can hold; a field that this stage or this kind of data does not need is None."""
-
 PACKING_FIELDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 """The fields that a middle pipeline stage needs, to cut attention at the documents' ends."""
-
 SPIKE_FACTOR = 10
 """A loss this many times the largest seen counts as a spike under --check-for-spiky-loss."""
 
@@ -63,13 +60,7 @@ straggler_timer = StragglerDetector()
 
 
 def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int | None) -> Batch:
-    """The part of the next micro-batch that this rank works on.
-
-    Args:
-        data_iterator: The data loader's; used on tensor-parallel rank 0 only.
-        config: The model's ``TransformerConfig``.
-        vp_stage: Virtual pipeline stage, if there are any.
-    """
+    """The part of the next micro-batch that this rank works on; tensor-parallel rank 0 reads it."""
     args = get_args()
     packed = args.sft or args.dataloader_inter_document_masking
     has_mtp = _has_mtp(config, vp_stage)
@@ -82,10 +73,8 @@ def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int
     batch: Batch = {}
     if tp_rank == 0:
         loaded = next(data_iterator)
-        batch = {
-            field: loaded[field].cuda(non_blocking=True) if loaded.get(field) is not None else None
-            for field in FIELDS
-        }
+        read = {field: loaded.get(field) for field in FIELDS}
+        batch = {name: None if one is None else one.cuda(non_blocking=True) for name, one in read.items()}
     tokens = batch.get("tokens")
     batch = get_batch_on_this_tp_rank(
         batch,
@@ -180,11 +169,7 @@ def _packing(batch: Batch) -> PackedSeqParams | None:
 def forward_step(
     data_iterator: Iterator[Any] | None, model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[..., Any]]:
-    """One micro-batch through ``model``.
-
-    Returns:
-        The model's output, or its schedule plan if asked for, and the loss function to apply to it.
-    """
+    """One micro-batch through ``model``: its output, or its schedule plan, and the loss function for it."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     with straggler_timer(bdata=True):
@@ -223,11 +208,11 @@ def _distillation_loss() -> Callable[..., Any]:
 def loss_func(
     loss_mask: torch.Tensor, output: torch.Tensor, model: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The sum of the token losses of one micro-batch.
+    """The sum of the token losses ``[B, S]`` of one micro-batch.
 
     Args:
-        loss_mask: 1 for tokens that count, [batch, sequence].
-        output: Losses of the tokens, [batch, sequence].
+        loss_mask: ``[B, S]``, 1 for tokens that count.
+        output: Losses of the tokens, ``[B, S]``.
         model: The model that made ``output``; needed for distillation.
 
     Returns:
@@ -272,23 +257,14 @@ def embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
 
 
 def datasets_provider(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """The training, validation and test datasets.
-
-    Args:
-        num_samples: How many samples each of the three is to have.
-        vp_stage: Virtual pipeline stage, if there are any.
-    """
+    """The training, validation and test datasets, of so many samples each."""
     args = get_args()
-    config = _dataset_config(args)
-    if args.sft:
-        kind = SFTDataset
-    elif args.mock_data:
-        kind = MockGPTDataset
-    else:
-        kind = GPTFIMDataset if args.fim_data else GPTDataset
+    kind = GPTFIMDataset if args.fim_data else GPTDataset
+    if args.sft or args.mock_data:
+        kind = SFTDataset if args.sft else MockGPTDataset
     print_rank_0("> building train, validation, and test datasets for GPT ...")
     is_needed_here = functools.partial(_is_dataset_needed_here, vp_stage)
-    datasets = BlendedMegatronDatasetBuilder(kind, num_samples, is_needed_here, config).build()
+    datasets = BlendedMegatronDatasetBuilder(kind, num_samples, is_needed_here, _dataset_config(args)).build()
     print_rank_0("> finished creating GPT datasets ...")
     return datasets
 

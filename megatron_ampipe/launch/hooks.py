@@ -9,10 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from megatron_ampipe.runtime.collectives import Waitable
+from megatron_ampipe.runtime.reductions import Reductions
 
 
 class Hook:
@@ -45,6 +49,11 @@ class Hooks:
         """Call it from the next moment on."""
         self._hooks.append(hook)
 
+    def replace(self, owner: Any, name: str, function: Any) -> None:
+        """Replace a function of Megatron until :meth:`remove`."""
+        self._restore.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, function)
+
     def install(self, *, pipelined: bool) -> None:
         """Replace Megatron's functions that have moments; none without hooks.
 
@@ -54,13 +63,8 @@ class Hooks:
         from megatron.training import training
 
         if self._hooks:
-            wrapped = {
-                "train_step": self.around_step(training.train_step),
-                "training_log": self._around_log(training.training_log),
-            }
-            for name, function in wrapped.items():
-                self._restore.callback(setattr, training, name, getattr(training, name))
-                setattr(training, name, function)
+            self.replace(training, "train_step", self.around_step(training.train_step))
+            self.replace(training, "training_log", self._around_log(training.training_log))
         if pipelined:
             self._restore.enter_context(accumulating_on_training_stream())
 
@@ -115,11 +119,9 @@ class Hooks:
 def accumulating_on_training_stream() -> Iterator[None]:
     """Within it, gradients are accumulated on the stream that computes them.
 
-    Megatron's ``DistributedDataParallel`` keeps the accumulation nodes of all parameters, which belong to the
-    stream that is current when it is built, and Megatron builds it on a separate stream. A block asks for
-    the gradients of every chunk at these nodes: each would cross to that stream by an event, a wait and
-    ``record_stream``, and memory would be released at another stage in every pass (``runtime.streams``).
-    Training runs on the default stream, because CUDA graphs are refused.
+    The accumulation nodes that Megatron's ``DistributedDataParallel`` keeps belong to the stream that is
+    current when it is built, and Megatron builds it on a separate stream. The gradients of every chunk would
+    cross to that stream by an event, a wait and ``record_stream``.
     """
     from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 
@@ -135,3 +137,78 @@ def accumulating_on_training_stream() -> Iterator[None]:
         yield
     finally:
         DistributedDataParallel.__init__ = construct
+
+
+class PlacedReductions(Hook):
+    """``--ampipe-grad-reduce placed``: Megatron's reductions of gradients wait for a stage of the schedule.
+
+    With ``--overlap-grad-reduce``, a bucket group of Megatron's ``DistributedDataParallel`` starts its
+    reduction when its last gradient is complete. Here it asks ``reductions`` for it instead.
+    """
+
+    def __init__(self, reductions: Reductions) -> None:
+        self._reductions = reductions
+        self._known: set[int] = set()
+
+    def before_step(self, models: list[Any]) -> None:
+        """Change the groups that are new."""
+        for model in models:
+            for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
+                if id(group) not in self._known:
+                    self._known.add(id(group))
+                    hold_back(group, self._reductions)
+
+
+def hold_back(group: Any, reductions: Reductions) -> None:
+    """Have one ``_ParamAndGradBucketGroup`` of Megatron ask before it starts its reduction."""
+    start_now, finish_now = group.start_grad_sync, group.finish_grad_sync
+    finishing = False
+
+    @functools.wraps(start_now)
+    def start_grad_sync(*args: Any, **kwargs: Any) -> None:
+        def start() -> Waitable | None:
+            start_now(*args, **kwargs)
+            if group.grad_reduce_handle is None:
+                return None
+            # Both the schedule and Megatron wait for it.
+            group.grad_reduce_handle = WaitedOnce(group.grad_reduce_handle, on_cuda=reductions.on_cuda)
+            return group.grad_reduce_handle
+
+        if finishing:
+            # In its first iteration, Megatron starts a reduction when it finishes it.
+            start()
+        else:
+            reductions.ask(id(group), start)
+
+    @functools.wraps(finish_now)
+    def finish_grad_sync(*args: Any, **kwargs: Any) -> None:
+        nonlocal finishing
+        if reductions.is_held(id(group)):
+            reductions.start_all()
+        finishing = True
+        try:
+            finish_now(*args, **kwargs)
+        finally:
+            finishing = False
+
+    group.start_grad_sync, group.finish_grad_sync = start_grad_sync, finish_grad_sync
+
+
+class WaitedOnce:
+    """A handle for several waits, of a reduction that may be waited for once: its wait can add up results."""
+
+    def __init__(self, handle: Waitable, *, on_cuda: bool) -> None:
+        self._handle: Waitable | None = handle
+        self._on_cuda = on_cuda
+        self._ended: torch.cuda.Event | None = None
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """See ``runtime.collectives.Waitable``."""
+        with self._lock:
+            if self._handle is not None:
+                self._handle.wait()
+                self._handle = None
+                self._ended = torch.cuda.current_stream().record_event() if self._on_cuda else None
+            elif self._ended is not None:
+                torch.cuda.current_stream().wait_event(self._ended)

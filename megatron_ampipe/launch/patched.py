@@ -1,9 +1,8 @@
 """What the patches in ``patches/`` call from inside a Megatron-LM tree: one function per inserted spot.
 
-For people who want the flags in their own tree, without our launcher. What is done there is in
-:mod:`.session`; this module holds the session of the one run that a process makes, and ends the process with
-our message where the run is refused. Where one of our launchers was used, it does all this itself, and these
-functions pass on what they are given. Nothing here replaces a GPU.
+This module holds the session of the one run that a process makes, and ends the process with our message where
+the run is refused. Where one of our launchers was used, it does all this itself, and these functions pass on
+what they are given. Nothing here replaces a GPU.
 """
 
 import argparse

@@ -1,37 +1,39 @@
-"""Makes a pipeline from arguments and a cluster file, or from a plan file; keeps what a run has chosen.
+"""Makes a pipeline from arguments and a cluster file, from a plan file, or from a budget of memory.
 
-Layers and runtime do not know ``plan``: they receive a ``schedule.Pipeline``. What ``--ampipe-degree auto``
-chose for the shape of the flags becomes the plan file of ``--ampipe-save-plan``. What trials chose for every
-shape is in :data:`NAME` next to the checkpoints, so that a restart tries no size of input twice.
+Layers and runtime do not know ``plan``: they receive a ``schedule.Pipeline``. All is decided from sizes and
+files before any layer is built, identically on all ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
-from megatron_ampipe.block.settings import settings_of
-from megatron_ampipe.errors import BadInput, RunFailed
-from megatron_ampipe.files.inputs import load
-from megatron_ampipe.files.records import read_record, write_record
-from megatron_ampipe.launch.auto import Planner, print_on_first_rank
+from megatron_ampipe.block.named_values import parse_size, size_to_text
+from megatron_ampipe.block.settings import SETTING, settings_of
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.refusals import exchanges_of, ranks_per_node, recomputes
-from megatron_ampipe.launch.size_ranges import ChosenSize, Shape
-from megatron_ampipe.launch.trials import Choice
+from megatron_ampipe.launch.trials import Choice, Planner, Shape
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
-from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, StageLayers, block_of, layers_of
+from megatron_ampipe.plan.memory import peak_bytes
+from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, block_of, layers_of
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
-from megatron_ampipe.plan.planner import make_plan
+from megatron_ampipe.plan.planner import Kept, by_work, fitting, make_plan, simulated
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import KEEP, BlockFeatures, Exchange, Pipeline, SequenceLayout, period
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule import (
+    KEEP,
+    STRATEGIES,
+    BlockFeatures,
+    Exchange,
+    Pipeline,
+    SequenceLayout,
+    period,
+)
 from megatron_ampipe.schedule.features import boundary, features_of_settings
 
 
@@ -56,12 +58,12 @@ def planner_of(
         BadInput: the file is wrong, or does not contain a figure that this model needs.
     """
     cluster = cluster_of_flag(cluster_file)
-    block, layers = block_of_args(args, cluster), layers_of(_model_of_args(args))
+    block, layers = block_of_args(args), layers_of(_model_of_args(args))
 
     def plan(shape: Shape) -> Choice:
         rows, batch = shape
         length = rows * block.tensor * block.context
-        of_shape = dataclasses.replace(block, sequence_length=length, batch=batch)
+        of_shape = replace(block, sequence_length=length, batch=batch)
         predictor = Predictor(
             of_shape, cluster, num_layers=layers.num_layers, dense=layers.dense, memory=memory
         )
@@ -106,14 +108,14 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
     notes: tuple[str, ...] = (f"{plan_file} has no section made_for, so it was not compared with this run",)
     if plan.made_for is not None:
         other = differences(plan.made_for, made_for_of_args(args))
-        if essential := [str(difference) for difference in other if difference.essential]:
+        if essential := [difference for difference, stops in other.items() if stops]:
             raise refused(
                 f"is not for the blocks of this model: it was made for {', '.join(essential)}",
                 f"{_REMEDY} To use this one unchanged, remove its section made_for.",
             )
         notes = (f"the plan was made on: {plan.made_for.get('cluster')}",)
         if other:
-            notes += (f"the plan was made for {', '.join(map(str, other))}; its predictions may be wrong",)
+            notes += (f"the plan was made for {', '.join(other)}; its predictions may be wrong",)
     if plan.memory != KEEP and (module := recomputes(args, "moe")) is not None:
         raise refused(
             f"has memory {plan.memory}, and --recompute-modules {module} computes the experts again",
@@ -168,111 +170,10 @@ def plan_of_choice(args: argparse.Namespace, choice: Choice) -> Plan:
     )
 
 
-NAME = "ampipe-degrees.yaml"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _DegreesFile:
-    """The format of the file in which a run remembers its trials.
-
-    Attributes:
-        flags: What the flags of AMPipe leave to the trials, as text, to compare.
-        made_for: The block and its layout.
-        sizes: What was chosen.
-    """
-
-    format: Literal["ampipe-degrees-1"]
-    flags: str
-    made_for: MadeFor = field(metadata={"last": True})
-    sizes: tuple[ChosenSize, ...] = field(metadata={"last": True})
-
-
-class KeptChoices:
-    """Writes choices on the first rank, and reads what an earlier run of the same model and flags wrote.
-
-    Args:
-        args: Megatron's validated arguments.
-        config: AMPipe's settings.
-        announced: The shape of input that the flags give, whose choice becomes the plan file.
-        exchanges: Those that the trials compare; nothing is remembered where a planner chooses.
-    """
-
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        config: AMPipeConfig,
-        *,
-        announced: Shape,
-        exchanges: Sequence[Exchange],
-    ) -> None:
-        self._args, self._config, self._announced = args, config, announced
-        self._flags = f"{config.pipeline}; exchange {' or '.join(exchanges)}"
-        remembers = config.cluster is None
-        self._save = _file_in(args.save) if remembers else None
-        self._load = _file_in(args.load or args.save) if remembers else None
-        self._sizes: dict[Shape, ChosenSize] = {}
-
-    def read(self) -> tuple[ChosenSize, ...]:
-        """What an earlier run chose; nothing if there is no such file, or it is for another run."""
-        if self._load is None or not self._load.is_file():
-            return ()
-        try:
-            top = load(self._load, what="degrees", remedy="Remove it: degrees are tried again.")
-            earlier, _ = read_record(self._load, _DegreesFile, top)
-            for size in earlier.sizes:
-                size.pipeline(self._config.pipeline)
-        except BadInput as error:
-            print_on_first_rank(f"degrees are tried again: {error}")
-            return ()
-        other = list(map(str, differences(earlier.made_for, made_for_of_args(self._args))))
-        if earlier.flags != self._flags:
-            other.append(f"{earlier.flags} (this run: {self._flags})")
-        if other:
-            print_on_first_rank(f"degrees are tried again: {self._load} is for {', '.join(other)}")
-            return ()
-        self._sizes = {size.shape: size for size in earlier.sizes}
-        return earlier.sizes
-
-    def keep(self, shape: Shape, choice: Choice) -> None:
-        """Write a new choice. If that fails, training continues: the choice is made, and was logged."""
-        if int(os.environ.get("RANK", "0")) != 0:
-            return
-        head = "chosen by --ampipe-degree auto"
-        try:
-            if self._config.save_plan is not None and shape == self._announced:
-                plan = plan_of_choice(self._args, choice)
-                plan.write(Path(self._config.save_plan), head=f"{head}; for --ampipe-plan FILE")
-            if self._save is not None:
-                self._sizes[shape] = ChosenSize.of(shape, choice.pipeline)
-                sizes = tuple(self._sizes.values())
-                made_for = made_for_of_args(self._args)
-                record = _DegreesFile(
-                    format="ampipe-degrees-1", flags=self._flags, made_for=made_for, sizes=sizes
-                )
-                write_record(self._save, record, head=f"{head}, for restarts of this run")
-        except RunFailed as error:
-            print_on_first_rank(f"a restart chooses again: {error}")
-
-
-def _file_in(folder: str | None) -> Path | None:
-    """The file next to checkpoints; None without any, or where they are in an object store."""
-    return None if folder is None or "://" in folder else Path(folder) / NAME
-
-
-def iterations_left(args: argparse.Namespace) -> int | None:
-    """Iterations of training up to the end of the run, including the current one; None if it is not known."""
-    done: int | None = getattr(args, "curr_iteration", None)
-    if done is None or not args.train_iters:
-        return None
-    left: int = args.train_iters - done
-    every = args.exit_interval
-    return min(left, every - done % every) if every else left
-
-
 def made_for_of_args(args: argparse.Namespace) -> MadeFor:
     """The record of this run's block and machines, to compare with that of a plan."""
     return made_for(
-        dataclasses.replace(block_of_args(args, None), condense=args.ampipe_condense),
+        replace(block_of_args(args), condense=args.ampipe_condense),
         cluster=f"the machines of a run with {args.world_size} ranks",
         ranks_per_node=ranks_per_node(args) or args.world_size,
     )
@@ -286,26 +187,21 @@ def layout_of_args(args: argparse.Namespace) -> SequenceLayout:
     )
 
 
-def stage_of_args(args: argparse.Namespace) -> StageLayers:
-    """The layers of the (virtual) pipeline stage with most."""
-    return layers_of(_model_of_args(args))
-
-
 def features_of_args(args: argparse.Namespace, *, shares_schedule: bool = False) -> BlockFeatures:
     """The features of the blocks in training."""
-    own = dataclasses.replace(settings_of(args), ranks_per_node=ranks_per_node(args))
+    own = replace(settings_of(args), ranks_per_node=ranks_per_node(args))
     local = args.transformer_impl == "local"
     return features_of_settings(args, own, shares_schedule=shares_schedule, local=local)
 
 
-def block_of_args(args: argparse.Namespace, cluster: Cluster | None) -> Block:
-    """The block of Megatron's arguments; the cluster does not change it."""
-    block, _ = block_of(_model_of_args(args), cluster, ranks=args.world_size)
+def block_of_args(args: argparse.Namespace) -> Block:
+    """The block of Megatron's arguments."""
+    block, _ = block_of(_model_of_args(args), None, ranks=args.world_size)
     # The layers go by the nodes of the run, whatever machines the figures are of.
-    block = dataclasses.replace(block, ranks_per_node=ranks_per_node(args))
+    block = replace(block, ranks_per_node=ranks_per_node(args))
     if not args.bf16 and not args.fp16:
         # A model file has no key for fp32: without a precision, it means that of the cluster.
-        block = dataclasses.replace(block, dtype="fp32")
+        block = replace(block, dtype="fp32")
     return block
 
 
@@ -328,3 +224,101 @@ def _model_of_args(args: argparse.Namespace) -> ModelFile:
         del values["hybrid-layer-pattern"]
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion
     return ModelFile(Path("arguments"), values, {}, settings_of(args))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryChoice:
+    """What is kept, as ``Pipeline.memory``, and why: one sentence, for the start-up table."""
+
+    memory: str
+    reason: str
+
+
+def choose_memory(
+    args: argparse.Namespace,
+    pipeline: Pipeline,
+    budget: str,
+    cluster_file: str | None = None,
+    *,
+    automatic: bool = False,
+) -> MemoryChoice:
+    """The fastest combination of strategies whose predicted peak fits.
+
+    Counted are the activations of the layers of a pipeline stage, of all micro-batches that wait for their
+    backward; not the embedding and the logits, weights, gradients and the optimizer.
+
+    Args:
+        args: Megatron's validated arguments.
+        pipeline: How blocks run.
+        budget: The value of ``--ampipe-memory-budget``.
+        cluster_file: The value of ``--ampipe-cluster``.
+        automatic: The degree is chosen later: two chunks are assumed, which keep the same.
+
+    Raises:
+        BadInput: none fits, or the budget is no size, or the cluster file is wrong.
+    """
+    limit = parse_size(budget)
+    block, layers = block_of_args(args), layers_of(_model_of_args(args))
+    block = replace(block, exchange=pipeline.exchange)
+    num_layers, passes = layers.num_layers, in_flight(args)
+    if automatic:
+        pipeline = replace(pipeline, degree=2, backward_degree=2)
+
+    def peak(memory: str) -> float:
+        return peak_bytes(
+            block,
+            replace(pipeline, memory=memory),
+            num_layers=num_layers * passes,
+            dense_layers={num_layers * index + layer for index in range(passes) for layer in layers.dense},
+            local=args.transformer_impl == "local",
+        )
+
+    if cluster_file is None:
+        compared = "the least work done again"
+        kept = [Kept(memory, peak(memory)) for memory in by_work(pipeline.backward_degree)]
+    else:
+        shares = boundary(args, whole_attention=pipeline.whole_attention) is None
+        cluster = cluster_of_flag(cluster_file)
+        predictor = Predictor(block, cluster, num_layers=pipeline.stack_of(num_layers) if shares else 1)
+        compared = f"the fastest by {cluster_file}"
+        kept = simulated(predictor, pipeline, peak)
+    if automatic:
+        kept = [choice for choice in kept if choice.memory in STRATEGIES]
+    chosen = fitting(kept, limit)
+    if chosen is None:
+        least = min(kept, key=lambda choice: choice.peak_bytes)
+        needed = size_to_text(least.peak_bytes)
+        setting = SETTING["memory_budget"]
+        raise setting.refuse(
+            budget,
+            f"is too small: the leanest strategy, {least.memory}, needs about {needed}",
+            f"Use at least {setting.flag} {needed}, --recompute-granularity full, a shorter sequence, or "
+            "more ranks.",
+        )
+    by_name = {choice.memory: choice for choice in kept}
+    slower = ""
+    if chosen.time_us is not None and chosen.memory != KEEP:
+        keeping = by_name[KEEP].time_us or chosen.time_us
+        slower = f", {chosen.time_us / keeping - 1:.1%} slower than keep"
+    others = ", ".join(
+        f"{name} {size_to_text(by_name[name].peak_bytes)}"
+        for name in STRATEGIES
+        if name in by_name and name != chosen.memory
+    )
+    return MemoryChoice(
+        chosen.memory,
+        f"{compared} within {budget}{slower}: predicted peak of the layers' activations "
+        f"{size_to_text(chosen.peak_bytes)} ({others})",
+    )
+
+
+def in_flight(args: argparse.Namespace) -> int:
+    """How many micro-batches' passes through a (virtual) pipeline stage wait for their backward at most.
+
+    As in ``megatron.core.pipeline_parallel.schedules``: on the first rank, with warm-up and one in work.
+    """
+    stages = args.pipeline_model_parallel_size
+    virtual = args.virtual_pipeline_model_parallel_size or 1
+    passes = -(-args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)) * virtual
+    waiting = stages if virtual == 1 else 2 * (stages - 1) + (virtual - 1) * stages + 1
+    return int(min(waiting, passes))

@@ -24,11 +24,7 @@ TOKENIZER_DEFAULT = {"tokenizer_type": "GPT2BPETokenizer"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, and return the exit code.
-
-    Args:
-        arguments: The command line without the program name; that of the process when None.
-    """
+    """Train from a command line, that of the process when None, and return the exit code."""
     start_time_s = time.time()
     session = TrainingSession(sys.argv[1:] if arguments is None else arguments)
 
@@ -42,8 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def prepare_training(session: TrainingSession) -> Callable[[float], None]:
     """Parse, check and build every configuration; no process group exists yet.
 
-    Returns:
-        A function of the start time (seconds since the epoch) that trains.
+    Returns a function of the start time (seconds since the epoch) that trains.
 
     Raises:
         BadInput: Megatron or AMPipe refuses the arguments.
@@ -108,14 +103,7 @@ def use_pipelined_layers(model_config: Any, session: TrainingSession) -> None:
 
 
 def check_launch(words: Sequence[str]) -> None:
-    """What a launch checks before any process group exists, without building or reading anything.
-
-    Args:
-        words: A resolved command line. ``WORLD_SIZE`` says for how many ranks.
-
-    Raises:
-        BadInput: Megatron or AMPipe refuses it.
-    """
+    """Check a resolved command line for ``WORLD_SIZE`` ranks as a launch does, or raise :class:`BadInput`."""
     from megatron.training.arguments import parse_args, validate_args
 
     session = TrainingSession(words)

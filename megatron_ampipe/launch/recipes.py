@@ -23,7 +23,7 @@ from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.flags import switch_off_overlaps
 from megatron_ampipe.launch.refusals import refuse_unsupported
 from megatron_ampipe.schedule import ALL_LAYERS, Pipeline
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 if TYPE_CHECKING:
     from megatron_ampipe.layers.context import AMPipeContext

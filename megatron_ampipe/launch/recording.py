@@ -1,40 +1,57 @@
-"""What a run records of its blocks: the trace of each rank, and metrics at every ``--log-interval``.
+"""What a run records: the trace of each rank, metrics at every ``--log-interval``, and who goes where.
 
 Metrics go to Megatron's log, TensorBoard and Weights & Biases. They are those of the rank that writes, the
 last one, as for Megatron's metrics; no collective is issued for them. Its recorder is enabled in logged
 iterations only, for a trace in all of them. On CUDA it has recorded events; when they are read, Megatron has
 already read the losses of the same iteration, so the host does not wait for the device.
+
+With ``--ampipe-routing-dir``, the routing of one micro-batch becomes a file, every Nth iteration. Forward
+hooks on the routers of a model see who goes where, while the micro-batch passes: on Megatron's own layers and
+on pipelined ones, whose routers see chunks. The counts go to one rank in one all-reduce. Which rows are
+similar is asked of a few of them: comparing all takes longer than a training step of a small model. A restart
+that goes on from an earlier iteration removes the files of later ones, which it will write again.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training import print_rank_last
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+from megatron_ampipe.errors import RunFailed
+from megatron_ampipe.exchange.codecs import Condenser
 from megatron_ampipe.files import outputs
+from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.plan.recorded_routing import (
+    THRESHOLDS,
+    LayerRouting,
+    RoutingRecord,
+    files_of,
+    places_of,
+)
 from megatron_ampipe.schedule import Direction
 from megatron_ampipe.schedule.features import expert_tensor_ranks
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
+# R rows of a chunk, B sequences of a micro-batch, E experts, D hidden size, P ranks of the group.
 
-class Metric(NamedTuple):
-    """One metric: its name in the log, its value, and the digits that the log shows."""
-
-    name: str
-    value: float
-    digits: int = 2
-
-    @property
-    def tag(self) -> str:
-        """Its name in TensorBoard and Weights & Biases."""
-        return "ampipe/" + self.name.replace(" (ms)", "-ms").replace("/", "-to-").replace(" ", "-")
+Metric = tuple[str, float, int]
+"""Its name in the log, its value, and the digits that the log shows."""
 
 
 def has_expert_communication(args: argparse.Namespace) -> bool:
@@ -59,7 +76,7 @@ class Recording(Hook):
         self._folder = None if context.config.trace_dir is None else Path(context.config.trace_dir)
         if self._folder is not None:
             flag = "--ampipe-trace-dir"
-            outputs.check_folder(self._folder.absolute(), flag=flag, value=self._folder, makes_folder=True)
+            outputs.check_folder(self._folder.absolute(), flag=flag, value=self._folder)
             for earlier in self._folder.glob("rank*.trace.json"):
                 earlier.unlink(missing_ok=True)
 
@@ -81,12 +98,16 @@ class Recording(Hook):
         if not metrics:
             return
         tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+        tagged = {
+            "ampipe/" + name.replace(" (ms)", "-ms").replace("/", "-to-").replace(" ", "-"): value
+            for name, value, _ in metrics
+        }
         if tensorboard:
-            for metric in metrics:
-                tensorboard.add_scalar(metric.tag, metric.value, iteration)
+            for tag, value in tagged.items():
+                tensorboard.add_scalar(tag, value, iteration)
         if wandb:
-            wandb.log({metric.tag: metric.value for metric in metrics}, iteration)
-        text = " | ".join(f"{metric.name}: {metric.value:.{metric.digits}f}" for metric in metrics)
+            wandb.log(tagged, iteration)
+        text = " | ".join(f"{name}: {value:.{digits}f}" for name, value, digits in metrics)
         print_rank_last(f" ampipe at iteration {iteration:8d} | {text} |")
 
     def _metrics(self, iteration: int) -> list[Metric]:
@@ -95,22 +116,22 @@ class Recording(Hook):
         timeline = context.recorder.timeline(rank=self._args.rank, labels={}, iteration=iteration)
         if not timeline.spans:
             return []
-        metrics = [Metric("degree", context.pipeline.degree, 0)]
+        metrics: list[Metric] = [("degree", context.pipeline.degree, 0)]
         # Copies within a rank are no communication.
         if has_expert_communication(self._args):
-            metrics.append(Metric("hidden share", timeline.hidden_share, 3))
-            metrics.append(Metric("exposed communication (ms)", timeline.exposed_us / 1e3))
+            metrics.append(("hidden share", timeline.hidden_share, 3))
+            metrics.append(("exposed communication (ms)", timeline.exposed_us / 1e3, 2))
         if context.condenser is not None and (share := context.condenser.take_share()) is not None:
-            metrics.append(Metric("condensed share", share, 3))
+            metrics.append(("condensed share", share, 3))
         times_us = context.recorder.pass_times_us(iteration)
         for direction, predicted_ms in zip(Direction, context.predicted_ms or (None, None), strict=True):
             if times_us[direction]:
                 measured_ms = statistics.fmean(times_us[direction]) / 1e3
-                metrics.append(Metric(f"block {direction.value} (ms)", measured_ms))
+                metrics.append((f"block {direction.value} (ms)", measured_ms, 2))
                 if predicted_ms:
-                    metrics.append(Metric(f"block {direction.value} predicted (ms)", predicted_ms))
+                    metrics.append((f"block {direction.value} predicted (ms)", predicted_ms, 2))
                     ratio = measured_ms / predicted_ms
-                    metrics.append(Metric(f"block {direction.value} measured/predicted", ratio))
+                    metrics.append((f"block {direction.value} measured/predicted", ratio, 2))
         return metrics
 
     def at_end(self) -> None:
@@ -121,3 +142,175 @@ class Recording(Hook):
             timeline = self._context.recorder.timeline(rank=rank, labels=self._context.pipeline.labels)
             if timeline.spans:
                 timeline.write_chrome(self._folder / f"rank{rank}.trace.json")
+
+
+class RoutingRecording(Hook):
+    """Records the first micro-batch of every Nth training step.
+
+    In each turn a rank compares the rows of one expert in one of its layers: layers take turns, then experts.
+
+    Args:
+        args: Megatron's validated arguments.
+        config: What AMPipe's flags resolve to, with a folder for the files.
+        context: What pipelined layers share; None at degree 1.
+    """
+
+    def __init__(self, args: argparse.Namespace, config: AMPipeConfig, context: AMPipeContext | None) -> None:
+        assert config.routing_dir is not None
+        self._args, self._interval, self._context = args, config.routing_interval, context
+        self._folder, self._is_first = Path(config.routing_dir), True
+        condensed = [] if config.condense is None else [config.condense]
+        self._thresholds = tuple(sorted({*THRESHOLDS, *condensed}))
+        self._places = places_of(args.num_experts)
+        self._handles: list[RemovableHandle] = []
+        self._seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    @property
+    def _iteration(self) -> int:
+        iteration: int = self._args.curr_iteration + 1
+        return iteration
+
+    @property
+    def _num_chunks(self) -> int:
+        return 1 if self._context is None else self._context.pipeline.num_chunks
+
+    def before_step(self, models: list[Any]) -> None:
+        """Count, in every Nth step. Routers of multi-token prediction are left out."""
+        if self._is_first and dist.get_rank() == 0:
+            # An interrupted run may have recorded more iterations than this one begins with.
+            for iteration, path in files_of(self._folder).items():
+                if iteration >= self._iteration:
+                    path.unlink(missing_ok=True)
+        self._is_first = False
+        # Only this group is asked in the end.
+        if self._iteration % self._interval or parallel_state.get_expert_data_parallel_rank() > 0:
+            return
+        routers = [
+            module
+            for model in models
+            for name, module in model.named_modules()
+            if isinstance(module, TopKRouter) and "mtp" not in name.split(".")
+        ]
+        turn = self._iteration // self._interval - 1
+        for index, router in enumerate(routers):
+            pick = None
+            if index == turn % len(routers):
+                # Each rank compares the rows of another expert.
+                rank = parallel_state.get_expert_tensor_and_model_parallel_group().rank()
+                pick = turn // len(routers) + rank
+            see = functools.partial(self._see, pick)
+            # Other hooks of a router are called once for all chunks; this form sees each.
+            self._handles.append(router.register_forward_hook(see, with_kwargs=True))
+
+    def _see(self, pick: int | None, router: Any, inputs: Any, options: dict[str, Any], outputs: Any) -> None:
+        place = router.layer_number, options.get("chunk", 0)
+        # Later micro-batches, and a second run of the first one for its recompute, are not counted.
+        if router.training and place not in self._seen:
+            with torch.no_grad():
+                hidden = inputs[0]
+                chosen = outputs[1].bool().view(*hidden.shape[:2], -1)
+                self._seen[place] = chosen, compared_rows(hidden, chosen, self._thresholds, pick=pick)
+
+    def after_step(self) -> None:
+        """Join what all ranks have counted, and write it on the first rank."""
+        if self._iteration % self._interval:
+            return
+        for handle in self._handles:
+            handle.remove()
+        group = parallel_state.get_expert_tensor_and_model_parallel_group()
+        joined = torch.zeros(
+            (self._args.num_layers, group.size(), sum(self._widths)),
+            dtype=torch.int64,
+            device=torch.cuda.current_device(),
+        )
+        for layer in {layer for layer, _ in self._seen}:
+            chunks = [self._seen[place] for place in sorted(self._seen) if place[0] == layer]
+            # A MoE layer of a hybrid model that is not pipelined sees no chunks.
+            if len(chunks) == self._num_chunks:
+                joined[layer - 1, group.rank()] = self._counted(chunks)
+        self._handles, self._seen = [], {}
+        dist.all_reduce(joined)
+        record = self._record(joined.cpu()) if dist.get_rank() == 0 else None
+        if record is not None:
+            try:
+                record.write(self._folder)
+            except RunFailed as error:
+                # Training is worth more than its statistics.
+                print_on_first_rank(f"the routing of iteration {self._iteration} was not recorded: {error}")
+
+    @property
+    def _widths(self) -> list[int]:
+        """Numbers of one layer on one rank: counts, arrivals, tokens of a chunk, rows compared, rows left."""
+        batch = self._args.micro_batch_size
+        counts = batch * self._num_chunks * self._args.num_experts
+        arrivals = (batch * places for places in self._places)
+        return [counts, *arrivals, self._num_chunks, 1, len(self._thresholds)]
+
+    def _counted(self, chunks: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """The numbers of one layer on one rank, of chunks ``[R, B, E]``, in the order of ``_widths``."""
+        chosen, rows = zip(*chunks, strict=True)
+        counts = torch.stack([chunk.sum(dim=0) for chunk in chosen], dim=1)
+        whole = torch.cat(chosen)
+        arrivals = [whole.unflatten(2, (count, -1)).any(dim=3).sum(dim=0) for count in self._places]
+        tokens = counts.new_tensor([len(chunk) for chunk in chosen])
+        return torch.cat([part.flatten() for part in (counts, *arrivals, tokens, sum(rows))])
+
+    def _record(self, joined: Tensor) -> RoutingRecord | None:
+        """The record of ``joined [layers, P, widths]``; layers whose routers saw nothing are left out."""
+        args, layers, tokens = self._args, [], ()
+        for index, layer in enumerate(joined):
+            if not layer.any():
+                continue
+            counts, *arrivals, of_chunks, compared, left = layer.split(self._widths, dim=1)
+            tokens = tuple(of_chunks[0].tolist())
+            layers.append(
+                LayerRouting(
+                    layer=index + 1,
+                    counts=_tuples(counts.reshape(-1, self._num_chunks, args.num_experts).tolist()),
+                    arrivals={
+                        places: _tuples(arrival.reshape(-1, places).tolist())
+                        for places, arrival in zip(self._places, arrivals, strict=True)
+                    },
+                    rows_compared=int(compared.sum()),
+                    rows_left=dict(zip(self._thresholds, left.sum(dim=0).tolist(), strict=True)),
+                )
+            )
+        if not layers:
+            return None
+        return RoutingRecord(
+            iteration=self._iteration,
+            num_experts=args.num_experts,
+            ranks=parallel_state.get_expert_model_parallel_world_size(),
+            batch=args.micro_batch_size,
+            ranks_per_sequence=args.tensor_model_parallel_size * args.context_parallel_size,
+            hidden_size=args.hidden_size,
+            tokens=tokens,
+            layers=tuple(layers),
+        )
+
+
+def _tuples(nested: Any) -> Any:
+    return tuple(map(_tuples, nested)) if isinstance(nested, list) else nested
+
+
+def compared_rows(hidden: Tensor, chosen: Tensor, thresholds: Sequence[float], *, pick: int | None) -> Tensor:
+    """Rows of one expert, and how many a :class:`Condenser` would send at each threshold.
+
+    Args:
+        hidden: ``[R, B, D]``, the tokens of a chunk.
+        chosen: ``[R, B, E]`` bool, their experts.
+        thresholds: Cosines from which on two rows are similar.
+        pick: Which of the experts that have tokens, modulo their number; None compares nothing.
+
+    Returns:
+        ``[1 + thresholds]`` int64.
+    """
+    used = [] if pick is None else chosen.flatten(0, 1).any(dim=0).nonzero()[:, 0].tolist()
+    if pick is None or not used:
+        return torch.zeros(1 + len(thresholds), dtype=torch.int64, device=hidden.device)
+    taken, batch = chosen[:, :, used[pick % len(used)]], hidden.shape[1]
+    left = [
+        Condenser(threshold).condense(hidden[taken], taken.view(-1, 1), batch=batch, counted=False).counts
+        for threshold in thresholds
+    ]
+    return torch.cat([taken.sum().view(1), *left])

@@ -14,9 +14,9 @@ from typing import Any
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.block.settings import AUTO, settings_of
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import KEEP, Exchange, NodeLayout, Pipeline, useful_exchanges
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, useful_exchanges
 from megatron_ampipe.schedule.features import expert_tensor_ranks, has_capacity
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 _DESTS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
 """Flags that Megatron stores under another name than their own."""
@@ -40,14 +40,12 @@ class Refusal:
         setting: The flag, as users write it.
         rule: Why it is refused, as one clause.
         remedy: What to use instead.
-        needs: What would have to be there for the combination to run; if nothing can be done, why.
         when: Whether arguments are refused; or the part of the value that is; None: if the flag is set.
     """
 
     setting: str
     rule: str
     remedy: str
-    needs: str
     when: Callable[[Any], object] | None = None
 
     def applies(self, arguments: Any) -> object:
@@ -130,7 +128,9 @@ def exchanges_of(arguments: Any) -> tuple[Exchange, ...]:
         experts=getattr(arguments, "num_experts", None) or 1,
         topk=arguments.moe_router_topk,
         dispatcher=arguments.moe_token_dispatcher_type,
-        **_expert_ranks(arguments),
+        expert=arguments.expert_model_parallel_size,
+        expert_tensor=expert_tensor_ranks(arguments),
+        ranks_per_node=ranks_per_node(arguments),
     )
 
 
@@ -141,22 +141,9 @@ def ranks_per_node(arguments: Any) -> int | None:
     return given if given is not None or not of_launcher.isdecimal() else int(of_launcher)
 
 
-def _expert_ranks(arguments: Any) -> dict[str, Any]:
-    return {
-        "expert": arguments.expert_model_parallel_size,
-        "expert_tensor": expert_tensor_ranks(arguments),
-        "ranks_per_node": ranks_per_node(arguments),
-    }
-
-
 def _without_pair(args: Any) -> bool:
     pattern = HybridPattern.of_arguments(args.all)
     return pattern is not None and not pattern.num_pairs
-
-
-def _expert_parallel_above_ranks(args: Any) -> bool:
-    ranks = args.world_size or int(os.environ.get("WORLD_SIZE", "1"))
-    return (args.expert_model_parallel_size or 1) * (args.pipeline_model_parallel_size or 1) > ranks
 
 
 def _splits_weights_elsewhere(args: Any) -> bool:
@@ -173,15 +160,6 @@ def _measures_without_training(args: Any) -> bool:
 def _saves_nothing(args: Any) -> bool:
     chosen = args.ampipe_exchange
     return chosen not in (None, AUTO) and chosen not in exchanges_of(args.all)
-
-
-def _nodes_without_layout(args: Any) -> object:
-    chosen = args.ampipe_exchange
-    if chosen in (None, AUTO) or not Exchange(chosen).has_two_hops:
-        return None
-    return (
-        ranks_per_node(args.all) or "(unknown)" if NodeLayout.of(**_expert_ranks(args.all)) is None else None
-    )
 
 
 def _unknown_comm_type(args: Any) -> str | None:
@@ -211,21 +189,15 @@ def _recomputes_experts(args: Any) -> bool:
 _CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _OFF = "Leave it out, or train with --ampipe-degree 1."
 _BF16 = "Leave it out and use --bf16."
-_SCALING = "scaling factors that the chunks of a layer share, tested on a GPU"
 _QUANTIZED = "quantized layers update their weights if marked as the first micro-batch, which AMPipe undoes"
-_KITCHEN = "the same, and the library, which is internal to NVIDIA"
 _OFFLOADING = "activation offloading is not supported yet"
-_COPIES = "copies to the host as stages of a separate lane"
 _SHARDED = "fully sharded parameters are not supported"
-_GATHERS = "gathers of parameters as stages of a lane"
-_NO_SCOPE = "nothing: there is nothing that a scope would change"
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--num-experts",
         "there is nothing to pipeline: the model has no MoE layer",
         "Set --num-experts, or train with --ampipe-degree 1.",
-        "nothing: no token is sent between ranks",
         lambda args: None if args.num_experts else "(not set)",
     ),
     Refusal(
@@ -233,42 +205,30 @@ REFUSALS: tuple[Refusal, ...] = (
         "there is nothing to pipeline: no attention layer (* or +) has an MoE layer (E) right after it in its"
         " pipeline stage",
         "Use a pattern such as M*EM*E, or train with --ampipe-degree 1.",
-        "a block that begins with a Mamba layer, whose state passes from chunk to chunk",
         _without_pair,
     ),
     Refusal(
         "--tensor-model-parallel-size",
         "Megatron supports MoE layers with tensor parallelism only together with sequence parallelism",
         "Add --sequence-parallel.",
-        "an MoE layer of Megatron that trains that way",
         lambda args: (args.tensor_model_parallel_size or 1) > 1 and not args.sequence_parallel,
-    ),
-    Refusal(
-        "--expert-model-parallel-size",
-        "is larger than the number of ranks of a pipeline stage",
-        "Use at most the number of ranks divided by --pipeline-model-parallel-size.",
-        "more ranks",
-        _expert_parallel_above_ranks,
     ),
     Refusal(
         "--moe-router-topk",
         "is larger than the number of experts",
         "Use at most the value of --num-experts.",
-        "more experts",
         lambda args: (args.moe_router_topk or 1) > (args.num_experts or args.moe_router_topk or 1),
     ),
     Refusal(
         "--moe-apply-probs-on-input",
         "probabilities can be applied to the input only if every token has a single expert",
         "Use --moe-router-topk 1, or leave it out.",
-        "a meaning for a token with several experts; Megatron has none",
         lambda args: args.moe_router_topk != 1 and bool(args.moe_apply_probs_on_input),
     ),
     Refusal(
         "--fp32-residual-connection",
         "Megatron's local layers do not support a residual in a different precision",
         "Use --transformer-impl transformer_engine, or leave it out.",
-        "local norms of Megatron that take another precision than their parameters",
         lambda args: (
             bool(args.fp32_residual_connection and (args.bf16 or args.fp16))
             and args.transformer_impl in (None, "local")
@@ -278,50 +238,38 @@ REFUSALS: tuple[Refusal, ...] = (
         "--ampipe-schedule",
         "only the linear layers of --transformer-impl local can compute gradients of weights apart",
         "Use --transformer-impl local, or --ampipe-schedule ampipe and --ampipe-degree 4.",
-        "Transformer Engine's delayed weight gradients, kept for each chunk, not for each layer",
         _splits_weights_elsewhere,
     ),
     Refusal(
         "--position-embedding-type",
         "it needs the position ids of a multimodal model",
         "Use --position-embedding-type rope.",
-        "a data loader of Megatron's GPT script that makes such position ids",
         lambda args: args.position_embedding_type == "mrope",
     ),
-    Refusal("--cpu-offloading-num-layers", _OFFLOADING, _OFF, _COPIES),
-    Refusal("--fine-grained-activation-offloading", _OFFLOADING, _OFF, _COPIES),
-    Refusal(
-        "--hybrid-context-parallel",
-        "hybrid context parallelism is not supported",
-        _OFF,
-        "groups of ranks, and chunks, that change from micro-batch to micro-batch",
-    ),
+    Refusal("--cpu-offloading-num-layers", _OFFLOADING, _OFF),
+    Refusal("--fine-grained-activation-offloading", _OFFLOADING, _OFF),
+    Refusal("--hybrid-context-parallel", "hybrid context parallelism is not supported", _OFF),
     Refusal(
         "--window-size",
         "a window that includes later keys is not causal",
         "Use a second number of 0, for example --window-size 128,0.",
-        "chunks whose attention waits for the keys of the next chunk",
         lambda args: bool(args.window_size and args.window_size[1] != 0),
     ),
     Refusal(
         "--experimental-attention-variant",
         "only softmax attention over all earlier tokens is supported",
         _OFF,
-        "stages for each variant: a state between chunks (gated delta net), an index over all keys "
-        "(sparse attention)",
     ),
     Refusal(
         "--context-parallel-size",
         "chunks of packed documents are not supported with context parallelism yet",
         "Use --context-parallel-size 1, or leave out --sft and --dataloader-inter-document-masking.",
-        "Transformer Engine's division of every document over the ranks, as spans of chunks",
         lambda args: (args.context_parallel_size or 1) > 1 and _packs_documents(args),
     ),
     Refusal(
         "--cp-comm-type",
         "there is no such exchange of keys and values",
         f"Use one of: {', '.join(_CP_COMM_TYPES)}.",
-        "nothing: there is no such exchange",
         _unknown_comm_type,
     ),
     Refusal(
@@ -329,8 +277,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "its zero-copy mode has one buffer for all calls, which chunks in flight would overwrite; without "
         "that mode, this backend is not supported yet",
         "Use --moe-flex-dispatcher-backend hybridep or deepep, or --moe-token-dispatcher-type alltoall.",
-        "a Transport over Transformer Engine's calls, and for its zero-copy mode buffers for each chunk in "
-        "flight",
         lambda args: _in_flex(args) and args.moe_flex_dispatcher_backend not in (None, "deepep", "hybridep"),
     ),
     Refusal(
@@ -338,8 +284,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "is not supported with --ampipe-memory, --moe-expert-rank-capacity-factor or "
         "--moe-hybridep-pad-uneven-dispatch-inputs",
         "Leave them out, or use --moe-token-dispatcher-type alltoall, with which --ampipe-memory works.",
-        "a dispatch that can be repeated or stored; a budget that counts the tokens of all chunks; padding, "
-        "whose size the ranks agree on, as a stage of the communication lane",
         lambda args: (
             _in_flex(args)
             and (
@@ -353,40 +297,21 @@ REFUSALS: tuple[Refusal, ...] = (
         "--skip-train",
         "degrees are measured in training iterations, and there are none",
         "Use --ampipe-degree 4, or add --ampipe-cluster FILE, which plans without measuring.",
-        "nothing: nothing is measured",
         _measures_without_training,
     ),
-    Refusal("--fp8-format", "8-bit training is not supported yet", "Use --bf16.", _SCALING),
-    Refusal("--fp4-format", "4-bit training is not supported yet", "Use --bf16.", _SCALING),
+    Refusal("--fp8-format", "8-bit training is not supported yet", "Use --bf16."),
+    Refusal("--fp4-format", "4-bit training is not supported yet", "Use --bf16."),
+    Refusal("--te-precision-config-file", _QUANTIZED, _BF16),
+    Refusal("--kitchen-config-file", _QUANTIZED, _BF16),
     Refusal(
-        "--te-precision-config-file",
-        _QUANTIZED,
-        _BF16,
-        "weights that are quantized once for all chunks of an iteration, tested on a GPU",
-    ),
-    Refusal("--kitchen-config-file", _QUANTIZED, _BF16, _KITCHEN),
-    Refusal(
-        "--kitchen-recipe-number",
-        _QUANTIZED,
-        _BF16,
-        _KITCHEN,
-        lambda args: args.kitchen_recipe_number is not None,
-    ),
-    Refusal(
-        "--ampipe-ranks-per-node",
-        "--ampipe-exchange nodes and 2dh need expert-parallel ranks that are spread equally over several "
-        "nodes, with several of them on each",
-        "Use --ampipe-exchange ranks, or say how many ranks a node has.",
-        "groups of ranks for nodes that hold different numbers of expert-parallel ranks",
-        _nodes_without_layout,
+        "--kitchen-recipe-number", _QUANTIZED, _BF16, lambda args: args.kitchen_recipe_number is not None
     ),
     Refusal(
         "--ampipe-exchange",
         "has nothing to save: ranks needs several expert-parallel ranks with several experts each, nodes and "
         "2dh several ranks on each of several nodes, ranks and nodes a top-k above 1, and all of them the "
         "dispatcher alltoall",
-        "Use --ampipe-exchange rows.",
-        "nothing: every row is sent once already",
+        "Use --ampipe-exchange rows, or say how many ranks a node has: --ampipe-ranks-per-node.",
         _saves_nothing,
     ),
     Refusal(
@@ -394,7 +319,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "several instances reduce gradients on a separate stream, which --ampipe-grad-reduce placed does not "
         "hold back",
         "Use --ampipe-grad-reduce stock.",
-        "reductions of all instances on a stream that the schedule orders",
         lambda args: (
             (args.num_distributed_optimizer_instances or 1) > 1
             and settings_of(args.all).grad_reduce == "placed"
@@ -404,58 +328,50 @@ REFUSALS: tuple[Refusal, ...] = (
         "--recompute-modules",
         "Megatron's recompute of this module cannot run inside a stage",
         "Use core_attn, moe, shared_experts, mla_up_proj or mlp, or --recompute-granularity full.",
-        "outputs that are released after the last stage that reads them, and stages that compute them again",
         lambda args: recomputes(args.all, "layernorm", "moe_act"),
     ),
     Refusal(
         "--cuda-graph-impl",
         "CUDA graphs are not supported",
         "Use --cuda-graph-impl none.",
-        "graphs of single stages, and numbers of tokens that the host need not read",
         lambda args: args.cuda_graph_impl not in (None, "none"),
     ),
     Refusal(
         "--mlp-chunks-for-training",
         "AMPipe already splits the MLP into chunks",
         "Leave it out.",
-        "nothing: Megatron would route, and count losses, by its own chunks",
         lambda args: (args.mlp_chunks_for_training or 1) > 1,
     ),
     Refusal(
         "--tp-comm-overlap",
         "Transformer Engine's buffers for it have the size of the whole sequence, and it aborts at a chunk",
         "Leave it out; chunks overlap with the communication of tensor parallelism without it.",
-        "buffers of the size of a chunk, tested on a GPU",
     ),
-    Refusal("--use-megatron-fsdp", _SHARDED, "Use --use-distributed-optimizer.", _GATHERS),
-    Refusal("--use-torch-fsdp2", _SHARDED, "Use --use-distributed-optimizer.", _GATHERS),
+    Refusal("--use-megatron-fsdp", _SHARDED, "Use --use-distributed-optimizer."),
+    Refusal("--use-torch-fsdp2", _SHARDED, "Use --use-distributed-optimizer."),
     Refusal(
         "--ampipe-memory",
         "--recompute-granularity full and --recompute-modules moe keep less of the experts than this",
         "Leave it out, or recompute other modules: --recompute-granularity selective --recompute-modules "
         "core_attn.",
-        "nothing: there is nothing left to save",
         lambda args: args.ampipe_memory not in (None, KEEP) and _recomputes_experts(args),
     ),
     Refusal(
         "--ampipe-grad-reduce",
         "has no effect without --overlap-grad-reduce: gradients are then reduced after all backward passes",
         "Add --overlap-grad-reduce, or leave it out.",
-        "nothing: there is nothing left to place",
         lambda args: args.ampipe_grad_reduce == "placed" and not args.overlap_grad_reduce,
     ),
     Refusal(
         "--ampipe-capacity-scope",
         "has no effect without an expert capacity",
         "Add --moe-expert-capacity-factor, or leave it out.",
-        _NO_SCOPE,
         lambda args: args.ampipe_capacity_scope == "chunk" and not has_capacity(args.all),
     ),
     Refusal(
         "--ampipe-router-scope",
         "has no effect: of Megatron's own routing, only sinkhorn can balance each chunk",
         "Leave it out, or choose a router that compares tokens, such as --ampipe-router expert-choice.",
-        _NO_SCOPE,
         # Of a user's class, only the class can tell.
         lambda args: (
             args.ampipe_router_scope == "chunk"
@@ -467,7 +383,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--ampipe-wire",
         "it needs the dispatcher alltoall, which alone sends rows as they are; and bf16 needs rows of 32 bit",
         "Use --moe-token-dispatcher-type alltoall; with --bf16 or --fp16 also --ampipe-wire fp8.",
-        "an encoding of the rows of the other dispatchers, whose libraries send them",
         lambda args: (
             args.ampipe_wire is not None
             and (not _sends_rows(args) or (args.ampipe_wire == "bf16" and bool(args.bf16 or args.fp16)))
@@ -479,7 +394,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "weighted, not their inputs",
         "Use --moe-token-dispatcher-type alltoall without --moe-apply-probs-on-input, --sft, "
         "--reset-attention-mask and --dataloader-inter-document-masking, or leave it out.",
-        "a comparison of tokens that knows where documents begin, and the rows of other dispatchers",
         lambda args: (
             args.ampipe_condense is not None
             and (
@@ -493,7 +407,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--ampipe-trace-dir",
         "has no effect with --skip-train: only training iterations are recorded",
         "Leave it out.",
-        "a trace of evaluations",
         lambda args: args.ampipe_trace_dir is not None and bool(args.skip_train),
     ),
 )
@@ -506,33 +419,28 @@ TOKEN_ID_REFUSALS: tuple[Refusal, ...] = (
         "--mtp-num-layers",
         "layers of multi-token prediction embed later tokens than those whose ids a router is told",
         _OTHER_ROUTER,
-        "ids that are shifted by the depth of the layer",
     ),
     Refusal(
         "--overlap-moe-expert-parallel-comm",
         "a model runs two micro-batches at once, and its routers are told the ids of one",
         "Leave it out; --ampipe-degree 4 overlaps the same exchanges within a micro-batch.",
-        "ids as part of the state of a micro-batch in Megatron's schedule plan",
     ),
     Refusal(
         "--cuda-graph-impl",
         "a captured graph would read the ids of the micro-batch with which it was captured",
         "Use --cuda-graph-impl none.",
-        "ids in a buffer that is written before every replay",
         lambda args: args.cuda_graph_impl not in (None, "none"),
     ),
     Refusal(
         "--mlp-chunks-for-training",
         "Megatron routes parts of a sequence, and does not say which",
         _OTHER_ROUTER,
-        "the place of each part in the sequence, which a router is not told",
         lambda args: (args.mlp_chunks_for_training or 1) > 1,
     ),
     Refusal(
         "--moe-token-drop-policy",
         "all weights are equal, so which tokens have the lowest probability is not defined",
         "Use --moe-token-drop-policy position.",
-        "nothing: there is nothing to compare",
         lambda args: (
             args.ampipe_router == "hash" and has_capacity(args.all) and args.moe_token_drop_policy == "probs"
         ),
@@ -541,7 +449,6 @@ TOKEN_ID_REFUSALS: tuple[Refusal, ...] = (
         "--moe-router-load-balancing-type",
         "experts are a fixed function of the id, which nothing can balance",
         "Use --moe-router-load-balancing-type none.",
-        "nothing: there is nothing to balance",
         lambda args: (
             args.ampipe_router == "hash" and load_balancing(args.all, "sinkhorn", "quantile_balancing")
         ),

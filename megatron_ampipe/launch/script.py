@@ -2,9 +2,8 @@
 
     torchrun ... -m megatron_ampipe.launch PATH/pretrain_gpt.py <its flags> --ampipe-degree 4
 
-The script runs as ``__main__``, with its own folder first on the path, as when it is launched by hand: the
-``megatron`` package next to it is the one that is imported. Steps of Megatron are wrapped that all training
-passes through, whatever the script around it. At degree 1 they pass on what they are given.
+The script runs as ``__main__``, with its own folder first on the path, as when it is launched by hand. Steps
+of Megatron are wrapped that all training passes through. At degree 1 they pass on what they are given.
 """
 
 import argparse
@@ -36,11 +35,7 @@ Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script, and return the exit code.
-
-    Args:
-        arguments: The script's path and its command line; those of the process when None.
-    """
+    """Run the script of a command line, that of the process when None, and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] in (["-h"], ["--help"]):
         print(USAGE)
@@ -60,14 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_script(script: Path, session: TrainingSession) -> int:
-    """Run ``script`` in this process.
-
-    Returns:
-        The exit code that the script ended with.
-
-    Raises:
-        AMPipeError: Bad input, or something missing.
-    """
+    """Run ``script`` in this process, and return its exit code; :class:`AMPipeError` for bad input."""
     # In place of what "python -m" set, as if the script had been named on python's command line.
     sys.path[0] = str(script.resolve().parent)
     words = session.prepare_platform()
@@ -116,8 +104,8 @@ class _ScriptSteps:
         from megatron.core.models.gpt import GPTModel
         from megatron.training import arguments, initialize, training
 
-        arguments.parse_args = self._parse(arguments.parse_args)
-        arguments.validate_args = self._validate(arguments.validate_args)
+        arguments.parse_args = _around(arguments.parse_args, self._parse)
+        arguments.validate_args = _around(arguments.validate_args, self._validate)
         for name in ("parse_args", "validate_args"):
             if hasattr(initialize, name):
                 setattr(initialize, name, getattr(arguments, name))
@@ -126,81 +114,75 @@ class _ScriptSteps:
             from megatron.core.models.hybrid.hybrid_model import HybridModel
 
             self._wrap_model(HybridModel, is_stack=True)
-        training.setup_model_and_optimizer = self._set_up(training.setup_model_and_optimizer)
-        package.pretrain = training.pretrain = self._train(training.pretrain)
+        training.setup_model_and_optimizer = _around(training.setup_model_and_optimizer, self._set_up)
+        package.pretrain = training.pretrain = _around(training.pretrain, self._train)
 
-    def _parse(self, parse: Callable[..., Any]) -> Callable[..., Any]:
+    def _parse(
+        self,
+        parse: Callable[..., Any],
+        extra_args_provider: Provider | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Megatron's ``parse_args``, with AMPipe's flags."""
 
-        @functools.wraps(parse)
-        def parsing(extra_args_provider: Provider | None = None, *args: Any, **kwargs: Any) -> Any:
-            def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-                parser = extra_args_provider(parser) if extra_args_provider is not None else parser
-                return self._session.add_arguments(parser)
+        def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            parser = extra_args_provider(parser) if extra_args_provider is not None else parser
+            return self._session.add_arguments(parser)
 
-            self.parsed = True
-            with refuse_as_bad_input():
-                parsed = parse(provide, *args, **kwargs)
-            self._session.check_parsed(parsed)
-            return parsed
+        self.parsed = True
+        with refuse_as_bad_input():
+            parsed = parse(provide, *args, **kwargs)
+        self._session.check_parsed(parsed)
+        return parsed
 
-        return parsing
-
-    def _validate(self, validate: Callable[..., Any]) -> Callable[..., Any]:
+    def _validate(self, validate: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
         """Megatron's ``validate_args``, then AMPipe's checks, the start-up table, and the run's record."""
-
-        @functools.wraps(validate)
-        def validating(args: Any, *rest: Any, **kwargs: Any) -> Any:
-            with refuse_as_bad_input():
-                validated = validate(args, *rest, **kwargs)
-            self._session.accept(args)
-            return validated
-
-        return validating
+        with refuse_as_bad_input():
+            validated = validate(args, *rest, **kwargs)
+        self._session.accept(args)
+        return validated
 
     def _wrap_model(self, model: type, *, is_stack: bool) -> None:
         """Have the constructor pipeline the specification that is its second argument."""
-        construct = model.__init__
-        signature = inspect.signature(construct)
+        signature = inspect.signature(model.__init__)
         name = list(signature.parameters)[2]
 
-        @functools.wraps(construct)
-        def constructing(*args: Any, **kwargs: Any) -> None:
+        def pipelining(construct: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             bound = signature.bind(*args, **kwargs)
             bound.arguments[name] = self._session.pipelined(bound.arguments[name], is_stack=is_stack)
             construct(*bound.args, **bound.kwargs)
 
-        model.__init__ = constructing  # type: ignore[method-assign]
+        model.__init__ = _around(model.__init__, pipelining)  # type: ignore[method-assign]
         self._models += (model,)
 
-    def _set_up(self, set_up: Callable[..., Any]) -> Callable[..., Any]:
+    def _set_up(self, set_up: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``setup_model_and_optimizer``, whose models have to be pipelined before the first iteration."""
+        from megatron.core.utils import unwrap_model
 
-        @functools.wraps(set_up)
-        def setting_up(*args: Any, **kwargs: Any) -> Any:
-            made = set_up(*args, **kwargs)
-            if self._session.changes_layers:
-                from megatron.core.utils import unwrap_model
+        made = set_up(*args, **kwargs)
+        kinds = {type(chunk) for chunk in unwrap_model(made[0])}
+        known = self._session.num_models > 0 and all(issubclass(kind, self._models) for kind in kinds)
+        if self._session.changes_layers and not known:
+            names = " and ".join(sorted(kind.__name__ for kind in kinds))
+            raise self._session.refused_script(
+                f"it trains a {names}, and only GPT and hybrid models can be pipelined"
+            )
+        return made
 
-                kinds = {type(chunk) for chunk in unwrap_model(made[0])}
-                if self._session.num_models == 0 or not all(issubclass(kind, self._models) for kind in kinds):
-                    names = " and ".join(sorted(kind.__name__ for kind in kinds))
-                    raise self._session.refused_script(
-                        f"it trains a {names}, and only GPT and hybrid models can be pipelined"
-                    )
-            return made
-
-        return setting_up
-
-    def _train(self, pretrain: Callable[..., Any]) -> Callable[..., Any]:
+    def _train(self, pretrain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``pretrain`` with a forward step that has this run's hooks."""
-        signature = inspect.signature(pretrain)
+        bound = inspect.signature(pretrain).bind(*args, **kwargs)
+        bound.arguments["forward_step_func"] = self._session.hooked(bound.arguments["forward_step_func"])
+        self.training = True
+        return pretrain(*bound.args, **bound.kwargs)
 
-        @functools.wraps(pretrain)
-        def training(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.arguments["forward_step_func"] = self._session.hooked(bound.arguments["forward_step_func"])
-            self.training = True
-            return pretrain(*bound.args, **bound.kwargs)
 
-        return training
+def _around(function: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
+    """What calls ``step`` with the function and its arguments."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return step(function, *args, **kwargs)
+
+    return called

@@ -123,13 +123,13 @@ class TrainingSession:
                 or config.routing_dir is not None
                 or not self._is_patch
             )
+            self._hooks = Hooks()
             if is_active:
-                use_built_helpers()
-                check_data(args, of_script=self._script is not None)
+                use_built_helpers(self._hooks.replace)
+                check_data(args, self._hooks.replace, of_script=self._script is not None)
             keep_signal_from_children(args)
             self.args = args
             self.gate = find_gate(config, args, of_script=self._script is not None)
-            self._hooks = Hooks()
             self.context = make_context(
                 args,
                 config,

@@ -10,19 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe import compat
-from megatron_ampipe.attention.kernels import choose_kernel, describe_kernel
+from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import connections
-from megatron_ampipe.launch.adjustments import reads_masks
 from megatron_ampipe.launch.host import Adjustment
-from megatron_ampipe.launch.memory_budget import MemoryChoice
-from megatron_ampipe.launch.planned import layout_of_args
+from megatron_ampipe.launch.planned import MemoryChoice, layout_of_args
 from megatron_ampipe.launch.recording import has_expert_communication
 from megatron_ampipe.launch.refusals import exchanges_of
 from megatron_ampipe.launch.trials import Choice, candidates
-from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.recompute import FullRecompute
-from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, Pipeline, of_chunks, stack_to_text
+from megatron_ampipe.layers.context import AMPipeContext, FullRecompute
+from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, stack_to_text
 from megatron_ampipe.schedule.features import boundary, uses_ring_attention
 
 Row = tuple[str, ...]
@@ -34,13 +31,6 @@ _EXCHANGE = {
     Exchange.NODES: "a row for each node that has experts of a token, handed on inside it",
     Exchange.TWO_DIMENSIONAL: "a row for each expert of a token, to its node and then inside it",
 }
-_RESTORED = {
-    "redispatch": "tokens are sent once more in the backward pass",
-    "rebuild": "the experts' first product and activation are computed once more in the backward pass",
-    "offload_tokens": "tokens that have arrived are copied to host memory and back",
-    "offload": "what the experts keep is copied to host memory and back",
-}
-"""What the table says of the parts of a memory strategy."""
 
 
 def print_startup_table(rows: Sequence[Row], adjustments: Sequence[Adjustment]) -> None:
@@ -78,21 +68,32 @@ def pipelined_rows(
         memory: What a memory budget chose.
         on_gpu: Where the run is.
     """
-    return [
-        *_choice_rows(args, context, choice),
-        *_hybrid_rows(args),
-        stack_row(args, context.pipeline),
-        *_recompute_rows(args, context.recompute),
-        *_memory_rows(context.pipeline.memory, memory),
-        *context.config.startup_rows(stock=False),
-        _attention_row(args, on_gpu=on_gpu),
-        *_context_rows(args),
-        *_documents_rows(args),
-        ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
-        *connections_row(on_gpu=on_gpu),
-        *(("note", note) for note in _notes(args)),
-        *_random_routing(args),
-    ]
+    pipeline = context.pipeline
+    rows = _choice_rows(args, context, choice)
+    if (pattern := HybridPattern.of_arguments(args)) is not None:
+        reason = "an attention layer and the MoE layer right after it; other layers run as Megatron's"
+        rows.append(
+            ("hybrid layers", f"{pattern.num_pairs} pairs of {sum(map(len, pattern.stages))} layers", reason)
+        )
+    rows.append(_stack_row(args, pipeline))
+    if context.recompute is not None:
+        rows.append(_recompute_row(context.recompute))
+    if memory is not None or pipeline.memory != KEEP:
+        rows.append(("memory", pipeline.memory, "" if memory is None else memory.reason))
+    rows += context.config.startup_rows(stock=False)
+    is_local, is_packed = args.transformer_impl == "local", _packs_documents(args)
+    documents = is_packed or masks_documents(args)
+    kernel = choose_kernel(args, local=is_local, on_gpu=on_gpu, documents=documents)
+    rows.append(("attention", kernel.name, kernel.reason))
+    if uses_ring_attention(args):
+        ranks = args.context_parallel_size
+        reason = f"keys and values of {ranks} ranks in {ranks} steps, each sent during the step before it"
+        rows.append(("context", "ring", reason))
+    if documents:
+        reason = "a token attends to its own document only"
+        rows.append(("documents", "packed" if is_packed else "masked", reason))
+    rows.append(("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"))
+    return rows + connections_row(on_gpu=on_gpu) + _notes(args)
 
 
 def reason_rows(choice: Choice) -> list[Row]:
@@ -124,112 +125,56 @@ def _choice_rows(args: argparse.Namespace, context: AMPipeContext, choice: Choic
     ]
 
 
-def stack_row(args: argparse.Namespace, pipeline: Pipeline) -> tuple[str, str, str]:
+def _stack_row(args: argparse.Namespace, pipeline: Pipeline) -> Row:
     """How many layers share a schedule, and where the boundaries between schedules are."""
     name, reason = "layers per schedule", boundary(args, whole_attention=pipeline.whole_attention)
     if pipeline.stack == 1:
         return name, "1", "layer by layer; --ampipe-stack all lets consecutive layers share a schedule"
     if reason is not None:
-        return (
-            name,
-            f"1, in place of {stack_to_text(pipeline.stack)}",
-            f"a boundary after every layer: {reason}",
-        )
-    where = (
-        "pipeline stages"
-        if pipeline.stack == 0
-        else f"pipeline stages, and after every {pipeline.stack} layers"
-    )
+        value = f"1, in place of {stack_to_text(pipeline.stack)}"
+        return name, value, f"a boundary after every layer: {reason}"
+    is_virtual = args.virtual_pipeline_model_parallel_size is not None
+    where = "virtual pipeline stages" if is_virtual else "pipeline stages"
+    if pipeline.stack != 0:
+        where += f", and after every {pipeline.stack} layers"
     if args.hybrid_layer_pattern is not None:
         where += ", and at layers that are not in pairs"
-    if args.virtual_pipeline_model_parallel_size is not None:
-        where = where.replace("pipeline stages", "virtual pipeline stages")
     if args.mtp_num_layers:
         where += "; each MTP layer has its own schedule"
     return name, stack_to_text(pipeline.stack), f"boundaries between {where}"
 
 
-def _hybrid_rows(args: argparse.Namespace) -> list[Row]:
-    """Which layers of a hybrid model are pipelined; no row for a GPT."""
-    pattern = HybridPattern.of_arguments(args)
-    if pattern is None:
-        return []
-    reason = "an attention layer and the MoE layer right after it; other layers run as Megatron's"
-    if "/" in args.hybrid_layer_pattern:
-        reason += ", those of multi-token prediction too"
-    return [("hybrid layers", f"{pattern.num_pairs} pairs of {pattern.num_layers} layers", reason)]
-
-
-def _recompute_rows(args: argparse.Namespace, recompute: FullRecompute | None) -> list[Row]:
-    """Which layers are recomputed inside the schedules; no row where nothing is, or Megatron does it."""
-    if recompute is None:
-        return []
-    layers = "every layer"
-    if recompute.method == "block":
-        layers = f"first {recompute.num_layers} of a stage"
+def _recompute_row(recompute: FullRecompute) -> Row:
+    """Which layers are recomputed inside the schedules."""
+    layers = f"first {recompute.num_layers} of a stage" if recompute.method == "block" else "every layer"
     reason = "inside the schedules, during the backward pass of the layer above; a layer keeps its input"
     if recompute.method == "uniform" and recompute.num_layers > 1:
         reason += f", not one in {recompute.num_layers} layers"
-    if recompute.covers_mtp and args.mtp_num_layers:
-        reason += "; of MTP the transformer layers, not their projections"
-    return [("full recompute", layers, reason)]
+    return "full recompute", layers, reason
 
 
-def _memory_rows(memory: str, chosen: MemoryChoice | None) -> list[Row]:
-    """What the experts do not keep, and what a budget chose; no row where they keep everything."""
-    if chosen is not None:
-        return [("memory", memory, chosen.reason)]
-    if memory == KEEP:
-        return []
-    names = of_chunks(memory)
-    parts = {part for name in names for part in STRATEGIES[name]}
-    reason = "; ".join(text for part, text in _RESTORED.items() if part in parts)
-    if len(names) > 1:
-        reason = f"of each chunk, from the first to the last; {reason}"
-    return [("memory", memory, reason)]
-
-
-def _notes(args: argparse.Namespace) -> list[str]:
+def _notes(args: argparse.Namespace) -> list[Row]:
     """What a user should know: nothing can be hidden, or losses are not those of a stock run."""
-    notes = []
+    notes: list[Row] = []
     if not has_expert_communication(args):
-        notes.append(
+        note = (
             f"--expert-model-parallel-size {args.expert_model_parallel_size}: one rank has all experts, so "
             "no token is sent and nothing can be hidden. AMPipe will not help; add expert-parallel ranks, or "
             "use --ampipe-degree 1"
         )
+        notes.append(("note", note))
     rates = {"attention": args.attention_dropout, "hidden": args.hidden_dropout}
     drawing = " ".join(f"--{name}-dropout {rate:g}" for name, rate in rates.items() if rate > 0)
     if drawing:
-        notes.append(
+        note = (
             f"{drawing}: every degree draws other random numbers, so losses differ from those of a stock "
             "run but mean the same; to compare runs digit by digit use 0 for both"
         )
+        notes.append(("note", note))
+    if args.moe_router_force_load_balancing or getattr(args, "moe_router_force_biased", None) is not None:
+        note = "routing is random, which is for benchmarks. Each chunk draws its own numbers"
+        notes.append(("warning", note))
     return notes
-
-
-def _random_routing(args: argparse.Namespace) -> list[Row]:
-    """A warning about routing that is random by request; no row otherwise."""
-    biased = getattr(args, "moe_router_force_biased", None) is not None
-    if not (args.moe_router_force_load_balancing or biased):
-        return []
-    flag = "--moe-router-force-biased" if biased else "--moe-router-force-load-balancing"
-    note = (
-        f"{flag}: routing is random, which is for benchmarks. Each chunk draws its "
-        "own numbers: the distribution is that of a stock run, the numbers are not"
-    )
-    return [("warning", note)]
-
-
-def _attention_row(args: argparse.Namespace, *, on_gpu: bool) -> Row:
-    """The kernel of the layers, and why a faster one is not used."""
-    choice = choose_kernel(
-        args,
-        local=args.transformer_impl == "local",
-        on_gpu=on_gpu,
-        documents=_packs_documents(args) or masks_documents(args),
-    )
-    return "attention", describe_kernel(choice.name), choice.reason
 
 
 def masks_documents(args: argparse.Namespace) -> bool:
@@ -237,34 +182,20 @@ def masks_documents(args: argparse.Namespace) -> bool:
     return bool(args.create_attention_mask_in_dataloader) and reads_masks(args)
 
 
+def reads_masks(args: argparse.Namespace) -> bool:
+    """Whether a layer applies the masks of ``--reset-attention-mask``, as ``layers`` decides it for each."""
+    return bool(
+        args.reset_attention_mask
+        and args.transformer_impl == "local"
+        and not args.multi_latent_attention
+        and args.context_parallel_size == 1
+        and (args.window_size is None or args.window_attn_skip_freq is not None)
+    )
+
+
 def _packs_documents(args: argparse.Namespace) -> bool:
     """Whether a micro-batch comes with the bounds of its documents."""
     return bool(args.sft or getattr(args, "dataloader_inter_document_masking", False))
-
-
-def _context_rows(args: argparse.Namespace) -> list[Row]:
-    """How context-parallel ranks attend to the keys of the others; no row where they gather them."""
-    if not uses_ring_attention(args):
-        return []
-    ranks = args.context_parallel_size
-    reason = f"keys and values of {ranks} ranks in {ranks} steps, each sent during the step before it"
-    return [("context", "ring", reason)]
-
-
-def _documents_rows(args: argparse.Namespace) -> list[Row]:
-    """How documents that share a sequence are told apart; no row if rows attend to all earlier ones."""
-    if _packs_documents(args):
-        return [
-            ("documents", "packed", "a token attends to its own document only; positions begin at 0 in each")
-        ]
-    if masks_documents(args):
-        where = "a token attends to its own document only; bounds are read from the mask"
-        if args.window_size is not None:
-            where += ". Layers with a window do not read it, as in a stock run"
-        if args.pipeline_model_parallel_size > 2:
-            where += ". Megatron gives it to the first and the last pipeline stage only"
-        return [("documents", "masked", where)]
-    return []
 
 
 def connections_row(*, on_gpu: bool) -> list[Row]:

@@ -1,18 +1,20 @@
-"""Finds the fastest pipeline by trials of one iteration each: the decisions only.
+"""Finds the fastest pipeline by trials of one iteration each, and sizes of input that need none.
 
 Pure: the input is the time that an iteration spent in the blocks, forward and backward; the output is the
 pipeline of the next iteration. Ranks with the same input make the same decisions, so the times have to be
-reduced over the ranks first; :mod:`.auto` does that. All pipelines compute the same function, so trials do
-not change results.
+reduced over the ranks first. All pipelines compute the same function, so trials do not change results.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_ampipe.schedule import Pipeline
+
+Shape = tuple[int, int]
+"""Rows of the residual stream that a rank holds, and batch."""
 
 CANDIDATES = (1, 2, 4, 8, 16)
 """Degrees that are tried: powers of two, so that any two can be combined as forward and backward degree."""
@@ -52,6 +54,10 @@ class Choice:
     reason: str
     predicted_ms: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
+
+
+Planner = Callable[[Shape], Choice]
+"""Chooses a pipeline from a cluster file, without measuring; the same one on every rank."""
 
 
 def candidates(rows: int) -> tuple[int, ...]:
@@ -139,11 +145,11 @@ class Trials:
             for pipeline in self._times_us
             if (pipeline.exchange, pipeline.schedule) == (best.exchange, schedule)
         ]
+        same.sort(key=lambda pipeline: pipeline.degree)
         fastest, predicted_us = [], 0.0
         for way in (0, 1):
             limit = (1 + MINIMUM_GAIN) * min(self._median_us(pipeline, way) for pipeline in same)
-            good = (pipeline for pipeline in same if self._median_us(pipeline, way) <= limit)
-            fastest.append(min(good, key=lambda pipeline: pipeline.degree))
+            fastest.append(next(pipeline for pipeline in same if self._median_us(pipeline, way) <= limit))
             predicted_us += self._median_us(fastest[-1], way)
         pair = replace(fastest[0], backward_degree=fastest[1].degree)
         return pair, 1 - predicted_us / self._total_us(best)
@@ -162,7 +168,7 @@ class Trials:
 
     def _reason(self, best: Pipeline) -> str:
         others = ", ".join(
-            f"{self._total_us(pipeline) / 1e3:.1f} ms with {_difference(pipeline, best)}"
+            f"{self._total_us(pipeline) / 1e3:.1f} ms with {pipeline}"
             for pipeline in self._times_us
             if pipeline != best
         )
@@ -171,12 +177,46 @@ class Trials:
         return f"{spent}{compared} (slowest rank, median)"
 
 
-def _difference(pipeline: Pipeline, best: Pipeline) -> str:
-    """The degree of a pipeline, and what else it has other than the best."""
-    backward = f" forward, {pipeline.backward_degree} backward"
-    return (
-        f"degree {pipeline.degree}"
-        + (backward if pipeline.backward_degree != pipeline.degree else "")
-        + (f", schedule {pipeline.schedule}" if pipeline.schedule != best.schedule else "")
-        + (f", exchange {pipeline.exchange}" if pipeline.exchange != best.exchange else "")
-    )
+class SizeRanges:
+    """Choices by the number of tokens of a rank's input, rows times batch.
+
+    Algorithm 1 of MPipeMoE (section III-C). It supposes that the best number of chunks does not fall when the
+    input grows. So a size between two that chose the same needs no trials, and one between two that chose
+    differently tries only degrees between those. The paper keeps a range of sizes for each degree; here the
+    sizes themselves are kept, of which such a range consists.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: dict[int, Pipeline] = {}
+
+    def add(self, tokens: int, pipeline: Pipeline) -> None:
+        """Record a choice."""
+        self._chosen[tokens] = pipeline
+
+    def find(self, tokens: int, degrees: Iterable[int]) -> tuple[Pipeline, str] | None:
+        """What the next smaller and larger size both chose, and the two as text; None if it is to be tried.
+
+        ``degrees`` are those that this input can be cut into.
+        """
+        below, above = self._neighbours(tokens)
+        if below is None or above is None or self._chosen[below] != self._chosen[above]:
+            return None
+        chosen = self._chosen[below]
+        fits = {chosen.degree, chosen.backward_degree} <= set(degrees)
+        return (chosen, f"{below} and {above} tokens") if fits else None
+
+    def left(self, tokens: int, degrees: Sequence[int]) -> tuple[int, ...]:
+        """Those of the degrees that are left to try; all if the choices so far contradict the supposition."""
+        below, above = self._neighbours(tokens)
+        least, most = min(degrees), max(degrees)
+        if below is not None:
+            least = min(self._chosen[below].degree, self._chosen[below].backward_degree)
+        if above is not None:
+            most = self._chosen[above].num_chunks
+        return tuple(degree for degree in degrees if least <= degree <= most) or tuple(degrees)
+
+    def _neighbours(self, tokens: int) -> tuple[int | None, int | None]:
+        """The largest known size up to this one, and the smallest from this one on."""
+        below = max((size for size in self._chosen if size <= tokens), default=None)
+        above = min((size for size in self._chosen if size >= tokens), default=None)
+        return below, above

@@ -1,9 +1,7 @@
 """What the stages of a block's attention half compute, from its input to the norm before the router.
 
 Megatron's ``TransformerLayer._forward_attention``, chunk by chunk, and that norm, with what context-parallel
-and tensor-parallel ranks send one another as stages. :mod:`.moe_stages` is the other half.
-
-Functions of kinds of stages; the first argument is the state of the pass.
+and tensor-parallel ranks send one another as stages.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_ampipe.layers.block_modules import BlockModules, Tensors, differentiates, runs
+from megatron_ampipe.layers.block_modules import BlockModules, Tensors, runs
 from megatron_ampipe.layers.block_pass import BlockPass
 from megatron_ampipe.layers.chunk_attention import project_qkv
 from megatron_ampipe.layers.linear_layers import transfers_apart
@@ -70,10 +68,7 @@ def regather_rows(
 
 @runs(kinds.QKV, reads=_read_by_qkv, recompute=("mla_up_proj",))
 def qkv(state: BlockPass, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
-    """``[rows, B, D]`` to queries, keys and values, each ``[rows, B, heads, head size]``.
-
-    ``hidden`` is what :func:`gather_rows` gave, where rows are gathered as a stage.
-    """
+    """``[rows, B, D]`` to queries, keys and values, each ``[rows, B, heads, head size]``."""
     layer = state.block.attention_layer
     project = functools.partial(
         project_qkv,
@@ -100,24 +95,6 @@ def qkv(state: BlockPass, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ..
     return query, key, value
 
 
-@runs(kinds.ATTEND)
-def attend(
-    state: BlockPass,
-    step: int,
-    chunk: int | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *context: Tensor,
-) -> tuple[Tensor, ...]:
-    """Rows of one chunk to ``[rows, B, H * V]``: attention to the keys of the steps up to this one."""
-    if step:
-        return (state.ring.go_on(step, chunk, key, value, *context),)
-    query, *_ = _gate_apart(state, query)
-    return (state.ring.begin(chunk, query, key, value, spans=state.rows_of(chunk).queries),)
-
-
-@differentiates(kinds.ATTEND)
 def attend_backward(
     state: BlockPass,
     step: int,
@@ -135,6 +112,23 @@ def attend_backward(
     if state.has_gate:
         of_query = torch.cat([of_query, torch.zeros_like(of_query)], dim=-1)
     return of_query, None, None
+
+
+@runs(kinds.ATTEND, backward=attend_backward)
+def attend(
+    state: BlockPass,
+    step: int,
+    chunk: int | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *context: Tensor,
+) -> tuple[Tensor, ...]:
+    """Rows of one chunk to ``[rows, B, H * V]``: attention to the keys of the steps up to this one."""
+    if step:
+        return (state.ring.go_on(step, chunk, key, value, *context),)
+    query, *_ = _gate_apart(state, query)
+    return (state.ring.begin(chunk, query, key, value, spans=state.rows_of(chunk).queries),)
 
 
 @runs(kinds.RING)
@@ -155,10 +149,10 @@ def attention(
 ) -> tuple[Tensor, ...]:
     """Rows of one chunk to ``(residual, normed)``, both ``[rows, B, D]``.
 
-    Where tensor-parallel ranks scatter rows as a stage, to this rank's part of their sum, of the rows of
-    all ranks.
+    Where rows are scattered as a stage, to this rank's part of their sum, of the rows of all ranks.
 
     Args:
+        state: Of the pass.
         chunk: Index; None for the whole sequence.
         query: Of its rows.
         rest: Keys and values of all rows that it sees, or what :func:`attend` gave of the last step; then
@@ -166,7 +160,7 @@ def attention(
         sums: Where its backward may add the gradients of keys and values; it then gives none.
     """
     layer = state.block.attention_layer
-    attended, hidden = (rest, None) if state.features.scatters_rows else (rest[:-1], rest[-1])
+    attended, hidden = (rest, None) if state.features.row_links else (rest[:-1], rest[-1])
     query, *gate = _gate_apart(state, query)
     if state.features.ring:
         (context,) = attended

@@ -43,7 +43,7 @@ from megatron_ampipe.schedule import (
     with_memory,
 )
 from megatron_ampipe.schedule.chunks import Documents
-from megatron_ampipe.schedule.features import features_of_settings, has_latent_experts
+from megatron_ampipe.schedule.features import features_of_settings
 
 Tensors = Sequence[Sequence[Tensor]]
 """What a transfer is given of each of its chunks."""
@@ -52,42 +52,31 @@ Reads = Callable[["BlockModules"], Iterable[Module | Parameter | None]]
 
 @dataclass(frozen=True, slots=True)
 class StageFunction:
-    """The function of a kind.
-
-    Attributes:
-        run: See :class:`~megatron_ampipe.runtime.block_functions.BlockFunctions`.
-        reads: Of a block that has the kind, the modules that it calls, and parameters that it reads besides.
-        recompute: Names of Megatron's ``--recompute-modules`` with which it runs again before its backward.
-    """
+    """The function of a kind, see :class:`~megatron_ampipe.runtime.block_functions.BlockFunctions`."""
 
     run: Function
     reads: Reads
+    """Of a block that has the kind, the modules that it calls, and parameters that it reads besides."""
     recompute: tuple[str, ...]
+    """Names of Megatron's ``--recompute-modules`` with which it runs again before its backward."""
+    backward: Function | None
+    """Of a kind with ``own_backward``, which autograd does not differentiate."""
 
 
 FUNCTIONS: dict[StageKind, StageFunction] = {}
 """By kind; what computes a kind with steps takes the number of the step after the state."""
-BACKWARDS: dict[StageKind, Function] = {}
-"""The backward of kinds with ``own_backward``, which autograd does not differentiate, likewise."""
 
 
 def runs[F: Function](
-    *of_kinds: StageKind, reads: Reads = lambda _: (), recompute: tuple[str, ...] = ()
+    *of_kinds: StageKind,
+    reads: Reads = lambda _: (),
+    recompute: tuple[str, ...] = (),
+    backward: Function | None = None,
 ) -> Callable[[F], F]:
     """Decorate the function of these kinds; the arguments are those of :class:`StageFunction`."""
 
     def register(function: F) -> F:
-        FUNCTIONS.update(dict.fromkeys(of_kinds, StageFunction(function, reads, recompute)))
-        return function
-
-    return register
-
-
-def differentiates[F: Function](kind: StageKind) -> Callable[[F], F]:
-    """Decorate the backward of a kind."""
-
-    def register(function: F) -> F:
-        BACKWARDS[kind] = function
+        FUNCTIONS.update(dict.fromkeys(of_kinds, StageFunction(function, reads, recompute, backward)))
         return function
 
     return register
@@ -113,21 +102,19 @@ class BlockModules:
         self.attention_layer, self.moe_layer, self.moe = attention_layer, moe_layer, moe_layer.mlp
         self.config, self.context, self._is_recomputed = moe_layer.config, context, recomputed
         self.dense = not moe_layer.is_moe_layer
-        self.is_latent = not self.dense and has_latent_experts(self.config)
-        self.recomputed = self._take_over_recompute()
+        self.is_latent = not self.dense and bool(getattr(self.config, "moe_latent_size", None))
+        self.recomputed = self._recomputed_kinds()
         # Pipeline and mode can change between two passes.
         self.dispatcher = cache(self._make_dispatcher)
         """The dispatcher of a chunk, by :class:`~megatron_ampipe.schedule.Exchange`, to be copied."""
         self.attend = cache(self._make_attention)
         """Core attention of a chunk: on a GPU or not, of documents or not."""
         self._features = cache(self._make_features)
+        self._reads_mask = reads_mask(attention_layer.self_attention)
         self._make_groups()
 
-    def _take_over_recompute(self) -> frozenset[StageKind]:
-        """Kinds of stages that run again as a whole, in place of what Megatron would recompute selectively.
-
-        Core attention is recomputed by :class:`~.chunk_attention.ChunkAttention`.
-        """
+    def _recomputed_kinds(self) -> frozenset[StageKind]:
+        """Kinds that run again as a whole; core attention is recomputed by ``ChunkAttention``."""
         if self.config.recompute_granularity != "selective":
             return frozenset()
         names = {*self.config.recompute_modules}
@@ -179,10 +166,7 @@ class BlockModules:
 
     @cached_property
     def scatters_rows(self) -> bool:
-        """Whether tensor-parallel ranks add and scatter what attention projects, as a stage.
-
-        Megatron's local layers can leave that to others; those of Transformer Engine do it inside.
-        """
+        """Whether tensor-parallel ranks add and scatter what attention projects, as a stage."""
         projection = self.attention_layer.self_attention.linear_proj
         return (
             type(projection) is RowParallelLinear
@@ -193,7 +177,7 @@ class BlockModules:
 
     @cached_property
     def _gathers_rows(self) -> bool:
-        """Whether they can also gather what attention is given: one such layer projects queries and keys."""
+        """Whether they can also gather what attention is given."""
         attention = self.attention_layer.self_attention
         return (
             self.scatters_rows
@@ -214,11 +198,11 @@ class BlockModules:
         reductions: Reductions | None,
         training: bool,
         with_graph: bool,
-        shares_schedule: bool,
+        shares: bool,
     ) -> BlockFeatures:
         trains = training and with_graph
         # As in the stock router: the pass of a recompute that keeps no graph adds and logs no loss.
-        features = self._features_of_settings(with_losses=trains, shares_schedule=shares_schedule)
+        features = self._features_of_settings(with_losses=trains, shares_schedule=shares)
         features = replace(
             features,
             recomputed=self._is_recomputed and trains,
@@ -228,7 +212,7 @@ class BlockModules:
         if not with_graph:
             return features
         if reductions is not None:
-            of_experts = features.experts and reductions.of_experts
+            of_experts = not features.dense and reductions.of_experts
             features = replace(features, reduces=True, reduces_experts=of_experts)
         return with_memory(features, pipeline.memory)
 
@@ -242,19 +226,10 @@ class BlockModules:
             local=self.scatters_rows,
         )
 
-    @cached_property
-    def _kinds(self) -> frozenset[StageKind]:
-        """The kinds of stages that the block can have, alone or where it shares a schedule."""
-        flows = [
-            data_flow(self._features_of_settings(with_losses=True, shares_schedule=shares_schedule))
-            for shares_schedule in (False, True)
-        ]
-        return frozenset(kind.row for flow in flows for kind in flow.kinds)
-
-    @cached_property
+    @property
     def chooses(self) -> bool:
         """Whether the router chooses for all chunks at once."""
-        return kinds.CHOOSE in self._kinds
+        return self._features_of_settings(with_losses=True, shares_schedule=False).chooses
 
     @property
     def recomputes(self) -> bool:
@@ -274,17 +249,15 @@ class BlockModules:
             or self.context.gate
         )
 
-    @cached_property
-    def _reads_mask(self) -> bool:
-        return reads_mask(self.attention_layer.self_attention)
-
     def run(self, kind: StageKind) -> Function:
         """See ``BlockFunctions``."""
         return _bound(FUNCTIONS[kind.row].run, kind)
 
     def differentiate(self, kind: StageKind) -> Function:
         """See ``BlockFunctions``."""
-        return _bound(BACKWARDS[kind.row], kind)
+        backward = FUNCTIONS[kind.row].backward
+        assert backward is not None
+        return _bound(backward, kind)
 
     def weights_apart(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:
         """See ``BlockFunctions``."""
@@ -292,11 +265,15 @@ class BlockModules:
 
     @cached_property
     def _read(self) -> Mapping[StageKind, Sequence[Module | Parameter]]:
-        """The modules and parameters that each kind of stage of the block reads."""
+        """The modules and parameters that each kind of stage can read."""
+        found: set[StageKind] = set()
+        for shares_schedule in (False, True):
+            features = self._features_of_settings(with_losses=True, shares_schedule=shares_schedule)
+            found.update(kind.row for kind in data_flow(features).kinds)
         return {
             kind: [part for part in FUNCTIONS[kind].reads(self) if part is not None]
             for kind in kinds.MOE_BLOCK
-            if kind in self._kinds and kind in FUNCTIONS
+            if kind in found and kind in FUNCTIONS
         }
 
     @cached_property
@@ -341,14 +318,6 @@ class BlockModules:
         """The linear layers of each kind of stage whose weight gradients can be separate stages."""
         return {kind: linears_of(parts) for kind, parts in self._read.items()}
 
-    def require_linears(self, weights: Iterable[StageKind]) -> None:
-        """Assert that gradients of weights can be separate stages, as start-up has checked."""
-        for kind in weights:
-            of = kind.weights_of
-            assert of is None or not self._read.get(of) or self._linears[of], (
-                f"{kind}: the linear layers of the stage {of} are not Megatron's local ones"
-            )
-
     @cached_property
     def expert_products(self) -> Products:
         """The products of the local experts."""
@@ -364,7 +333,7 @@ class BlockModules:
 
     def separate(self, documents: Documents | None) -> Documents | None:
         """The documents, if rows of the block attend to their own one only."""
-        ignored = documents is not None and documents.masked and not self._reads_mask
+        ignored = documents is not None and not documents.own_positions and not self._reads_mask
         return None if ignored else documents
 
     def add_residual(
@@ -379,9 +348,8 @@ class BlockModules:
     def add_first_weight_gradients(self) -> None:
         """Make every linear layer of Transformer Engine add its weight's gradient to ``main_grad``.
 
-        Megatron's wrappers let the first forward ever pass for the first micro-batch of an iteration, whose
-        backward writes what all others add. Chunk 0 would be that, and is differentiated last. Adding is
-        right from the start: Megatron zeroes ``main_grad`` before every iteration.
+        Megatron's wrappers let the backward of the first forward write what all others add. That would be
+        chunk 0, which is differentiated last. Megatron zeroes ``main_grad`` before every iteration.
         """
         for module in self._linear_layers_of_te:
             if module.is_first_microbatch:
@@ -389,7 +357,6 @@ class BlockModules:
 
     @cached_property
     def _linear_layers_of_te(self) -> tuple[Any, ...]:
-        """What has the flag, whichever stage uses it."""
         modules = (module for layer in (self.attention_layer, self.moe_layer) for module in layer.modules())
         return tuple({module: None for module in modules if hasattr(module, "is_first_microbatch")})
 

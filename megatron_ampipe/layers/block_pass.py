@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random
 from torch import Tensor
 
 from megatron_ampipe.attention.ring import RingAttention
@@ -13,22 +15,43 @@ from megatron_ampipe.exchange.codecs import Condensed
 from megatron_ampipe.exchange.transports import RowTransfers
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, has_gate
-from megatron_ampipe.layers.recompute import RandomStates
 from megatron_ampipe.schedule import BlockFeatures, Chunk
 from megatron_ampipe.schedule.chunks import Documents
+
+
+class RandomStates:
+    """The random states with which functions ran, so that they can draw the same numbers once more."""
+
+    def __init__(self) -> None:
+        self._states: dict[Any, Any] = {}
+
+    def drawn(self, function: Callable[..., Any], key: object, *, again: bool) -> Callable[..., Any]:
+        """See ``runtime.block_functions.Draws``."""
+        if not again:
+            self._states[key] = random._get_all_rng_states()
+            return function
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            states = self._states.pop(key, None)
+            if states is None:
+                return function(*args, **kwargs)
+            # Afterwards the states of now go on.
+            with random._fork_rng():
+                random._set_all_rng_states(*states)
+                return function(*args, **kwargs)
+
+        return run
 
 
 class BlockPass:
     """What functions of stages are given first (``runtime.block_functions.BlockState``).
 
-    The block contains ``features`` and is given ``hidden [S, B, D]``. There are ``documents`` if rows attend
-    to their own one only, and ``token_ids [S, B]`` for a router that reads them.
+    ``documents`` are None unless rows attend to their own one only; ``token_ids [S, B]`` are for a router
+    that reads them.
     """
 
     ring: RingAttention
-    """Attention to the keys of one context-parallel rank after another, where ranks pass them on."""
     row_transfers: RowTransfers
-    """Between tensor-parallel ranks, where these are stages."""
     chosen: Tensor
     """The choice for all chunks at once, ``[S * B, E]`` bool."""
     is_again = False
@@ -52,7 +75,7 @@ class BlockPass:
         self.attend = block.attend(hidden.is_cuda, documents is not None)
         self.ring_ranks = block.attention_layer.pg_collection.cp
         self.has_gate = has_gate(block.attention_layer.self_attention)
-        if features.scatters_rows:
+        if features.row_links:
             keeps = features.recomputed or not torch.is_grad_enabled()
             self.row_transfers = RowTransfers(block.row_group, keeps=keeps)
         self.draws = RandomStates() if features.recomputed and block.draws else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import cache, partial
 
 import torch
@@ -17,11 +16,11 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers import attention_stages, moe_stages  # noqa: F401  Their functions register.
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.block_pass import BlockPass
-from megatron_ampipe.layers.block_routing import sees_whole_blocks
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.router import sees_whole_blocks
 from megatron_ampipe.runtime.compile import compiled
-from megatron_ampipe.runtime.executors import Executor
+from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
 from megatron_ampipe.runtime.stack_call import StackCall
 from megatron_ampipe.runtime.tape import Tapes
 from megatron_ampipe.schedule import BlockFeatures, Chunk, Pipeline, SequenceLayout
@@ -32,11 +31,7 @@ from megatron_ampipe.schedule.features import boundary
 
 
 class LayerRun:
-    """Consecutive layers that can share schedules; cut into stacks by the pipeline of the moment.
-
-    Megatron builds the layers one after the other, and calls them one after the other: the first layer of a
-    stack runs all of it.
-    """
+    """Consecutive layers that can share schedules; cut into stacks by the pipeline of the moment."""
 
     def __init__(self, context: AMPipeContext) -> None:
         self._context = context
@@ -56,7 +51,6 @@ class LayerRun:
         return None if first < place else self._stack(place, size)
 
     def _size(self) -> int:
-        """How many layers share a schedule."""
         config, pipeline = self._blocks[0].config, self._context.pipeline
         if boundary(config, whole_attention=pipeline.whole_attention) is not None:
             return 1
@@ -66,25 +60,6 @@ class LayerRun:
             # As for the records of the routing that only the arguments of a launch know.
             return 1
         return pipeline.stack_of(len(self._blocks))
-
-
-@dataclass(slots=True)
-class RunBuilder:
-    """Collects the layers of a run while Megatron builds them; one for each run of a specification."""
-
-    context: AMPipeContext
-    latest: LayerRun | None = field(default=None, repr=False)
-    """Of the model that is built at present: a specification can be built several times."""
-
-    def __deepcopy__(self, memo: dict[int, object]) -> RunBuilder:
-        """Return the same object: Megatron deep-copies layer specifications."""
-        return self
-
-    def run(self, *, begins: bool) -> LayerRun:
-        """The run to which the layer that is built now belongs, or which begins with it."""
-        if begins or self.latest is None:
-            self.latest = LayerRun(self.context)
-        return self.latest
 
 
 class BlockStack:
@@ -116,11 +91,13 @@ class BlockStack:
         """``[S, B, D]``, this rank's rows of the residual stream, through all blocks to the same shape.
 
         Of a packed micro-batch ``hidden`` can be ``[B * S, 1, D]``, one sequence after another; ``documents``
-        are None unless rows attend to their own one only. Raises :class:`BadInput` if several layers of
-        Megatron run as one, and one of them has a hook of the user.
+        are None unless rows attend to their own one only.
+
+        Raises:
+            BadInput: One of several layers has a hook of the user.
         """
-        if documents is not None and documents.num_sequences > hidden.shape[1]:
-            sequences = hidden.view(documents.num_sequences, -1, hidden.shape[-1]).transpose(0, 1)
+        if documents is not None and len(documents.starts) > hidden.shape[1]:
+            sequences = hidden.view(len(documents.starts), -1, hidden.shape[-1]).transpose(0, 1)
             output = self(sequences.contiguous(), rotary_pos_emb, documents)
             return output.transpose(0, 1).reshape(hidden.shape)
         if len(self._layers) > 1:
@@ -136,7 +113,8 @@ class BlockStack:
         self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None, documents: Documents | None
     ) -> Tensor:
         blocks, context = self._blocks, self._context
-        executor = context.executor_for(on_gpu=hidden.is_cuda)
+        if (executor := context.executor) is None:
+            executor = context.executor = CudaExecutor() if hidden.is_cuda else ThreadExecutor()
         features = tuple(block.features(shares_schedule=len(blocks) > 1) for block in blocks)
         parameters = [block.parameters for block in blocks]
         keep_graph = torch.is_grad_enabled() and (
@@ -174,11 +152,10 @@ class BlockStack:
         source = next((router.id_source for router in routers if hasattr(router, "id_source")), None)
         if source is None:
             return None
-        layout = self._layout
-        num_rows, batch = hidden.shape[:2]
-        if not layout.by_chunk:
-            return source.rows_of_rank(num_rows, batch, ranks=layout.tensor_ranks, rank=layout.tensor_rank)
+        layout, (num_rows, batch) = self._layout, hidden.shape[:2]
         ids = source.rows(num_rows, batch, ranks=layout.tensor_ranks)
+        if not layout.by_chunk:
+            return ids[layout.tensor_rank * num_rows :][:num_rows]
         spans = (span for chunk in chunks for span in chunk.hidden)
         return torch.cat([ids[span.global_start : span.global_end] for span in spans])
 
@@ -200,11 +177,8 @@ class BlockStack:
         executor: Executor,
         keep_graph: bool,
     ) -> Tapes:
-        schedule = pipeline.schedule_of(features)
-        for block in self._blocks:
-            block.require_linears(schedule.backward.weights)
         return compiled(
-            schedule,
+            pipeline.schedule_of(features),
             features,
             chunks=self._chunks(pipeline, num_rows)[0],
             functions=self._blocks,
@@ -217,11 +191,8 @@ class BlockStack:
 class ChunkSharding:
     """Sequence parallelism by chunk: every tensor-parallel rank holds a part of every chunk.
 
-    Megatron gives each rank one part of the sequence. A chunk of consecutive rows then lives on one rank or
-    two, and a chunk of the same rows of every rank needs the keys of all others. So where layers share a
-    schedule, rows are exchanged once before the first layer and back after the last.
-
-    ``lengths`` are the rows of one rank in each chunk, ``group`` the tensor-parallel ranks.
+    Megatron gives each rank one part of the sequence, so a chunk of the same rows of every rank would need
+    the keys of all others. ``lengths`` are the rows of one rank in each chunk.
     """
 
     def __init__(self, lengths: Sequence[int], group: dist.ProcessGroup) -> None:
@@ -254,32 +225,20 @@ class ChunkSharding:
         return moved.index_select(0, self._inverse.to(hidden.device))
 
 
-_HOOKS = {
-    "_forward_pre_hooks": "forward pre-hook",
-    "_forward_hooks": "forward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-    "_backward_hooks": "backward hook",
-}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HARMLESS = "megatron.core.distributed."
-"""Megatron's data parallelism waits for the layer's own parameters in a pre-hook, and a layer has none: its
-modules have them, and are called."""
+"""Megatron's data parallelism waits for the layer's own parameters in a pre-hook, and a layer has none."""
 
 
 def refuse_hooks(layers: Iterable[TransformerLayer]) -> None:
-    """Check in every pass that no layer of those that run as one has a hook of the user.
-
-    Raises:
-        BadInput: for the first hook that would see other tensors than those of its layer.
-    """
+    """Raise :class:`BadInput` for a hook of the user at a layer that runs as one with others."""
     for layer in layers:
-        for attribute, kind in _HOOKS.items():
-            for hook in getattr(layer, attribute).values():
-                module = getattr(hook, "__module__", None) or type(hook).__module__
-                if not module.startswith(_HARMLESS):
-                    raise BadInput(
-                        f"{kind} of layer {layer.layer_number}",
-                        f"{module}.{getattr(hook, '__qualname__', type(hook).__qualname__)}",
-                        rule="layers that share a schedule run as one, so it would see other tensors",
-                        remedy="Use --ampipe-stack 1 in a GPT, or hook modules inside the layer, which see "
-                        "chunks.",
-                    )
+        for hook in itertools.chain.from_iterable(getattr(layer, name).values() for name in _HOOKS):
+            module = getattr(hook, "__module__", None) or type(hook).__module__
+            if not module.startswith(_HARMLESS):
+                raise BadInput(
+                    f"hook of layer {layer.layer_number}",
+                    f"{module}.{getattr(hook, '__qualname__', type(hook).__qualname__)}",
+                    rule="layers that share a schedule run as one, so it would see other tensors",
+                    remedy="Use --ampipe-stack 1 in a GPT, or hook modules inside the layer.",
+                )

@@ -21,13 +21,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.backends import Scoring
 from megatron_ampipe.attention.kernels import KERNELS, Kernel, choose_kernel, has_sinks, largest_scores
 from megatron_ampipe.attention.ring import RingAttention
-from megatron_ampipe.layers.document_reader import positions_in_documents
-from megatron_ampipe.layers.recompute import recomputed
+from megatron_ampipe.layers.linear_layers import replaced
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.moves import take_rows
 from megatron_ampipe.schedule import Span
@@ -56,15 +56,20 @@ def project_qkv(
         spans: Which rows of the local queries they are.
         num_keys: Rows of the whole sequence.
         documents: If rows attend to their own document only.
-        gathered: Under context parallelism, return keys and values of the whole sequence.
+        gathered: Under context parallelism, keys and values are of the whole sequence.
 
     Returns:
-        Queries ``[R, B, H, C]``, with an output gate ``[R, B, H, 2 * C]`` (:func:`has_gate`); keys
-        ``[R, B, G, C]`` and values ``[R, B, G, V]``, or gathered ones.
+        ``[R, B, H, C]``, with an output gate ``[R, B, H, 2 * C]``; ``[R, B, G, C]``; ``[R, B, G, V]``.
     """
     rows = functools.partial(_rotary_of_rows, spans=spans, documents=documents)
     if isinstance(attention, MultiLatentAttention):
-        with _rotary_replaced(attention, rows, num_keys):
+        # It numbers the rows that it is given from 0. Under context parallelism, Megatron's embedding knows
+        # which rows of the sequence a rank holds; they are never cut into chunks.
+        real_positions: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if attention.pg_collection.cp.size() == 1:
+            rotary = _RotaryOfRows(attention.rotary_pos_emb, rows, num_keys)
+            real_positions = replaced([attention], "rotary_pos_emb", [rotary])
+        with real_positions:
             query, key, value, *_ = attention.get_query_key_value_tensors(normed)
     else:
         assert isinstance(attention, SelfAttention)
@@ -80,10 +85,7 @@ def project_qkv(
 
 
 def has_gate(attention: Attention) -> bool:
-    """Whether a gate of each row multiplies the output of core attention.
-
-    It is projected together with its query, and travels with it, because the same stages give and take both.
-    """
+    """Whether a gate of each row, which travels with its query, multiplies the output of core attention."""
     # Older versions have none.
     return bool(getattr(attention.config, "attention_output_gate", False))
 
@@ -92,27 +94,20 @@ def _rotary_of_rows(embedding: Tensor, *, spans: Sequence[Span], documents: Docu
     """Of a rotary embedding ``[positions, 1, 1, C]`` the part ``[R, 1 or B, 1, C]`` of these rows."""
     if documents is None or not documents.own_positions:
         return take_rows(embedding, spans)
-    positions = positions_in_documents(documents, embedding.device)
+    positions = _positions_in_documents(documents, embedding.device)
     parts = [positions[span.global_start : span.global_end] for span in spans]
     return embedding[:, 0][parts[0] if len(parts) == 1 else torch.cat(parts)]
 
 
-@contextlib.contextmanager
-def _rotary_replaced(
-    attention: MultiLatentAttention, rows: Callable[[Tensor], Tensor], num_keys: int
-) -> Iterator[None]:
-    """Let latent attention, which numbers the rows that it is given from 0, use their real positions."""
-    if attention.pg_collection.cp.size() > 1:
-        # Megatron's embedding knows which rows of the sequence a rank holds; they are never cut into chunks.
-        yield
-        return
-    modules, name = attention._modules, "rotary_pos_emb"
-    whole = modules[name]
-    modules[name] = _RotaryOfRows(whole, rows, num_keys)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        modules[name] = whole
+@functools.lru_cache(maxsize=8)
+def _positions_in_documents(documents: Documents, device: torch.device) -> Tensor:
+    """``[S, B]``, the position of each row in its document."""
+    rows = torch.arange(documents.num_rows)
+    positions = []
+    for starts in documents.starts:
+        first = torch.tensor(starts)
+        positions.append(rows - first[torch.bucketize(rows, first, right=True) - 1])
+    return torch.stack(positions, dim=1).to(device)
 
 
 class _RotaryOfRows:
@@ -169,10 +164,10 @@ def _rotate_rows(attention: SelfAttention, tensor: Tensor, embedding: Tensor | N
 
 
 def gather_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather a tensor from Megatron's zigzag layout over context-parallel ranks into sequence order.
+    """From Megatron's zigzag layout over context-parallel ranks into sequence order.
 
-    Differentiable: backward sums the gradients over ranks and scatters them. From ``[S / ranks, ...]``, the
-    slices ``r`` and ``2 * ranks - 1 - r`` of the sequence, to ``[S, ...]``; of one rank the tensor itself.
+    Differentiable. From ``[S / ranks, ...]``, the slices ``r`` and ``2 * ranks - 1 - r`` of the sequence, to
+    ``[S, ...]``.
     """
     num_ranks = group.size()
     if num_ranks == 1:
@@ -182,10 +177,7 @@ def gather_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class ChunkAttention:
-    """Core attention of one layer's chunks, with one kernel.
-
-    Megatron's module gives scale, window, dropout and sinks; ``kernel`` is ``te`` or a name in ``KERNELS``.
-    """
+    """Core attention of one layer's chunks, with one kernel: ``te`` or a name in ``KERNELS``."""
 
     def __init__(self, attention: Attention, *, kernel: str) -> None:
         config = attention.config
@@ -246,7 +238,18 @@ class ChunkAttention:
                 )
 
         if self._recompute and torch.is_grad_enabled():
-            return recomputed(attend, query, key, value)
+            # Megatron's checkpoint function calls ``backward`` inside its backward, which fails under
+            # ``torch.autograd.grad``, and stages are differentiated with that.
+            states = tensor_parallel.get_cuda_rng_tracker().get_states()
+            output: Tensor = checkpoint(
+                attend,
+                query,
+                key,
+                value,
+                use_reentrant=False,
+                context_fn=lambda: (contextlib.nullcontext(), _rng_states(states)),
+            )
+            return output
         return attend(query, key, value)
 
     def ring(self, ranks: dist.ProcessGroup) -> RingAttention:
@@ -264,23 +267,28 @@ class ChunkAttention:
         return output
 
 
-def _read_sinks(core_attention: torch.nn.Module) -> Tensor:
-    """The sinks ``[H]`` of Megatron's core attention, read as if it were called.
-
-    They can be a parameter, for which a forward pre-hook waits under ``--overlap-param-gather``.
-    """
-    core_attention.forward = lambda: core_attention.softmax_offset  # type: ignore[method-assign]
+@contextlib.contextmanager
+def _rng_states(states: dict[str, Tensor]) -> Iterator[None]:
+    """Within it, Megatron's random states are these."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    now = tracker.get_states()
+    tracker.set_states(states)
     try:
-        return core_attention()  # type: ignore[no-any-return]
+        yield
     finally:
-        del core_attention.forward
+        tracker.set_states(now)
+
+
+def _read_sinks(core_attention: torch.nn.Module) -> Tensor:
+    """The sinks ``[H]``, read as if the module were called: they can be a parameter, for which hooks wait."""
+    with replaced([core_attention], "forward", [lambda: core_attention.softmax_offset]):
+        return core_attention()  # type: ignore[no-any-return]
 
 
 def reads_mask(attention: Attention) -> bool:
     """Whether the stock layer applies a mask of the data loader (``--reset-attention-mask``).
 
-    Megatron's ``DotProductAttention`` does, but for a window it makes its own mask. Transformer Engine, on
-    which context parallelism and latent attention depend, reads none where attention is causal.
+    Megatron's ``DotProductAttention`` does, but for a window it makes its own; Transformer Engine does not.
     """
     return (
         isinstance(attention.core_attention, DotProductAttention)
@@ -304,8 +312,7 @@ def _scale(attention: Attention) -> float:
     core = attention.core_attention
     if not isinstance(core, DotProductAttention):
         return float(attention.hidden_size_per_attention_head**-0.5)
-    # With query-key layer scaling, softmax_scale is divided by the layer number and the softmax multiplies by
-    # it.
+    # With query-key layer scaling, softmax_scale is divided by the layer number.
     again = core.layer_number if core.config.apply_query_key_layer_scaling else 1
     return float(core.softmax_scale * again)
 

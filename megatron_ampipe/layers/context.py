@@ -2,16 +2,102 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
 
 from megatron_ampipe.exchange.codecs import Condenser, Wire
-from megatron_ampipe.layers.document_reader import DocumentReader
-from megatron_ampipe.layers.recompute import FullRecompute
-from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
+from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import KEEP, Pipeline
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule.chunks import Documents
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class FullRecompute:
+    """Megatron's full recompute, run inside the schedule: which layers keep only what they are given."""
+
+    method: str
+    """``uniform`` for every layer, ``block`` for the first ones of a pipeline stage."""
+    num_layers: int
+    """How many layers ``block`` recomputes. Every layer keeps its own input, also under ``uniform``."""
+
+    def covers(self, place: int | None) -> bool:
+        """Whether a layer is recomputed.
+
+        ``place`` counts from 0 in its (virtual) pipeline stage; None for one of multi-token prediction, which
+        Megatron skips under ``block``.
+        """
+        return self.method == "uniform" or (place is not None and place < self.num_layers)
+
+
+class DocumentReader:
+    """Reads where documents begin from what Megatron passes to a layer, once per micro-batch for all layers.
+
+    A packed micro-batch (``--sft``, ``--dataloader-inter-document-masking``) comes with the bounds of its
+    documents. With ``--reset-attention-mask`` the data loader makes a mask, which is read if ``masked``.
+    """
+
+    def __init__(self, *, masked: bool = False) -> None:
+        self._masked = masked
+        self._last: weakref.ref[Any] | None = None
+        self._documents: Documents | None = None
+
+    def read(
+        self, packing: PackedSeqParams | None, mask: Tensor | None, *, num_rows: int, ranks: int = 1
+    ) -> Documents | None:
+        """The documents of a micro-batch; None if a row may attend to all earlier rows of its sequence.
+
+        Waits for the device once per micro-batch. ``mask [B or 1, 1, S, S]`` is bool, True where a row must
+        not attend to a key. Sequence parallelism spreads ``num_rows`` of all packed sequences together over
+        so many tensor-parallel ``ranks``.
+        """
+        source = packing if packing is not None else mask if self._masked else None
+        if source is None:
+            return None
+        if self._last is None or self._last() is not source:
+            if isinstance(source, Tensor):
+                self._documents = _masked_documents(source)
+            else:
+                self._documents = _packed_documents(source, num_rows, ranks=ranks)
+            self._last = weakref.ref(source)
+        return self._documents
+
+
+def _packed_documents(packing: PackedSeqParams, num_rows: int, *, ranks: int) -> Documents:
+    """The documents of a packed micro-batch of ``num_rows`` rows.
+
+    Several sequences are one after another in it. Megatron's MoE layers treat those that a rank holds as the
+    sequences of a micro-batch (``TransformerLayer._maybe_unflatten_for_moe``), so of every rank the first
+    ones are one sequence here, the second ones the next. If a rank holds less than two, all rows are one.
+    """
+    assert packing.qkv_format == "thd", f"an unknown packed format {packing.qkv_format}"
+    padded, bounds = packing.cu_seqlens_q_padded, packing.cu_seqlens_q
+    assert bounds is not None
+    *firsts, end = sorted(set((bounds if padded is None else padded).tolist()))
+    assert firsts[0] == 0 and end == num_rows, f"documents {firsts} to {end} of {num_rows} rows"
+    of_rank = num_rows // ranks
+    length = packing.tokens_per_sample or of_rank
+    if length > of_rank or of_rank % length:
+        length = of_rank
+    starts: list[list[int]] = [[] for _ in range(of_rank // length)]
+    for start in firsts:
+        rank, row = divmod(start, of_rank)
+        sequence, row = divmod(row, length)
+        starts[sequence].append(rank * length + row)
+    return Documents(tuple(map(tuple, starts)), length * ranks, own_positions=True)
+
+
+def _masked_documents(mask: Tensor) -> Documents:
+    """The documents that a mask separates: a row begins one if it does not see the row before it."""
+    begins = mask[:, 0].diagonal(offset=-1, dim1=1, dim2=2).cpu()
+    starts = tuple((0, *(rows.nonzero().flatten() + 1).tolist()) for rows in begins)
+    return Documents(starts, mask.shape[-1], own_positions=False)
 
 
 @dataclass(slots=True)
@@ -19,19 +105,17 @@ class AMPipeContext:
     """Settings, executor and recorder of a process.
 
     Attributes:
-        executor: Runs the stages; if None, chosen by the first layer that runs.
+        executor: Runs the stages; if None, made by the first layer that runs.
         kernel: Name of the attention kernel; if None, chosen by each layer.
-        recompute: Full recompute inside the schedules, in every block that is built from then on; None where
-            Megatron recomputes around the layers, or not at all.
+        recompute: Full recompute inside the schedules; None where Megatron does it, or nobody.
         reductions: Of gradients, held back for stages of the backward passes; None where data parallelism
             starts them itself.
-        gate: The router class of ``--ampipe-router``, a subclass of Megatron's ``TopKRouter``; None for
-            Megatron's own.
+        gate: The router class of ``--ampipe-router``; None for Megatron's own.
         wire: Around the transfers of tokens (``--ampipe-wire``); None to send them as they are.
         condenser: Chooses which of similar tokens are sent (``--ampipe-condense``); None to send all.
         pipeline: How blocks run from the next forward pass on; initially as in ``config``.
-        predicted_ms: Durations that a plan predicts for the forward and backward pass of a block with
-            ``pipeline``, from its first stage to its last; None without a plan. Only logged.
+        predicted_ms: What a plan predicts for the forward and backward pass of a block; only logged.
+        run_being_built: The ``LayerRun`` that the layer built last belongs to.
     """
 
     config: AMPipeConfig
@@ -46,6 +130,7 @@ class AMPipeContext:
     condenser: Condenser | None = field(init=False, default=None)
     pipeline: Pipeline = field(init=False)
     predicted_ms: tuple[float, float] | None = field(init=False, default=None)
+    run_being_built: Any = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.pipeline = self.config.pipeline
@@ -54,24 +139,14 @@ class AMPipeContext:
 
     @property
     def runs_megatron_layers(self) -> bool:
-        """Whether blocks are Megatron's own layers at present: a schedule would only repeat what they do.
-
-        A gate of the user's may give a token any number of experts, which Megatron's layer does not take.
-        """
+        """Whether blocks are Megatron's own layers at present: a schedule would only repeat what they do."""
+        # A gate may give a token any number of experts, which Megatron's layer does not take.
+        changes = self.gate, self.reductions, self.wire, self.condenser
         return (
             self.pipeline.is_stock
             and self.pipeline.memory == KEEP
-            and self.gate is None
-            and self.reductions is None
-            and self.wire is None
-            and self.condenser is None
+            and all(change is None for change in changes)
         )
-
-    def executor_for(self, *, on_gpu: bool) -> Executor:
-        """The executor of the process; created at the first call."""
-        if self.executor is None:
-            self.executor = CudaExecutor() if on_gpu else ThreadExecutor()
-        return self.executor
 
     def __deepcopy__(self, memo: dict[int, object]) -> AMPipeContext:
         """Return the same object: Megatron deep-copies layer specifications, but the context is shared."""

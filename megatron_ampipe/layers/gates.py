@@ -1,7 +1,7 @@
 """Routers other than Megatron's: those that AMPipe ships, and how a class of the user is found.
 
-Each is a subclass of Megatron's ``TopKRouter`` and knows nothing of chunks; :mod:`.router` makes it route
-them. What a class must promise is in docs/gates.md.
+Each is a subclass of Megatron's ``TopKRouter`` and knows nothing of chunks. docs/gates.md says what a class
+must promise.
 """
 
 from __future__ import annotations
@@ -27,22 +27,10 @@ def load_gate(name: str) -> type[TopKRouter]:
         FLAG,
         name,
         class_path(name),
-        fits=is_gate,
-        kind="Routers",
+        fits=lambda found: issubclass(found, TopKRouter) and not issubclass(found, InferenceTopKRouter),
         rule="is not a subclass of megatron.core.transformer.moe.router.TopKRouter",
         remedy="Derive the class from TopKRouter and override gating or routing; see docs/gates.md.",
     )
-
-
-def is_gate(found: type) -> bool:
-    """Whether a class can be the router of a pipelined layer."""
-    return issubclass(found, TopKRouter) and not issubclass(found, InferenceTopKRouter)
-
-
-def needs_all_tokens(gate: type[TopKRouter]) -> str | None:
-    """Why the choice of ``gate`` for a token depends on other tokens, as the class says; None if not."""
-    reason: str | None = getattr(gate, "needs_all_tokens", None)
-    return reason
 
 
 # S sequence rows of this rank, R rows, B batch, T tokens, D hidden size, E experts, K experts per token.
@@ -102,18 +90,14 @@ class ScoredRouter(TopKRouter):
 class SigmoidRouter(ScoredRouter):
     """Each token takes the ``topk`` experts of the highest logits; their outputs are weighted by the sigmoid.
 
-    The gate of BASE layers and StableMoE, without their assignment. BASE assigns tokens in training so that
-    every expert gets the same number, which needs all tokens of the batch; here every token takes its best
-    experts, as BASE does in evaluation.
-
-    Weights are not normalized over the chosen experts, unlike ``--moe-router-score-function sigmoid``: an
-    expert that helps a token raises the weight of that expert alone.
+    The gate of BASE layers and StableMoE, without BASE's balanced assignment in training. Weights are not
+    normalized over the chosen experts, unlike ``--moe-router-score-function sigmoid``.
 
     Sources: Lewis et al., BASE layers, 2021; Dai et al., StableMoE, 2022; FSMoE, section 3.
     """
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`ScoredRouter`; load-balancing losses get the sigmoids, divided by their sum."""
+        """See :class:`ScoredRouter`."""
         sigmoids = torch.sigmoid(logits.float())
         best = logits.topk(self.topk, dim=-1).indices
         routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, best, True)
@@ -135,7 +119,7 @@ class ExpertChoiceRouter(ScoredRouter):
     )
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`ScoredRouter`; a softmax over experts gives scores and weights."""
+        """See :class:`ScoredRouter`."""
         num_tokens, num_experts = logits.shape
         scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
         taken = min(-(-num_tokens * self.topk // num_experts), num_tokens)
@@ -148,10 +132,7 @@ class CosineRouter(TopKRouter):
     """Scores an expert by the cosine between its embedding and a projection of the token, over a temperature.
 
     The parameters are ``projection`` ``[d, D]``, ``weight`` ``[E, d]`` (the embeddings) and ``temperature``
-    ``[1]``. A subclass may set ``dimension`` and ``first_temperature``.
-
-    Source: X-MoE, Chi et al., On the representation collapse of sparse mixture of experts, 2022 (arXiv
-    2204.09179).
+    ``[1]``. A subclass may set ``dimension`` and ``first_temperature``. Source: X-MoE, arXiv 2204.09179.
     """
 
     dimension: ClassVar[int | None] = None
@@ -213,8 +194,7 @@ class NoisyTopKRouter(TopKRouter):
 def _normal_like(tensor: Tensor) -> Tensor:
     """Normal numbers of the shape of ``tensor``.
 
-    From uniform ones, which torch draws one by one on a CPU: chunks that are routed in order continue the
-    series of the whole sequence there. On a GPU they do not.
+    From uniform ones, which a CPU draws one by one: chunks continue the series of the whole sequence there.
     """
     uniform = torch.rand(tensor.shape, dtype=torch.float32, device=tensor.device)
     # Not 0, whose quantile is infinite.
@@ -225,21 +205,17 @@ def _normal_like(tensor: Tensor) -> Tensor:
 class TokenIds:
     """The ids of the micro-batch that one model, or one virtual stage of it, runs at present.
 
-    In a forward pass, the model is given them. A recompute reads them in the backward pass, when the model
-    has run other micro-batches. So the gradient of the model's output, with which every backward pass begins,
-    puts the ids back that belong to that output.
-
-    Args:
-        vocabulary: All ids are below it, if it is known.
+    A recompute reads them in the backward pass, when the model has run other micro-batches. So the gradient
+    of the model's output, with which every backward pass begins, puts the ids of that output back.
     """
 
     def __init__(self, vocabulary: int | None = None) -> None:
         self.vocabulary = vocabulary
+        """All ids are below it; None if it is not known."""
         self._current: Tensor | None = None
 
     def keep(self, ids: Tensor | None) -> None:
-        """From now on, a micro-batch with these ids runs: ``[B, S]`` of this context-parallel rank; of a
-        packed micro-batch ``[1, B * S]``."""
+        """A micro-batch with these ids ``[B, S]`` runs now; if packed, ``[1, B * S]``."""
         self._current = ids
 
     def watch(self, model: Module) -> None:
@@ -256,10 +232,9 @@ class TokenIds:
             output.register_hook(lambda gradient: self.keep(ids))
 
     def rows(self, num_rows: int, batch: int, *, ranks: int = 1) -> Tensor:
-        """The ids of all rows that the tensor-parallel ranks hold, in the order of the ranks.
+        """The ids ``[num_rows * ranks, B]``, int64, of the rows that tensor-parallel ranks hold.
 
-        A rank has ``num_rows``; ``batch`` sequences are side by side in the hidden states. Returns
-        ``[num_rows * ranks, B]``, int64; :class:`BadInput` if the model was not given ids.
+        ``batch`` sequences are side by side in the hidden states. Raises :class:`BadInput` without ids.
         """
         ids = self._current
         if ids is None:
@@ -278,10 +253,6 @@ class TokenIds:
         # Packed: TransformerLayer._maybe_unflatten_for_moe cuts the rows of a rank into sequences.
         return ids.view(ranks, batch, num_rows).transpose(1, 2).reshape(-1, batch)
 
-    def rows_of_rank(self, num_rows: int, batch: int, *, ranks: int, rank: int) -> Tensor:
-        """The ids of the rows of one of the ranks, ``[num_rows, B]``; see :meth:`rows`."""
-        return self.rows(num_rows, batch, ranks=ranks)[rank * num_rows :][:num_rows]
-
 
 class TokenIdRouter(TopKRouter):
     """A router that reads ``self.token_ids``. Comes before other bases, such as ``ScoredRouter``."""
@@ -295,19 +266,13 @@ class TokenIdRouter(TopKRouter):
         """Of the model; one that was never told ids until :func:`give_token_ids`."""
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As in Megatron for ``[R, B, D]``, with ``token_ids`` set (by ``ChunkRouting`` if of a chunk).
-
-        Raises:
-            BadInput: the model was not given ids.
-        """
+        """As in Megatron for ``[R, B, D]``, with ``token_ids`` set (by ``ChunkRouting`` if of a chunk)."""
         if self.token_ids is not None:
             return super().forward(input, *args, **kwargs)
         is_spread = self.config.sequence_parallel
-        self.token_ids = self.id_source.rows_of_rank(
-            *input.shape[:2],
-            ranks=self.tp_group.size() if is_spread else 1,
-            rank=self.tp_group.rank() if is_spread else 0,
-        )
+        ranks, rank = (self.tp_group.size(), self.tp_group.rank()) if is_spread else (1, 0)
+        num_rows, batch = input.shape[:2]
+        self.token_ids = self.id_source.rows(num_rows, batch, ranks=ranks)[rank * num_rows :][:num_rows]
         try:
             return super().forward(input, *args, **kwargs)
         finally:
@@ -315,10 +280,7 @@ class TokenIdRouter(TopKRouter):
 
 
 def give_token_ids(model: Module) -> TokenIds:
-    """Let the routers that read ids in a model of Megatron, or in some of its layers, share one source.
-
-    The source still has to be told ids: by :meth:`TokenIds.watch` or :meth:`TokenIds.keep`.
-    """
+    """Let the routers that read ids in a model, or in some of its layers, share one source."""
     source = TokenIds(getattr(model, "vocab_size", None))
     for module in model.modules():
         if isinstance(module, TokenIdRouter):
@@ -352,24 +314,19 @@ class HashRouter(TokenIdRouter, ScoredRouter):
         self._table: Tensor | None = None
 
     def gating(self, input: Tensor) -> Tensor:
-        """``[R, B, D]``, of which the shape and dtype are read, to the weights ``[R, B, E]``, 0 or ``1 / K``.
-
-        In the dtype of ``input``, or that of ``--moe-router-dtype``.
-        """
+        """``[R, B, D]``, of which shape and dtype are read, to the weights ``[R, B, E]``, 0 or ``1 / K``."""
         assert self.token_ids is not None
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
         weights = input.new_zeros((*input.shape[:2], self.config.num_moe_experts), dtype=dtype)
         return weights.scatter_(-1, self.experts_of(self.token_ids), 1 / self.topk)
 
     def experts_of(self, ids: Tensor) -> Tensor:
-        """The experts of tokens: ids ``[...]`` int64 to ``[..., K]`` int64, all different.
-
-        Looked up in a table of the vocabulary, which is made once: hashing takes many small operations.
-        """
+        """The experts of tokens: ids ``[...]`` int64 to ``[..., K]`` int64, all different."""
         num_experts, topk, vocabulary = self.config.num_moe_experts, self.topk, self.id_source.vocabulary
         if vocabulary is None:
             return hashed_experts(ids, num_experts, topk, salt=self._salt)
         if self._table is None:
+            # Hashing takes many small operations.
             table = hashed_experts(torch.arange(vocabulary), num_experts, topk, salt=self._salt)
             self._table = table.to(ids.device, torch.int32)
         return self._table[ids].long()
@@ -379,15 +336,12 @@ class HashRouter(TokenIdRouter, ScoredRouter):
         return _mixed(_mixed(self.seed) + (self.layer_number or 0))
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`ScoredRouter`; weights, experts and scores are all what :meth:`gating` gives."""
+        """See :class:`ScoredRouter`."""
         return logits, logits > 0, logits
 
 
 def hashed_experts(ids: Tensor, num_experts: int, topk: int, *, salt: int) -> Tensor:
-    """``topk`` different experts of each id, each uniform over those that are left: the same on every device.
-
-    Ids ``[...]`` int64 to ``[..., topk]`` int64; ``salt`` chooses the hashes.
-    """
+    """Ids ``[...]`` int64 to ``topk`` different experts of each, ``[..., topk]`` int64, uniform over all."""
     mixed, found = _mixed(ids), ids.new_empty((*ids.shape, 0))
     for index in range(topk):
         expert = _mixed(mixed ^ _mixed(salt + index)) % (num_experts - index)
@@ -399,10 +353,7 @@ def hashed_experts(ids: Tensor, num_experts: int, topk: int, *, salt: int) -> Te
 
 
 def _mixed[Integer: (int, Tensor)](value: Integer) -> Integer:
-    """The low 32 bit of a number, or of each of a tensor, mixed one to one so that each depends on all.
-
-    Two rounds of shift and multiplication; both factors are below 2**31, so a product fits into int64.
-    """
+    """The low 32 bit of a number, or of each of a tensor, mixed one to one so that each depends on all."""
     value = value & 0xFFFFFFFF
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         value = ((value ^ (value >> shift)) * factor) & 0xFFFFFFFF

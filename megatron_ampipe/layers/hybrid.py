@@ -1,10 +1,8 @@
 """Hybrid models: pipelines an attention layer and the MoE layer after it, two layers in Megatron, as a block.
 
-``HybridStack`` builds its layers from a pattern (``block.hybrid_pattern``) and calls them in
-order. Here the attention layer of such a pair runs both layers, and the second layer returns its input. Pairs
-that follow each other directly can share a schedule, pairs of an attention layer and an MLP among them. All
-other layers, such as Mamba, run unchanged and end a schedule. Parameters and checkpoint keys are those of the
-stock stack.
+The attention layer of such a pair runs both layers, and the second layer returns its input. Pairs that follow
+each other directly can share a schedule, pairs of an attention layer and an MLP among them. All other layers,
+such as Mamba, run unchanged and end a schedule. Parameters and checkpoint keys are those of the stock stack.
 """
 
 from __future__ import annotations
@@ -42,35 +40,24 @@ class _PairedLayer(TransformerLayer):
     """Gives the stack that begins with the pair; None where an earlier pair runs it."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As the stock layer's ``forward``, ``[S, B, D]`` to the same shape and None.
-
-        In a pair, the output of the first layer is that of all of the stack, and ``attention_mask`` is read
-        for documents only; a layer that an earlier one runs returns ``hidden_states`` unchanged.
-        """
-        if self.block is not None and kwargs.get("inference_context") is None:
-            stack = self.stack()
-            # A pair without experts on its own has nothing to hide.
-            if stack is None or not stack.is_dense:
-                return self._pipelined(stack, hidden_states, kwargs), None
-        return super().forward(hidden_states, *args, **kwargs)
-
-    def _pipelined(self, stack: BlockStack | None, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """The second layer returns what it is given, as the first one ran it."""
-        return hidden
+        """``[S, B, D]`` to the same shape and None; a layer that an earlier one runs returns its input."""
+        if self.block is None or kwargs.get("inference_context") is not None:
+            return super().forward(hidden_states, *args, **kwargs)
+        stack = self.stack()
+        # A pair without experts on its own has nothing to hide.
+        if stack is not None and stack.is_dense:
+            return super().forward(hidden_states, *args, **kwargs)
+        if stack is not None and isinstance(self, HybridAttentionLayer):
+            rotary_pos_emb = kwargs.pop("rotary_pos_emb", None)
+            packing, mask = kwargs.pop("packed_seq_params", None), kwargs.pop("attention_mask", None)
+            assert_no_extra_arguments(kwargs)
+            documents = self.block.documents(packing, mask, hidden_states)
+            hidden_states = stack(hidden_states, rotary_pos_emb, documents)
+        return hidden_states, None
 
 
 class HybridAttentionLayer(_PairedLayer):
     """An attention layer of a hybrid stack."""
-
-    def _pipelined(self, stack: BlockStack | None, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """All layers of the stack."""
-        rotary_pos_emb = kwargs.pop("rotary_pos_emb", None)
-        packing, mask = kwargs.pop("packed_seq_params", None), kwargs.pop("attention_mask", None)
-        assert_no_extra_arguments(kwargs)
-        if stack is None:
-            return hidden
-        assert self.block is not None
-        return stack(hidden, rotary_pos_emb, self.block.documents(packing, mask, hidden))
 
 
 class HybridMoELayer(_PairedLayer, MoETransformerLayer):

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers.block_modules import BlockModules
-from megatron_ampipe.layers.block_stack import LayerRun, RunBuilder
+from megatron_ampipe.layers.block_stack import LayerRun
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.router import chunk_router_of
@@ -42,28 +42,24 @@ class AMPipeTransformerLayer(TransformerLayer):
 
     Args:
         ampipe: State shared by all pipelined layers.
-        run_builder: Of the layers that can share a schedule; None for a layer alone.
-        begins_run: Whether they begin with this layer.
+        joins_run: Whether it can share a schedule with the layer that was built before it.
     """
 
     def __init__(
         self,
         *args: Any,
         ampipe: AMPipeContext,
-        run_builder: RunBuilder | None = None,
-        begins_run: bool = False,
+        joins_run: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         # A layer of multi-token prediction is built from the specification of another layer.
-        alone = run_builder is None or self.is_mtp_layer
-        run = LayerRun(ampipe) if alone else run_builder.run(begins=begins_run)
-        recompute, place = ampipe.recompute, kwargs.get("layer_number", 1) - 1
-        recomputed = recompute is not None and (
-            recompute.covers_mtp if self.is_mtp_layer else recompute.covers(place)
-        )
+        if not joins_run or self.is_mtp_layer:
+            ampipe.run_being_built = LayerRun(ampipe)
+        recompute, place = ampipe.recompute, None if self.is_mtp_layer else kwargs.get("layer_number", 1) - 1
+        recomputed = recompute is not None and recompute.covers(place)
         self._block = BlockModules(self, self, ampipe, recomputed=recomputed)
-        self._stack = run.add(self._block)
+        self._stack = ampipe.run_being_built.add(self._block)
 
     def forward(
         self,
@@ -74,20 +70,18 @@ class AMPipeTransformerLayer(TransformerLayer):
         inference_context: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """One pass through the block, and through those that share its schedule.
+        """One pass through the block; the first layer of a stack runs all of it, others return their input.
 
-        The first layer of such a stack runs all of it; the others return what they are given.
+        The stock layer runs for inference, as a dense layer on its own, and while the pipeline is one chunk
+        in which nothing overlaps (``--ampipe-degree auto``), unless documents are separated.
 
         Args:
             hidden_states: ``[S, B, D]``.
             attention_mask: Read only where it separates documents; attention is causal.
             context: Returned unchanged, as by a stock layer without cross-attention.
             rotary_pos_emb: As in Megatron.
-            inference_context: If given, the stock layer runs. So do a dense layer on its own, and every
-                layer while the pipeline is one chunk in which nothing overlaps (``--ampipe-degree auto``),
-                unless rows attend to their own document only.
-            kwargs: Megatron's other layer arguments; all must be None except ``packed_seq_params``, the
-                documents of a packed micro-batch.
+            inference_context: As in Megatron.
+            kwargs: Others of Megatron; all must be None except ``packed_seq_params``.
 
         Returns:
             ``[S, B, D]`` and ``context``.
@@ -132,7 +126,7 @@ def pipelined(
 
     Raises:
         BadInput: an MoE layer has a class that AMPipe does not support, or layers shall share a schedule and
-            the specification names one layer for all of them.
+            the specification does not list them.
     """
     if not context.config.pipelined:
         return spec
@@ -153,19 +147,19 @@ def pipelined(
     layers: list[ModuleSpec] = []
     for can_share, specs in itertools.groupby(spec.layer_specs, key=lambda layer: _can_share(layer, context)):
         of_run = list(specs)
-        builder = RunBuilder(context) if can_share and any(map(_is_moe, of_run)) else None
+        shares = can_share and any(map(_is_moe, of_run))
         layers += [
-            _pipelined_layer(layer, context, builder, begins_run=place == 0)
+            _pipelined_layer(layer, context, shares=shares, joins_run=shares and place > 0)
             for place, layer in enumerate(of_run)
         ]
     return dataclasses.replace(spec, layer_specs=layers)
 
 
 def _pipelined_layer(
-    spec: ModuleSpec, context: AMPipeContext, builder: RunBuilder | None = None, *, begins_run: bool = False
+    spec: ModuleSpec, context: AMPipeContext, *, shares: bool = False, joins_run: bool = False
 ) -> ModuleSpec:
     moe = compat.moe_class(spec.submodules.mlp)
-    if moe is None and builder is None:
+    if moe is None and not shares:
         return spec
     if moe is not None:
         require_class(moe, (MoELayer,), "MoE layer")
@@ -173,7 +167,7 @@ def _pipelined_layer(
         require_class(spec.submodules.self_attention.module, ATTENTION, "MoE attention")
     return ModuleSpec(
         module=AMPipeTransformerLayer,
-        params={**spec.params, "ampipe": context, "run_builder": builder, "begins_run": begins_run},
+        params={**spec.params, "ampipe": context, "joins_run": joins_run},
         submodules=spec.submodules if moe is None else with_chunk_router(spec.submodules, context),
     )
 

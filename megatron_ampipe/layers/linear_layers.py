@@ -1,10 +1,6 @@
 """Megatron's linear layers, run otherwise for a while; as modules that are called, so that their hooks run.
 
 Without their transfers, without the gradients of their weights, or by what keeps less for the backward pass.
-
-``LinearWithGradAccumulationAndAsyncCommunication`` computes the gradients of input and weight in one
-backward, whichever is asked for. With a frozen weight, ``linear_with_frozen_weight`` computes the first;
-:func:`_weight_gradient` mirrors the second.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ Products = tuple[tuple[Module, ...], tuple[Module, ...]]
 
 
 @contextlib.contextmanager
-def _replaced(modules: Sequence[Module], name: str, values: Sequence[object]) -> Iterator[None]:
+def replaced(modules: Sequence[Module], name: str, values: Sequence[object]) -> Iterator[None]:
     """Within it, an attribute of each module, or the method of its class, is one of these values."""
     before = [vars(module).get(name) for module in modules]
     for module, value in zip(modules, values, strict=True):
@@ -60,24 +56,16 @@ def weights_apart(linears: Sequence[Linear], products: WeightProducts) -> Abstra
     """Within it, these layers leave the gradients of their trained weights to ``products``."""
     trained = [linear for linear in linears if linear.weight.requires_grad]
     forwards = [functools.partial(_forward, linear.weight, products) for linear in trained]
-    return _replaced(trained, "_forward_impl", forwards)
+    return replaced(trained, "_forward_impl", forwards)
 
 
 def transfers_apart(linear: Linear) -> AbstractContextManager[None]:
-    """Within it, a layer neither gathers its input nor adds and scatters its output.
-
-    As for experts whose tokens are gathered and scattered elsewhere. A layer that scatters must return its
-    bias, not add it.
-    """
-    return _replaced([linear], "explicit_expert_comm", [True])
+    """Within it, a layer neither gathers its input nor adds and scatters its output; it returns its bias."""
+    return replaced([linear], "explicit_expert_comm", [True])
 
 
 def expert_products(experts: Module) -> Products:
-    """The linear layers inside Megatron's module of the local experts.
-
-    Megatron computes an expert in one module: first product, activation, last product
-    (``megatron/core/transformer/mlp.py: MLP.forward``, ``moe/experts.py: TEGroupedMLP.forward``).
-    """
+    """The linear layers inside Megatron's module of the local experts."""
     up, down = (
         tuple(module for path, module in experts.named_modules() if path.rpartition(".")[2] == name)
         for name in ("linear_fc1", "linear_fc2")
@@ -96,7 +84,7 @@ def products_run_by(inner: InnerTensors | None, products: Products) -> Iterator[
         [functools.partial(run, module.forward) for module in modules]
         for modules, run in zip(products, (inner.up, inner.down), strict=True)
     )
-    with _replaced(products[0], "forward", ups), _replaced(products[1], "forward", downs):
+    with replaced(products[0], "forward", ups), replaced(products[1], "forward", downs):
         yield
 
 
@@ -107,34 +95,21 @@ def _forward(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    gradient_accumulation_fusion: bool,
-    sequence_parallel: bool,
-    tp_group: Any,
-    **others: Any,
+    **options: Any,
 ) -> Tensor:
-    """As ``_forward_impl`` of Megatron's linear layers, without the gradient of the weight."""
-    output = linear_with_frozen_weight(
-        input,
-        weight.detach(),
-        # Megatron's frozen layer has no gradient of a bias either.
-        None,
-        gradient_accumulation_fusion=gradient_accumulation_fusion,
-        sequence_parallel=sequence_parallel,
-        tp_group=tp_group,
-        **others,
+    """As ``_forward_impl`` of Megatron's linear layers, without the gradient of the weight.
+
+    Megatron's own function computes the gradients of input and weight in one backward.
+    """
+    # Megatron's frozen layer has no gradient of a bias either.
+    output = linear_with_frozen_weight(input, weight.detach(), None, **options)
+    product = functools.partial(
+        _weight_gradient,
+        parameter,
+        fused=options["gradient_accumulation_fusion"],
+        group=options["tp_group"] if options["sequence_parallel"] else None,
     )
-    output = keep_for_weight(
-        output,
-        inputs=input,
-        weight=parameter,
-        product=functools.partial(
-            _weight_gradient,
-            parameter,
-            fused=gradient_accumulation_fusion,
-            group=tp_group if sequence_parallel else None,
-        ),
-        products=products,
-    )
+    output = keep_for_weight(output, inputs=input, weight=parameter, product=product, products=products)
     return output if bias is None else output + bias
 
 
@@ -143,9 +118,8 @@ def _weight_gradient(
 ) -> Tensor | None:
     """What ``LinearWithGradAccumulationAndAsyncCommunication.backward`` returns for the weight ``[N, K]``.
 
-    From ``inputs [R, K]``, this rank's rows, and ``gradient [R, N]``, with sequence parallelism of the rows
-    of all ranks; ``group`` are the ranks that hold the other rows of the input, None if this one has them
-    all. If ``fused``, it is added to ``main_grad``.
+    From ``inputs [R, K]``, this rank's rows, and ``gradient``, ``[R, N]`` of the rows of all ranks of
+    ``group``. If ``fused``, it is added to ``main_grad``.
     """
     if group is not None:
         inputs = gather_from_sequence_parallel_region(inputs, group=group)

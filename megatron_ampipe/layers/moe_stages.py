@@ -1,10 +1,8 @@
 """What the stages of a block's MoE half compute, from the router to what the block returns.
 
 Megatron's ``TransformerLayer._forward_mlp`` and ``MoELayer.forward``, cut where tokens are sent; of a layer
-without experts, its MLP. The norm before the router belongs to the other half, :mod:`.attention_stages`.
-
-Modules with parameters are entered by calling them, never by one of their methods: Megatron's forward hooks
-wait for the parameters under ``--overlap-param-gather``. Functions as in the other half.
+without experts, its MLP. Modules with parameters are entered by calling them, never by one of their methods:
+Megatron's forward hooks wait for the parameters under ``--overlap-param-gather``.
 """
 
 from __future__ import annotations
@@ -26,6 +24,8 @@ from megatron_ampipe.runtime.saved_tensors import InnerTensors
 from megatron_ampipe.schedule import Chunk, Direction, kinds
 
 # S sequence rows, B batch, D hidden size, T tokens in the order in which they are sent, E experts.
+
+_OPPOSITE = {Direction.FORWARD: Direction.BACKWARD, Direction.BACKWARD: Direction.FORWARD}
 
 
 def _read_by_route(block: BlockModules) -> list[Module]:
@@ -105,7 +105,7 @@ def shared(state: BlockPass, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
 
 @runs(kinds.COUNTS)
 def counts(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
-    """Exchange what the other ranks must know of the routing before tokens can be sent. Forward only."""
+    """Exchange what the other ranks must know of the routing before tokens can be sent."""
     dispatchers = [state.dispatchers[chunk] for chunk in chunks]
     counts = [dispatcher.counts for dispatcher in dispatchers]
     group = dispatchers[0].counts_group
@@ -129,9 +129,8 @@ def dispatch(state: BlockPass, chunks: Sequence[int], tensors: Tensors, directio
     forward = direction is Direction.FORWARD
     dispatchers = [state.dispatchers[chunk] for chunk in chunks]
     transports = [dispatcher.transport() for dispatcher in dispatchers]
-    spare = [
-        0 if state.block.context.condenser is not None else dispatcher.num_spare for dispatcher in dispatchers
-    ]
+    is_condensed = state.block.context.condenser is not None
+    spare = [0 if is_condensed else dispatcher.num_spare for dispatcher in dispatchers]
     if forward and any(spare):
         tensors = [
             [part[: part.shape[0] - rows] for part in of_chunk]
@@ -148,18 +147,15 @@ def dispatch(state: BlockPass, chunks: Sequence[int], tensors: Tensors, directio
 @runs(kinds.SPREAD, kinds.RESPREAD)
 def spread(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
     """Tokens ``[T, D]`` that came to this node, and probabilities, to the ranks of their experts."""
-    return _hand_on(state, chunks, tensors, combine=direction is Direction.BACKWARD)
+    hops = [state.dispatchers[chunk].told.hop for chunk in chunks]
+    combine = direction is Direction.BACKWARD
+    return exchange_chunks([hop.transport for hop in hops], tensors, combine=combine, codecs=hops)
 
 
 @runs(kinds.COLLECT)
 def collect(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
     """Expert outputs ``[T, D]`` to the ranks of this node that the tokens came to, and added."""
-    return _hand_on(state, chunks, tensors, combine=direction is Direction.FORWARD)
-
-
-def _hand_on(state: BlockPass, chunks: Sequence[int], tensors: Tensors, *, combine: bool) -> Transfer:
-    hops = [state.dispatchers[chunk].told.hop for chunk in chunks]
-    return exchange_chunks([hop.transport for hop in hops], tensors, combine=combine, codecs=hops)
+    return spread(state, chunks, tensors, _OPPOSITE[direction])
 
 
 @runs(kinds.GATHER, kinds.REGATHER)
@@ -172,8 +168,7 @@ def gather(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction:
 @runs(kinds.SCATTER)
 def scatter(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
     """Expert outputs ``[T, D]`` of these ranks, added, each row to the rank that it arrived at."""
-    gathers = [state.dispatchers[chunk].told.gather for chunk in chunks]
-    return exchange_chunks(gathers, tensors, combine=direction is Direction.FORWARD)
+    return gather(state, chunks, tensors, _OPPOSITE[direction])
 
 
 @runs(kinds.EXPERT, reads=lambda block: [block.moe.experts], recompute=("moe",))
@@ -246,18 +241,16 @@ def merge(
     state: BlockPass, chunk: int, combined: Tensor, residual: Tensor, *shared: Tensor
 ) -> tuple[Tensor, ...]:
     """``combined [T, D]`` into the order of the rows, plus shared and residual, to ``[rows, B, D]``."""
-    modules = state.block
-    output = state.dispatchers[chunk].combine_postprocess(combined)
-    if modules.is_latent:
-        output, _ = modules.moe.fc2_latent_proj(output)
+    block, output = state.block, state.dispatchers[chunk].combine_postprocess(combined)
+    if block.is_latent:
+        output, _ = block.moe.fc2_latent_proj(output)
     for part in shared:
         output = output + part
-    return (modules.add_residual(modules.moe_layer.mlp_bda, (output, None), residual),)
+    return (block.add_residual(block.moe_layer.mlp_bda, (output, None), residual),)
 
 
 @runs(kinds.MLP, reads=lambda block: [block.moe], recompute=("mlp",))
 def mlp(state: BlockPass, chunk: int, normed: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
     """``[rows, B, D]`` through the MLP of a layer without experts, plus residual."""
-    modules = state.block
-    layer = modules.moe_layer
-    return (modules.add_residual(layer.mlp_bda, layer.mlp(normed), residual),)
+    layer = state.block.moe_layer
+    return (state.block.add_residual(layer.mlp_bda, layer.mlp(normed), residual),)

@@ -18,23 +18,18 @@ PROBABILITY_BYTES = 4
 
 
 def _of_plan(
-    flag: str, *, changes: str = "stages", text: Callable[[Any], object] = lambda value: value, **default: Any
+    flag: str, *, essential: bool = True, text: Callable[[Any], object] = lambda value: value, **default: Any
 ) -> Any:
     """A field that a plan file records.
 
     Args:
         flag: Megatron's or AMPipe's flag, or a description.
-        changes: Whether another value changes ``stages`` or their inputs, so that a plan cannot be used, or
-            only their ``times``.
+        essential: Whether another value changes stages or their inputs, so that a plan cannot be used, and
+            not only their times.
         text: What the file has for a value.
         default: Of the field.
     """
-    return field(metadata={"flag": flag, "changes": changes, "text": text}, **default)
-
-
-def _times(flag: str, **default: Any) -> Any:
-    """A field that a plan file records, and that changes only times."""
-    return _of_plan(flag, changes="times", **default)
+    return field(metadata={"flag": flag, "essential": essential, "text": text}, **default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,48 +39,37 @@ class Block:
     Fields with a flag are as Megatron has it. Widths are over all tensor-parallel ranks.
 
     Attributes:
-        batch: Sequences of a micro-batch.
-        head_size: Width of a query or key head.
         value_size: Width of a value head.
         projections: ``(k, n)`` of every matrix product that computes queries, keys and values.
         key_value_width: Width of a row of keys and values together.
-        ffn: Hidden size of an expert.
-        gated: Experts have a gate in addition to the up-projection (SwiGLU).
-        shared_ffn: Total hidden size of the shared experts; None if there are none.
-        dense_ffn: Hidden size of the MLP of layers without experts; None if all layers have experts.
+        ffn: Hidden size of an expert; likewise of the shared experts together, and of layers without experts.
         capacity: Capacity factor; None for dropless routing.
-        capacity_per_chunk: Every chunk has its own capacity (``--ampipe-capacity-scope chunk``).
         chooses: The router chooses for all tokens at once (``schedule.features.chooses_at_once``).
         padded: Megatron's own layer pads every expert's input to its capacity.
         imbalance: Tokens of the expert-parallel rank with the most, divided by the mean.
         dispatcher: ``alltoall`` or ``allgather``.
-        dtype: Dtype of matrix products. With ``fp8``, activations have 16 bits.
-        losses: The router has auxiliary or z losses.
+        dtype: Of matrix products. With ``fp8``, activations have 16 bits.
         window: Number of earlier keys that a query attends to; None for all.
         latent: Multi-latent attention, whose projection is not split into chunks.
         fused_gradients: Weight gradients are accumulated in the GEMM that computes them.
         tensor: Tensor-parallel ranks (with sequence parallelism).
         ring: Context-parallel ranks pass keys and values on to one another rather than gather them.
-        expert_tensor: Ranks that share one expert.
         ranks_per_node: Of all ranks, those of a node; None if that is not known. Says over which links ranks
             that share an expert gather, and tensor-parallel ranks scatter.
         recomputes: Full recompute: the forward pass runs again before the backward pass.
-        exchange: How the all-to-all groups copies of a token (``--ampipe-exchange``); Megatron's own layer
-            has ``rows``.
-        local: Linear layers are Megatron's local ones.
+        exchange: How the all-to-all groups copies of a token; Megatron's own layer has ``rows``.
         splits_weights: Gradients of all weights can be separate stages: those of the experts are, too.
         rows_seen: Rows of a token for numbers of places, see :meth:`rows_to`, as a training recorded them;
             for others, experts are evenly used.
         condense: The threshold of ``--ampipe-condense``; None if every token is sent.
         condensed: Share of the rows that are not sent because of it, 0 to 1.
         replicas: Ranks over which gradients of all parameters but those of experts are reduced.
-        expert_replicas: The same for parameters of experts.
-        shards_optimizer: ``--use-distributed-optimizer``: a rank gets a share of the reduced gradients.
+        shards_optimizer: A rank gets a share of the reduced gradients.
         places_reductions: Gradients are reduced in stages (``--ampipe-grad-reduce placed``).
     """
 
     sequence_length: int = _of_plan("--seq-length")
-    batch: int = _times("--micro-batch-size")
+    batch: int = _of_plan("--micro-batch-size", essential=False)
     hidden: int = _of_plan("--hidden-size")
     heads: int = _of_plan("--num-attention-heads")
     head_size: int = _of_plan("query head size")
@@ -100,27 +84,27 @@ class Block:
     gated: bool = _of_plan("--swiglu")
     shared_ffn: int | None = _of_plan("--moe-shared-expert-intermediate-size", default=None)
     dense_ffn: int | None = None
-    capacity: float | None = _times("--moe-expert-capacity-factor", default=None)
+    capacity: float | None = _of_plan("--moe-expert-capacity-factor", essential=False, default=None)
     capacity_per_chunk: bool = False
     chooses: bool = False
     padded: bool = False
     imbalance: float = 1.0
-    grouped: bool = _times("--moe-grouped-gemm", default=False)
-    dispatcher: str = _times("--moe-token-dispatcher-type", default="alltoall")
-    dtype: Dtype = _times("precision")  # noqa: RUF009
+    grouped: bool = _of_plan("--moe-grouped-gemm", essential=False, default=False)
+    dispatcher: str = _of_plan("--moe-token-dispatcher-type", essential=False, default="alltoall")
+    dtype: Dtype = _of_plan("precision", essential=False)  # noqa: RUF009
     losses: bool = False
     window: int | None = _of_plan(
         "--window-size", text=lambda keys: None if keys is None else f"{keys},0", default=None
     )
     latent: bool = False
-    fused_gradients: bool = _times("gradient accumulation fusion", default=True)
+    fused_gradients: bool = _of_plan("gradient accumulation fusion", essential=False, default=True)
     tensor: int = _of_plan("--tensor-model-parallel-size", default=1)
     context: int = _of_plan("--context-parallel-size", default=1)
     ring: bool = _of_plan("--cp-comm-type", text=lambda ring: "p2p" if ring else None, default=False)
     expert: int = _of_plan("--expert-model-parallel-size", default=1)
     expert_tensor: int = _of_plan("--expert-tensor-parallel-size", default=1)
     ranks_per_node: int | None = None
-    recomputes: bool = _times("full recompute", default=False)
+    recomputes: bool = _of_plan("full recompute", essential=False, default=False)
     exchange: Exchange = Exchange.ROWS
     local: bool = False
     splits_weights: bool = False

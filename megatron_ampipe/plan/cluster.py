@@ -59,10 +59,9 @@ class TransferCost(Figure):
     other ranks, for an all-gather or a reduce-scatter its own rows times the number of other ranks. For
     memory it is bytes read plus bytes written.
 
-    Attributes:
-        table: Sizes in ascending order with their times, for an operation whose time is not linear in the
-            size. Times are interpolated between two sizes, and between size 0 (``alpha_us``) and the first
-            one; above the last size they grow by ``beta_us_per_mb``.
+    ``table`` has sizes in ascending order with their times, for an operation whose time is not linear in the
+    size. Times are interpolated between two sizes, and between size 0 (``alpha_us``) and the first one; above
+    the last size they grow by ``beta_us_per_mb``.
     """
 
     alpha_us: float
@@ -102,11 +101,10 @@ class Gemm(Figure):
 class AttentionLine(Figure):
     """Core attention of the query rows of a chunk in one direction.
 
-    ``alpha_us + flops * beta_us_per_gflop + merged * merge_us_per_mb``. ``flops`` counts unmasked
-    query-key pairs: ``4 * pairs * heads * head size`` forward, ``10 * ...`` backward. ``merged`` is the size
-    of the output rows of a chunk that is not the first: a kernel that computes its attention in two parts has
-    to merge their outputs. ``merge_us_per_mb`` is zero for kernels with a
-    bottom-right causal mask (flash-attn, Transformer Engine).
+    ``flops`` counts unmasked query-key pairs: ``4 * pairs * heads * head size`` forward, ``10 * ...``
+    backward. ``merged`` is the size of the output rows of a chunk that is not the first: a kernel that
+    computes its attention in two parts has to merge their outputs. ``merge_us_per_mb`` is zero for kernels
+    with a bottom-right causal mask (flash-attn, Transformer Engine).
     """
 
     alpha_us: float
@@ -128,11 +126,9 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """The computation on one rank.
+    """The computation on one rank; matrix products and core attention by the dtype of their inputs.
 
     Attributes:
-        gemm: Matrix products, by the dtype of their inputs.
-        attention: Core attention, by dtype. ``fp8`` models compute attention in bf16.
         memory: Passes over memory: norms, residuals, activation functions, sums of gradients.
         permute: Permutation of rows into the order of the experts, and the inverse.
         copy: Copies to host memory and back, of the bytes that are copied; on a GPU to pinned memory. None if
@@ -162,10 +158,8 @@ class Overhead(Figure):
 class StageOverhead(Overhead):
     """The time of a stage in addition to its operations, which were timed in isolation.
 
-    Attributes:
-        forward_factor: Time of its forward operations in a block divided by their time in isolation: in a
-            block, the caches hold other data.
-        backward_factor: The same for the backward pass.
+    A factor is the time of its operations in a block, where the caches hold other data, divided by their time
+    in isolation.
     """
 
     forward_factor: float = field(default=1.0, metadata={"minimum": 1.0})
@@ -179,10 +173,9 @@ class Host:
     Attributes:
         issue: Time that the host needs to issue one stage to the device, asynchronously. Zero for training on
             the CPU.
-        issue_of: The same by kind of stage, with one local expert; ``issue`` is for the other kinds. None
-            if it was not measured.
-        stage: Added to every compute stage, on a GPU or a CPU; ``any`` applies to kinds without an entry. It
-            is the cost of one more chunk.
+        issue_of: The same by kind of stage, with one local expert; ``issue`` is for the other kinds.
+        stage: Added to every compute stage, on a GPU or a CPU: the cost of one more chunk. ``any`` applies to
+            kinds without an entry.
         block: Added once to a pipelined pass: entering the block, and its autograd function.
         stock: Added once to a pass of Megatron's layer.
     """
@@ -196,13 +189,10 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap(Figure):
-    """How much concurrent computation and communication slow each other down.
+    """How much concurrent computation and communication slow each other down; factor 1 is not at all.
 
-    Attributes:
-        compute_slowdown: Factor on the time of a computation while a collective transfers data; 1: no effect.
-        communication_slowdown: Factor on the time of a transfer while a computation runs.
-        latency_us: Added to a collective that begins during a computation: in training on the CPU, the
-            threads that start a collective and wait for its end have to wait for a core.
+    ``latency_us`` is added to a collective that begins during a computation: in training on the CPU, the
+    threads that start a collective and wait for its end have to wait for a core.
     """
 
     compute_slowdown: float = field(metadata={"minimum": 1.0})
@@ -215,7 +205,6 @@ class Cluster:
     """The contents of a cluster file.
 
     Attributes:
-        description: A description of the cluster.
         ranks_per_node: Ranks on one node; ``intra`` applies between them.
         device_memory_gib: Memory of one rank; if given, it is compared with what a plan needs.
         intra: Collectives between ranks of one node. ``stock_all_to_all`` is the operation of Megatron's
@@ -224,9 +213,6 @@ class Cluster:
             in all nodes; ``direct_all_to_all`` and ``stock_all_to_all`` are between all ranks of all nodes,
             and their size is what leaves the node. Without ``direct_all_to_all``, such an exchange takes as
             long as the slower one of the two classes of links.
-        compute: Computation on one rank.
-        host: Overheads of the host.
-        overlap: Slowdown of concurrent computation and communication.
         flags: Flags for runs on this cluster; checked at launch or by ``ampipe config``.
         path: The file that it was read from.
         lines: The line of each key in that file.
@@ -250,7 +236,7 @@ class Cluster:
         return not self.host.issue.forward_us
 
     def collective(self, operation: Operation, *, across_nodes: bool) -> TransferCost:
-        """The figure of a collective; like the other methods, BadInput if the file has none."""
+        """The figure of a collective; like the next methods, BadInput if the file has none."""
         section, figures = ("inter", self.inter) if across_nodes else ("intra", self.intra)
         return self.figure(section, figures, operation)
 
@@ -258,18 +244,10 @@ class Cluster:
         """The figure of matrix products."""
         return self.figure("compute.gemm", self.compute.gemm, dtype)
 
-    def attention(self, dtype: Dtype) -> Attention:
-        """The figures of core attention."""
-        return self.figure("compute.attention", self.compute.attention, dtype)
-
     def stage_overhead(self, kind: str) -> StageOverhead:
         """The overhead of a compute stage of this kind, or of ``any``."""
         figures: Mapping[str, StageOverhead] = dict(self.host.stage.items())
         return self.figure("host.stage", figures, kind if kind in figures else "any")
-
-    def copy(self) -> TransferCost:
-        """The figure of copies to host memory."""
-        return self.figure("compute", {"copy": self.compute.copy}, "copy")
 
     def figure[Key: str, Value](
         self, section: str, figures: Mapping[Key, Value | None] | None, key: Key
@@ -277,11 +255,8 @@ class Cluster:
         """A figure of a section."""
         value = (figures or {}).get(key)
         if value is None:
-            self.refuse(
-                f"{section}.{key}",
-                "is missing, and this block needs it",
-                "Add the figure, or measure the cluster with ampipe profile.",
-            )
+            rule, remedy = "is missing, and this block needs it", "Add it, or measure with ampipe profile."
+            self.refuse(f"{section}.{key}", rule, remedy)
         return value
 
     def refuse(self, key: str, rule: str, remedy: str) -> NoReturn:
@@ -303,8 +278,8 @@ def read_cluster(path: Path) -> Cluster:
         for operation, figure in (figures or {}).items():
             sizes = [0.0, *(point.mb for point in figure.table or ())]
             if any(larger <= smaller for smaller, larger in itertools.pairwise(sizes)):
-                key, rule = f"{section}.{operation}.table", "sizes must be above 0 MB and ascending"
-                refuse(path, lines[key], key, rule, "Sort its points by size.")
+                key = f"{section}.{operation}.table"
+                cluster.refuse(key, "sizes must be above 0 MB and ascending", "Sort its points by size.")
     return cluster
 
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from megatron_ampipe.plan.operation_times import LayerReductions, LayerTensors, OperationTimes, tensors_of
+from megatron_ampipe.plan.operation_times import OperationTimes, tensors_of
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import MINIMUM_SAVING
-from megatron_ampipe.plan.simulate import Compiled, compile_program, contention, run
+from megatron_ampipe.plan.simulate import Compiled, Needs, compile_program, contention, run
 from megatron_ampipe.schedule import Direction, LaneOrder, Program, Schedule, Stage, needs_of
 from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
 from megatron_ampipe.schedule.passes import placed
@@ -29,6 +28,14 @@ PARTS = (1, 2, 4, 8)
 """Numbers of buckets of a layer that are tried, for each of its two buffers."""
 OVERLAPPED = "gradients"
 """The lane of reductions that have no place in a schedule."""
+
+
+Reductions = Sequence[tuple[float, float]]
+"""Microseconds of reducing the gradients that are complete with each layer, in the order of the pass.
+
+First those of experts, complete when the backward pass comes to attention; then all others, complete when it
+has ended the layer. (A bucket that ends within an MLP or shared experts is complete earlier, which is not
+counted.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +65,7 @@ class GradientPlan:
         reduction_ms: What their reduction takes alone.
         without_ms: The backward pass of all layers without reductions.
         ways: All that were compared.
-        chosen: The name of one of the ways: the simplest unless another saves more than predictions are
-            exact.
+        chosen: The name of the simplest way unless another saves more than predictions are exact.
     """
 
     parameters: int
@@ -91,7 +97,8 @@ def plan_gradients(
     """
     work = predictor.block
     with_experts = tensors_of(work, dense=False)
-    if not with_experts.parameters:
+    parameters = sum(map(sum, with_experts))
+    if not parameters:
         return None
     dense = [False] * num_layers
     if len(predictor.layers) == num_layers:
@@ -99,36 +106,43 @@ def plan_gradients(
     tensors = [tensors_of(work, dense=is_dense) for is_dense in dense]
     times = OperationTimes(work, predictor.cluster)
     backward = ReducedPass(predictor, schedule, lengths, num_layers=num_layers)
-    together = LayerTensors(*(tuple(itertools.chain(*buffers)) for buffers in zip(*tensors, strict=True)))
-    all_us = times.reductions_us(together).total_us
+    after_us = backward.without_us + sum(
+        times.reduction_us(sum(itertools.chain(*buffers)), experts=experts)
+        for experts, buffers in zip((True, False), zip(*tensors, strict=True), strict=True)
+    )
 
     def way(name: str, size: int | None = None) -> Reducing:
         if name == AFTER:
-            computed, total = backward.without_us, backward.without_us + all_us
+            computed, total = backward.without_us, after_us
         else:
-            buckets = bucket_reductions(times, tensors, size or default_bucket_size(work.replicas))
-            computed, reduced = (backward.overlapped if name == STOCK else backward.placed)(buckets)
-            total = reduced + buckets[-1].others
-        saves = 1 - total / (backward.without_us + all_us)
-        return Reducing(name, size, computed / 1e3, (total - computed) / 1e3, saves)
+            # Megatron's default.
+            limit = size or max(40_000_000, 1_000_000 * work.replicas)
+            buckets = [completed(buffer, limit) for buffer in zip(*tensors, strict=True)]
+            reductions = [
+                (_reduction_us(times, experts, True), _reduction_us(times, others, False))
+                for experts, others in zip(*buckets, strict=True)
+            ]
+            computed, reduced = backward.times(reductions, overlapped=name == STOCK)
+            total = reduced + reductions[-1][1]
+        return Reducing(name, size, computed / 1e3, (total - computed) / 1e3, 1 - total / after_us)
 
     # Megatron's default, and parts of what a layer has in each of the two buffers, the largest first.
     buffers = {math.ceil(sum(buffer)) for layer in tensors for buffer in layer if buffer}
     parts = {math.ceil(size / count) for size in buffers for count in PARTS}
     sizes = (None, *sorted(parts, reverse=True)) if bucket_size is None else (bucket_size,)
     ways = (way(AFTER), *(_simplest(way(name, size) for size in sizes) for name in (STOCK, PLACED)))
+    alone = (times.reduction_us(sum(with_experts[not of]), experts=of) for of in (True, False))
     return GradientPlan(
-        parameters=round(with_experts.parameters),
-        reduction_ms=times.reductions_us(with_experts).total_us / 1e3,
+        parameters=round(parameters),
+        reduction_ms=sum(alone) / 1e3,
         without_ms=backward.without_us / 1e3,
         ways=ways,
         chosen=_simplest(ways).name,
     )
 
 
-def default_bucket_size(replicas: int) -> int:
-    """Megatron's, for that many data-parallel ranks."""
-    return max(40_000_000, 1_000_000 * replicas)
+def _reduction_us(times: OperationTimes, buckets: Sequence[float], experts: bool) -> float:
+    return sum(times.reduction_us(size, experts=experts) for size in buckets)
 
 
 def _simplest(ways: Iterable[Reducing]) -> Reducing:
@@ -157,39 +171,12 @@ def completed(layers: Sequence[Sequence[float]], bucket_size: float) -> list[lis
     return buckets
 
 
-def bucket_reductions(
-    times: OperationTimes, layers: Sequence[LayerTensors], bucket_size: float
-) -> list[LayerReductions]:
-    """How long reducing the buckets takes that are complete with each layer, in the order of the pass."""
-    experts, others = (
-        [
-            sum(times.reduction_us(size, experts=of_experts) for size in sizes)
-            for sizes in completed([layer[not of_experts] for layer in layers], bucket_size)
-        ]
-        for of_experts in (True, False)
-    )
-    return [LayerReductions(*both) for both in zip(experts, others, strict=True)]
-
-
-class PassTimes(NamedTuple):
-    """Microseconds from the beginning of a backward pass.
-
-    Attributes:
-        computed: Until all stages have ended but reductions, which may have delayed them.
-        reduced: Until what was reduced during the pass has ended too.
-    """
-
-    computed: float
-    reduced: float
-
-
 class ReducedPass:
     """The backward pass of all layers of a pipeline stage, in which gradients are reduced.
 
     Layers that share a schedule run as one, blocks one after another. A reduction either has a place in the
     communication lane, or starts when gradients are complete and shares the network with the transfers
-    (Megatron's overlap). Lists have one item for each layer in the order of the pass, from the last layer to
-    the first. The arguments are those of :func:`plan_gradients`.
+    (Megatron's overlap). The arguments are those of :func:`plan_gradients`.
     """
 
     def __init__(
@@ -209,7 +196,21 @@ class ReducedPass:
             first -= count
             part = predictor if count == len(predictor.layers) else predictor.of_layers(count)
             self.without_us += part.pass_us(schedule, lengths).backward
-            self._append(part.with_reductions(), schedule, lengths, first, lanes, needs)
+            part = part.with_reductions()
+            whole = placed(part.whole(schedule), part.layers)
+            compiled, durations, pace = part.inputs(whole, lengths, Direction.BACKWARD)
+            moved = {
+                stage: dataclasses.replace(stage, layer=stage.layer + first) for stage in compiled.stages
+            }
+            needed = set(itertools.chain(*needs.values()))
+            before = tuple(stage for stage in needs if stage not in needed)
+            for stage, stages in needs_of(whole, part.layers, Direction.BACKWARD).items():
+                needs[moved[stage]] = tuple(moved[earlier] for earlier in stages) or before
+            self._times |= zip(map(moved.__getitem__, compiled.stages), durations, strict=True)
+            if pace.issue_us is not None:
+                self._issue |= zip(map(moved.__getitem__, compiled.stages), pace.issue_us, strict=True)
+            for lane in whole.backward.lanes:
+                lanes.setdefault(lane.lane, []).extend(moved[stage] for stage in lane.stages)
         layers = range(num_layers)[::-1]
         self._above = [Stage(REDUCE, None, layer) for layer in layers]
         of_experts = (Stage(REDUCE_EXPERTS, None, layer) for layer in layers)
@@ -220,51 +221,22 @@ class ReducedPass:
         self._overlapped = self._with_overlap(lanes, needs)
         # What is no stage: entering a block, what Megatron recomputes around one.
         self._others_us = 0.0
-        nothing = [LayerReductions(0.0, 0.0)] * num_layers
-        self._others_us = self.without_us - self.placed(nothing).computed
+        self._others_us = self.without_us - self.times([(0.0, 0.0)] * num_layers, overlapped=False)[0]
 
-    def _append(
-        self,
-        predictor: Predictor,
-        schedule: Schedule,
-        lengths: Sequence[int],
-        first: int,
-        lanes: dict[str, list[Stage]],
-        needs: dict[Stage, tuple[Stage, ...]],
-    ) -> None:
-        """Add layers that share a schedule, from the layer ``first`` on, after those that the pass has."""
-        whole = placed(predictor.whole(schedule), predictor.layers)
-        compiled, durations, pace = predictor.inputs(whole, lengths, Direction.BACKWARD)
-        moved = {stage: dataclasses.replace(stage, layer=stage.layer + first) for stage in compiled.stages}
-        needed = set(itertools.chain(*needs.values()))
-        before = tuple(stage for stage in needs if stage not in needed)
-        for stage, stages in needs_of(whole, predictor.layers, Direction.BACKWARD).items():
-            needs[moved[stage]] = tuple(moved[earlier] for earlier in stages) or before
-        for number, stage in enumerate(compiled.stages):
-            self._times[moved[stage]] = durations[number]
-            if pace.issue_us is not None:
-                self._issue[moved[stage]] = pace.issue_us[number]
-        for lane in whole.backward.lanes:
-            lanes.setdefault(lane.lane, []).extend(moved[stage] for stage in lane.stages)
-
-    def _compiled(
-        self, lanes: Mapping[str, Sequence[Stage]], needs: Mapping[Stage, tuple[Stage, ...]]
-    ) -> Compiled:
+    def _compiled(self, lanes: dict[str, list[Stage]], needs: Needs) -> Compiled:
         program = Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items() if stages))
         return compile_program(program, needs, on_host=self._predictor.cluster.trains_on_host)
 
-    def _with_overlap(
-        self, lanes: Mapping[str, Sequence[Stage]], needs: Mapping[Stage, tuple[Stage, ...]]
-    ) -> Compiled:
+    def _with_overlap(self, lanes: dict[str, list[Stage]], needs: Needs) -> Compiled:
         """The pass with reductions in a separate lane, for which nothing waits."""
 
-        def others(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-            return tuple(stage for stage in stages if not stage.kind.of_parameters)
+        def others(stages: Sequence[Stage]) -> list[Stage]:
+            return [stage for stage in stages if not stage.kind.of_parameters]
 
         in_turns = dict.fromkeys(itertools.chain(*zip(self._above, self._last, strict=True)))
         compiled = self._compiled(
             {**{lane: others(stages) for lane, stages in lanes.items()}, OVERLAPPED: [*in_turns]},
-            {stage: others(stages) for stage, stages in needs.items()},
+            {stage: tuple(others(stages)) for stage, stages in needs.items()},
         )
         # Reductions and all-to-alls share links if both leave the node, or both stay in it.
         work, cluster = self._predictor.block, self._predictor.cluster
@@ -275,24 +247,21 @@ class ReducedPass:
         contended = contention(own, compiled.stages, on_host=cluster.trains_on_host)
         return dataclasses.replace(compiled, contended=contended)
 
-    def placed(self, gradients: Sequence[LayerReductions]) -> PassTimes:
-        """With the reductions of each layer in the first stage after its gradients are complete."""
-        return self._simulated(self._placed, gradients)
+    def times(self, reductions: Reductions, *, overlapped: bool) -> tuple[float, float]:
+        """Microseconds until all other stages have ended, and until all reductions during the pass have too.
 
-    def overlapped(self, gradients: Sequence[LayerReductions]) -> PassTimes:
-        """With reductions of each layer's gradients that start as soon as these are complete."""
-        return self._simulated(self._overlapped, gradients)
-
-    def _simulated(self, compiled: Compiled, gradients: Sequence[LayerReductions]) -> PassTimes:
+        Either reductions start when gradients are complete, or they are stages of the schedule.
+        """
+        compiled = self._overlapped if overlapped else self._placed
         times = {**self._times, **dict.fromkeys((*self._above, *self._last), 0.0)}
         # One stage may do both.
-        for stage, layer in zip(self._last, gradients, strict=True):
-            times[stage] += layer.experts
-        for stage, layer in zip(self._above[1:], gradients, strict=False):
-            times[stage] += layer.others
+        for stage, (experts, _) in zip(self._last, reductions, strict=True):
+            times[stage] += experts
+        for stage, (_, others) in zip(self._above[1:], reductions, strict=False):
+            times[stage] += others
         issue = [self._issue[stage] for stage in compiled.stages] if self._issue else None
         durations = [times[stage] for stage in compiled.stages]
         _, end = run(compiled, durations, self._predictor.pace(compiled, issue))
         ends = zip(compiled.stages, end, strict=True)
         computed = max(time for stage, time in ends if not stage.kind.of_parameters)
-        return PassTimes(computed + self._others_us, max(end) + self._others_us)
+        return computed + self._others_us, max(end) + self._others_us

@@ -28,17 +28,13 @@ from megatron_ampipe.schedule.dataflow import AHEAD
 class _Modules:
     """What a row of a block keeps, as tensors of 4, or else of ``Block.element_bytes`` bytes.
 
-    Attributes:
-        norms_wide: Tensors of the hidden size with 4 bytes, of both norms together.
-        norms: Tensors of the hidden size, likewise; with the residual stream itself.
-        inner_gated: Tensors of an expert's width of a gated expert.
-        inner: Likewise of one without a gate.
-        weighted: How many of these exist because of the probability, and not in the MLP of a dense layer.
-        routing_bytes: Bytes for each expert, and for each expert of a token.
-        combined: Rows that came back from the experts are kept for the gradient of their probabilities.
-        gradient_bytes: Of the gradients inside an expert that exist at the same time, beyond what they have
-            released, for each unit of its width; then likewise of a gated expert. In 16 bit, local modules
-            multiply by the probability in fp32.
+    ``norms`` are those of the hidden size of both norms and the residual stream, ``norms_wide`` with 4 bytes;
+    ``inner`` those of an expert's width, with or without a gate, ``weighted`` of which exist because of the
+    probability, and not in the MLP of a dense layer; ``routing_bytes`` are for each expert, and for each
+    expert of a token; ``combined``: rows that came back from the experts are kept for the gradient of their
+    probabilities; ``gradient_bytes`` are of the gradients inside an expert that exist at the same time,
+    beyond what they have released, for each unit of its width, without and with a gate. In 16 bit, local
+    modules multiply by the probability in fp32.
     """
 
     norms_wide: int
@@ -124,12 +120,10 @@ def peak_bytes(
     of_chunk += received * block.hidden * element * min(3, 2 * (chunks - 1)) / chunks
 
     # What products of all chunks take, input and gradient of each: of the experts, and of attention.
-    waiting = attended = 0.0
-    if joins_weights:
-        inner_width = block.ffn / block.expert_tensor
-        waiting = received * element * (2 * block.hidden + (2 + block.gated) * inner_width)
-        attended = block.rows * block.batch * element
-        attended *= sum(product.k + product.n for product in _of_attention(block))
+    inner_width = block.ffn / block.expert_tensor
+    waiting = received * element * (2 * block.hidden + (2 + block.gated) * inner_width)
+    attended: float = block.rows * block.batch * element
+    attended *= sum(product.k + product.n for product in _of_attention(block))
 
     def differentiating(chunk: int) -> float:
         """Of one layer, while the experts of a chunk are differentiated; the last chunk comes first."""
@@ -156,8 +150,9 @@ def peak_bytes(
     num_dense = len(dense_layers)
     kept_dense = of_dense = dense_weights = 0.0
     if num_dense:
-        kept_dense = _kept_dense(block, modules)
         width, products = block.dense_ffn or 0, 3 if block.gated else 2
+        count = (modules.inner_gated if block.gated else modules.inner) - modules.weighted
+        kept_dense = _kept_by_attention(block, modules) + block.rows * block.batch * count * width * element
         if not block.fused_gradients:
             dense_weights = products * block.hidden * width / block.tensor
         of_width = (gradient_bytes - SUM_BYTES * modules.weighted) * width
@@ -188,13 +183,12 @@ def peak_bytes(
 
 def expert_bytes(block: Block, rows: int, *, local: bool, inner: bool) -> float:
     """What the experts keep of a chunk with these rows of a rank: what arrived, and the ``inner`` tensors."""
-    modules = _LOCAL[block.element_bytes] if local else _FUSED
-    _, arrived, of_experts = _kept(block, modules)
+    _, arrived, of_experts = _kept(block, _LOCAL[block.element_bytes] if local else _FUSED)
     return (arrived + of_experts * inner) * rows / block.rows
 
 
 def _kept(block: Block, modules: _Modules) -> tuple[float, float, float]:
-    """Bytes that are saved for the backward pass: outside the experts, of what arrives, and inside them."""
+    """Bytes saved for the backward pass: outside the experts, of what arrives, and inside them."""
     element = block.element_bytes
     per_row: float = modules.routing_bytes[0] * block.experts + modules.routing_bytes[1] * block.topk
     if modules.combined:
@@ -214,14 +208,6 @@ def _kept_by_attention(block: Block, modules: _Modules) -> float:
     # Also the log-sum-exp of each head.
     attended = tokens * block.tensor * (width * element + 4 * block.heads / block.tensor)
     return tokens * per_row + attended + _keys(block) * element
-
-
-def _kept_dense(block: Block, modules: _Modules) -> float:
-    """Bytes that a layer without experts keeps."""
-    assert block.dense_ffn is not None
-    count = (modules.inner_gated if block.gated else modules.inner) - modules.weighted
-    inner = block.rows * block.batch * count * block.dense_ffn * block.element_bytes
-    return _kept_by_attention(block, modules) + inner
 
 
 def _shared(block: Block, modules: _Modules) -> float:

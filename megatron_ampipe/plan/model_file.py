@@ -8,7 +8,7 @@ A model file holds Megatron's flags without leading dashes (``num-layers: 12``) 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -17,10 +17,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat,
 
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.block.settings import SETTING, Settings
-from megatron_ampipe.errors import BadInput
+from megatron_ampipe.errors import BadInput, did_you_mean, meant, nearest
 from megatron_ampipe.files.inputs import LinedMapping, load, refuse
 from megatron_ampipe.files.shipped import find_config
-from megatron_ampipe.files.spelling import did_you_mean, meant, nearest
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, Dtype
 from megatron_ampipe.schedule.features import chooses_at_once, router_has_losses, uses_ring_attention
@@ -45,6 +44,33 @@ def _window(value: object) -> int | None:
 
 def _listed(value: object) -> object:
     return value if isinstance(value, list) else [value]
+
+
+def _frequency(value: object) -> object:
+    """What ``--moe-layer-freq`` means as text, such as ``([0]*1+[1]*26)``."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return _computed(ast.parse(value, mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError):
+        return None
+
+
+def _computed(node: ast.expr) -> object:
+    """The value of a sum and product of lists and whole numbers; None for anything else."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.List(elts=elements):
+            return [_computed(element) for element in elements]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            first, second = _computed(left), _computed(right)
+            return first + second if isinstance(first, list) and isinstance(second, list) else None
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            repeated, times = _computed(left), _computed(right)
+            if isinstance(repeated, list) and type(times) is int and len(repeated) * times <= _LONGEST:
+                return repeated * times
+    return None
 
 
 _Size = Annotated[int, Field(strict=True, ge=1, le=_LARGEST)]
@@ -105,20 +131,25 @@ class ModelFlags(BaseModel):
     fp8_format: str | None = None
     no_gradient_accumulation_fusion: _Switch = False
     num_layers: _Size | None = None
-    moe_layer_freq: Any = 1
+    moe_layer_freq: Annotated[
+        _Size | list[Annotated[int, Field(strict=True, ge=0, le=1)]], BeforeValidator(_frequency)
+    ] = 1
     num_layers_per_virtual_pipeline_stage: _Size | None = None
     num_virtual_stages_per_pipeline_rank: _Size = 1
     transformer_impl: str | None = None
-    hybrid_layer_pattern: Any = None
-    decoder_first_pipeline_num_layers: _SizeOrNone = 0
-    decoder_last_pipeline_num_layers: _SizeOrNone = 0
+    hybrid_layer_pattern: str | None = None
+    decoder_first_pipeline_num_layers: _Size | None = None
+    decoder_last_pipeline_num_layers: _Size | None = None
     use_distributed_optimizer: _Switch = False
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 
 SIZE_FLAGS = tuple(name.replace("_", "-") for name in ModelFlags.model_fields)
 """As keys of a model file."""
-_EXAMPLES = {"bool": "true", "float": "1.25", "finite": "1.25", "literal": "alltoall", "value": "'128,0'"}
-"""A value that would work, by how the name of pydantic's error begins; 8 for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,29 +180,23 @@ class ModelFile:
             return ModelFlags.model_validate({key.replace("-", "_"): value for key, value in given.items()})
         except ValidationError as error:
             wrong = error.errors()[0]
-        key, kind = str(wrong["loc"][0]).replace("_", "-"), wrong["type"]
-        if kind == "missing":
-            remedy = f"Add '{key}: ...', or give --set {key}=..."
-            for misspelt, right in self.misspelt().items():
-                if right == key:
-                    remedy = f"Write {key} in place of {misspelt} in line {self.lines[misspelt]}."
-            refuse(self.path, 1, key, "is missing", remedy)
-        example = next((value for start, value in _EXAMPLES.items() if kind.startswith(start)), "8")
+        key = str(wrong["loc"][0]).replace("_", "-")
+        if wrong["type"] == "missing":
+            remedy = f"Add '{key}: ...', or give --set {key}=... {did_you_mean(key, self.values, cutoff=0.9)}"
+            refuse(self.path, 1, key, "is missing", remedy.rstrip())
         rule = wrong["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        self.refuse(key, rule, f"Write for example {example}, or leave it out.")
+        self.refuse(key, rule)
 
     def misspelt(self) -> dict[str, str]:
         """Keys that are probably misspelled, with the key that was probably meant."""
         near = {key: meant(key, SIZE_FLAGS) for key in self.values}
         return {key: right for key, right in near.items() if right is not None}
 
-    def refuse(self, key: str, rule: str, remedy: str) -> NoReturn:
+    def refuse(self, key: str, rule: str) -> NoReturn:
         """Raise BadInput for the value of a key."""
-        shown = f"{key} {self.values.get(key, '(default)')}"
-        line = self.lines.get(key, 1)
-        if line == 0:
-            raise BadInput("--set", shown, rule=rule, remedy=remedy)
-        refuse(self.path, line, shown, rule, remedy)
+        shown, line = f"{key} {self.values.get(key, '(default)')}", self.lines.get(key, 1)
+        place = f"{self.path}:{line}:" if line else "--set"
+        raise BadInput(place, shown, rule=rule, remedy="Write another value, or leave it out.")
 
 
 def find_model(text: str) -> Path:
@@ -187,31 +212,24 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
         overrides: Flags from the command line, which replace those of the file.
 
     Raises:
-        BadInput: a key is misspelled; the message names file, line and the right key.
+        BadInput: a key of the section ``ampipe:``, or of the command line, is not known.
     """
     top = load(path, what="model", remedy="Write Megatron's flags without dashes: 'num-layers: 12'.")
-    values: dict[str, Any] = dict(top)
+    values, lines = dict(top), dict(top.lines)
     section = values.pop("ampipe", LinedMapping(1))
     if not isinstance(section, LinedMapping):
         remedy = "Write 'degree: 4' below it."
-        refuse(path, top.lines["ampipe"], "ampipe", "must hold keys with values", remedy)
+        refuse(path, lines["ampipe"], "ampipe", "must hold keys with values", remedy)
     known = [setting.key for setting in SETTING.values()]
     for key in section:
         if key not in known:
             rule = "is not a setting of AMPipe"
             refuse(path, section.lines[key], f"ampipe.{key}", rule, nearest(key, known))
-    for key in values:
-        plain = key.strip("-").replace("_", "-")
-        if key != plain and plain in SIZE_FLAGS:
-            rule = "keys are written with hyphens, and without leading dashes"
-            refuse(path, top.lines[key], key, rule, f"Write {plain}.")
-    lines = dict(top.lines)
     for key, value in (overrides or {}).items():
-        if key not in SIZE_FLAGS:
-            rule = "has no effect: no size of a block depends on it"
-            remedy = did_you_mean(key, SIZE_FLAGS, cutoff=0.75) or "Leave it out."
-            raise BadInput("--set", f"{key}={value}", rule=rule, remedy=remedy)
         values[key], lines[key] = value, 0
+        if key not in SIZE_FLAGS:
+            rule = f"has no effect: no size of a block depends on it. {did_you_mean(key, SIZE_FLAGS)}"
+            ModelFile(path, values, lines).refuse(key, rule.rstrip(". "))
     own = {key.replace("-", "_"): value for key, value in section.items()}
     return ModelFile(path, values, lines, Settings(**own))
 
@@ -239,7 +257,7 @@ def block_of(
         ranks = cluster.ranks_per_node
     assumed: list[str] = []
     flags, own = model.flags, model.own
-    attention = _attention(model, flags)
+    attention = _attention(flags)
     ffn = flags.ffn_hidden_size or 4 * flags.hidden_size
     tensor, of_stage = flags.tensor_model_parallel_size, ranks // flags.pipeline_model_parallel_size
     expert_tensor = flags.expert_tensor_parallel_size or tensor
@@ -264,7 +282,7 @@ def block_of(
         ffn=flags.moe_ffn_hidden_size or ffn,
         gated=flags.swiglu,
         shared_ffn=flags.moe_shared_expert_intermediate_size or None,
-        dense_ffn=ffn if _layers(model, flags).dense else None,
+        dense_ffn=ffn if layers_of(model).dense else None,
         capacity=flags.moe_expert_capacity_factor,
         capacity_per_chunk=own.capacity_scope == "chunk",
         chooses=chooses_at_once(flags, own),
@@ -289,25 +307,18 @@ def block_of(
         expert_replicas=max(1, of_stage // (expert * expert_tensor)),
         shards_optimizer=flags.use_distributed_optimizer,
     )
-    _check(model, block, ranks)
+    _check(model, flags, block, ranks)
     for key, near in model.misspelt().items():
         place = f"{model.path}:{model.lines[key]}"
         assumed.append(f"{key} ({place}) is not read by the planner; did you mean {near}?")
     return block, tuple(assumed)
 
 
-def _attention(model: ModelFile, flags: ModelFlags) -> dict[str, Any]:
+def _attention(flags: ModelFlags) -> dict[str, Any]:
     """Fields of a block: sizes of heads, and products before attention."""
     hidden, heads = flags.hidden_size, flags.num_attention_heads
-    if flags.kv_channels is None and hidden % heads:
-        rule = f"does not divide hidden-size {hidden}, and kv-channels is not given"
-        model.refuse("num-attention-heads", rule, "Choose a divisor, or set kv-channels.")
     if not flags.multi_latent_attention:
-        groups = flags.num_query_groups if flags.group_query_attention else heads
-        if heads % groups:
-            rule = f"does not divide num-attention-heads {heads}"
-            model.refuse("num-query-groups", rule, "Choose a divisor.")
-        size = flags.kv_channels or max(1, hidden // heads)
+        groups, size = flags.groups, flags.kv_channels or max(1, hidden // heads)
         return {
             "head_size": size,
             "value_size": size,
@@ -338,40 +349,44 @@ def _dtype(flags: ModelFlags, cluster: Cluster | None, assumed: list[str]) -> Dt
     return dtype
 
 
-def _check(model: ModelFile, block: Block, ranks: int) -> None:
+def _check(model: ModelFile, flags: ModelFlags, block: Block, ranks: int) -> None:
+    """What a value must be because of others."""
     slices = block.tensor * block.context * (2 if block.context > 1 else 1)
-    if block.sequence_length % slices:
-        multiple = -(-block.sequence_length // slices) * slices
-        rule = f"must be a multiple of {slices} for this tensor and context parallelism"
-        model.refuse("seq-length", rule, f"Write for example {multiple}.")
-    key = "expert-model-parallel-size"
-    if block.experts % block.expert:
-        model.refuse(key, f"does not divide {block.experts} experts", "Choose a divisor.")
-    if block.topk > block.experts:
-        rule = f"is above num-experts {block.experts}"
-        model.refuse("moe-router-topk", rule, f"Choose at most {block.experts}.")
-    busiest = block.expert * min(1.0, block.local_experts / block.topk)
-    if block.imbalance > busiest * (1 + 1e-9):
-        raise BadInput(
-            "--imbalance",
-            f"{block.imbalance:g}",
-            rule=f"none of the {block.expert} expert-parallel ranks can have more than "
-            f"{busiest:g} times the mean: a token is sent to each of its experts once",
-            remedy=f"Use {busiest:g} or less.",
-        )
+    hidden, heads, experts, length = block.hidden, block.heads, block.experts, block.sequence_length
     needed = block.expert * block.expert_tensor
-    if needed > ranks:
-        rule = f"{needed} ranks share the experts of a layer, and there are {ranks}"
-        model.refuse(key, rule, f"Give --ranks {needed} or more.")
+    busiest = block.expert * min(1.0, block.local_experts / block.topk)
+    rules: dict[str, tuple[bool, str]] = {
+        "num-attention-heads": (
+            flags.kv_channels is None and hidden % heads > 0,
+            f"does not divide hidden-size {hidden}, and kv-channels is not given",
+        ),
+        "num-query-groups": (
+            not block.latent and heads % flags.groups > 0,
+            f"does not divide num-attention-heads {heads}",
+        ),
+        "seq-length": (
+            length % slices > 0,
+            f"must be a multiple of {slices}: {-(-length // slices) * slices}",
+        ),
+        "moe-router-topk": (block.topk > experts, f"is above num-experts {experts}"),
+        "expert-model-parallel-size": (
+            experts % block.expert > 0 or needed > ranks,
+            f"must divide {experts} experts, shared by {needed} ranks of --ranks {ranks}",
+        ),
+    }
+    for key, (wrong, rule) in rules.items():
+        if wrong:
+            model.refuse(key, rule)
+    if not 1 <= block.imbalance <= busiest * (1 + 1e-9):
+        rule = f"the busiest of {block.expert} expert-parallel ranks has 1 to {busiest:g} times the mean"
+        raise BadInput("--imbalance", f"{block.imbalance:g}", rule=rule, remedy=f"Use {busiest:g}.")
 
 
 @dataclass(frozen=True, slots=True)
 class StageLayers:
     """Consecutive layers that one rank runs one after another, and that can share a schedule.
 
-    Attributes:
-        num_layers: How many.
-        dense: Which of them have no experts, from 0.
+    ``dense`` are those that have no experts, from 0.
     """
 
     num_layers: int = 1
@@ -384,72 +399,29 @@ def layers_of(model: ModelFile) -> StageLayers:
     Raises:
         BadInput: a value is invalid; the message names file and line.
     """
-    return _layers(model, model.flags)
-
-
-def _layers(model: ModelFile, flags: ModelFlags) -> StageLayers:
-    stages = flags.pipeline_model_parallel_size
-    text = flags.hybrid_layer_pattern
-    if text is not None:
-        first = flags.decoder_first_pipeline_num_layers or None
-        last = flags.decoder_last_pipeline_num_layers or None
-        pattern = HybridPattern.of(text, stages=stages, first=first, last=last) if type(text) is str else None
-        if pattern is None or not pattern.runs:
-            rule = "has no attention layer (* or +) with an MoE layer (E) right after it"
-            model.refuse("hybrid-layer-pattern", rule, "Use a pattern such as M*EM*E.")
+    flags = model.flags
+    stages, frequency = flags.pipeline_model_parallel_size, flags.moe_layer_freq
+    pattern = HybridPattern.of_arguments(flags)
+    if pattern is not None:
+        if not pattern.runs:
+            rule = "has no attention layer (* or +) with an MoE layer (E) right after it, such as M*EM*E"
+            model.refuse("hybrid-layer-pattern", rule)
         # Pairs share schedules in runs; every stage is planned as its longest run.
-        return _busiest(pattern.runs[::-1])
-    with_experts: tuple[bool, ...] = (True,)
-    if flags.num_layers is not None:
-        with_experts = _with_experts(model, flags.moe_layer_freq, flags.num_layers)
-    if flags.num_layers_per_virtual_pipeline_stage is not None:
-        stages = max(stages, len(with_experts) // flags.num_layers_per_virtual_pipeline_stage)
+        parts = list(pattern.runs[::-1])
     else:
+        total = flags.num_layers or 1
+        if flags.num_layers is None:
+            frequency = 1
+        if isinstance(frequency, int):
+            frequency = [int(layer % frequency == 0) for layer in range(total)]
+        if len(frequency) != total:
+            model.refuse("moe-layer-freq", f"is of {len(frequency)} layers, and num-layers is {total}")
         stages *= flags.num_virtual_stages_per_pipeline_rank
-    size = -(-len(with_experts) // stages)
-    return _busiest([with_experts[start : start + size] for start in range(0, len(with_experts), size)])
-
-
-def _busiest(parts: Sequence[tuple[bool, ...]]) -> StageLayers:
-    """The consecutive layers with the most experts; of equal ones the last."""
+        if flags.num_layers_per_virtual_pipeline_stage is not None:
+            in_stage = flags.num_layers_per_virtual_pipeline_stage
+            stages = max(flags.pipeline_model_parallel_size, total // in_stage)
+        size = -(-total // stages)
+        parts = [tuple(map(bool, frequency[start : start + size])) for start in range(0, total, size)]
+    # Those with the most experts; of equal ones the last.
     part = max(reversed(parts), key=lambda layers: (sum(layers), len(layers)))
     return StageLayers(len(part), tuple(layer for layer, experts in enumerate(part) if not experts))
-
-
-def _with_experts(model: ModelFile, frequency: object, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer of a model has experts, from the value of ``--moe-layer-freq``.
-
-    That is a whole number, such as 2 for every second layer; a list of 0 and 1, or one as text, such as
-    ``([0]*1+[1]*26)``.
-    """
-    if isinstance(frequency, str):
-        try:
-            frequency = _value(ast.parse(frequency, mode="eval").body)
-        except (SyntaxError, RecursionError, MemoryError):
-            frequency = None
-    if type(frequency) is int and frequency > 0:
-        return tuple(layer % frequency == 0 for layer in range(num_layers))
-    rule = "is neither a whole number nor a pattern of 0 and 1"
-    if isinstance(frequency, list) and all(layer in (0, 1) for layer in frequency):
-        if len(frequency) == num_layers:
-            return tuple(layer == 1 for layer in frequency)
-        rule = f"is of {len(frequency)} layers, and num-layers is {num_layers}"
-    remedy = "Write 2 for every second layer, or a pattern such as ([0]*1+[1]*11)."
-    model.refuse("moe-layer-freq", rule, remedy)
-
-
-def _value(node: ast.expr) -> object:
-    """The value of a sum and product of lists and whole numbers; None for anything else."""
-    match node:
-        case ast.Constant(value=int(number)):
-            return number
-        case ast.List(elts=elements):
-            return [_value(element) for element in elements]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            first, second = _value(left), _value(right)
-            return first + second if isinstance(first, list) and isinstance(second, list) else None
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            repeated, times = _value(left), _value(right)
-            if isinstance(repeated, list) and type(times) is int and len(repeated) * times <= _LONGEST:
-                return repeated * times
-    return None

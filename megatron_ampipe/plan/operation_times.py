@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_ampipe.plan.block import Block, Rows
-from megatron_ampipe.plan.cluster import Cluster, Operation, TransferCost
+from megatron_ampipe.plan.cluster import Cluster, Dtype, Operation, TransferCost
 from megatron_ampipe.schedule import BlockFeatures, Direction, NodeLayout
 
 GRADIENT_BYTES = 4
@@ -94,38 +94,8 @@ def _mlp(work: Block, rows: float, inner: float, calls: int = 1) -> list[Product
     return [up, Product(rows, inner, work.hidden, calls)]
 
 
-class LayerTensors(NamedTuple):
-    """Parameters of each tensor of a layer on one rank, whose gradients are reduced."""
-
-    experts: tuple[float, ...]
-    others: tuple[float, ...]
-
-    @property
-    def parameters(self) -> float:
-        """All of them together."""
-        return sum(self.experts) + sum(self.others)
-
-
-class LayerReductions(NamedTuple):
-    """How long reducing the gradients takes that are complete with a layer, in microseconds.
-
-    Attributes:
-        experts: Those of experts, complete when the backward pass comes to attention.
-        others: Those of all others, complete when it has ended the layer. (A bucket that ends within an MLP
-            or shared experts is complete earlier, which is not counted.)
-    """
-
-    experts: float
-    others: float
-
-    @property
-    def total_us(self) -> float:
-        """Both, one after the other."""
-        return self.experts + self.others
-
-
-def tensors_of(work: Block, *, dense: bool) -> LayerTensors:
-    """The tensors of a layer, with experts or ``dense``, without those that no other rank has."""
+def tensors_of(work: Block, *, dense: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Parameters of each tensor of a layer on one rank whose gradients are reduced: experts' and others."""
     products = [*qkv_products(work, 0), *attention_products(work, 0)]
     experts: list[Product] = []
     if dense:
@@ -134,7 +104,7 @@ def tensors_of(work: Block, *, dense: bool) -> LayerTensors:
         products += [] if work.shared_ffn is None else shared_products(work, 0)
         experts = expert_products(work, 0) * (work.local_experts if work.expert_replicas > 1 else 0)
     others = products if work.replicas > 1 else []
-    return LayerTensors(tuple(one.k * one.n for one in experts), tuple(one.k * one.n for one in others))
+    return tuple(one.k * one.n for one in experts), tuple(one.k * one.n for one in others)
 
 
 class OperationTimes:
@@ -162,24 +132,20 @@ class OperationTimes:
         self.features = block.features if features is None else features
         self._gemm = cluster.gemm(block.dtype)
         # Models in fp8 compute attention in bf16.
-        self._attention = cluster.attention("bf16" if block.dtype == "fp8" else block.dtype)
-        self._memory, self._permute = cluster.compute.memory, cluster.compute.permute
-        self.nodes = self._nodes() if block.exchange.has_two_hops else None
+        dtype: Dtype = "bf16" if block.dtype == "fp8" else block.dtype
+        self._attention = cluster.figure("compute.attention", cluster.compute.attention, dtype)
+        self.nodes: NodeLayout | None = None
         """How the expert-parallel ranks are spread over nodes, where tokens take two hops."""
-
-    def _nodes(self) -> NodeLayout:
-        work, ranks_per_node = self.block, self.cluster.ranks_per_node
-        nodes = NodeLayout.of(
-            expert=work.expert, expert_tensor=work.expert_tensor, ranks_per_node=ranks_per_node
-        )
-        if nodes is None:
-            self.cluster.refuse(
-                "ranks_per_node",
-                f"does not spread {work.expert} expert-parallel ranks equally over several nodes, as the "
-                f"exchange {work.exchange} needs it",
-                "Use the cluster file of that machine.",
+        if block.exchange.has_two_hops:
+            self.nodes = NodeLayout.of(
+                expert=block.expert,
+                expert_tensor=block.expert_tensor,
+                ranks_per_node=cluster.ranks_per_node,
             )
-        return nodes
+            if self.nodes is None:
+                rule = f"does not spread {block.expert} expert-parallel ranks equally over several nodes"
+                remedy = f"The exchange {block.exchange} needs the cluster file of such a machine."
+                cluster.refuse("ranks_per_node", rule, remedy)
 
     def tokens(self, rows: Rows) -> int:
         """Tokens of one rank in a chunk."""
@@ -217,7 +183,7 @@ class OperationTimes:
         sums = 0.0
         if chunked and not self.block.fused_gradients:
             # The weight gradients of the chunks are summed in fp32.
-            sums = self._memory.time_us(calls * k * n * (8 + self.block.element_bytes))
+            sums = self.memory_us(calls * k * n * (8 + self.block.element_bytes))
         return Pair(time, 2 * time + sums)
 
     def attend(self, gflops: float, merged: float) -> Pair:
@@ -231,12 +197,13 @@ class OperationTimes:
 
     def pass_over(self, elements: float) -> Pair:
         """Elements are read and written; the backward pass reads the gradient in addition to the input."""
-        time = self._memory.time_us(elements * self.block.element_bytes)
+        time = self.memory_us(elements * self.block.element_bytes)
         return Pair(time, 1.5 * time)
 
     def move(self, rows: float) -> Pair:
         """Rows are permuted."""
-        time = self._permute.time_us(2 * rows * self.block.hidden * self.block.element_bytes)
+        size = 2 * rows * self.block.hidden * self.block.element_bytes
+        time = self.cluster.compute.permute.time_us(size)
         return Pair(time, time)
 
     def gather(self, elements: float, ranks: int, *, wide: bool = False) -> Pair:
@@ -266,44 +233,35 @@ class OperationTimes:
             return self.figure("reduce_scatter", ranks * apart).time_us(size)
         return 2 * self.figure("all_gather", ranks * apart).time_us(size)
 
-    def reductions_us(self, tensors: LayerTensors) -> LayerReductions:
-        """The same of both buffers of a layer, or of several, as one bucket each."""
-        return LayerReductions(
-            self.reduction_us(sum(tensors.experts), experts=True),
-            self.reduction_us(sum(tensors.others), experts=False),
-        )
-
     def figure(self, operation: Operation, ranks: int) -> TransferCost:
         """A collective of a group that is spread over so many ranks, and so perhaps over several nodes."""
         return self.cluster.collective(operation, across_nodes=ranks > self.cluster.ranks_per_node)
 
     def links(self) -> list[tuple[TransferCost, float]]:
         """The links that an all-to-all uses, each with its share of the rows."""
-        work = self.block
+        work, cluster = self.block, self.cluster
         if self.nodes is not None:
             nodes = self.nodes.num_nodes
-            return [(self.cluster.collective("all_to_all", across_nodes=True), (nodes - 1) / nodes)]
-        near = min(work.expert, max(1, self.cluster.ranks_per_node // work.expert_tensor))
+            return [(cluster.collective("all_to_all", across_nodes=True), (nodes - 1) / nodes)]
+        near = min(work.expert, max(1, cluster.ranks_per_node // work.expert_tensor))
         direct: Operation = "stock_all_to_all" if self._stock else "direct_all_to_all"
-        if near < work.expert and direct in (self.cluster.inter or {}):
+        if near < work.expert and direct in (cluster.inter or {}):
             # Measured with all ranks of all nodes, the faster links included.
-            figure = self.cluster.collective(direct, across_nodes=True)
+            figure = cluster.collective(direct, across_nodes=True)
             return [(figure, (work.expert - near) / work.expert)]
-        return [
-            (self._exchange_figure(across), peers / work.expert)
-            for peers, across in ((near - 1, False), (work.expert - near, True))
-            if peers
-        ]
-
-    def _exchange_figure(self, across: bool) -> TransferCost:
-        figures = (self.cluster.inter if across else self.cluster.intra) or {}
-        own = self._stock and "stock_all_to_all" in figures
-        return self.cluster.collective("stock_all_to_all" if own else "all_to_all", across_nodes=across)
+        found = []
+        for peers, across in ((near - 1, False), (work.expert - near, True)):
+            own = self._stock and "stock_all_to_all" in ((cluster.inter if across else cluster.intra) or {})
+            operation: Operation = "stock_all_to_all" if own else "all_to_all"
+            if peers:
+                found.append((cluster.collective(operation, across_nodes=across), peers / work.expert))
+        return found
 
     def copy_us(self, size_bytes: float) -> float:
         """So many bytes are copied to host memory or back; BadInput if the cluster has no figure for it."""
-        return self.cluster.copy().time_us(size_bytes)
+        copy = self.cluster.figure("compute", {"copy": self.cluster.compute.copy}, "copy")
+        return copy.time_us(size_bytes)
 
     def memory_us(self, size_bytes: float) -> float:
         """So many bytes are read or written."""
-        return self._memory.time_us(size_bytes)
+        return self.cluster.compute.memory.time_us(size_bytes)

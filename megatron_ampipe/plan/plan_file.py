@@ -37,43 +37,26 @@ def made_for(block: Block, *, cluster: str, ranks_per_node: int) -> MadeFor:
     """The record of a block on machines with this description; what the block lacks is left out."""
     record = MadeFor(line=1)
     for key, recorded in RECORDED.items():
-        record[key] = recorded.metadata["text"](getattr(block, recorded.name))
+        if (value := recorded.metadata["text"](getattr(block, recorded.name))) is not None:
+            record[key] = value
     record |= {"ranks_per_node": ranks_per_node, "cluster": cluster}
-    for key in [key for key, value in record.items() if value is None]:
-        del record[key]
     return record
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One setting in which a run differs from what a plan was made for.
+def differences(planned: MadeFor, running: MadeFor) -> dict[str, bool]:
+    """Everything in which a run differs from what a plan was made for, but the description of the machines.
 
-    Attributes:
-        flag: Megatron's flag, or a description.
-        planned: Its value in the plan; None if it is not given.
-        running: Its value in the run, likewise.
-        essential: Whether the plan cannot be used because of it.
+    Returns:
+        For each difference in words whether the plan cannot be used because of it.
     """
-
-    flag: str
-    planned: object
-    running: object
-    essential: bool
-
-    def __str__(self) -> str:
-        return f"{self.flag} {_shown(self.planned)} (this run: {_shown(self.running)})"
-
-
-def differences(planned: MadeFor, running: MadeFor) -> tuple[Difference, ...]:
-    """Everything in which two records differ but the description of the machines, which a run lacks."""
-    found = []
+    found = {}
     for key in {**running, **planned}:
         before, now = planned.get(key), running.get(key)
         if before != now and key != "cluster":
-            columns = RECORDED[key].metadata if key in RECORDED else {"flag": key.replace("_", " ")}
-            essential = key != "ranks_per_node" and columns.get("changes") != "times"
-            found.append(Difference(columns["flag"], before, now, essential))
-    return tuple(found)
+            columns: Any = RECORDED[key].metadata if key in RECORDED else {"flag": key.replace("_", " ")}
+            essential = key != "ranks_per_node" and bool(columns.get("essential", True))
+            found[f"{columns['flag']} {_shown(before)} (this run: {_shown(now)})"] = essential
+    return found
 
 
 def _shown(value: object) -> str:
@@ -82,8 +65,29 @@ def _shown(value: object) -> str:
     return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
 
+_LAST: Any = {"last": True}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class _Planned:
+    """What a plan and its file hold in the same form; see :class:`Plan`."""
+
+    shares: tuple[float, ...] = field(metadata=_LAST)
+    stack: int = field(default=1, metadata={"minimum": 0, **_LAST})
+    memory: str = field(default=KEEP, metadata=_LAST)
+    num_layers: int = field(default=1, metadata=_LAST)
+    stock_ms: float | None = field(default=None, metadata=_LAST)
+    predicted_ms: float | None = field(default=None, metadata=_LAST)
+    stages_forward_ms: float | None = field(default=None, metadata=_LAST)
+    stages_backward_ms: float | None = field(default=None, metadata=_LAST)
+    hidden_share: float | None = field(default=None, metadata=_LAST)
+    memory_gib: float | None = field(default=None, metadata=_LAST)
+    reason: str = field(metadata=_LAST)
+    made_for: MadeFor | None = field(default=None, metadata=_LAST)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(_Planned):
     """How to run every block of a model.
 
     Predictions are None in a plan that a run found by measuring (``--ampipe-save-plan``). They are of all
@@ -91,11 +95,11 @@ class Plan:
 
     Attributes:
         schedule: Degrees of both directions and the order of the stages; it repeats if layers share it.
+        exchange: How the all-to-all groups copies of a token.
         shares: Share of the sequence in each chunk, with a sum of 1; the number of chunks is the larger
             degree.
         stack: How many consecutive layers share the schedule: 1 is block by block, 0 all of a pipeline stage.
         memory: What the experts keep for their backward, see ``Pipeline.memory``.
-        exchange: How the all-to-all groups copies of a token.
         num_layers: Of how many layers the predictions are.
         stock_ms: Predicted time of Megatron's own layers, forward and backward.
         predicted_ms: Predicted time with this plan.
@@ -109,19 +113,7 @@ class Plan:
     """
 
     schedule: Schedule
-    shares: tuple[float, ...]
-    stack: int = 1
-    memory: str = KEEP
     exchange: Exchange = Exchange.ROWS
-    num_layers: int = 1
-    stock_ms: float | None = None
-    predicted_ms: float | None = None
-    stages_forward_ms: float | None = None
-    stages_backward_ms: float | None = None
-    hidden_share: float | None = None
-    memory_gib: float | None = None
-    reason: str
-    made_for: MadeFor | None = None
 
     @property
     def forward_degree(self) -> int:
@@ -178,16 +170,14 @@ class Plan:
         )
 
     def write(self, path: Path, *, head: str) -> None:
-        """Write the file; it appears under its name only when it is whole.
-
-        ``head`` is a comment for the first line, such as the command that made it.
-        """
-        values = {name: getattr(self, name) for name in self.__slots__}
+        """Write the file, whose first line is the comment ``head``, such as the command that made it."""
         record = _PlanFile(
-            **values | {"schedule": to_text(self.schedule), "exchange": self.exchange.value},
+            **{name: getattr(self, name) for name in _Planned.__slots__},
             format="ampipe-plan-1",
             forward_degree=self.forward_degree,
             backward_degree=self.backward_degree,
+            schedule=to_text(self.schedule),
+            exchange=self.exchange.value,
         )
         write_record(path, record, head=head)
 
@@ -200,51 +190,34 @@ class Plan:
         """
         top = load(path, what="plan", remedy="Give a file that ampipe plan --output wrote.")
         record, lines = read_record(path, _PlanFile, top)
-
-        def require(good: bool, key: str, rule: str, remedy: str) -> None:
-            if not good:
-                refuse(path, lines[key], f"{key} {getattr(record, key)}", rule, remedy)
-
         try:
             schedule = from_text(record.schedule)
             check_memory(record.memory, backward_degree=schedule.backward_degree)
         except BadInput as error:
             key = "memory" if error.name == "--ampipe-memory" else "schedule"
             refuse(path, lines[key], f"{error.name} {error.value}", error.rule, error.remedy)
-        for key, degree in (
-            ("forward_degree", schedule.degree),
-            ("backward_degree", schedule.backward_degree),
+        num_chunks, total = schedule.num_chunks, sum(record.shares)
+        sums_to_one = min(record.shares) > 0 and abs(total - 1) <= SHARE_TOLERANCE
+        for key, good, rule in (
+            ("forward_degree", record.forward_degree == schedule.degree, schedule.degree),
+            ("backward_degree", record.backward_degree == schedule.backward_degree, schedule.backward_degree),
+            ("shares", len(record.shares) == num_chunks, f"{num_chunks}, one for each chunk of the schedule"),
+            ("shares", sums_to_one, f"above 0 with a sum of 1; the sum is {total:g}"),
         ):
-            require(getattr(record, key) == degree, key, f"the schedule has {degree}", f"Write {degree}.")
-        chunks, total = schedule.num_chunks, sum(record.shares)
-        rule = f"has {len(record.shares)} shares for {chunks} chunks"
-        require(len(record.shares) == chunks, "shares", rule, "Give one share for each chunk.")
-        rule = f"must be above 0 with a sum of 1; the sum is {total:g}"
-        good = min(record.shares) > 0 and abs(total - 1) <= SHARE_TOLERANCE
-        require(good, "shares", rule, "Write for example [0.5, 0.5].")
-        values: dict[str, Any] = {name: getattr(record, name) for name in cls.__slots__}
-        values |= {"schedule": schedule, "exchange": Exchange(record.exchange)}
-        return cls(**values | {"shares": tuple(share / total for share in record.shares)})
+            if not good:
+                shown = f"{key} {getattr(record, key)}"
+                refuse(path, lines[key], shown, f"must be {rule}", "Change the schedule, or this.")
+        values: dict[str, Any] = {name: getattr(record, name) for name in _Planned.__slots__}
+        values["shares"] = tuple(share / total for share in record.shares)
+        return cls(**values, schedule=schedule, exchange=Exchange(record.exchange))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _PlanFile:
+class _PlanFile(_Planned):
     """The format of the file; see :class:`Plan`."""
 
     format: Literal["ampipe-plan-1"]
     forward_degree: int
     backward_degree: int
-    shares: tuple[float, ...]
-    stack: int = field(default=1, metadata={"minimum": 0})
-    memory: str = KEEP
-    exchange: Literal["rows", "ranks", "nodes", "2dh"] = "rows"
-    made_for: LinedMapping | None = None
     schedule: str
-    num_layers: int = 1
-    stock_ms: float | None = None
-    predicted_ms: float | None = None
-    stages_forward_ms: float | None = None
-    stages_backward_ms: float | None = None
-    hidden_share: float | None = None
-    memory_gib: float | None = None
-    reason: str
+    exchange: Literal["rows", "ranks", "nodes", "2dh"] = "rows"

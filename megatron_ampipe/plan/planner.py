@@ -6,6 +6,7 @@ why. The simpler plan is kept unless another is predicted to be faster by more t
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,11 +53,8 @@ MINIMUM_SPEEDUP = 1.01
 class Plans:
     """What was compared for the layers of a pipeline stage.
 
-    Attributes:
-        alone: The plan of one block; with it, blocks run one after another.
-        shared: The plan of layers that share a schedule; None if they cannot.
-        blocks_ms: Time of the same layers block by block.
-        chosen: One of the two, with the reason.
+    ``alone`` is the plan of one block, with which all take ``blocks_ms`` one after another; ``shared`` that
+    of layers that share a schedule, None if they cannot; ``chosen`` one of the two, with the reason.
     """
 
     alone: Plan
@@ -91,14 +89,10 @@ def make_plans(
     Args:
         predictor: Of all of these layers.
         degrees: The degrees that are tried.
-        full: Whether unequal chunks and other orders are searched too; without them, the search takes a few
-            milliseconds.
+        full: Whether unequal chunks and other orders are searched too, which takes seconds.
         stack: How many layers may share a schedule: 1 is block by block, 0 all.
         exchanges: Those that are compared; the first is kept unless another is predicted to save more than
             predictions are exact. One that does not apply is left out if others are left.
-
-    Returns:
-        The plans with the chosen exchange.
 
     Raises:
         BadInput: the predicted time of a block is 0.
@@ -137,11 +131,16 @@ def _plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: 
             "has figures with which the time of a block is 0",
             "Write the times of its operations, or measure the cluster with ampipe profile.",
         )
-    alone = _block_plan(predictor.of_layers(1), degrees, full=full)
+    alone, work = _block_plan(predictor.of_layers(1), degrees, full=full), predictor.block
     if stack == 1 or len(predictor.layers) == 1:
         return Plans(alone, None, _blocks_ms(predictor, alone), alone)
-    if (why := _cannot_share(predictor)) is not None:
-        because = replace(alone, reason=f"{alone.reason} {why}")
+    why = boundary(work.settings, whole_attention=False)
+    nothing = work.expert == 1 or work.rows == 1 or all(layer.dense for layer in predictor.layers)
+    if nothing or why is not None:
+        cannot = f"Layers do not share a schedule: {why}."
+        if nothing:
+            cannot = "Nothing is hidden, so layers do not share a schedule."
+        because = replace(alone, reason=f"{alone.reason} {cannot}")
         return Plans(alone, None, _blocks_ms(predictor, alone), because)
     sharing = sharing_layers(predictor, stack)
     candidate = _best(sharing, degrees, full=full)
@@ -164,24 +163,15 @@ def _plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: 
 
 
 def sharing_layers(predictor: Predictor, stack: int) -> Predictor:
-    """A predictor of the layers that share one schedule, of those of a pipeline stage."""
+    """Of the layers of a pipeline stage, those that share one schedule."""
     count = len(predictor.layers)
     return predictor if stack == ALL_LAYERS or stack >= count else predictor.of_layers(stack)
-
-
-def _cannot_share(predictor: Predictor) -> str | None:
-    """Why layers do not share a schedule, as a sentence; None if they can."""
-    work = predictor.block
-    if work.expert == 1 or work.rows == 1 or not any(layer.experts for layer in predictor.layers):
-        return "Nothing is hidden, so layers do not share a schedule."
-    reason = boundary(work.settings, whole_attention=False)
-    return None if reason is None else f"Layers do not share a schedule: {reason}."
 
 
 def _blocks_ms(predictor: Predictor, alone: Plan) -> float:
     """The time of all layers of a predictor block by block, with the plan of one block."""
     assert alone.predicted_ms is not None and alone.stock_ms is not None
-    with_experts = sum(features.experts for features in predictor.layers)
+    with_experts = sum(not features.dense for features in predictor.layers)
     others_ms = predictor.stock().total / 1e3 - with_experts * alone.stock_ms
     return with_experts * alone.predicted_ms + others_ms
 
@@ -277,13 +267,7 @@ _ON_DEVICE = tuple(name for name in STRATEGIES if name not in COPYING)
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One combination.
-
-    Attributes:
-        memory: As ``Pipeline.memory``.
-        peak_bytes: Predicted peak of the activations.
-        time_us: Simulated time of a pass of the layers that were simulated; None without a cluster.
-    """
+    """A combination, as ``Pipeline.memory``; its peak; the time of a pass, None without a cluster."""
 
     memory: str
     peak_bytes: float
@@ -315,14 +299,12 @@ def simulated(predictor: Predictor, pipeline: Pipeline, peak: Callable[[str], fl
     names = _ON_DEVICE if predictor.cluster.compute.copy is None else tuple(STRATEGIES)
     layers, chunks = min(SHORT, len(predictor.layers)), pipeline.backward_degree
     lengths = [chunk.hidden[0].length for chunk in pipeline.chunks(predictor.block.rows)]
-    times: dict[str, float] = {}
 
+    @functools.cache
     def time_us(memory: str) -> float:
-        if memory not in times:
-            of_memory = predictor.of_layers(layers, memory=memory)
-            schedule = replace(pipeline, memory=memory).schedule_of(of_memory.layers)
-            times[memory] = of_memory.pass_us(schedule, lengths).total
-        return times[memory]
+        of_memory = predictor.of_layers(layers, memory=memory)
+        schedule = replace(pipeline, memory=memory).schedule_of(of_memory.layers)
+        return of_memory.pass_us(schedule, lengths).total
 
     order = {
         name: sorted(range(chunks), key=lambda chunk: time_us(_with(KEEP, name, [chunk], chunks)))
@@ -368,16 +350,11 @@ def equation_10(*, product: float, transfer: float, copy: float | None) -> Mappi
 
 
 def equation_10_us(predictor: Predictor, *, degree: int) -> Mapping[str, float]:
-    """The same of one of so many chunks on the cluster of a predictor.
-
-    The slowdowns are those of the cluster file: of a transfer next to computation (``mu``), whether or not
-    copies run as well; copies are not slowed (``eta`` is 1).
-    """
+    """The same of one of so many chunks; copies are not slowed (``eta`` is 1), transfers by the cluster."""
     work, cluster = predictor.block, predictor.cluster
-    lengths = even_chunks(work.rows, degree)
+    lengths, copies = even_chunks(work.rows, degree), cluster.compute.copy
     dispatch = predictor.model.stages(lengths)[Stage(kinds.DISPATCH, 0)]
     both = predictor.model.times.all_products(expert_products(work, lengths[0]), chunked=False)
-    copies = cluster.compute.copy
     size = expert_bytes(work, lengths[0], local=cluster.trains_on_host, inner=False)
     return equation_10(
         product=both.forward / 2,

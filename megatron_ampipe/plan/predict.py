@@ -54,12 +54,7 @@ class CostModel:
     """
 
     def __init__(
-        self,
-        block: Block,
-        cluster: Cluster,
-        *,
-        shares_schedule: bool = False,
-        memory: str = KEEP,
+        self, block: Block, cluster: Cluster, *, shares_schedule: bool = False, memory: str = KEEP
     ) -> None:
         self.block, self.cluster, self._shares_schedule = block, cluster, shares_schedule
         # Where layers share a schedule, they recompute as a part of it.
@@ -122,7 +117,7 @@ class CostModel:
     def _time(self, kind: StageKind, rows: Sequence[Rows], *, chunked: bool, dense: bool) -> Pair:
         """The time of one stage of some chunks."""
         # Chunks are computed one by one; a single collective sends the rows of all of them.
-        parts = rows if kind.lane.computes and len(rows) > 1 else (_joined(rows),)
+        parts = rows if kind.lane.computes or len(rows) == 1 else (_joined(rows),)
         by_position, times = facts_of(kind).by_position, []
         for part in parts:
             key = (kind, chunked, dense, part if by_position else part.hidden)
@@ -192,21 +187,13 @@ class CostModel:
         return OperationTimes(self.block.stock, self.cluster, stock=True)
 
     def edges(self) -> float:
-        """What layers that share a schedule do once before the first and after the last, in each direction.
-
-        With tensor parallelism, rows move from Megatron's ranks to those of the chunks, and back.
-        """
+        """Rows from Megatron's tensor-parallel ranks to those of the chunks, and back, around a stack."""
         work = self.block
         if not self._shares_schedule or work.tensor == 1:
             return 0.0
         moved = work.rows * work.batch * work.hidden * work.element_bytes * (work.tensor - 1) / work.tensor
         figure = self.times.figure("all_to_all", work.tensor)
         return 2 * (figure.time_us(moved) + self.times.move(work.rows * work.batch).forward)
-
-    def latency(self, kind: StageKind) -> float:
-        """The part of a collective of this kind that does not depend on its size."""
-        latency = facts_of(kind).latency
-        return 0.0 if latency is None else latency(self.times)
 
 
 def _joined(chunks: Sequence[Rows]) -> Rows:
@@ -240,8 +227,7 @@ class Predictor:
         dense: Collection[int] = (),
         memory: str = KEEP,
     ) -> None:
-        self.block, self.cluster, self.memory = block, cluster, memory
-        self._dense = dense
+        self.block, self.cluster, self.memory, self._dense = block, cluster, memory, dense
         self.model = CostModel(block, cluster, shares_schedule=num_layers > 1, memory=memory)
         self.features = self.model.features
         self.layers: tuple[BlockFeatures, ...] = tuple(
@@ -249,24 +235,21 @@ class Predictor:
         )
         """Of each block that shares the schedule."""
         self._times: dict[object, float] = {}
-        kinds_of_block = {kind for features in {*self.layers} for kind in data_flow(features).kinds}
-        kinds_of_block |= {kind for kind in WEIGHTS.values() if kind.weights_of in kinds_of_block}
+        kinds = {kind for features in {*self.layers} for kind in data_flow(features).kinds}
+        kinds |= {kind for kind in WEIGHTS.values() if kind.weights_of in kinds}
         self._costs = functools.lru_cache(maxsize=4096)(self.model.stages)
         self._issue_us = {
-            direction: {
-                kind: issue_us(kind, direction, block, cluster.host, others=kinds_of_block)
-                for kind in kinds_of_block
-            }
-            for direction in Direction
+            way: {kind: issue_us(kind, way, block, cluster.host, others=kinds) for kind in kinds}
+            for way in Direction
         }
-        self._latency = {kind: self.model.latency(kind) for kind in kinds_of_block}
+        self._latency = {kind: facts_of(kind).latency(self.model.times) for kind in kinds}
 
     def with_exchange(self, exchange: Exchange) -> Predictor:
         """A predictor of the same layers with another exchange."""
         return self.of_layers(len(self.layers), dense=self._dense, exchange=exchange)
 
     def with_reductions(self) -> Predictor:
-        """A predictor of the same layers that reduce gradients in stages of their schedule."""
+        """The same that reduce gradients in stages of their schedule."""
         return self.of_layers(len(self.layers), dense=self._dense, places_reductions=True)
 
     def of_layers(
@@ -279,7 +262,7 @@ class Predictor:
     def stock(self) -> Pair:
         """Time of Megatron's own layers."""
         total = sum((self.model.stock(dense=features.dense) for features in self.layers), ZERO)
-        return self._recomputed(total)
+        return self._recomputed(*total)
 
     def peak_bytes(self, schedule: Schedule | None, *, memory: str | None = None) -> float:
         """Peak of the activations of a block with a schedule; None for Megatron's own layer."""
@@ -294,7 +277,7 @@ class Predictor:
 
     def communication_us(self) -> float:
         """Total time of all collectives of a forward and a backward pass without chunks."""
-        with_experts = sum(features.experts for features in self.layers)
+        with_experts = sum(not features.dense for features in self.layers)
         return with_experts * sum(
             cost.total
             for stage, cost in self.model.stages((self.block.rows,)).items()
@@ -320,13 +303,9 @@ class Predictor:
         return self._in_pass(*(self.direction_us(schedule, lengths, direction) for direction in Direction))
 
     def bound_us(self, schedule: Schedule, lengths: Sequence[int]) -> Pair:
-        """What no order of the stages of a schedule can beat; lanes do not slow each other in it.
-
-        The arguments are those of :meth:`pass_us`.
-        """
+        """What no order of the stages of a schedule can beat; lanes do not slow each other in it."""
         schedule = self.whole(schedule)
-        bounds = (self.direction_bound_us(schedule, lengths, direction) for direction in Direction)
-        return self._in_pass(*bounds)
+        return self._in_pass(*(self.direction_bound_us(schedule, lengths, way) for way in Direction))
 
     def direction_bound_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
         """The bound of one direction of a schedule of all of the layers, without a recompute."""
@@ -366,7 +345,17 @@ class Predictor:
             )
             for features in {*self.layers}
         }
-        durations = durations_of(compiled.stages, [costs[features] for features in self.layers], direction)
+        forward, durations = direction is Direction.FORWARD, []
+        for stage in compiled.stages:
+            if stage.kind == REDUCE and len(self.layers) > 1:
+                # A layer reduces gradients of the one above it, of which the last one has none. One layer
+                # alone stands for any of those that run one after another.
+                above = self.layers[stage.layer + 1 :][:1]
+                durations.append(sum(costs[features][Stage(REDUCE)].backward for features in above))
+                continue
+            alone = Stage(stage.kind, stage.chunk) if stage.layer or stage.again else stage
+            pair = costs[self.layers[stage.layer]][alone]
+            durations.append(pair.forward if forward or stage.again else pair.backward)
         issue = None
         if self.cluster.host.issue.of(direction):
             times = self._issue_us[direction]
@@ -402,10 +391,7 @@ class Predictor:
     def timeline(
         self, schedule: Schedule, lengths: Sequence[int], *, labels: Mapping[str, str] | None = None
     ) -> Timeline:
-        """The start and end of every stage, forward and then backward, with labels for a drawing.
-
-        The other arguments are those of :meth:`pass_us`.
-        """
+        """The start and end of every stage, forward and then backward, with labels for a drawing."""
         schedule = self.whole(schedule)
         spans: list[StageSpan] = []
         offset = 0.0
@@ -430,41 +416,17 @@ class Predictor:
         return Timeline(rank=0, spans=ordered, labels=dict(labels or {}))
 
     def _block(self, direction: Direction) -> float:
-        # Every layer of a stack makes its own call, and its parameters their own gradients.
+        # Every layer of a stack makes its own call.
         return self.cluster.host.block.of(direction) * len(self.layers) + self.model.edges()
 
     def _in_pass(self, forward: float, backward: float) -> Pair:
         """With what Megatron recomputes around a layer; layers that share a schedule recompute in it."""
-        pair = Pair(forward, backward)
-        return pair if self.features.recomputed else self._recomputed(pair)
+        return self._recomputed(forward, backward, again=not self.features.recomputed)
 
-    def _recomputed(self, pair: Pair) -> Pair:
-        if not self.block.recomputes:
-            return pair
-        return Pair(pair.forward, pair.forward + pair.backward)
+    def _recomputed(self, forward: float, backward: float, *, again: bool = True) -> Pair:
+        return Pair(forward, forward + backward if self.block.recomputes and again else backward)
 
 
 @functools.lru_cache(maxsize=256)
 def _unrolled(schedule: Schedule, layers: tuple[BlockFeatures, ...]) -> Schedule:
     return unrolled(period(schedule), layers)
-
-
-def durations_of(
-    stages: Sequence[Stage], costs: Sequence[Mapping[Stage, Pair]], direction: Direction
-) -> list[float]:
-    """The time of each stage alone in one direction. ``costs`` are those of each layer.
-
-    A layer reduces gradients of the one above it and its own; of several, the last one has none above. One
-    layer alone stands for any of those that run one after another.
-    """
-    forward = direction is Direction.FORWARD
-    durations = []
-    for stage in stages:
-        if stage.kind == REDUCE and len(costs) > 1:
-            above = costs[stage.layer + 1 :][:1]
-            durations += [costs_of[Stage(stage.kind)].backward for costs_of in above] or [0.0]
-            continue
-        alone = Stage(stage.kind, stage.chunk) if stage.layer or stage.again else stage
-        pair = costs[stage.layer][alone]
-        durations.append(pair.forward if forward or stage.again else pair.backward)
-    return durations

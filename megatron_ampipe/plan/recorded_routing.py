@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,9 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files import inputs, outputs
+from megatron_ampipe.files import outputs
+from megatron_ampipe.files.inputs import parse_file
+from megatron_ampipe.plan.block import Block
 
 FORMAT = "ampipe-routing-2"
 THRESHOLDS = (0.9, 0.95, 0.97, 0.99, 0.999)
@@ -97,28 +98,12 @@ class RoutingRecord:
     ranks_per_sequence: _Size
     hidden_size: _Size
     tokens: Annotated[tuple[_Size, ...], Field(min_length=1)]
-    layers: tuple[LayerRouting, ...]
+    layers: Annotated[tuple[LayerRouting, ...], Field(min_length=1)]
 
     @property
     def num_parts(self) -> int:
         """Sequences, or what ranks hold of them."""
         return len(self.layers[0].counts)
-
-    @property
-    def is_consistent(self) -> bool:
-        """Whether tables have the sizes that the numbers say, and layers have tokens."""
-        if not self.layers or self.num_experts % self.ranks or self.num_parts % self.batch:
-            return False
-        chunked = (len(self.tokens), self.num_experts)
-        return all(
-            len(layer.counts) == self.num_parts
-            and all(_sizes(part) == chunked for part in layer.counts)
-            and set(layer.arrivals) == set(places_of(self.num_experts))
-            and all(_sizes(rows) == (self.num_parts, places) for places, rows in layer.arrivals.items())
-            and all(rows <= layer.rows_compared for rows in layer.rows_left.values())
-            and layer.rows
-            for layer in self.layers
-        )
 
     def write(self, folder: Path) -> None:
         """Write the file of this iteration; it appears under its name only when it is whole."""
@@ -128,11 +113,7 @@ class RoutingRecord:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRouting:
-    """All files of a folder, and what they say of any number of places.
-
-    Attributes:
-        records: In the order of the iterations; the experts of all are as many.
-    """
+    """All files of a folder, in the order of the iterations, and what they say of any number of places."""
 
     records: tuple[RoutingRecord, ...]
 
@@ -164,27 +145,13 @@ class RecordedRouting:
             for layer in record.layers
             for part in range(record.num_parts)
         )
-        tokens = sum(len(one.layers) * one.num_parts * sum(one.tokens) for one in self.records)
-        return arrived / tokens
+        return arrived / sum(len(one.layers) * one.num_parts * sum(one.tokens) for one in self.records)
 
     def condensed(self, threshold: float) -> float:
-        """Share of the rows that ``--ampipe-condense`` with this threshold would not send, 0 to 1.
+        """Share of the rows that ``--ampipe-condense`` with this recorded threshold would not send, 0 to 1.
 
         An estimate from the rows that were compared.
-
-        Raises:
-            BadInput: it was not recorded.
         """
-        if threshold not in self.thresholds:
-            known = ", ".join(f"{one:g}" for one in self.thresholds)
-            raise BadInput(
-                "--condense",
-                f"{threshold:g}",
-                rule="is no threshold that was recorded",
-                remedy=f"Use one of {known}, or record a training with --ampipe-condense."
-                if known
-                else "Record a training in which every layer has tokens.",
-            )
         share = share_condensed(self._layers, threshold)
         assert share is not None
         return share
@@ -205,12 +172,6 @@ class RecordedRouting:
         return [layer for record in self.records for layer in record.layers]
 
 
-def _sizes(table: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Rows of a table, and columns; nothing further if rows differ."""
-    columns = {len(row) for row in table}
-    return (len(table), *columns) if len(columns) == 1 else (len(table),)
-
-
 def busiest(rows: Sequence[int]) -> float:
     """The most over the mean; 1 for nothing at all."""
     return max(rows) * len(rows) / sum(rows) if any(rows) else 1.0
@@ -225,7 +186,7 @@ def share_condensed(layers: Iterable[LayerRouting], threshold: float) -> float |
 
 def files_of(folder: Path) -> dict[int, Path]:
     """The files of a folder by iteration, in order."""
-    found = {int(match[1]): folder / name for name in os.listdir(folder) if (match := _NAME.fullmatch(name))}
+    found = {int(match[1]): path for path in folder.glob("*") if (match := _NAME.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 
@@ -238,12 +199,7 @@ def read_routing(folder: Path, *, flag: str) -> RecordedRouting:
     Raises:
         BadInput: there are none, or one is not such a file, or they are of different models.
     """
-    try:
-        paths = files_of(folder)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise BadInput(flag, folder, rule=f"cannot be read ({reason})", remedy=_REMEDY) from error
-    records = tuple(read_record(path, flag=flag) for path in paths.values())
+    records = tuple(read_record(path, flag=flag) for path in files_of(folder).values())
     models = {
         (record.num_experts, record.hidden_size, tuple(layer.layer for layer in record.layers))
         for record in records
@@ -256,13 +212,49 @@ def read_routing(folder: Path, *, flag: str) -> RecordedRouting:
 
 def read_record(path: Path, *, flag: str) -> RoutingRecord:
     """One file that :meth:`RoutingRecord.write` wrote; BadInput if it is not."""
-    try:
-        content = json.loads(inputs.read_text(path))
+
+    def parse(text: str) -> RoutingRecord:
+        content = json.loads(text)
         record = TypeAdapter(RoutingRecord).validate_python(content)
-        if content["format"] != FORMAT or not record.is_consistent:
-            raise ValueError
-    except OSError as error:
-        raise BadInput(flag, path, rule=f"cannot be read ({error.strerror})", remedy=_REMEDY) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadInput(flag, path, rule="is not a file of a recorded routing", remedy=_REMEDY) from error
-    return record
+        if content["format"] != FORMAT:
+            raise ValueError(FORMAT)
+        return record
+
+    return parse_file(path, parse, what=flag, rule="is not a file of a recorded routing", remedy=_REMEDY)
+
+
+def with_routing(block: Block, folder: Path, *, condense: float | None) -> tuple[Block, tuple[str, ...]]:
+    """A block whose experts are used as in a training, and a sentence for each figure that was taken.
+
+    Args:
+        block: The block.
+        folder: The value of ``--routing``.
+        condense: The value of ``--condense``; None if every token is sent.
+
+    Raises:
+        BadInput: there is no such recording, or it is of another number of experts or other thresholds.
+    """
+    routing = read_routing(folder, flag="--routing")
+    if routing.num_experts != block.experts:
+        rule = f"is of {routing.num_experts} experts, and the model has {block.experts}"
+        raise BadInput("--routing", folder, rule=rule, remedy="Give the model that was trained.")
+    if condense is not None and condense not in routing.thresholds:
+        known = ", ".join(f"{threshold:g}" for threshold in routing.thresholds) or "none"
+        remedy = f"Use one of {known}, or record a training with --ampipe-condense."
+        raise BadInput("--condense", f"{condense:g}", rule="is no recorded threshold", remedy=remedy)
+    places = (*places_of(block.experts), block.experts)
+    rows = tuple((count, routing.rows_to(count)) for count in places)
+    block = dataclasses.replace(block, imbalance=routing.imbalance(block.expert), rows_seen=rows)
+    said = [
+        f"imbalance {block.imbalance:.3f} of {block.expert} ranks: {len(routing.records)} iterations in "
+        f"{folder}"
+    ]
+    if block.expert in places:
+        said.append(f"{block.rows_to(block.expert):.3f} ranks get a token, from the same")
+    if condense is not None:
+        block = dataclasses.replace(block, condense=condense, condensed=routing.condensed(condense))
+        said.append(
+            f"{block.condensed:.1%} of the rows are not sent with --ampipe-condense {condense:g}, from the "
+            f"same; they were compared in {len(routing.records[-1].tokens)} chunks"
+        )
+    return block, tuple(said)

@@ -1,15 +1,14 @@
 """Chooses how to run a block, or several layers that share a schedule: degrees, lengths of chunks, order.
 
-Three steps, none of which makes the result slower: the best named schedule over all degrees
-(:func:`choose_degree`, a few milliseconds), lengths of chunks (:func:`improve_chunks`), order of stages
-(:func:`improve_order`). They are limited by a number of evaluations, not by time, and use fixed random seeds,
+Three steps, none of which makes the result slower: the best named schedule over all degrees, lengths of
+chunks, order of stages. They are limited by a number of evaluations, not by time, and use fixed random seeds,
 so that ranks with the same figures find the same plan. Layers that share a schedule are searched on a short
 stack of layers with experts, and the result is predicted for all of them.
 
 The layers repeat, so their order does too: what is searched is one period, in which each stage has a place in
 its lane and a relative layer (``Schedule.repeats``); for one block it is the order itself. List schedules
-with different weights of layer, chunk and critical path give the first periods; the best ones are improved by
-moving single stages within their lane, over the edge of the period too.
+with different weights give the first periods; the best ones are improved by moving single stages within their
+lane, over the edge of the period too.
 """
 
 from __future__ import annotations
@@ -77,10 +76,8 @@ Period = tuple[tuple[Entry, ...], ...]
 class Candidate:
     """One way to run the layers of a predictor, with its predicted time.
 
-    Attributes:
-        schedule: Degrees and order of the stages; it repeats if several layers share it.
-        lengths: Rows of one rank in each chunk.
-        time: Time of a pass of all of the layers in each direction, in microseconds.
+    The schedule repeats if several layers share it; ``lengths`` are rows of one rank in each chunk; ``time``
+    is of a pass of all of the layers in each direction, in microseconds.
     """
 
     schedule: Schedule
@@ -94,11 +91,7 @@ class Candidate:
 
     @property
     def cost(self) -> float:
-        """The predicted time by which named candidates are compared.
-
-        Joined gradients of weights have to save more than predictions are exact: what they take waits for
-        them.
-        """
+        """By which named candidates are compared: joined gradients have to save more, as they hold memory."""
         return self.total_us / (1 - MINIMUM_SAVING) if self.schedule.joins_weights else self.total_us
 
 
@@ -128,11 +121,7 @@ def named(predictor: Predictor, name: str, forward: int, backward: int) -> Candi
 
 
 def choose_degree(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candidate:
-    """The best named schedule with equal chunks and a degree for each direction, of ascending degrees.
-
-    One of the two degrees divides the other, because the runtime groups adjacent chunks in the direction with
-    the smaller degree.
-    """
+    """The best named schedule with equal chunks and a degree for each direction, of ascending degrees."""
     best = _best_named(_short(predictor), degrees)
     return _timed(predictor, best.schedule, best.lengths)
 
@@ -149,11 +138,11 @@ def _best_named(predictor: Predictor, degrees: Sequence[int]) -> Candidate:
         if slower == MAX_SLOWER_DEGREES:
             break
     assert best is not None, "a sequence of one row cannot be split"
-    # Smaller degrees, divisors of the degree, in one of the two directions.
+    # The runtime groups adjacent chunks in the direction with the smaller degree, so that is a divisor.
     count = len(best.lengths)
     for degree in (degree for degree in range(1, count) if count % degree == 0):
         for pair in ((degree, count), (count, degree)):
-            best = min(best, named(predictor, best.schedule.name, *pair), key=lambda one: one.total_us)
+            best = min(best, named(predictor, best.schedule.name, *pair), key=_total_us)
     return best
 
 
@@ -166,7 +155,7 @@ def improve_chunks(predictor: Predictor, start: Candidate) -> Candidate:
     best, tries = start, CHUNK_EVALUATIONS // (count * len(predictor.layers))
     step = max(unit, rows // (2 * count) // unit * unit)
     for lengths in (_tapered(rows, count, unit, ratio) for ratio in (0.8, 1.25)):
-        best = min(best, _timed(predictor, start.schedule, lengths), key=lambda one: one.total_us)
+        best = min(best, _timed(predictor, start.schedule, lengths), key=_total_us)
     while step >= unit and tries > 0:
         improved = False
         for giver in range(count):
@@ -192,13 +181,16 @@ def full_plan(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candida
     """
     short = _short(predictor)
     plain = _best_named(short, degrees)
-    shaped = min(
-        (improve_chunks(short, start) for start in _starts(short, plain, degrees)),
-        key=lambda one: one.total_us,
-    )
+    # The best named candidate, and ``ampipe`` at its degree and the next larger one.
+    count = len(plain.lengths)
+    larger = [degree for degree in degrees if count < degree <= short.block.rows][:1]
+    starts = [plain, *(named(short, NAMED[0], degree, degree) for degree in (count, *larger))]
+    if starts[1].schedule == plain.schedule:
+        del starts[1]
+    shaped = min((improve_chunks(short, start) for start in starts), key=_total_us)
     schedule = shaped.schedule
     even = named(short, schedule.name, schedule.degree, schedule.backward_degree)
-    ordered = min((_reordered(short, start) for start in (even, shaped)), key=lambda one: one.total_us)
+    ordered = min((_reordered(short, start) for start in (even, shaped)), key=_total_us)
     best, *others = (_timed(predictor, one.schedule, one.lengths) for one in (plain, shaped, ordered))
     for found in others:
         # The simpler candidate is kept unless the gain exceeds the accuracy of the prediction.
@@ -224,7 +216,8 @@ def reorder(predictor: Predictor, start: Candidate) -> Candidate:
         time = predictor.direction_us(whole, start.lengths, direction)
         # Unless no order can save enough.
         if predictor.direction_bound_us(whole, start.lengths, direction) < time * (1 - MINIMUM_SAVING / 2):
-            problem = OrderProblem.of(predictor, schedule, start.lengths, direction)
+            inputs = predictor.inputs(whole, start.lengths, direction)
+            problem = OrderProblem(*inputs, direction=direction)
             first = problem.period_of(program)
             best = improve_order(problem, first)
             program = program if best == first else problem.program(best)
@@ -236,20 +229,16 @@ def reorder(predictor: Predictor, start: Candidate) -> Candidate:
     return _timed(predictor, found, start.lengths)
 
 
-def _starts(predictor: Predictor, plain: Candidate, degrees: Sequence[int]) -> list[Candidate]:
-    """The best named candidate, and ``ampipe`` at its degree and the next larger one."""
-    count = len(plain.lengths)
-    larger = [degree for degree in degrees if count < degree <= predictor.block.rows][:1]
-    others = (named(predictor, NAMED[0], degree, degree) for degree in (count, *larger))
-    return [plain, *(one for one in others if one.schedule != plain.schedule)]
-
-
 def _short(predictor: Predictor) -> Predictor:
     """Of a short stack, in place of all layers that share a schedule."""
     if len(predictor.layers) == 1:
         return predictor
     # Stages that run again are placed by the order of the others, and are no part of a period.
     return predictor.of_layers(min(SHORT, len(predictor.layers)), recomputes=False)
+
+
+def _total_us(candidate: Candidate) -> float:
+    return candidate.total_us
 
 
 def _timed(predictor: Predictor, schedule: Schedule, lengths: tuple[int, ...]) -> Candidate:
@@ -286,24 +275,16 @@ class OrderProblem:
         """For each stage of a layer its number in each layer, in the order of the pass."""
         self._lane_of = {stage: lane for lane, (_, order) in enumerate(compiled.lanes) for stage in order}
 
-    @classmethod
-    def of(
-        cls, predictor: Predictor, schedule: Schedule, lengths: tuple[int, ...], direction: Direction
-    ) -> OrderProblem:
-        """The problem of one direction of a schedule, for the layers of a predictor."""
-        inputs = predictor.inputs(predictor.whole(schedule), lengths, direction)
-        return cls(*inputs, direction=direction)
-
     def repeated(self, period: Period) -> Lanes:
         """The order of all stages of the short stack."""
-        return tuple(tuple(self._repeated(entries)) for entries in period)
-
-    def _repeated(self, entries: Sequence[Entry]) -> Iterator[int]:
-        relatives = [layer for _, layer in entries]
-        for turn in range(-max(relatives), self.num_layers - min(relatives)):
-            for stage, relative in entries:
-                if 0 <= turn + relative < self.num_layers:
-                    yield self.numbers[stage][turn + relative]
+        lanes: list[list[int]] = [[] for _ in period]
+        for lane, entries in zip(lanes, period, strict=True):
+            relatives = [layer for _, layer in entries]
+            for turn in range(-max(relatives), self.num_layers - min(relatives)):
+                for stage, relative in entries:
+                    if 0 <= turn + relative < self.num_layers:
+                        lane.append(self.numbers[stage][turn + relative])
+        return tuple(map(tuple, lanes))
 
     def time(self, period: Period) -> float:
         """The time of the short stack; infinite if its lanes deadlock."""
@@ -332,32 +313,29 @@ class OrderProblem:
 
     def listed(self) -> Iterator[Period]:
         """The periods of list schedules with different weights."""
-        tails = self._tails()
+        # For each stage the length of the critical path from its start to the end of the pass.
+        tails = [0.0] * len(self.durations)
+        for stage in reversed(self.compiled.issued):
+            later = (tails[follower] for follower in self.compiled.followers[stage])
+            tails[stage] = self.durations[stage] + max(later, default=0.0)
         longest = max(tails) or 1.0
-        depth, place = [0.0] * len(tails), [0.0] * len(tails)
-        chunks = {stage.chunk for stage in self.stages if stage.chunk is not None}
-        for stage, numbers in zip(self.stages, self.numbers, strict=True):
+        num_chunks = len({stage.chunk for stage in self.stages if stage.chunk is not None})
+        deepest = max(1, self.num_layers - 1)
+        deep_and_at = [(0.0, 0.0)] * len(tails)
+        for of_layer, numbers in zip(self.stages, self.numbers, strict=True):
+            at = 0.0 if of_layer.chunk is None else of_layer.chunk / num_chunks
             for passed, number in enumerate(numbers):
-                depth[number] = passed / max(1, self.num_layers - 1)
-                place[number] = 0.0 if stage.chunk is None else stage.chunk / len(chunks)
+                deep_and_at[number] = passed / deepest, at
         sign = 1.0 if self._forward or self.num_layers == 1 else -1.0
         weights = [one for one in WEIGHTS if self.num_layers > 1 or not one[0]]
         every = max(1, len(weights) * len(self.stages) // LISTED_STAGES)
         for layer, chunk, path in weights[::every]:
             priority = [
                 path * tail / longest - layer * deep - sign * chunk * at
-                for tail, deep, at in zip(tails, depth, place, strict=True)
+                for tail, (deep, at) in zip(tails, deep_and_at, strict=True)
             ]
             begin, _ = self._spans(self._list_schedule(priority))
             yield from self._periods(begin)
-
-    def _tails(self) -> list[float]:
-        """For each stage the length of the critical path from its start to the end of the pass."""
-        found = [0.0] * len(self.durations)
-        for stage in reversed(self.compiled.issued):
-            later = (found[follower] for follower in self.compiled.followers[stage])
-            found[stage] = self.durations[stage] + max(later, default=0.0)
-        return found
 
     def _list_schedule(self, priority: Sequence[float]) -> Lanes:
         """The order in which a free lane always runs the ready stage with the highest priority."""

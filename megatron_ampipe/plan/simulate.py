@@ -35,24 +35,19 @@ Lanes = tuple[tuple[int, ...], ...]
 """The order of the stages of each lane."""
 Needs = Mapping[Stage, tuple[Stage, ...]]
 """Every stage with those that it waits for directly (:func:`megatron_ampipe.schedule.dependencies`)."""
+Edges = Mapping[Stage, Iterable[Stage]]
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """A program with numbers for stages, so that it can be simulated many times.
 
-    Attributes:
-        stages: All stages; the numbers below are positions in this tuple.
-        needs: For each stage its direct dependencies.
-        followers: For each stage those that depend on it directly.
-        communicates: For each stage whether it is a transfer, not a computation.
-        host_needs: For each stage the one that the host waits for before issuing it, or -1.
-        contended: For each stage the number of its resource if several lanes use that, else -1.
-        lanes: For each lane its name and its stages, in order; the compute lane comes first.
-        queues: For each lane its stages, last first.
-        streams: The same for each stream of a device (``schedule.stream_of``).
-        issued: The order in which a host issues the stages to a device.
-        positions: For each stage its position in that order.
+    For each stage there are its direct dependencies (``needs``), those that depend on it directly
+    (``followers``), whether it is a transfer, the stage that the host waits for before issuing it, or -1, and
+    the number of its resource if several lanes use that, else -1. Lanes have a name and their stages in
+    order; the compute lane comes first. ``queues`` are the stages of each lane, and ``streams`` of each
+    stream of a device (``schedule.stream_of``), last first. ``issued`` is the order in which a host issues
+    the stages to a device, ``positions`` has each stage's place in it.
     """
 
     stages: tuple[Stage, ...]
@@ -79,7 +74,7 @@ class Compiled:
             waits_before={stage for stage, needed in enumerate(self.host_needs) if needed >= 0},
             covers={number for number, stage in enumerate(self.stages) if stage.kind.covers_wait},
         )
-        if merged is None:
+        if len(merged) < len(self.stages):
             return None
         order = tuple(stage for _, stage in merged)
         positions = [0] * len(order)
@@ -89,14 +84,9 @@ class Compiled:
         for name, stages in named:
             for stage in stages:
                 streams.setdefault(stream_of(name, self.stages[stage]), []).append(stage)
-        return replace(
-            self,
-            lanes=named,
-            queues=queues,
-            streams=tuple(tuple(reversed(stages)) for stages in streams.values()),
-            issued=order,
-            positions=tuple(positions),
-        )
+        last_first = tuple(tuple(reversed(stages)) for stages in streams.values())
+        changed = replace(self, lanes=named, queues=queues, streams=last_first)
+        return replace(changed, issued=order, positions=tuple(positions))
 
 
 @functools.lru_cache(maxsize=512)
@@ -162,8 +152,7 @@ class Pace:
         latency_us: The part of each collective that overlaps with the previous collective of its lane, if it
             is ready by then. It does not slow computation down. None if a collective begins only after the
             previous one has ended.
-        compute_slowdown: Factor on the time of a computation during a transfer.
-        communication_slowdown: Factor on the time of a transfer during a computation.
+        compute_slowdown: Factor on the time of a computation during a transfer; likewise for transfers.
         busy_latency_us: Added to a collective that begins during a computation; at most the rest of that
             computation.
     """
@@ -289,23 +278,17 @@ def run(
 class DirectionBound:
     """The time that no order of the stages of one direction can beat, in the unit of their times.
 
-    The compute lane needs the sum of all compute stages. Those that depend on a transfer cannot start before
-    some transfer has arrived, and those that a transfer depends on have ended before some last transfer
-    travels: while too little else is left to compute, the lane stands still. A resource (``Lane.resource``),
-    such as the network, is not used before all that some first transfer over it depends on has run, and after
-    some last one all that depends on it still has to run.
+    The compute lane needs the sum of all compute stages (``compute``). Those that depend on a transfer cannot
+    start before some transfer has arrived, and those that a transfer depends on have ended before some last
+    transfer travels: while too little else is left to compute, the lane stands still
+    (``compute_with_waits``). A resource (``Lane.resource``), such as the network, is not used before all that
+    some first transfer over it depends on has run (``head``), and after some last one all that depends on it
+    still has to run (``tail``); ``communication`` is the sum over the resource for which the three together
+    are largest. ``chain`` is the longest chain of stages that wait for one another.
 
     Head, tail and waits are the smallest possible, and count once where several blocks share a schedule.
     Times must be of stages that run alone: without the wait for a peer, losses of an overlapped run, or what
     a GPU waits for its host.
-
-    Attributes:
-        compute: Sum of the compute stages.
-        compute_with_waits: The same with the waits for a first transfer, and before a last one.
-        communication: Sum of the transfers over the resource for which the three together are largest.
-        head: The least time before a transfer over it can start.
-        tail: The least time after a transfer over it.
-        chain: The longest chain of stages that wait for one another.
     """
 
     compute: float
@@ -339,32 +322,23 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> DirectionBoun
     def computing(stages: Iterable[Stage]) -> float:
         return sum(times[stage] for stage in stages if not stage.is_communication)
 
-    def least(
-        stages: Iterable[Stage], edges: Mapping[Stage, Iterable[Stage]], chain: Mapping[Stage, float]
-    ) -> float:
+    def least(stages: Iterable[Stage], edges: Edges, chain: Mapping[Stage, float]) -> float:
         """The least time that one of the stages must wait for all that ``edges`` leads to from it."""
         return min(max(computing(_reachable(stage, edges)), chain[stage]) for stage in stages)
 
     first = min((before[stage] for stage in fed), default=0.0)
     last = min((behind[stage] for stage in feeding), default=0.0)
-    both = fed & feeding
+    waits = [computing(times), first + computing(fed), computing(feeding) + last]
+    if both := fed & feeding:
+        waits.append(first + computing(both) + last)
     parts = [
-        (
-            sum(times[stage] for stage in stages),
-            least(stages, needs, before),
-            least(stages, followers, behind),
-        )
-        for stages in transfers.values()
+        (sum(map(times.__getitem__, of)), least(of, needs, before), least(of, followers, behind))
+        for of in transfers.values()
     ]
     communication, head, tail = max(parts, key=sum, default=(0.0, 0.0, 0.0))
     return DirectionBound(
         compute=computing(times),
-        compute_with_waits=max(
-            computing(times),
-            first + computing(fed),
-            computing(feeding) + last,
-            first + computing(both) + last if both else 0.0,
-        ),
+        compute_with_waits=max(waits),
         communication=communication,
         head=head,
         tail=tail,
@@ -373,7 +347,7 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> DirectionBoun
 
 
 def _towards_end(
-    times: Mapping[Stage, float], edges: Mapping[Stage, Iterable[Stage]], order: Iterable[Stage]
+    times: Mapping[Stage, float], edges: Edges, order: Iterable[Stage]
 ) -> tuple[dict[Stage, float], set[Stage]]:
     """The longest chain that ``edges`` leads to from each stage; the compute stages from which to a transfer.
 
@@ -388,7 +362,7 @@ def _towards_end(
     return longest, {stage for stage in with_transfer if not stage.is_communication}
 
 
-def _reachable(stage: Stage, edges: Mapping[Stage, Iterable[Stage]]) -> set[Stage]:
+def _reachable(stage: Stage, edges: Edges) -> set[Stage]:
     """Everything that ``stage`` leads to, without itself."""
     reached: set[Stage] = set()
     waiting = list(edges[stage])

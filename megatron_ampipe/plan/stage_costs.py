@@ -1,9 +1,8 @@
 """How long each kind of stage takes alone, and how many calls the host makes to issue it.
 
-One function for each kind, under the decorator :class:`CostOf`, which names the kind and what else the
-planner has to know of it; a new kind needs nothing else. Each adds up what the stage computes and copies,
-forward and backward, from :mod:`.operation_times`. Times are in microseconds, without the overheads that
-:class:`.predict.CostModel` adds.
+One function for each kind, under the decorator :class:`CostOf`; a new kind needs nothing else. Each adds up
+what the stage computes and copies, forward and backward, from :mod:`.operation_times`. Times are in
+microseconds, without the overheads that :class:`.predict.CostModel` adds.
 
 The host needs some time for every call, independent of the size of the tensors, so above some degree the
 device waits for the host. Calls were counted on real blocks (``tests/streams/census.py``; its test compares
@@ -40,12 +39,7 @@ MEAN_CALLS = Pair(8.0, 11.4)
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The input of one stage.
-
-    Attributes:
-        rows: Rows of the chunk, or of the whole sequence.
-        chunked: Whether the sequence is split into several chunks.
-    """
+    """The input of one stage: rows of a chunk, or of the whole sequence if that is not ``chunked``."""
 
     rows: Rows
     chunked: bool = True
@@ -77,7 +71,7 @@ class CostOf:
     calls: tuple[float, float] | Callable[[Block], tuple[float, float]] | None = None
     part_of: StageKind | None = None
     products: Callable[[Block, int], Sequence[Product]] | None = None
-    latency: Callable[[OperationTimes], float] | None = None
+    latency: Callable[[OperationTimes], float] = lambda times: 0.0
     measured_as: StageKind | None = None
     by_position: bool = False
 
@@ -165,7 +159,7 @@ def attention(times: OperationTimes, work: Work) -> Pair:
         total += times.attend(gflops, rows.merged * heads * sizes.value_size if work.chunked else 0)
         if work.chunked:
             total += times.key_sums(rows.keys)
-    if times.features.scatters_rows:
+    if times.features.row_links:
         return total
     return total + scatter_rows(times, work) + add_norm(times, work)
 
@@ -390,13 +384,14 @@ def copy_tokens(times: OperationTimes, work: Work) -> Pair:
 
 @CostOf(kinds.REDUCE)
 def reduce(times: OperationTimes, work: Work) -> Pair:
-    tensors = tensors_of(times.block, dense=times.features.dense)
-    return Pair(times.reductions_us(tensors).others, 0.0)
+    _, others = tensors_of(times.block, dense=times.features.dense)
+    return Pair(times.reduction_us(sum(others), experts=False), 0.0)
 
 
 @CostOf(kinds.REDUCE_EXPERTS)
 def reduce_experts(times: OperationTimes, work: Work) -> Pair:
-    return Pair(times.reductions_us(tensors_of(times.block, dense=False)).experts, 0.0)
+    experts, _ = tensors_of(times.block, dense=False)
+    return Pair(times.reduction_us(sum(experts), experts=True), 0.0)
 
 
 # The host's part.
@@ -424,19 +419,14 @@ def issued_parts(kind: StageKind, direction: Direction, block: Block) -> float:
 
 
 def issue_us(
-    kind: StageKind,
-    direction: Direction,
-    block: Block,
-    host: Host,
-    *,
-    others: Collection[StageKind] = (),
+    kind: StageKind, direction: Direction, block: Block, host: Host, *, others: Collection[StageKind] = ()
 ) -> float:
     """The host's time to issue one stage of one chunk; ``others`` are the kinds of its block.
 
     As measured for the kind (``host.issue_of``), or else its share of the mean time of a stage.
     """
-    for name, figure in (host.issue_of or {}).items():
-        if name == kind.name:
-            return figure.of(direction) * issued_parts(kind, direction, block)
+    measured = {str(name): figure for name, figure in (host.issue_of or {}).items()}
+    if (figure := measured.get(kind.name)) is not None:
+        return figure.of(direction) * issued_parts(kind, direction, block)
     mean = host.issue.of(direction)
     return mean * host_calls(kind, direction, block, others=others) / MEAN_CALLS.of(direction)

@@ -35,18 +35,15 @@ class BlockFunctions(Protocol):
     def run(self, kind: StageKind) -> Function:
         """The function of a kind.
 
-        Of one that is started and waited for: ``(state, chunks, tensors, direction)``, where ``tensors`` are,
-        for each chunk, what the stage takes; in the backward pass the gradients of what it gave. Returns a
-        transfer whose outputs are, chunk by chunk, what it gives; in the backward pass the gradients of what
-        it took.
+        Of one that is started and waited for: ``(state, chunks, tensors, direction)`` to a transfer, chunk by
+        chunk of what it takes to what it gives; in the backward pass of the gradients, the other way.
         """
 
     def differentiate(self, kind: StageKind) -> Function:
-        """The backward of a kind that has its own.
+        """The backward of a kind that has its own, ``(state, chunk, gradients, recalled, sums)``.
 
-        ``(state, chunk, gradients, recalled, sums)``: of what the stage gave, the keys and values that it
-        took, and what their gradients are added to. Returns the gradients of what it took; None for keys and
-        values.
+        From gradients of what the stage gave, and the keys and values that it took, to those of what it took;
+        None for keys and values, whose gradients go to ``sums``.
         """
 
     def weights_apart(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:
@@ -56,23 +53,15 @@ class BlockFunctions(Protocol):
 class Draws(Protocol):
     """Keeps the random states with which functions ran, so that they can draw the same numbers once more."""
 
-    def drawn(self, function: Callable[..., Any], key: object, *, again: bool) -> Callable[..., Any]:
+    def drawn(self, function: Function, key: object, *, again: bool) -> Function:
         """The function, run with the states of now, which are kept; or with those that were kept."""
-        ...
 
 
 class BlockState(Protocol):
-    """The state of one pass of one micro-batch through a block, which functions of stages get first.
-
-    Made for every forward call.
-    """
+    """The state of one pass of one micro-batch through a block, made for every forward call."""
 
     draws: Draws | None
     """None where no number is drawn twice."""
 
     def again(self) -> BlockState:
-        """For a second run of the forward pass, which computes the same as the first.
-
-        Called when the first has ended. Knows what kinds give that run forward only.
-        """
-        ...
+        """For a second run of the forward pass, which computes the same; called when the first has ended."""

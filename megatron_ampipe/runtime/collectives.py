@@ -55,13 +55,7 @@ class Transfer:
     def then(
         self, outputs: Sequence[Tensor], fill: Callable[[], None], *, uses: Sequence[Tensor] = ()
     ) -> Transfer:
-        """A transfer with other outputs.
-
-        Args:
-            outputs: Its outputs.
-            fill: Fills them from what this one receives.
-            uses: As in the attributes, in addition.
-        """
+        """A transfer with other outputs, which ``fill`` fills from what this one receives."""
 
         def unpack() -> None:
             if self.unpack is not None:
@@ -89,55 +83,39 @@ class Transfer:
             uses=tuple([tensor for transfer in transfers for tensor in transfer.uses]),
         )
 
-    @classmethod
-    def of(cls, outputs: Sequence[Tensor], works: Sequence[dist.Work | None]) -> Transfer:
-        """Make a transfer of collectives that were issued with ``async_op`` on a CPU alone.
 
-        On CUDA they return None. From torch 2.8 on they run on the current stream, without NCCL's own stream,
-        an event and a wait for each; before, torch makes the current stream wait.
-        """
-        return cls(tuple(outputs), tuple([work for work in works if work is not None]))
+def issued(
+    collective: Callable[..., dist.Work | None],
+    tensors: Sequence[Tensor],
+    *splits: Sequence[int],
+    num_rows: int,
+    group: dist.ProcessGroup,
+) -> Transfer:
+    """Start a collective of torch for each tensor, to ``[num_rows, ...]``; one rank has them already.
+
+    On CUDA not with ``async_op``: from torch 2.8 on it then runs on the current stream, without NCCL's own
+    stream, an event and a wait; before, torch makes the current stream wait.
+    """
+    if group.size() == 1:
+        return Transfer(tuple(tensors))
+    outputs, works = [], []
+    for tensor in tensors:
+        output = tensor.new_empty((num_rows, *tensor.shape[1:]))
+        work = collective(output, tensor.contiguous(), *splits, group=group, async_op=not tensor.is_cuda)
+        outputs.append(output)
+        works += [work] if work is not None else []
+    return Transfer(tuple(outputs), tuple(works))
 
 
 def exchange_rows(
     tensors: Sequence[Tensor], *, send: list[int], receive: list[int], group: dist.ProcessGroup
 ) -> Transfer:
-    """Start an all-to-all of tensors that are split identically along the first dimension.
-
-    Args:
-        tensors: Each ``[sum(send), ...]``.
-        send: Rows for each rank of ``group``, in rank order; a list.
-        receive: Rows from each rank of ``group``; a list.
-        group: The participating ranks.
-
-    Returns:
-        Each ``[sum(receive), ...]``; the input tensors if the group has one rank.
-    """
-    if group.size() == 1:
-        return Transfer(tuple(tensors))
-    num_rows, received, works = sum(receive), [], []
-    for tensor in tensors:
-        output = tensor.new_empty((num_rows, *tensor.shape[1:]))
-        works.append(
-            dist.all_to_all_single(
-                output, tensor.contiguous(), receive, send, group=group, async_op=not tensor.is_cuda
-            )
-        )
-        received.append(output)
-    return Transfer.of(received, works)
+    """Start an all-to-all of tensors ``[sum(send), ...]`` to ``[sum(receive), ...]``: rows of each rank."""
+    return issued(dist.all_to_all_single, tensors, receive, send, num_rows=sum(receive), group=group)
 
 
 def pass_on(tensors: Sequence[Tensor], *, group: dist.ProcessGroup, back: bool) -> Transfer:
-    """Start to send tensors to the next rank of a ring, or back to the one before it.
-
-    Args:
-        tensors: Of the same shapes on every rank.
-        group: The ranks of the ring, at least 2.
-        back: To the rank before.
-
-    Returns:
-        What the rank on the other side sends.
-    """
+    """Start to send tensors of equal shapes to the next rank of a ring, or back to the one before it."""
     rows, own, count = tensors[0].shape[0], group.rank(), group.size()
     step = -1 if back else 1
     send, receive = [0] * count, [0] * count
@@ -165,31 +143,11 @@ def send_receive(
     return works
 
 
-def all_gather_rows(tensors: Sequence[Tensor], *, group: dist.ProcessGroup) -> Transfer:
-    """Start an all-gather of each ``[T, ...]``, in rank order; the tensors themselves for one rank."""
-    count = group.size()
-    if count == 1:
-        return Transfer(tuple(tensors))
-    gathered, works = [], []
-    for tensor in tensors:
-        output = tensor.new_empty((count * tensor.shape[0], *tensor.shape[1:]))
-        works.append(
-            dist.all_gather_into_tensor(output, tensor.contiguous(), group=group, async_op=not tensor.is_cuda)
-        )
-        gathered.append(output)
-    return Transfer.of(gathered, works)
-
-
 @cache
 def lane_group(group: dist.ProcessGroup, lane: str) -> dist.ProcessGroup:
-    """A separate group of the same ranks. To be called by all of them, before the first batch.
+    """A separate group of the same ranks for a lane. To be called by all of them, before the first batch.
 
-    Two lanes must not share one: they are issued independently, and NCCL runs the collectives of a group one
-    after another.
-
-    Args:
-        group: What other lanes use.
-        lane: What uses the new one.
+    NCCL runs the collectives of a group one after another, and lanes are issued independently.
     """
     options = None
     if dist.get_backend(group) == "nccl":
@@ -204,11 +162,7 @@ def lane_group(group: dist.ProcessGroup, lane: str) -> dist.ProcessGroup:
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to the host.
-
-    Args:
-        tensor: Computed on the current stream; kept as :attr:`on_device`.
-    """
+    """An asynchronous copy of a tensor, computed on the current stream, to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.on_device = tensor

@@ -214,7 +214,7 @@ class _Steps:
             step.before.append(Move(make, products, fixed=(WeightProducts,)))
             step.function = _within(step.function, functools.partial(functions.weights_apart, kind))
         flow = block.flow_of(chunk)
-        if kind == kinds.EXPERT and not block.recomputed and flow.is_restored(kind):
+        if kind == kinds.EXPERT and not block.recomputed and any(row.restores == kind for row in flow.kinds):
             step.extras["inner"] = inner = block.slot("inner", chunk)
             new = functools.partial(
                 InnerTensors,

@@ -11,10 +11,10 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -34,21 +34,12 @@ class Executor(Protocol):
     """Runs the calls of a tape."""
 
     host_waits: bool
-    """Whether stages run on several streams of a device, for whose results issuing one can make the host wait
-    (``schedule.issue_order``); ``execute`` then needs ``crossing``."""
+    """Whether stages run on several streams of a device, for whose results the host can have to wait."""
     threads: bool
     """Whether lanes run on several threads."""
 
     def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
-        """Run all stages once.
-
-        Args:
-            tape: What runs, in issue order.
-            run: Runs a call on the calling thread and its current stream; see :data:`RunCall`.
-            recorder: Receives the start and end of each stage.
-            crossing: Gives the tensors of a stage that are used on several streams; None if there are none.
-        """
-        ...
+        """Run all calls once, in issue order; ``crossing`` has the tensors that several streams use."""
 
 
 class SequentialExecutor:
@@ -58,7 +49,6 @@ class SequentialExecutor:
     threads = False
 
     def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
-        """See :class:`Executor`."""
         for call in tape.calls:
             if recorder.recording:
                 run_on_host(call, run, recorder)
@@ -69,7 +59,7 @@ class SequentialExecutor:
 
 
 def run_on_host(call: Call, run: RunCall, recorder: Recorder) -> None:
-    """Run a call on the calling thread, wait for its end, and record the time on the host's clock."""
+    """Run a call on the calling thread, wait for its end, and record it."""
     begin = time.perf_counter()
     finish(run(call))
     recorder.add(call.lane, call.stage, begin, time.perf_counter())
@@ -84,9 +74,8 @@ def finish(transfer: Transfer | None) -> None:
 class CudaExecutor:
     """Runs computation on the current stream, each communication lane on two more: one is for its counts.
 
-    It waits, records events and releases memory as the tape says (:mod:`.streams`). Communication
-    streams have a high priority, so that a collective that is ready does not wait for the remaining thread
-    blocks of a kernel that fills the GPU.
+    Communication streams have a high priority, so that a collective that is ready does not wait for the
+    remaining thread blocks of a kernel that fills the GPU.
     """
 
     host_waits = True
@@ -96,7 +85,7 @@ class CudaExecutor:
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
-        """See :class:`Executor`. On return, the current stream waits for all calls."""
+        """On return, the current stream waits for all calls."""
         compute = torch.cuda.current_stream()
         streams = {name: compute if name == COMPUTE else self._stream(name) for name in set(tape.streams)}
         others = [stream for name, stream in streams.items() if name != COMPUTE]
@@ -146,9 +135,8 @@ class CudaExecutor:
 class ThreadExecutor:
     """Runs computation on the calling thread, and each communication lane on two separate threads.
 
-    A lane starts its collectives in order, and starts the next one before the previous one has ended. The
-    network is then not idle while the host handles the end of a collective. One that is to be alone
-    (``Transfer.begin``) begins when the previous one has ended, and the next one when it has.
+    A lane starts its collectives in order, the next one before the previous one has ended, so that the
+    network is not idle while the host handles that end. One that is to be alone has ``Transfer.begin``.
     """
 
     host_waits = False
@@ -158,11 +146,8 @@ class ThreadExecutor:
         self._lanes: dict[str, _Lane] = {}
 
     def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
-        """See :class:`Executor`.
-
-        After a failure no further stage is started in any lane, and the first error is raised. Otherwise a
-        collective that the other ranks do not start would end the process with a timeout.
-        """
+        """After a failure no further stage is started in any lane, and the first error is raised: a
+        collective that the other ranks do not start would end the process with a timeout."""
         in_flight: dict[int, Future[None]] = {}
         failures: list[BaseException] = []
 
@@ -177,7 +162,7 @@ class ThreadExecutor:
             wait_for_needs(call)
             return run(call)
 
-        with _collecting(failures):
+        try:
             for call in tape.calls:
                 if call.lane == COMPUTE:
                     if in_flight:
@@ -185,13 +170,16 @@ class ThreadExecutor:
                         os.sched_yield()
                     wait_for_needs(call)
                     run_on_host(call, run, recorder)
-                else:
-                    if call.lane not in self._lanes:
-                        demote_gloo_threads()
-                        self._lanes[call.lane] = _Lane(call.lane)
-                    in_flight[call.position] = self._lanes[call.lane].submit(
-                        _Started(call, start, recorder, failures, future=Future())
-                    )
+                    continue
+                if call.lane not in self._lanes:
+                    demote_gloo_threads()
+                    self._lanes[call.lane] = _Lane(call.lane)
+                one = _Started(call, start, recorder, failures)
+                in_flight[call.position] = one.future
+                self._lanes[call.lane].submitted.put(one)
+        except BaseException as error:
+            failures.append(error)
+            raise
         for future in in_flight.values():
             future.result()
 
@@ -201,8 +189,7 @@ def demote_gloo_threads() -> None:
 
     An event loop that wakes up while another thread of the process sends finds the connection locked, and
     polls until the scheduler suspends it: up to 4 ms, in which the sending thread cannot unlock the
-    connection if they share a core. A batch thread does not preempt the sending one (docs/log). Does nothing
-    on systems without this policy or without such threads.
+    connection if they share a core. A batch thread does not preempt the sending one (docs/log).
     """
     if not hasattr(os, "SCHED_BATCH"):
         return
@@ -217,16 +204,6 @@ _EVENT_LOOP = "gloo_tcp_loop"
 """Name of the thread of a gloo device; one for each process group."""
 
 
-@contextmanager
-def _collecting(failures: list[BaseException]) -> Iterator[None]:
-    """Append an exception to the list, and raise it."""
-    try:
-        yield
-    except BaseException as error:
-        failures.append(error)
-        raise
-
-
 @dataclass(slots=True)
 class _Started:
     """One collective of a lane."""
@@ -235,16 +212,19 @@ class _Started:
     start: RunCall
     recorder: Recorder
     failures: list[BaseException]
-    future: Future[None]
+    future: Future[None] = field(default_factory=Future)
     transfer: Transfer | None = None
     begin: float = 0.0
     places: int = 1
     """How many of those that may be in flight it counts for."""
 
+    def fail(self, error: BaseException) -> None:
+        self.failures.append(error)
+        self.future.set_exception(error)
+
 
 _MAX_IN_FLIGHT = 2
-"""Collectives of a lane that are in flight at the same time: the second keeps the network busy when the first
-ends; a third would only use more memory."""
+"""Collectives of a lane: the second keeps the network busy when the first ends; a third uses memory only."""
 
 
 class _Lane:
@@ -255,7 +235,7 @@ class _Lane:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._submitted: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
+        self.submitted: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
         self._free = threading.Semaphore(_MAX_IN_FLIGHT)
         self._last_end = 0.0
@@ -268,30 +248,25 @@ class _Lane:
         # A thread that still runs torch code when the interpreter exits aborts the process.
         atexit.register(self._stop)
 
-    def submit(self, one: _Started) -> Future[None]:
-        self._submitted.put(one)
-        return one.future
-
     def _stop(self) -> None:
-        self._submitted.put(None)
+        self.submitted.put(None)
         for thread in self._threads:
             thread.join(timeout=1.0)
 
     def _start(self) -> None:
-        while (one := self._submitted.get()) is not None:
+        while (one := self.submitted.get()) is not None:
             self._free.acquire()
             try:
-                with _collecting(one.failures):
+                one.begin = time.perf_counter()
+                one.transfer = one.start(one.call)
+                if one.transfer is not None and one.transfer.begin is not None:
+                    while one.places < _MAX_IN_FLIGHT:
+                        self._free.acquire()
+                        one.places += 1
                     one.begin = time.perf_counter()
-                    one.transfer = one.start(one.call)
-                    if one.transfer is not None and one.transfer.begin is not None:
-                        while one.places < _MAX_IN_FLIGHT:
-                            self._free.acquire()
-                            one.places += 1
-                        one.begin = time.perf_counter()
             except BaseException as error:
                 self._free.release(one.places)
-                one.future.set_exception(error)
+                one.fail(error)
             else:
                 self._started.put(one)
             # Do not keep a finished call alive while the lane waits for the next one.
@@ -301,10 +276,9 @@ class _Lane:
     def _wait(self) -> None:
         while (one := self._started.get()) is not None:
             try:
-                with _collecting(one.failures):
-                    finish(one.transfer)
+                finish(one.transfer)
             except BaseException as error:
-                one.future.set_exception(error)
+                one.fail(error)
             else:
                 # The recorded stage starts at the earliest when the previous one of the lane has ended.
                 begin, self._last_end = max(one.begin, self._last_end), time.perf_counter()

@@ -19,14 +19,8 @@ Spans = Sequence[Span]
 
 
 class Move(NamedTuple):
-    """A function of this module, from slots to the slot ``target``.
-
-    Attributes:
-        function: Is given what is in ``target``, ``fixed``, and what is in ``sources``.
-        target: Slot of the result.
-        sources: Slots that it reads besides.
-        fixed: What is known before the first batch.
-    """
+    """A function of this module: of what is in ``target``, what is ``fixed`` and what is in ``sources``, to
+    ``target``."""
 
     function: Callable[..., Any]
     target: int
@@ -78,7 +72,7 @@ def join(_: None, spans: Sequence[Spans], num_rows: int, *parts: Tensor) -> Tens
 
 
 def scatter(buffer: Tensor | None, spans: Spans, num_rows: int, *parts: Tensor | None) -> Tensor | None:
-    """Write rows, or the sum of two, to the spans of a buffer, which the first that come make."""
+    """Write rows, or the sum of two, to the spans of a buffer, which the first rows make."""
     rows = [part for part in parts if part is not None]
     if not rows:
         return buffer
@@ -98,17 +92,13 @@ def add(total: Tensor | None, gradient: Tensor | None = None) -> Tensor | None:
 
 
 class Arrival(NamedTuple):
-    """A gradient that is added when it is taken, because a transfer brings it.
-
-    Attributes:
-        slot: Where it arrives.
-        to: Rows of the sum to which it is added; None for all.
-        of: Rows of what arrives that are added; None for all.
-    """
+    """A gradient that is added when it is taken, because a transfer brings it; None for all rows."""
 
     slot: int
     to: Spans | None = None
+    """Rows of the sum to which it is added."""
     of: Spans | None = None
+    """Rows of what arrives that are added."""
 
 
 def total(
@@ -132,7 +122,6 @@ def total(
 
 
 def make(_: None, factory: Callable[[], object]) -> object:
-    """A new object."""
     return factory()
 
 
@@ -151,11 +140,7 @@ def add_keys(sums: KeyValueSums, key: Tensor | None, value: Tensor | None) -> Ke
 def keys_gradient(_: None, index: int, spans: Spans | None, sums: KeyValueSums, *arrived: Tensor) -> Tensor:
     """The summed gradient of keys (index 0) or values (1) in their dtype: of the rows of a chunk, or of all.
 
-    Args:
-        index: Of the two.
-        spans: Of the chunk; None for all rows.
-        sums: Of the stages of this rank.
-        arrived: What the ring has brought, of all rows.
+    ``arrived`` is what the ring has brought in addition, of all rows.
     """
     total = sums.totals()[index]
     for part in arrived:
@@ -164,7 +149,6 @@ def keys_gradient(_: None, index: int, spans: Spans | None, sums: KeyValueSums, 
 
 
 def note_shape(_: None, tensor: Tensor) -> tuple[Any, ...]:
-    """What :func:`make_empty` needs."""
     return tensor.shape, tensor.dtype, tensor.device
 
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +22,7 @@ Timestamp = float | torch.cuda.Event
 """Seconds of ``time.perf_counter``, or an event on CUDA."""
 
 
-@dataclass(slots=True)
-class _Mark:
+class _Mark(NamedTuple):
     """A stage that has run."""
 
     lane: str
@@ -46,15 +46,10 @@ class _Iteration:
 
 
 class Recorder:
-    """Records the stages of the last iterations.
-
-    Args:
-        num_iterations: How many iterations to keep; 0 records nothing.
-    """
+    """Records the stages of the last iterations: of so many, or none."""
 
     def __init__(self, *, num_iterations: int = 0) -> None:
         self._iterations: deque[_Iteration] = deque(maxlen=num_iterations)
-        self.enabled = num_iterations > 0
         self.recording = False
         """Whether stages that run now are recorded."""
         self.layers: Sequence[int] = (1,)
@@ -66,18 +61,17 @@ class Recorder:
 
     def start_iteration(self, iteration: int) -> None:
         """Start recording stages of this training iteration; may be called repeatedly for the same one."""
-        if not self.enabled:
+        if not self._iterations.maxlen:
             return
         self.recording = True
         if not self._iterations or self._iterations[-1].number != iteration:
             self._iterations.append(_Iteration(iteration))
 
     def pause(self) -> None:
-        """Stop recording until the next call of :meth:`start_iteration`, for example in evaluation."""
+        """Stop recording until the next call of :meth:`start_iteration`."""
         self.recording = False
 
     def enter(self, layers: Sequence[int], direction: Direction) -> None:
-        """Start a pass: stages that follow belong to these layers and this direction."""
         self.layers, self.direction = layers, direction
         if self.recording:
             self._iterations[-1].num_passes += 1
@@ -88,20 +82,17 @@ class Recorder:
         if not self.recording:
             yield
             return
+        begin = _recorded(stream)
         if self._iterations[-1].origin is None:
-            origin = torch.cuda.Event(enable_timing=True)
-            origin.record(stream)
-            self._iterations[-1].origin = (time.perf_counter(), origin)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record(stream)
+            self._iterations[-1].origin = (time.perf_counter(), begin)
         yield
-        end.record(stream)
-        self._append(lane, stage, begin, end)
+        self.add(lane, stage, begin, _recorded(stream))
 
-    def add(self, lane: str, stage: Stage, begin: float, end: float) -> None:
-        """Record a stage that was timed by the caller, in seconds of ``time.perf_counter``."""
+    def add(self, lane: str, stage: Stage, begin: Timestamp, end: Timestamp) -> None:
+        """Record a stage that was timed by the caller."""
         if self.recording:
-            self._append(lane, stage, begin, end)
+            kept, layer = self._iterations[-1], self.layers[stage.layer]
+            kept.marks.append(_Mark(lane, stage.name, self.direction, layer, kept.num_passes, begin, end))
 
     def timeline(self, *, rank: int, labels: dict[str, str], iteration: int | None = None) -> Timeline:
         """The timeline of one iteration, or of all recorded ones. On CUDA this waits for the device."""
@@ -122,10 +113,9 @@ class Recorder:
         return Timeline(rank=rank, spans=tuple(sorted(spans, key=lambda span: span.begin_us)), labels=labels)
 
     def pass_times_us(self, iteration: int) -> dict[Direction, list[float]]:
-        """Time from the first stage's start to the last one's end, for every pass of an iteration.
+        """Microseconds from the first stage's start to the last one's end, for every pass of an iteration.
 
-        In microseconds. A pass is one direction of one layer for one micro-batch. On CUDA this waits for the
-        device.
+        On CUDA this waits for the device.
         """
         ends: dict[tuple[Direction, int], tuple[float, float]] = {}
         for kept in self._iterations:
@@ -138,10 +128,11 @@ class Recorder:
             times[direction].append(end - begin)
         return times
 
-    def _append(self, lane: str, stage: Stage, begin: Timestamp, end: Timestamp) -> None:
-        kept = self._iterations[-1]
-        mark = _Mark(lane, stage.name, self.direction, self.layers[stage.layer], kept.num_passes, begin, end)
-        kept.marks.append(mark)
+
+def _recorded(stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
 
 
 def _microseconds(moment: Timestamp, kept: _Iteration) -> float:
@@ -149,8 +140,7 @@ def _microseconds(moment: Timestamp, kept: _Iteration) -> float:
         return moment * 1e6
     assert kept.origin is not None
     seconds, origin = kept.origin
-    moment.synchronize()
-    return seconds * 1e6 + origin.elapsed_time(moment) * 1e3
+    return seconds * 1e6 + _elapsed_us(origin, moment)
 
 
 class PassTimer:
@@ -164,17 +154,14 @@ class PassTimer:
         self._passes: list[tuple[Direction, Timestamp, Timestamp]] = []
 
     def restart(self) -> None:
-        """Reset the times and the shape."""
         self.shape = (0, 0)
         self._passes.clear()
 
     def record_shape(self, rows: int, batch: int) -> None:
-        """Record the shape of one input."""
         self.shape = max(self.shape, (rows, batch))
 
     @contextmanager
     def timed(self, direction: Direction) -> Iterator[None]:
-        """Context manager around one pass of one block."""
         if not self.measuring:
             yield
             return
@@ -185,41 +172,30 @@ class PassTimer:
     def timed_layer(
         self, layer: Callable[[Tensor], tuple[Tensor, Tensor | None]], hidden: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Call a layer that is not a schedule of stages; its two directions are passes as well.
-
-        The backward pass lasts from the gradient of the output to that of ``hidden [S, B, D]``.
-        """
+        """Call a layer that is not a schedule of stages with ``hidden [S, B, D]``, and time both passes."""
         if not (self.measuring and torch.is_grad_enabled()):
             return layer(hidden)
         if not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()
         began: list[Timestamp] = []
         # Hooks, as a pipeline schedule of Megatron wants outputs that are not views.
-        hidden.register_hook(
-            lambda _: self._passes.append((Direction.BACKWARD, began.pop(), self._now())),
-        )
+        hidden.register_hook(lambda _: self._passes.append((Direction.BACKWARD, began.pop(), self._now())))
         with self.timed(Direction.FORWARD):
             output, context = layer(hidden)
         output.register_hook(lambda _: began.append(self._now()))
         return output, context
 
     def sum_us(self, direction: Direction) -> float:
-        """Microseconds of all passes since :meth:`restart`; synchronizes with the device if there is one."""
+        """Microseconds of all passes since :meth:`restart`; waits for the device if there is one."""
         return sum(_elapsed_us(begin, end) for one, begin, end in self._passes if one is direction)
 
     def _now(self) -> Timestamp:
         # The host platform replaces torch.cuda.Event but not is_available, which stays False without a GPU.
-        if not torch.cuda.is_available():
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return _recorded() if torch.cuda.is_available() else time.perf_counter()
 
 
-def _elapsed_us(begin: Timestamp, end: Timestamp) -> float:
+def _elapsed_us(begin: Any, end: Any) -> float:
     if isinstance(begin, float):
-        assert isinstance(end, float)
         return (end - begin) * 1e6
-    assert not isinstance(end, float)
     end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3
+    return begin.elapsed_time(end) * 1e3

@@ -21,14 +21,9 @@ Start = Callable[[], Waitable | None]
 
 
 class Reductions:
-    """What data parallelism has asked for and what has not been started yet, in order.
+    """What data parallelism has asked for and what has not been started yet: in one order on every rank.
 
-    Every rank of a group holds and starts the same reductions in the same order, because both follow from the
-    schedule and not from time.
-
-    Args:
-        on_cuda: Whether streams order what is reduced.
-        of_experts: Whether parameters of experts are reduced too; not where one rank alone has each.
+    ``on_cuda``, streams order what is reduced; ``of_experts``, parameters of experts are reduced too.
     """
 
     def __init__(self, *, on_cuda: bool, of_experts: bool) -> None:

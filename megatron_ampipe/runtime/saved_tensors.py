@@ -2,9 +2,7 @@
 
 MPipeMoE, section III-D, restores what an expert keeps (T_M) in two ways: it is computed once more, or copied
 to host memory and back. On a GPU, host memory is pinned, and copies are asynchronous on the current stream.
-Without one, "host memory" is other memory of the same host, so that the same copies run, on the thread that
-waits for the lane's transfers; it is used again, and is not counted as memory of the device
-(:func:`is_host_memory`).
+Without one it is other memory of the host, which is not counted as the device's (:func:`is_host_memory`).
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,39 +25,36 @@ _ALIGNED = 64
 
 
 class HostCopies:
-    """Copies of tensors in host memory, each piece of memory once. Stored once, and then loaded once.
+    """Copies of tensors of a device in host memory, each piece of memory once. Stored, and then loaded, once.
 
     What :meth:`load` gives has the sizes and strides of what was stored, and shares memory likewise, so every
     operation computes the same with it.
-
-    Args:
-        tensors: What is copied, of one device; not to be written until the copy has ended.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._device, self._views = tensors[0].device, [_View.of(tensor) for tensor in tensors]
+        self._device = tensors[0].device
         by_storage: dict[int, list[int]] = defaultdict(list)
         for place, tensor in enumerate(tensors):
             by_storage[tensor.untyped_storage()._cdata].append(place)
-        # Of each piece the first byte, and the tensors that lie in it.
-        self._pieces: list[tuple[int, list[int]]] = []
-        self._bytes: list[Tensor | _HostMemory] = []
+        self._pieces: list[Tensor | _HostMemory] = []
+        # Of each tensor the number of its piece, and how it lies there.
+        self._views: dict[int, tuple[int, torch.dtype, int, torch.Size, tuple[int, ...]]] = {}
         for places in by_storage.values():
-            views = [self._views[place] for place in places if tensors[place].numel()]
-            begin = min((view.begin for view in views), default=0) // _ALIGNED * _ALIGNED
-            end = max((view.end for view in views), default=0)
-            self._pieces.append((begin, places))
-            self._bytes.append(_bytes(tensors[places[0]], begin, end))
+            ranges = [_bytes_of(tensors[place]) for place in places]
+            begin = min(first for first, _ in ranges) // _ALIGNED * _ALIGNED
+            for place, (first, _) in zip(places, ranges, strict=True):
+                tensor = tensors[place]
+                offset = (first - begin) // tensor.element_size()
+                self._views[place] = len(self._pieces), tensor.dtype, offset, tensor.shape, tensor.stride()
+            flat = torch.empty(0, dtype=torch.uint8, device=self._device)
+            flat.set_(tensors[places[0]].untyped_storage())
+            self._pieces.append(flat[begin : max(last for _, last in ranges)])
 
     def store(self, release: Callable[[], None] = lambda: None) -> Transfer:
-        """Start to copy to host memory.
-
-        Args:
-            release: Called when the host may release the tensors.
-        """
-        sources = tuple(piece for piece in self._bytes if isinstance(piece, Tensor))
+        """Start to copy; ``release`` is called when the host may release the tensors."""
+        sources = tuple(piece for piece in self._pieces if isinstance(piece, Tensor))
         targets = [_HostMemory(source) for source in sources]
-        self._bytes = [*targets]
+        self._pieces = [*targets]
 
         def copy() -> None:
             for target, source in zip(targets, sources, strict=True):
@@ -70,23 +65,24 @@ class HostCopies:
 
     def load(self) -> Transfer:
         """Start to copy back. The outputs are the tensors, in order."""
-        sources = [piece for piece in self._bytes if isinstance(piece, _HostMemory)]
-        self._bytes = []
+        sources = [piece for piece in self._pieces if isinstance(piece, _HostMemory)]
+        self._pieces = []
         targets = tuple(
             torch.empty(len(source.bytes), dtype=torch.uint8, device=self._device) for source in sources
         )
-        outputs = {
-            place: self._views[place].within(target, begin)
-            for (begin, places), target in zip(self._pieces, targets, strict=True)
-            for place in places
-        }
+        outputs = tuple(
+            torch.empty(0, dtype=dtype, device=self._device).set_(
+                targets[piece].untyped_storage(), offset, size, stride
+            )
+            for _, (piece, dtype, offset, size, stride) in sorted(self._views.items())
+        )
 
         def copy() -> None:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source.bytes, non_blocking=True)
             sources.clear()
 
-        return _started(copy, tuple(outputs[place] for place in sorted(outputs)), targets)
+        return _started(copy, outputs, targets)
 
 
 def _started(
@@ -99,42 +95,19 @@ def _started(
     return Transfer(outputs, unpack=copy, uses=on_device)
 
 
-class _View(NamedTuple):
-    """How a tensor lies in its storage; ``begin`` and ``end`` are bytes, ``end`` that after the last."""
-
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    begin: int
-    end: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _View:
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        width, begin = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
-        end = begin + (last + 1) * width if tensor.numel() else begin
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), begin, end)
-
-    def within(self, piece: Tensor, begin: int) -> Tensor:
-        """The same view of a copy of the storage's bytes from ``begin`` on."""
-        own = piece[self.begin - begin : self.end - begin] if self.end > self.begin else piece[:0]
-        return own.view(self.dtype).as_strided(self.size, self.stride)
-
-
-def _bytes(tensor: Tensor, begin: int, end: int) -> Tensor:
-    """These bytes of the tensor's storage."""
-    width = tensor.element_size()
-    # Another view of the storage may have a narrower dtype, and end within an element of this one.
-    flat = tensor.detach().as_strided((-(-(end - begin) // width),), (1,), begin // width)
-    return flat.view(torch.uint8)[: end - begin]
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and that after the last."""
+    width, count = tensor.element_size(), 0
+    if tensor.numel():
+        count = 1 + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+    first = tensor.storage_offset() * width
+    return first, first + count * width
 
 
 class _HostMemory:
-    """Memory of the host for so many bytes, as long as this object exists.
-
-    Attributes:
-        bytes: ``uint8``, as many as ``source`` has.
-    """
+    """Memory of the host for as many :attr:`bytes` as ``source`` has, as long as this object exists."""
 
     def __init__(self, source: Tensor) -> None:
         count = len(source)
@@ -165,11 +138,10 @@ def is_host_memory(tensor: Tensor) -> bool:
 class InnerTensors:
     """What the graph of one stage of one chunk has saved, as places without tensors until a second run.
 
-    That is not a checkpoint: the graph of the first run stays, and the second run can leave out the last
-    product of the stage, of whose result the backward needs nothing; torch's checkpoint would repeat it.
-    Tensors are told apart by the order in which operations save them, so both runs must be the same up to the
-    last product. From a *down* product to the next *up* product nothing is dropped but the down product's own
-    input: what a stage computes there does not run again.
+    Unlike a checkpoint of torch, the second run leaves out the last product of the stage, of whose result the
+    backward needs nothing. Tensors are told apart by the order in which operations save them, so both runs
+    must be the same up to there. From a *down* product to the next *up* product nothing is dropped but the
+    down product's own input: what a stage computes there does not run again.
 
     Where they are copied, places keep their tensors until :meth:`store`, and get them back from :meth:`load`;
     nothing runs a second time, except what gives the tokens where these are sent once more.
@@ -177,8 +149,7 @@ class InnerTensors:
     Args:
         kept: Tensors that are kept in any case: the parameters of the stage.
         copied: Tensors are copied to host memory, not computed once more.
-        resorted: Then, of the tokens in the order in which the experts take them: not copied; a second run up
-            to :meth:`sorted` gives them back.
+        resorted: Then, tokens in the order of the experts are not copied: a second run gives them back.
     """
 
     def __init__(self, kept: Collection[Tensor], *, copied: bool = False, resorted: bool = False) -> None:
@@ -199,13 +170,13 @@ class InnerTensors:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """The second run: what would be saved in it fills the places. Builds a graph that nobody uses."""
+        """The second run: what would be saved in it fills the places."""
         self._drops, self._runs_again = True, True
         if self._copied:
             with torch.no_grad():
                 yield
             return
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._restore, _never_unpacked)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._restore, _unpacked)
         with torch.enable_grad(), hooks:
             yield
         assert not self._places, f"a second run saved {len(self._places)} tensors less than the first"
@@ -244,17 +215,9 @@ class InnerTensors:
         return product(*args, **kwargs)
 
     def down(self, product: Callable[..., Any], tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the last product of an expert; in the second run only give its input back.
+        """Run the last product of an expert on ``tokens [T, F]``; in the second run only give these back.
 
-        Args:
-            product: Takes ``tokens`` first.
-            tokens: ``[T, F]``.
-            args: Further arguments of the product.
-            kwargs: Likewise.
-
-        Returns:
-            What ``product`` returns; in the second run ``([T, 0], None)``, for code that expects an output
-            and a bias, and whose own result is not used.
+        Then it returns ``([T, 0], None)``, for code that expects an output and a bias.
         """
         self._drops = False
         if self._runs_again:
@@ -271,7 +234,7 @@ class InnerTensors:
 
     def _drop(self, tensor: Tensor) -> Tensor | _Place:
         source = self._input
-        if source is not None and _share_memory(tensor, source):
+        if source is not None and tensor.untyped_storage()._cdata == source.untyped_storage()._cdata:
             place = _Place(tensor, tensor.storage_offset() - source.storage_offset())
             (self._of_tokens if self._copied else self._places).append(place)
             return place
@@ -293,12 +256,7 @@ class InnerTensors:
 
 
 class _Place:
-    """Where the graph keeps a tensor. Only the graph refers to it, so the tensor goes with its last use.
-
-    Attributes:
-        offset_in_input: Where the tensor begins in the input of a down product, or in the sorted tokens that
-            are sent once more; None for any other tensor.
-    """
+    """Where the graph keeps a tensor, perhaps a part of another one. The tensor goes with its last use."""
 
     __slots__ = ("dtype", "offset_in_input", "size", "stride", "tensor")
 
@@ -314,16 +272,39 @@ class _Place:
         self.tensor = source.detach().as_strided(self.size, self.stride, start)
 
 
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+class DroppedRows:
+    """Rows of all ranks that the graph of a stage does not keep: as in Megatron, a rank keeps what it owns.
+
+    :attr:`owned` are ``[R, B, D]``, to be gathered once more before the backward of the stage.
+    """
+
+    def __init__(self, owned: Tensor) -> None:
+        self.owned = owned
+        self._places: list[_Place] = []
+
+    @contextmanager
+    def dropped(self, gathered: Tensor) -> Iterator[None]:
+        """Within it, what a graph saves of these rows is a place without them."""
+        # The graph keeps the hook, which must not refer to the rows.
+        memory, begin = gathered.untyped_storage()._cdata, gathered.storage_offset()
+
+        def drop(saved: Tensor) -> Tensor | _Place:
+            if saved.untyped_storage()._cdata != memory:
+                return saved
+            self._places.append(_Place(saved, saved.storage_offset() - begin))
+            return self._places[-1]
+
+        with torch.autograd.graph.saved_tensors_hooks(drop, _unpacked):
+            yield
+
+    def give_back(self, gathered: Tensor) -> None:
+        """Put rows that are gathered once more, perhaps still on their way, into the graph."""
+        while self._places:
+            self._places.pop().view(gathered)
 
 
 def _unpacked(packed: Tensor | _Place) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    assert packed.tensor is not None, "the backward of a stage runs before its inner tensors are restored"
+    assert packed.tensor is not None, "the backward of a stage runs before its tensors are restored"
     return packed.tensor
-
-
-def _never_unpacked(packed: object) -> Tensor:
-    raise AssertionError("the graph of a second run was differentiated")

@@ -19,10 +19,10 @@ from megatron_ampipe.runtime.moves import run_moves
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.runtime.segment import BlockParameters, hand_over
-from megatron_ampipe.runtime.steps import ZERO, Pass, Step
+from megatron_ampipe.runtime.steps import ZERO, Pass
 from megatron_ampipe.runtime.streams import Crossing
 from megatron_ampipe.runtime.tape import Call, Tapes
-from megatron_ampipe.schedule import Direction, Stage, StageKind
+from megatron_ampipe.schedule import Direction, StageKind
 from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
 
 # S sequence rows, B batch, D hidden size.
@@ -32,15 +32,11 @@ class StackCall:
     """One forward pass through consecutive blocks and its backward.
 
     Args:
-        blocks: The state of each layer.
+        blocks: The state of each layer; ``parameters`` are of each, and ``numbers`` Megatron's.
         tapes: What runs.
-        executor: Runs it.
-        recorder: Told of every stage.
-        numbers: Of the layers in Megatron.
-        parameters: Of each layer.
+        executor: Runs it, and tells ``recorder`` of every stage.
         keep_graph: Whether there will be a backward pass.
-        reductions: Of gradients, which stages of the backward pass start; None where no schedule has such
-            stages, or nothing is differentiated.
+        reductions: Of gradients, if stages of the backward pass start them.
     """
 
     def __init__(
@@ -62,14 +58,8 @@ class StackCall:
         self._asked: dict[tuple[StageKind, int], int] = {}
 
     def run(self, hidden: Tensor) -> Tensor:
-        """Run the blocks; differentiable in ``hidden`` and the parameters if the graph is kept.
-
-        Args:
-            hidden: ``[S, B, D]``, this rank's rows of the residual stream.
-
-        Returns:
-            ``[S, B, D]``.
-        """
+        """Run the blocks on this rank's rows ``[S, B, D]``, to ``[S, B, D]``; differentiable if the graph is
+        kept."""
         if not self._keeps_graph:
             return self.forward(hidden)
         anchor = hidden.new_empty(0).requires_grad_()
@@ -77,7 +67,6 @@ class StackCall:
         return output
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The forward pass on ``hidden`` ``[S, B, D]``."""
         state, tapes = self._state, self._tapes
         state.slots[tapes.hidden] = hidden.detach()
 
@@ -93,17 +82,10 @@ class StackCall:
         return output
 
     def backward(self, gradient: Tensor) -> list[Tensor | None]:
-        """The backward pass; can run once.
+        """From the gradient of the output to those of ``hidden`` and the other parameters of the first layer.
 
-        Each parameter gets its gradient exactly once. Those of a later layer, and of the feed-forward half of
-        the first one, are complete before the pass ends, and are handed to their accumulation nodes then: the
-        hooks there start the gradient reduction of data parallelism.
-
-        Args:
-            gradient: Of the output, ``[S, B, D]``.
-
-        Returns:
-            The gradient of ``hidden``, and those of the other parameters of the first layer.
+        Those of later layers, and of the feed-forward half of the first one, are complete before the pass
+        ends, and are handed to their accumulation nodes then: the hooks there start their reduction.
         """
         state, tapes = self._state, self._tapes
         state.slots[tapes.above] = gradient
@@ -138,11 +120,8 @@ class StackCall:
 
     def _hand_over(self, layer: int, *, half: bool) -> None:
         parameters, gradients = self._gradients(layer, half=half)
-        trained = [
-            parameter
-            for parameter, gradient in zip(parameters, gradients, strict=True)
-            if gradient is not None
-        ]
+        # No name for the iterator: it would keep the last gradient, which would then be copied.
+        trained = [one for one, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
         gradients[:] = [gradient for gradient in gradients if gradient is not None]
         if trained:
             hand_over(trained, gradients)
@@ -151,16 +130,6 @@ class StackCall:
         if self._reductions is not None:
             self._asked[kind, layer] = self._reductions.mark
 
-    def _described(self, step: Step) -> str:
-        """A step, and the sizes of what it has not freed yet."""
-        names, slots = self._tapes.names, self._state.slots
-        sizes = [
-            f"{names[slot]} {list(slots[slot].shape)}"
-            for slot in dict.fromkeys((*step.taken, *step.given))
-            if isinstance(slots[slot], Tensor)
-        ]
-        return "\n".join([step.text(names), *([f"there are {', '.join(sizes)}"] if sizes else [])])
-
     def _execute(
         self, direction: Direction, end: Callable[[int], None], end_half: Callable[[int], None] | None = None
     ) -> None:
@@ -168,13 +137,15 @@ class StackCall:
 
         def run(call: Call) -> Transfer | None:
             if not call.steps and call.stage.kind.of_parameters:
-                return self._reduce(call.stage)
+                assert self._reductions is not None, "this pass was not given what its schedule reduces"
+                return self._reductions.start_until(self._asked[call.stage.kind, call.stage.layer])
             transfer = None
             for step in call.steps:
                 try:
                     transfer = step.run(state)
                 except Exception as error:
-                    error.add_note(f"{direction} pass, call {call.position}: {self._described(step)}")
+                    text = step.text(self._tapes.names)
+                    error.add_note(f"{direction} pass, call {call.position}: {text}")
                     raise
             if call.ends_half and end_half is not None:
                 end_half(call.stage.layer)
@@ -189,10 +160,6 @@ class StackCall:
         with_the_pass = set(range(len(state.blocks))) - {call.stage.layer for call in tape.calls if call.ends}
         for layer in sorted(with_the_pass, reverse=direction is Direction.BACKWARD):
             end(layer)
-
-    def _reduce(self, stage: Stage) -> Transfer:
-        assert self._reductions is not None, "this pass was not given what its schedule reduces"
-        return self._reductions.start_until(self._asked[stage.kind, stage.layer])
 
 
 class _Blocks(torch.autograd.Function):

@@ -1,16 +1,15 @@
 """How the streams of a device are ordered in one pass, and how long memory that several use is kept.
 
 When the host releases a tensor, torch's caching allocator may reuse its memory for the next allocation on the
-stream that allocated it, even if other streams are still using it. Most tensors stay on one stream; what
-collectives read and write does not. The rule, which is stated only here:
+stream that allocated it, even if other streams still use it, as they do what collectives read and write. The
+rule, which is stated only here:
 
     Memory that a call has used and that several streams use is kept until every stream that still has
     calls of this pass to run is ordered after that call.
 
 Then the next allocation on any stream is ordered after the last use of the memory, for every valid schedule.
 A stream without remaining calls allocates nothing more in this pass, and every pass begins and ends with all
-streams ordered after each other. ``record_stream`` is not used, so memory is released at the same call in
-every pass, no matter how far the host runs ahead of the device.
+streams ordered after each other. Unlike ``record_stream``, this releases memory at one call in every pass.
 """
 
 from __future__ import annotations
@@ -41,12 +40,7 @@ class StreamPlan:
 
 
 def stream_plan(streams: Sequence[str], needs: Sequence[Sequence[int]]) -> StreamPlan:
-    """The plan of a pass.
-
-    Args:
-        streams: Of each call, in the order in which the host issues them.
-        needs: For each call the earlier ones that must have ended before it runs.
-    """
+    """The plan of calls on these streams, in issue order, each with the earlier ones that must have ended."""
     left = Counter(streams)
     # For each stream how many calls of every stream are ordered before its next one.
     after: dict[str, Counter[str]] = {stream: Counter() for stream in left}
@@ -63,11 +57,11 @@ def stream_plan(streams: Sequence[str], needs: Sequence[Sequence[int]]) -> Strea
                 known |= before
         after[stream] = known
         waits.append(tuple(waited))
-        busy = [other for other, count in left.items() if count]
+        busy = [after[other] for other, count in left.items() if count]
         released = [
             number
             for number in kept
-            if all(after[other][marks[number][0]] >= marks[number][1] for other in busy)
+            if all(ordered[marks[number][0]] >= marks[number][1] for ordered in busy)
         ]
         releases.append(tuple(released))
         kept = [number for number in kept if number not in released]
@@ -82,8 +76,7 @@ class Crossing:
     """The memory that collectives have read or written in one forward pass and its backward, reported to an
     executor call by call.
 
-    Identified by storage, so that views and tensors that a stage passes on unchanged are found as well. The
-    references are weak: a tensor that no stage's graph has saved is freed after its last use.
+    By storage, so that views are found as well. References are weak: what no graph has saved is freed.
     """
 
     def __init__(self) -> None:
@@ -91,18 +84,14 @@ class Crossing:
         self._used: list[UntypedStorage] = []
 
     def note_transfer(self, tensors: Iterable[Tensor]) -> None:
-        """Record that the current stage is a collective that reads or writes these tensors."""
+        """The current stage is a collective that reads or writes these tensors."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._communicated[storage._cdata] = StorageWeakRef(storage)
             self._used.append(storage)
 
     def note_use(self, tensors: Iterable[Tensor | None]) -> tuple[StorageWeakRef, ...]:
-        """Record that the current stage computes with these tensors.
-
-        Returns:
-            References to those that a collective has used, for :meth:`note_backward`.
-        """
+        """The current stage computes with these tensors; those that a collective has used are returned."""
         found = []
         for tensor in tensors:
             if tensor is None:
@@ -115,13 +104,13 @@ class Crossing:
         return tuple(found)
 
     def note_backward(self, references: Sequence[StorageWeakRef]) -> None:
-        """Record that the current stage runs the backward of a stage that used these, releasing its graph."""
+        """The current stage runs the backward of a stage that used these, releasing its graph."""
         for reference in references:
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is not None:
                 self._used.append(storage)
 
     def take(self) -> list[UntypedStorage]:
-        """Return and forget what the current stage has used; the executor calls this once per stage."""
+        """Return and forget what the current stage has used."""
         used, self._used = self._used, []
         return used

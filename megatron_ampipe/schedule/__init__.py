@@ -1,7 +1,6 @@
 """What runs when inside transformer blocks, as data: stages, lanes, orders, and their checks."""
 
 from megatron_ampipe.schedule.choices import (
-    ALL_EXCHANGES,
     ALL_LAYERS,
     COPYING,
     KEEP,

@@ -7,11 +7,11 @@ experts' inner tensors (first product, activation) are T_M.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from megatron_ampipe.block.settings import AUTO
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.features import BlockFeatures, Restored
 
@@ -41,23 +41,15 @@ class Exchange(StrEnum):
         return self in (Exchange.NODES, Exchange.TWO_DIMENSIONAL)
 
 
-ALL_EXCHANGES = "auto"
-"""In place of names of exchanges: all that can be used."""
-
-
 def parse_exchanges(text: str, *, flag: str) -> tuple[Exchange, ...]:
     """The exchanges that a text names, each once: a list, or ``auto`` for all; or :class:`BadInput`."""
-    if text == ALL_EXCHANGES:
+    if text == AUTO:
         return tuple(Exchange)
     try:
         return tuple(dict.fromkeys(map(Exchange, text.split(","))))
     except ValueError:
-        raise BadInput(
-            flag,
-            text or "(empty)",
-            rule=f"is not {ALL_EXCHANGES}, or a list of {', '.join(Exchange)}",
-            remedy=f"Use {flag} rows,ranks.",
-        ) from None
+        rule = f"is not {AUTO}, or a list of {', '.join(Exchange)}"
+        raise BadInput(flag, text or "(empty)", rule=rule, remedy=f"Use {flag} rows,ranks.") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +76,20 @@ class NodeLayout:
 
 
 def useful_exchanges(
-    *,
-    experts: int,
-    expert: int,
-    expert_tensor: int,
-    topk: int,
-    dispatcher: str,
-    ranks_per_node: int | None,
+    *, experts: int, expert: int, expert_tensor: int, topk: int, dispatcher: str, ranks_per_node: int | None
 ) -> tuple[Exchange, ...]:
     """What a layer can choose from: Megatron's own exchange, and those with fewer copies or larger messages.
 
     ``experts`` are all of the layer, ``topk`` those of a token; ``dispatcher`` is Megatron's, and the rest is
     as in :meth:`NodeLayout.of`.
     """
-    found = [Exchange.ROWS]
+    useful = [Exchange.ROWS]
     if dispatcher == "alltoall":
         if topk > 1 and expert * expert_tensor > 1 and experts > expert:
-            found.append(Exchange.RANKS)
+            useful.append(Exchange.RANKS)
         if NodeLayout.of(expert=expert, expert_tensor=expert_tensor, ranks_per_node=ranks_per_node):
-            found += [Exchange.NODES] * (topk > 1) + [Exchange.TWO_DIMENSIONAL]
-    return tuple(found)
+            useful += [Exchange.NODES] * (topk > 1) + [Exchange.TWO_DIMENSIONAL]
+    return tuple(useful)
 
 
 def with_exchange(features: BlockFeatures, exchange: Exchange) -> BlockFeatures:
@@ -129,15 +115,8 @@ tensors are computed once more. Of the first three, each keeps less than the one
 """
 PAPER_NAMES: Mapping[str, str] = {"S1": "offload", "S4": "redispatch"}
 """Other names of strategies, from the same table."""
-COPYING = tuple(
-    name
-    for name, restored in STRATEGIES.items()
-    if Restored.OFFLOAD in restored or Restored.OFFLOAD_TOKENS in restored
-)
+COPYING = ("offload", "S2", "S3")
 """The strategies that copy to host memory."""
-
-BETWEEN_CHUNKS = "/"
-"""Between the strategies of the chunks, from the first to the last: ``keep/rebuild/rebuild/rebuild``."""
 
 
 def with_memory(features: BlockFeatures, memory: str) -> BlockFeatures:
@@ -150,13 +129,13 @@ def with_memory(features: BlockFeatures, memory: str) -> BlockFeatures:
 
 
 def of_chunks(memory: str) -> tuple[str, ...]:
-    """The strategy of each chunk of the backward pass, or one of all."""
-    return tuple(PAPER_NAMES.get(name, name) for name in memory.split(BETWEEN_CHUNKS))
+    """The strategy of each chunk of the backward pass, from the first on; or one of all."""
+    return tuple(PAPER_NAMES.get(name, name) for name in memory.split("/"))
 
 
 def memory_to_text(names: Sequence[str]) -> str:
     """What :func:`of_chunks` reads; one name if all chunks have the same."""
-    return names[0] if len(set(names)) == 1 else BETWEEN_CHUNKS.join(names)
+    return names[0] if len(set(names)) == 1 else "/".join(names)
 
 
 def check_memory(memory: str, *, backward_degree: int | None = None, flag: str = "--ampipe-memory") -> None:
@@ -167,45 +146,14 @@ def check_memory(memory: str, *, backward_degree: int | None = None, flag: str =
     names = of_chunks(memory)
     for name in names:
         if name not in STRATEGIES:
-            raise BadInput(
-                flag,
-                name or "(empty)",
-                rule=f"is not one of {', '.join((*STRATEGIES, *PAPER_NAMES))}",
-                remedy=f"Use {flag} rebuild, or leave it out to keep everything.",
-            )
+            rule = f"is not one of {', '.join((*STRATEGIES, *PAPER_NAMES))}"
+            remedy = f"Use {flag} rebuild, or leave it out to keep everything."
+            raise BadInput(flag, name or "(empty)", rule=rule, remedy=remedy)
     if backward_degree is not None and len(names) not in (1, backward_degree):
-        example = BETWEEN_CHUNKS.join([KEEP, *["rebuild"] * (backward_degree - 1)])
-        raise BadInput(
-            flag,
-            memory,
-            rule=f"names strategies of {len(names)} chunks, and the backward pass has {backward_degree}",
-            remedy=f"Name one of all chunks, or one of each: {flag} {example}.",
-        )
-
-
-def check_degrees(degree: int, backward: int, num_shares: int | None) -> None:
-    """Raise :class:`BadInput` for degrees that do not go together, or with so many shares."""
-    if degree < 1:
-        raise BadInput(
-            "--ampipe-degree",
-            degree,
-            rule="must be a whole number of chunks, at least 1",
-            remedy="Use --ampipe-degree 4, or 1 for Megatron's own layers.",
-        )
-    if backward < 1 or max(degree, backward) % min(degree, backward):
-        raise BadInput(
-            "--ampipe-backward-degree",
-            backward,
-            rule=f"must be a divisor or a multiple of the degree of the forward pass ({degree})",
-            remedy=f"Use --ampipe-backward-degree {2 * degree}, 1 or {degree}.",
-        )
-    if num_shares not in (None, degree, max(degree, backward)):
-        raise BadInput(
-            "--ampipe-degree",
-            degree,
-            rule=f"is not the number of shares of --ampipe-chunks ({num_shares})",
-            remedy=f"Leave it out: --ampipe-chunks implies --ampipe-degree {num_shares}.",
-        )
+        rule = f"names strategies of {len(names)} chunks, and the backward pass has {backward_degree}"
+        example = "/".join([KEEP, *["rebuild"] * (backward_degree - 1)])
+        remedy = f"Name one of all chunks, or one of each: {flag} {example}."
+        raise BadInput(flag, memory, rule=rule, remedy=remedy)
 
 
 ALL_LAYERS = 0
@@ -219,12 +167,9 @@ def parse_stack(text: str, *, flag: str) -> int:
         return ALL_LAYERS
     # Python does not read a number of thousands of digits.
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
-        raise BadInput(
-            flag,
-            text or "(empty)",
-            rule=f"must be a whole number of layers, at least 1, or {_ALL}",
-            remedy=f"Use {flag} {_ALL}, or {flag} 1 to run layer by layer.",
-        )
+        rule = f"must be a whole number of layers, at least 1, or {_ALL}"
+        remedy = f"Use {flag} {_ALL}, or {flag} 1 to run layer by layer."
+        raise BadInput(flag, text or "(empty)", rule=rule, remedy=remedy)
     return int(text)
 
 
@@ -240,14 +185,8 @@ def parse_shares(text: str, *, flag: str) -> tuple[float, ...]:
     except ValueError:
         shares = []
     total = sum(shares)
-    rule = ""
-    if not shares:
-        rule = "is not a list of numbers separated by commas"
-    elif not all(0 < share < math.inf for share in shares):
-        rule = "every share must be above 0"
-    # So that 0.33,0.33,0.33 means thirds.
-    elif abs(total - 1) > 0.015:
-        rule = f"the shares must have a sum of 1; the sum is {total:.6g}"
-    if rule:
-        raise BadInput(flag, text or "(empty)", rule=rule, remedy=f"Use for example {flag} 0.4,0.3,0.3.")
-    return tuple(share / total for share in shares)
+    # So that 0.33,0.33,0.33 means thirds. NaN is refused.
+    if shares and all(share > 0 for share in shares) and abs(total - 1) <= 0.015:
+        return tuple(share / total for share in shares)
+    rule = "is not a list of numbers above 0 with a sum of 1, separated by commas"
+    raise BadInput(flag, text or "(empty)", rule=rule, remedy=f"Use for example {flag} 0.4,0.3,0.3.")

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ampipe.errors import BadInput
 
@@ -36,12 +36,12 @@ class Span:
 
     @property
     def local_end(self) -> int:
-        """One past the last row in the local tensor."""
+        """One past the last row."""
         return self.local_start + self.length
 
     @property
     def global_end(self) -> int:
-        """One past the last row in the whole sequence."""
+        """One past the last row."""
         return self.global_start + self.length
 
 
@@ -108,12 +108,12 @@ class SequenceLayout:
             return (Span(first, length, first),)
         half = sequence_length // (2 * self.context_ranks)
         last_slice = 2 * self.context_ranks - 1 - self.context_rank
-        found = []
+        spans = []
         for slice_start, global_start in ((0, self.context_rank * half), (half, last_slice * half)):
             start, end = max(first, slice_start), min(first + length, slice_start + half)
             if start < end:
-                found.append(Span(start, end - start, global_start + start - slice_start))
-        return tuple(found)
+                spans.append(Span(start, end - start, global_start + start - slice_start))
+        return tuple(spans)
 
 
 def chunk_sequence(
@@ -146,43 +146,34 @@ def chunk_sequence(
         BadInput: a chunk would be empty, or the sequence cannot be split evenly over the ranks.
     """
     layout = layout or SequenceLayout()
-    slices = layout.tensor_ranks * layout.context_ranks * (2 if layout.context_ranks > 1 else 1)
+    ranks = layout.tensor_ranks
+    slices = ranks * layout.context_ranks * (2 if layout.context_ranks > 1 else 1)
     if sequence_length % slices:
-        raise BadInput(
-            "--seq-length",
-            sequence_length,
-            rule=f"must be a multiple of {slices} for this tensor and context parallelism",
-            remedy=f"Use --seq-length {-(-sequence_length // slices) * slices}.",
-        )
-    num_rows = sequence_length // (layout.tensor_ranks * layout.context_ranks)
+        rule = f"must be a multiple of {slices} for this tensor and context parallelism"
+        remedy = f"Use --seq-length {-(-sequence_length // slices) * slices}."
+        raise BadInput("--seq-length", sequence_length, rule=rule, remedy=remedy)
+    num_rows = sequence_length // (ranks * layout.context_ranks)
     if not 1 <= degree <= num_rows:
+        rule = f"must be between 1 and the number of rows of the sequence on one rank ({num_rows})"
         raise BadInput(
-            "--ampipe-degree",
-            degree,
-            rule=f"must be between 1 and the number of rows of the sequence on one rank ({num_rows})",
-            remedy=f"Use --ampipe-degree {min(4, num_rows)}.",
+            "--ampipe-degree", degree, rule=rule, remedy=f"Use --ampipe-degree {min(4, num_rows)}."
         )
+    lengths = even_chunks(num_rows, degree) if shares is None else _shared_out(num_rows, shares, flag)
     chunks = []
-    start = 0
-    for length in _lengths(num_rows, degree, shares, flag):
+    for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
         if layout.by_chunk:
-            first, ranks = start * layout.tensor_ranks, layout.tensor_ranks
+            first = start * ranks
             own = Span(start, length, first + layout.tensor_rank * length)
             chunks.append(Chunk(hidden=(own,), queries=(Span(first, length * ranks, first),)))
-            start += length
             continue
         # The gathered queries are the concatenated shards of the tensor-parallel ranks.
-        parts = [
+        shards = [
             layout.spans(rank * num_rows + start, length, sequence_length=sequence_length)
-            for rank in range(layout.tensor_ranks)
+            for rank in range(ranks)
         ]
         shift = layout.tensor_rank * num_rows
-        hidden = tuple(
-            Span(span.local_start - shift, span.length, span.global_start)
-            for span in parts[layout.tensor_rank]
-        )
-        chunks.append(Chunk(hidden=hidden, queries=tuple(span for part in parts for span in part)))
-        start += length
+        hidden = (replace(span, local_start=span.local_start - shift) for span in shards[layout.tensor_rank])
+        chunks.append(Chunk(tuple(hidden), tuple(itertools.chain.from_iterable(shards))))
     return tuple(chunks)
 
 
@@ -205,26 +196,19 @@ def even_chunks(num_rows: int, degree: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def _lengths(num_rows: int, degree: int, shares: Sequence[float] | None, flag: str) -> tuple[int, ...]:
-    """Rows of each chunk."""
-    if shares is None:
-        return even_chunks(num_rows, degree)
-    assert len(shares) == degree
-    lengths = _nearest(num_rows, shares, unit=1)
+def _shared_out(num_rows: int, shares: Sequence[float], flag: str) -> tuple[int, ...]:
+    """Rows of each chunk with these shares."""
+    lengths = _nearest(num_rows, shares, 1)
     shortest = min(lengths)
     if shortest < 1:
-        raise BadInput(
-            flag,
-            ",".join(f"{share:.6g}" for share in shares),
-            rule=f"chunk {lengths.index(shortest)} would have none of the {num_rows} rows of a rank",
-            remedy=f"Give every chunk a share of at least {math.ceil(1e6 / num_rows) / 1e6:.6g}.",
-        )
-    if shortest < ALIGNED_TILES * TILE_ROWS:
-        return lengths
-    return _nearest(num_rows, shares, unit=TILE_ROWS)
+        rule = f"chunk {lengths.index(shortest)} would have none of the {num_rows} rows of a rank"
+        remedy = f"Give every chunk a share of at least {math.ceil(1e6 / num_rows) / 1e6:.6g}."
+        text = ",".join(f"{share:.6g}" for share in shares)
+        raise BadInput(flag, text, rule=rule, remedy=remedy)
+    return _nearest(num_rows, shares, TILE_ROWS) if shortest >= ALIGNED_TILES * TILE_ROWS else lengths
 
 
-def _nearest(num_rows: int, shares: Sequence[float], *, unit: int) -> tuple[int, ...]:
+def _nearest(num_rows: int, shares: Sequence[float], unit: int) -> tuple[int, ...]:
     """Lengths of the chunks; ends (except for the last) are rounded to the nearest multiple of a unit."""
     ends = [unit * math.floor(share * num_rows / unit + 0.5) for share in itertools.accumulate(shares)]
     return tuple(end - start for start, end in itertools.pairwise([0, *ends[:-1], num_rows]))
@@ -272,7 +256,7 @@ class Documents:
             first one is 0.
         num_rows: Rows of a sequence.
         own_positions: The rotary embedding counts the rows of each document from 0, not those of the
-            sequence.
+            sequence: documents are packed. A mask of the data loader separates them otherwise.
     """
 
     starts: tuple[tuple[int, ...], ...]
@@ -281,24 +265,12 @@ class Documents:
 
     def __post_init__(self) -> None:
         for starts in self.starts:
-            ends = (*starts[1:], self.num_rows)
-            assert starts[0] == 0, "the first document begins with the sequence"
-            assert all(start < end for start, end in zip(starts, ends, strict=True)), "an empty document"
-
-    @property
-    def masked(self) -> bool:
-        """Whether a mask of the data loader separates them; otherwise they are packed."""
-        return not self.own_positions
-
-    @property
-    def num_sequences(self) -> int:
-        """How many sequences the micro-batch has."""
-        return len(self.starts)
+            assert starts == tuple(sorted({0, *starts})), f"the documents begin at {starts}"
 
     @functools.lru_cache(maxsize=256)  # noqa: B019  Every layer asks for the same chunks.
     def rows_of(self, spans: tuple[Span, ...]) -> tuple[DocumentRows, ...]:
         """The query rows of a chunk, document by document: by sequence, then in the order of the spans."""
-        found = []
+        documents = []
         for sequence, starts in enumerate(self.starts):
             row = 0
             for span in spans:
@@ -308,6 +280,6 @@ class Documents:
                 bounds = (*starts[first:last], span.global_end)
                 for start, end in itertools.pairwise(bounds):
                     length = end - max(start, span.global_start)
-                    found.append(DocumentRows(sequence, row, row + length, start, end))
+                    documents.append(DocumentRows(sequence, row, row + length, start, end))
                     row += length
-        return tuple(found)
+        return tuple(documents)

@@ -6,22 +6,14 @@ The checker, the issue order, the planner and the runtime all read it from here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megatron_ampipe.schedule import kinds
 from megatron_ampipe.schedule.features import BlockFeatures
-from megatron_ampipe.schedule.kinds import (
-    EXPERT,
-    FEED_FORWARD,
-    HIDDEN_STATES,
-    LOAD,
-    LOAD_TOKENS,
-    REDUCE_EXPERTS,
-    STORE,
-    STORE_TOKENS,
-    rows,
-)
+from megatron_ampipe.schedule.kinds import HIDDEN_STATES
 from megatron_ampipe.schedule.program import Schedule, Stage
 from megatron_ampipe.schedule.stage_kind import Direction, Layout, Scope, StageKind, Value
 
@@ -34,94 +26,74 @@ class Source(NamedTuple):
     name: str
 
 
+type _Values = Mapping[StageKind, Sequence[tuple[Value, Source]]]
+type _Needs = Mapping[Stage, Sequence[Stage]]
+
+
 @dataclass(frozen=True, slots=True)
 class DataFlow:
     """The rows of one block, each value that a row takes connected with the row that gives it.
 
     Attributes:
         kinds: The rows that the block has, in order.
-        sources: For each row, where each value that it takes comes from; None for a value that no row of this
-            block gives, and that is left out.
+        sources: For each row the values that it takes and rows of this block give, each with its source.
         takers: For each source the rows that take it, in order.
         output: What the block returns.
-        taken: For each row the tensors that it takes, each with where it comes from.
-        given: The same of the tensors that it gives.
+        taken: For each row the tensors that it takes, each with its source.
+        given: For each row the tensors that it gives, likewise.
         recalled: For each row with ``own_backward`` what its backward takes besides gradients.
-        recallers: For each source the rows whose backward takes it so.
         once: Transfers that do not run again in a recomputed block: those that run forward only, whose result
             is kept, and those of whose result the rest needs the shape alone.
     """
 
     kinds: tuple[StageKind, ...]
-    sources: Mapping[StageKind, tuple[Source | None, ...]]
-    takers: Mapping[Source, tuple[StageKind, ...]]
+    sources: _Values
+    takers: Mapping[Source, Sequence[StageKind]]
     output: Source
-    taken: Mapping[StageKind, tuple[tuple[Value, Source], ...]]
-    given: Mapping[StageKind, tuple[tuple[Value, Source], ...]]
-    recalled: Mapping[StageKind, tuple[tuple[Value, Source], ...]]
-    recallers: Mapping[Source, tuple[StageKind, ...]]
+    taken: _Values
+    given: _Values
+    recalled: _Values
     once: frozenset[StageKind]
-
-    def is_restored(self, kind: StageKind) -> bool:
-        """Whether other rows give back what stages of this kind have not kept for their backward."""
-        return any(row.restores == kind for row in self.kinds)
 
 
 @functools.lru_cache(maxsize=512)
 def data_flow(features: BlockFeatures) -> DataFlow:
     """The rows of a block with these features."""
-    kinds = rows(features)
-    latest: dict[str, Source] = {HIDDEN_STATES.name: Source(None, HIDDEN_STATES.name)}
-    sources: dict[StageKind, tuple[Source | None, ...]] = {}
-    takers: dict[Source, tuple[StageKind, ...]] = {}
-    for kind in kinds:
-        sources[kind] = tuple(latest.get(value.name) for value in kind.takes)
-        for source in sources[kind]:
-            if source is not None:
-                takers[source] = (*takers.get(source, ()), kind)
+    rows = kinds.rows(features)
+    latest = {HIDDEN_STATES.name: Source(None, HIDDEN_STATES.name)}
+    sources, given = {}, {}
+    takers: dict[Source, list[StageKind]] = {}
+    for kind in rows:
+        sources[kind] = [(value, latest[value.name]) for value in kind.takes if value.name in latest]
+        for _, source in sources[kind]:
+            takers.setdefault(source, []).append(kind)
+        given[kind] = _tensors((value, Source(kind, value.name)) for value in kind.gives)
         latest |= {value.name: Source(kind, value.name) for value in kind.gives}
-    taken = {
-        kind: tuple(
-            (value, source)
-            for value, source in zip(kind.takes, sources[kind], strict=True)
-            if source is not None and value.layout is not Layout.STATE
-        )
-        for kind in kinds
-    }
-    given = {
-        kind: tuple(
-            (value, Source(kind, value.name)) for value in kind.gives if value.layout is not Layout.STATE
-        )
-        for kind in kinds
-    }
-    restorers = {kind.restores: kind for kind in kinds if kind.restores is not None}
+    taken = {kind: _tensors(values) for kind, values in sources.items()}
+    restorers = {kind.restores: kind for kind in rows if kind.restores is not None}
     recalled = {
         kind: given[restorers[kind]]
         if kind in restorers
-        else tuple(one for one in taken[kind] if one[0].layout is Layout.BLOCK)
-        for kind in kinds
+        else [(value, source) for value, source in taken[kind] if value.layout is Layout.BLOCK]
+        for kind in rows
         if kind.own_backward
     }
-    recallers: dict[Source, tuple[StageKind, ...]] = {}
-    for kind, values in recalled.items():
-        for _, source in values:
-            recallers[source] = (*recallers.get(source, ()), kind)
-    output = latest[HIDDEN_STATES.name]
-    once = _once(kinds, takers, taken, given)
-    return DataFlow(kinds, sources, takers, output, taken, given, recalled, recallers, once)
+    once = _once(rows, takers, taken, given)
+    return DataFlow(rows, sources, takers, latest[HIDDEN_STATES.name], taken, given, recalled, once)
+
+
+def _tensors(values: Iterable[tuple[Value, Source]]) -> list[tuple[Value, Source]]:
+    return [(value, source) for value, source in values if value.layout is not Layout.STATE]
 
 
 def _once(
-    kinds: Sequence[StageKind],
-    takers: Mapping[Source, Sequence[StageKind]],
-    taken: Mapping[StageKind, Sequence[tuple[Value, Source]]],
-    given: Mapping[StageKind, Sequence[tuple[Value, Source]]],
+    rows: Sequence[StageKind], takers: Mapping[Source, Sequence[StageKind]], taken: _Values, given: _Values
 ) -> frozenset[StageKind]:
     """:attr:`DataFlow.once`, from the last row to the first: what runs again takes what it took."""
-    found: set[StageKind] = set()
-    for kind in reversed(kinds):
+    once: set[StageKind] = set()
+    for kind in reversed(rows):
         by_shape = all(
-            value.by_shape and taker.scope is Scope.CHUNK and (taker.lane.computes or taker in found)
+            value.by_shape and taker.scope is Scope.CHUNK and (taker.lane.computes or taker in once)
             for _, given_source in given[kind]
             for taker in takers.get(given_source, ())
             for value, source in taken[taker]
@@ -129,8 +101,8 @@ def _once(
         )
         is_transfer = kind.scope is Scope.CHUNK and not kind.lane.computes
         if not kind.is_differentiated or (is_transfer and by_shape):
-            found.add(kind)
-    return frozenset(found)
+            once.add(kind)
+    return frozenset(once)
 
 
 def is_whole(kind: StageKind, *, whole_attention: bool) -> bool:
@@ -168,21 +140,20 @@ def dependencies(
     """
     forward: dict[Stage, tuple[Stage, ...]] = {}
     for layer in range(len(layers)):
-        forward |= _forward(
-            layers, degree=degree, whole_attention=whole_attention, direction=direction, layer=layer
-        )
+        forward |= _forward(layers, layer, degree=degree, whole_attention=whole_attention)
     if direction is Direction.FORWARD:
+        # The losses only add gradients: the pass that runs again adds them.
         return _with_copies_in_time(
             {
                 stage: needed
                 for stage, needed in forward.items()
                 if direction in stage.kind.directions
-                and not (layers[stage.layer].recomputed and _only_adds_gradients(stage.kind))
+                and not (stage.kind == kinds.LOSSES and layers[stage.layer].recomputed)
             },
             direction,
         )
     restoring = {
-        stage: [one for one in needed if one.kind.restores is not None]
+        stage: [other for other in needed if other.kind.restores is not None]
         for stage, needed in forward.items()
         if stage.kind.restores is not None
     }
@@ -195,61 +166,50 @@ def dependencies(
             # An order among stages of one kind (route after route) carries no data, so it has no reverse.
             if stage in backward and earlier in backward and earlier.kind != stage.kind:
                 backward[earlier].append(stage)
-    backward |= _weights(backward, {kind.weights_of: kind for kind in weights}, joined)
-    found = backward | _again(forward, backward, layers)
-    _add_needs_of_reductions(found)
-    of_layer: dict[int, list[Stage]] = {}
-    for stage in backward if restoring else ():
-        of_layer.setdefault(stage.layer, []).append(stage)
+    weights_of = {kind.weights_of: kind for kind in weights}
+    for stage in list(backward):
+        if stage.kind in weights_of:
+            kind = weights_of[stage.kind]
+            chunk = None if kind in joined else stage.chunk
+            backward.setdefault(Stage(kind, chunk, stage.layer), []).append(stage)
+    backward |= _again(forward, backward, layers)
+    of_kind: dict[tuple[int, StageKind], list[Stage]] = defaultdict(list)
+    for stage in backward:
+        if not stage.again:
+            of_kind[stage.layer, stage.kind].append(stage)
+    _add_needs_of_reductions(backward)
     for stage, waits in restoring.items():
         restored = stage.kind.restores
         assert restored is not None
-        for one in of_layer[stage.layer]:
-            if one.kind == restored and stage.chunk in (None, one.chunk):
-                found[one].append(stage)
+        for user in of_kind[stage.layer, restored]:
+            if stage.chunk in (None, user.chunk):
+                backward[user].append(stage)
+        if restored.step_of is not None:
             # What is restored of two steps is in memory at most.
-            if one.kind.step_of == restored.step_of is not None and one.kind.step == restored.step + 2:
-                waits.append(one)
+            waits += of_kind[stage.layer, kinds.step_of(restored.step_of, restored.step + 2)]
     return _with_copies_in_time(
-        {stage: tuple(needed) for stage, needed in (found | restoring).items()}, direction
+        {stage: tuple(needed) for stage, needed in (backward | restoring).items()}, direction
     )
 
 
-def _weights(
-    backward: Iterable[Stage],
-    kind_of: Mapping[StageKind | None, StageKind],
-    joined: Collection[StageKind],
-) -> dict[Stage, list[Stage]]:
-    """The stages of weight gradients: each needs what differentiates the inputs of the same linear layers."""
-    found: dict[Stage, list[Stage]] = {}
-    for stage in backward:
-        if stage.kind in kind_of:
-            kind = kind_of[stage.kind]
-            chunk = None if kind in joined else stage.chunk
-            found.setdefault(Stage(kind, chunk, stage.layer), []).append(stage)
-    return found
-
-
 def _again(
-    forward: Mapping[Stage, Sequence[Stage]],
-    backward: Mapping[Stage, list[Stage]],
-    layers: Sequence[BlockFeatures],
+    forward: _Needs, backward: Mapping[Stage, list[Stage]], layers: Sequence[BlockFeatures]
 ) -> dict[Stage, list[Stage]]:
     """The stages that run again with what they need; the backward stages get to need them."""
     again = {
-        stage: Stage(stage.kind, stage.chunk, stage.layer, again=True)
+        stage: replace(stage, again=True)
         for stage in backward
         if stage in forward
         and layers[stage.layer].recomputed
         and stage.kind not in data_flow(layers[stage.layer]).once
     }
     last = _last_of_layers(backward) if again else {}
-    found = {}
+    needs = {}
     for stage, repeated in again.items():
-        needed = [again[one] for one in forward[stage] if one in again and one.layer == stage.layer]
-        found[repeated] = needed or last.get(stage.layer + 2, [])
+        needed = [again[other] for other in forward[stage] if other in again and other.layer == stage.layer]
+        needs[repeated] = needed or last.get(stage.layer + 2, [])
         backward[stage].append(repeated)
-    return found
+    return needs
 
 
 def _add_needs_of_reductions(backward: dict[Stage, list[Stage]]) -> None:
@@ -259,35 +219,29 @@ def _add_needs_of_reductions(backward: dict[Stage, list[Stage]]) -> None:
     the feed-forward half of the same block.
     """
     waiting = [stage for stage in backward if stage.kind.of_parameters]
-    last = _last_of_layers(backward) if waiting else {}
-    halves: dict[int, list[Stage]] = {}
-    for stage in backward if waiting else ():
-        if is_of_feed_forward(stage):
-            halves.setdefault(stage.layer, []).append(stage)
+    if not waiting:
+        return
+    last = _last_of_layers(backward)
+    halves = [stage for stage in backward if is_of_feed_forward(stage)]
     for stage in waiting:
         backward[stage] += last.get(stage.layer + 1, [])
-        if stage.kind == REDUCE_EXPERTS:
-            backward[stage] += halves.get(stage.layer, [])
+        if stage.kind == kinds.REDUCE_EXPERTS:
+            backward[stage] += [other for other in halves if other.layer == stage.layer]
 
 
 def is_of_feed_forward(stage: Stage) -> bool:
     """Whether a stage of a backward pass computes gradients of parameters of the feed-forward half."""
-    return (stage.kind.weights_of or stage.kind) in FEED_FORWARD and not stage.again
+    return (stage.kind.weights_of or stage.kind) in kinds.FEED_FORWARD and not stage.again
 
 
-def _only_adds_gradients(kind: StageKind) -> bool:
-    """Whether the stage has no use in a pass that keeps nothing for the backward pass."""
-    return bool(kind.gives) and all(value.layout is Layout.SCALAR for value in kind.gives)
-
-
-def _last_of_layers(needs: Mapping[Stage, Sequence[Stage]]) -> dict[int, list[Stage]]:
+def _last_of_layers(needs: _Needs) -> dict[int, list[Stage]]:
     """For each block the stages that no other stage of the block waits for, without those of parameters."""
-    awaited = {one for stage, needed in needs.items() for one in needed if one.layer == stage.layer}
-    found: dict[int, list[Stage]] = {}
+    awaited = {other for stage, needed in needs.items() for other in needed if other.layer == stage.layer}
+    last: dict[int, list[Stage]] = {}
     for stage in needs:
         if stage not in awaited and not stage.kind.of_parameters:
-            found.setdefault(stage.layer, []).append(stage)
-    return found
+            last.setdefault(stage.layer, []).append(stage)
+    return last
 
 
 def needs_of(
@@ -305,44 +259,34 @@ def needs_of(
 
 
 def _forward(
-    layers: Sequence[BlockFeatures],
-    *,
-    degree: int,
-    whole_attention: bool,
-    direction: Direction,
-    layer: int,
+    layers: Sequence[BlockFeatures], layer: int, *, degree: int, whole_attention: bool
 ) -> dict[Stage, tuple[Stage, ...]]:
     """One layer of the forward graph; for the backward pass with the stages that restore."""
     flow = data_flow(layers[layer])
     # Chunks differ in what is restored, and so in where that takes its values from.
     of_chunk = [data_flow(layers[layer].of_chunk(chunk, degree)) for chunk in range(degree)]
 
-    def stages_of(kind: StageKind) -> list[int | None]:
-        whole = is_whole(kind, whole_attention=whole_attention)
-        return [None] if whole else list(range(degree))
+    def chunks_of(kind: StageKind) -> Sequence[int | None]:
+        return [None] if is_whole(kind, whole_attention=whole_attention) else range(degree)
 
-    def givers(kind: StageKind, chunk: int | None) -> Iterable[Stage]:
-        sources = (flow if chunk is None else of_chunk[chunk]).sources[kind]
-        for value, source in zip(kind.takes, sources, strict=True):
-            if source is None:
-                continue
-            giver, of_layer = (source.giver, layer)
+    def givers(kind: StageKind, chunk: int | None) -> Iterator[Stage]:
+        for value, source in (flow if chunk is None else of_chunk[chunk]).sources[kind]:
+            giver, of_layer = source.giver, layer
             if giver is None:
                 # The first layer takes what the schedule is given.
                 if not layer:
                     continue
                 giver, of_layer = data_flow(layers[layer - 1]).output.giver, layer - 1
             assert giver is not None
-            for given in stages_of(giver):
-                if given is None or chunk is None or given == chunk:
-                    yield Stage(giver, given, of_layer)
-                elif value.layout is Layout.KEYS and given < chunk:
-                    # Attention is causal: a chunk sees the keys of earlier chunks and its own.
+            for given in chunks_of(giver):
+                # Attention is causal: a chunk sees the keys of earlier chunks and its own.
+                earlier = value.layout is Layout.KEYS and given is not None and given < (chunk or 0)
+                if earlier or given is None or chunk is None or given == chunk:
                     yield Stage(giver, given, of_layer)
 
     graph: dict[Stage, tuple[Stage, ...]] = {}
     for kind in flow.kinds:
-        for chunk in stages_of(kind):
+        for chunk in chunks_of(kind):
             if chunk is not None and kind not in of_chunk[chunk].sources:
                 continue
             needed = dict.fromkeys(givers(kind, chunk))
@@ -367,16 +311,17 @@ def _with_copies_in_time(
     Forward, the experts of a chunk wait until what was kept of the chunk :data:`AHEAD` before it is stored;
     backward, a load waits until the experts of the chunk that many before its own are differentiated.
     """
-    found = dict(needs)
+    bounded = dict(needs)
     if not any(stage.kind.copies for stage in needs):
-        return found
+        return bounded
     forward = direction is Direction.FORWARD
-    experts = [stage for stage in needs if stage.kind == EXPERT and not stage.again]
+    experts = [stage for stage in needs if stage.kind == kinds.EXPERT and not stage.again]
     experts.sort(key=lambda stage: (stage.layer, stage.chunk), reverse=not forward)
+    copies = (kinds.STORE_TOKENS, kinds.STORE) if forward else (kinds.LOAD_TOKENS, kinds.LOAD)
     for before, after in zip(experts, experts[AHEAD:], strict=False):
-        for kind in (STORE_TOKENS, STORE) if forward else (LOAD_TOKENS, LOAD):
+        for kind in copies:
             copy = replace(before if forward else after, kind=kind)
-            if copy in found:
+            if copy in bounded:
                 waiting, awaited = (after, copy) if forward else (copy, before)
-                found[waiting] = (*found[waiting], awaited)
-    return found
+                bounded[waiting] = (*bounded[waiting], awaited)
+    return bounded

@@ -13,8 +13,6 @@ from typing import Any
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.schedule.stage_kind import COMM, COMM_LANE, INTRA, INTRA_LANE
 
-AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
-"""Load-balancing types that come with a loss."""
 BALANCED = ("sinkhorn", "quantile_balancing")
 """Load-balancing types that compare all tokens of a rank, or of a sequence, to choose their experts."""
 DEEPEP_RANKS_OF_NODE = 8
@@ -42,26 +40,24 @@ class BlockFeatures:
         dense: An MLP in place of routed experts.
         losses: The router has auxiliary or z losses.
         shared: There are shared experts.
-        ordered_routing: Chunks must be routed from first to last, because an expert's capacity that
-            one chunk uses is gone for the next.
+        ordered_routing: Chunks must be routed from first to last, because they share the experts' capacity.
         chooses: The router chooses for all chunks at once.
-        chunked_qkv: A chunk's queries, keys and values need the chunk's own rows alone, so that they
-            can be projected chunk by chunk. Attention as a whole still takes them as a whole.
+        chunked_qkv: Queries, keys and values can be projected chunk by chunk.
         recomputed: The forward pass keeps only what the block is given, and its stages run again in the
-            backward pass (:attr:`Stage.again <.types.Stage.again>`).
+            backward pass (``Stage.again``).
         restored: What is not kept for the backward pass of the experts, and is restored in it: of each chunk
             of the backward pass, or once for all.
         condensed: Similar tokens are sent once.
         flex: The dispatcher counts the tokens itself, in the same call that sends them.
         reduces: Its backward pass reduces gradients of parameters over data-parallel ranks, as a stage.
-        reduces_experts: Also those of its experts, which several ranks have, in a separate stage.
+        reduces_experts: Also those of its experts, in a separate stage.
         nodes: Tokens are sent between nodes and then handed on inside one.
         gathers: The lane in which ranks that share an expert gather its tokens, and reduce and scatter what
-            it gives; empty where experts are whole, or the dispatch gathers. With :attr:`nodes`, it is
-            always that of the node.
+            it gives; empty where experts are whole, or the dispatch gathers. With ``nodes``, it is that of
+            the node.
         row_links: The resource (``Lane.resource``) over which tensor-parallel ranks add and scatter the rows
-            that attention projects; empty where the projection does that itself.
-        gathers_rows: With :attr:`row_links`, these ranks also gather what attention is given as a stage.
+            that attention projects, as a stage; empty where the projection does that itself.
+        gathers_rows: With ``row_links``, these ranks also gather what attention is given as a stage.
         ring_ranks: Context-parallel ranks that pass keys on to one another; 1 where none do.
         latent: ``merge`` projects what the experts return, so its backward needs their values.
     """
@@ -86,11 +82,6 @@ class BlockFeatures:
     latent: bool = False
 
     @property
-    def experts(self) -> bool:
-        """Whether tokens are routed to experts."""
-        return not self.dense
-
-    @property
     def ring(self) -> bool:
         """Whether ranks pass keys on to one another."""
         return self.ring_ranks > 1
@@ -102,7 +93,7 @@ class BlockFeatures:
     @property
     def resort(self) -> bool:
         """Whether inner tensors come from host memory, and what arrives from another rank, of any chunk."""
-        return any(Restored.OFFLOAD in one and Restored.REDISPATCH in one for one in self.restored)
+        return any({Restored.OFFLOAD, Restored.REDISPATCH} <= {*of_chunk} for of_chunk in self.restored)
 
     def of_chunk(self, chunk: int, degree: int | None = None) -> BlockFeatures:
         """With what is restored of one chunk of a pass of this degree; of the backward pass if None.
@@ -115,11 +106,6 @@ class BlockFeatures:
         degree = count if degree is None else degree
         first, end = chunk * count // degree, -(-(chunk + 1) * count // degree)
         return replace(self, restored=self.restored[first:end])
-
-    @property
-    def scatters_rows(self) -> bool:
-        """Whether tensor-parallel ranks add and scatter what attention projects, as a stage."""
-        return bool(self.row_links)
 
     @property
     def without_experts(self) -> BlockFeatures:
@@ -152,8 +138,8 @@ def features_of_settings(
     chunked_qkv = context == 1 and (tensor == 1 or (shares_schedule and not limited))
     row_links = ""
     if local and tensor > 1 and settings.sequence_parallel:
-        lane = INTRA_LANE if _within_node(settings, tensor, own.ranks_per_node) else COMM_LANE
-        row_links = lane.resource
+        near = _within_node(settings, tensor, own.ranks_per_node)
+        row_links = (INTRA_LANE if near else COMM_LANE).resource
     features = BlockFeatures(
         losses=with_losses and router_has_losses(settings),
         shared=settings.moe_shared_expert_intermediate_size is not None,
@@ -167,7 +153,7 @@ def features_of_settings(
         row_links=row_links,
         gathers_rows=chunked_qkv and bool(row_links) and not settings.multi_latent_attention,
         ring_ranks=context if uses_ring_attention(settings) else 1,
-        latent=has_latent_experts(settings),
+        latent=bool(getattr(settings, "moe_latent_size", None)),
     )
     return features.without_experts if dense else features
 
@@ -196,9 +182,8 @@ def expert_tensor_ranks(settings: Any) -> int:
 def gather_lane(settings: Any, ranks_per_node: int | None) -> str:
     """The lane of the all-gathers and reduce-scatters of tensor-parallel experts; empty if there are none.
 
-    Ranks that share an expert follow one another. Where all of them are in a node and the tokens come from
-    other nodes too, the two use different links. Elsewhere they use the same ones. Only the dispatcher
-    ``alltoall`` gathers apart from its exchange.
+    Where all ranks that share an expert are in a node and the tokens come from other nodes too, the two use
+    different links. Only the dispatcher ``alltoall`` gathers apart from its exchange.
 
     ``ranks_per_node`` are, of all ranks, those of a node; None if that is not known.
     """
@@ -245,39 +230,29 @@ def reads_largest_scores(settings: Any) -> bool:
     return any(getattr(settings, name, False) for name in ("qk_clip", "log_max_attention_logit"))
 
 
-def has_latent_experts(settings: Any) -> bool:
-    """Whether experts work on fewer columns than the rest of the layer (``--moe-latent-size``)."""
-    return bool(getattr(settings, "moe_latent_size", None))
-
-
 def boundary(settings: Any, *, whole_attention: bool) -> str | None:
     """Why consecutive layers cannot share a schedule; None if they can.
 
     With tensor parallelism Megatron spreads the whole sequence over the ranks. Layers that share a schedule
-    spread each chunk, so that other ranks hold its tokens.
-
-    With ``whole_attention``, the schedule computes attention of the whole sequence at once (``moe-only``).
+    spread each chunk, so that other ranks hold its tokens. With ``whole_attention``, the schedule computes
+    attention of the whole sequence at once (``moe-only``).
     """
     if settings.context_parallel_size > 1:
         return "with context parallelism, a layer needs keys and values of the whole sequence"
     if settings.tensor_model_parallel_size > 1:
-        reason = None
+        tensor = "with tensor parallelism,"
+        records = ("moe_enable_routing_replay", "moe_routing_trace_path")
         if has_capacity(settings):
-            reason = "which tokens a capacity drops depends on the whole sequence"
-        elif _balances(settings):
-            reason = "balancing compares the tokens of a rank"
-        elif whole_attention:
-            reason = "attention of the whole sequence needs Megatron's order of the rows"
-        elif any(getattr(settings, name, None) for name in _ROUTING_RECORDS):
-            reason = "records of the routing need Megatron's order of the rows"
-        if reason is not None:
-            return f"with tensor parallelism, {reason}"
+            return f"{tensor} which tokens a capacity drops depends on the whole sequence"
+        if _balances(settings):
+            return f"{tensor} balancing compares the tokens of a rank"
+        if whole_attention:
+            return f"{tensor} attention of the whole sequence needs Megatron's order of the rows"
+        if any(getattr(settings, name, None) for name in records):
+            return f"{tensor} records of the routing need Megatron's order of the rows"
     if settings.recompute_granularity == "full":
         return "Megatron's full recompute works around one layer"
     return None
-
-
-_ROUTING_RECORDS = ("moe_enable_routing_replay", "moe_routing_trace_path")
 
 
 def chooses_at_once(settings: Any, own: Settings) -> bool:
@@ -310,4 +285,6 @@ def router_has_losses(settings: Any) -> bool:
     numbers = [coefficients] if isinstance(coefficients, int | float) else list(coefficients or [])
     if len(numbers) == 1:
         numbers *= len(names)
-    return any(name in AUX_LOSSES and number > 0 for name, number in zip(names, numbers, strict=False))
+    # Other types of load balancing come without a loss.
+    with_loss = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+    return any(name in with_loss and number > 0 for name, number in zip(names, numbers, strict=False))

@@ -27,14 +27,13 @@ def issue_order(
             is long enough to cover the wait, so that the device has work meanwhile. A backward pass has no
             ``counts`` and nothing is postponed.
     """
-    lanes = {order.lane: order.stages for order in program.lanes}
     order = merge_lanes(
-        lanes,
+        {order.lane: order.stages for order in program.lanes},
         needs,
         waits_before={stage for stage in needs if host_waits and read_by_host(stage, needs) is not None},
         covers={stage for stage in needs if stage.kind.covers_wait},
     )
-    assert order is not None, "the program was not checked"
+    assert len(order) == len(program.stages), "the program was not checked"
     return order
 
 
@@ -71,20 +70,18 @@ def merge_lanes[S: Hashable](
     lanes: Mapping[str, Sequence[S]],
     needs: Mapping[S, Sequence[S]],
     *,
-    waits_before: Collection[S],
-    covers: Collection[S],
-) -> tuple[tuple[str, S], ...] | None:
-    """What :func:`issue_order` does, on anything that stands for stages; None if the lanes wait for each
-    other.
+    waits_before: Collection[S] = (),
+    covers: Collection[S] = (),
+) -> tuple[tuple[str, S], ...]:
+    """What :func:`issue_order` does, on anything that stands for stages.
 
-    Before the stages ``waits_before`` the host waits; the compute stages ``covers`` keep the device busy
-    meanwhile.
+    If lanes wait for each other, it ends where all of them do. Before the stages ``waits_before`` the host
+    waits; the compute stages ``covers`` keep the device busy meanwhile.
     """
     place = dict.fromkeys(lanes, 0)
     order: list[tuple[str, S]] = []
     issued: set[S] = set()
     postponed: set[S] = set()
-    remaining = sum(map(len, lanes.values()))
 
     def ready(lane: str) -> bool:
         stages = lanes[lane]
@@ -97,8 +94,8 @@ def merge_lanes[S: Hashable](
         order.append((lane, stage))
         return stage
 
-    while len(order) < remaining:
-        others = [lane for lane in lanes if lane != COMPUTE and ready(lane)]
+    while ready_lanes := [lane for lane in lanes if ready(lane)]:
+        others = [lane for lane in ready_lanes if lane != COMPUTE]
         for lane in others:
             head = lanes[lane][place[lane]]
             if head in waits_before and head not in postponed:
@@ -107,7 +104,5 @@ def merge_lanes[S: Hashable](
                     pass
             issue(lane)
         if not others:
-            if not ready(COMPUTE):
-                return None
             issue(COMPUTE)
     return tuple(order)

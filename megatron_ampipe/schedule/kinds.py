@@ -9,7 +9,7 @@ in ``layers``, and a cost in ``plan``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_ampipe.schedule.features import BlockFeatures, Restored
@@ -170,8 +170,6 @@ MOE_BLOCK = tuple(row for row in list(globals().values()) if isinstance(row, Sta
 
 STEPPED = frozenset({ATTEND, RING, RERING})
 """Kinds that a block has in steps (:func:`step_of`), never as such."""
-OF_ROWS = frozenset({INPUT_NORM, GATHER_ROWS, REGATHER_ROWS, SCATTER_ROWS, ADD_NORM})
-"""Kinds that only blocks have whose tensor-parallel ranks gather or scatter rows of attention as stages."""
 FEED_FORWARD = frozenset({SHARED, EXPERT, MLP})
 """Kinds whose parameters have their gradients before the backward pass comes to attention."""
 
@@ -194,31 +192,30 @@ def step_of(kind: StageKind, step: int) -> StageKind:
     def used(number: int) -> Value:
         return Value(f"used {number}", Layout.STATE)
 
-    found = replace(kind, name=f"{kind.name}{step}", step_of=kind, step=step)
+    numbered = replace(kind, name=f"{kind.name}{step}", step_of=kind, step=step)
     if kind == ATTEND:
         before = (CONTEXT,) if step else ()
-        return replace(found, takes=(QUERY, *keys_of(step), *before), gives=(CONTEXT, used(step)))
+        return replace(numbered, takes=(QUERY, *keys_of(step), *before), gives=(CONTEXT, used(step)))
     if kind == RING:
         turn = (used(step - 2),) if step > 1 else ()
-        return replace(found, takes=(*keys_of(step - 1), *turn), gives=keys_of(step))
+        return replace(numbered, takes=(*keys_of(step - 1), *turn), gives=keys_of(step))
     assert kind == RERING, f"{kind} has no steps"
-    return replace(found, takes=keys_of(0), gives=keys_of(0), restores=step_of(ATTEND, step))
+    return replace(numbered, takes=keys_of(0), gives=keys_of(0), restores=step_of(ATTEND, step))
 
 
 def ring_rows(num_ranks: int) -> tuple[StageKind, ...]:
-    """The rows of attention over context-parallel ranks, in place of :data:`~.kinds.STEPPED`."""
+    """The rows of attention over context-parallel ranks, in place of :data:`STEPPED`."""
     steps = range(1, num_ranks)
     forward = (step_of(kind, step) for step in steps for kind in (RING, ATTEND))
     return (step_of(ATTEND, 0), *forward, *(step_of(RERING, step) for step in reversed(steps)))
 
 
-def _weights(kind: StageKind) -> StageKind:
-    return StageKind(
+WEIGHTS = {
+    kind: StageKind(
         f"{kind.name}-weights", scope=Scope.EITHER, directions=(Direction.BACKWARD,), weights_of=kind
     )
-
-
-WEIGHTS = {kind: _weights(kind) for kind in (QKV, ATTENTION, SHARED, EXPERT, MLP)}
+    for kind in (QKV, ATTENTION, SHARED, EXPERT, MLP)
+}
 """For each kind with linear layers, the gradients of their weights as a stage: of one chunk, or of the whole
 sequence in one product of all chunks. Nothing waits for them."""
 ALL_KINDS = (*MOE_BLOCK, *WEIGHTS.values())
@@ -227,86 +224,73 @@ ALL_KINDS = (*MOE_BLOCK, *WEIGHTS.values())
 
 def rows(block: BlockFeatures) -> tuple[StageKind, ...]:
     """The rows of a block with these features."""
-    found = [*_attention(block), *([MLP] if block.dense else _experts(block))]
-    if block.reduces:
-        found.append(REDUCE)
-    if block.reduces_experts:
-        found.append(REDUCE_EXPERTS)
-    return tuple(found)
+    every = [
+        *_attention(block),
+        *([(True, MLP)] if block.dense else _experts(block)),
+        (block.reduces, REDUCE),
+        (block.reduces_experts, REDUCE_EXPERTS),
+    ]
+    return tuple(kind for has_it, kind in every if has_it)
 
 
-def _attention(block: BlockFeatures) -> Iterator[StageKind]:
+type _Candidates = Sequence[tuple[bool, StageKind]]
+"""Kinds in the order of a block, each with whether the block has it."""
+
+
+def _attention(block: BlockFeatures) -> _Candidates:
     """From the input norm to the norm before the router."""
     lane = TENSOR_INTRA_LANE if block.row_links == INTRA_LANE.resource else TENSOR_LANE
     scope = Scope.EITHER if block.chunked_qkv else Scope.WHOLE
-    qkv = replace(QKV, scope=scope)
+    scatters = bool(block.row_links)
+    qkv = replace(QKV, scope=scope, takes=(GATHERED,) if block.gathers_rows else QKV.takes)
     if block.ring:
         qkv = replace(qkv, gives=(QUERY, RING_KEY, RING_VALUE))
-    if block.gathers_rows:
-        yield replace(INPUT_NORM, scope=scope)
-        yield replace(GATHER_ROWS, scope=scope, lane=lane)
-        qkv = replace(qkv, takes=(GATHERED,))
-    yield qkv
-    # A recomputed block gathers again anyway.
-    if block.gathers_rows and not block.recomputed:
-        yield replace(REGATHER_ROWS, scope=scope, lane=lane)
-    if block.ring:
-        yield from ring_rows(block.ring_ranks)
-    if block.scatters_rows:
-        takes = tuple(value for value in ATTENTION.takes if value != HIDDEN_STATES)
-        yield replace(ATTENTION, takes=takes, gives=(PARTIAL,))
-        yield replace(SCATTER_ROWS, lane=lane)
-        yield ADD_NORM
-    else:
-        yield ATTENTION
+    unscattered = tuple(value for value in ATTENTION.takes if value != HIDDEN_STATES)
+    return [
+        (block.gathers_rows, replace(INPUT_NORM, scope=scope)),
+        (block.gathers_rows, replace(GATHER_ROWS, scope=scope, lane=lane)),
+        (True, qkv),
+        # A recomputed block gathers again anyway.
+        (block.gathers_rows and not block.recomputed, replace(REGATHER_ROWS, scope=scope, lane=lane)),
+        *((block.ring, kind) for kind in ring_rows(block.ring_ranks)),
+        (True, replace(ATTENTION, takes=unscattered, gives=(PARTIAL,)) if scatters else ATTENTION),
+        (scatters, replace(SCATTER_ROWS, lane=lane)),
+        (scatters, ADD_NORM),
+    ]
 
 
-def _experts(block: BlockFeatures) -> Iterator[StageKind]:
+def _experts(block: BlockFeatures) -> _Candidates:
     """From the router to what the block returns, and what the backward pass restores."""
     # Ranks that share an expert use the links of their node, where tokens leave it.
     near = INTRA_LANE if block.nodes or block.gathers == INTRA else COMM_LANE
-    if block.chooses:
-        yield CHOOSE
-    yield replace(ROUTE, ordered=block.ordered_routing)
-    if block.condensed:
-        yield CONDENSE
-    if block.losses:
-        yield LOSSES
-    if block.shared:
-        yield SHARED
-    if not block.flex:
-        yield COUNTS
-    yield DISPATCH
-    if block.nodes:
-        yield SPREAD
-    if block.restores(Restored.OFFLOAD_TOKENS):
-        yield STORE_TOKENS
-    if block.gathers:
-        yield replace(GATHER, lane=near)
-    yield EXPERT
-    if block.restores(Restored.OFFLOAD):
-        yield STORE
-    if block.gathers:
-        yield replace(SCATTER, lane=near)
-    if block.nodes:
-        yield COLLECT
-    yield COMBINE
-    if block.condensed:
-        yield EXPAND
+    gathers = bool(block.gathers)
+    rebuilds, redispatches, offloads, offloads_tokens = map(block.restores, Restored)
     # Latent experts are projected here, so the backward needs what they return.
-    yield replace(MERGE, takes=(_EXPERT_OUTPUT, *MERGE.takes[1:])) if block.latent else MERGE
-    if block.restores(Restored.REDISPATCH):
-        yield REPERMUTE
-        yield REDISPATCH
-        if block.nodes:
-            yield RESPREAD
-    if block.restores(Restored.OFFLOAD_TOKENS):
-        yield LOAD_TOKENS
-    if block.gathers and (block.restores(Restored.REDISPATCH) or block.restores(Restored.OFFLOAD_TOKENS)):
-        yield replace(REGATHER, lane=near)
-    if block.restores(Restored.REBUILD):
-        yield REBUILD
-    if block.resort:
-        yield RESORT
-    if block.restores(Restored.OFFLOAD):
-        yield LOAD
+    merge = replace(MERGE, takes=(_EXPERT_OUTPUT, *MERGE.takes[1:])) if block.latent else MERGE
+    return [
+        (block.chooses, CHOOSE),
+        (True, replace(ROUTE, ordered=block.ordered_routing)),
+        (block.condensed, CONDENSE),
+        (block.losses, LOSSES),
+        (block.shared, SHARED),
+        (not block.flex, COUNTS),
+        (True, DISPATCH),
+        (block.nodes, SPREAD),
+        (offloads_tokens, STORE_TOKENS),
+        (gathers, replace(GATHER, lane=near)),
+        (True, EXPERT),
+        (offloads, STORE),
+        (gathers, replace(SCATTER, lane=near)),
+        (block.nodes, COLLECT),
+        (True, COMBINE),
+        (block.condensed, EXPAND),
+        (True, merge),
+        (redispatches, REPERMUTE),
+        (redispatches, REDISPATCH),
+        (redispatches and block.nodes, RESPREAD),
+        (offloads_tokens, LOAD_TOKENS),
+        (gathers and (redispatches or offloads_tokens), replace(REGATHER, lane=near)),
+        (rebuilds, REBUILD),
+        (block.resort, RESORT),
+        (offloads, LOAD),
+    ]

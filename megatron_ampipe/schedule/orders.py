@@ -13,40 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.schedule import kinds
 from megatron_ampipe.schedule.dataflow import data_flow, dependencies
 from megatron_ampipe.schedule.features import BlockFeatures, Restored
 from megatron_ampipe.schedule.issue import completed
-from megatron_ampipe.schedule.kinds import (
-    ADD_NORM,
-    ATTEND,
-    ATTENTION,
-    CHOOSE,
-    COLLECT,
-    COMBINE,
-    COUNTS,
-    DISPATCH,
-    EXPERT,
-    GATHER,
-    GATHER_ROWS,
-    INPUT_NORM,
-    LOSSES,
-    MERGE,
-    QKV,
-    REDISPATCH,
-    REGATHER,
-    REGATHER_ROWS,
-    RERING,
-    RESPREAD,
-    RING,
-    ROUTE,
-    SCATTER,
-    SCATTER_ROWS,
-    SHARED,
-    SPREAD,
-    WEIGHTS,
-    step_of,
-)
-from megatron_ampipe.schedule.passes import bound, placed
+from megatron_ampipe.schedule.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT, QKV, ROUTE, SHARED, WEIGHTS
+from megatron_ampipe.schedule.passes import placed
 from megatron_ampipe.schedule.program import Program, Schedule, Stage
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE, Direction, StageKind
 
@@ -65,43 +37,36 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
         BadInput: no schedule has that name.
     """
     if name not in _BUILDERS:
-        raise BadInput(
-            "--ampipe-schedule",
-            name,
-            rule=f"is not one of {', '.join(_BUILDERS)}",
-            remedy="Use --ampipe-schedule ampipe.",
-        )
+        rule = f"is not one of {', '.join(_BUILDERS)}"
+        raise BadInput("--ampipe-schedule", name, rule=rule, remedy="Use --ampipe-schedule ampipe.")
     if backward_degree in (None, degree):
-        return bound(placed(_BUILDERS[name](degree, features), [features]), [features])
-    assert backward_degree is not None
-    # What is restored is of the chunks of the backward pass.
-    keeping = replace(features, restored=())
-    schedule = placed(_BUILDERS[name](degree, keeping), [keeping])
-    backward = placed(_BUILDERS[name](backward_degree, features), [features]).backward
-    whole = placed(replace(schedule, backward=backward, backward_degree=backward_degree), [features])
-    return bound(whole, [features])
+        schedule = _BUILDERS[name](degree, features)
+    else:
+        # What is restored is of the chunks of the backward pass.
+        schedule = _BUILDERS[name](degree, replace(features, restored=()))
+        backward = _BUILDERS[name](backward_degree, features).backward
+        schedule = replace(schedule, backward=backward, backward_degree=backward_degree)
+    return placed(schedule, [features])
 
 
 def _sequential(degree: int, features: BlockFeatures) -> Schedule:
     """One lane, chunk after chunk in the order of the table: every collective is waited for on the spot."""
     needs = dependencies([features], degree=degree, whole_attention=False, direction=Direction.FORWARD)
-    needed = {earlier for found in needs.values() for earlier in found}
-
-    def chunk_of(stage: Stage) -> int:
-        """Stages of the whole sequence come first where others need them, else last."""
-        if stage.chunk is not None:
-            return stage.chunk
-        return -1 if stage in needed else degree
-
+    awaited = {earlier for needed in needs.values() for earlier in needed}
     rows = data_flow(features).kinds
     # What the router needs to choose for all chunks at once.
-    before = rows[: rows.index(CHOOSE)] if features.chooses else ()
-    by_chunk = sorted(
-        needs, key=lambda stage: (stage.kind not in before, chunk_of(stage), rows.index(stage.kind))
-    )
-    forward = completed(by_chunk, needs)
+    before = rows[: rows.index(kinds.CHOOSE)] if features.chooses else ()
+
+    def place(stage: Stage) -> tuple[bool, int, int]:
+        """Stages of the whole sequence come first where others need them, else last."""
+        chunk = stage.chunk if stage.chunk is not None else -1 if stage in awaited else degree
+        return stage.kind not in before, chunk, rows.index(stage.kind)
+
+    forward = completed(sorted(needs, key=place), needs)
     backward = [stage for stage in reversed(forward) if Direction.BACKWARD in stage.kind.directions]
-    return Schedule("sequential", degree, _program(compute=forward), _program(compute=backward), degree)
+    return Schedule(
+        "sequential", degree, Program.of({COMPUTE: forward}), Program.of({COMPUTE: backward}), degree
+    )
 
 
 def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
@@ -114,50 +79,43 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
     Where tensor-parallel ranks scatter the rows of a chunk, something of the next one is computed meanwhile
     (:func:`_attending`); backward, the experts of another one.
     """
-    chunks = range(degree)
-    routes, choice = [ROUTE], _choice(features)
-    adds: list[StageKind] = [ADD_NORM] if features.scatters_rows else []
-    norms = [INPUT_NORM] if features.gathers_rows else []
-    whole = [Stage(kind) for kind in (*norms, QKV)]
-    projects: list[StageKind] = []
-    if features.chunked_qkv:
-        projects, whole = [QKV], []
-    else:
-        norms = []
+    chunks, lead = range(degree), max(1, degree // 4)
+    norms = [kinds.INPUT_NORM] if features.gathers_rows else []
+    adds = [kinds.ADD_NORM] if features.row_links else []
+    projects, whole = [QKV], list[StageKind]()
+    if not features.chunked_qkv:
+        norms, projects, whole = [], [], [*norms, QKV]
     steps = _attends(features)
     earlier, attends = steps[:-1], [*steps[-1:], ATTENTION]
     # Backward, each list after a transfer of the chunk, during which another chunk is computed.
-    before = [[*attends[::-1], *projects], *([norms] if norms else [])]
+    before = [group for group in (adds, [*attends[::-1], *projects], norms) if group]
+    choice = [Stage(kinds.CHOOSE)] if features.chooses else []
     if choice:
         # All attention comes before the first dispatch.
-        forward = _attending(degree, norms, projects, attends, adds)
-        later = [routes]
-        ended = _backward_order(degree, 1, adds, *before) if adds else _backward_order(degree, 0, *before)
+        forward = [*_attending(degree, norms, projects, attends, adds), *choice, *_stages([ROUTE], chunks)]
+        backward = [
+            *_backward_order(degree, lead, [EXPERT], [ROUTE]),
+            *choice,
+            *_backward_order(degree, 1, *before),
+        ]
     else:
-        forward = _attending(degree, norms, projects, attends, [*adds, *routes])
-        later = [[*routes, *adds], *before] if adds else [[*routes, *before[0]]]
-        ended = []
-    lead = max(1, degree // 4)
-
+        forward = _attending(degree, norms, projects, attends, [*adds, ROUTE])
+        backward = _backward_order(degree, lead, [EXPERT], [ROUTE, *before[0]], *before[1:])
     return _overlapped(
         "ampipe",
         degree,
         features,
         first_half=[
-            *whole,
-            *(stage for kind in earlier for stage in _each(kind, chunks)),
+            *map(Stage, whole),
+            *(Stage(kind, chunk) for kind in earlier for chunk in chunks),
             *forward,
-            *choice,
-            *(_each(ROUTE, chunks) if choice else ()),
         ],
         last_half=[
-            *_backward_order(degree, lead, [EXPERT], *later),
-            *choice,
-            *ended,
-            *(stage for kind in reversed(earlier) for stage in _each(kind, chunks[::-1])),
-            *reversed(whole),
+            *backward,
+            *(Stage(kind, chunk) for kind in reversed(earlier) for chunk in reversed(chunks)),
+            *map(Stage, reversed(whole)),
         ],
-        backward_comm=_redispatched(_backward_order(degree, lead, [COMBINE], [DISPATCH]), features),
+        backward_comm=_backward_order(degree, lead, [COMBINE], [DISPATCH]),
     )
 
 
@@ -206,26 +164,38 @@ def _joined(degree: int, features: BlockFeatures) -> Schedule:
 
 def _moe_only(degree: int, features: BlockFeatures) -> Schedule:
     """Attention whole; only the MoE layer is pipelined."""
-    chunks = range(degree)
-    norms = [INPUT_NORM] if features.gathers_rows else []
-    adds = [ADD_NORM] if features.scatters_rows else []
+    chunks, last_first = range(degree), range(degree)[::-1]
     attention = [
-        *(Stage(kind) for kind in (*norms, QKV, *_attends(features), ATTENTION, *adds)),
-        *_choice(features),
+        *([kinds.INPUT_NORM] if features.gathers_rows else []),
+        *(QKV, *_attends(features), ATTENTION),
+        *([kinds.ADD_NORM] if features.row_links else []),
+        *([kinds.CHOOSE] if features.chooses else []),
     ]
-    last_first = chunks[::-1]
     return _overlapped(
         "moe-only",
         degree,
         features,
-        first_half=[*attention, *_each(ROUTE, chunks)],
+        first_half=[*map(Stage, attention), *_stages([ROUTE], chunks)],
         last_half=[
-            *_each(EXPERT, last_first),
-            *_each(ROUTE, last_first),
-            *reversed(attention),
+            *_stages([EXPERT], last_first),
+            *_stages([ROUTE], last_first),
+            *map(Stage, reversed(attention)),
         ],
-        backward_comm=_redispatched([*_each(COMBINE, last_first), *_each(DISPATCH, last_first)], features),
+        backward_comm=[*_stages([COMBINE], last_first), *_stages([DISPATCH], last_first)],
     )
+
+
+_BUILDERS: dict[str, Callable[[int, BlockFeatures], Schedule]] = {
+    "ampipe": _ampipe,
+    "moe-only": _moe_only,
+    "lancet": _lancet,
+    "joined": _joined,
+    "sequential": _sequential,
+}
+SCHEDULE_NAMES = tuple(_BUILDERS)
+"""The named orders of stages."""
+IN_ONE_CHUNK = "lancet"
+"""The one that overlaps without cutting the sequence."""
 
 
 def _overlapped(
@@ -248,63 +218,41 @@ def _overlapped(
         features: Of the block.
         first_half: Forward, the compute stages up to the last route.
         last_half: Backward, the compute stages from the first expert on.
-        backward_comm: Backward, all collectives.
+        backward_comm: Backward, the transfers from and to the ranks of the experts.
     """
     chunks = range(degree)
-    shared = _each(SHARED, chunks) if features.shared else []
-    losses = [Stage(LOSSES)] if features.losses else []
-    counts = [] if features.flex else [COUNTS]
-    forward = _program(
-        compute=[
-            *first_half,
-            *losses,
-            *shared,
-            *_each(EXPERT, chunks),
-            *_each(MERGE, chunks),
-        ],
-        comm=[
-            *(Stage(step_of(RING, step)) for step in range(1, features.ring_ranks)),
-            *_exchanges_of_rows(first_half, features, Direction.FORWARD),
-            *(stage for chunk in chunks for stage in _of_chunk(chunk, *counts, DISPATCH)),
-            *_each(COMBINE, chunks),
-        ],
-        features=features,
-        direction=Direction.FORWARD,
+    shared = _stages([SHARED], chunks) if features.shared else []
+    losses = [Stage(kinds.LOSSES)] if features.losses else []
+    merges = _stages([kinds.MERGE], chunks)
+    forward = [*first_half, *losses, *shared, *_stages([EXPERT], chunks), *merges]
+    forward_comm = [
+        *(Stage(kinds.step_of(kinds.RING, step)) for step in range(1, features.ring_ranks)),
+        *_exchanges_of_rows(first_half, features, Direction.FORWARD),
+        *_stages([DISPATCH] if features.flex else [kinds.COUNTS, DISPATCH], chunks),
+        *_stages([COMBINE], chunks),
+    ]
+    backward = [*reversed(merges), *losses, *reversed(shared), *last_half]
+    comm = [
+        *_with_ring(backward_comm, features),
+        *_exchanges_of_rows(last_half, features, Direction.BACKWARD),
+    ]
+    return Schedule(
+        name,
+        degree,
+        _program(forward, forward_comm, features, Direction.FORWARD),
+        _program(backward, comm, features, Direction.BACKWARD),
+        degree,
     )
-    backward = _program(
-        compute=[*_each(MERGE, reversed(chunks)), *losses, *reversed(shared), *last_half],
-        comm=[
-            *_with_ring(backward_comm, features),
-            *_exchanges_of_rows(last_half, features, Direction.BACKWARD),
-        ],
-        features=features,
-        direction=Direction.BACKWARD,
-    )
-    return Schedule(name, degree, forward, backward, degree)
-
-
-def _choice(features: BlockFeatures) -> list[Stage]:
-    """The choice for all chunks at once, where there is one."""
-    return [Stage(CHOOSE)] if features.chooses else []
-
-
-def _redispatched(backward_comm: list[Stage], features: BlockFeatures) -> list[Stage]:
-    """The collectives of a backward pass, with the tokens of a chunk sent again right before its combine."""
-    found = []
-    for stage in backward_comm:
-        if (
-            stage.kind == COMBINE
-            and stage.chunk is not None
-            and features.of_chunk(stage.chunk).restores(Restored.REDISPATCH)
-        ):
-            found.append(Stage(REDISPATCH, stage.chunk))
-        found.append(stage)
-    return found
 
 
 def _attends(features: BlockFeatures) -> list[StageKind]:
     """Attention to the keys of one rank after another, step by step; none without a ring."""
-    return [step_of(ATTEND, step) for step in range(features.ring_ranks)] if features.ring else []
+    return [kinds.step_of(kinds.ATTEND, step) for step in range(features.ring_ranks)] if features.ring else []
+
+
+def _stages(kinds_of: Iterable[StageKind], chunks: Iterable[int]) -> list[Stage]:
+    """Stages of these kinds, chunk after chunk."""
+    return [Stage(kind, chunk) for chunk in chunks for kind in kinds_of]
 
 
 def _with_ring(backward_comm: list[Stage], features: BlockFeatures) -> list[Stage]:
@@ -315,75 +263,48 @@ def _with_ring(backward_comm: list[Stage], features: BlockFeatures) -> list[Stag
     """
     if not features.ring:
         return backward_comm
-    steps = [step_of(RERING, step) for step in reversed(range(1, features.ring_ranks))]
-    found = list(backward_comm)
-    first = next((place for place, stage in enumerate(found) if stage.kind == DISPATCH), len(found))
-    found.insert(first, Stage(steps[0]))
-    for step in reversed(range(1, features.ring_ranks)):
-        if step > 1:
-            found.append(Stage(step_of(RERING, step - 1)))
-        found.append(Stage(step_of(RING, step)))
-    return found
-
-
-def _each(kind: StageKind, chunks: Iterable[int]) -> list[Stage]:
-    return [Stage(kind, chunk) for chunk in chunks]
+    keys, gradients = (
+        [Stage(kinds.step_of(kind, step)) for step in reversed(range(1, features.ring_ranks))]
+        for kind in (kinds.RERING, kinds.RING)
+    )
+    first = next(place for place, stage in enumerate(backward_comm) if stage.kind == DISPATCH)
+    after = [stage for pair in zip(keys[1:], gradients, strict=False) for stage in pair]
+    return [*backward_comm[:first], keys[0], *backward_comm[first:], *after, gradients[-1]]
 
 
 def _program(
-    *,
-    compute: list[Stage],
-    comm: list[Stage] | None = None,
-    features: BlockFeatures | None = None,
-    direction: Direction = Direction.FORWARD,
+    compute: list[Stage], comm: list[Stage], features: BlockFeatures, direction: Direction
 ) -> Program:
     """The lanes of a program.
 
-    Args:
-        compute: The stages of the compute lane.
-        comm: The transfers to and from the ranks of other experts; None for a program of one lane.
-        features: Of the block. What it hands on and gathers next to the experts follows such a transfer, or
-            goes before it, in the order of the transfers and on its own lane.
-        direction: Of the program.
+    What a block hands on and gathers next to the experts follows such a transfer, or goes before it, in the
+    order of the transfers and on its own lane. Tokens of a chunk are sent again right before its combine.
     """
-    lanes: dict[str, list[Stage]] = {COMPUTE: compute}
-    if comm is not None:
-        assert features is not None
-        lanes[COMM] = []
-        for stage in comm:
-            for one in _with_near(stage, features, direction):
-                lanes.setdefault(one.kind.lane.name, []).append(one)
+    rows = {kind: kind for kind in data_flow(features).kinds}
+    lanes: dict[str, list[Stage]] = {COMPUTE: compute, COMM: []}
+
+    def add(stage: Stage) -> None:
+        near = [Stage(rows[kind], stage.chunk) for kind in _NEAR.get(stage.kind, ()) if kind in rows]
+        to_experts = (stage.kind == COMBINE) is (direction is Direction.BACKWARD)
+        transfers = [stage, *near]
+        for transfer in transfers if to_experts or stage.kind == kinds.REDISPATCH else transfers[::-1]:
+            lanes.setdefault(transfer.kind.lane.name, []).append(transfer)
+
+    for stage in comm:
+        if direction is Direction.BACKWARD and stage.kind == COMBINE:
+            of_chunk = features.of_chunk(stage.chunk or 0)
+            if of_chunk.restores(Restored.REDISPATCH):
+                add(Stage(kinds.REDISPATCH, stage.chunk))
+        add(stage)
     return Program.of(lanes)
 
 
-def _with_near(stage: Stage, features: BlockFeatures, direction: Direction) -> list[Stage]:
-    """A transfer with those that go with it next to the experts, in the order in which they run."""
-    rows = {kind: kind for kind in data_flow(features).kinds}
-    near = (Stage(rows[kind], stage.chunk) for kind in _NEAR.get(stage.kind, ()) if kind in rows)
-    found = [stage, *near]
-    to_experts = (stage.kind == COMBINE) == (direction is Direction.BACKWARD)
-    return found if to_experts or stage.kind == REDISPATCH else found[::-1]
-
-
 _NEAR = {
-    DISPATCH: (SPREAD, GATHER),
-    COMBINE: (COLLECT, SCATTER),
-    REDISPATCH: (RESPREAD, REGATHER),
+    DISPATCH: (kinds.SPREAD, kinds.GATHER),
+    COMBINE: (kinds.COLLECT, kinds.SCATTER),
+    kinds.REDISPATCH: (kinds.RESPREAD, kinds.REGATHER),
 }
 """For each transfer to or from other experts those that go with it, away from it towards the experts."""
-
-
-_BUILDERS: dict[str, Callable[[int, BlockFeatures], Schedule]] = {
-    "ampipe": _ampipe,
-    "moe-only": _moe_only,
-    "lancet": _lancet,
-    "joined": _joined,
-    "sequential": _sequential,
-}
-SCHEDULE_NAMES = tuple(_BUILDERS)
-"""The named orders of stages."""
-IN_ONE_CHUNK = "lancet"
-"""The one that overlaps without cutting the sequence."""
 
 
 def _attending(
@@ -400,11 +321,11 @@ def _attending(
     chunks, what that would hide is less than what is then sent later. What is gathered between ``norms`` and
     ``projects`` travels during attention of the chunk before.
     """
-    if ADD_NORM not in then:
-        return [stage for chunk in range(degree) for stage in _of_chunk(chunk, *projects, *attends, *then)]
+    if kinds.ADD_NORM not in then:
+        return _stages([*projects, *attends, *then], range(degree))
 
-    def of(chunk: int, kinds: list[StageKind]) -> list[Stage]:
-        return _of_chunk(chunk, *kinds) if 0 <= chunk < degree else []
+    def of(chunk: int, some: list[StageKind]) -> list[Stage]:
+        return _stages(some, [chunk]) if 0 <= chunk < degree else []
 
     if projects:
         stages = [*of(0, norms), *of(0, projects)]
@@ -420,14 +341,14 @@ def _attending(
     return stages
 
 
-def _backward_order(degree: int, lead: int, kinds: list[StageKind], *later: list[StageKind]) -> list[Stage]:
-    """``kinds`` of every chunk, last chunk first; the first of ``later`` of the chunk ``lead`` before it, and
-    each other of the chunk before that."""
+def _backward_order(degree: int, lead: int, *groups: list[StageKind]) -> list[Stage]:
+    """The first group of every chunk, last chunk first; the second of the chunk ``lead`` before it, and each
+    other of the chunk before that."""
+    delays = [0, *range(lead, lead + len(groups) - 1)]
     stages = []
-    for chunk in reversed(range(-lead - len(later), degree)):
-        stages += _of_chunk(chunk, *kinds) if chunk >= 0 else []
-        for place, some in enumerate(later):
-            stages += _of_chunk(chunk + lead + place, *some) if 0 <= chunk + lead + place < degree else []
+    for chunk in reversed(range(-delays[-1], degree)):
+        for delay, group in zip(delays, groups, strict=True):
+            stages += _stages(group, [chunk + delay]) if 0 <= chunk + delay < degree else []
     return stages
 
 
@@ -438,18 +359,13 @@ def _exchanges_of_rows(stages: Iterable[Stage], features: BlockFeatures, directi
     """
     after: dict[StageKind, tuple[StageKind, ...]]
     if direction is Direction.FORWARD:
-        after = {INPUT_NORM: (GATHER_ROWS,), ATTENTION: (SCATTER_ROWS,)}
+        after = {kinds.INPUT_NORM: (kinds.GATHER_ROWS,), ATTENTION: (kinds.SCATTER_ROWS,)}
     else:
-        after = {ADD_NORM: (SCATTER_ROWS,), QKV: (REGATHER_ROWS, GATHER_ROWS)}
-    of_block = {kind: kind for kind in data_flow(features).kinds}
+        after = {kinds.ADD_NORM: (kinds.SCATTER_ROWS,), QKV: (kinds.REGATHER_ROWS, kinds.GATHER_ROWS)}
+    rows = {kind: kind for kind in data_flow(features).kinds}
     return [
-        Stage(of_block[kind], one.chunk)
-        for one in stages
-        for kind in after.get(one.kind, ())
-        if kind in of_block
+        Stage(rows[kind], stage.chunk)
+        for stage in stages
+        for kind in after.get(stage.kind, ())
+        if kind in rows
     ]
-
-
-def _of_chunk(chunk: int, *kinds: StageKind) -> list[Stage]:
-    """Stages of one chunk, in order."""
-    return [Stage(kind, chunk) for kind in kinds]

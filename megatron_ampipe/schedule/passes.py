@@ -11,23 +11,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from megatron_ampipe.schedule import kinds
 from megatron_ampipe.schedule.dataflow import needs_of
 from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.issue import completed, issue_order
-from megatron_ampipe.schedule.kinds import (
-    COMBINE,
-    INPUT_NORM,
-    MERGE,
-    MLP,
-    OF_ROWS,
-    QKV,
-    REDUCE,
-    REDUCE_EXPERTS,
-    STORE,
-    STORE_TOKENS,
-)
 from megatron_ampipe.schedule.program import Program, Schedule, Stage
 from megatron_ampipe.schedule.stage_kind import COMPUTE, Direction
+
+_PLACEABLE = {
+    *(kinds.MLP, kinds.REDUCE, kinds.REDUCE_EXPERTS, kinds.STORE, kinds.STORE_TOKENS),
+    *(kinds.INPUT_NORM, kinds.GATHER_ROWS, kinds.REGATHER_ROWS, kinds.SCATTER_ROWS, kinds.ADD_NORM),
+}
+"""Kinds that :func:`unrolled` places where an order does not name them, besides those that restore."""
 
 
 def period(schedule: Schedule) -> Schedule:
@@ -41,23 +36,22 @@ def period(schedule: Schedule) -> Schedule:
         return schedule
     forward = schedule.forward
     backward = schedule.backward.mapped(lambda stages: (stage for stage in stages if not stage.again))
-    if QKV not in forward.whole and len(forward.lanes) > 1:
-        forward, backward = _merging(forward, before=-1), _merging(backward, after=1)
+    if kinds.QKV not in forward.whole and len(forward.lanes) > 1:
+        forward, backward = _merging(forward, -1), _merging(backward, 1)
     return replace(schedule, forward=forward, backward=backward, repeats=True)
 
 
-def _merging(program: Program, *, before: int | None = None, after: int | None = None) -> Program:
-    """The program with each merge next to the projections of its chunk, of a relative layer."""
-    begins = INPUT_NORM if any(stage.kind == INPUT_NORM for stage in program.stages) else QKV
+def _merging(program: Program, layer: int) -> Program:
+    """The program with each merge, of this relative layer, before or after the projections of its chunk."""
+    has_norms = any(stage.kind == kinds.INPUT_NORM for stage in program.stages)
+    begins = kinds.INPUT_NORM if has_norms else kinds.QKV
 
     def with_merges(stages: Sequence[Stage]) -> Iterator[Stage]:
         for stage in stages:
-            if stage.kind == begins and before is not None:
-                yield Stage(MERGE, stage.chunk, before)
-            if stage.kind != MERGE:
-                yield stage
-            if stage.kind == begins and after is not None:
-                yield Stage(MERGE, stage.chunk, after)
+            around = [stage] if stage.kind != kinds.MERGE else []
+            if stage.kind == begins:
+                around.insert(0 if layer < 0 else 1, Stage(kinds.MERGE, stage.chunk, layer))
+            yield from around
 
     return program.mapped(with_merges)
 
@@ -80,16 +74,14 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
         )
 
     whole = replace(schedule.mapped(repeated), repeats=False)
-    # An order can come from before there were stages of tensor-parallel ranks.
-    placeable = {MLP, REDUCE, REDUCE_EXPERTS, STORE, STORE_TOKENS, *OF_ROWS}
     runs_again = any(stage.again for stage in whole.backward.stages)
     lacks_others = any(
-        stage.kind not in placeable and stage.kind.restores is None and (runs_again or not stage.again)
+        stage.kind not in _PLACEABLE and stage.kind.restores is None and (runs_again or not stage.again)
         for direction in Direction
         for stage in needs_of(whole, layers, direction).keys() - set(whole.program(direction).stages)
     )
     # What else is missing is an error in the order that was given, which :func:`~.text.check` reports.
-    return bound(whole if lacks_others else placed(whole, layers), layers)
+    return whole if lacks_others else placed(whole, layers)
 
 
 def _repeated(stages: Sequence[Stage], num_layers: int, direction: Direction) -> Iterator[Stage]:
@@ -105,40 +97,33 @@ def _repeated(stages: Sequence[Stage], num_layers: int, direction: Direction) ->
 
 
 def placed(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
-    """The schedule with the stages of its blocks that it lacks.
+    """The schedule with the stages of its blocks that it lacks, and with the rows of its blocks as kinds.
 
-    Each is put right before the first stage that needs it; stages that run again, where
-    :func:`_with_stages_again` says; reductions of gradients where :func:`_with_reductions` says.
+    Each is put right before the first stage that needs it, except stages that run again and reductions.
     """
 
-    def completed_program(known: Program, direction: Direction) -> Program:
+    def of_blocks(program: Program, direction: Direction) -> Program:
         needs = needs_of(schedule, layers, direction)
-        if needs.keys() <= set(known.stages):
-            return known
-        lane_of = {stage: order.lane for order in known.lanes for stage in order.stages}
-        lanes: dict[str, list[Stage]] = {order.lane: [] for order in known.lanes}
-        # Lanes that are cut out of one order which respects all dependencies never wait for each other.
-        before = {stage: tuple(one for one in needs[stage] if one in lane_of) for stage in lane_of}
-        order = [stage for _, stage in issue_order(known, before, host_waits=False)]
-        if not any(stage.again for stage in order):
-            order = _with_stages_again(order, needs)
-        in_one_chunk = schedule.degree_of(direction) == 1
-        for stage in _with_reductions(completed(order, needs), needs, lane_of, in_one_chunk=in_one_chunk):
-            own = COMPUTE if len(known.lanes) == 1 else stage.kind.lane.name
-            lanes.setdefault(lane_of.get(stage, own), []).append(stage)
-        return Program.of(lanes)
-
-    return schedule.mapped(completed_program)
-
-
-def bound(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
-    """The schedule with the rows of its blocks in place of the kinds that have their names."""
-
-    def of_rows(program: Program, direction: Direction) -> Program:
-        rows = {stage: stage for stage in needs_of(schedule, layers, direction)}
+        if not needs.keys() <= set(program.stages):
+            program = _completed(program, needs, in_one_chunk=schedule.degree_of(direction) == 1)
+        rows = {stage: stage for stage in needs}
         return program.mapped(lambda stages: (rows.get(stage, stage) for stage in stages))
 
-    return schedule.mapped(of_rows)
+    return schedule.mapped(of_blocks)
+
+
+def _completed(program: Program, needs: Mapping[Stage, Sequence[Stage]], *, in_one_chunk: bool) -> Program:
+    lane_of = {stage: order.lane for order in program.lanes for stage in order.stages}
+    lanes: dict[str, list[Stage]] = {order.lane: [] for order in program.lanes}
+    # Lanes that are cut out of one order which respects all dependencies never wait for each other.
+    before = {stage: tuple(other for other in needs[stage] if other in lane_of) for stage in lane_of}
+    order = [stage for _, stage in issue_order(program, before, host_waits=False)]
+    if not any(stage.again for stage in order):
+        order = _with_stages_again(order, needs)
+    for stage in _with_reductions(completed(order, needs), needs, lane_of, in_one_chunk=in_one_chunk):
+        own = COMPUTE if len(program.lanes) == 1 else stage.kind.lane.name
+        lanes.setdefault(lane_of.get(stage, own), []).append(stage)
+    return Program.of(lanes)
 
 
 def _with_reductions(
@@ -155,20 +140,21 @@ def _with_reductions(
     experts themselves come after the last transfer.
     """
 
-    def is_before(one: Stage, reduction: Stage) -> bool:
-        if in_one_chunk and reduction.kind == REDUCE and replace(reduction, kind=REDUCE_EXPERTS) in needs:
-            return one.kind == COMBINE
-        return one.is_communication
+    def is_before(other: Stage, reduction: Stage) -> bool:
+        of_experts = replace(reduction, kind=kinds.REDUCE_EXPERTS)
+        if in_one_chunk and reduction.kind == kinds.REDUCE and of_experts in needs:
+            return other.kind == kinds.COMBINE
+        return other.is_communication
 
     missing = [stage for stage in needs if stage.kind.of_parameters and stage not in known]
-    found = [stage for stage in order if stage not in missing]
+    completed_order = [stage for stage in order if stage not in missing]
     for stage in missing:
         place = 0
-        for index, one in enumerate(found, 1):
-            if one in needs[stage] or (one.layer == stage.layer and is_before(one, stage)):
+        for index, other in enumerate(completed_order, 1):
+            if other in needs[stage] or (other.layer == stage.layer and is_before(other, stage)):
                 place = index
-        found.insert(place, stage)
-    return found
+        completed_order.insert(place, stage)
+    return completed_order
 
 
 def _with_stages_again(order: Sequence[Stage], needs: Mapping[Stage, Sequence[Stage]]) -> list[Stage]:
@@ -184,44 +170,41 @@ def _with_stages_again(order: Sequence[Stage], needs: Mapping[Stage, Sequence[St
     if not layers:
         return list(order)
     plain = {
-        stage: [one for one in needed if not one.again] for stage, needed in needs.items() if not stage.again
+        stage: [other for other in needed if not other.again]
+        for stage, needed in needs.items()
+        if not stage.again
     }
     by_layer = sorted(
         completed(order, plain), key=lambda stage: sum(layer >= stage.layer for layer in layers)
     )
     after: dict[Stage, list[Stage]] = {}
-    found: list[Stage] = []
+    spread: list[Stage] = []
     for layer in sorted(layers, reverse=True):
         again = _again(by_layer, layer, needs)
-        above = _alone(by_layer, layer + 1)
+        # The stages of the block above that stand after all of the block above that.
+        ends = (place for place, stage in enumerate(by_layer) if stage.layer == layer + 2)
+        alone = by_layer[max(ends, default=-1) + 1 :]
+        above = [stage for stage in alone if stage.layer == layer + 1]
         if not above:
-            found += again
+            spread += again
         for place, stage in enumerate(again if above else ()):
             after.setdefault(above[place * len(above) // len(again)], []).append(stage)
     for stage in by_layer:
-        found += (stage, *after.get(stage, ()))
-    return found
+        spread += (stage, *after.get(stage, ()))
+    return spread
 
 
 def _again(order: Sequence[Stage], layer: int, needs: Mapping[Stage, Sequence[Stage]]) -> list[Stage]:
     """The stages of a layer that run again; each transfer as soon as it can be started."""
-    found_again = (
-        Stage(stage.kind, stage.chunk, layer, again=True) for stage in reversed(order) if stage.layer == layer
-    )
-    mirrored = [stage for stage in found_again if stage in needs]
+    again = (replace(stage, again=True) for stage in reversed(order) if stage.layer == layer)
+    mirrored = [stage for stage in again if stage in needs]
     transfers = [stage for stage in mirrored if stage.is_communication]
-    found: dict[Stage, None] = {}
+    started: dict[Stage, None] = {}
     for stage in mirrored:
         if stage.is_communication:
             continue
-        found[stage] = None
+        started[stage] = None
         for transfer in transfers:
-            if all(needed in found for needed in needs[transfer]):
-                found.setdefault(transfer)
-    return [*found, *(stage for stage in transfers if stage not in found)]
-
-
-def _alone(order: Sequence[Stage], layer: int) -> list[Stage]:
-    """The stages of a layer that stand after all of the layer above it."""
-    first = max((place for place, stage in enumerate(order) if stage.layer == layer + 1), default=-1) + 1
-    return [stage for stage in order[first:] if stage.layer == layer]
+            if all(needed in started for needed in needs[transfer]):
+                started.setdefault(transfer)
+    return [*started, *(stage for stage in transfers if stage not in started)]

@@ -1,7 +1,7 @@
 """How blocks run: how the sequence is split into chunks, and in which order the stages run.
 
-An immutable value, and the only type that stores degrees and shares: it is made from flags, plans and grids
-of benchmarks, and ``--ampipe-degree auto`` replaces it between two iterations. Blocks read it from
+A :class:`Pipeline` is the only type that stores degrees and shares: it is made from flags, plans and grids of
+benchmarks, and ``--ampipe-degree auto`` replaces it between two iterations. Blocks read it from
 ``layers.context``.
 """
 
@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
+from megatron_ampipe.block.settings import AUTO, SETTING, Settings
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.choices import (
     KEEP,
+    STRATEGIES,
     Exchange,
-    check_degrees,
     check_memory,
+    of_chunks,
     stack_to_text,
     with_exchange,
     with_memory,
@@ -70,12 +73,22 @@ class Pipeline:
         return cls(degree=degree, backward_degree=backward, **others)
 
     def __post_init__(self) -> None:
-        check_degrees(self.degree, self.backward_degree, None if self.shares is None else len(self.shares))
-        assert self.stack >= 0
-        check_memory(self.memory, backward_degree=self.backward_degree)
-        if self.order is not None:
-            assert (self.order.degree, self.order.backward_degree) == (self.degree, self.backward_degree)
-        values = tuple(getattr(self, one.name) for one in fields(self) if one.compare)
+        degree, backward = self.degree, self.backward_degree
+        if degree < 1:
+            rule = "must be a whole number of chunks, at least 1"
+            remedy = "Use --ampipe-degree 4, or 1 for Megatron's own layers."
+            raise BadInput("--ampipe-degree", degree, rule=rule, remedy=remedy)
+        if backward < 1 or max(degree, backward) % min(degree, backward):
+            rule = f"must be a divisor or a multiple of the degree of the forward pass ({degree})"
+            remedy = f"Use --ampipe-backward-degree {2 * degree}, 1 or {degree}."
+            raise BadInput("--ampipe-backward-degree", backward, rule=rule, remedy=remedy)
+        if self.shares is not None and len(self.shares) not in (degree, self.num_chunks):
+            rule = f"is not the number of shares of --ampipe-chunks ({len(self.shares)})"
+            remedy = f"Leave it out: --ampipe-chunks implies --ampipe-degree {len(self.shares)}."
+            raise BadInput("--ampipe-degree", degree, rule=rule, remedy=remedy)
+        check_memory(self.memory, backward_degree=backward)
+        assert self.order is None or (self.order.degree, self.order.backward_degree) == (degree, backward)
+        values = tuple(getattr(self, column.name) for column in fields(self) if column.compare)
         object.__setattr__(self, "_hash", hash(values))
 
     def __hash__(self) -> int:
@@ -107,6 +120,11 @@ class Pipeline:
         return self._any_order.joins_weights
 
     @property
+    def whole_attention(self) -> bool:
+        """Whether attention is computed of the whole sequence at once."""
+        return self._any_order.whole_attention
+
+    @property
     def num_chunks(self) -> int:
         """Number of chunks of the sequence."""
         return max(self.degree, self.backward_degree)
@@ -121,44 +139,46 @@ class Pipeline:
 
     def schedule_of(self, layers: Sequence[BlockFeatures]) -> Schedule:
         """The checked schedule of consecutive blocks with these features, which share it."""
-        found = self.order
-        if found is None or (len(layers) == 1 and not _fits(found, layers[0])):
+        order = self.order
+        # With tensor parallelism, only blocks that share a schedule project queries by chunk: an order for
+        # them does not fit one that is left over, such as an MTP layer.
+        if order is not None and order.repeats and len(layers) == 1:
+            order = order if layers[0].chunked_qkv or QKV in order.forward.whole else None
+        if order is None:
             # The builders know blocks with experts; what is of a dense one is added, and what runs again.
-            features = replace(next((one for one in layers if one.experts), layers[0]), recomputed=False)
-            found = build(
-                self.schedule, degree=self.degree, backward_degree=self.backward_degree, features=features
-            )
-        schedule = unrolled(found if len(layers) == 1 else period(found), layers)
+            block = next((block for block in layers if not block.dense), layers[0])
+            order = self._named_order(replace(block, recomputed=False))
+        schedule = unrolled(order if len(layers) == 1 else period(order), layers)
         check(schedule, layers)
         return schedule
 
-    @property
-    def whole_attention(self) -> bool:
-        """Whether attention is computed of the whole sequence at once."""
-        return self._any_order.whole_attention
+    def _named_order(self, features: BlockFeatures) -> Schedule:
+        degrees = {"degree": self.degree, "backward_degree": self.backward_degree}
+        return build(self.schedule, features=features, **degrees)
 
     @property
     def _any_order(self) -> Schedule:
         """The order, or that of some block."""
-        if self.order is not None:
-            return self.order
-        features = BlockFeatures(chunked_qkv=True)
-        return build(
-            self.schedule, degree=self.degree, backward_degree=self.backward_degree, features=features
-        )
+        return self.order or self._named_order(BlockFeatures(chunked_qkv=True))
 
     def stack_of(self, num_layers: int) -> int:
         """How many of this number of consecutive layers share a schedule at most."""
         return min(self.stack, num_layers) if self.stack else num_layers
 
     @property
+    def name(self) -> str:
+        """The name of the order of the stages."""
+        return self.order.name if self.order is not None else self.schedule
+
+    @property
     def labels(self) -> dict[str, str]:
         """Labels of a timeline with this pipeline, recorded or predicted."""
-        labels = {"degree": str(self.degree), "schedule": self.name}
+        labels = {"degree": str(self.degree)}
         if self.backward_degree != self.degree:
             labels["backward degree"] = str(self.backward_degree)
         if self.shares is not None:
-            labels["shares"] = self._shares
+            labels["shares"] = " ".join(f"{share:.4g}" for share in self.shares)
+        labels["schedule"] = self.name
         if self.stack != 1:
             labels["layers that share a schedule"] = stack_to_text(self.stack)
         if self.memory != KEEP:
@@ -167,30 +187,46 @@ class Pipeline:
             labels["exchange"] = self.exchange
         return labels
 
-    @property
-    def _shares(self) -> str:
-        return " ".join(f"{share:.4g}" for share in self.shares or ())
-
-    @property
-    def name(self) -> str:
-        """The name of the order of the stages."""
-        return self.order.name if self.order is not None else self.schedule
-
     def __str__(self) -> str:
-        degree = f"degree {self.degree}"
-        if self.backward_degree != self.degree:
-            degree += f" forward, {self.backward_degree} backward"
-        shares = "" if self.shares is None else f", shares {self._shares}"
-        stack = "" if self.stack == 1 else f", {stack_to_text(self.stack)} layers together"
-        memory = "" if self.memory == KEEP else f", memory {self.memory}"
-        exchange = "" if self.exchange is Exchange.ROWS else f", exchange {self.exchange}"
-        return f"{degree}{shares}, schedule {self.name}{stack}{memory}{exchange}"
+        return ", ".join(f"{label} {value}" for label, value in self.labels.items())
 
 
-def _fits(order: Schedule, block: BlockFeatures) -> bool:
-    """Whether a block on its own can run an order that was made for layers that share a schedule.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AMPipeConfig(Settings):
+    """The configuration of a run: the values of its flags, and the pipeline that they name.
 
-    With tensor parallelism, only blocks that share a schedule project queries, keys and values by chunk. One
-    that is left over, such as an MTP layer, runs the named schedule.
+    Raises:
+        BadInput: a setting excludes the pipeline.
     """
-    return not order.repeats or block.chunked_qkv or QKV in order.forward.whole
+
+    pipeline: Pipeline = Pipeline.of(1)  # noqa: RUF009
+    """How blocks run from the first pass on. One chunk builds Megatron's own layers and nothing else, unless
+    ``automatic`` chooses another pipeline later, or the exchange is not Megatron's."""
+
+    def __post_init__(self) -> None:
+        if self.condense is None:
+            return
+        setting, exchange, memory = SETTING["condense"], self.pipeline.exchange, self.pipeline.memory
+        if not exchange.sends_every_copy:
+            rule = f"with --ampipe-exchange {exchange}, a row is of several experts, and its result their sum"
+            remedy = f"Use --ampipe-exchange rows, or leave {setting.flag} out."
+            raise setting.refuse(self.condense, rule, remedy)
+        if any("redispatch" in STRATEGIES[name] for name in of_chunks(memory)):
+            rule = f"with --ampipe-memory {memory}, tokens would have to be chosen once more"
+            remedy = f"Use --ampipe-memory rebuild, or leave {setting.flag} out."
+            raise setting.refuse(self.condense, rule, remedy)
+
+    @property
+    def automatic(self) -> bool:
+        """Whether a plan or the first iterations choose the pipeline."""
+        return self.degree == AUTO
+
+    @property
+    def chooses_exchange(self) -> bool:
+        """Whether they also choose how the all-to-all groups copies of a token."""
+        return self.exchange == AUTO
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether MoE layers are built as AMPipe's; Megatron's own otherwise."""
+        return self.automatic or not self.pipeline.is_stock

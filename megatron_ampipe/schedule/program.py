@@ -6,7 +6,8 @@ Pure values: nothing here knows how a stage is computed (``layers``) or executed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megatron_ampipe.files.timeline import AGAIN
 from megatron_ampipe.schedule.kinds import ATTENTION, EXPERT
@@ -60,7 +61,7 @@ class LaneOrder:
     stages: tuple[Stage, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """One pass through the block: what each lane runs, in order.
 
@@ -68,23 +69,26 @@ class Program:
     """
 
     lanes: tuple[LaneOrder, ...]
-    stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
-    """All stages, lane by lane."""
-    whole: frozenset[StageKind] = field(init=False, repr=False, compare=False)
-    """Kinds of stages that run once for the whole sequence."""
-    weights: frozenset[StageKind] = field(init=False, repr=False, compare=False)
-    """Kinds of its stages that compute gradients of weights alone (``StageKind.weights_of``)."""
-    _hash: int = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        stages = tuple(stage for order in self.lanes for stage in order.stages)
-        object.__setattr__(self, "stages", stages)
-        whole = frozenset(stage.kind for stage in stages if stage.chunk is None)
-        object.__setattr__(self, "whole", whole)
-        weights = frozenset(stage.kind for stage in stages if stage.kind.weights_of is not None)
-        object.__setattr__(self, "weights", weights)
-        # A planner uses programs as keys many thousand times, and they have hundreds of stages.
-        object.__setattr__(self, "_hash", hash(self.lanes))
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """All stages, lane by lane."""
+        return tuple(stage for order in self.lanes for stage in order.stages)
+
+    @cached_property
+    def whole(self) -> frozenset[StageKind]:
+        """Kinds of stages that run once for the whole sequence."""
+        return frozenset(stage.kind for stage in self.stages if stage.chunk is None)
+
+    @cached_property
+    def weights(self) -> frozenset[StageKind]:
+        """Kinds of its stages that compute gradients of weights alone (``StageKind.weights_of``)."""
+        return frozenset(stage.kind for stage in self.stages if stage.kind.weights_of is not None)
+
+    # A planner uses programs as keys many thousand times, and they have hundreds of stages.
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.lanes)
 
     def __hash__(self) -> int:
         return self._hash

@@ -5,7 +5,7 @@ The kinds themselves are in :mod:`.kinds`. Everything that handles stages of any
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 
 from megatron_ampipe.files.timeline import COMPUTE as COMPUTE
@@ -47,8 +47,7 @@ COMM_LANE = Lane(COMM, "network")
 INTRA_LANE = Lane(INTRA, "node")
 """What ranks of a node send one another, over separate links (FSMoE, section 4.2)."""
 TENSOR_LANE = Lane(TENSOR, COMM_LANE.resource)
-"""What tensor-parallel ranks send one another. A separate lane, because rows of a chunk must not wait for the
-tokens of an earlier one; with a separate process group (``runtime.collectives``)."""
+"""What tensor-parallel ranks send one another: rows of a chunk must not wait for tokens of an earlier one."""
 TENSOR_INTRA_LANE = Lane(TENSOR, INTRA_LANE.resource)
 """The same, where these ranks are on one node and the ranks of the experts on several."""
 COPY_LANE = Lane(COPY, "bus")
@@ -85,18 +84,15 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What one stage gives and others take.
-
-    Attributes:
-        name: A stage that takes a value and gives one of the same name replaces it for all later rows.
-        layout: How chunks share it.
-        by_shape: Of a value that a stage takes: its function is linear in it, so that its gradients need no
-            more than the shape. A transfer that gives nothing else does not run again in a recomputed block.
-    """
+    """What one stage gives and others take."""
 
     name: str
+    """A stage that takes a value and gives one of the same name replaces it for all later rows."""
     layout: Layout
+    """How chunks share it."""
     by_shape: bool = False
+    """Of a value that a stage takes: its function is linear in it, so its gradients need the shape alone. A
+    transfer that gives nothing else does not run again in a recomputed block."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,33 +109,32 @@ class StageKind:
         scope: Of a chunk, of the whole sequence, or either.
         takes: The arguments of its function, in order; in the backward pass the gradients it returns.
             Values of ``Layout.STATE``, and values that no row of the block gives, are left out.
-        gives: The results of its function, in order, without ``Layout.STATE``; in the backward pass the
-            gradients it receives.
+        gives: The results of its function likewise; in the backward pass the gradients it receives.
         directions: In which passes it runs.
         ordered: Each chunk waits for the one before it.
         host_reads: The host must know its result before it can issue the stages that take it.
         covers_wait: Long enough to keep a device busy while its host waits for such a result.
-        restores: For a kind that runs in the backward pass only, and computes values there, as a forward
-            stage does: the kind whose backward waits for it, because its forward stage has not kept them.
-        weights_of: For the weight gradients of a kind: that kind. A block has such a stage if the backward
-            program of its schedule does; without it, the stage of the kind itself computes them.
+        restores: For a kind that computes values in the backward pass, as a forward stage does: the kind
+            whose backward waits for it, because its forward stage has not kept them.
+        weights_of: For the weight gradients of a kind: that kind. Without such a stage in the backward
+            program of a schedule, the stage of the kind itself computes them.
         step_of: The kind of which it is one of several steps; the layer has one function for all of them.
         step: Which.
     """
 
     name: str
-    lane: Lane = field(default=COMPUTE_LANE, repr=False)
-    scope: Scope = field(default=Scope.CHUNK, repr=False)
-    takes: tuple[Value, ...] = field(default=(), repr=False)
-    gives: tuple[Value, ...] = field(default=(), repr=False)
-    directions: tuple[Direction, ...] = field(default=tuple(Direction), repr=False)
-    ordered: bool = field(default=False, repr=False)
-    host_reads: bool = field(default=False, repr=False)
-    covers_wait: bool = field(default=False, repr=False)
-    restores: StageKind | None = field(default=None, repr=False)
-    weights_of: StageKind | None = field(default=None, repr=False)
-    step_of: StageKind | None = field(default=None, repr=False)
-    step: int = field(default=0, repr=False)
+    lane: Lane = COMPUTE_LANE
+    scope: Scope = Scope.CHUNK
+    takes: tuple[Value, ...] = ()
+    gives: tuple[Value, ...] = ()
+    directions: tuple[Direction, ...] = tuple(Direction)
+    ordered: bool = False
+    host_reads: bool = False
+    covers_wait: bool = False
+    restores: StageKind | None = None
+    weights_of: StageKind | None = None
+    step_of: StageKind | None = None
+    step: int = 0
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, StageKind) and self.name == other.name)
@@ -147,6 +142,12 @@ class StageKind:
     def __hash__(self) -> int:
         # Of a string, Python keeps it: stages are keys of many tables.
         return hash(self.name)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"StageKind({self.name!r})"
 
     @property
     def copies(self) -> bool:
@@ -176,6 +177,3 @@ class StageKind:
     def row(self) -> StageKind:
         """The kind that tables of functions and costs have."""
         return self if self.step_of is None else self.step_of
-
-    def __str__(self) -> str:
-        return self.name

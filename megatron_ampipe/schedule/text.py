@@ -27,6 +27,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.timeline import AGAIN
 from megatron_ampipe.schedule.dataflow import needs_of
 from megatron_ampipe.schedule.features import BlockFeatures
+from megatron_ampipe.schedule.issue import merge_lanes
 from megatron_ampipe.schedule.kinds import ALL_KINDS, STEPPED, step_of
 from megatron_ampipe.schedule.program import LaneOrder, Program, Schedule, Stage
 from megatron_ampipe.schedule.stage_kind import COMPUTE, Direction, Scope
@@ -53,13 +54,10 @@ def from_text(text: str) -> Schedule:
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     header = _HEADER.fullmatch(" ".join(lines[0][1].split())) if lines else None
     if header is None:
-        raise BadInput(
-            "schedule line 1",
-            lines[0][1] if lines else "(empty)",
-            rule="is not 'schedule NAME degree N' or 'schedule NAME degree N backward M', both at least 1, "
-            "with or without 'repeats' at the end",
-            remedy="Write for example 'schedule mine degree 4'.",
-        )
+        text = lines[0][1] if lines else "(empty)"
+        rule = "is not 'schedule NAME degree N', with or without 'backward M' and 'repeats' after it"
+        remedy = "Write for example 'schedule mine degree 4'."
+        raise BadInput("schedule line 1", text, rule=rule, remedy=remedy)
     degree = int(header["degree"])
     degrees = {Direction.FORWARD: degree, Direction.BACKWARD: int(header["backward"] or degree)}
     programs: dict[Direction, list[LaneOrder]] = {direction: [] for direction in Direction}
@@ -67,12 +65,9 @@ def from_text(text: str) -> Schedule:
         head, colon, tail = line.partition(":")
         words = head.split()
         if not colon or len(words) != 2 or words[0] not in set(Direction):
-            raise BadInput(
-                f"schedule line {number}",
-                line,
-                rule="is not 'forward LANE: stages' or 'backward LANE: stages'",
-                remedy="Write for example 'forward compute: qkv attention.0'.",
-            )
+            rule = "is not 'forward LANE: stages' or 'backward LANE: stages'"
+            remedy = "Write for example 'forward compute: qkv attention.0'."
+            raise BadInput(f"schedule line {number}", line, rule=rule, remedy=remedy)
         direction = Direction(words[0])
         stages = tuple(_stage(word, number=number, degree=degrees[direction]) for word in tail.split())
         programs[direction].append(LaneOrder(words[1], stages))
@@ -87,19 +82,19 @@ def stage_from_text(text: str) -> Stage:
     Raises:
         ValueError: there is no such stage.
     """
-    found = _STAGE.fullmatch(text)
-    kind = None if found is None else _KINDS.get(found["kind"])
+    parts = _STAGE.fullmatch(text)
+    kind = _KINDS.get(parts["kind"]) if parts is not None else None
     if (
-        found is None
+        parts is None
         or kind is None
-        or (found["step"] is None) is (kind in STEPPED)
-        or (kind.scope is not Scope.EITHER and (found["chunk"] is None) is not (kind.scope is Scope.WHOLE))
+        or (parts["step"] is None) is (kind in STEPPED)
+        or (kind.scope is not Scope.EITHER and (parts["chunk"] is None) is not (kind.scope is Scope.WHOLE))
     ):
         raise ValueError(f"{text!r} is not a stage")
-    if found["step"] is not None:
-        kind = step_of(kind, int(found["step"]))
-    chunk = None if found["chunk"] is None else int(found["chunk"])
-    return Stage(kind, chunk, int(found["layer"] or 0), found["again"] is not None)
+    if parts["step"] is not None:
+        kind = step_of(kind, int(parts["step"]))
+    chunk = None if parts["chunk"] is None else int(parts["chunk"])
+    return Stage(kind, chunk, int(parts["layer"] or 0), parts["again"] is not None)
 
 
 _KINDS = {kind.name: kind for kind in ALL_KINDS}
@@ -122,17 +117,9 @@ def _stage(word: str, *, number: int, degree: int) -> Stage:
         stage = None
     if stage is not None and (stage.chunk is None or stage.chunk < degree):
         return stage
-
-    def names(*scopes: Scope) -> str:
-        return ", ".join(sorted(kind.name for kind in ALL_KINDS if kind.scope in scopes))
-
-    raise BadInput(
-        f"schedule line {number}",
-        word,
-        rule=f"is not a stage of a block of degree {degree}",
-        remedy=f"Stages are {', '.join(map(str, ALL_KINDS))}, followed by .0 to .{degree - 1} "
-        f"except {names(Scope.WHOLE)}; {names(Scope.EITHER)} also without.",
-    )
+    rule = f"is not a stage of a block of degree {degree}"
+    remedy = f"Stages are {', '.join(map(str, ALL_KINDS))}, most of them followed by .0 to .{degree - 1}."
+    raise BadInput(f"schedule line {number}", word, rule=rule, remedy=remedy)
 
 
 def check(schedule: Schedule, layers: Sequence[BlockFeatures]) -> None:
@@ -145,47 +132,36 @@ def check(schedule: Schedule, layers: Sequence[BlockFeatures]) -> None:
     Raises:
         BadInput: naming the direction and the first stage that is wrong.
     """
-    if schedule.num_chunks % min(schedule.degree, schedule.backward_degree):
-        raise _refuse(
-            schedule,
-            Direction.BACKWARD,
-            f"has degree {schedule.backward_degree}, which neither divides the forward degree "
-            f"{schedule.degree} nor is divided by it",
+
+    def refuse(direction: Direction, rule: str) -> BadInput:
+        remedy = "Use one of the named schedules, or fix the text form of this one."
+        return BadInput("schedule", f"{schedule.name} ({direction})", rule=rule, remedy=remedy)
+
+    degree, backward = schedule.degree, schedule.backward_degree
+    if schedule.num_chunks % min(degree, backward):
+        rule = (
+            f"has degree {backward}, which neither divides the forward degree {degree} nor is divided by it"
         )
+        raise refuse(Direction.BACKWARD, rule)
     for direction in Direction:
         program, needs = schedule.program(direction), needs_of(schedule, layers, direction)
         times = Counter(program.stages)
         for stage in needs:
             if times[stage] != 1:
-                raise _refuse(schedule, direction, f"runs {stage} {times[stage]} times instead of once")
+                raise refuse(direction, f"runs {stage} {times[stage]} times instead of once")
         for order in program.lanes:
             for stage in order.stages:
                 if stage not in needs:
-                    raise _refuse(schedule, direction, f"has a stage {stage} that this block does not have")
+                    raise refuse(direction, f"has a stage {stage} that this block does not have")
                 if order.lane != COMPUTE and not stage.is_communication:
-                    lane = f"the communication lane {order.lane}"
-                    raise _refuse(schedule, direction, f"computes {stage} in {lane}")
-        _check_feasible(schedule, direction, program, needs)
-
-
-def _check_feasible(
-    schedule: Schedule, direction: Direction, program: Program, needs: dict[Stage, tuple[Stage, ...]]
-) -> None:
-    waiting = {order.lane: list(order.stages) for order in program.lanes}
-    done: set[Stage] = set()
-    while any(waiting.values()):
-        ready = [lane for lane, stages in waiting.items() if stages and done.issuperset(needs[stages[0]])]
-        if not ready:
-            stuck = "; ".join(
-                f"{lane} waits at {stages[0]} for {next(s for s in needs[stages[0]] if s not in done)}"
-                for lane, stages in waiting.items()
-                if stages
-            )
-            raise _refuse(schedule, direction, f"can never finish: {stuck}")
-        for lane in ready:
-            done.add(waiting[lane].pop(0))
-
-
-def _refuse(schedule: Schedule, direction: Direction, rule: str) -> BadInput:
-    remedy = "Use one of the named schedules, or fix the text form of this one."
-    return BadInput("schedule", f"{schedule.name} ({direction})", rule=rule, remedy=remedy)
+                    raise refuse(direction, f"computes {stage} in the communication lane {order.lane}")
+        lanes = {order.lane: order.stages for order in program.lanes}
+        done = {stage for _, stage in merge_lanes(lanes, needs)}
+        heads = {lane: next((s for s in stages if s not in done), None) for lane, stages in lanes.items()}
+        stuck = [
+            f"{lane} waits at {stage} for {next(needed for needed in needs[stage] if needed not in done)}"
+            for lane, stage in heads.items()
+            if stage is not None
+        ]
+        if stuck:
+            raise refuse(direction, f"can never finish: {'; '.join(stuck)}")

@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 
-from megatron_ampipe.tools.whole_numbers import at_least
+from megatron_ampipe.files.inputs import at_least
 
 _EPILOG = """\
 examples:

@@ -10,38 +10,40 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-import functools
 import json
 import os
-import platform
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from platform import node
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_ampipe import __version__, compat
 from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.files import outputs
+from megatron_ampipe.launch import connections
 from megatron_ampipe.runtime.collectives import Transfer, exchange_rows
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.tape import Call, Tape
 from megatron_ampipe.schedule import Stage, kinds
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
-from megatron_ampipe.tools.checkup import compared_variables, environment_for_modules, nccl_version
+from megatron_ampipe.tools.measuring import machine
 
-OVERLAPS, PARTLY = 0.5, 0.2
-"""From these hidden shares on, overlap happens, or happens in part."""
-TIME_LIMIT_S = 120.0
+_COMPARED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "NVTE_", "UCX_", "AMPIPE_")
+_COMPARED_NAMES = (
+    *(connections.VARIABLE, "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS"),
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+_MAY_DIFFER = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "NCCL_TOPO_FILE", "UCX_NET_DEVICES")
+"""They name a node's hardware."""
 _TIMEOUT = datetime.timedelta(seconds=60)
 _LOG_LINES = 12
 _PR_SET_PDEATHSIG = 1
@@ -50,9 +52,12 @@ _REPEATS, _WARM_UP = 10, 2
 # Long compared with the clock and the launch of a kernel, short enough for a user.
 _AIM_S = {"cuda": 4e-3, "cpu": 40e-3}
 _MATRIX = {"cuda": 4096, "cpu": 384}
+Order = Sequence[tuple[str, Stage]]
+_COMMUNICATION: Order = [(COMM, Stage(kinds.DISPATCH, chunk)) for chunk in range(_CHUNKS)]
+_COMPUTATION: Order = [(COMPUTE, Stage(kinds.EXPERT, chunk)) for chunk in range(_CHUNKS)]
 
 
-def start(num_ranks: int, *, time_limit_s: float = TIME_LIMIT_S) -> dict[str, Any]:
+def start(num_ranks: int, *, time_limit_s: float = 120.0) -> dict[str, Any]:
     """Run :func:`examine` in ranks on this machine; none is left, whatever happens.
 
     Raises:
@@ -64,14 +69,14 @@ def start(num_ranks: int, *, time_limit_s: float = TIME_LIMIT_S) -> dict[str, An
         command += [f"--nproc-per-node={num_ranks}", "-m", "megatron_ampipe.tools.doctor_ranks", str(report)]
         # A machine's name may not resolve to one of its addresses.
         environment = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-        environment |= environment_for_modules() | {"OMP_NUM_THREADS": "1"}
+        environment |= os.environ | {"OMP_NUM_THREADS": "1"}
         with log.open("wb") as output:
             try:
                 # Killed after the timeout; ranks die with torchrun (see main).
-                code = subprocess.run(
+                done = subprocess.run(
                     command, env=environment, stdout=output, stderr=output, timeout=time_limit_s
-                ).returncode
-                why = f"failed (code {code})"
+                )
+                why = f"failed (code {done.returncode})"
             except subprocess.TimeoutExpired:
                 why = (
                     f"did not end within {time_limit_s:g} s, and were ended. "
@@ -101,7 +106,8 @@ def examine(*, measure_overlap: bool) -> dict[str, Any]:
         measure_overlap: Also take the minute or so that the measurement needs.
 
     Returns:
-        ``ranks``: what each runs with; ``overlap``: see :func:`measure`, None where not asked for.
+        ``ranks``: what each runs with: ``host``, ``versions`` of what is there, and ``environment``;
+        ``differences``: see :func:`differences`; ``overlap``: see :func:`measure`, None where not asked for.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -111,32 +117,30 @@ def examine(*, measure_overlap: bool) -> dict[str, Any]:
 
         all_to_all.install()
         torch.set_num_threads(1)
+    versions = machine.versions()
+    if device == "cuda":
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        versions |= {"CUDA": str(torch.version.cuda), "NCCL": nccl, "device": torch.cuda.get_device_name()}
+    mine = {"host": node(), "versions": versions, "environment": compared_variables(os.environ)}
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT)
     try:
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, facts(device))
+        dist.all_gather_object(ranks, mine)
         # One rank on a CPU has no peer.
         has_peer = device == "cuda" or len(ranks) > 1
         overlap = {"device": device, **measure(device)} if measure_overlap and has_peer else None
     finally:
         dist.destroy_process_group()
-    return {"ranks": ranks, "overlap": overlap}
+    return {"ranks": ranks, "differences": differences(ranks), "overlap": overlap}
 
 
-def facts(device: str) -> dict[str, Any]:
-    """What this rank runs with: ``host``, ``versions`` and ``environment``."""
-    versions = {
-        "python": platform.python_version(),
-        "megatron-ampipe": __version__,
-        "torch": str(torch.__version__),
-        "CUDA": torch.version.cuda,
-        "NCCL": nccl_version(),
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+def compared_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that should be equal on every rank."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if (name in _COMPARED_NAMES or name.startswith(_COMPARED_PREFIXES)) and name not in _MAY_DIFFER
     }
-    for name in ("megatron-core", *(package.distribution for package in compat.OPTIONAL_PACKAGES)):
-        version = compat.found_version(name)
-        versions[name] = None if version is None else str(version)
-    return {"host": socket.gethostname(), "versions": versions, "environment": compared_variables(os.environ)}
 
 
 def differences(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -146,8 +150,7 @@ def differences(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for name in sorted({name for rank in ranks for name in rank[part]}):
             values: dict[str, list[int]] = {}
             for number, rank in enumerate(ranks):
-                value = rank[part].get(name)
-                values.setdefault("(not there)" if value is None else str(value), []).append(number)
+                values.setdefault(rank[part].get(name, "(not there)"), []).append(number)
             if len(values) > 1:
                 found.append({"name": name, "values": values})
     return found
@@ -157,13 +160,6 @@ def hidden_share(communication_s: float, computation_s: float, together_s: float
     """What running both together saved, of the shorter of the two; from 0 to 1."""
     saved = communication_s + computation_s - together_s
     return min(1.0, max(0.0, saved / min(communication_s, computation_s)))
-
-
-def verdict(share: float) -> str:
-    """A hidden share as a word."""
-    if share >= OVERLAPS:
-        return "overlaps"
-    return "overlaps in part" if share >= PARTLY else "does not overlap"
 
 
 def measure(device: str) -> dict[str, Any]:
@@ -177,27 +173,26 @@ def measure(device: str) -> dict[str, Any]:
         ``computation_ms``, ``together_ms``; ``hidden_share`` from 0 to 1; ``bytes`` that a rank exchanged;
         ``what`` was exchanged; ``verdict`` as a word.
     """
-    communication = [(COMM, Stage(kinds.DISPATCH, chunk)) for chunk in range(_CHUNKS)]
-    computation = [(COMPUTE, Stage(kinds.EXPERT, chunk)) for chunk in range(_CHUNKS)]
-    together = [entry for pair in zip(communication, computation, strict=True) for entry in pair]
     work = _Work(device)
-    work.choose_size(communication, computation)
+    work.choose_size()
+    together = [stage for pair in zip(_COMMUNICATION, _COMPUTATION, strict=True) for stage in pair]
     samples: list[list[float]] = [[], [], []]
     for repeat in range(_WARM_UP + _REPEATS):
         # In turns, so that a machine that becomes slower affects all equally.
-        for index, order in enumerate((communication, computation, together)):
-            seconds = work.slowest(functools.partial(work.run, order))
+        for index, order in enumerate((_COMMUNICATION, _COMPUTATION, together)):
+            seconds = work.seconds(order)
             if repeat >= _WARM_UP:
                 samples[index].append(seconds)
     times_s = [statistics.median(found) for found in samples]
     share = hidden_share(*times_s)
+    verdict = "overlaps" if share >= 0.5 else "overlaps in part" if share >= 0.2 else "does not overlap"
     names = ("communication_ms", "computation_ms", "together_ms")
     return {
         **{name: round(seconds * 1e3, 3) for name, seconds in zip(names, times_s, strict=True)},
         "hidden_share": round(share, 3),
         "bytes": work.size_bytes,
         "what": "all-to-all" if dist.get_world_size() > 1 else "copy on the GPU, in place of an all-to-all",
-        "verdict": verdict(share),
+        "verdict": verdict,
     }
 
 
@@ -222,38 +217,32 @@ class _Work:
         """What a rank holds to exchange, its own part included."""
         return _CHUNKS * self._rows.numel() * self._rows.element_size()
 
-    def choose_size(
-        self, communication: Sequence[tuple[str, Stage]], computation: Sequence[tuple[str, Stage]]
-    ) -> None:
+    def choose_size(self) -> None:
         """Decided by figures that all ranks share, so that all exchange the same amount."""
-        taken_s = self._timed(communication)
+        taken_s = self._better_of_two(_COMMUNICATION)
         while taken_s < _AIM_S[self._device] and 2 * self.size_bytes <= _LARGEST_BYTES:
             self._rows = torch.zeros(2 * self._rows.shape[0], _COLUMNS, device=self._device)
             self._received = torch.empty_like(self._rows)
-            taken_s = self._timed(communication)
-        self._products_per_chunk = max(1, round(taken_s / self._timed(computation)))
+            taken_s = self._better_of_two(_COMMUNICATION)
+        self._products_per_chunk = max(1, round(taken_s / self._better_of_two(_COMPUTATION)))
 
-    def run(self, order: Sequence[tuple[str, Stage]]) -> None:
-        """Every stage of the order, by the executor; waited for on the device."""
+    def seconds(self, order: Order) -> float:
+        """Run every stage of the order; the time of the slowest rank, the same figure on every rank."""
         tape = Tape.of(order, {stage: () for _, stage in order})
-        with torch.no_grad():
-            self._executor.execute(tape, self._run, self._recorder)
-        self._synchronize()
-
-    def slowest(self, call: Callable[[], None]) -> float:
-        """Seconds that the call takes, on the slowest rank; the same figure on every rank."""
         self._synchronize()
         dist.barrier()
         self._synchronize()
         begin = time.perf_counter()
-        call()
+        with torch.no_grad():
+            self._executor.execute(tape, self._run, self._recorder)
+        self._synchronize()
         taken = torch.tensor([time.perf_counter() - begin], device=self._device, dtype=torch.float64)
         dist.all_reduce(taken, op=dist.ReduceOp.MAX)
         return float(taken)
 
-    def _timed(self, order: Sequence[tuple[str, Stage]]) -> float:
-        """The better of two: the first one may set things up."""
-        return min(self.slowest(lambda: self.run(order)) for _ in range(2))
+    def _better_of_two(self, order: Order) -> float:
+        """The first one may set things up."""
+        return min(self.seconds(order) for _ in range(2))
 
     def _run(self, call: Call) -> Transfer | None:
         if call.stage.kind == kinds.DISPATCH:

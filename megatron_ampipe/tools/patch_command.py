@@ -14,11 +14,10 @@ import os
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ampipe import compat
-from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.files import outputs
 
 _EPILOG = """\
@@ -36,78 +35,8 @@ PATCHES = (_PACKAGE if (_PACKAGE / "patches").is_dir() else _PACKAGE.parent) / "
 _NO_PATCH_NEEDED = "launch with -m megatron_ampipe.launch PATH/pretrain_gpt.py, which needs no patch"
 
 
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """The patch of one version of Megatron.
-
-    Attributes:
-        version: Major and minor.
-        diff: The patch.
-        original: SHA-256 of every touched file as it is released, by path in the tree.
-        patched: The same once the patch is in it.
-    """
-
-    version: str
-    diff: Path
-    original: dict[str, str]
-    patched: dict[str, str]
-
-    @classmethod
-    def of(cls, tree: Path) -> Patch:
-        """The patch that fits the version of ``tree``.
-
-        Raises:
-            BadInput: There is no Megatron in it, or of a version without a patch.
-            EnvironmentMissing: The patches were not installed.
-        """
-        if not PATCHES.is_dir():
-            raise EnvironmentMissing(
-                "This installation has no patches. In a checkout of AMPipe, run: pip install -e ."
-            )
-        known = sorted(folder.name for folder in PATCHES.iterdir() if folder.is_dir())
-        try:
-            version = compat.megatron_version(tree / "megatron" / "core")
-        except (EnvironmentMissing, OSError) as error:
-            raise BadInput(
-                "PATH",
-                tree,
-                rule=f"there is no release of Megatron in it ({error})",
-                remedy="Name the folder of the checkout, the one that pretrain_gpt.py lies in.",
-            ) from error
-        name = f"{version.major}.{version.minor}"
-        if name not in known:
-            raise BadInput(
-                "PATH",
-                tree,
-                rule=f"it holds Megatron {version}, and there are patches for {', '.join(known)} alone",
-                remedy=f"Use one of these, or for a newer one {_NO_PATCH_NEEDED}.",
-            )
-        files = json.loads((PATCHES / name / "files.json").read_text())
-        return cls(
-            name,
-            PATCHES / name / "ampipe.patch",
-            original={name: sums["original"] for name, sums in files.items()},
-            patched={name: sums["patched"] for name, sums in files.items()},
-        )
-
-    def is_in(self, tree: Path) -> bool:
-        """Whether the patch is in ``tree``.
-
-        Raises:
-            BadInput: A touched file is neither the release's nor the patched one, or only some are patched.
-        """
-        sums = {name: _checksum(tree / name) for name in self.original}
-        if sums in (self.original, self.patched):
-            return sums == self.patched
-        known = {name: (self.original[name], self.patched[name]) for name in sums}
-        changed = [name for name, checksum in sums.items() if checksum not in known[name]]
-        rule = f"not as in the releases of {self.version} that were tested: {', '.join(changed)}"
-        raise BadInput(
-            "PATH",
-            tree,
-            rule=rule if changed else "only a part of the patch is in it",
-            remedy=f"Restore the files (git checkout), or {_NO_PATCH_NEEDED}.",
-        )
+Sums = dict[str, str]
+"""SHA-256 of every file that a patch touches, by path in the tree."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,43 +56,66 @@ def run(arguments: argparse.Namespace) -> int:
     """Run ``ampipe patch``.
 
     Raises:
-        BadInput: The tree is of an unknown version, or changed, or cannot be written to, or the action has
-            been done already.
-        EnvironmentMissing: There is no git.
+        BadInput: The tree cannot be written to.
+        EnvironmentMissing: There is no git, or the patches were not installed.
     """
-    tree: Path = arguments.path
-    patch = Patch.of(tree)
-    is_in = patch.is_in(tree)
-    if arguments.action == "check":
+    tree, action = arguments.path, arguments.action
+    version, original, patched = _patch_of(arguments)
+    found = {name: _checksum(tree / name) for name in original}
+    if found not in (original, patched):
+        changed = [name for name in found if found[name] not in (original[name], patched[name])]
+        rule = f"is not as in the releases of {version} that were tested: {', '.join(changed)}"
+        if not changed:
+            rule = "has only a part of the patch in it"
+        arguments.refuse(f"{tree} {rule}. Restore the files (git checkout), or {_NO_PATCH_NEEDED}")
+    is_in = found == patched
+    if action == "check":
         state = "is in" if is_in else "fits, and is not in"
-        print(f"ampipe: the patch for Megatron {patch.version} {state} {tree}")
+        print(f"ampipe: the patch for Megatron {version} {state} {tree}")
         return 0
-    revert = arguments.action == "revert"
-    if is_in is not revert:
-        raise BadInput(
-            "PATH",
-            tree,
-            rule="the patch is not in it" if revert else "the patch is in it already",
-            remedy=f"To look, run: ampipe patch check {tree}",
-        )
-    for folder in {(tree / name).absolute().parent for name in patch.original} | {tree.absolute()}:
+    if is_in is (action == "apply"):
+        arguments.refuse(f"the patch is {'in it already' if is_in else 'not in it'}: {tree}")
+    for folder in {(tree / name).absolute().parent for name in original} | {tree.absolute()}:
         outputs.check_folder(folder, flag="PATH", value=tree)
-    write(patch, tree, revert=revert)
-    print(f"ampipe: {'took out of' if revert else 'put into'} {tree}:")
-    for name in patch.original:
+    _write(PATCHES / version / "ampipe.patch", tree, original if is_in else patched, revert=is_in)
+    print(f"ampipe: {'taken out of' if is_in else 'put into'} {tree}:")
+    for name in original:
         print(f"    {name}")
     return 0
 
 
-def write(patch: Patch, tree: Path, *, revert: bool) -> None:
-    """Put the patch in or take it out, in a copy of the touched files that then replace those of ``tree``.
+def _patch_of(arguments: argparse.Namespace) -> tuple[str, Sums, Sums]:
+    """Version, and checksums without and with the patch, of the Megatron in a tree."""
+    if not PATCHES.is_dir():
+        raise EnvironmentMissing(
+            "This installation has no patches. In a checkout of AMPipe, run: pip install -e ."
+        )
+    tree: Path = arguments.path
+    try:
+        version = compat.megatron_version(tree / "megatron" / "core")
+    except (EnvironmentMissing, OSError) as error:
+        arguments.refuse(
+            f"there is no release of Megatron in {tree} ({error}); name the folder of the checkout, the one "
+            "that pretrain_gpt.py lies in"
+        )
+    name = f"{version.major}.{version.minor}"
+    known = sorted(folder.name for folder in PATCHES.iterdir() if folder.is_dir())
+    if name not in known:
+        arguments.refuse(
+            f"{tree} holds Megatron {version}, and there are patches for {', '.join(known)} alone. Use one "
+            f"of these, or for a newer one {_NO_PATCH_NEEDED}"
+        )
+    files = json.loads((PATCHES / name / "files.json").read_text())
+    original, patched = (
+        {file: sums[state] for file, sums in files.items()} for state in ("original", "patched")
+    )
+    return name, original, patched
 
-    Raises:
-        EnvironmentMissing: There is no git.
-    """
+
+def _write(diff: Path, tree: Path, expected: Sums, *, revert: bool) -> None:
+    """Put a patch in or take it out, in a copy of the touched files that then replace those of ``tree``."""
     if shutil.which("git") is None:
         raise EnvironmentMissing("git is needed to apply a patch, and is not on PATH. Install it.")
-    expected = patch.original if revert else patch.patched
     # In the tree itself, so that a file can be moved into its place at once.
     with tempfile.TemporaryDirectory(prefix=".ampipe-patch-", dir=tree) as folder:
         copy = Path(folder)
@@ -172,7 +124,7 @@ def write(patch: Patch, tree: Path, *, revert: bool) -> None:
             shutil.copy2(tree / name, copy / name)
         # The copy is no part of the repository that it may lie in.
         subprocess.run(
-            ["git", "apply", "--unidiff-zero", *(["--reverse"] if revert else []), str(patch.diff.resolve())],
+            ["git", "apply", "--unidiff-zero", *(["--reverse"] if revert else []), str(diff.resolve())],
             cwd=copy,
             env={**os.environ, "GIT_CEILING_DIRECTORIES": str(copy.parent.resolve())},
             check=True,

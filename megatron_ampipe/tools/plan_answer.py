@@ -137,97 +137,71 @@ def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
         return None
     running = sharing_layers(predictor, plan.stack)
     lengths = [round(share * predictor.block.rows) for share in plan.shares]
-    with_experts = sum(features.experts for features in predictor.layers)
+    with_experts = sum(not features.dense for features in predictor.layers)
     num_layers = len(running.layers) if running is predictor else with_experts
     gradients = plan_gradients(running, plan.schedule, lengths, num_layers=num_layers)
     return None if gradients is None else dataclasses.asdict(gradients)
 
 
-_TABLES: Mapping[str, tuple[str, Mapping[str, tuple[str, str]]]] = {
+_TABLES = {
     "degrees": (
         "one block, one micro-batch, predicted",
-        {
-            "degree": ("degree", ""),
-            "schedule": ("schedule", ""),
-            "forward": ("forward_ms", ".3f"),
-            "backward": ("backward_ms", ".3f"),
-            "both ms": ("predicted_ms", ".3f"),
-            "speedup": ("speedup", ".2f"),
-            "hidden": ("hidden_share", ".0%"),
-        },
+        ("degree", "schedule", "forward_ms", "backward_ms", "predicted_ms", "speedup", "hidden_share"),
     ),
     "memory": (
         "GiB of activations, one block, by --ampipe-memory",
-        {
-            "degree": ("degree", ""),
-            "schedule": ("schedule", ""),
-            **{name: (name, ".2f") for name in STRATEGIES},
-        },
+        ("degree", "schedule", *STRATEGIES),
     ),
     "stacks": (
         "layers of a pipeline stage, one micro-batch, predicted",
-        {
-            "together": ("together", ""),
-            "degree": ("degrees", ""),
-            "schedule": ("schedule", ""),
-            "both ms": ("predicted_ms", ".3f"),
-            "speedup": ("speedup", ".2f"),
-            "share of the bound": ("share_of_bound", ".0%"),
-        },
+        ("together", "degrees", "schedule", "predicted_ms", "speedup", "share_of_bound"),
     ),
     "gradients": (
-        "backward pass of all layers and its reductions in the last micro-batch, ms",
-        {
-            "gradients reduced": ("name", ""),
-            "bucket size": ("bucket_size", ""),
-            "pass": ("pass_ms", ".3f"),
-            "left after it": ("left_ms", ".3f"),
-            "both": ("both_ms", ".3f"),
-            "saves": ("saves", ".1%"),
-        },
+        "backward pass of all layers and its reductions in the last micro-batch",
+        ("reduced", "bucket_size", "pass_ms", "left_ms", "both_ms", "saves"),
     ),
 }
-"""Title and columns of each table: for a heading the key of a row and the format of its value."""
+"""Title of each table, and keys of its rows."""
 
 
 def _table(name: str, rows: Sequence[Mapping[str, Any]], *, best: str | None = None) -> Table:
     """One of :data:`_TABLES`, with the row in bold that has the largest value of a key."""
-    title, columns = _TABLES[name]
+    title, keys = _TABLES[name]
     table = Table(title=title)
-    for heading in columns:
-        left = heading in ("schedule", "gradients reduced")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    for key in keys:
+        left = key in ("schedule", "reduced")
+        table.add_column(key.replace("_", " "), justify="left" if left else "right", no_wrap=True)
     bold = max(rows, key=lambda row: row[best]) if best is not None else None
     for row in rows:
-        cells = [(row.get(key), form) for key, form in columns.values()]
-        texts = ("" if value is None else format(value, form) for value, form in cells)
-        table.add_row(*texts, style="bold" if row is bold else None)
+        table.add_row(*(_cell(key, row.get(key)) for key in keys), style="bold" if row is bold else None)
     return table
 
 
+def _cell(key: str, value: object) -> str:
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    is_share = key in ("hidden_share", "share_of_bound", "saves")
+    return format(value, ".1%" if is_share else ".3f" if key.endswith("_ms") else ".2f")
+
+
 def show(answer: Mapping[str, Any], console: Console) -> None:
-    """Print an answer of :func:`answer_of`."""
+    """Print an answer of :func:`answer_of`; its rows get columns for the tables."""
     rows = answer["degrees"]
     console.print(_table("degrees", rows, best="speedup"))
     console.print(_table("memory", [row | row["memory_gib_by_strategy"] for row in rows]))
-    if answer["stacks"]:
-        stacks = [
-            row
-            | {
-                "together": "no" if row["stack"] == 1 else stack_to_text(row["stack"]),
-                "degrees": ":".join(dict.fromkeys(str(row[f"{way}_degree"]) for way in Direction)),
-            }
-            for row in answer["stacks"]
-        ]
+    if stacks := answer["stacks"]:
+        for row in stacks:
+            row["together"] = "no" if row["stack"] == 1 else stack_to_text(row["stack"])
+            row["degrees"] = ":".join(dict.fromkeys(str(row[f"{way}_degree"]) for way in Direction))
         console.print(_table("stacks", stacks, best="speedup"))
     for sentence in answer["assumed"]:
         console.print(f"assumed: {sentence}", style="dim", soft_wrap=True)
     if (gradients := answer["gradients"]) is not None:
-        ways = [way | {"both_ms": way["pass_ms"] + way["left_ms"]} for way in gradients["ways"]]
-        console.print(_table("gradients", ways, best="saves"))
-        console.print(
-            _advice_on_gradients({way["name"]: way for way in ways}, gradients["chosen"]), soft_wrap=True
-        )
+        ways = {way["name"]: way for way in gradients["ways"]}
+        for name, way in ways.items():
+            way |= {"reduced": name, "both_ms": way["pass_ms"] + way["left_ms"]}
+        console.print(_table("gradients", [*ways.values()], best="saves"))
+        console.print(_advice_on_gradients(ways, gradients["chosen"]), soft_wrap=True)
     if (memory := answer["memory_strategies"]) is not None:
         formula, simulated = (
             ", ".join(f"{name} {memory[key][name]:.3f}" for name in memory["equation_10_ms"])

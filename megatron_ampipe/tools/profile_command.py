@@ -14,23 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.files import outputs
-from megatron_ampipe.plan.cluster import write_cluster
+from megatron_ampipe.files.inputs import LARGEST_SEED, at_least
+from megatron_ampipe.plan.cluster import Cluster, write_cluster
 from megatron_ampipe.tools.measuring import machine, network
-from megatron_ampipe.tools.measuring.cluster_fit import Profile, assemble
+from megatron_ampipe.tools.measuring.cluster_fit import Line, assemble
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.link import (
-    NO_LINK,
     LinkKind,
     add_link_arguments,
     link_of,
     num_ranks,
-    parse_link,
     refuse_own_ranks,
 )
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, progress_bar, run_ranks
-from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
 
 NUM_STEPS, WARMUP = 3, 2
 """Steps of a measurement before the rounds of a real block (computation, collectives, both concurrently), and
@@ -85,20 +86,14 @@ def run(arguments: argparse.Namespace) -> int:
         RunFailed: a rank was lost, no line fits the times of some operation, or the file cannot be written.
     """
     outputs.check(arguments.output, flag="--output")
-    grid = read_grid(find_grid(arguments.grid)).only(arguments.case, flag="--case")
-    case = grid.cases[0]
     started = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
     if started:
         refuse_own_ranks(arguments)
-        link, count, ranks_per_node = (
-            parse_link(NO_LINK),
-            int(os.environ["WORLD_SIZE"]),
-            int(os.environ["LOCAL_WORLD_SIZE"]),
-        )
-    else:
-        link, count = link_of(arguments), num_ranks(arguments)
-        ranks_per_node = count if link.nodes is None else link.nodes.ranks_per_node
-        grid.check_ranks(count)
+    link = link_of(arguments)
+    count = int(os.environ["WORLD_SIZE"]) if started else num_ranks(arguments)
+    case, *_ = read_grid(
+        find_grid(arguments.grid), only=arguments.case, flag="--case", num_ranks=1 if started else count
+    )
     if link.kind is LinkKind.NETWORK:
         network.check_usable()
     num_gpus = 0 if link.kind is LinkKind.NETWORK else machine.num_gpus()
@@ -116,14 +111,14 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         timeout_s=arguments.timeout,
         cores=() if num_gpus or started else machine.cores_of(count),
-        ranks_per_node=ranks_per_node,
+        ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]) if started else link.ranks_per_node or count,
     )
     is_first = not started or os.environ["RANK"] == "0"
     with progress_bar(NUM_STEPS + WARMUP + arguments.repeats, quiet=not is_first) as bar:
 
         def on_message(rank: int, event: str, _: Any) -> None:
             if rank == 0 and event == "progress":
-                bar(advance=1, description="measuring")
+                bar("measuring")
 
         if started:
             reports = _measure_here(job, int(os.environ["RANK"]), on_message)
@@ -131,18 +126,21 @@ def run(arguments: argparse.Namespace) -> int:
             reports = run_ranks(job, measure_rank, on_message=on_message)
     if not is_first:
         return 0
-    profile = assemble(
+    hardware, torch_version = machine.hardware(), machine.versions()["torch"]
+    kernel = reports[0]["kernel"]
+    cluster, lines = assemble(
         case,
         reports,
-        ranks_per_node=ranks_per_node,
-        description=_description(case, link.text, count, reports[0]["kernel"]),
+        ranks_per_node=job.ranks_per_node,
+        description=f"{hardware['cpu']}, torch {torch_version}: {count} ranks, link {link.text}, attention "
+        f"{kernel}, around case {case.name}",
         source="measured by ampipe profile; medians of the slowest rank",
-        device_memory_gib=_device_memory_gib(),
+        device_memory_gib=reports[0]["device_memory_gib"],
     )
     try:
-        write_cluster(profile.cluster, arguments.output, head=shlex.join(["ampipe", *sys.argv[1:]]))
+        write_cluster(cluster, arguments.output, head=shlex.join(["ampipe", *sys.argv[1:]]))
     finally:
-        _show(profile)
+        _show(cluster, lines)
     print(f"wrote {arguments.output}")
     return 0
 
@@ -151,14 +149,20 @@ def measure_rank(rank: Rank[ProfileJob]) -> dict[str, Any]:
     """Measure in a rank; what :func:`.measuring.operations.measure` returns."""
     rank.start_megatron()
     # Imports Megatron, which must not come before the link is emulated.
+    import torch
+
     from megatron_ampipe.tools.measuring import blocks, operations
 
     job = rank.job
     blocks.require(job.case, on_cuda=job.on_cuda)
     turns = 1 if job.cores or job.on_cuda else machine.ranks_per_core(job.ranks_per_node)
-    return operations.measure(
+    found = operations.measure(
         rank, job.case, repeats=job.repeats, ranks_per_node=job.ranks_per_node, turns=turns
     )
+    memory = (
+        torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if job.on_cuda else None
+    )
+    return found | {"device_memory_gib": memory and round(memory / 2**30, 1)}
 
 
 def _measure_here(job: ProfileJob, number: int, on_message: Callable[[int, str, Any], None]) -> list[Any]:
@@ -172,39 +176,16 @@ def _measure_here(job: ProfileJob, number: int, on_message: Callable[[int, str, 
     return reports
 
 
-def _description(case: Case, link: str, num_ranks: int, kernel: str) -> str:
-    hardware, versions = machine.hardware(), machine.versions()
-    what = f"{num_ranks} ranks, link {link}, attention {kernel}, around case {case.name}"
-    return f"{hardware['cpu']}, torch {versions['torch']}: {what}"
-
-
-def _device_memory_gib() -> float | None:
-    if not machine.num_gpus():
-        return None
-    import torch
-
-    return round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
-
-
-def _show(profile: Profile) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def _show(cluster: Cluster, lines: Mapping[str, Line]) -> None:
     table = Table(title="what was fitted", caption="worst: the largest relative error of a measured size")
     for column in ("operation", "figures", "r^2", "worst"):
-        table.add_column(column, justify="right" if column in ("r^2", "worst") else "left")
-    for family, line in profile.lines.items():
-        table.add_row(family, _figures(line.figures), f"{line.r_squared:.4f}", f"{line.worst:.0%}")
-    overlap = profile.cluster.overlap
-    table.add_row(
-        "concurrent",
-        f"computation {overlap.compute_slowdown:.2f} times as long, communication "
-        f"{overlap.communication_slowdown:.2f} times and {overlap.latency_us:.4g} us",
-        "",
-        "",
+        table.add_column(column)
+    for family, line in lines.items():
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in line.figures.items())
+        table.add_row(family, figures, f"{line.r_squared:.4f}", f"{line.worst:.0%}")
+    overlap = cluster.overlap
+    slower = (
+        f"computation {overlap.compute_slowdown:.2f}x, communication {overlap.communication_slowdown:.2f}x"
     )
+    table.add_row("concurrent", f"{slower} and {overlap.latency_us:.4g} us")
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-
-
-def _figures(figures: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe.files import outputs
+from megatron_ampipe.files.inputs import at_least
 from megatron_ampipe.plan.block import even_rows
-from megatron_ampipe.plan.recorded_routing import (
-    RecordedRouting,
-    busiest,
-    places_of,
-    read_routing,
-    share_condensed,
-)
+from megatron_ampipe.plan.recorded_routing import RecordedRouting, busiest, places_of, read_routing
 from megatron_ampipe.tools.timeline_picture import SUFFIXES
-from megatron_ampipe.tools.whole_numbers import at_least
 
 _EPILOG = """\
 examples:
@@ -66,9 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
         RunFailed: an output cannot be written.
     """
     if arguments.json not in (None, "-"):
-        outputs.check(Path(arguments.json), flag="--json", makes_folder=True)
+        outputs.check(Path(arguments.json), flag="--json")
     if arguments.picture is not None:
-        outputs.check_prefix(arguments.picture, suffixes=SUFFIXES, flag="--picture", makes_folder=True)
+        outputs.check_prefix(arguments.picture, suffixes=SUFFIXES, flag="--picture")
     routing = read_routing(arguments.folder, flag="DIR")
     ranks = arguments.ranks or routing.records[-1].ranks
     if routing.num_experts % ranks:
@@ -131,10 +124,7 @@ def _show(figures: dict[str, Any], console: Console) -> None:
         title=f"iteration {iterations[-1]}, {figures['ranks']} ranks",
         caption="load over the mean; share of rows similar to an earlier one, by cosine, over all iterations",
     )
-    for name in (
-        *("layer", "busiest expert", "idle experts", "busiest rank"),
-        *thresholds,
-    ):
+    for name in ("layer", "busiest expert", "idle experts", "busiest rank", *thresholds):
         table.add_column(name, justify="right", no_wrap=name in thresholds)
     for layer in figures["layers"]:
         table.add_row(
@@ -145,84 +135,49 @@ def _show(figures: dict[str, Any], console: Console) -> None:
             *("-" if share is None else f"{share:.0%}" for share in layer["condensed"].values()),
         )
     console.print(table)
-    console.print(
+    print(
         f"{len(iterations)} iterations, mean of all layers: the busiest of {figures['ranks']} ranks has "
         f"{figures['imbalance']:.3f} times the mean of a sequence, {figures['chunk_imbalance']:.3f} times "
-        f"that of a chunk ({figures['chunks']} chunks)",
-        soft_wrap=True,
+        f"that of a chunk ({figures['chunks']} chunks)"
     )
     for places, (seen, even) in figures["rows_per_token"].items():
         if places != "1":
-            console.print(
+            print(
                 f"sent once per place, {places} ranks or nodes: {seen:.3f} rows per token ({even:.3f} if "
-                "experts were chosen evenly)",
-                soft_wrap=True,
+                "experts were chosen evenly)"
             )
     shares = ", ".join(f"{share:.1%} at {threshold}" for threshold, share in figures["condensed"].items())
-    console.print(f"rows that --ampipe-condense would not send: {shares}", soft_wrap=True)
+    print(f"rows that --ampipe-condense would not send: {shares}")
 
 
 def _draw(routing: RecordedRouting, ranks: int, prefix: Path) -> None:
-    """Write the picture with each suffix: load of experts and ranks, rows sent, similar rows."""
+    """Write the picture of the last iteration: load of the experts of each layer, and rows of each rank."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"svg.hashsalt": "ampipe"}):
-        figure = Figure(figsize=(11, 7.5), layout="constrained")
-        panels = figure.subplots(2, 2)
-        _experts(panels[0][0], routing)
-        _ranks(panels[0][1], routing, ranks)
-        _chunks(panels[1][0], routing, ranks)
-        _similar(panels[1][1], routing)
-        for axes in (axes for row in panels for axes in row):
-            axes.xaxis.get_major_locator().set_params(integer=True)
-        for suffix in SUFFIXES:
-            with outputs.atomic_file(prefix.with_name(prefix.name + suffix)) as partial:
-                figure.savefig(partial, format=suffix.removeprefix("."), dpi=110)
-
-
-def _experts(axes: Any, routing: RecordedRouting) -> None:
     record = routing.records[-1]
-    shares = [
+    loads = [
         [count * record.num_experts / layer.rows for count in layer.per_expert()] for layer in record.layers
     ]
-    image = axes.imshow(shares, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
-    axes.figure.colorbar(image, ax=axes, label="tokens over the mean")
-    axes.set(xlabel="expert", ylabel="layer", title=f"load of the experts, iteration {record.iteration}")
-    axes.set_yticks(range(len(record.layers)), [str(layer.layer) for layer in record.layers])
-
-
-def _ranks(axes: Any, routing: RecordedRouting, ranks: int) -> None:
-    iterations = [record.iteration for record in routing.records]
-    for index, layer in enumerate(routing.records[0].layers):
-        values = [busiest(record.layers[index].per_place(ranks)) for record in routing.records]
-        axes.plot(iterations, values, marker=".", linewidth=1, label=f"layer {layer.layer}")
-    axes.set(xlabel="iteration", ylabel="rows of the busiest rank over the mean", title=f"{ranks} ranks")
-    axes.set_ylim(bottom=0.98)
-    if len(routing.records[0].layers) <= 8:
-        axes.legend(fontsize=7)
-
-
-def _chunks(axes: Any, routing: RecordedRouting, ranks: int) -> None:
-    record = routing.records[-1]
     rows = [
         [sum(layer.per_place(ranks, chunk)[rank] for layer in record.layers) for rank in range(ranks)]
         for chunk in range(len(record.tokens))
     ]
-    image = axes.imshow(rows, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
-    axes.figure.colorbar(image, ax=axes, label="rows, all layers")
-    axes.set(
-        xlabel="rank of the experts", ylabel="chunk", title=f"who gets what, iteration {record.iteration}"
+    layers = [str(layer.layer) for layer in record.layers]
+    chunks = [str(chunk) for chunk in range(len(record.tokens))]
+    panels = (
+        (loads, layers, "layer", "expert", "tokens over the mean"),
+        (rows, chunks, "chunk", "rank of the experts", "rows, all layers"),
     )
-    axes.set_yticks(range(len(record.tokens)))
-
-
-def _similar(axes: Any, routing: RecordedRouting) -> None:
-    iterations = [record.iteration for record in routing.records]
-    for threshold in routing.thresholds:
-        shares = [share_condensed(record.layers, threshold) for record in routing.records]
-        percent = [math.nan if share is None else 100 * share for share in shares]
-        axes.plot(iterations, percent, marker=".", linewidth=1, label=f"{threshold:g}")
-    axes.set(xlabel="iteration", ylabel="rows, %", title="not sent by --ampipe-condense")
-    axes.set_ylim(0, 100)
-    axes.legend(title="threshold", fontsize=7)
+    with matplotlib.rc_context({"svg.hashsalt": "ampipe"}):
+        figure = Figure(figsize=(11, 4), layout="constrained")
+        figure.suptitle(f"iteration {record.iteration}, {ranks} ranks")
+        for axes, (values, names, ylabel, xlabel, what) in zip(figure.subplots(1, 2), panels, strict=True):
+            image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
+            figure.colorbar(image, ax=axes, label=what)
+            axes.set(xlabel=xlabel, ylabel=ylabel)
+            axes.set_yticks(range(len(names)), names)
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        for suffix in SUFFIXES:
+            with outputs.atomic_file(prefix.with_name(prefix.name + suffix)) as partial:
+                figure.savefig(partial, format=suffix.removeprefix("."), dpi=110)

@@ -8,7 +8,6 @@ the same time, so a strip along the top of each bar says of which layer it is.
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,9 +23,8 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".svg", ".png")
 """Of the files that a picture is written to."""
-_WIDTH_IN, _MARGINS_IN, _ROW_IN = 13.0, 2.6, 0.36
-# A whole iteration is drawn wider, so that its median span has this width, up to a limit.
-_MEDIAN_SPAN_IN, _MAX_WIDTH_IN = 0.06, 90.0
+_WIDTH_IN, _WHOLE_WIDTH_IN, _MARGINS_IN, _ROW_IN = 13.0, 60.0, 2.6, 0.36
+"""Of one layer, of a whole iteration, left and right of the bars, of a lane."""
 _PNG_DPI, _MAX_PNG_PIXELS = 180, 30_000
 _BAR, _SEAM_IN, _FOOT, _STRIP = 0.84, 0.012, 0.13, 0.17
 """Height of a bar in its row, the gap to its neighbour, and its parts for the backward pass and the layer."""
@@ -41,7 +39,6 @@ _TINTS = {"attention": 0.0, "dispatch": 0.0, "expert": 0.35, "combine": 0.35, "s
 _OTHER_TINT = 0.6
 # Layers next to each other run at the same time: three shades tell them apart.
 _SHADES = (_INK, "#9AA0A6", _PAPER)
-_NAMED_LAYERS = 4
 
 
 def draw(timelines: Sequence[Timeline], *, targets: Sequence[Path], title: str, split: bool) -> None:
@@ -96,10 +93,7 @@ def _figure(timelines: Sequence[Timeline], *, title: str, split: bool) -> Figure
     # A panel of which every stage took no time at all still needs an axis.
     lengths_ms = [max(1e-6, *(span.end_us / 1e3 for part in parts for span in part)) for _, parts in panels]
     spans = [span for _, parts in panels for part in parts for span in part]
-    width_in = _WIDTH_IN
-    if not split:
-        median_ms = max(statistics.median((span.end_us - span.begin_us) / 1e3 for span in spans), 1e-6)
-        width_in = min(_MAX_WIDTH_IN, max(_WIDTH_IN, sum(lengths_ms) / median_ms * _MEDIAN_SPAN_IN))
+    width_in = _WIDTH_IN if split else _WHOLE_WIDTH_IN
     lanes = [
         sorted({span.lane for span in timeline.spans}, key=lambda lane: (lane != COMPUTE, lane))
         for timeline in timelines
@@ -115,12 +109,11 @@ def _figure(timelines: Sequence[Timeline], *, title: str, split: bool) -> Figure
         width_ratios=lengths_ms,
         height_ratios=list(map(len, lanes)),
     )
-    colours = _chunk_colours(sorted({span.chunk for span in spans if span.chunk is not None}))
     layers = _layers(timelines)
     for column, (directions, parts) in enumerate(panels):
         for row, timeline in enumerate(timelines):
             axes = grid[row][column]
-            _draw_bars(axes, parts[row], lanes[row], colours=colours, in_per_ms=in_per_ms, layers=layers)
+            _draw_bars(axes, parts[row], lanes[row], in_per_ms=in_per_ms, layers=layers)
             stripe = _PREDICTED_STRIPE if timeline.is_predicted else _STRIPE
             for lane in range(len(lanes[row])):
                 axes.axhspan(lane - 0.48, lane + 0.48, color=stripe, linewidth=0, zorder=0)
@@ -141,7 +134,7 @@ def _figure(timelines: Sequence[Timeline], *, title: str, split: bool) -> Figure
     # In the widest panel: elsewhere a long label would part the panels.
     widest = grid[-1][lengths_ms.index(max(lengths_ms))]
     widest.set_xlabel("ms after the first stage of each rank", loc="left", fontsize=8, color=_FAINT)
-    handles = _legend(spans, colours, layers)
+    handles = _legend(spans, layers)
     letters = figure.legend(
         handles=handles,
         loc="outside lower center",
@@ -163,24 +156,15 @@ def _from_zero(timeline: Timeline, directions: Sequence[str]) -> list[StageSpan]
 
 
 def _draw_bars(
-    axes: Axes,
-    spans: Sequence[StageSpan],
-    lanes: Sequence[str],
-    *,
-    colours: dict[int, str],
-    in_per_ms: float,
-    layers: Sequence[int],
+    axes: Axes, spans: Sequence[StageSpan], lanes: Sequence[str], *, in_per_ms: float, layers: Sequence[int]
 ) -> None:
     """Bars in one collection for each style, which is fast for tens of thousands of spans; then the names."""
     axes.set_ylim(len(lanes) - 0.5, -0.5)
-    bars: defaultdict[tuple[float, float, str, float], list[tuple[float, float]]] = defaultdict(list)
+    bars: defaultdict[tuple[float, float, Any, float], list[tuple[float, float]]] = defaultdict(list)
     for span in spans:
-        row, begin_ms, length_ms = (
-            lanes.index(span.lane),
-            span.begin_us / 1e3,
-            (span.end_us - span.begin_us) / 1e3,
-        )
-        fill = _fill(span, colours)
+        row, begin_ms = lanes.index(span.lane), span.begin_us / 1e3
+        length_ms = (span.end_us - span.begin_us) / 1e3
+        red, green, blue = fill = _fill(span)
         # A gap between neighbours: a white edge would cover narrow ones completely.
         bar = (begin_ms, length_ms - min(_SEAM_IN / in_per_ms, 0.2 * length_ms))
         bars[row - _BAR / 2, _BAR, fill, 1.0].append(bar)
@@ -190,11 +174,11 @@ def _draw_bars(
             shade = _SHADES[layers.index(span.layer) % len(_SHADES)]
             bars[row - _BAR / 2, _STRIP, shade, 1.0].append(bar)
         # The longest name that fits: the stage's, or its first letter with the chunk.
-        short = _letter(span.kind) + span.stage.partition(".")[2]
-        for name in (span.stage, short):
+        for name in (span.stage, _letter(span.kind) + span.stage.partition(".")[2]):
             if len(name) * _LABEL_PT * 0.6 / 72 + 0.05 <= length_ms * in_per_ms:
-                label = axes.text(begin_ms + length_ms / 2, row, name, color=_ink_on(fill), zorder=4)
-                label.set(ha="center", va="center_baseline", fontsize=_LABEL_PT, clip_on=True)
+                is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
+                label = axes.text(begin_ms + length_ms / 2, row, name, color=_PAPER if is_dark else _INK)
+                label.set(ha="center", va="center_baseline", fontsize=_LABEL_PT, clip_on=True, zorder=4)
                 break
     for (top, height, fill, alpha), pieces in bars.items():
         zorder = 2 if height == _BAR else 3
@@ -226,50 +210,36 @@ def _hidden(timelines: Sequence[Timeline]) -> str:
     return text + (f", {predicted.hidden_share:.0%} predicted" if recorded and predicted is not None else "")
 
 
-def _legend(spans: Sequence[StageSpan], colours: dict[int, str], layers: Sequence[int]) -> list[Any]:
+def _legend(spans: Sequence[StageSpan], layers: Sequence[int]) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [Patch(facecolor=fill, label=f"chunk {chunk}") for chunk, fill in colours.items()]
+    chunks = sorted({span.chunk for span in spans if span.chunk is not None})
+    handles: list[Any] = [Patch(facecolor=_colour(chunk), label=f"chunk {chunk}") for chunk in chunks]
     if any(span.chunk is None for span in spans):
         handles.append(Patch(facecolor=_WHOLE_BLOCK, label="whole block"))
     if any(map(_shows_backward, spans)):
         handles.append(Line2D([], [], color=_INK, alpha=0.75, linewidth=2.5, label="backward"))
     for place, shade in enumerate(_SHADES[: len(layers)] if len(layers) > 1 else ()):
-        named = layers[place :: len(_SHADES)]
-        more = ", ..." if len(named) > _NAMED_LAYERS else ""
-        label = f"strip: layer {', '.join(map(str, named[:_NAMED_LAYERS]))}{more}"
+        first, *others = layers[place :: len(_SHADES)]
+        label = f"strip: layer {first}" + f" and {len(others)} more" * bool(others)
         handles.append(Patch(facecolor=shade, edgecolor=_FAINT, label=label))
     return handles
 
 
-def _chunk_colours(chunks: Sequence[int]) -> dict[int, str]:
-    """A colour for each chunk: the palette, or for more chunks than it has, colours evenly from viridis."""
-    if len(chunks) <= len(_PALETTE):
-        return dict(zip(chunks, _PALETTE, strict=False))
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
-    shares = (0.95 * place / (len(chunks) - 1) for place in range(len(chunks)))
-    return {chunk: to_hex(colormaps["viridis"](share)) for chunk, share in zip(chunks, shares, strict=True)}
-
-
-def _fill(span: StageSpan, colours: dict[int, str]) -> str:
+def _fill(span: StageSpan) -> tuple[float, float, float]:
     """The colour of a bar: its chunk's, lighter for some kinds of stages."""
-    from matplotlib.colors import to_hex, to_rgb
-
-    if span.chunk is None:
-        return _WHOLE_BLOCK
-    tint = _TINTS.get(span.kind, _OTHER_TINT)
-    red, green, blue = (value + (1 - value) * tint for value in to_rgb(colours[span.chunk]))
-    return to_hex((red, green, blue))
-
-
-def _ink_on(fill: str) -> str:
     from matplotlib.colors import to_rgb
 
-    red, green, blue = to_rgb(fill)
-    return _PAPER if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else _INK
+    if span.chunk is None:
+        return to_rgb(_WHOLE_BLOCK)
+    tint = _TINTS.get(span.kind, _OTHER_TINT)
+    red, green, blue = (value + (1 - value) * tint for value in to_rgb(_colour(span.chunk)))
+    return red, green, blue
+
+
+def _colour(chunk: int) -> str:
+    return _PALETTE[chunk % len(_PALETTE)]
 
 
 def _shows_backward(span: StageSpan) -> bool:

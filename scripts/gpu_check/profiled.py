@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from gpu_check.torch_trace import MARK, read_profile
 from megatron_ampipe.tools.measuring import result
-from megatron_ampipe.tools.measuring.bench_job import STOCK, BenchJob, Cut, Variant
+from megatron_ampipe.tools.measuring.bench_job import STOCK, BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.link import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank
@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, required=True, help="receives the profiler's trace, compressed")
     parser.add_argument("--json", type=Path, required=True, help="receives what was found")
     chosen = parser.parse_args()
-    (case,) = read_grid(find_grid(chosen.grid)).only(chosen.case).cases
+    (case,) = read_grid(find_grid(chosen.grid), only=chosen.case)
     result.write(examine(_job(case, chosen.link, chosen.device), trace=chosen.trace), chosen.json)
     return 0
 
@@ -58,8 +58,7 @@ def main() -> int:
 def _job(case: Case, link: str, device: Any) -> BenchJob:
     return BenchJob(
         cases=(case,),
-        schedules=("ampipe",),
-        cuts=(Cut.of(2), Cut.of(DEGREE), Cut.of(8)),
+        variants=((Variant(STOCK), *(Variant.of("ampipe", degree) for degree in (2, DEGREE, 8))),),
         link=parse_link(link),
         num_ranks=min(_RANKS, case.experts),
         pretended=True,
@@ -95,17 +94,17 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
     block = _MarkedPasses(case, on_cuda=on_cuda, seed=job.seed)
     peaks: dict[str, int | None] = {}
     allocator: dict[str, dict[str, int]] = {}
-    for variant in job.variants_of(0):
+    for variant in job.variants[0]:
         layer = factory.stock if variant.schedule == STOCK else factory.build(variant)
         for _ in range(job.warmup):
             block.run(layer)
         peaks[str(variant)] = block.peak_bytes(layer)
         stats = torch.cuda.memory_stats() if on_cuda else {}
         allocator[str(variant)] = {name: stats[key] for name, key in _ALLOCATOR.items() if key in stats}
-    pipelined = factory.build(Variant("ampipe", Cut.of(DEGREE)))
+    pipelined = factory.build(Variant.of("ampipe", DEGREE))
     for _ in range(job.warmup):
         block.run(pipelined)
-    timed = factory.build_timed(Variant("ampipe", Cut.of(DEGREE)), num_passes=_TIMED)
+    timed = factory.build_timed(Variant.of("ampipe", DEGREE), num_passes=_TIMED)
     for number in range(_TIMED):
         timed.recorder.start_iteration(number)
         block.run(timed.layers)
@@ -121,7 +120,7 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
         "degree": DEGREE,
         "peak_bytes": peaks,
         "allocator": allocator,
-        "issued_us": timed.timer.queue.issued_us(),
+        "issued_us": timed.timer.issued_us(),
         **asdict(found),
     }
 

@@ -20,21 +20,19 @@ LONG, SHORT = 64, 16
 def main() -> None:
     rank, _ = start()
     use_groups()
+    from megatron_ampipe.launch import auto
     from megatron_ampipe.runtime import recorder
 
+    # Shapes are compared in every iteration.
+    interval, auto.SHAPE_INTERVAL = auto.SHAPE_INTERVAL, 1
     results = []
     for seed in SEEDS:
         noise = random.Random(1000 * seed + rank)
         recorder.time = _Clock(noise)
         results.append(_train(rank, noise))
     recorder.time = time
-    report(
-        {
-            "runs": results,
-            "refusal": _disagree(rank),
-            "reduced": _settle(),
-        }
-    )
+    auto.SHAPE_INTERVAL = interval
+    report({"runs": results, "refusal": _disagree(rank), "reduced": _settle()})
 
 
 def around(hook: Any, train_step: Callable[..., object]) -> Callable[..., object]:
@@ -64,7 +62,7 @@ def _train(rank: int, noise: random.Random) -> dict[str, object]:
 
     layer, context = _layer()
     said: list[str] = []
-    auto = AutoDegree(context, planner=None, say=said.append, shape_interval=1)
+    auto = AutoDegree(context, planner=None, say=said.append)
     passes = context.recorder.passes
     outputs: dict[int, torch.Tensor] = {}
     difference = 0.0
@@ -137,7 +135,7 @@ def _layer() -> tuple[torch.nn.Module, object]:
 
     from megatron_ampipe.layers.context import AMPipeContext
     from megatron_ampipe.layers.layer import pipelined
-    from megatron_ampipe.schedule.config import AMPipeConfig
+    from megatron_ampipe.schedule.pipeline import AMPipeConfig
     from tests.dist.blocks import transformer_config
 
     config = transformer_config(Case("auto", world_size=4, model=AUX))

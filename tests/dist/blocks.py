@@ -22,16 +22,14 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.launch.host.megatron import HostDotProductAttention
-from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.document_reader import DocumentReader
+from megatron_ampipe.layers.context import AMPipeContext, DocumentReader, FullRecompute
 from megatron_ampipe.layers.gates import give_token_ids, load_gate
 from megatron_ampipe.layers.layer import pipelined, with_gate
-from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import Exchange
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from megatron_ampipe.tools.measuring.blocks import Layers
 from tests.dist import changed_functions, logged_losses, routing_records, score_records
 from tests.dist.cases import Case

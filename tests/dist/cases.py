@@ -118,8 +118,11 @@ SWIGLU = {"gated_linear_unit": True, "activation_func": "silu"}
 MOE_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 ATTENTION_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 SHARED = {"moe_shared_expert_intermediate_size": 48}
+ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 2}
 TIGHT = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "position"}
+SWIGLU = {"gated_linear_unit": True, "activation_func": "silu"}
+GROUPS = {"num_moe_experts": 8, "moe_router_num_groups": 2}
 LOOSE = {"moe_expert_capacity_factor": 1.25, "moe_token_drop_policy": "position"}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 LARGE = AUX | Z | TOP2 | SWIGLU
@@ -679,7 +682,7 @@ PERMUTED = [
         "ranks": {"exchange": Exchange.RANKS, "sequence_length": 8, "model": FUSED | {"moe_router_topk": 2}},
         "ranks-capacity": {"exchange": Exchange.RANKS, "model": FUSED | USED_UP | {"moe_router_topk": 4}},
         "allgather": {
-            "sequence_length": 8, "model": FUSED | {"moe_token_dispatcher_type": "allgather"},
+            "sequence_length": 8, "model": FUSED | ALLGATHER,
         },
         "flex": {
             "sequence_length": 8, "model": FUSED | FLEX, "stock": NOT_FUSED | ALL_TO_ALL,

@@ -18,7 +18,6 @@ def main() -> None:
     rank, _ = start()
     use_groups()
     from megatron_ampipe.exchange import packing
-    from megatron_ampipe.exchange.transports import Operation
     from megatron_ampipe.runtime.collectives import exchange_rows
     from tests.dist.blocks import build_layers, run
 
@@ -34,7 +33,7 @@ def main() -> None:
             raise OSError("the cable was pulled")
         return exchange_rows(*args, **kwargs)
 
-    packing.ALL_TO_ALL = Operation(failing, failing)
+    packing.ALL_TO_ALL = (failing, failing)
     began = time.monotonic()
     found = {"type": None, "message": "", "traceback": "", "calls": 0}
     try:

@@ -125,11 +125,8 @@ def fused_weight_gradients() -> Iterator[None]:
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
     # The placeholder for a fused gradient is uninitialised memory: using it in a sum must be visible.
-    torch.empty = poisoned
-    try:
+    with mock.patch.object(torch, "empty", poisoned):
         yield
-    finally:
-        torch.empty = empty
 
 
 def run_ddp(
@@ -156,7 +153,7 @@ def run_ddp(
     model = DistributedDataParallel(getattr(layer, "layers", [layer])[0].config, settings, layer)
     for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
         if reductions is not None:
-            from megatron_ampipe.launch.grad_reduce import hold_back
+            from megatron_ampipe.launch.hooks import hold_back
 
             hold_back(group, reductions)
     fired: dict[str, list[int]] = defaultdict(list)
@@ -412,12 +409,12 @@ def no_grad(kinds: str = "m") -> dict[str, Any]:
 # Hooks of layers and of parameters
 
 
-HOOKS = {
-    "forward pre-hook": "register_forward_pre_hook",
-    "forward hook": "register_forward_hook",
-    "backward pre-hook": "register_full_backward_pre_hook",
-    "backward hook": "register_full_backward_hook",
-}
+HOOKS = (
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+)
 
 
 def layer_hooks() -> dict[str, Any]:
@@ -437,9 +434,9 @@ def layer_hooks() -> dict[str, Any]:
     _, stack = layers("mm")
     _, alone = layers()
     return {
-        "refused": {kind: message(stack.layers[1], stack, register) for kind, register in HOOKS.items()},
+        "refused": [message(stack.layers[1], stack, register) for register in HOOKS],
         "inside": message(stack.layers[1].mlp.router, stack, "register_forward_hook"),
-        "allowed": [message(alone, alone, register) for register in HOOKS.values()],
+        "allowed": [message(alone, alone, register) for register in HOOKS],
     }
 
 
@@ -470,10 +467,8 @@ def parameter_hooks(executor: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def executed_stages(tell: Callable[[Any], None]) -> Iterator[None]:
-    """Context manager that calls ``tell`` with every stage before an executor runs it."""
+    """Calls ``tell`` with every stage before an executor runs it."""
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
-
-    originals = {kind: kind.execute for kind in (SequentialExecutor, ThreadExecutor)}
 
     def telling(original: Callable[..., None]) -> Callable[..., None]:
         def execute(self: Any, tape: Any, run_call: Callable[[Any], Any], *rest: Any) -> None:
@@ -485,13 +480,10 @@ def executed_stages(tell: Callable[[Any], None]) -> Iterator[None]:
 
         return execute
 
-    for kind, original in originals.items():
-        kind.execute = telling(original)
-    try:
+    with contextlib.ExitStack() as stack:
+        for kind in (SequentialExecutor, ThreadExecutor):
+            stack.enter_context(mock.patch.object(kind, "execute", telling(kind.execute)))
         yield
-    finally:
-        for kind, original in originals.items():
-            kind.execute = original
 
 
 # Routings that leave experts idle

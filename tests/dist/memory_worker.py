@@ -24,10 +24,10 @@ def main() -> None:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    from megatron_ampipe.layers.context import FullRecompute
     from megatron_ampipe.layers.layer import AMPipeContext, pipelined
-    from megatron_ampipe.layers.recompute import FullRecompute
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
-    from megatron_ampipe.schedule.config import AMPipeConfig
+    from megatron_ampipe.schedule.pipeline import AMPipeConfig
     from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES
     from megatron_ampipe.tools.measuring.blocks import KernelAttention, Layers
     from megatron_ampipe.tools.measuring.meters import TensorMeter, Watch, WatchedExecutor

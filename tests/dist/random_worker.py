@@ -127,7 +127,7 @@ def chunk_capacity(rank: int) -> dict[str, float]:
     from megatron_ampipe.layers.context import AMPipeContext
     from megatron_ampipe.layers.layer import pipelined
     from megatron_ampipe.schedule import Pipeline
-    from megatron_ampipe.schedule.config import AMPipeConfig
+    from megatron_ampipe.schedule.pipeline import AMPipeConfig
     from tests.dist.blocks import HIDDEN, transformer_config
 
     found = {}

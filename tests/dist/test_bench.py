@@ -34,8 +34,6 @@ cases:
   - {name: top1, topk: 1}
   - {name: rich, topk: 2, batch: 2, query_groups: 2, shared_ffn: 48, activation: swiglu, capacity: 1.25}
 """
-# The last case takes minutes.
-UNEVEN_GRID = f"{GRID}  - {{name: long, topk: 1, sequence_length: 16384, hidden: 512, ffn: 2048}}\n"
 LONG_RUN = ["--repeats", "100000", "--degrees", "2"]
 STARTUP_S = 60.0
 
@@ -59,9 +57,9 @@ NO_NETWORK = why_no_network()
 needs_network = pytest.mark.skipif(NO_NETWORK is not None, reason=str(NO_NETWORK))
 
 
-def command(folder: Path, *words: str, grid_text: str = GRID) -> list[str]:
+def command(folder: Path, *words: str) -> list[str]:
     grid = folder / "tiny.yaml"
-    grid.write_text(grid_text)
+    grid.write_text(GRID)
     return [
         *(sys.executable, "-m", "megatron_ampipe.cli", "bench", "--grid", str(grid)),
         *("--json", str(folder / "result.json"), *words),
@@ -79,8 +77,7 @@ def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     done = subprocess.run(
         command(folder, *words, "--warmup", "0"),
         cwd=REPOSITORY,
-        # Standard error as on a terminal, with the progress bar.
-        env=environment(folder) | {"FORCE_COLOR": "1"},
+        env=environment(folder),
         capture_output=True,
         text=True,
         timeout=240,
@@ -88,11 +85,8 @@ def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list((folder / "temporary").iterdir())
     assert sorted(path.name for path in folder.glob("*result.json*")) == ["result.json"]
-    # Every pass is reported, so a long silence means that a pass does not end.
-    steps = [tuple(map(int, step)) for step in re.findall(r"(\d+)/(\d+)", done.stderr)]
-    assert [number for number, _ in dict.fromkeys(steps)] == list(range(steps[0][1] + 1))
     document = json.loads((folder / "result.json").read_text())
-    return document, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.stdout)
+    return document, done.stdout
 
 
 def check_document(document: dict[str, Any], *, link: str, rows: list[tuple[str, int, int]]) -> None:
@@ -100,7 +94,6 @@ def check_document(document: dict[str, Any], *, link: str, rows: list[tuple[str,
     assert document["link"] == link
     assert document["versions"]["torch"] and document["hardware"]["cpu"]
     assert len(document["hardware"]["load_average"]) == len(document["hardware"]["load_average_after"]) == 3
-    assert document["clean"] in ({True, False} if "commit" in document["versions"] else {None})
     assert [case["name"] for case in document["cases"]] == ["top1", "rich"]
     for case in document["cases"]:
         assert (case["link"], case["layers"]) == (link, document["layers"])
@@ -116,7 +109,6 @@ def check_document(document: dict[str, Any], *, link: str, rows: list[tuple[str,
             assert (row["bound_share"] is None) == (row["degree"] == 1)
             if row["bound_share"] is not None:
                 assert row["bound_share"] > 0
-                assert all(part >= 0 for parts in row["bound"].values() for part in parts.values())
 
 
 def free_cluster(folder: Path) -> Path:
@@ -185,7 +177,7 @@ def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:
         again, chunked = case["rows"]
         # Dispatch of tokens and probabilities, combine, and the same in backward: at least six latencies.
         assert min(case["stock_ms"], again["ms"]) > 60
-        assert all(parts["communication_ms"] >= 2 * 30 for parts in chunked["bound"].values())
+        assert chunked["bound_ms"] >= 2 * 2 * 30
 
 
 def test_end_to_end_training_alternates_the_variants(tmp_path: Path) -> None:
@@ -210,7 +202,7 @@ import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.tools.measuring.grid import Case
-from megatron_ampipe.tools.measuring.bench_job import Cut, Variant
+from megatron_ampipe.tools.measuring.bench_job import Variant
 from megatron_ampipe.tools.measuring.timed_passes import compare
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -224,11 +216,11 @@ for dtype in ("fp32", "bf16"):
     case = Case(name="one", activation="gelu", dtype=dtype, **figures)
     for value in (2.0, 2.0 + 1e-6, 2.5, float("nan"), float("inf")):
         try:
-            variants = (Variant("stock", Cut.of(1)), Variant("ampipe", Cut.of(2)))
+            variants = (Variant("stock"), Variant.of("ampipe", 2))
             compare(Passes(), [2.0, value], variants, rank=0, case=case)
             print("same")
         except DifferenceFound as error:
-            print("gradient on rank 0" in str(error))
+            print("on rank 0 most in the gradient" in str(error))
 """
 
 
@@ -354,11 +346,11 @@ def until(condition: Callable[[], bool], what: str, *, timeout_s: float = STARTU
 
 @contextlib.contextmanager
 def running(
-    folder: Path, *words: str, early: bool = False, grid_text: str = GRID
+    folder: Path, *words: str, early: bool = False
 ) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A long measurement; yields it and its ranks, which communicate already unless ``early``."""
     process = subprocess.Popen(
-        command(folder, *LONG_RUN, *words, grid_text=grid_text),
+        command(folder, *LONG_RUN, *words),
         cwd=REPOSITORY,
         env=environment(folder),
         stdout=subprocess.PIPE,
@@ -428,26 +420,4 @@ def test_an_interrupted_run_leaves_nothing(
             assert process.returncode == 130, output
             assert output[1] == "ampipe: interrupted; incomplete output was not saved under its final name\n"
             assert not list((tmp_path / "temporary").iterdir())
-        check_nothing_is_left(tmp_path, ranks, networks)
-
-
-def test_a_lost_rank_ends_the_run_and_leaves_the_finished_cases(tmp_path: Path) -> None:
-    link = "none" if NO_NETWORK else "200mbit"
-    words = ["--link", link, "--cases", "top1,long", "--repeats", "1", "--warmup", "0"]
-    path = tmp_path / "result.json"
-    with running(tmp_path, *words, grid_text=UNEVEN_GRID) as (process, ranks):
-        networks = networks_of(ranks)
-        until(path.exists, "the first case")
-        os.kill(ranks[1], signal.SIGKILL)
-        shown, error = process.communicate(timeout=20)
-        assert process.returncode == 3, error
-        first, second, *_ = error.splitlines()
-        assert first == "ampipe: rank 1 was killed by SIGKILL; the others were ended"
-        assert second.startswith(f"1 of 2 cases are finished, and in the table; {path} has 1 of them")
-        assert "unfinished, without long" in shown
-        found = json.loads(path.read_text())
-        assert [case["name"] for case in found["cases"]] == ["top1"]
-        assert len(found["cases"][0]["rows"][0]["samples_ms"]) == 1
-        path.unlink()
-        assert not list((tmp_path / "temporary").iterdir())
         check_nothing_is_left(tmp_path, ranks, networks)

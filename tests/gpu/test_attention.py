@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_ampipe import compat
-from megatron_ampipe.attention.kernels import KERNELS, choose_kernel
+from megatron_ampipe.attention.kernels import FLASH_KERNELS, KERNELS, choose_kernel, why_not
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
 from tests.reference_pieces import settings_of_plain_attention
@@ -68,9 +68,9 @@ SIZES = [
 
 def usable(kernel: str, *, head_size: int) -> None:
     """Skip the test, with the reason, if a kernel cannot be used."""
-    objection, why_not = None, KERNELS[kernel].why_not
-    if why_not is not None:
-        objection = why_not(compat.current_gpu(), head_size)
+    objection = None
+    if kernel in FLASH_KERNELS:
+        objection = why_not(kernel, compat.current_gpu(), head_size)
     elif kernel == "flash-attn" and not compat.has_flash_attn():
         objection = "not installed"
     if objection is not None:
@@ -94,7 +94,6 @@ def test_attention_kernel_in_bf16(kernel: str, sizes: Sizes) -> None:
     tensors = inputs(sizes)
     precise = [x.detach().double().requires_grad_() for x in tensors]
     scale = sizes.head_size**-0.5
-    # exact computes its softmax in fp32, which is precise enough to compare bf16 with.
     expected = KERNELS["exact"](*precise, spans=sizes.spans, scale=scale)
     gradient = torch.randn_like(expected).bfloat16()
     wanted = [expected, *torch.autograd.grad(expected, precise, gradient.double())]

@@ -18,7 +18,6 @@ ALONE = {"--num-experts": DENSE}
 
 VALUES = {
     "--tensor-model-parallel-size": [["2"]],
-    "--expert-model-parallel-size": [["64"]],
     "--moe-router-topk": [["5"]],
     "--cp-comm-type": [["ring"]],
     "--position-embedding-type": [["mrope", "--mrope-section", "2", "3", "3"]],
@@ -31,9 +30,8 @@ VALUES = {
     ],
     "--moe-flex-dispatcher-backend": [["ncclep"]],
     "--ampipe-capacity-scope": [["chunk"]],
-    "--ampipe-exchange": [["ranks"]],
+    "--ampipe-exchange": [["ranks"], ["nodes"]],
     "--ampipe-grad-reduce": [["placed"]],
-    "--ampipe-ranks-per-node": [["2"]],
     "--ampipe-router-scope": [["chunk"]],
     "--ampipe-wire": [["fp8"], ["tests.wires:HalvesWire"]],
     "--ampipe-condense": [["0.9"]],
@@ -56,7 +54,6 @@ COMPANIONS = {
     "--skip-train": ["--ampipe-degree", "auto"],
     "--ampipe-wire": ["--moe-token-dispatcher-type", "allgather"],
     "--ampipe-condense": ["--moe-router-topk", "1", "--moe-apply-probs-on-input"],
-    "--ampipe-ranks-per-node": ["--ampipe-exchange", "nodes"],
     "--ampipe-schedule": ["--transformer-impl", "transformer_engine"],
     "--ampipe-trace-dir": ["--skip-train"],
     "--num-distributed-optimizer-instances": shlex.split(

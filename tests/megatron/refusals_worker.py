@@ -12,7 +12,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import failures, flags, host
 from megatron_ampipe.launch.refusals import REFUSALS, refuse_unsupported
 from megatron_ampipe.schedule import Pipeline
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from tests.megatron.refusal_flags import ACCEPTED, ALONE, COMPANIONS, VALUES
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.refusals import REFUSALS, Refusal, refuse_unsupported
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from tests.megatron.launcher import REPOSITORY, environment, launch
 from tests.megatron.refusal_flags import ACCEPTED
 

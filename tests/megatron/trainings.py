@@ -231,7 +231,6 @@ TRAININGS: dict[str, Training] = {
         flags=EP + ROPE + "--moe-expert-capacity-factor 1.25 --moe-token-drop-policy position "
         "--moe-pad-expert-input-to-capacity --moe-router-score-function sigmoid "
         "--moe-router-enable-expert-bias --moe-aux-loss-coeff -0.1 --moe-z-loss-coeff -0.001",
-        said=("--moe-aux-loss-coeff -0.1 ignored: Megatron adds no loss",),
     ),
 }
 
@@ -282,9 +281,7 @@ HYBRIDS: dict[str, Training] = {
     "hybrid-recompute": Training(
         flags=EP + FULL + HYBRID + "*EM*E", ours=(STACK,), said=("2 pairs of 5 layers",)
     ),
-    "hybrid-mtp": Training(
-        flags=EP + HYBRID + "*E*E/*E", ours=(STACK,), said=("those of multi-token prediction too",)
-    ),
+    "hybrid-mtp": Training(flags=EP + HYBRID + "*E*E/*E", ours=(STACK,), said=("hybrid layers",)),
     "hybrid-of-tensor-ranks": Training(
         flags=WHOLE_EXPERTS + EP + HYBRID + "*E*EM*E", ours=(STACK,), said=("3 pairs of 7 layers",)
     ),

@@ -248,17 +248,13 @@ def test_cudnn_refuses_a_single_key() -> None:
         KERNELS["cudnn"](*inputs, spans=(Span(0, 1, 40),), scale=0.3)
 
 
-@pytest.mark.usefixtures("flash_attn_3")
+@pytest.mark.parametrize("name", ["is_causal", "causal"])
 def test_flash_attention_3_is_used_if_its_operators_take_our_arguments(
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert compat.has_flash_attn_3()
-
-
-def test_flash_attention_3_with_other_arguments_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = _register_flash_attn_3(monkeypatch, FA3_FORWARD.replace("is_causal", "causal"))
+    library = _register_flash_attn_3(monkeypatch, FA3_FORWARD.replace("is_causal", name))
     try:
-        assert not compat.has_flash_attn_3()
+        assert compat.has_flash_attn_3() is (name == "is_causal")
     finally:
         library._destroy()
         compat.has_flash_attn_3.cache_clear()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +28,21 @@ from megatron_ampipe.schedule import (
     Stage,
     build,
     dependencies,
-    from_text,
     kinds,
 )
 from megatron_ampipe.tools import bench_command
 from megatron_ampipe.tools.measuring import network, prediction, result, show, training
-from megatron_ampipe.tools.measuring.bench_job import BenchJob, Cut, Variant
-from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import LinkKind, Nodes, link_of, num_ranks, parse_link
+from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant, every_way
+from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
+from megatron_ampipe.tools.measuring.link import LinkKind, link_of, num_ranks, parse_link
 from megatron_ampipe.tools.measuring.training import Curve, TrainingJob, training_flags, variant_flags
 
 FIGURES: dict[str, Any] = {"sequence_length": 64, "batch": 1, "hidden": 32, "heads": 4, "experts": 4,
                            "topk": 1, "ffn": 64, "activation": "gelu", "dtype": "fp32"}  # fmt: skip
 CASE = Case(name="one", **FIGURES)
 LARGE = dataclasses.replace(CASE, sequence_length=2048, hidden=256, ffn=1024)
-JOB = BenchJob(
-    cases=(CASE,),
-    schedules=("ampipe",),
-    cuts=(Cut.of(1), Cut.of(4)),
-    link=parse_link("none"),
-    num_ranks=2,
-    repeats=2,
-    warmup=1,
-)
+STOCK, CONTROL = Variant("stock"), Variant("control")
+JOB = BenchJob(cases=(CASE,), link=parse_link("none"), num_ranks=2, repeats=2, warmup=1)
 CLASSES = ("--link", "inter=50mbit,intra=400mbit")
 NODES = ("--nodes", "2", "--ranks-per-node", "2")
 
@@ -83,8 +76,8 @@ def test_links_are_read(text: str, kind: LinkKind, rate: float | None, latency: 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "200", "0mbit", "-1mbit", "nan", "infgbit", "20Gbit", "1kbit", "200mbit:1ms", "200mbit; reboot",
-     "emulated", "emulated:", "emulated:1ms", "emulated:1gbit:5", "emulated:1gbit:1us:1us", "1e3mbit"],
+    ["", "200", "0mbit", "-1mbit", "nan", "20Gbit", "1kbit", "200mbit:1ms", "emulated:1ms",
+     "emulated:1gbit:1us:1us", "inter=50mbit", "inter=50mbit,intra=40mbit"],
 )  # fmt: skip
 def test_bad_links_are_refused(text: str) -> None:
     with pytest.raises(BadInput, match="emulated:RATE"):
@@ -97,7 +90,7 @@ def test_two_classes_of_links() -> None:
     arguments = parser.parse_args([*CLASSES, "--nodes", "3", "--ranks-per-node", "2"])
     link = link_of(arguments)
     assert (num_ranks(arguments), link.kind, link.rate_bit_per_s) == (6, LinkKind.NETWORK, 50e6)
-    assert link.nodes == Nodes(2, 400e6) and [link.nodes.node_of(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert (link.ranks_per_node, link.within_node_bit_per_s) == (2, 400e6)
 
 
 def test_a_slow_network_needs_root_and_iproute2(
@@ -123,13 +116,12 @@ def test_a_slow_network_needs_root_and_iproute2(
         ("--degrees 4:3", "--degrees 4:3"),
         ("--degrees 4096", "--degrees 4096: is above the 2048 rows"),
         ("--chunks 0.5,x", "--chunks 0.5,x"),
-        ("--chunks 0.99999,0.00001", "--chunks 0.99999,1e-05"),
+        ("--chunks 0.99999,0.00001", "0.99999,1e-05"),
         ("--schedules best", "--schedules best"),
         ("--ranks 3", "--ranks 3: does not divide the 4 experts"),
         ("--grid absent", "cpu-small"),
         ("--cases top1,top3", "--cases top3: is not a case of"),
         ("--json /absent/x.json", "--json /absent/x.json"),
-        ("--plot /absent/x", "--plot /absent/x"),
         ("--repeats 0", "--repeats"),
         ("--memory keep,forget", "--memory forget: is not one of keep, rebuild, redispatch"),
         ("--degrees 1,4 --memory keep,keep/rebuild", "--memory keep/rebuild: names strategies of 2 chunks"),
@@ -141,19 +133,18 @@ def test_a_slow_network_needs_root_and_iproute2(
         ("--exchange ranks --cases top1", "--exchange ranks: saves nothing"),
         ("--exchange once", "--exchange once: is not auto, or a list"),
         ("--pretend-peers", "--pretend-peers: --link none needs real ranks"),
-        ("--gloo-all-to-all --link emulated:1gbit", "--gloo-all-to-all: has no effect with --link emulated"),
+        ("--gloo-all-to-all --link emulated:1gbit", "--gloo-all-to-all: has no effect on GPUs"),
         ("--gloo-all-to-all --from x", "--gloo-all-to-all: is for what will be measured"),
         ("--planned x --from y", "--planned x: is for what will be measured"),
         ("--from /absent.json", "--from /absent.json: cannot be read"),
         ("--rounds 3", "--rounds 3: belongs to --end-to-end"),
         ("--end-to-end --link emulated:1gbit", "--link emulated:1gbit: a training needs real ranks"),
         ("--end-to-end --grid deepseek --cases deepseek-8k-grouped", "needs a GPU in a training"),
+        ("--end-to-end --from x", "--from x: works with results of blocks"),
         ("--end-to-end --pretend-peers", "--pretend-peers: a training needs real ranks"),
-        ("--end-to-end --plot x", "--plot x: works with results of blocks"),
-        (" ".join(CLASSES), "has two classes of links, and needs --nodes"),
+        (" ".join(CLASSES), "--nodes: is needed with two classes of links"),
         (" ".join((*CLASSES, *NODES, "--ranks", "2")), "--ranks 2: is not 2 nodes of 2 ranks"),
-        ("--nodes 2", "--nodes 2: has no effect with --link none"),
-        ("--link inter=50mbit --nodes 2 --ranks-per-node 2", "two classes of links are"),
+        ("--nodes 2", "--nodes 2: is needed with two classes of links, and only there"),
     ],
 )
 def test_bad_arguments_end_with_2_before_anything_starts(
@@ -170,28 +161,22 @@ def test_bad_arguments_end_with_2_before_anything_starts(
 
 @pytest.mark.parametrize("name", sorted(config_names("bench")))
 def test_our_grids_are_sound(name: str) -> None:
-    cases = read_grid(find_grid(name)).cases
-    assert cases
+    names = {case.name for case in read_grid(find_grid(name))}
+    assert names
     if name == "paper":
         # A case that fits with more tokens or experts also fits with fewer.
-        names = {case.name for case in cases}
         assert len(names) == 56 and "base-16k-b1-c1" in names and "xl-32k-b2-c4" not in names
-    if name == "cpu-small":
-        assert [(case.name, case.sequence_length, case.topk) for case in cases[:2]] == [
-            ("top1", 2048, 1),
-            ("top2", 2048, 2),
-        ]
 
 
 def test_defaults_and_axes(tmp_path: Path) -> None:
     text = f"defaults: {FIGURES | {'capacity': 2}}\n".replace("'", "")
     path = read_text(tmp_path, text + "cases:\n- name: a\n- {name: b, topk: 2, capacity: null}\n")
-    assert [(case.name, case.topk, case.capacity) for case in read_grid(path).cases] == [
+    assert [(case.name, case.topk, case.capacity) for case in read_grid(path)] == [
         ("a", 1, 2.0),
         ("b", 2, None),
     ]
     path = read_text(tmp_path, text + "axes:\n  - [{name: a}, {name: b}]\n  - [{name: k2, topk: 2}]\n")
-    assert [case.name for case in read_grid(path).cases] == ["a-k2", "b-k2"]
+    assert [case.name for case in read_grid(path)] == ["a-k2", "b-k2"]
 
 
 @pytest.mark.parametrize(
@@ -203,15 +188,7 @@ def test_defaults_and_axes(tmp_path: Path) -> None:
         ("cases:\n- name: a\n  capacity: 0\n", 4, "capacity 0: must be above 0"),
         ("cases:\n  - name: a\n    dtype: fp8\n", 4, "dtype 'fp8': must be one of fp32"),
         ("cases:\n  - name: a\n    heads: 5\n", 4, "does not divide hidden 32"),
-        ("cases:\n  - name: a\n    topk: 8\n", 4, "is above experts 4"),
-        ("cases:\n  - name: a\n    query_groups: 3\n", 4, "does not divide heads 4"),
-        (
-            "cases:\n  - name: a\n    expert_kind: torch-grouped\n    ffn: 66\n",
-            5,
-            "ffn 66 (case a): is no multiple of 4",
-        ),
-        ("cases: [{name: a}, {name: a}]\n", 1, "two cases have it"),
-        ("cases: [{name: a}]\nexpected_cases: 2\n", 3, "1 cases are left"),
+        ("cases: [{name: a}, {name: a}]\n", 1, "two have one name"),
         ("cases: []\n", 2, "must be a list that is not empty"),
         ("cases: [{name: a}]\naxes: [[{name: a}]]\n", 1, "exactly one of cases and axes"),
         ("case: [{name: a}]\n", 2, "case: is not a known key. Did you mean cases?"),
@@ -228,67 +205,65 @@ def test_bad_grids_are_refused_by_file_and_line(tmp_path: Path, text: str, line:
 # What is compared
 
 
-@pytest.mark.parametrize(
-    ("changes", "variants"),
-    [
-        # In one chunk, layers are Megatron's: nothing is shared, kept or cast.
-        (
-            {"layers": 4, "stacks": (1, 4), "memories": ("keep", "rebuild")},
-            [
-                *("degree 1", "degree 4", "degree 4, memory rebuild", "degree 4, stack 4"),
-                "degree 4, stack 4, memory rebuild",
-            ],
+def every(**changes: Any) -> list[str]:
+    cuts = changes.pop("cuts", [Pipeline.of(1), Pipeline.of(4)])
+    return [str(variant) for variant in every_way(cuts, schedules=["ampipe"], **changes)]
+
+
+def test_every_way_is_compared() -> None:
+    one, four = "degree 1, schedule ampipe", "degree 4, schedule ampipe"
+    # In one chunk, layers are Megatron's: nothing is shared, kept or cast.
+    assert every(stacks=[1, 4], memories=["keep", "rebuild"]) == [
+        one,
+        *(
+            f"{four}{stack}{memory}"
+            for stack in ("", ", layers that share a schedule 4")
+            for memory in ("", ", memory rebuild")
         ),
-        # Strategies of single chunks are for one degree.
-        (
-            {"cuts": (Cut.of(4), Cut.of(4, 2)), "memories": ("rebuild/keep",)},
-            ["degree 4:2, memory rebuild/keep"],
-        ),
-        ({"cuts": (Cut.of(2, shares=(0.75, 0.25)),)}, ["chunks 0.75,0.25"]),
-        ({"wires": (None, "fp8")}, ["degree 1", "degree 4", "degree 4, wire fp8"]),
-        ({"exchanges": tuple(Exchange)}, ["degree 1", "degree 4"]),
-        (
-            {"exchanges": tuple(Exchange), "cases": (dataclasses.replace(CASE, experts=8, topk=4),)},
-            ["degree 1", "degree 1, exchange ranks", "degree 4", "degree 4, exchange ranks"],
-        ),
-    ],
-)
-def test_every_way_is_compared(changes: dict[str, Any], variants: list[str]) -> None:
-    job = dataclasses.replace(JOB, **changes)
-    names = [str(variant) for variant in job.variants_of(0)]
-    assert names == ["stock", "control", *(f"ampipe {words}" for words in variants)]
-    assert dataclasses.replace(job, gloo_all_to_all=True).variants_of(0)[2].schedule == "stock-gloo"
-    pipelined = [variant.pipelined for variant in job.variants_of(0)]
-    assert pipelined == ["degree 4" in name or "chunks" in name or "exchange" in name for name in names]
+    ]
+    assert every(wires=[None, "fp8"]) == [one, four, f"{four}, wire fp8"]
+    assert every(exchanges=[Exchange.ROWS, Exchange.RANKS]) == [
+        f"{way}{exchange}" for way in (one, four) for exchange in ("", ", exchange ranks")
+    ]
+    # Strategies of single chunks are for one degree.
+    cuts = [Pipeline.of(4), Pipeline.of(4, backward_degree=2)]
+    assert every(cuts=cuts, memories=["rebuild/keep"]) == [
+        "degree 4 forward, 2 backward, schedule ampipe, memory rebuild/keep"
+    ]
 
 
-def test_in_one_chunk_only_a_schedule_that_overlaps_there_is_a_pipeline() -> None:
-    assert Variant("lancet", Cut.of(1)).pipeline == Pipeline.of(1, schedule="lancet")
-    assert not Variant("planned", Cut.of(1)).pipelined
+def test_the_exchanges_of_a_case_are_those_that_save_something() -> None:
+    def exchanges(case: str, *words: str) -> list[str]:
+        parser = argparse.ArgumentParser()
+        bench_command.add_arguments(parser)
+        words = ("--cases", case, "--degrees", "4", "--schedules", "ampipe", "--exchange", "auto", *words)
+        job = bench_command._job(parser.parse_args([*words]))
+        stock, control, *others = job.variants[0]
+        assert (stock, control) == (STOCK, CONTROL)
+        return [variant.pipeline.exchange for variant in others]
+
+    assert exchanges("top1") == ["rows"]
+    assert exchanges("top2") == ["rows", "ranks"]
+    assert exchanges("many-top8", *CLASSES, *NODES) == list(Exchange)
 
 
-def test_nodes_have_exchanges_in_two_hops() -> None:
-    link = parse_link("inter=50mbit,intra=400mbit", ranks_per_node=2)
-    case = dataclasses.replace(CASE, experts=8, topk=4)
-    job = dataclasses.replace(
-        JOB, link=link, num_ranks=4, cases=(case,), cuts=(Cut.of(4),), exchanges=tuple(Exchange)
+def test_only_what_differs_from_megatrons_layer_is_pipelined() -> None:
+    assert not any(each.pipelined for each in (STOCK, Variant.of("ampipe", 1), Variant("planned")))
+    others = (
+        Variant.of("lancet", 1),
+        Variant.of("ampipe", 2),
+        Variant.of("ampipe", 1, exchange=Exchange.RANKS),
     )
-    assert [variant.exchange for variant in job.variants_of(0)[2:]] == list(Exchange)
+    assert all(each.pipelined for each in others)
 
 
 # The bound
 
 
-def bound_of(
-    durations: dict[Any, float],
-    *,
-    direction: Direction = Direction.FORWARD,
-    features: BlockFeatures | None = None,
-    layers: int = 1,
-) -> DirectionBound:
-    """Of four chunks, in which stages take 1 if nothing else is said."""
-    blocks = [features or BlockFeatures()] * layers
-    needs = dependencies(blocks, degree=4, whole_attention=False, direction=direction)
+def bound_of(durations: dict[Any, float], *, layers: int = 1, chunked_qkv: bool = False) -> DirectionBound:
+    """Of the forward pass in four chunks, in which stages take 1 if nothing else is said."""
+    blocks = [BlockFeatures(chunked_qkv=chunked_qkv)] * layers
+    needs = dependencies(blocks, degree=4, whole_attention=False, direction=Direction.FORWARD)
     times = dict.fromkeys(MOE_BLOCK, 1.0) | {kinds.COUNTS: 0.0} | durations
     return direction_bound({stage: times[stage.kind] for stage in needs}, needs)
 
@@ -301,13 +276,8 @@ def test_a_bound_counts_lanes_waits_and_edges() -> None:
         compute=17.0, compute_with_waits=21.0, communication=44.0, head=3.0, tail=1.0, chain=16.0
     )
     assert bound.time == 48.0
-    # Combine and merge of every chunk come after its expert; in backward, merges alone before a combine.
-    assert bound_of({kinds.COMBINE: 9.0}).compute_with_waits == 13.0 + 10.0
-    backward = bound_of({kinds.COMBINE: 9.0}, direction=Direction.BACKWARD)
-    assert (backward.head, backward.tail, backward.compute_with_waits) == (1.0, 3.0, 10.0 + 13.0)
     # Layers that share a schedule lose the edges once.
-    chunked = BlockFeatures(chunked_qkv=True)
-    one, three = (bound_of({kinds.DISPATCH: 10.0}, features=chunked, layers=layers) for layers in (1, 3))
+    one, three = (bound_of({kinds.DISPATCH: 10.0}, chunked_qkv=True, layers=layers) for layers in (1, 3))
     assert three.time == 3 * one.time - 2 * (one.head + one.tail)
 
 
@@ -339,13 +309,7 @@ def test_no_schedule_beats_the_bound(
 
 # The document
 
-VARIANTS = [
-    Variant("stock", Cut.of(1)),
-    Variant("control", Cut.of(1)),
-    Variant("ampipe", Cut.of(1)),
-    Variant("ampipe", Cut.of(2)),
-    Variant("sequential", Cut.of(2)),
-]
+VARIANTS = (STOCK, CONTROL, Variant.of("ampipe", 1), Variant.of("ampipe", 2), Variant.of("sequential", 2))
 SECONDS = (
     [[0.04, 0.08, 0.04], [0.05, 0.08, 0.04], [0.04, 0.08, 0.04], [0.02] * 3, [0.05] * 3],
     [[0.01, 0.01, 0.06], [0.01, 0.01, 0.05], [0.01, 0.01, 0.06], [0.02, 0.02, 0.03], [0.01] * 3],
@@ -356,7 +320,7 @@ SECONDS = (
 def needs_of(variant: Variant) -> dict[str, dict[str, list[str]]] | None:
     if not variant.pipelined:
         return None
-    degree = variant.cut.degree
+    degree = variant.pipeline.degree
     whole = build(variant.schedule, degree=degree, features=BlockFeatures()).whole_attention
     graphs = {
         way.value: dependencies([BlockFeatures()], degree=degree, whole_attention=whole, direction=way)
@@ -368,34 +332,32 @@ def needs_of(variant: Variant) -> dict[str, dict[str, list[str]]] | None:
     }
 
 
-def report(seconds: Any, variants: list[Variant]) -> dict[str, Any]:
-    needs = [needs_of(variant) for variant in variants]
-    count = len(variants)
-    return {
-        "samples_s": seconds,
-        "backward_s": [[one / 2, two / 4, three / 2] for one, two, three in seconds],
-        # In the second repeat half of the time is idle.
-        "processor_s": [[one, two / 2, three] for one, two, three in seconds],
-        "stages": [
-            graph and {way: {name: [1e3, 1e3, 9e3] for name in stages} for way, stages in graph.items()}
-            for graph in needs
-        ],
-        "needs": needs,
-        "starved": [None] * count,
-        "difference": [0.0] * count,
-        "peak_bytes": [2**20 * (1 + place) for place in range(count)],
-        "wire_bytes": [[{"inter": sent} for sent in (1_020_000, 1_010_000, 1_050_000)]] * count,
-        "expected_wire_bytes": [{"inter": 1_000_000}] * count,
-        "kernel": "sdpa",
-        "attention": "sdpa (torch chooses)",
-        "fused_gradients": True,
-        "clock": "host",
-    }
+def report(seconds: Any, variants: Sequence[Variant]) -> dict[str, Any]:
+    found = []
+    for place, (variant, (one, two, three)) in enumerate(zip(variants, seconds, strict=True)):
+        needs = needs_of(variant)
+        stages = needs and {way: {name: [1e3, 1e3, 9e3] for name in of_way} for way, of_way in needs.items()}
+        found.append(
+            {
+                "wall_s": [one, two, three],
+                "backward_s": [one / 2, two / 4, three / 2],
+                # In the second repeat half of the time is idle.
+                "processor_s": [one, two / 2, three],
+                "wire_bytes": [{"inter": sent} for sent in (1_020_000, 1_010_000, 1_050_000)],
+                "stages": stages,
+                "needs": needs,
+                "difference": 0.0,
+                "peak_bytes": 2**20 * (1 + place),
+                "expected_wire_bytes": {"inter": 1_000_000},
+            }
+        )
+    of_all = {"kernel": "sdpa", "fused_gradients": True, "clock": "host"}
+    return {**of_all, "variants": found}
 
 
 def document() -> dict[str, Any]:
-    job = dataclasses.replace(JOB, link=parse_link("emulated:1gbit"))
-    case = result.case_result(CASE, job, VARIANTS, [report(seconds, VARIANTS) for seconds in SECONDS])
+    job = dataclasses.replace(JOB, link=parse_link("emulated:1gbit"), variants=(VARIANTS,))
+    case = result.case_result(job, 0, [report(seconds, VARIANTS) for seconds in SECONDS])
     head = {"format": result.FORMAT, "grid": "tiny", "link": "emulated:1gbit", "emulated": True, "ranks": 2}
     return {**head, "layers": 1, "cases": [case]}
 
@@ -418,9 +380,6 @@ def test_a_case_holds_what_scripts_read() -> None:
     assert (case["stock_backward_ms"], ampipe["backward_ms"]) == (20.0, 10.0)
     # Medians of 1 ms a stage: forward 3 + 6 collectives + 1 against 9 of computing, backward 1 + 4 + 3.
     assert (ampipe["bound_ms"], ampipe["bound_share"]) == (10.0 + 9.0, 0.95)
-    assert ampipe["bound"]["forward"] == {"compute_ms": 9.0, "compute_with_waits_ms": 9.0,
-                                          "head_ms": 3.0, "communication_ms": 6.0,
-                                          "tail_ms": 1.0, "chain_ms": 8.0}  # fmt: skip
     # 60 ms over the smallest bound, that of two chunks in either order.
     assert case["possible_speedup"] == 3.1579
     assert case["stock_busy_cores"] == ampipe["busy_cores"] == 1.0
@@ -437,12 +396,12 @@ def test_figures_of_ranks_are_put_together() -> None:
     assert result.percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert result.percentile([1.0, 2.0], 0.9) == pytest.approx(1.9)
     sent = {"inter": 1000, "intra": 4000}
-    of_rank = report([[0.01] * 3], VARIANTS[:1])
-    of_rank |= {"wire_bytes": [[sent, {"inter": 1200, "intra": 4200}, sent]], "expected_wire_bytes": [sent]}
-    figures = result._figures([of_rank, of_rank], 0)
+    (of_rank,) = report([[0.01] * 3], VARIANTS[:1])["variants"]
+    of_rank |= {"wire_bytes": [sent, {"inter": 1200, "intra": 4200}, sent], "expected_wire_bytes": sent}
+    figures = result._figures([of_rank, of_rank], on_cuda=False)
     assert (figures["wire_bytes"], figures["wire_bytes_by_class"]) == (10_000, {"inter": 2000, "intra": 8000})
-    of_rank["wire_bytes"] = [[None] * 3]
-    assert result._figures([of_rank], 0)["wire_bytes"] is None
+    of_rank["wire_bytes"] = [None] * 3
+    assert result._figures([of_rank], on_cuda=True)["wire_bytes"] is None
 
 
 def shown(found: dict[str, Any], path: Path) -> str:
@@ -462,27 +421,21 @@ def test_the_table(tmp_path: Path) -> None:
         "one │ stock │ │ 60.00 │ at most 3.16 │",
         "control │ │ 50.00 │ 1.000 (spread 19.1%) │ 0.840-1.160",
         "ampipe │ 1 │ 60.00 │ 1.000 no difference seen │",
-        "ampipe │ 2 │ 20.00 │ 2.000 │ 2.000-3.600 │ 19.00 │ 95.0% │ 1.00 │ 4.0 │ │ 2.04 (+2.0%)",
+        "ampipe │ 2 │ 20.00 │ 2.000 │ 2.000-3.600 │ 19.00 │ 95.0% │ 1.00 │ 4.0 │ 2.04 (+2.0%)",
     ):
         assert line in words
-    assert not {"stack", "exchange", "stock-gloo"} & {*words.split("ms:")[0].split()}
+    assert not {"stack", "exchange"} & {*words.split("ms:")[0].split()}
     (case,) = found["cases"]
     found["layers"] = 4
-    case["gloo_all_to_all"] = case["control"] | {"schedule": "stock-gloo", "difference_seen": True}
+    case["gloo_all_to_all"] = case["control"] | {"schedule": "stock-gloo"}
     del case["gloo_all_to_all"]["spread"]
     case["rows"][2]["stack"] = 4
     case["rows"] += [case["rows"][2] | {"stack": 1}, case["rows"][1] | {"exchange": "ranks", "wire": "fp8"}]
     words = shown(found, path)
-    assert "stock-gloo │ │ │ │ │ 50.00 │ 1.000 │" in words and "4 layers" in words
-    assert "ampipe │ 1 │ ranks │ fp8 │ 2 │" in words
-    assert show._series(result.read(path)) == [
-        "ampipe",
-        "sequential, 4 layers together",
-        "sequential",
-        "ampipe, exchange ranks",
-    ]
+    assert "stock-gloo │ │ │ │ 1 │ 50.00 │ 1.000 │" in words and "4 layers" in words
+    assert "ampipe │ │ ranks │ fp8 │ 2 │" in words
     # An older result, and one of a GPU.
-    for key in ("control", "gloo_all_to_all", "stock_busy_cores", "stock_wire_bytes"):
+    for key in ("control", "gloo_all_to_all", "stock_busy_cores", "stock_wire_bytes", "possible_speedup"):
         del case[key]
     for row in case["rows"]:
         for key in ("busy_cores", "wire_bytes", "exchange", "wire", "difference_seen"):
@@ -490,31 +443,19 @@ def test_the_table(tmp_path: Path) -> None:
     assert not {"busy", "control", "exchange"} & {*shown(found, path).split("ms:")[0].split()}
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "x"}', "[" * 100_000, "fast", None, 0, -1])
-def test_foreign_results_are_refused(
-    tmp_path: Path, text: object, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wrong, path = document(), tmp_path / "x.json"
-    wrong["cases"][0]["rows"][0]["speedup"] = text
-    path.write_text(text if isinstance(text, str) and text != "fast" else json.dumps(wrong))
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "x"}', "[" * 100_000])
+def test_foreign_results_are_refused(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
     assert main(["bench", "--from", str(path)]) == 2
     assert "is not a result of ampipe bench" in capsys.readouterr().err
 
 
-def test_an_earlier_result_is_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
+def test_an_earlier_result_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.json"
     result.write(document(), path)
-    assert main(["bench", "--from", str(path), "--plot", str(tmp_path / "picture")]) == 0
+    assert main(["bench", "--from", str(path)]) == 0
     assert "(emulated)" in capsys.readouterr().out
-    names = ("by-case", "by-degree")
-    assert sorted(file.name for file in tmp_path.glob("picture*")) == sorted(
-        f"picture-{name}.{kind}" for name in names for kind in ("svg", "png")
-    )
-    assert all("(emulated)" in (tmp_path / f"picture-{name}.svg").read_text() for name in names)
-    one_chunk = document()
-    one_chunk["cases"][0]["rows"] = one_chunk["cases"][0]["rows"][:1]
-    assert show.draw(one_chunk, tmp_path / "x") == []
 
 
 # Predictions
@@ -530,41 +471,35 @@ def test_rows_are_predicted_with_exchange_and_stack() -> None:
         case["rows"] = [case["rows"][1] | row for row in rows]
         prediction.predict(found, cluster)
         times = [row["predicted_ms"] for row in case["rows"]]
-        chosen = rows[times.index(min(times))]
-        assert all(case["choice"][key] == value for key, value in chosen.items())
         # All rows took 20 ms.
-        assert case["choice"]["loss"] == 0.0 and found["prediction"]["close_choices"] == 1
-        assert [row["error"] for row in case["rows"]] == pytest.approx(
-            [ms / 20 - 1 for ms in times], abs=1e-3
-        )
+        assert case["choice"].items() >= (rows[times.index(min(times))] | {"loss": 0.0}).items()
+        assert case["rows"][0]["error"] == pytest.approx(times[0] / 20 - 1, abs=1e-3)
         return [case["predicted_stock_ms"], *times]
 
-    many = {"ffn": 128, "experts": 32, "topk": 8}
-    _, rows, ranks = predicted([{"exchange": "rows"}, {"exchange": "ranks"}], **many)
+    _, rows, ranks = predicted([{"exchange": "rows"}, {"exchange": "ranks"}], ffn=128, experts=32, topk=8)
     assert rows > 2.5 * ranks
     stock, one = predicted([{"stack": 1}])
-    four = predicted([{"stack": 1}, {"stack": 2}, {"stack": 4}, {"stack": 3}], layers=4)
+    four = predicted([{"stack": 1}, {"stack": 2}, {"stack": 4}], layers=4)
     assert four[:2] == pytest.approx([4 * stock, 4 * one], rel=1e-6)
     assert four[1] > four[2] > four[3]
-    assert predicted([{"stack": 3}], layers=3)[1] + one == pytest.approx(four[4], rel=1e-6)
 
 
 def test_plans_are_made_for_every_stack_and_of_every_exchange() -> None:
     cluster = read_cluster(find_cluster("docs/measured/profile-100mbit.yaml"))
-    job = dataclasses.replace(JOB, stacks=(1, 3))
-    block, stack = prediction.planned(job, LARGE, cluster, fused_gradients=False)
+
+    def planned(case: Case = LARGE, *, num_ranks: int = 2, **changes: Any) -> list[Pipeline]:
+        block = block_of_case(case, num_ranks=num_ranks, fused_gradients=False)
+        words = {"stacks": [1], "exchanges": [Exchange.ROWS], **changes}
+        return [variant.pipeline for variant in prediction.planned(block, cluster, **words)]
+
+    block, stack = planned(stacks=[1, 3])
     assert (block.stack, stack.stack) == (1, 3)
-    assert stack.order is not None and from_text(stack.order).repeats
-    schedule = stack.pipeline.schedule_of([BlockFeatures(chunked_qkv=True)] * 3)
-    assert {stage.layer for stage in schedule.forward.stages} == {0, 1, 2}
-    assert stack.pipeline.num_chunks == len(stack.pipeline.chunks(LARGE.sequence_length))
+    assert stack.order is not None and stack.order.repeats
     # On one rank nothing is sent.
-    alone = prediction.planned(dataclasses.replace(job, num_ranks=1), LARGE, cluster, fused_gradients=False)
-    assert [variant.pipelined for variant in alone] == [False]
+    assert [pipeline.is_stock for pipeline in planned(num_ranks=1)] == [True]
     many = dataclasses.replace(LARGE, ffn=128, experts=32, topk=8)
-    job = dataclasses.replace(JOB, exchanges=(Exchange.ROWS, Exchange.RANKS))
-    (planned,) = prediction.planned(job, many, cluster, fused_gradients=False)
-    assert planned.exchange is Exchange.RANKS
+    (pipeline,) = planned(many, exchanges=[Exchange.ROWS, Exchange.RANKS])
+    assert pipeline.exchange is Exchange.RANKS
 
 
 # Runs that end early
@@ -576,7 +511,7 @@ def run_that_ends_after_the_first_case(
     """Of two cases; ``error`` ends the ranks."""
 
     def run_ranks(job: Any, _: object, *, on_message: Any, log: Path | None = None) -> None:
-        variants = list(job.variants_of(0))
+        variants = job.variants[0]
         for rank in (1, 0):
             on_message(rank, "case", (0, report([[0.02] * 3] * len(variants), variants)))
         raise error
@@ -616,26 +551,12 @@ def test_finished_cases_are_kept_when_a_run_ends_early(
     found = json.loads(path.read_text())
     assert ([case["name"] for case in found["cases"]], found["missing_cases"]) == (["small"], ["large"])
     output = capsys.readouterr()
-    assert output.err.startswith(said + f"1 of 2 cases are finished, and in the table; {path} has 1 of them")
-    assert output.err.endswith(". Measure the others with --cases large and another --json file.\n")
+    assert output.err.startswith(said)
+    assert output.err.endswith(" Measure the others with --cases large and another --json file.\n")
     assert "unfinished, without large" in " ".join(output.out.split())
     if "--end-to-end" not in words:
         assert main(["bench", "--from", str(path)]) == 0
         assert "unfinished, without large" in capsys.readouterr().out
-
-
-def test_a_file_that_cannot_be_written_any_more_is_not_said_to_have_a_case(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def write(*_: object) -> None:
-        raise RunFailed("x.json cannot be written (No space left on device)")
-
-    monkeypatch.setattr(result, "write", write)
-    words = ("--json", str(tmp_path / "x.json"))
-    assert run_that_ends_after_the_first_case(tmp_path, monkeypatch, RunFailed("not reached"), *words) == 3
-    output = capsys.readouterr()
-    assert "small" in output.out
-    assert "No space left on device" in output.err and "has 1 of them" not in output.err
 
 
 # Trainings
@@ -646,14 +567,15 @@ def curve(*ms: float, loss: float = 2.0) -> Curve:
 
 
 def test_figures_of_trainings() -> None:
-    job = dataclasses.replace(JOB, layers=3, stacks=(3,), cuts=(Cut.of(4),))
+    variants = (STOCK, CONTROL, Variant.of("ampipe", 4, stack=3))
+    job = dataclasses.replace(JOB, layers=3, variants=(variants,))
     # The first iteration of each training run does not count.
     curves = [
         [curve(900, 40, 40), curve(900, 80, 80)],
         [curve(900, 40, 50), curve(900, 80, 80)],
         [curve(900, 20, 20), curve(900, 20, 40)],
     ]
-    case = training.case_result(CASE, job, job.variants_of(0), curves)
+    case = training.case_result(CASE, job, variants, curves)
     assert (case["stock"]["ms"], case["stock"]["iterations_per_s"]) == (60.0, 16.6667)
     # Ratios 1, 0.8, 1 and 1: the 10th percentile is 0.86.
     assert (case["control"]["speedup"], case["control"]["spread"]) == (1.0, 0.1628)
@@ -672,7 +594,8 @@ def test_trainings_are_run_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return curve(1, 1, 1)
 
     monkeypatch.setattr(training, "run", run)
-    job = dataclasses.replace(JOB, gloo_all_to_all=True, cuts=(Cut.of(4),))
+    variants = (STOCK, CONTROL, Variant("stock-gloo"), Variant.of("ampipe", 4))
+    job = dataclasses.replace(JOB, variants=(variants,))
     (case,) = training.measure(job, rounds=2, on_iteration=lambda _: None)
     # Stock, its control, stock with gloo's and AMPipe; then the same from the control on.
     assert [job.gloo_all_to_all for job in jobs] == [False, False, True, False, False, True, False, False]
@@ -682,23 +605,11 @@ def test_trainings_are_run_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("loss", [2.0 * (1 + 9e-6), 2.0 * (1 + 2e-5), float("nan")])
 def test_losses_are_compared_with_stock(loss: float) -> None:
-    words = (CASE, Variant("ampipe", Cut.of(4)), curve(1, 1), curve(1, 1, loss=loss))
-    if loss < 2.00003:
-        training.check_same(*words)
-        return
-    with pytest.raises(DifferenceFound, match="the loss of ampipe degree 4 differs"):
-        training.check_same(*words)
-
-
-def test_a_line_of_megatrons_log_is_read() -> None:
-    line = (
-        " [2026-11-20 11:50:34.968488] iteration        7/       8 | consumed samples:            4 | "
-        "elapsed time per iteration (ms): 1570.9 | learning rate: 1.0E-03 | global batch size:     4 | "
-        "lm loss: 5.624668E+00 | loss scale: 1.0 | grad norm: 10.285 |"
-    )
-    found = training.ITERATION.search(line)
-    assert found is not None
-    assert found.groupdict() == {"number": "7", "ms": "1570.9", "lm_loss": "5.624668E+00"}
+    expected = contextlib.nullcontext()
+    if not loss < 2.00003:
+        expected = pytest.raises(DifferenceFound, match="the loss of X differs")  # type: ignore[assignment]
+    with expected:
+        training.check_same(curve(1, 1), curve(1, 1, loss=loss), what="the loss of X")
 
 
 def test_flags_of_a_training() -> None:
@@ -707,31 +618,25 @@ def test_flags_of_a_training() -> None:
     )
     text = " ".join(training_flags(rich, layers=3, num_ranks=2, iterations=5, seed=9))
     for expected in (
-        "--num-layers 3",
-        "--expert-model-parallel-size 2",
+        "--num-layers 3 --expert-model-parallel-size 2",
         "--global-batch-size 4",
         "--train-iters 5",
-        "--num-query-groups 2",
-        "--moe-shared-expert-intermediate-size 48",
+        "--num-query-groups 2 --moe-shared-expert-intermediate-size 48 --swiglu",
         "--moe-expert-capacity-factor 1.25 --moe-token-drop-policy position",
         "--bf16",
-        "--swiglu",
     ):
         assert expected in text
     top1 = training_flags(CASE, layers=1, num_ranks=2, iterations=5, seed=9)
     assert "--moe-router-pre-softmax" in top1 and "--moe-router-pre-softmax" not in text
+    other = {"backward_degree": 2, "stack": 3, "memory": "rebuild", "exchange": Exchange.RANKS}
     for variant, flags in (
-        (Variant("stock", Cut.of(1)), "--ampipe-degree 1"),
-        (Variant("ampipe", Cut.of(1)), "--ampipe-degree 1"),
+        (STOCK, "--ampipe-degree 1"),
+        (Variant.of("ampipe", 1), "--ampipe-degree 1"),
+        (Variant.of("ampipe", 1, exchange=Exchange.RANKS), "--ampipe-degree 1 --ampipe-exchange ranks"),
         (
-            Variant("moe-only", Cut.of(2)),
-            "--ampipe-degree 2 --ampipe-schedule moe-only --ampipe-stack 1 --ampipe-memory keep",
-        ),
-        (
-            Variant("ampipe", Cut.of(4, 2), stack=3, memory="rebuild", exchange=Exchange.RANKS),
+            Variant.of("ampipe", 4, **other),
             "--ampipe-degree 4 --ampipe-backward-degree 2 --ampipe-schedule ampipe --ampipe-stack 3 "
             "--ampipe-memory rebuild --ampipe-exchange ranks",
         ),
-        (Variant("ampipe", Cut.of(1), exchange=Exchange.RANKS), "--ampipe-degree 1 --ampipe-exchange ranks"),
     ):
         assert " ".join(variant_flags(variant)) == flags

@@ -14,6 +14,7 @@ from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import block_of, read_model
 from megatron_ampipe.schedule import BlockFeatures, Pipeline
 from megatron_ampipe.schedule.features import boundary, features_of_settings
+from tests.golden.write import SETTINGS
 from tests.unit.test_plan_block import PLAIN
 
 CASES: dict[str, tuple[dict[str, Any], bool]] = {
@@ -57,26 +58,13 @@ def test_a_model_file_and_arguments_give_it(case: tuple[dict[str, Any], bool], t
 
 def arguments(**settings: Any) -> argparse.Namespace:
     """Megatron's arguments, as far as the features of a block depend on them."""
-    defaults: dict[str, Any] = {
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_z_loss_coeff": None,
-        "moe_expert_capacity_factor": None,
-        "moe_token_drop_policy": "probs",
-        "moe_shared_expert_intermediate_size": None,
-        "recompute_granularity": None,
-        "tensor_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "window_size": None,
-        "attention_dropout": 0.0,
-        "multi_latent_attention": False,
-        "moe_token_dispatcher_type": "alltoall",
+    of_run = {
         "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": 1,
+        "recompute_granularity": None,
         "sequence_parallel": settings.get("tensor_model_parallel_size", 1) > 1,
         "transformer_impl": "transformer_engine",
     }
-    return argparse.Namespace(**defaults | settings)
+    return argparse.Namespace(**SETTINGS | of_run | settings)
 
 
 SHARED_EXPERTS = {"expert_tensor_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
@@ -175,38 +163,35 @@ def test_megatron_s_router_gives_it(case: tuple[dict[str, Any], bool]) -> None:
     assert (TopKRouter.is_aux_loss_enabled(router) or given["z"] is not None) is expected
 
 
-BOUNDARIES: dict[str, tuple[dict[str, Any], str | None]] = {
-    "none": ({}, None),
-    "latent attention": ({"multi_latent_attention": True}, None),
-    "capacity": ({"moe_expert_capacity_factor": 1.25}, None),
-    "tensor": ({"tensor_model_parallel_size": 2}, None),
-    "tensor and capacity": (
-        {"tensor_model_parallel_size": 2, "moe_expert_capacity_factor": 1.25},
-        "which tokens a capacity drops",
-    ),
-    "tensor and no capacity": ({"tensor_model_parallel_size": 2, "moe_expert_capacity_factor": -1.0}, None),
-    "context": ({"context_parallel_size": 2}, "needs keys and values"),
-    "selective recompute": ({"recompute_granularity": "selective"}, None),
-    "full recompute": ({"recompute_granularity": "full"}, "full recompute works around one layer"),
-}
+TENSOR = {"tensor_model_parallel_size": 2}
 
 
-@pytest.mark.parametrize("name", BOUNDARIES)
-def test_where_layers_cannot_share_a_schedule(name: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, None),
+        ({"multi_latent_attention": True}, None),
+        ({"moe_expert_capacity_factor": 1.25}, None),
+        (TENSOR, None),
+        (TENSOR | {"moe_expert_capacity_factor": 1.25}, "which tokens a capacity drops"),
+        (TENSOR | {"moe_expert_capacity_factor": -1.0}, None),
+        ({"context_parallel_size": 2}, "needs keys and values"),
+        ({"recompute_granularity": "selective"}, None),
+        ({"recompute_granularity": "full"}, "full recompute works around one layer"),
+    ],
+)
+def test_where_layers_cannot_share_a_schedule(settings: dict[str, Any], expected: str | None) -> None:
     """Only where projections of a chunk need other chunks, and under full recompute."""
-    settings, expected = BOUNDARIES[name]
     args = arguments(**settings)
-    found = boundary(args, whole_attention=False)
-    assert (found is None) is (expected is None)
-    assert expected is None or expected in str(found)
-    features = features_of_settings(args, WHOLE, shares_schedule=True)
+    reason = boundary(args, whole_attention=False)
+    assert reason is None if expected is None else expected in str(reason)
     if args.recompute_granularity != "full":
-        assert features.chunked_qkv is (found is None)
+        assert features_of_settings(args, WHOLE, shares_schedule=True).chunked_qkv is (reason is None)
 
 
 def test_attention_of_the_whole_sequence_is_a_boundary_under_tensor_parallelism() -> None:
     """A stack spreads each chunk over the tensor-parallel ranks: all chunks together are not in order."""
-    for ranks, schedule, shares in ((2, "moe-only", False), (2, "ampipe", True), (1, "moe-only", True)):
-        pipeline = Pipeline.of(4, schedule=schedule, stack=0)
-        args = arguments(tensor_model_parallel_size=ranks)
-        assert (boundary(args, whole_attention=pipeline.whole_attention) is None) is shares
+    args = arguments(**TENSOR)
+    assert boundary(args, whole_attention=Pipeline.of(4, schedule="ampipe").whole_attention) is None
+    assert boundary(args, whole_attention=Pipeline.of(4, schedule="moe-only").whole_attention) is not None
+    assert boundary(arguments(), whole_attention=True) is None

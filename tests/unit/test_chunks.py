@@ -133,18 +133,9 @@ def test_pipelines_that_do_not_go_together_are_refused(settings: dict[str, Any],
         Pipeline.of(**settings)
 
 
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        ("0.5,half", "is not a list of numbers"),
-        ("", "is not a list of numbers"),
-        ("0.5,0.6", "must have a sum of 1; the sum is 1.1"),
-        ("1.2,-0.2", "every share must be above 0"),
-        ("nan,1", "every share must be above 0"),
-    ],
-)
-def test_bad_shares_are_refused(text: str, rule: str) -> None:
-    with pytest.raises(BadInput, match=rule):
+@pytest.mark.parametrize("text", ["0.5,half", "", "0.5,0.6", "1.2,-0.2", "nan,1", "inf,1"])
+def test_bad_shares_are_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="is not a list of numbers above 0 with a sum of 1"):
         parse_shares(text, flag="--ampipe-chunks")
 
 

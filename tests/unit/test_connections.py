@@ -19,7 +19,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections, flags, startup
 from megatron_ampipe.launch.flags import LIFTS_ONE_CONNECTION, SWITCHED_OFF
 from megatron_ampipe.launch.pretrain import check_launch
-from megatron_ampipe.tools import checkup
+from megatron_ampipe.tools import doctor_command
 from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE
 
 DEGREE_4 = ("--ampipe-degree", "4")
@@ -101,8 +101,8 @@ def test_the_table_and_the_doctor_say_what_one_queue_does(monkeypatch: pytest.Mo
     ((name, value, why),) = startup.connections_row(on_gpu=True)
     assert (name, value) == ("warning", "CUDA_DEVICE_MAX_CONNECTIONS=1")
     assert "in the order in which it was issued" in why and connections.EXPORT in why
-    (note,) = checkup.notes_on_variables(os.environ, has_gpu=True)
-    assert note.means in why and connections.EXPORT in note.remedy
+    (note,) = doctor_command.notes_on_variables(os.environ, has_gpu=True)
+    assert note["means"] in why and connections.EXPORT in note["remedy"]
     monkeypatch.setenv(connections.VARIABLE, connections.QUEUES)
     assert [row[0] for row in startup.connections_row(on_gpu=True)] == ["hardware queues"]
 

@@ -133,13 +133,14 @@ def test_layers_that_share_a_schedule_are_drawn_together(
 
 
 def test_layers_one_after_another_share_no_schedule() -> None:
-    passes = {
-        layer: one_pass(9000.0 * layer, layer=layer, direction="forward", iteration=1) for layer in (1, 2, 3)
-    }
-    assert sharing_layers(2, passes) == {2}
+    spans = [
+        span
+        for layer in (1, 2, 3)
+        for span in one_pass(9000.0 * layer, layer=layer, direction="forward", iteration=1)
+    ]
+    assert sharing_layers(2, spans) == {2}
     # A transfer that goes on while the next layer computes shares nothing.
-    passes[1].append(StageSpan("comm", "reduce.0", "forward", 1, 1, 17_000, 20_000))
-    assert sharing_layers(2, passes) == {2}
+    assert sharing_layers(2, [*spans, StageSpan("comm", "reduce.0", "forward", 1, 1, 17_000, 20_000)]) == {2}
 
 
 @pytest.mark.parametrize("layer", [[], ["--layer", "all"]])
@@ -158,7 +159,6 @@ def test_pictures_are_written_whole_and_the_same_each_time(
     expected = "rank 0, rank 1, compute, comm, chunk 0, chunk 1, whole block, backward, 50% hidden"
     assert set(expected.split(", ")) <= set(texts)
     assert any("50% of communication hidden" in text for text in texts)
-    assert ("qkv" in texts) is not bool(layer)
     assert (svg, png) == pictures()
 
 

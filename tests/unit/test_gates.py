@@ -10,21 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ampipe.block.named_values import SHIPPED_GATES, class_path
+from megatron_ampipe.block.named_values import class_path
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.attach import TokenIdsOfModels, find_gate
 from megatron_ampipe.launch.refusals import TOKEN_ID_REFUSALS, refuse_with_token_ids
 from megatron_ampipe.layers.gates import HashRouter, TokenIds, hashed_experts
-from megatron_ampipe.schedule.config import AMPipeConfig
-
-
-@pytest.mark.parametrize("name", SHIPPED_GATES)
-def test_shipped_gates_are_classes(name: str) -> None:
-    assert class_path(name).startswith("megatron_ampipe.layers.gates:")
-
-
-def test_a_class_is_named_by_module_and_class() -> None:
-    assert class_path("a.b_2:Router") == "a.b_2:Router"
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 
 @pytest.mark.parametrize(
@@ -118,17 +109,12 @@ def test_rows_of_ranks(ranks: int) -> None:
     source.keep(ids)
     whole = source.rows(num_rows, batch, ranks=ranks)
     assert torch.equal(whole, ids.t())
-    parts = [source.rows_of_rank(num_rows, batch, ranks=ranks, rank=rank) for rank in range(ranks)]
-    assert torch.equal(torch.cat(parts), whole)
     # Packed: a rank holds consecutive rows, which Megatron cuts into as many sequences.
     source.keep(ids.view(1, -1))
-    for rank in range(ranks):
-        own = ids.flatten()[rank * num_rows * batch :][: num_rows * batch]
-        assert torch.equal(
-            source.rows_of_rank(num_rows, batch, ranks=ranks, rank=rank), own.view(batch, num_rows).t()
-        )
-        flat = source.rows_of_rank(num_rows * batch, 1, ranks=ranks, rank=rank)
-        assert torch.equal(flat, own.unsqueeze(1))
+    rows, flat = (source.rows(*shape, ranks=ranks) for shape in ((num_rows, batch), (num_rows * batch, 1)))
+    for rank, own in enumerate(ids.view(ranks, -1)):
+        assert torch.equal(rows[rank * num_rows :][:num_rows], own.view(batch, num_rows).t())
+    assert torch.equal(flat, ids.view(-1, 1))
 
 
 class Model(torch.nn.Module):

@@ -58,16 +58,16 @@ def test_memory_of_the_host_is_used_again_and_not_counted_as_the_devices() -> No
             copies = HostCopies([stored])
             copies.store(lambda: None).wait()
             # Two at once need separate memory.
-            host = copies._bytes[0]
+            host = copies._pieces[0]
             other = HostCopies([stored])
             other.store(lambda: None).wait()
-            assert host.bytes.data_ptr() != other._bytes[0].bytes.data_ptr()
+            assert host.bytes.data_ptr() != other._pieces[0].bytes.data_ptr()
             first = host.bytes.data_ptr()
             del host, other
             del copies
             reused = HostCopies([stored])
             reused.store(lambda: None).wait()
-            assert reused._bytes[0].bytes.data_ptr() == first
+            assert reused._pieces[0].bytes.data_ptr() == first
             del reused
     assert meter.now == meter.peak == 0
 
@@ -81,7 +81,7 @@ def test_a_graph_holds_nothing_between_store_and_load() -> None:
     kept = torch.nn.functional.gelu(tokens @ weight).square()
     (expected,) = torch.autograd.grad(kept.sum(), weight)
     inner.store().wait()
-    with pytest.raises(AssertionError, match="before its inner tensors are restored"):
+    with pytest.raises(AssertionError, match="before its tensors are restored"):
         torch.autograd.grad(output.sum(), weight, retain_graph=True)
     inner.load().wait()
     (found,) = torch.autograd.grad(output.sum(), weight)

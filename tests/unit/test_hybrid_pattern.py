@@ -47,7 +47,6 @@ def test_pipeline_stages(text: str, sizes: dict[str, int], stages: tuple[str, ..
 
 def test_pairs_are_counted_and_dense_ones_known() -> None:
     pattern = HybridPattern.of("*-*EM*E|*EM")
-    assert pattern.num_layers == 10
     assert pattern.num_pairs == 3
     assert pattern.runs == ((False, True), (True,), (True,))
 

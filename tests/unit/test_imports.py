@@ -50,7 +50,7 @@ def test_every_file_and_every_class_has_a_unique_name() -> None:
 
 
 LIGHT = (
-    *("megatron_ampipe.cli", "megatron_ampipe.schedule.config", "megatron_ampipe.files.timeline"),
+    *("megatron_ampipe.cli", "megatron_ampipe.schedule.pipeline", "megatron_ampipe.files.timeline"),
     *("megatron_ampipe.plan.plan_file", "megatron_ampipe.launch.refusals"),
     *(f"megatron_ampipe.tools.{tool}_command" for tool in ("doctor", "draw", "plan", "sbatch")),
 )

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ampipe.block.named_values import parse_size, size_to_text
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.memory_budget import choose_memory, in_flight
+from megatron_ampipe.launch.planned import choose_memory, in_flight
 from megatron_ampipe.plan.cluster import TransferCost, find_cluster, read_cluster, write_cluster
 from megatron_ampipe.schedule import COPYING, STRATEGIES, Pipeline, of_chunks
 from tests.unit.test_plan_made_for import run_of

@@ -23,7 +23,7 @@ from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.tape import Tape
 from megatron_ampipe.schedule import Direction, Exchange, Stage, kinds
 from megatron_ampipe.tools.measuring import emulation, meters, network
-from megatron_ampipe.tools.measuring.link import SPIN_KERNELS, Nodes, parse_link
+from megatron_ampipe.tools.measuring.link import SPIN_KERNELS, parse_link
 
 # Stages alone
 
@@ -34,7 +34,7 @@ def test_only_the_first_collective_of_a_direction_gets_what_a_link_saved(
 ) -> None:
     happened: list[str] = []
     monkeypatch.setattr(meters.dist, "barrier", lambda: happened.append("barrier"))
-    monkeypatch.setattr(meters, "_spend", lambda size, *, on_cuda: happened.append(f"spend {size}"))
+    monkeypatch.setattr(meters, "_spend", lambda size: happened.append(f"spend {size}"))
     stages = [Stage(kinds.DISPATCH, 0), Stage(kinds.EXPERT, 0), Stage(kinds.COMBINE, 0)]
     order = [("comm" if stage.is_communication else "compute", stage) for stage in stages]
     timer = meters.StageTimer(saved_bytes=saved_bytes)
@@ -101,16 +101,13 @@ def test_a_stage_on_a_gpu_is_timed_from_when_all_of_it_is_queued(monkeypatch: py
     assert run(1e-3) == pytest.approx(2e-3)
     # What is said of a stage is between the last two events: after the spin, around the stage.
     assert device.happened[-5:] == ["spin", "event", "event", "stage", "event"]
-    assert not timer.queue.starved
     run(3e-3)
-    assert timer.queue.starved == {"expert": 1}
     assert run(3e-3) == pytest.approx(6e-3)
     # A host that waits for the device is not waited for in turn.
     run(1.0)
     assert run(1.0) == pytest.approx(1e-2)
-    assert timer.queue.starved == {"expert": 3}
-    # And it has not only issued.
-    assert timer.queue.issued_us() == {"forward": {"expert": 1000.0}}
+    # It has not only issued: times in which the device was out of work do not count.
+    assert timer.issued_us() == {"forward": {"expert": 1000.0}}
 
 
 # Memory
@@ -153,18 +150,6 @@ def test_other_threads_of_an_executor_are_watched() -> None:
     assert meters.peak_bytes(run, passes=2, known=(), meter=meter) == 2 * KIB
     assert len(threads) > 1
     assert sorted(place.split()[0] for _, place, _ in meter.at_peak) == ["dispatch.0", "qkv"]
-
-
-def test_a_gpu_is_asked_for_the_peak_of_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    happened: list[str] = []
-    peaks = iter((700, 900))
-    cuda = meters.torch.cuda
-    monkeypatch.setattr(cuda, "synchronize", lambda: happened.append("synchronize"))
-    monkeypatch.setattr(cuda, "reset_peak_memory_stats", lambda: happened.append("reset"))
-    monkeypatch.setattr(cuda, "memory_allocated", lambda: 500)
-    monkeypatch.setattr(cuda, "max_memory_allocated", lambda: next(peaks))
-    assert meters.peak_bytes(lambda: happened.append("run"), passes=2, known=(), meter=None) == 400
-    assert happened == ["synchronize", "reset", "run"] * 2
 
 
 # Bytes
@@ -215,7 +200,7 @@ def test_bytes_equal_those_of_a_count_row_by_row(exchange: Exchange) -> None:
             nodes, crossing = sorted(set(nodes)), ROW_BYTES + PER_NODE * LOCAL_EXPERTS * PROBABILITY_BYTES
         total["inter"] += crossing * sum(node != own for node in nodes)
         total["intra"] += size * sum(rank % PER_NODE != RANK % PER_NODE for rank in ranks)
-    assert routings.expected_bytes(exchange, rank=RANK, nodes=Nodes(PER_NODE, 1e6)) == dict(total)
+    assert routings.expected_bytes(exchange, rank=RANK, ranks_per_node=PER_NODE) == dict(total)
 
 
 # The emulated link

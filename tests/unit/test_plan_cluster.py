@@ -38,16 +38,10 @@ def test_the_figures_of_fsmoe_equal_those_of_its_paper() -> None:
     [
         ("ranks_per_node: 8", "rank_per_node: 8", ["rank_per_node", "Did you mean ranks_per_node?"]),
         ("ranks_per_node: 8", "ranks_per_node: 0", ["ranks_per_node 0", "at least 1"]),
-        ("beta_us_per_mb: 50", "beta_us_per_mb: -50", ["intra.all_to_all.beta_us_per_mb", "at least 0"]),
         (
             "beta_us_per_mb: 50",
             "beta_us_per_mb: 50 us",
             ["'50 us'", "a number, at least 0, without a unit"],
-        ),
-        (
-            "beta_us_per_mb: 50",
-            "beta_ms_per_mb: 0.05",
-            ["beta_ms_per_mb", "Did you mean beta_us_per_mb?"],
         ),
         ("beta_us_per_mb: 50", "basis: derived", ["comes twice"]),
         ("compute_slowdown: 1.05", "compute_slowdown: 0.9", ["overlap.compute_slowdown", "at least 1"]),
@@ -96,8 +90,6 @@ def test_the_section_flags_is_checked_at_launch_only(tmp_path: Path) -> None:
     text = find_cluster("a800x8-20gbps").read_text()
     path.write_text(text + "flags:\n  bf16: true\n  ampipe:\n    degree: 4\n")
     assert read_cluster(path) == read_cluster(find_cluster("a800x8-20gbps"))
-    path.write_text(text + "flags:\n  a-flag-of-the-next-megatron: true\n")
-    read_cluster(path)
     path.write_text(text + "flags: true\n")
     with pytest.raises(BadInput, match="must hold keys"):
         read_cluster(path)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ampipe.plan.cluster import Overhead
-from megatron_ampipe.plan.planner import make_plan, plan_of
+from megatron_ampipe.plan.planner import plan_of
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import (
     DEGREES,
@@ -28,7 +28,6 @@ from megatron_ampipe.plan.simulate import Pace, compile_program
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
-    Exchange,
     Schedule,
     build,
     check,
@@ -129,7 +128,6 @@ def test_searched_orders_are_valid_and_not_slower(
 BLOCKS = {
     "balanced": sized_block(sequence_length=24576),
     "slow network": sized_block(topk=4, sequence_length=4096),
-    "tensor-parallel": sized_block(tensor=2, sequence_length=16384),
     "tensor-parallel, local layers": sized_block(tensor=2, sequence_length=16384, local=True),
     "latent, shared": sized_block(latent=True, shared_ffn=2048, losses=True),
     "short": sized_block(sequence_length=5),
@@ -164,8 +162,7 @@ def test_unequal_chunks_and_a_searched_order_are_faster_on_a_causal_block() -> N
     assert named.total_us / found.total_us > 1.05
 
 
-@pytest.mark.parametrize("rows", [24576, 10000, 2600, 900])
-@pytest.mark.parametrize("degree", [3, 4])
+@pytest.mark.parametrize(("rows", "degree"), [(24576, 3), (10000, 4), (900, 3)])
 def test_a_run_has_the_chunks_of_the_plan(rows: int, degree: int) -> None:
     """Both equal chunks and searched ones, which a plan stores as shares."""
     predictor = Predictor(sized_block(sequence_length=rows), without_device(cluster()))
@@ -191,21 +188,16 @@ def test_a_degree_is_chosen_in_10_ms_and_a_plan_is_made_in_a_second() -> None:
     assert executed_lines(lambda: full_plan(predictor, (16,))) < 25e6
 
 
-@pytest.mark.parametrize("experts", [8, 32, 128])
-def test_fewer_chunks_are_chosen_for_a_slower_host(experts: int) -> None:
+def test_fewer_chunks_are_chosen_for_a_slower_host() -> None:
     """More chunks do not help a device that waits for its host; without grouped GEMM there are more calls."""
-    block = sized_block(sequence_length=32768, experts=experts)
+    block = sized_block(sequence_length=32768, experts=32)
     device = cluster()
     degrees = []
     for issue_us in (10, 300, 3000):
         issue = Overhead(forward_us=issue_us, backward_us=issue_us, **NONE)
         host = dataclasses.replace(device.host, issue=issue)
         predictor = Predictor(block, dataclasses.replace(device, host=host))
-        chosen = choose_degree(predictor)
-        degrees.append(chosen.schedule.degree)
-        # The host is not the bottleneck: issuing the stages takes less time than the pass.
-        _, _, pace = predictor.inputs(chosen.schedule, chosen.lengths, Direction.FORWARD)
-        assert issue_us == 3000 or sum(pace.issue_us or ()) < chosen.time.forward
+        degrees.append(choose_degree(predictor).schedule.degree)
     assert degrees == sorted(degrees, reverse=True)
     assert degrees[0] > degrees[-1]
 
@@ -226,23 +218,3 @@ def test_weight_gradients_are_joined_where_sums_cost_more(
         together = dataclasses.replace(block, splits_weights=False)
         other = choose(Predictor(together, cluster(), num_layers=num_layers), (2, 3))
         assert found.total_us < (1 - MINIMUM_SAVING) * other.total_us
-
-
-def test_the_planner_chooses_the_exchange() -> None:
-    """Eight experts of a token: it is sent once to a rank; over slow links, once to a node."""
-    one_node = Predictor(sized_block(expert=8, experts=32, topk=8), cluster())
-    rows, ranks = (
-        make_plan(one_node, full=False, exchanges=exchanges)
-        for exchanges in ((Exchange.ROWS,), tuple(Exchange))
-    )
-    assert (rows.exchange, ranks.exchange) == (Exchange.ROWS, Exchange.RANKS)
-    assert ranks.predicted_ms < 0.9 * rows.predicted_ms
-    assert "Exchange ranks: predicted are rows " in ranks.reason
-    source = cluster("dgx-h100")
-    slow = {
-        name: dataclasses.replace(line, beta_us_per_mb=40 * line.beta_us_per_mb)
-        for name, line in source.inter.items()
-    }
-    two_nodes = Predictor(sized_block(expert=16, experts=64, topk=8), dataclasses.replace(source, inter=slow))
-    nodes = make_plan(two_nodes, full=False, exchanges=tuple(Exchange))
-    assert nodes.exchange is Exchange.NODES and "sends 1 instead of 8 messages" in nodes.reason

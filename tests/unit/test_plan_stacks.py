@@ -64,20 +64,14 @@ def test_layers_with_and_without_experts_are_predicted(dense: tuple[int, ...]) -
     # The same whether it is given the schedule of a block, a period, or of all layers.
     assert time == stack.pass_us(period(block), lengths)
     assert time == stack.pass_us(unrolled(period(block), stack.layers), lengths)
-    assert stack.stock().forward == pytest.approx(
-        (4 - len(dense)) * alone.stock().forward
-        + len(dense) * Predictor(DENSE, cluster(), dense=(0,)).stock().forward
-    )
     bound = stack.bound_us(block, lengths)
     assert bound.forward <= time.forward < stock.forward and bound.backward <= time.backward
-    layers = {span.layer: set() for span in stack.timeline(block, lengths).spans}
-    for span in stack.timeline(block, lengths).spans:
-        layers[span.layer].add(span.stage)
-    assert all(("mlp.0" in layers[layer + 1]) == (layer in dense) for layer in range(4))
+    spans = stack.timeline(block, lengths).spans
+    assert {span.layer - 1 for span in spans if span.stage == "mlp.0"} == set(dense)
 
 
 @pytest.mark.parametrize("device", [True, False], ids=["GPU", "CPU"])
-@pytest.mark.parametrize("degrees", [(2, 2), (1, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize("degrees", [(2, 2), (4, 2)], ids=str)
 def test_a_period_is_repeated_as_a_run_repeats_it(device: bool, degrees: tuple[int, int]) -> None:
     predictor = Predictor(sized_block(), cluster() if device else without_device(cluster()), num_layers=3)
     forward, backward = degrees
@@ -85,7 +79,7 @@ def test_a_period_is_repeated_as_a_run_repeats_it(device: bool, degrees: tuple[i
     lengths = even_chunks(8192, max(degrees))
     whole = predictor.whole(schedule)
     for direction in Direction:
-        problem = OrderProblem.of(predictor, schedule, lengths, direction)
+        problem = OrderProblem(*predictor.inputs(whole, lengths, direction), direction=direction)
         entries = problem.period_of(schedule.program(direction))
         assert problem.program(entries) == schedule.program(direction)
         stages = problem.compiled.stages

@@ -32,12 +32,12 @@ def run(
     """The quick start with these curves in place of trainings; its exit code and what it wanted to train."""
     jobs: list[TrainingJob] = []
 
-    def train(title: str, job: TrainingJob, **_: Any) -> Curve:
+    def train(job: TrainingJob, *, title: str, **_: Any) -> Curve:
         jobs.append(job)
         return STOCK if title == "Megatron" else ampipe
 
     folder.mkdir(exist_ok=True)
-    monkeypatch.setattr(quickstart, "train", train)
+    monkeypatch.setattr(quickstart.training, "run", train)
     monkeypatch.setattr(quickstart, "_ampipe", lambda *_: None)
     timeline = SimpleNamespace(read_chrome=lambda _: SimpleNamespace(hidden_share=0.75))
     monkeypatch.setattr(quickstart, "Timeline", timeline)
@@ -61,8 +61,6 @@ def test_the_summary_has_the_speedup_and_the_link(
     assert summary["timeline"] == str(tmp_path / "timeline.png")
     output = capsys.readouterr().out
     assert "2.0 times faster, same losses\n    over an emulated link of 50 Mbit/s\n" in output
-    assert "equal in every digit that Megatron logs" in output
-    assert "Both runs use the same all-to-all and attention kernel: what AMPipe gains is overlap." in output
     # The two differ in AMPipe's flags, and in the kernel that stock has to be given.
     common = stock.flags[: stock.flags.index("--ampipe-degree")]
     assert stock.flags == (*common, "--ampipe-degree", "1")
@@ -80,7 +78,7 @@ def test_other_losses_end_with_code_4(
     assert run(monkeypatch, tmp_path, "--link", "none", ampipe=other)[0] == 4
     output, error = capsys.readouterr()
     assert "same losses" not in output
-    assert "at iteration 5, more than 1e-05: this is a defect" in error
+    assert "at iteration 5, allowed is 1e-05" in error
     assert "speedup" in json.loads((tmp_path / "summary.json").read_text())
 
 
@@ -95,7 +93,7 @@ def test_a_slow_run_is_no_failure(
     assert code == 0
     output = capsys.readouterr().out
     assert "slower here: 0.80 times Megatron's speed, same losses" in output
-    assert "largest relative difference 2.0e-07, which is rounding" in output
+    assert "largest relative difference 2.0e-07" in output
     assert "The machine was busy before (load average 7.0)" in output
 
 
@@ -111,7 +109,7 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         quickstart.main(["--iterations", "3"])
     assert "'3' is not a whole number of at least 4" in capsys.readouterr().err
     assert quickstart.main(["--link", "fast"]) == 2
-    assert "--link fast: 'fast' is not a rate" in capsys.readouterr().err
+    assert "--link fast: is not a link" in capsys.readouterr().err
 
 
 def test_a_real_network_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,8 +86,6 @@ def leaves(rank: Rank[Sum]) -> None:
 
 def hangs(rank: Rank[Sum]) -> None:
     rank.say("step")
-    if rank.number == 0:
-        rank.say("step")
     time.sleep(60)
 
 
@@ -100,7 +98,7 @@ def hangs(rank: Rank[Sum]) -> None:
         (differs, DifferenceFound, "^not the same$"),
         (is_killed, RunFailed, "rank 1 was killed by SIGKILL; the others were ended"),
         (leaves, RunFailed, "rank 1 ended with exit code 0"),
-        (hangs, RunFailed, "no rank answered for 6 s; .* Rank 1 hangs: it said 1 things, others up to 2"),
+        (hangs, RunFailed, "no rank answered for 6 s; all were ended"),
     ],
 )  # fmt: skip
 def test_the_first_cause_is_reported_and_nothing_is_left(

@@ -44,24 +44,16 @@ def test_passes_are_distinguished(clock: list[float]) -> None:
     assert recorder.pass_times_us(4) == {direction: [] for direction in Direction}
 
 
-def test_nothing_is_recorded_while_paused(clock: list[float]) -> None:
+def test_the_last_iterations_are_kept_and_nothing_while_paused(clock: list[float]) -> None:
     recorder = Recorder(num_iterations=2)
-    recorder.enter((1,), Direction.FORWARD)
     run(recorder, clock, QKV, 1.0)
-    recorder.start_iteration(1)
-    recorder.pause()
-    recorder.enter((1,), Direction.FORWARD)
-    run(recorder, clock, QKV, 1.0)
-    assert recorder.timeline(rank=0, labels={}).spans == ()
-
-
-def test_a_timeline_of_one_iteration(clock: list[float]) -> None:
-    recorder = Recorder(num_iterations=2)
     for iteration in (1, 2, 3):
         recorder.start_iteration(iteration)
         recorder.enter((1,), Direction.FORWARD)
         run(recorder, clock, QKV, 0.001)
         run(recorder, clock, QKV, 0.001, lane="comm")
+        recorder.pause()
+        run(recorder, clock, QKV, 1.0)
     kept = recorder.timeline(rank=0, labels={}).spans
     assert [span.iteration for span in kept] == [2, 2, 3, 3]
     one = recorder.timeline(rank=0, labels={}, iteration=3)

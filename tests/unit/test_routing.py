@@ -13,9 +13,8 @@ from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.block import Block, even_rows
 from megatron_ampipe.plan.predict import CostModel
-from megatron_ampipe.plan.recorded_routing import LayerRouting, RoutingRecord, read_routing
+from megatron_ampipe.plan.recorded_routing import LayerRouting, RoutingRecord, read_routing, with_routing
 from megatron_ampipe.schedule import Exchange, Stage, kinds
-from megatron_ampipe.tools.plan_command import with_routing
 from tests.plan_cases import cluster, sized_block
 from tests.unit.test_imports import heavy_modules_after
 
@@ -74,8 +73,6 @@ def test_figures_of_any_number_of_places(tmp_path: Path) -> None:
     assert found.chunk_imbalance(2) == 6 / 4
     assert found.rows_to(2) == (4 + 2 + 1 + 3) / 8 and found.rows_to(4) == 2 and found.rows_to(1) == 1
     assert found.condensed(0.9) == 0.5 and found.condensed(0.99) == 0.25
-    with pytest.raises(BadInput, match=r"0\.95: is no threshold that was recorded\. Use one of 0\.9, 0\.99"):
-        found.condensed(0.95)
 
 
 @pytest.mark.parametrize(
@@ -83,13 +80,9 @@ def test_figures_of_any_number_of_places(tmp_path: Path) -> None:
     [
         {"format": "ampipe-routing-1"},
         {"num_experts": 0},
-        {"ranks": 3},
-        {"batch": 3},
-        {"tokens": [2]},
         {"tokens": []},
         {"layers": []},
         {"layers": [{}]},
-        {"iteration": True},
     ],
     ids=str,
 )
@@ -101,30 +94,9 @@ def test_other_files_are_refused(change: dict[str, Any], tmp_path: Path) -> None
         read_routing(tmp_path, flag="DIR")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("counts", [[[1, 1, 1, -1]] * 2] * 2),
-        ("counts", [[[0] * 4] * 2] * 2),
-        ("arrivals", {"2": [[4, 2]]}),
-        ("rows_compared", 11),
-    ],
-    ids=["negative", "nobody", "one part", "more left than compared"],
-)
-def test_wrong_tables_are_refused(key: str, value: object, tmp_path: Path) -> None:
-    path = written(tmp_path, RECORD) / "iteration-00000005.json"
-    found = json.loads(path.read_text())
-    found["layers"][0][key] = value
-    path.write_text(json.dumps(found))
-    with pytest.raises(BadInput, match="is not a file of a recorded routing"):
-        read_routing(tmp_path, flag="DIR")
-
-
 def test_a_folder_without_files_or_with_two_models_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="has no file of a recorded routing"):
         read_routing(tmp_path, flag="DIR")
-    with pytest.raises(BadInput, match="cannot be read"):
-        read_routing(tmp_path / "absent", flag="DIR")
     written(tmp_path, RECORD, dataclasses.replace(RECORD, iteration=6, hidden_size=16))
     with pytest.raises(BadInput, match="has files of several models"):
         read_routing(tmp_path, flag="DIR")
@@ -146,9 +118,6 @@ def test_shares_are_those_of_the_rows_that_were_compared(
     assert main(["routing", str(tmp_path), "--picture", str(tmp_path / "picture")]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [row[-4:] for row in rows if row[1:2] == ["4"]] == [["-", "│", "-", "│"]]
-    empty = written(tmp_path / "empty", dataclasses.replace(RECORD, layers=(other,)))
-    with pytest.raises(BadInput, match=r"--condense 0\.9: is no threshold .* every layer has tokens"):
-        read_routing(empty, flag="DIR").condensed(0.9)
 
 
 def test_the_command_shows_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,34 +145,28 @@ def test_the_command_needs_neither_torch_nor_megatron(tmp_path: Path) -> None:
 
 def test_a_block_takes_the_figures(tmp_path: Path) -> None:
     plain = sized_block(experts=8, expert=4)
-    found, said = with_routing(plain, eight_experts(tmp_path), condense=None, given=None)
+    found, said = with_routing(plain, eight_experts(tmp_path), condense=None)
     assert found.imbalance == 4 and found.rows_to(4) == 1 and found.condense is None
     assert found.rows_to(3) == even_rows(8, 2, 3), (
         "for numbers that were not recorded, experts are evenly used"
     )
     assert said[0].startswith("imbalance 4.000 of 4 ranks: 1 iterations")
-    condensed, _ = with_routing(plain, tmp_path, condense=0.9, given=None)
+    condensed, _ = with_routing(plain, tmp_path, condense=0.9)
     assert (condensed.condense, condensed.condensed) == (0.9, 0.75)
 
 
 @pytest.mark.parametrize(
-    ("experts", "given", "condense", "error"),
+    ("experts", "condense", "error"),
     [
-        (8, 1.5, None, "--imbalance 1.5: is what --routing"),
-        (16, None, None, "is of 8 experts, and the model has 16"),
-        (8, None, 0.5, "--condense 0.5: is no threshold that was recorded"),
+        (16, None, "is of 8 experts, and the model has 16"),
+        (8, 0.5, r"--condense 0\.5: is no recorded threshold\. Use one of 0\.9, 0\.99"),
     ],
 )
 def test_what_contradicts_a_routing_is_refused(
-    experts: int, given: float | None, condense: float | None, error: str, tmp_path: Path
+    experts: int, condense: float | None, error: str, tmp_path: Path
 ) -> None:
     with pytest.raises(BadInput, match=error):
-        with_routing(sized_block(experts=experts), eight_experts(tmp_path), condense=condense, given=given)
-
-
-def test_condensing_without_a_routing_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"--condense 0\.9: needs to know how many tokens are similar"):
-        with_routing(sized_block(), None, condense=0.9, given=None)
+        with_routing(sized_block(experts=experts), eight_experts(tmp_path), condense=condense)
 
 
 def times(block: Block) -> dict[Stage, float]:

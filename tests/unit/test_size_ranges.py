@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe.launch.planned import NAME, KeptChoices
-from megatron_ampipe.launch.size_ranges import SizeRanges
-from megatron_ampipe.launch.trials import Choice
+from megatron_ampipe.launch.auto import NAME, KeptChoices
+from megatron_ampipe.launch.trials import Choice, SizeRanges
 from megatron_ampipe.schedule import Exchange, Pipeline
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from tests.unit.test_plan_made_for import run_of
 
 DEGREES = (1, 2, 4, 8, 16)
@@ -80,7 +79,7 @@ def test_a_restart_reads_what_was_chosen(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("RANK", "0")
     kept.keep((64, 1), Choice(CHOSEN, "measured"))
     kept.keep((32, 2), Choice(Pipeline.of(2, stack=0, memory="rebuild"), "measured"))
-    assert [(size.shape, size.pipeline(GIVEN)) for size in choices(folder).read()] == [
+    assert list(choices(folder).read()) == [
         ((64, 1), CHOSEN),
         ((32, 2), Pipeline.of(2, stack=0, memory="rebuild")),
     ]

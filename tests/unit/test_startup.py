@@ -19,29 +19,23 @@ def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
 
-@pytest.mark.parametrize("piece", compat.OPTIONAL_PACKAGES[:2], ids=lambda piece: piece.distribution)
-def test_a_missing_package_has_one_line_with_its_fallback(
-    piece: compat.OptionalPackage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(compat, "has_optional_package", lambda other: other is not piece)
-    monkeypatch.setattr(compat, "installed_version", lambda distribution: None)
-    (line,) = lines(capsys, piece.name)
-    assert "not installed" in line and piece.fallback in line
-
-
-def test_one_that_is_too_old_is_called_so(
+def test_an_absent_or_old_package_has_one_line_with_its_fallback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compat, "has_optional_package", lambda other: other.name != "flash-attn")
+    for name, is_there in (("has_transformer_engine", False), ("has_flash_attn", False), ("has_apex", True)):
+        monkeypatch.setattr(compat, name, lambda is_there=is_there: is_there)
     monkeypatch.setattr(compat, "installed_version", lambda distribution: Version("2.0.9"))
-    (line,) = lines(capsys, "flash-attn")
-    assert "2.0.9 is older than 2.1" in line
+    te, flash, apex = compat.OPTIONAL_PACKAGES
+    ((line,), (old,)) = (lines(capsys, package.name) for package in (te, flash))
+    assert "not installed" in line and te.fallback in line
+    assert "2.0.9 is older than 2.1" in old and flash.fallback in old
+    assert not lines(capsys, apex.name)
 
 
 def test_reasons_are_shown_on_the_first_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compat, "has_optional_package", lambda other: True)
+    monkeypatch.setattr(compat, "missing_packages", lambda: [])
     assert not lines(capsys, "installed")
     rows = [("attention", "cudnn", "flash-attn-3: not installed")]
     print_startup_table(rows, [])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_ampipe.exchange.hops import SortHop
-from megatron_ampipe.exchange.transports import RegatheredRows
+from megatron_ampipe.runtime.saved_tensors import DroppedRows
 from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, Segment
 
 COUNTS = st.integers(2, 4).flatmap(
@@ -53,7 +53,7 @@ def test_gathered_rows_are_not_kept_and_come_back() -> None:
         sum(out.sum() for out in project(copy, weight)), [copy, weight]
     )  # type: ignore[arg-type]
 
-    rows = RegatheredRows(owned)
+    rows = DroppedRows(owned)
 
     def stage(tensor: Tensor) -> tuple[Tensor, ...]:
         with rows.dropped(tensor):
@@ -66,11 +66,15 @@ def test_gathered_rows_are_not_kept_and_come_back() -> None:
     gc.collect()
     assert alive() is None, "the graph keeps what was gathered"
 
-    rows.gathered = torch.cat([owned, 2 * owned])
+    again = torch.cat([owned, 2 * owned])
+    rows.give_back(again)
+    alive = weakref.ref(again.untyped_storage())
+    del again
     sums = GradientSums(BlockParameters([], [weight]))
     gradients: list[Tensor | None] = [torch.ones_like(output) for output in outputs]
     (of_input,) = segment.backward(gradients, parameters=[0], sums=sums)
     assert of_input is not None
     torch.testing.assert_close(of_input, expected_input, rtol=0, atol=0)
     torch.testing.assert_close(sums.take(0), expected, rtol=0, atol=0)
-    assert rows.gathered is None
+    gc.collect()
+    assert alive() is None, "what was gathered again is kept after its use"

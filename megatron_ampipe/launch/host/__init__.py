@@ -11,15 +11,14 @@ is a GPU, and comes *before* Megatron is imported:
     torch.distributed.init_process_group("gloo")
 """
 
+import importlib.util
 import logging
 import sys
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from megatron_ampipe.errors import EnvironmentMissing
-from megatron_ampipe.launch.host.host_flags import Adjustment, adjust
-
-__all__ = ["Adjustment", "adjust", "gpu_available", "install", "installed"]
+from megatron_ampipe.errors import BadInput, EnvironmentMissing
 
 _installed = False
 
@@ -84,3 +83,104 @@ def _import_megatron() -> None:
             import megatron.training.training
     finally:
         torch.compile = compile_
+
+
+class Adjustment(NamedTuple):
+    """One flag that was added to the command line, or changed."""
+
+    flag: str
+    value: str | None
+    """None for a flag without a value."""
+    reason: str
+
+    @property
+    def arguments(self) -> list[str]:
+        """The flag as on a command line."""
+        return [self.flag] if self.value is None else [self.flag, self.value]
+
+
+ADDED_FLAGS = (
+    Adjustment("--distributed-backend", "gloo", "NCCL needs GPUs"),
+    Adjustment("--transformer-impl", "local", "Transformer Engine needs a GPU"),
+    Adjustment("--no-persist-layer-norm", None, "the persistent norm is a GPU kernel"),
+    Adjustment("--no-gradient-accumulation-fusion", None, "the fused accumulation is a GPU kernel"),
+    Adjustment("--no-masked-softmax-fusion", None, "the fused softmax is a GPU kernel"),
+    Adjustment("--no-rope-fusion", None, "the fused rotary embedding is a GPU kernel"),
+    Adjustment("--num-workers", "0", "data workers would compete with the ranks for the CPU"),
+)
+SUPPORTED_VALUES = {
+    "--distributed-backend": ("gloo",),
+    "--transformer-impl": ("local",),
+    "--moe-token-dispatcher-type": ("alltoall", "allgather"),
+    "--normalization": ("LayerNorm", "RMSNorm"),
+    "--cross-entropy-fusion-impl": ("native",),
+    "--cuda-graph-impl": ("none",),
+    "--dsa-kernel-backend": ("none",),
+}
+GPU_ONLY_FLAGS = (
+    "--apply-layernorm-1p", "--batch-invariant-mode", "--disable-mamba-mem-eff-path", "--enable-cuda-graph",
+    "--external-cuda-graph", "--fp4-format", "--fp8-format", "--fused-residual-rmsnorm", "--log-energy",
+    "--memory-efficient-layer-norm", "--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion",
+    "--optimizer-cpu-offload", "--optimizer-cuda-graph", "--te-rng-tracker", "--tp-comm-overlap",
+    "--use-grouped-gemm-for-dense-mlp", "--use-grouped-gemm-for-shared-expert", "--use-kitchen-attention",
+    "--use-megatron-fsdp", "--use-nccl-ub", "--use-sharp", "--use-te-activation-func", "--use-torch-fsdp2",
+    "--use-transformer-engine-op-fuser",
+)  # fmt: skip
+_NO_GPU = "it needs a GPU, and this machine has none"
+
+
+def adjust(arguments: Sequence[str]) -> tuple[list[str], list[Adjustment]]:
+    """Add the flags that Megatron needs on a machine without a GPU, where the user has not set them.
+
+    Args:
+        arguments: The command line without the program name, as in ``sys.argv[1:]``.
+
+    Returns:
+        The command line to parse, and the flags that were added to it, with reasons.
+
+    Raises:
+        BadInput: A flag requests something that needs a GPU.
+    """
+    given = _values_by_flag(arguments)
+    for flag, values in given.items():
+        rule, remedy = _objection(flag, values, given)
+        if rule:
+            raise BadInput(flag, " ".join(values) or "(set)", rule=rule, remedy=remedy)
+    chosen = [adjustment for adjustment in ADDED_FLAGS if adjustment.flag not in given]
+    added = [argument for adjustment in chosen for argument in adjustment.arguments]
+    return [*arguments, *added], chosen
+
+
+def _objection(flag: str, values: Sequence[str], given: dict[str, list[str]]) -> tuple[str, str]:
+    """Why a flag cannot be used here, and what to do; two empty texts if it can."""
+    supported = SUPPORTED_VALUES.get(flag, values)
+    if not set(values) <= set(supported):
+        return _NO_GPU, f"Use {flag} {' or '.join(supported)}."
+    if flag in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
+        letters = {letter for value in values for letter in value}
+        if letters & set("GD"):
+            rule = "gated delta net (G) and sparse attention (D) exist as GPU kernels only"
+            return rule, "Use the layers * + E - and M."
+        if "M" in letters and importlib.util.find_spec("einops") is None:
+            rule = "Megatron's Mamba layers (M) need the package einops, and it is not installed"
+            return rule, "Run: pip install einops."
+    if flag == "--profile" and "--use-pytorch-profiler" not in given:
+        return "it uses the CUDA profiler, and there is no GPU", "Add --use-pytorch-profiler."
+    if flag == "--yaml-cfg":
+        rule = "a YAML file replaces the command line, so flags that a CPU needs would be ignored"
+        return rule, "Leave it out."
+    return (_NO_GPU, "Leave it out.") if flag in GPU_ONLY_FLAGS else ("", "")
+
+
+def _values_by_flag(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """The values after each flag; for a repeated flag those of the last one, as in argparse."""
+    values_by_flag: dict[str, list[str]] = {}
+    values: list[str] = []
+    for argument in arguments:
+        if argument.startswith("--"):
+            flag, separator, value = argument.partition("=")
+            values = [value] if separator else []
+            values_by_flag[flag] = values
+        else:
+            values.append(argument)
+    return values_by_flag

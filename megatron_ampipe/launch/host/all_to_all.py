@@ -1,9 +1,7 @@
 """The all-to-all of the host platform: sends and receives, for Megatron's layers and AMPipe's.
 
 gloo's own all-to-all sends larger messages in one direction of a link at a time, so it takes up to twice as
-long for the same bytes. With NCCL, both layers call the same all-to-all. With this replacement they do so on
-a CPU too, and a difference between them is not one of transport. :func:`gloo_all_to_all` restores gloo's, to
-measure what the replacement gains.
+long for the same bytes. Both layers call this one, as both call NCCL's on a GPU.
 """
 
 from __future__ import annotations
@@ -24,10 +22,7 @@ _uses_gloo = False
 
 
 def install() -> None:
-    """Replace ``torch.distributed.all_to_all_single``; a second call does nothing.
-
-    Megatron and AMPipe look it up at every call. An emulated link calls this first and wraps it.
-    """
+    """Replace ``torch.distributed.all_to_all_single``, which everybody looks up at every call; once."""
     global _gloo
     if _gloo is None:
         _gloo, dist.all_to_all_single = dist.all_to_all_single, _all_to_all_single
@@ -35,7 +30,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def gloo_all_to_all() -> Iterator[None]:
-    """Use gloo's own all-to-all, on all threads of this process; all ranks have to enter it."""
+    """Use gloo's own all-to-all, to measure what the replacement gains; all ranks have to enter it."""
     global _uses_gloo
     assert _gloo is not None
     _uses_gloo = True
@@ -60,22 +55,15 @@ def _all_to_all_single(
         return _gloo(output, input, output_split_sizes, input_split_sizes, group, async_op)
     group = group or dist.group.WORLD
     assert group is not None
-    handle = _Works(
-        send_receive(
-            _parts(input, input_split_sizes, group), _parts(output, output_split_sizes, group), group
-        )
+    sent, received = (
+        tensor.tensor_split(group.size()) if splits is None else tensor.split_with_sizes(list(splits))
+        for tensor, splits in ((input, input_split_sizes), (output, output_split_sizes))
     )
+    handle = _Works(send_receive(sent, received, group))
     if async_op:
         return handle
     handle.wait()
     return None
-
-
-def _parts(tensor: Tensor, splits: Sequence[int] | None, group: dist.ProcessGroup) -> Sequence[Tensor]:
-    """The rows of each rank; as many for each if ``splits`` is None."""
-    ranks = group.size()
-    sizes = [tensor.shape[0] // ranks] * ranks if splits is None else list(splits)
-    return tensor.split_with_sizes(sizes)
 
 
 class _Works:

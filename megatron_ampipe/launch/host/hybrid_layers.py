@@ -1,9 +1,8 @@
 """Local layers for hybrid models, whose layers Megatron builds from Transformer Engine only.
 
-Megatron's specification of a hybrid stack is a constant, which users name with ``--spec`` or get by default.
-Its contents are replaced by Megatron's local layers, so that stock and AMPipe get the same ones. Mamba layers
-are computed in torch in place of the GPU kernels of the package mamba-ssm, and need the package einops, as on
-a GPU. Layers of other kinds (gated delta net, sparse attention) have no local form.
+The contents of Megatron's specification of a hybrid stack are replaced by its local layers. Mamba layers are
+computed in torch in place of the GPU kernels of the package mamba-ssm, and need the package einops, as on a
+GPU. Layers of other kinds (gated delta net, sparse attention) have no local form.
 
 Mamba 2 is written from the definition of the state space model (Dao and Gu, "Transformers are SSMs", section
 6), which has, for each head, a state ``h [P, N]`` and a scalar decay:
@@ -185,17 +184,10 @@ def _causal_convolution(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def state_space(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """The state space model, without ``D * x``.
+    """The state space model, without ``D * x``, to ``[B, S, H, P]``.
 
-    Args:
-        x: ``[B, S, H, P]``.
-        dt: ``[B, S, H]``, positive.
-        decay: ``[H]``, negative.
-        b: ``[B, S, H, N]``.
-        c: ``[B, S, H, N]``.
-
-    Returns:
-        ``[B, S, H, P]``.
+    From ``x [B, S, H, P]``, ``dt [B, S, H]``, positive, ``decay [H]``, negative, ``b`` and ``c``
+    ``[B, S, H, N]``.
     """
     weighted, exponents = x * dt.unsqueeze(-1), dt * decay
     state = x.new_zeros(x.shape[0], x.shape[2], x.shape[3], b.shape[3])
@@ -218,15 +210,7 @@ def state_space(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> T
 
 
 class GroupedRMSNorm(torch.nn.Module):
-    """RMSNorm over each group of channels, in place of mamba-ssm's gated norm, which is given no gate here.
-
-    Args:
-        hidden_size: Channels of this rank.
-        eps: Added to the mean of squares.
-        group_size: Channels of a group.
-        norm_before_gate: Has no effect without a gate.
-        factory: Device and dtype of the weight.
-    """
+    """RMSNorm over each group of channels, in place of mamba-ssm's gated norm, here without a gate."""
 
     tp_group: Any = None
 

@@ -114,8 +114,7 @@ class _OrderedTopk(TorchFunctionMode):
 def _with_ordered_topk(drop: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's ``apply_router_token_dropping``, which drops by position the same tokens as on a GPU.
 
-    It selects an expert's first tokens with ``torch.topk`` over a map of zeros and ones. On a CPU the order
-    of equal values is arbitrary, so a stock run would drop arbitrary tokens.
+    It selects them with ``torch.topk`` over zeros and ones, whose order is arbitrary on a CPU.
     """
 
     def dropping(*args: Any, **kwargs: Any) -> Any:
@@ -167,14 +166,7 @@ def _pad_rows(tensor: Tensor, length: int) -> Tensor:
 def build_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_unused: object) -> Module:
     """A torch LayerNorm or RMSNorm over the last dimension, in place of ``WrappedTorchNorm``.
 
-    Under sequence parallelism the gradients of a norm's weights must be summed over the tensor-parallel
-    ranks, for which Megatron marks the weights. Its ``WrappedTorchNorm`` refuses sequence parallelism; here
-    they are marked, as in Megatron's fused norms.
-
-    Args:
-        config: Megatron's ``TransformerConfig``; read for ``normalization`` and ``sequence_parallel``.
-        hidden_size: Size of the last dimension.
-        eps: Added to the variance.
+    Which refuses sequence parallelism; here the weights are marked for it, as in Megatron's fused norms.
     """
     norm = getattr(torch.nn, config.normalization)(normalized_shape=hidden_size, eps=eps)
     for parameter in norm.parameters():
@@ -186,14 +178,6 @@ class HostLatentProjection(Module):
     """Before and after latent experts: what ``TELinear`` computes with ``parallel_mode="duplicated"``.
 
     Every tensor-parallel rank has the whole weight.
-
-    Args:
-        input_size: Columns of the input.
-        output_size: Columns of the output.
-        config: Megatron's configuration.
-        init_method: Fills the weight in place.
-        bias: Whether there is a bias; it is added here.
-        kwargs: Other arguments of ``TELinear``, which have one value there.
     """
 
     def __init__(
@@ -223,15 +207,7 @@ class HostLatentProjection(Module):
 
 class HostDotProductAttention(DotProductAttention):
     """``DotProductAttention`` that also supports context parallelism, a separate head size for values, and
-    packed documents, for which Megatron needs Transformer Engine. All other attention is Megatron's.
-
-    Args:
-        config: Megatron's configuration.
-        args: As for ``DotProductAttention``.
-        k_channels: Head size of queries and keys, given by latent attention.
-        v_channels: Head size of values, given by latent attention.
-        kwargs: As for ``DotProductAttention``.
-    """
+    packed documents, for which Megatron needs Transformer Engine. All other attention is Megatron's."""
 
     def __init__(
         self,

@@ -30,10 +30,7 @@ _CPU = torch.device("cpu")
 
 
 def _always(value: Any) -> Callable[..., Any]:
-    """A new function that returns ``value``.
-
-    torch.compile keeps one rule per function object, so no two names in torch may share a function.
-    """
+    """A new function that returns ``value``: torch.compile keeps one rule per function object."""
     return lambda *_args, **_kwargs: value
 
 
@@ -84,33 +81,14 @@ def _memory_bytes(pages: str) -> int:
     return os.sysconf(pages) * resource.getpagesize()
 
 
-def _device_properties(*_args: object, **_kwargs: object) -> types.SimpleNamespace:
-    # Compute capability 10, because for lower ones Megatron's argument validation requires
-    # CUDA_DEVICE_MAX_CONNECTIONS=1, which orders work in a GPU's hardware queues.
-    memory_bytes = _memory_bytes("SC_PHYS_PAGES")
-    return types.SimpleNamespace(
-        name="cpu", major=10, minor=0, total_memory=memory_bytes, multi_processor_count=1
-    )
-
-
 def get_rng_state(*_args: object, **_kwargs: object) -> torch.Tensor:
-    """A copy of the device's random state; replaces the getters of torch.cuda and of Megatron.
-
-    With a GPU there are two generators: one for the CPU, and one for the GPU, which Megatron's RNG tracker
-    switches between named states so that dropout is equal or different across ranks, as required. Without a
-    GPU, operations on "device" tensors use the CPU generator, so it takes the place of the GPU's, and random
-    numbers for the host must not change its state.
-    """
+    """A copy of the device's random state: the CPU generator takes the place of the GPU's."""
     return torch.get_rng_state()
 
 
 def set_rng_state(new_state: torch.Tensor, *_args: object, **_kwargs: object) -> None:
-    """Set the device's random state; replaces the setters of torch.cuda and of Megatron."""
+    """Set the device's random state."""
     torch.set_rng_state(new_state)
-
-
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
 
 
 def install() -> None:
@@ -141,8 +119,17 @@ def _install_cuda() -> None:
         "set_device": _always(None),
         # _initialize_distributed and _set_random_seed skip model-parallel set-up when this is 0.
         "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        # Argument checks and log lines.
-        "get_device_properties": _device_properties,
+        # Argument checks and log lines. For a lower compute capability, Megatron requires
+        # CUDA_DEVICE_MAX_CONNECTIONS=1.
+        "get_device_properties": _always(
+            types.SimpleNamespace(
+                name="cpu",
+                major=10,
+                minor=0,
+                total_memory=_memory_bytes("SC_PHYS_PAGES"),
+                multi_processor_count=1,
+            )
+        ),
         "get_device_capability": _always((10, 0)),
         "get_device_name": _always("cpu"),
         # report_memory and the memory lines of the training log: memory of the process.
@@ -163,14 +150,14 @@ def _install_cuda() -> None:
     for namespace in (torch.cuda, torch.cuda.random):
         namespace.get_rng_state = get_rng_state
         namespace.set_rng_state = set_rng_state
-        namespace.manual_seed = _manual_seed
+        namespace.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
     # nvtx_range_push and nvtx_range_pop of megatron.core.utils.
     torch.cuda.nvtx.range_push = _always(None)
     torch.cuda.nvtx.range_pop = _always(None)
 
 
 def _to_host(device: Any) -> Any:
-    """The device to use instead of ``device``; anything that is not a CUDA device is returned unchanged."""
+    """The device to use instead of ``device``."""
     if isinstance(device, torch.device):
         return _CPU if device.type == "cuda" else device
     if isinstance(device, str):
@@ -180,11 +167,7 @@ def _to_host(device: Any) -> Any:
 
 
 def _with_host_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with its device on the host.
-
-    A ``TorchFunctionMode`` is active in one thread only, so it would miss data loader and checkpoint threads,
-    and it slows down every torch call, which would distort measurements on the host platform.
-    """
+    """The function with its device on the host; a ``TorchFunctionMode`` would miss other threads."""
 
     @functools.wraps(function)
     def on_host(*args: Any, **kwargs: Any) -> Any:
@@ -234,9 +217,8 @@ def _install_devices() -> None:
 def _keep_device_state_over_iterator() -> None:
     """Make DataLoader iterators leave the random state unchanged.
 
-    An iterator draws a seed when it is created, and only some ranks have a DataLoader. Without this function,
-    dropout outside the tensor-parallel regions would differ between tensor-parallel ranks, and a resumed run,
-    which creates its iterators after restoring the state, would differ from an uninterrupted one.
+    An iterator draws a seed when it is created, and only some ranks have a DataLoader; a resumed run creates
+    its iterators after it has restored the state.
     """
     create = dataloader._BaseDataLoaderIter.__init__
 

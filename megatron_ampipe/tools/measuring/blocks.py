@@ -34,7 +34,7 @@ from megatron_ampipe.layers.layer import pipelined
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Span
-from megatron_ampipe.schedule.config import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from megatron_ampipe.tools.measuring.bench_job import STOCK_GLOO, Variant
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.meters import StageTimer
@@ -122,7 +122,7 @@ class BlockFactory:
             on_gpu=on_cuda, dtype=DTYPES[case.dtype], head_size=self._config.kv_channels
         )
         spec = get_gpt_layer_local_spec(case.experts, False, normalization=self._config.normalization)
-        use_experts(spec, case)
+        _use_experts(spec, case)
         attention = spec.submodules.self_attention.submodules
         attention.core_attention = ModuleSpec(module=KernelAttention, params={"kernel": self.kernel})
         self._spec = TransformerBlockSubmodules(layer_specs=[spec] * layers)
@@ -145,10 +145,7 @@ class BlockFactory:
     ) -> Layers:
         """The variant as a user would get it, on the parameters of the stock layers.
 
-        Args:
-            variant: Which.
-            recorder: Records every stage; None records nothing.
-            executor: In place of the one that a user gets.
+        ``recorder`` records every stage, and ``executor`` is in place of the one that a user gets.
         """
         config = AMPipeConfig(
             pipeline=variant.pipeline, wire=variant.wire, ranks_per_node=self._ranks_per_node
@@ -160,7 +157,10 @@ class BlockFactory:
             kernel=self.kernel,
             wire=None if variant.wire is None else load_wire(variant.wire),
         )
-        layers = self._on_stock_parameters(pipelined(self._spec, context))
+        layers = self._build(pipelined(self._spec, context))
+        layers.load_state_dict(self.stock.state_dict(keep_vars=True), strict=True, assign=True)
+        shared = dict(self.stock.named_parameters())
+        assert all(parameter is shared[name] for name, parameter in layers.named_parameters())
         layers.gloo_all_to_all = variant.schedule == STOCK_GLOO
         return layers
 
@@ -168,13 +168,6 @@ class BlockFactory:
         """The same layers, their stages run alone and recorded; see :class:`.StageTimer`."""
         recorder, timer = Recorder(num_iterations=num_passes), StageTimer(saved_bytes=saved_bytes)
         return TimedLayers(self.build(variant, recorder=recorder, executor=timer), recorder, timer)
-
-    def _on_stock_parameters(self, spec: TransformerBlockSubmodules) -> Layers:
-        layers = self._build(spec)
-        layers.load_state_dict(self.stock.state_dict(keep_vars=True), strict=True, assign=True)
-        shared = dict(self.stock.named_parameters())
-        assert all(parameter is shared[name] for name, parameter in layers.named_parameters())
-        return layers
 
     def _build(self, spec: TransformerBlockSubmodules) -> Layers:
         layers = Layers(spec, dataclasses.replace(self._config))
@@ -247,30 +240,24 @@ def require(case: Case, *, on_cuda: bool) -> None:
         raise EnvironmentMissing(f"expert_kind {case.expert_kind} (case {case.name}) {missing}")
 
 
-def use_experts(spec: ModuleSpec, case: Case) -> None:
+def _use_experts(spec: ModuleSpec, case: Case) -> None:
     """Put the case's kind of experts into a layer's specification."""
     if case.expert_kind == "sequential":
         return
-    submodules = spec.submodules
-    moe = compat.moe_submodules(submodules.mlp)
-    moe = dataclasses.replace(
-        moe, experts=_torch_grouped() if case.expert_kind == "torch-grouped" else _grouped(case)
-    )
-    submodules.mlp = compat.with_moe_submodules(submodules.mlp, moe)
+    if case.expert_kind == "grouped":
+        # As Megatron's specification for Transformer Engine has them.
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-
-def _grouped(case: Case) -> Any:
-    """As Megatron's specification for Transformer Engine has them."""
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-    mlp = get_moe_module_spec_for_backend(TESpecProvider(), num_experts=case.experts, moe_grouped_gemm=True)
-    return compat.moe_submodules(mlp).experts
-
-
-def _torch_grouped() -> Any:
-    linear = TorchGroupedLinear
-    submodules = GroupedMLPSubmodules(linear_fc1=linear, linear_fc2=linear, activation_func=None)
-    return partial(TEGroupedMLP, submodules=submodules)
+        mlp = get_moe_module_spec_for_backend(
+            TESpecProvider(), num_experts=case.experts, moe_grouped_gemm=True
+        )
+        experts = compat.moe_submodules(mlp).experts
+    else:
+        linear = TorchGroupedLinear
+        submodules = GroupedMLPSubmodules(linear_fc1=linear, linear_fc2=linear, activation_func=None)
+        experts = partial(TEGroupedMLP, submodules=submodules)
+    moe = dataclasses.replace(compat.moe_submodules(spec.submodules.mlp), experts=experts)
+    spec.submodules.mlp = compat.with_moe_submodules(spec.submodules.mlp, moe)
 
 
 class TorchGroupedLinear(torch.nn.Module):

@@ -3,20 +3,19 @@
 :func:`install` replaces ``torch.distributed.all_to_all_single``, which both Megatron's layer and AMPipe's
 look up at every call. So every all-to-all of either, forward and backward, takes ``latency + bytes / rate``
 longer than its copy, on the lane that waits for it: on CPU the thread sleeps, on CUDA a kernel of one thread
-spins on the stream, and so occupies one SM in part. This is how the paper slowed its links (section 4.3).
-``bytes`` is what the rank sends to or receives from others, whichever is more. The small exchange of counts
-takes no longer. The part for CUDA has not been run yet.
+spins on the stream. This is how the paper slowed its links (section 4.3). ``bytes`` is what the rank sends to
+or receives from others, whichever is more. The small exchange of counts takes no longer. The part for CUDA
+has not been run yet.
 
-A GPU changes its clock rate with load and heat, so a number of cycles is not a time. Its ``%globaltimer``
-counts nanoseconds whatever the clock, in steps of at most about a microsecond. torch compiles the kernel with
-the compiler that it brings (NVRTC). Where that fails, or the timer is wrong, cycles are counted.
+A GPU changes its clock rate, so a number of cycles is not a time. Its ``%globaltimer`` counts nanoseconds;
+torch compiles the kernel that reads it (NVRTC). Where that fails, or the timer is wrong, cycles are counted.
 
 Pretended ranks are for one GPU: this process is rank 0 of N. Every other rank is its mirror image: it sends
 as many tokens to each of this rank's experts as this rank sends to the expert of the same place there, and
 these tokens are the ones that this rank sends it, with the opposite sign. This equals one rank with all
 experts, in which expert ``l`` of every other rank has the weights of this rank's expert ``l``, all negated.
-So a row depends on the row that was sent alone, wherever a chunk ends; no row is zero; every buffer holds
-other values; and outputs and all gradients can be compared with those of that layer (the tests do).
+So no row is zero, every buffer holds other values, and outputs and gradients can be compared with those of
+that layer (the tests do).
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class Emulation:
     Attributes:
         clock: The clock of the emulated link.
         why_cycles: Why clock cycles are counted, if they are.
-        num_experts: Of the layer that runs, over all ranks. To be set where ranks are pretended, before a
-            layer runs: a pretended rank has to know which counts are of its experts.
+        num_experts: Of the layer that runs, over all ranks; to be set before it runs where ranks are
+            pretended, which have to know which counts are of their experts.
     """
 
     def __init__(self, *, clock: Literal["host"] | Clock, why_cycles: str | None) -> None:
@@ -73,11 +72,8 @@ class Emulation:
     ) -> _InTurn | None:
         """In place of ``all_gather_into_tensor``: every pretended rank's counts, made of this rank's.
 
-        Args:
-            output: ``[ranks * chunks * experts]``.
-            input: ``[chunks * experts]``, of one chunk or of several that are exchanged at once.
-            group: All ranks.
-            async_op: Whether a handle is wanted.
+        ``input`` is ``[chunks * experts]``, of one chunk or of several that are exchanged at once, and
+        ``output`` ``[ranks * chunks * experts]``.
         """
         ranks = _or_world(group).size()
         experts = self.num_experts

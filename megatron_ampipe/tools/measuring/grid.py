@@ -2,64 +2,63 @@
 
 A grid holds ``cases`` (a list), or ``axes`` (a list of lists: every combination of one entry of each is a
 case, named by joining the entries' names). ``defaults`` hold what an entry does not give. ``fits`` leaves out
-cases that would not have fitted some memory, and ``expected_cases`` says how many must be left.
+cases that would not have fitted some memory.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megatron_ampipe.errors import BadInput
+from megatron_ampipe.errors import BadInput, nearest
 from megatron_ampipe.files.inputs import LinedMapping, load, refuse
 from megatron_ampipe.files.records import read_record
 from megatron_ampipe.files.shipped import find_config
 from megatron_ampipe.plan.block import Block
 
 _ABOVE_0 = {"above": 0}
-_ALIGNED_BYTES = 16
-"""Of a row, for torch's grouped product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One block, with the tokens of one micro-batch."""
+    """One block, with the tokens of one micro-batch.
+
+    Attributes:
+        sequence_length: Rows of the sequence on each rank.
+        batch: Sequences in the micro-batch.
+        hidden: Width of the residual stream.
+        heads: Query heads.
+        query_groups: Key and value heads; the number of query heads if left out.
+        head_size: Width of a head; hidden / heads if left out.
+        experts: Experts over all ranks.
+        topk: Experts per token.
+        ffn: Width inside an expert.
+        shared_ffn: Width inside the shared experts together; none if left out.
+        activation: Inside experts.
+        expert_kind: ``sequential``: a rank's experts one after another. ``grouped``: Transformer Engine's
+            grouped GEMM, as with --moe-grouped-gemm. ``torch-grouped``: torch's grouped GEMM.
+        capacity: Capacity factor; tokens above it are dropped by their position. If left out, none is.
+        dtype: Of parameters and activations.
+    """
 
     name: str
     sequence_length: int
-    """Rows of the sequence on each rank."""
     batch: int
-    """Sequences in the micro-batch."""
     hidden: int
-    """Width of the residual stream."""
     heads: int
-    """Query heads."""
     query_groups: int | None = None
-    """Key and value heads; the number of query heads if left out."""
     head_size: int | None = None
-    """Width of a head; hidden / heads if left out."""
     experts: int
-    """Experts over all ranks."""
     topk: int
-    """Experts per token."""
     ffn: int
-    """Width inside an expert."""
     shared_ffn: int | None = None
-    """Width inside the shared experts together; none if left out."""
     activation: Literal["gelu", "swiglu"]
-    """Inside experts."""
     expert_kind: Literal["sequential", "grouped", "torch-grouped"] = "sequential"
-    """``sequential``: a rank's experts one after another. ``grouped``: Transformer Engine's grouped GEMM, as
-    with --moe-grouped-gemm. ``torch-grouped``: torch's grouped GEMM."""
     capacity: float | None = field(default=None, metadata=_ABOVE_0)
-    """Capacity factor; tokens above it are dropped by their position. If left out, no token is dropped."""
     dtype: Literal["fp32", "bf16", "fp16"]
-    """Of parameters and activations."""
 
 
 def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block:
@@ -97,64 +96,22 @@ def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fits:
-    """Keeps a case if ``blocks * 2 bytes * tokens * hidden * (fixed + per_expert * topk)`` fits in memory."""
+    """Keeps a case if ``blocks * 2 bytes * tokens * hidden * (fixed + per_expert * topk)`` fits in memory.
+
+    Each of ``blocks`` blocks keeps so many tensors of ``tokens * hidden``: ``fixed`` outside the experts, and
+    ``per_expert`` for each expert of a token.
+    """
 
     memory_gib: float = field(metadata=_ABOVE_0)
-    """Memory of the device."""
     blocks: float = field(metadata=_ABOVE_0)
-    """Number of blocks whose tensors are kept at the same time."""
     fixed: float = field(metadata=_ABOVE_0)
-    """Number of tensors of ``tokens * hidden`` outside the experts."""
     per_expert: float = field(metadata=_ABOVE_0)
-    """Number of such tensors for each expert of a token."""
 
     def holds(self, case: Case) -> bool:
         """Whether the case fits."""
         tensors = self.fixed + self.per_expert * case.topk
         size = self.blocks * 2 * case.sequence_length * case.batch * case.hidden * tensors
         return size <= self.memory_gib * 2**30
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A checked grid.
-
-    Attributes:
-        name: Name of the file without suffix.
-        path: The file.
-        cases: In the order of the file, names unique.
-    """
-
-    name: str
-    path: Path
-    cases: tuple[Case, ...]
-
-    def only(self, names: str | None, *, flag: str = "--cases") -> Grid:
-        """The grid with only the cases of these names, separated by commas; with all for None.
-
-        Raises:
-            BadInput: there is no such case.
-        """
-        if names is None:
-            return self
-        chosen, known = names.split(","), [case.name for case in self.cases]
-        for name in chosen:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=3) or known[:3]
-                rule, remedy = f"is not a case of {self.path}", f"Use one of {', '.join(near)}."
-                raise BadInput(flag, name or "(empty)", rule=rule, remedy=remedy)
-        return dataclasses.replace(self, cases=tuple(case for case in self.cases if case.name in chosen))
-
-    def check_ranks(self, num_ranks: int) -> None:
-        """Refuse a number of ranks that cannot share the experts equally.
-
-        Raises:
-            BadInput: the experts of a case are no multiple of it.
-        """
-        for case in self.cases:
-            if case.experts % num_ranks:
-                rule = f"does not divide the {case.experts} experts of case {case.name} in {self.path}"
-                raise BadInput("--ranks", num_ranks, rule=rule, remedy="Use --ranks 2, or change the grid.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +123,6 @@ class _GridFile:
     cases: tuple[LinedMapping, ...] | None = None
     axes: tuple[tuple[LinedMapping, ...], ...] | None = None
     fits: Fits | None = None
-    expected_cases: int | None = None
 
 
 def find_grid(text: str) -> Path:
@@ -178,30 +134,39 @@ def find_grid(text: str) -> Path:
     return find_config(text, folders=["bench"], flag="--grid", what="grid")
 
 
-def read_grid(path: Path) -> Grid:
+def read_grid(
+    path: Path, *, only: str | None = None, flag: str = "--cases", num_ranks: int = 1
+) -> tuple[Case, ...]:
     """Read and check a grid.
 
+    Args:
+        path: The file.
+        only: Names of the wanted cases, separated by commas; None for all.
+        flag: The flag that named them, for the error.
+        num_ranks: Over which the experts are spread.
+
     Raises:
-        BadInput: naming the file, the line and the key that is wrong.
+        BadInput: naming the file, the line and the key that is wrong; there is no such case; or the ranks
+            cannot share the experts equally.
     """
     top = load(path, what="grid", remedy="Look at configs/bench/cpu-small.yaml for the format.")
-    found, lines = read_record(path, _GridFile, top)
+    found, _ = read_record(path, _GridFile, top)
     if (found.cases is None) == (found.axes is None):
         refuse(path, top.line, "cases", "exactly one of cases and axes must be given", "Give cases.")
     axes = found.axes or (found.cases or (),)
     cases = [_case(path, found.defaults, parts) for parts in itertools.product(*axes)]
     cases = [case for case in cases if found.fits is None or found.fits.holds(case)]
-    if not cases:
-        refuse(path, lines["fits"], "fits", "no case is left", "Give a larger memory_gib.")
-    names = [case.name for case in cases]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        refuse(path, top.line, f"name {twice}", "two cases have it", "Give each case a different name.")
-    if found.expected_cases not in (None, len(cases)):
-        key = "expected_cases"
-        rule, remedy = f"{len(cases)} cases are left", f"Write {len(cases)}."
-        refuse(path, lines[key], f"{key} {found.expected_cases}", rule, remedy)
-    return Grid(path.stem, path, tuple(cases))
+    by_name = {case.name: case for case in cases}
+    if not cases or len(by_name) < len(cases):
+        refuse(path, top.line, "cases", "none is left, or two have one name", "Give each another name.")
+    chosen = list(by_name) if only is None else only.split(",")
+    for name in chosen:
+        if name not in by_name:
+            raise BadInput(flag, name, rule=f"is not a case of {path}", remedy=nearest(name, by_name))
+        if by_name[name].experts % num_ranks:
+            rule = f"does not divide the {by_name[name].experts} experts of case {name} in {path}"
+            raise BadInput("--ranks", num_ranks, rule=rule, remedy="Use --ranks 2, or change the grid.")
+    return tuple(case for case in cases if case.name in chosen)
 
 
 def _case(path: Path, defaults: LinedMapping | None, parts: Sequence[LinedMapping]) -> Case:
@@ -210,30 +175,11 @@ def _case(path: Path, defaults: LinedMapping | None, parts: Sequence[LinedMappin
     for part in parts if defaults is None else (defaults, *parts):
         merged.update(part)
         merged.lines.update(part.lines)
-    merged["name"] = "-".join(_name(path, part) for part in parts)
+    names = [str(part["name"]) for part in parts if "name" in part]
+    if len(names) == len(parts):
+        merged["name"] = "-".join(names)
     case, lines = read_record(path, Case, merged, add="Add '{key}: ...' here or to defaults.")
-
-    def check(good: bool, key: str, rule: str, remedy: str) -> None:
-        if not good:
-            refuse(path, lines[key], f"{key} {getattr(case, key)} (case {case.name})", rule, remedy)
-
-    whole = case.head_size is not None or case.hidden % case.heads == 0
-    check(whole, "heads", f"does not divide hidden {case.hidden}", "Choose a divisor, or give head_size.")
-    whole = case.query_groups is None or case.heads % case.query_groups == 0
-    check(whole, "query_groups", f"does not divide heads {case.heads}", "Choose a divisor.")
-    enough = case.topk <= case.experts
-    check(enough, "topk", f"is above experts {case.experts}", f"Choose at most {case.experts}.")
-    if case.expert_kind == "torch-grouped":
-        multiple = _ALIGNED_BYTES // (4 if case.dtype == "fp32" else 2)
-        for key in ("hidden", "ffn"):
-            rule = f"is no multiple of {multiple}, which expert_kind torch-grouped needs"
-            check(getattr(case, key) % multiple == 0, key, rule, "Choose one, or another expert_kind.")
+    if case.head_size is None and case.hidden % case.heads:
+        rule, remedy = f"does not divide hidden {case.hidden}", "Choose a divisor, or give head_size."
+        refuse(path, lines["heads"], f"heads {case.heads} (case {case.name})", rule, remedy)
     return case
-
-
-def _name(path: Path, part: LinedMapping) -> str:
-    name = part.get("name")
-    if not isinstance(name, str) or not name:
-        rule = "must be text" if "name" in part else "is missing"
-        refuse(path, part.lines.get("name", part.line), "name", rule, "Write for example 'name: top1'.")
-    return name

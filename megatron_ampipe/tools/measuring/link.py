@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.tools.whole_numbers import at_least
+from megatron_ampipe.files.inputs import at_least
 
 NO_LINK, RANKS = "none", 2
 """Where ``--link`` is not given, and where neither ``--ranks`` nor ``--nodes`` is."""
@@ -21,10 +22,14 @@ _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12,
                "kB/s": 8e3, "MB/s": 8e6, "GB/s": 8e9, "TB/s": 8e12}  # fmt: skip
 _LATENCY_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _MINIMUM_BIT_PER_S = 100e3
-_CLASSES = ("inter", "intra")
+_RATE, _TIME = (rf"\d+(?:\.\d+)?(?:{'|'.join(units)})" for units in (_RATE_UNITS, _LATENCY_UNITS))
+_LINK = re.compile(
+    rf"(?P<rate>{_RATE})|emulated:(?P<emulated>{_RATE})(:(?P<latency>{_TIME}))?"
+    rf"|inter=(?P<inter>{_RATE}),intra=(?P<intra>{_RATE})"
+)
 _REMEDY = (
-    "Write none, a rate (200mbit, 25MB/s), emulated:RATE or emulated:RATE:LATENCY (emulated:20GB/s:10us), or "
-    "inter=RATE,intra=RATE with --nodes and --ranks-per-node."
+    "Write none, a rate (200mbit, 25MB/s), emulated:RATE or emulated:RATE:LATENCY "
+    "(emulated:20GB/s:10us), or inter=RATE,intra=RATE with --nodes and --ranks-per-node."
 )
 _EXAMPLE = "--link inter=50mbit,intra=400mbit --nodes 2 --ranks-per-node 2"
 
@@ -41,23 +46,6 @@ class LinkKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
-    """The second class of links: a network within each node, which is used at the same time as the other.
-
-    Attributes:
-        ranks_per_node: Ranks of a node; they follow one another.
-        rate_bit_per_s: Of each rank within its node, in each direction.
-    """
-
-    ranks_per_node: int
-    rate_bit_per_s: float
-
-    def node_of(self, rank: int) -> int:
-        """The node of a rank."""
-        return rank // self.ranks_per_node
-
-
-@dataclass(frozen=True, slots=True)
 class Link:
     """A link between ranks.
 
@@ -65,14 +53,17 @@ class Link:
         text: As the user wrote it.
         rate_bit_per_s: Of each rank, in each direction; None without a limit. With nodes, between them.
         latency_s: Added to every all-to-all of an emulated link.
-        nodes: Where ranks of a node have another network among themselves; None where all have one.
+        ranks_per_node: Ranks of a node, which follow one another; None where all ranks have one network.
+        within_node_bit_per_s: The rate of the network that ranks of a node have among themselves, which is
+            used at the same time as the other.
     """
 
     text: str
     kind: LinkKind
     rate_bit_per_s: float | None = None
     latency_s: float = 0.0
-    nodes: Nodes | None = None
+    ranks_per_node: int | None = None
+    within_node_bit_per_s: float | None = None
 
     @property
     def emulated(self) -> bool:
@@ -89,44 +80,29 @@ def parse_link(text: str, *, ranks_per_node: int | None = None) -> Link:
     """Read the value of ``--link``, with that of ``--ranks-per-node`` for two classes of links.
 
     Raises:
-        BadInput: it has none of the forms, or a figure is out of range.
+        BadInput: it has none of the forms, or a rate is too low.
     """
     if text == NO_LINK:
         return Link(text, LinkKind.NONE)
-    if "=" in text:
-        rates = dict(part.partition("=")[::2] for part in text.split(","))
-        if sorted(rates) != sorted(_CLASSES) or text.count("=") != 2 or ranks_per_node is None:
-            raise _refused(text, f"two classes of links are written as in {_EXAMPLE}")
-        inter, intra = (_rate(text, rates[name]) for name in _CLASSES)
-        text = f"{text},ranks-per-node={ranks_per_node}"
-        return Link(text, LinkKind.NETWORK, inter, nodes=Nodes(ranks_per_node, intra))
-    head, *rest = text.split(":")
-    if head != "emulated":
-        if rest:
-            raise _refused(text, "only an emulated link takes a latency")
-        return Link(text, LinkKind.NETWORK, _rate(text, text))
-    if not 1 <= len(rest) <= 2:
-        raise _refused(text, "an emulated link has a rate and at most a latency")
-    latency_s = _quantity(text, rest[1], _LATENCY_UNITS, "latency") if len(rest) == 2 else 0.0
-    return Link(text, LinkKind.EMULATED, _rate(text, rest[0]), latency_s)
+    found = _LINK.fullmatch(text)
+    if found is None or (found["inter"] and ranks_per_node is None):
+        raise BadInput("--link", text or "(empty)", rule="is not a link", remedy=_REMEDY)
+    rate = _quantity(found["rate"] or found["emulated"] or found["inter"], _RATE_UNITS)
+    if found["inter"]:
+        text, within = f"{text},ranks-per-node={ranks_per_node}", _quantity(found["intra"], _RATE_UNITS)
+        link = Link(text, LinkKind.NETWORK, rate, 0.0, ranks_per_node, within)
+    elif found["emulated"]:
+        link = Link(text, LinkKind.EMULATED, rate, _quantity(found["latency"] or "0s", _LATENCY_UNITS))
+    else:
+        link = Link(text, LinkKind.NETWORK, rate)
+    if min(rate, link.within_node_bit_per_s or rate) < _MINIMUM_BIT_PER_S:
+        raise BadInput("--link", text, rule="is below 100kbit, at which no run would end", remedy=_REMEDY)
+    return link
 
 
-def _rate(text: str, rate: str) -> float:
-    bit_per_s = _quantity(text, rate, _RATE_UNITS, "rate")
-    if bit_per_s < _MINIMUM_BIT_PER_S:
-        raise _refused(text, "is below 100kbit, at which no run would end")
-    return bit_per_s
-
-
-def _quantity(text: str, quantity: str, units: dict[str, float], what: str) -> float:
-    parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z/]+)", quantity)
-    if parts is None or parts[2] not in units:
-        raise _refused(text, f"{quantity!r} is not a {what}: a number and one of {', '.join(units)}")
-    return float(parts[1]) * units[parts[2]]
-
-
-def _refused(text: str, rule: str) -> BadInput:
-    return BadInput("--link", text or "(empty)", rule=rule, remedy=_REMEDY)
+def _quantity(text: str, units: Mapping[str, float]) -> float:
+    number = text.rstrip("".join(units))
+    return float(number) * units[text.removeprefix(number)]
 
 
 def add_link_arguments(parser: argparse.ArgumentParser, *, fewest_ranks: int) -> None:
@@ -153,11 +129,8 @@ def link_of(arguments: argparse.Namespace) -> Link:
     text = arguments.link or NO_LINK
     for flag, value in (("--nodes", arguments.nodes), ("--ranks-per-node", arguments.ranks_per_node)):
         if (value is None) == ("=" in text):
-            if value is None:
-                rule = f"has two classes of links, and needs {flag}"
-                raise BadInput("--link", text, rule=rule, remedy=f"Use for example {_EXAMPLE}.")
-            rule = f"has no effect with --link {text}"
-            raise BadInput(flag, value, rule=rule, remedy=f"Use for example {_EXAMPLE}.")
+            rule = f"is needed with two classes of links, and only there: --link is {text}"
+            raise BadInput(flag, value or "", rule=rule, remedy=f"Use for example {_EXAMPLE}.")
     return parse_link(text, ranks_per_node=arguments.ranks_per_node)
 
 

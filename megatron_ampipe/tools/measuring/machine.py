@@ -38,12 +38,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def is_clean() -> bool | None:
-    """Whether tracked files are as the commit of :func:`versions` has them; None where there is no commit."""
-    commit = _commit()
-    return None if commit is None else not commit.endswith("-dirty")
-
-
 def num_gpus() -> int:
     """How many CUDA devices there are; imports torch only where the driver shows one."""
     if sys.platform != "linux" or not any(Path("/dev").glob("nvidia[0-9]*")):

@@ -1,10 +1,10 @@
 """What is measured of a pass besides its time: each stage alone, the peak of its memory, the bytes it sends.
 
 **Stages alone** (:class:`StageTimer`). Before each collective the ranks meet at a barrier outside the
-measured time, so that a collective's time is its transfer and not the wait for a peer that was still
-computing. A shaped link saves up while it is idle; in a pipeline that only happens before the first
-collective, so only the first one has that advantage here. On a GPU the stream is kept busy until a stage is
-issued, so that its time is that of its kernels, not of their launches.
+measured time, so that its time is its transfer and not the wait for a peer that was still computing. A shaped
+link saves up while it is idle; in a pipeline that only happens before the first collective, so only the first
+one has that advantage here. On a GPU the stream is kept busy until a stage is issued, so that its time is
+that of its kernels, not of their launches.
 
 **Memory** (:func:`peak_bytes`). On a CPU, every storage that an operation returns counts from then until it
 is freed, so the number is the same on every machine; what a kernel allocates internally is not seen. Watching
@@ -21,11 +21,10 @@ import statistics
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,15 +39,18 @@ from megatron_ampipe.runtime.saved_tensors import is_host_memory
 from megatron_ampipe.runtime.streams import Crossing
 from megatron_ampipe.runtime.tape import Call, Tape
 from megatron_ampipe.schedule import Direction, Exchange, Stage, stage_from_text
-from megatron_ampipe.tools.measuring.link import Nodes
 from megatron_ampipe.tools.measuring.network import INTERFACE, WITHIN_NODE
+
+_FIRST_S, _LEAST_S, _MOST_S = 5e-3, 2e-4, 1e-2
+_CYCLES_PER_S = 2e9
+"""At least as many as a GPU has, so that a time does not become shorter."""
 
 
 class StageTimer:
     """Runs stages one after another in the order they are issued; see ``runtime.executors.Executor``.
 
     Args:
-        saved_bytes: Bytes that the link lets through at once after it was idle.
+        saved_bytes: Bytes that the link lets through at once after it was idle; on a CPU.
     """
 
     host_waits = False
@@ -58,7 +60,8 @@ class StageTimer:
         self._saved_bytes = saved_bytes
         self.needs: dict[str, dict[str, list[str]]] = {}
         """By direction and stage of a whole pass, the names of the stages it waited for."""
-        self.queue = FullQueue()
+        self._busy_s: dict[str, float] = {}
+        self._issued_us: dict[tuple[str, str], list[float]] = {}
 
     def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
         """Every stage once, each recorded while nothing else runs."""
@@ -66,66 +69,43 @@ class StageTimer:
         def name(stage: Stage) -> str:
             return _name(stage, recorder.layers[stage.layer])
 
-        self.needs.setdefault(recorder.direction.value, {}).update(
-            {
-                name(call.stage): [name(tape.calls[position].stage) for position in call.needs]
-                for call in tape.calls
-            }
-        )
-        on_cuda = torch.cuda.is_available()
-        collectives = dict.fromkeys(
-            call.stage for call in tape.calls if call.stage.is_communication and not call.stage.kind.copies
-        )
-        first_collective = next(iter(collectives), None)
+        needs = self.needs.setdefault(recorder.direction.value, {})
+        for call in tape.calls:
+            needs[name(call.stage)] = [name(tape.calls[position].stage) for position in call.needs]
+        on_cuda, is_first = torch.cuda.is_available(), True
         for call in tape.calls:
             stage = call.stage
-            if stage in collectives:
+            if stage.is_communication and not stage.kind.copies:
                 if on_cuda:
                     torch.cuda.synchronize()
                 dist.barrier()
-                if self._saved_bytes and stage != first_collective:
-                    _spend(self._saved_bytes, on_cuda=on_cuda)
+                if self._saved_bytes and not is_first:
+                    _spend(self._saved_bytes)
+                is_first = False
             if on_cuda:
                 # By events: with a host's clock the wait for the device would be part of every stage.
                 with (
-                    self.queue.ahead_of(stage.kind.name, recorder.direction.value),
+                    self._busy(stage.kind.name, recorder.direction.value),
                     recorder.on_stream(call.lane, stage, torch.cuda.current_stream()),
                 ):
                     finish(run(call))
             else:
                 run_on_host(call, run, recorder)
 
-
-_FIRST_S, _LEAST_S, _MOST_S = 5e-3, 2e-4, 1e-2
-_CYCLES_PER_S = 2e9
-"""At least as many as a GPU has, so that a time does not become shorter."""
-
-
-class FullQueue:
-    """Keeps the current CUDA stream busy while the host issues something, so that all of it is queued.
-
-    How long it has to be kept busy is learned by kind from how long the host took the last time.
-    """
-
-    def __init__(self) -> None:
-        self._busy_s: dict[str, float] = {}
-        self._issued_us: dict[tuple[str, str], list[float]] = {}
-        self.starved: Counter[str] = Counter()
-        """By kind, how often the device had nothing left to do before all was issued: the host was slower
-        than before, or waited for the device itself (the times then include that)."""
-
     @contextmanager
-    def ahead_of(self, kind: str, direction: str) -> Iterator[None]:
-        """Busy from here on; what is issued within begins when this ends."""
+    def _busy(self, kind: str, direction: str) -> Iterator[None]:
+        """Keeps the current CUDA stream busy while the host issues something, so that all of it is queued.
+
+        For how long is learned by kind from how long the host took the last time.
+        """
         torch.cuda._sleep(int(self._busy_s.get(kind, _FIRST_S) * _CYCLES_PER_S))
         over = torch.cuda.Event()
         over.record()
         begin_s = time.perf_counter()
         yield
         took_s = time.perf_counter() - begin_s
-        if over.query():
-            self.starved[kind] += 1
-        else:
+        # Else the device ran out of work before all was issued: the host may have waited for it.
+        if not over.query():
             self._issued_us.setdefault((direction, kind), []).append(took_s * 1e6)
         self._busy_s[kind] = min(max(2 * took_s, _LEAST_S), _MOST_S)
 
@@ -137,17 +117,12 @@ class FullQueue:
         return found
 
 
-def _spend(saved_bytes: int, *, on_cuda: bool) -> None:
+def _spend(saved_bytes: int) -> None:
     """Use up what the link has saved: twice as many bytes, so that the second half goes at its rate."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    sent, received = (
-        torch.zeros(2 * saved_bytes, dtype=torch.uint8, device="cuda" if on_cuda else "cpu") for _ in range(2)
-    )
-    exchange = [
-        dist.P2POp(dist.isend, sent, (rank + 1) % ranks),
-        dist.P2POp(dist.irecv, received, (rank - 1) % ranks),
-    ]
-    for work in dist.batch_isend_irecv(exchange):
+    sent, received = (torch.zeros(2 * saved_bytes, dtype=torch.uint8) for _ in range(2))
+    works = [dist.isend(sent, (rank + 1) % ranks), dist.irecv(received, (rank - 1) % ranks)]
+    for work in works:
         work.wait()
 
 
@@ -312,24 +287,6 @@ def sent_bytes() -> dict[str, int]:
     return sent
 
 
-class _Routing(NamedTuple):
-    """What a router decided.
-
-    Attributes:
-        map: ``[T, E]`` bool.
-        row: ``[1, D]``, of the size and dtype of a token.
-        probability_bytes: Of a probability.
-    """
-
-    map: Tensor
-    row: Tensor
-    probability_bytes: int
-
-    def bytes_of(self, row_bytes: int, probabilities: int) -> int:
-        """Of a row of so many bytes in a pass, with so many probabilities."""
-        return _EXCHANGES * row_bytes + _WITH_PROBABILITIES * probabilities * self.probability_bytes
-
-
 class Routings:
     """The routing of the latest pass through Megatron's layers.
 
@@ -338,7 +295,7 @@ class Routings:
     """
 
     def __init__(self, layers: torch.nn.Module) -> None:
-        self._found: dict[int, _Routing] = {}
+        self._found: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._num_local_experts = layers.layers[0].mlp.num_local_experts
         self._hooks = [
             layer.mlp.router.register_forward_hook(self._keep(number))
@@ -349,7 +306,7 @@ class Routings:
         def keep(_module: torch.nn.Module, arguments: tuple[Tensor, ...], result: tuple[Tensor, ...]) -> None:
             (hidden, *_), (probs, routing_map) = arguments, result
             row = hidden.new_zeros(1, hidden.shape[-1])
-            self._found[number] = _Routing(routing_map, row, probs.element_size())
+            self._found[number] = routing_map, row, probs.element_size()
 
         return keep
 
@@ -359,46 +316,51 @@ class Routings:
             hook.remove()
 
     def expected_bytes(
-        self, exchange: Exchange, *, wire: str | None = None, rank: int, nodes: Nodes | None
+        self, exchange: Exchange, *, wire: str | None = None, rank: int, ranks_per_node: int | None
     ) -> dict[str, int]:
         """What sending this rank's tokens to other ranks, and the experts' outputs back, takes in a pass.
 
-        By class of links.
-
-        Rows and probabilities with their gradients, without headers and without the exchange of counts. Half
-        of it is sent by this rank, the other half by those of the experts.
+        By class of links. Rows and probabilities with their gradients, without headers and without the
+        exchange of counts. Half of it is sent by this rank, the other half by those of the experts.
 
         Args:
             exchange: How the all-to-all groups copies of a token.
             wire: What rows become while they travel, as ``--ampipe-wire``.
             rank: Of this process, in the order of the experts.
-            nodes: The nodes, if there are any.
+            ranks_per_node: Ranks of a node; None where there is one class of links.
         """
-        total = dict.fromkeys(CLASSES if nodes is not None else ["inter"], 0)
-        for routing in self._found.values():
-            by_rank = routing.map.unflatten(1, (-1, self._num_local_experts))
-            copies = exchange.sends_every_copy
-            rows = (by_rank.sum(dim=2) if copies else by_rank.any(dim=2)).sum(dim=0)
-            parts: Sequence[Tensor] = [routing.row]
+        local, copies = self._num_local_experts, exchange.sends_every_copy
+        inter = intra = 0
+        for routing_map, row, probability_bytes in self._found.values():
+            parts: Sequence[Tensor] = [row]
             if wire is not None:
-                parts = load_wire(wire).encode(routing.row, Trip(1, 0, "dispatch", Direction.FORWARD))
-            sent = sum(part.nbytes for part in parts)
-            row_bytes = routing.bytes_of(sent, 1 if copies else self._num_local_experts)
+                parts = load_wire(wire).encode(row, Trip(1, 0, "dispatch", Direction.FORWARD))
+            sent_bytes_of_row = sum(part.nbytes for part in parts)
+
+            def size(row_bytes: int, experts: int, probability_bytes: int = probability_bytes) -> int:
+                """Of a row with its probabilities, to a place with so many experts."""
+                probabilities = _WITH_PROBABILITIES * (1 if copies else experts) * probability_bytes
+                return _EXCHANGES * row_bytes + probabilities
+
+            def rows_to(experts: int, routing_map: Tensor = routing_map) -> Tensor:
+                """By place with so many experts, how many rows it gets."""
+                places = routing_map.unflatten(1, (-1, experts))
+                return (places.sum(dim=2) if copies else places.any(dim=2)).sum(dim=0)
+
+            to_ranks = rows_to(local)
+            peers = torch.arange(len(to_ranks), device=to_ranks.device)
             if exchange.has_two_hops:
-                assert nodes is not None
-                of_node = nodes.ranks_per_node * self._num_local_experts
-                to_nodes = routing.map.unflatten(1, (-1, of_node))
-                by_node = (to_nodes.sum(dim=2) if copies else to_nodes.any(dim=2)).sum(dim=0).tolist()
-                others = sum(by_node) - by_node[nodes.node_of(rank)]
-                total["inter"] += others * routing.bytes_of(sent, 1 if copies else of_node)
-                # Within a node, rows travel as they are.
-                row_bytes = routing.bytes_of(routing.row.nbytes, 1 if copies else self._num_local_experts)
-            for peer, num_rows in enumerate(rows.tolist()):
-                if exchange.has_two_hops:
-                    # Handed on by the rank of that node which has this rank's place.
-                    if (peer - rank) % nodes.ranks_per_node:
-                        total["intra"] += num_rows * row_bytes
-                elif peer != rank:
-                    same = nodes is not None and nodes.node_of(peer) == nodes.node_of(rank)
-                    total["intra" if same else "inter"] += num_rows * row_bytes
-        return total
+                assert ranks_per_node is not None
+                of_node = ranks_per_node * local
+                others = rows_to(of_node)
+                others[rank // ranks_per_node] = 0
+                inter += int(others.sum()) * size(sent_bytes_of_row, of_node)
+                # Handed on within the node, as they are, by the rank that has this rank's place there.
+                handed_on = (peers - rank) % ranks_per_node != 0
+                intra += int(to_ranks[handed_on].sum()) * size(row.nbytes, local)
+                continue
+            to_ranks[rank] = 0
+            near = peers // ranks_per_node == rank // ranks_per_node if ranks_per_node else peers < 0
+            inter += int(to_ranks[~near].sum()) * size(sent_bytes_of_row, local)
+            intra += int(to_ranks[near].sum()) * size(sent_bytes_of_row, local)
+        return {"inter": inter, "intra": intra} if ranks_per_node is not None else {"inter": inter}

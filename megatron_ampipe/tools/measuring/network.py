@@ -15,12 +15,13 @@ same time, and each is counted separately.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_ampipe.errors import EnvironmentMissing, RunFailed
 from megatron_ampipe.tools.measuring.link import Link, LinkKind, parse_link
@@ -73,8 +74,7 @@ def _lacking() -> str | None:
     return f"{' and '.join(missing)} not found (packages iproute2 and util-linux)" if missing else None
 
 
-@dataclass(frozen=True, slots=True)
-class LinkChoice:
+class LinkChoice(NamedTuple):
     """What to run over.
 
     Attributes:
@@ -123,15 +123,11 @@ def _why_not(prefix: Sequence[str], link: Link) -> str | None:
         return reason
     command = [*prefix, sys.executable, "-m", "megatron_ampipe.tools.measuring.network", link.text]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TRIAL_TIMEOUT_S
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    if done.returncode == 0:
-        return None
-    said = done.stderr.strip().splitlines()
-    return said[-1] if said else f"'{' '.join(command)}' ended with code {done.returncode}"
+    said = done.stderr.strip().splitlines()[-1:] or [f"it ended with code {done.returncode}"]
+    return said[0] if done.returncode else None
 
 
 def enter_namespace() -> None:
@@ -153,32 +149,35 @@ def joined(pids: Sequence[int], link: Link) -> Iterator[None]:
     Raises:
         NetworkUnavailable: the kernel does not allow it.
     """
-    rate_bit_per_s, nodes = link.rate_bit_per_s, link.nodes
-    assert rate_bit_per_s is not None
+    assert link.rate_bit_per_s is not None
+    ranks = list(range(len(pids)))
     with contextlib.ExitStack() as stack:
-        _connect(stack, pids, INTERFACE, rate_bit_per_s)
-        for rank, pid in enumerate(pids):
+        for pid in pids:
             _inside(pid, "ip", "link", "set", "lo", "up")
-            if len(pids) > 1:
-                _inside(pid, "ip", "address", "add", f"{_address(rank)}/16", "dev", INTERFACE)
-                _inside(pid, "ip", "link", "set", INTERFACE, "gso_max_size", str(_SEGMENT_BYTES), "up")
-                # A namespace can use only what its host lists; a route can use any.
-                _inside(pid, "ip", "route", "change", _SUBNET, "dev", INTERFACE, "src", _address(rank),
-                        "congctl", _CONGESTION_CONTROL)  # fmt: skip
-                _shape(pid, INTERFACE, rate_bit_per_s)
-        if nodes is not None:
-            for first in range(0, len(pids), nodes.ranks_per_node):
-                _join_node(stack, range(first, first + nodes.ranks_per_node), pids, nodes.rate_bit_per_s)
+        if len(pids) > 1:
+            _connect(stack, pids, INTERFACE, link.rate_bit_per_s)
+        for rank, pid in enumerate(pids if len(pids) > 1 else ()):
+            _inside(pid, "ip", "address", "add", f"{_address(rank)}/16", "dev", INTERFACE)
+            # A namespace can use only what its host lists; a route can use any.
+            _inside(pid, "ip", "route", "change", _SUBNET, "dev", INTERFACE, *_route(rank))
+        if link.ranks_per_node is not None and link.within_node_bit_per_s is not None:
+            # A rank has one address, and routes say over which interface it is reached.
+            for first in ranks[:: link.ranks_per_node]:
+                node = ranks[first : first + link.ranks_per_node]
+                _connect(stack, [pids[rank] for rank in node], WITHIN_NODE, link.within_node_bit_per_s)
+                for rank, peer in itertools.permutations(node, 2):
+                    to_peer = (f"{_address(peer)}/32", "dev", WITHIN_NODE, *_route(rank))
+                    _inside(pids[rank], "ip", "route", "add", *to_peer)
         yield
 
 
 def _connect(stack: contextlib.ExitStack, pids: Sequence[int], interface: str, rate_bit_per_s: float) -> None:
-    """Give each process an interface, all of them on one wire or bridge; a bridge shapes what it sends."""
+    """Give each process a shaped interface, all of them on one wire or bridge, which shapes what it sends."""
     if len(pids) == 2:
         first, second = pids
         _run("ip", "link", "add", "name", interface, "netns", str(first), "type", "veth",
              "peer", "name", interface, "netns", str(second))  # fmt: skip
-    elif len(pids) > 2:
+    else:
         switch = stack.enter_context(_holder())
         _inside(switch, "ip", "link", "add", "switch", "type", "bridge")
         _inside(switch, "ip", "link", "set", "switch", "up")
@@ -188,21 +187,13 @@ def _connect(stack: contextlib.ExitStack, pids: Sequence[int], interface: str, r
                  "peer", "name", port, "netns", str(switch))  # fmt: skip
             _inside(switch, "ip", "link", "set", port, "master", "switch", "up")
             _shape(switch, port, rate_bit_per_s)
+    for pid in pids:
+        _inside(pid, "ip", "link", "set", interface, "gso_max_size", str(_SEGMENT_BYTES), "up")
+        _shape(pid, interface, rate_bit_per_s)
 
 
-def _join_node(
-    stack: contextlib.ExitStack, ranks: Sequence[int], pids: Sequence[int], rate_bit_per_s: float
-) -> None:
-    """The network of one node: a rank has one address, and routes say over which interface it is reached."""
-    _connect(stack, [pids[rank] for rank in ranks], WITHIN_NODE, rate_bit_per_s)
-    for rank in ranks:
-        pid = pids[rank]
-        _inside(pid, "ip", "link", "set", WITHIN_NODE, "gso_max_size", str(_SEGMENT_BYTES), "up")
-        for peer in ranks:
-            if peer != rank:
-                _inside(pid, "ip", "route", "add", f"{_address(peer)}/32", "dev", WITHIN_NODE,
-                        "src", _address(rank), "congctl", _CONGESTION_CONTROL)  # fmt: skip
-        _shape(pid, WITHIN_NODE, rate_bit_per_s)
+def _route(rank: int) -> tuple[str, ...]:
+    return ("src", _address(rank), "congctl", _CONGESTION_CONTROL)
 
 
 def _address(rank: int) -> str:

@@ -1,48 +1,47 @@
 """What ``ampipe profile`` times on every rank, and how: computation, collectives, and a real block.
 
-**Computation**: matrix products, core attention, passes over memory, permutation, in
-the sizes of a block's stages, whole and cut into up to 16 chunks. All ranks measure at the same time, as they
-compute in training, or those that share a core in turns.
+**Computation**: matrix products, core attention, passes over memory, permutation, in the sizes of a block's
+stages, whole and cut into up to 16 chunks. All ranks measure at the same time, as they compute in training,
+or those that share a core in turns.
 
-**Collectives**, by the functions that training calls, and how they and computation slow
-each other. Sizes are what one rank sends to the others of its group. Within a node, that is all of its ranks.
-Between nodes, AMPipe's all-to-all is between the ranks of one place in all nodes, as in the first of two
-hops. The other collectives there are between all ranks of all nodes, and the size of an all-to-all is then
-what leaves the node. Every rank measures the same things in the same order.
+**Collectives**, by the functions that training calls, and how they and computation slow each other. Sizes are
+what one rank sends to the others of its group. Within a node, that is all of its ranks. Between nodes,
+AMPipe's all-to-all is between the ranks of one place in all nodes, as in the first of two hops. The other
+collectives there are between all ranks of all nodes, and the size of an all-to-all is then what leaves the
+node. Every rank measures the same things in the same order.
 
 **A real block** (:func:`block_times`), stage by stage and as a whole, and Megatron's own: what they take
 beyond their operations. It is built, and its stages run alone, as in ``ampipe bench``.
 
 All operations are timed once in each round, so that a disturbance of some seconds hits a few rounds of all of
-them, which the medians ignore, and not all rounds of a few.
+them, which the medians ignore.
 """
 
 from __future__ import annotations
 
 import statistics
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.attention.kernels import KERNELS
-from megatron_ampipe.runtime.collectives import all_gather_rows, exchange_rows
+from megatron_ampipe.runtime.collectives import exchange_rows
 from megatron_ampipe.runtime.executors import SequentialExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.saved_tensors import HostCopies
 from megatron_ampipe.schedule import Direction, Span
-from megatron_ampipe.tools.measuring.bench_job import Cut, Variant
+from megatron_ampipe.tools.measuring.bench_job import Variant
 from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.measuring.cluster_fit import Sample
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.meters import stage_times
 from megatron_ampipe.tools.measuring.ranks import Rank
-from megatron_ampipe.tools.measuring.timed_passes import Passes, meet
+from megatron_ampipe.tools.measuring.timed_passes import Clock, Passes, meet
 
 WARMUP = 2
 """Rounds that do not count."""
@@ -67,14 +66,14 @@ def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int, t
         turns: In how many turns ranks time their computation: as many as share a core.
 
     Returns:
-        ``samples``, ``slowdowns``, ``block`` (:func:`block_times`), ``kernel`` and ``fused_gradients``.
+        ``samples``, ``slowdowns``, ``block`` and ``issue_of`` (:func:`block_times`), ``kernel`` and
+        ``fused_gradients``.
     """
     job = rank.job
-    watch = Stopwatch(repeats=repeats, on_cuda=job.on_cuda, alive=lambda: rank.say("alive"))
     factory = BlockFactory(
         case, rank=rank.number, num_ranks=job.num_ranks, on_cuda=job.on_cuda, seed=job.seed
     )
-    operations = Operations(case, watch=watch, kernel=factory.kernel)
+    operations = Operations(rank, case, repeats=repeats, kernel=factory.kernel)
     links = link_groups(ranks_per_node)
     samples = []
     for turn in range(turns):
@@ -82,18 +81,18 @@ def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int, t
         if rank.number % turns == turn:
             # Ranks that share a core would be timed together or alone by chance. What sharing costs is in the
             # stages of the block, which all ranks run at the same time.
-            samples = watch.samples(list(operations.computation()))
+            samples = timed(rank, list(operations.computation()), repeats=repeats)
     meet(on_cuda=job.on_cuda)
     rank.progress()
-    samples += watch.samples([probe for link in links for probe in operations.traffic(link)])
+    samples += timed(rank, [each for link in links for each in operations.traffic(link)], repeats=repeats)
     rank.progress()
     # On the links where the longest transfers are.
     slowdowns = operations.slowdowns(links[-1].exchange)
     rank.progress()
     return {
-        "samples": [asdict(sample) for sample in samples],
+        "samples": samples,
         "slowdowns": slowdowns,
-        "block": block_times(rank, case, factory, watch=watch),
+        **block_times(rank, case, factory, repeats=repeats),
         "kernel": factory.kernel,
         "fused_gradients": factory.fused_gradients,
     }
@@ -118,71 +117,37 @@ class Probe:
     together: bool = False
 
 
-class Stopwatch:
-    """Medians of repeated calls.
+def timed(rank: Rank[Any], probes: Sequence[Probe], *, repeats: int) -> list[Sample]:
+    """The typical time of each operation over so many calls, all of them timed in turns.
 
-    Args:
-        repeats: How often each operation is timed.
-        on_cuda: Whether it runs on the device, whose events then time it.
-        alive: Called after a call, but at most once a second: signs of life must not slow short calls down.
+    Of a computation that is the median. Of a collective it is the lower quartile: on a host, a thread of
+    the backend that has to wait for the scheduler's next tick adds 4 ms to whatever the transfer takes,
+    sometimes to more than half of the calls (docs/log).
     """
-
-    def __init__(self, *, repeats: int, on_cuda: bool, alive: Callable[[], None]) -> None:
-        self.repeats, self.on_cuda = repeats, on_cuda
-        self._alive, self._last_sign = alive, time.monotonic()
-
-    def samples(self, probes: Sequence[Probe]) -> list[Sample]:
-        """The typical time of each operation, all of them timed in turns.
-
-        Of a computation that is the median. Of a collective it is the lower quartile: on a host, a thread of
-        the backend that has to wait for the scheduler's next tick adds 4 ms to whatever the transfer takes,
-        sometimes to more than half of the calls (docs/log).
-        """
-        times_us: list[list[float]] = [[] for _ in probes]
-        for number in range(WARMUP + self.repeats):
-            for times, probe in zip(times_us, probes, strict=True):
-                us = self._once(probe) / probe.count
-                times += [us] * (number >= WARMUP)
-                self.give_sign()
-        return [
-            Sample(
-                probe.family,
-                probe.columns,
-                sorted(times)[len(times) // 4] if probe.together else statistics.median(times),
-            )
-            for times, probe in zip(times_us, probes, strict=True)
-        ]
-
-    def since(self, begin: float) -> float:
-        """Microseconds since a moment of ``time.perf_counter``, all issued work included."""
-        if self.on_cuda:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - begin) * 1e6
-
-    def give_sign(self) -> None:
-        """Say that something has ended, unless that was said less than a second ago."""
-        now = time.monotonic()
-        if now - self._last_sign >= _SIGN_S:
-            self._last_sign = now
-            self._alive()
-
-    def _once(self, probe: Probe) -> float:
-        if probe.together:
-            meet(on_cuda=self.on_cuda)
-        if not self.on_cuda:
-            begin = time.perf_counter()
+    times_us: list[list[float]] = [[] for _ in probes]
+    for number in range(WARMUP + repeats):
+        for times, probe in zip(times_us, probes, strict=True):
+            if probe.together:
+                meet(on_cuda=rank.job.on_cuda)
+            clock = Clock(on_cuda=rank.job.on_cuda)
             probe.operation()
-            return self.since(begin)
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        probe.operation()
-        last.record()
-        last.synchronize()
-        return float(first.elapsed_time(last)) * 1e3
+            took_s = clock.passed_s()
+            times += [took_s * 1e6 / probe.count] * (number >= WARMUP)
+            if took_s > _SIGN_S:
+                rank.say("alive")
+        # Rarely: messages must not slow short calls down.
+        rank.say("alive")
+    return [
+        Sample(
+            probe.family,
+            probe.columns,
+            sorted(times)[len(times) // 4] if probe.together else statistics.median(times),
+        )
+        for times, probe in zip(times_us, probes, strict=True)
+    ]
 
 
-@dataclass(frozen=True, slots=True)
-class LinkGroups:
+class LinkGroups(NamedTuple):
     """The ranks over which one class of links is measured.
 
     Attributes:
@@ -200,17 +165,16 @@ class LinkGroups:
 
 def link_groups(ranks_per_node: int) -> list[LinkGroups]:
     """What to measure on this rank: links within its node, if it has several ranks, then those between."""
-    world = dist.get_world_size()
-    nodes = [list(range(first, first + ranks_per_node)) for first in range(0, world, ranks_per_node)]
+    world = list(range(dist.get_world_size()))
+    nodes = [world[first : first + ranks_per_node] for first in world[::ranks_per_node]]
     links = []
     if ranks_per_node > 1:
         node = dist.new_subgroups_by_enumeration(nodes)[0]
         links.append(LinkGroups("intra", node, node))
     if len(nodes) > 1:
-        counterparts = [list(range(place, world, ranks_per_node)) for place in range(ranks_per_node)]
+        between = dist.new_subgroups_by_enumeration([world[place::ranks_per_node] for place in nodes[0]])[0]
         everyone = dist.group.WORLD
         assert everyone is not None
-        between = dist.new_subgroups_by_enumeration(counterparts)[0]
         links.append(LinkGroups("inter", between, everyone, near=ranks_per_node))
     return links
 
@@ -218,9 +182,10 @@ def link_groups(ranks_per_node: int) -> list[LinkGroups]:
 class Operations:
     """The operations of a block on this rank, to be timed."""
 
-    def __init__(self, case: Case, *, watch: Stopwatch, kernel: str) -> None:
-        self._case, self._watch, self._kernel = case, watch, KERNELS[kernel]
-        self._device, self._dtype = "cuda" if watch.on_cuda else "cpu", DTYPES[case.dtype]
+    def __init__(self, rank: Rank[Any], case: Case, *, repeats: int, kernel: str) -> None:
+        self._rank, self._repeats, self._on_cuda = rank, repeats, rank.job.on_cuda
+        self._case, self._kernel = case, KERNELS[kernel]
+        self._device, self._dtype = rank.job.device, DTYPES[case.dtype]
         self._head_size = case.head_size or case.hidden // case.heads
         self._groups = case.query_groups or case.heads
 
@@ -247,11 +212,8 @@ class Operations:
     def _product(self, rows: int, k: int, n: int) -> Iterator[Probe]:
         """Forward, and the two of the backward pass."""
         inputs, weight, gradient = self._random(rows, k), self._random(n, k), self._random(rows, n)
-        columns = {
-            "alpha_us": 1.0,
-            "beta_us_per_gflop": 2e-9 * rows * k * n,
-            "weights_us_per_million": 1e-6 * k * n,
-        }
+        gflops, weights = 2e-9 * rows * k * n, 1e-6 * k * n
+        columns = {"alpha_us": 1.0, "beta_us_per_gflop": gflops, "weights_us_per_million": weights}
         yield Probe("gemm", columns, lambda: inputs @ weight.t())
         yield Probe("gemm", columns, lambda: (gradient @ weight, gradient.t() @ inputs), count=2)
 
@@ -265,19 +227,17 @@ class Operations:
         def attend() -> Tensor:
             return self._kernel(query, key, value, spans=spans, scale=size**-0.5)
 
+        def differentiate() -> object:
+            return torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True)
+
         output = attend()
         gradient = torch.randn_like(output)
         pairs = end * (end + 1) // 2 - start * (start + 1) // 2
         gflops = 4e-9 * pairs * batch * heads * size
-        merge = 1e-6 * output.nbytes if start else 0.0
-        columns = {"alpha_us": 1.0, "beta_us_per_gflop": gflops, "merge_us_per_mb": merge}
-        yield Probe("attention.forward", columns, attend)
-        yield Probe(
-            "attention.backward",
-            # Five products instead of two.
-            {**columns, "beta_us_per_gflop": 2.5 * gflops},
-            lambda: torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True),
-        )
+        columns = {"alpha_us": 1.0, "merge_us_per_mb": 1e-6 * output.nbytes if start else 0.0}
+        yield Probe("attention.forward", {**columns, "beta_us_per_gflop": gflops}, attend)
+        # Five products instead of two.
+        yield Probe("attention.backward", {**columns, "beta_us_per_gflop": 2.5 * gflops}, differentiate)
 
     def _passes_over_memory(self, rows: int) -> Iterator[Probe]:
         """A residual is added; rows are put into another order and back; what arrives for the experts is
@@ -307,7 +267,7 @@ class Operations:
         if link.near > 1:
             for rows in sizes:
                 yield self._exchange(f"{link.name}.direct_all_to_all", link.all, rows, near=link.near)
-        if not self._watch.on_cuda:
+        if not self._on_cuda:
             # With NCCL, both call the same. Megatron's layer sends whole blocks: of half as many tokens as
             # this one, up to twice as many.
             for multiple in (1, 2, 3, 4):
@@ -315,7 +275,17 @@ class Operations:
                 yield self._exchange(family, link.all, multiple * sizes[-2], near=link.near, as_stock=True)
         ranks = link.all.size()
         for rows in (1, *(rows // ranks for rows in sizes)):
-            yield from self._gathers(link, self._random(rows, self._case.hidden))
+            part = self._random(rows, self._case.hidden)
+            whole, sent = part.repeat(ranks, 1), part.nbytes * (ranks - 1)
+
+            def gather(part: Tensor = part, whole: Tensor = whole) -> None:
+                dist.all_gather_into_tensor(torch.empty_like(whole), part, group=link.all)
+
+            def reduce(part: Tensor = part, whole: Tensor = whole) -> None:
+                dist.reduce_scatter_tensor(torch.empty_like(part), whole, group=link.all)
+
+            yield _of_bytes(f"{link.name}.all_gather", sent, gather, together=True)
+            yield _of_bytes(f"{link.name}.reduce_scatter", sent, reduce, together=True)
 
     def _exchange(
         self, family: str, group: dist.ProcessGroup, rows: int, *, near: int = 1, as_stock: bool = False
@@ -338,25 +308,12 @@ class Operations:
         sent = sum(tensor.nbytes for tensor in tensors) * (ranks - near) / ranks
         return _of_bytes(family, sent, exchange, together=True)
 
-    def _gathers(self, link: LinkGroups, part: Tensor) -> Iterator[Probe]:
-        group = link.all
-        whole = part.repeat(group.size(), 1)
-        sent = part.nbytes * (group.size() - 1)
-        for name, operation in (
-            ("all_gather", lambda: all_gather_rows([part], group=group).wait()),
-            (
-                "reduce_scatter",
-                lambda: dist.reduce_scatter_tensor(torch.empty_like(part), whole, group=group),
-            ),
-        ):
-            yield _of_bytes(f"{link.name}.{name}", sent, operation, together=True)
-
     def slowdowns(self, group: dist.ProcessGroup) -> dict[str, float]:
         """How much longer computation and an all-to-all take while the other runs.
 
         Returns:
-            ``compute`` and ``communication``, factors of at least 1 on computation and on time on the wire;
-            ``latency_us``, what every all-to-all takes longer, whatever its size.
+            As in a cluster file: factors of at least 1 on computation and on time on the wire, and what every
+            all-to-all takes longer, whatever its size.
         """
         sizes = self._rows(group)
         (small_mb, small_us, small_concurrent_us, _), (large_mb, large_us, large_concurrent_us, compute) = (
@@ -366,8 +323,8 @@ class Operations:
         concurrent = max(0.0, (large_concurrent_us - small_concurrent_us) / (large_mb - small_mb))
         slowdown = max(1.0, concurrent / alone) if alone else 1.0
         return {
-            "compute": compute,
-            "communication": slowdown,
+            "compute_slowdown": compute,
+            "communication_slowdown": slowdown,
             "latency_us": max(0.0, small_concurrent_us - small_us - small_mb * alone * (slowdown - 1.0)),
         }
 
@@ -389,19 +346,19 @@ class Operations:
         def compute() -> Tensor:
             return left @ weight
 
-        alone = self._watch.samples([Probe("", {}, exchange, together=True), Probe("", {}, compute)])
-        exchange_us, compute_us = (sample.us for sample in alone)
+        probes = [Probe("", {}, exchange, together=True), Probe("", {}, compute)]
+        exchange_us, compute_us = (sample.us for sample in timed(self._rank, probes, repeats=self._repeats))
         # Every rank must exchange equally often, whatever its clock says.
         slowest = torch.tensor([exchange_us], dtype=torch.float64, device=self._device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         rounds = max(_MINIMUM_ROUNDS, min(_MAXIMUM_ROUNDS, int(OVERLAP_US / float(slowest))))
-        meet(on_cuda=self._watch.on_cuda)
-        if self._watch.on_cuda:
+        meet(on_cuda=self._on_cuda)
+        if self._on_cuda:
             # As many computations as take about as long as the exchanges.
             calls = max(1, int(rounds * exchange_us / compute_us))
             computing_us, communicating_us = _concurrent_on_streams(exchange, compute, rounds, calls)
         else:
-            computing_us, communicating_us = _concurrent_on_threads(exchange, compute, rounds, self._watch)
+            computing_us, communicating_us = _concurrent_on_threads(exchange, compute, rounds)
         megabytes = 1e-6 * tokens.nbytes * (ranks - 1) / ranks
         return megabytes, exchange_us, communicating_us, max(1.0, computing_us / compute_us)
 
@@ -422,28 +379,24 @@ def _of_bytes(
 
 
 def _concurrent_on_threads(
-    exchange: Callable[[], object], compute: Callable[[], object], rounds: int, watch: Stopwatch
+    exchange: Callable[[], object], compute: Callable[[], object], rounds: int
 ) -> tuple[float, float]:
     """Microseconds of one computation and of one exchange; as many computations as fit in."""
-    took_us = 0.0
 
-    def communicate() -> None:
-        nonlocal took_us
-        begin = time.perf_counter()
+    def communicate() -> float:
+        clock = Clock(on_cuda=False)
         for _ in range(rounds):
             exchange()
-        took_us = watch.since(begin)
+        return clock.passed_s()
 
-    thread = threading.Thread(target=communicate)
-    begin, calls = time.perf_counter(), 0
-    thread.start()
-    while thread.is_alive():
-        compute()
-        calls += 1
-        watch.give_sign()
-    computing_us = watch.since(begin) / calls
-    thread.join()
-    return computing_us, took_us / rounds
+    clock, calls = Clock(on_cuda=False), 0
+    with ThreadPoolExecutor(1) as thread:
+        communicating = thread.submit(communicate)
+        while not communicating.done():
+            compute()
+            calls += 1
+        computing_us = clock.passed_s() * 1e6 / calls
+    return computing_us, communicating.result() * 1e6 / rounds
 
 
 def _concurrent_on_streams(
@@ -466,60 +419,53 @@ def _concurrent_on_streams(
     return times_us[1], times_us[0]
 
 
-def block_times(rank: Rank[Any], case: Case, factory: BlockFactory, *, watch: Stopwatch) -> dict[str, Any]:
+def block_times(rank: Rank[Any], case: Case, factory: BlockFactory, *, repeats: int) -> dict[str, Any]:
     """Microseconds of a block's parts on this rank.
 
     Returns:
-        ``stages``: by degree, direction and stage, the median of the stage alone; ``around``: by degree and
-        direction, of what a pass spends outside its stages; ``stock``: by direction, of Megatron's own layer;
-        ``issue``: of the host to issue one stage (0 where the host computes); ``issue_of``: by direction and
-        kind, of the host to issue a stage while the device is busy (empty where the host computes).
+        ``block``: ``stages``: by degree, direction and stage, the median of the stage alone; ``around``: by
+        degree and direction, of what a pass spends outside its stages; ``stock``: by direction, of Megatron's
+        own layer; ``issue``: of the host to issue a stage, in the mean. ``issue_of``: the same by direction
+        and kind, while the device is busy (empty where the host computes, and ``issue`` is 0).
     """
-    rounds = WARMUP + watch.repeats
-    passes = Passes(rank, case, progress=watch.give_sign)
-    variants = {degree: Variant("ampipe", Cut.of(degree)) for degree in DEGREES}
-    alone = {degree: factory.build_timed(of, num_passes=rounds) for degree, of in variants.items()}
-    in_order = {degree: Recorder(num_iterations=rounds) for degree in DEGREES}
-    layers = {
-        degree: factory.build(variants[degree], recorder=recorder, executor=SequentialExecutor())
-        for degree, recorder in in_order.items()
-    }
-    usual = factory.build(variants[max(DEGREES)])
+    rounds = WARMUP + repeats
+    passes = Passes(rank, case, progress=lambda: rank.say("alive"))
+    alone, in_order, layers = {}, {}, {}
+    for degree in DEGREES:
+        variant = Variant.of("ampipe", degree)
+        alone[degree] = factory.build_timed(variant, num_passes=rounds)
+        in_order[degree] = Recorder(num_iterations=rounds)
+        layers[degree] = factory.build(variant, recorder=in_order[degree], executor=SequentialExecutor())
     stock: list[dict[Direction, float]] = []
     whole: dict[int, list[dict[Direction, float]]] = {degree: [] for degree in DEGREES}
-    issued_us = []
     for number in range(rounds):
         stock.append(passes.run(factory.stock).by_direction_us)
-        for degree, timed in alone.items():
-            timed.recorder.start_iteration(number)
-            passes.run(timed.layers)
+        for degree, timer in alone.items():
+            timer.recorder.start_iteration(number)
+            passes.run(timer.layers)
             in_order[degree].start_iteration(number)
             whole[degree].append(passes.run(layers[degree]).by_direction_us)
-        if watch.on_cuda:
-            issued_us.append(passes.run(usual).issued_s * 1e6)
         rank.progress()
-    stages = {str(degree): _medians(stage_times(timed.recorder)) for degree, timed in alone.items()}
-    num_stages = len(stages[str(max(DEGREES))]["forward"])
-    return {
+    stages = {
+        str(degree): {
+            way: {stage: statistics.median(us[WARMUP:]) for stage, us in of_stages.items()}
+            for way, of_stages in stage_times(timer.recorder).items()
+        }
+        for degree, timer in alone.items()
+    }
+    issue_of = alone[DEGREES[-1]].timer.issued_us()
+    block = {
         "stock": {way: statistics.median(times[way] for times in stock[WARMUP:]) for way in Direction},
         "stages": stages,
         "around": {str(degree): _outside(whole[degree], in_order[degree]) for degree in DEGREES},
-        "issue": statistics.median(issued_us[WARMUP:]) / num_stages if issued_us else 0.0,
-        "issue_of": alone[max(DEGREES)].timer.queue.issued_us(),
+        "issue": statistics.fmean(issue_of["forward"].values()) if "forward" in issue_of else 0.0,
     }
-
-
-def _medians(times: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
-    return {
-        direction: {stage: statistics.median(passes[WARMUP:]) for stage, passes in stages.items()}
-        for direction, stages in times.items()
-    }
+    return {"block": block, "issue_of": issue_of}
 
 
 def _outside(whole: Sequence[dict[Direction, float]], recorder: Recorder) -> dict[str, float]:
     """The median of what passes took beyond the sum of their stages."""
-    times = stage_times(recorder)
-    found = {}
+    times, found = stage_times(recorder), {}
     for way in Direction:
         in_stages = map(sum, zip(*times[way.value].values(), strict=True))
         beyond = [took[way] - inside for took, inside in zip(whole, in_stages, strict=True)]

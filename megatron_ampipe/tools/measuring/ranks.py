@@ -1,6 +1,6 @@
 """Runs a function in several ranks of this machine, connected by a chosen link: the one rank runner.
 
-For ``ampipe bench``, ``ampipe profile``, the quick start and measuring scripts. Importing it needs no torch::
+Importing it needs no torch::
 
     def work(rank: Rank[RankJob]) -> float:      # of a module or script that can be imported again
         rank.connect()                           # torch's process group over the link
@@ -13,10 +13,10 @@ For ``ampipe bench``, ``ampipe profile``, the quick start and measuring scripts.
 What ``work`` needs besides is in fields of a subclass of :class:`RankJob`. Jobs, messages and results are
 pickled.
 
-Ranks are processes that ``multiprocessing`` spawns, as ``torch.multiprocessing`` does, each in a separate
-session: Ctrl-C reaches only the command, which then kills them, and the kernel kills them if the command dies
-itself. Not torch's elastic agent: a real link is made between processes that exist and have not begun, and
-ranks in network namespaces cannot reach the agent's TCP store.
+Ranks are processes that ``multiprocessing`` spawns, each in a separate session: Ctrl-C reaches only the
+command, which then kills them, and the kernel kills them if the command dies itself. Not torch's elastic
+agent: a real link is made between processes that exist and have not begun, and ranks in network namespaces
+cannot reach the agent's TCP store.
 """
 
 from __future__ import annotations
@@ -59,21 +59,24 @@ _KINDS: dict[int, type[AMPipeError]] = {1: EnvironmentMissing, 4: DifferenceFoun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
-    """How ranks are run; a subclass says what they do."""
+    """How ranks are run; a subclass says what they do.
+
+    Attributes:
+        num_ranks: Expert-parallel ranks.
+        link: What connects them.
+        pretended: One process stands for all ranks; see :mod:`.emulation`.
+        cores: One for each rank; empty when ranks are not pinned.
+        seed: Of weights and inputs.
+        timeout_s: A collective fails after this time, and the run when no rank says anything for so long.
+    """
 
     num_ranks: int
-    """Expert-parallel ranks."""
     link: Link
-    """What connects them."""
     device: Literal["cpu", "cuda"] = "cpu"
     pretended: bool = False
-    """One process stands for all ranks; see :mod:`.emulation`."""
     cores: tuple[int, ...] = ()
-    """One for each rank; empty when ranks are not pinned."""
     seed: int = 1
-    """Of weights and inputs."""
     timeout_s: float = 300.0
-    """A collective fails after this time, and the run when no rank says anything for so long."""
 
     @property
     def num_processes(self) -> int:
@@ -260,7 +263,7 @@ class _Processes:
         pipe, of_rank = spawn.Pipe()
         process = spawn.Process(
             target=_run_rank,
-            args=(self._work, self._job, rank, self._folder, self._log_of(rank), os.getpid(), of_rank),
+            args=(self._work, self._job, rank, self._folder, self._log, os.getpid(), of_rank),
         )
         process.start()
         of_rank.close()
@@ -279,7 +282,7 @@ class _Processes:
         Raises:
             AMPipeError: a rank failed or was lost, or all were silent for too long.
         """
-        missing, count = set(range(len(self._processes))), [0] * len(self._processes)
+        missing = set(range(len(self._processes)))
         last_sign, failing_since = time.monotonic(), 0.0
         pipes = dict(self._pipes)
         while missing:
@@ -291,7 +294,7 @@ class _Processes:
                 except (EOFError, OSError):
                     del pipes[pipe]
                     continue
-                last_sign, count[rank] = time.monotonic(), count[rank] + 1
+                last_sign = time.monotonic()
                 if event == "failed":
                     self._failures[rank] = value
                     continue
@@ -306,7 +309,10 @@ class _Processes:
                 if time.monotonic() - failing_since > _GRACE_S:
                     raise self._failure(missing)
             elif time.monotonic() - last_sign > self._job.timeout_s:
-                raise self._silence(count)
+                raise RunFailed(
+                    f"no rank answered for {self._job.timeout_s:g} s; all were ended. Use a longer --timeout."
+                    f"{self._log_tail(0)}"
+                )
 
     def _failure(self, missing: set[int]) -> AMPipeError:
         """The first cause: peers of a rank that was killed or that failed lose their connection to it."""
@@ -324,21 +330,8 @@ class _Processes:
             return RunFailed(f"rank {rank} ended with exit code {codes[rank]}{self._log_tail(rank)}")
         return RunFailed(f"rank {rank} failed: {self._failures[rank][0]}{self._log_tail(rank)}")
 
-    def _silence(self, count: list[int]) -> RunFailed:
-        rank = min(range(len(count)), key=count.__getitem__)
-        behind = ""
-        if count[rank] < max(count):
-            behind = f"Rank {rank} hangs: it said {count[rank]} things, others up to {max(count)}. "
-        return RunFailed(
-            f"no rank answered for {self._job.timeout_s:g} s; all were ended. {behind}Use a longer --timeout."
-            f"{self._log_tail(rank)}"
-        )
-
-    def _log_of(self, rank: int) -> Path:
-        return self._log or self._folder / f"rank{rank}.log"
-
     def _log_tail(self, rank: int) -> str:
-        log = self._log_of(rank)
+        log = self._log or self._folder / f"rank{rank}.log"
         lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
         return "".join(f"\n  {line}" for line in ["", f"last lines of rank {rank}:", *lines] if lines)
 
@@ -348,7 +341,7 @@ def _run_rank(
     job: RankJob,
     number: int,
     folder: Path,
-    log: Path,
+    log: Path | None,
     parent: int,
     pipe: Connection,
 ) -> None:
@@ -359,7 +352,7 @@ def _run_rank(
     # It may have ended before this was set.
     if os.getppid() != parent:
         os._exit(1)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    output = os.open(log or folder / f"rank{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(output, 1)
     os.dup2(output, 2)
     faulthandler.enable()
@@ -426,19 +419,17 @@ def signals_as_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress_bar(total: int, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """A bar on the terminal, nothing elsewhere; yields what updates it (``advance``, ``description``)."""
+    """A bar on the terminal, nothing elsewhere; yields what counts a step, and takes a description."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     quiet = quiet or not console.is_terminal
     # Drawn when something has happened: a thread that draws would take time from the ranks.
-    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=quiet) as bar:
+    with Progress(console=console, transient=True, auto_refresh=False, disable=quiet) as bar:
         task = bar.add_task("starting ranks", total=total)
 
-        def update(**changes: Any) -> None:
-            bar.update(task, **changes)
-            bar.refresh()
+        def step(description: str | None = None, *, advance: int = 1) -> None:
+            bar.update(task, advance=advance, description=description, refresh=True)
 
-        yield update
+        yield step

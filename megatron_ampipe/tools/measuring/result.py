@@ -10,26 +10,21 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_ampipe.files import inputs, outputs
-from megatron_ampipe.plan.simulate import DirectionBound, direction_bound
-from megatron_ampipe.schedule import KEEP, Exchange, Stage, stage_from_text
-from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK_GLOO, BenchJob, Variant
-from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.plan.simulate import direction_bound
+from megatron_ampipe.schedule import Stage, stage_from_text, to_text
+from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK_GLOO, BenchJob, Variant, cut_of
 
 FORMAT = "ampipe-bench-1"
-_ABSENT_FROM_OLDER = {"memory": KEEP, "exchange": Exchange.ROWS.value, "wire": None, "difference_seen": True}
-"""Fields of a row that older documents lack, and what was measured then."""
 
 StageSamples = Mapping[str, Mapping[str, Sequence[float]]]
 """By direction and stage, the microseconds of every pass, alone."""
-StageNeeds = Mapping[str, Mapping[str, Sequence[str]]]
-"""By direction and stage, the stages it waits for."""
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:
@@ -45,28 +40,25 @@ def read(path: Path) -> dict[str, Any]:
     """Read a document of blocks that :func:`write` wrote, with what older ones lack filled in.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such document.
+        BadInput: it cannot be read, or is no such document.
     """
-    try:
-        document: dict[str, Any] = json.loads(inputs.read_text(path))
-        if document["format"] != FORMAT or not document["cases"]:
-            raise ValueError("not a result of blocks")
+
+    def parse(text: str) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(text)
+        if document["format"] != FORMAT:
+            raise ValueError("another format")
         document = {"layers": 1, "missing_cases": [], "pretended": False} | document
         for case in document["cases"]:
-            case |= {key: case.get(key) for key in ("control", "gloo_all_to_all", "stock_wire_bytes")}
-            for row in (*case["rows"], *megatrons_again(case)):
-                row |= {key: row.get(key, default) for key, default in _ABSENT_FROM_OLDER.items()}
-                if not min(row["ms"], row["speedup"], row["degree"], case["stock_ms"]) > 0 or not row["cut"]:
-                    raise ValueError("a time that is not above 0")
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError("not a result of blocks") from error
-    return document
+            case.setdefault("possible_speedup", possible_speedup(case["stock_ms"], case["rows"]))
+        return document
+
+    rule, remedy = "is not a result of ampipe bench", "Give a file that ampipe bench --json wrote for blocks."
+    return inputs.parse_file(path, parse, what="--from", rule=rule, remedy=remedy)
 
 
 def megatrons_again(case: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The control, and Megatron's layers with gloo's all-to-all, if there are."""
-    return [case[key] for key in ("control", "gloo_all_to_all") if case[key] is not None]
+    return [case[key] for key in ("control", "gloo_all_to_all") if case.get(key) is not None]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -89,34 +81,28 @@ def spread_of(control: Mapping[str, Any]) -> float:
 
     The control is Megatron's layer measured a second time, in turns with everything else. The spread is how
     far the 10th or the 90th percentile of stock / control within a repeat is from 1, whichever is further, as
-    a factor: max(p90, 1 / p10) - 1. So it is at least the deviation of the control's median, which is what
-    other rows are compared by.
+    a factor: max(p90, 1 / p10) - 1.
     """
     return round(max(control["speedup_p90"], 1 / control["speedup_p10"]) - 1, 4)
 
 
 def with_control(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Rows as a case holds them, each with ``difference_seen``: whether its speedup is further from 1, as a
-    factor, than the spread of the control.
-
-    Args:
-        rows: Of all variants but stock.
+    """The rows of all variants but stock as a case holds them.
 
     Returns:
         ``control``, with its ``spread``; ``gloo_all_to_all``, None where that was not measured; and ``rows``,
-        all others.
+        all others, with ``difference_seen``: whether the speedup is further from 1 than the spread.
     """
-    control, *_ = (row for row in rows if row["schedule"] == CONTROL)
+    by_name = {row["schedule"]: row for row in rows}
+    control = by_name[CONTROL]
     spread = spread_of(control)
-    others = [
-        row | {"difference_seen": max(row["speedup"], 1 / row["speedup"]) - 1 > spread}
-        for row in rows
-        if row is not control
-    ]
+    others = [row for row in rows if row["schedule"] not in (CONTROL, STOCK_GLOO)]
     return {
         "control": control | {"spread": spread},
-        "gloo_all_to_all": next((row for row in others if row["schedule"] == STOCK_GLOO), None),
-        "rows": [row for row in others if row["schedule"] != STOCK_GLOO],
+        "gloo_all_to_all": by_name.get(STOCK_GLOO),
+        "rows": [
+            row | {"difference_seen": max(row["speedup"], 1 / row["speedup"]) - 1 > spread} for row in others
+        ],
     }
 
 
@@ -137,42 +123,26 @@ def busy_cores(
     return round(statistics.median(worked / wall for wall, worked in slowest), 4)
 
 
-def bounds(samples: StageSamples, needs: StageNeeds, *, stack: int) -> dict[str, list[DirectionBound]]:
-    """The bounds of each direction on one rank, in milliseconds, from medians of the stages' times.
-
-    Returns:
-        By direction, one for every ``stack`` layers, which share a schedule.
-    """
-    by_direction = {}
-    for direction, stages in samples.items():
-        graphs: dict[int, dict[Stage, tuple[Stage, ...]]] = {}
-        for name, earlier in needs[direction].items():
-            stage = stage_from_text(name)
-            graphs.setdefault(stage.layer // stack, {})[stage] = tuple(map(stage_from_text, earlier))
-        times = {stage_from_text(name): statistics.median(passes) / 1e3 for name, passes in stages.items()}
-        by_direction[direction] = [
-            direction_bound({stage: times[stage] for stage in graph}, graph) for graph in graphs.values()
-        ]
-    return by_direction
-
-
-def case_result(
-    case: Case, job: BenchJob, variants: Sequence[Variant], reports: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def case_result(job: BenchJob, index: int, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One entry of ``cases`` in the document.
 
     Args:
-        case: What was measured.
-        job: How.
-        variants: Stock first.
+        job: What was measured.
+        index: Of the case.
         reports: What each rank found (:func:`.timed_passes.measure`), and its ``clock``.
     """
-    figures = [_figures(reports, index) for index in range(len(variants))]
-    stock = figures[0]
+    case, variants = job.cases[index], job.variants[index]
+    by_variant = list(zip(*(report["variants"] for report in reports), strict=True))
+    stock, *figures = (_figures(of_ranks, on_cuda=job.on_cuda) for of_ranks in by_variant)
     rows = [
-        _row(variant, job, figures[index], stock=stock["samples_ms"], reports=reports, index=index)
-        for index, variant in enumerate(variants)
-        if index > 0
+        {
+            **described(variant, job),
+            **each,
+            **speedup(stock["samples_ms"], each["samples_ms"]),
+            "difference_from_stock": of_ranks[0]["difference"],
+            **_stages(variant, of_ranks, ms=each["ms"]),
+        }
+        for variant, each, of_ranks in zip(variants[1:], figures, by_variant[1:], strict=True)
     ]
     return {
         "name": case.name,
@@ -180,10 +150,30 @@ def case_result(
         "emulated": job.link.emulated,
         "layers": job.layers,
         **{f"stock_{key}": value for key, value in stock.items()},
-        **{key: reports[0][key] for key in ("kernel", "attention", "fused_gradients", "clock")},
+        **{key: reports[0][key] for key in ("kernel", "fused_gradients", "clock")},
         "block": asdict(case),
         "possible_speedup": possible_speedup(stock["ms"], rows),
         **with_control(rows),
+    }
+
+
+def described(variant: Variant, job: BenchJob) -> dict[str, Any]:
+    """What a row says of its variant."""
+    pipeline = variant.pipeline
+    backward = pipeline.backward_degree
+    return {
+        "schedule": variant.schedule,
+        "degree": pipeline.degree,
+        # None where it is the forward pass's, as in the files of earlier versions.
+        "backward_degree": None if backward == pipeline.degree else backward,
+        "shares": pipeline.shares,
+        "cut": cut_of(pipeline),
+        "order": None if pipeline.order is None else to_text(pipeline.order),
+        "layers": job.layers,
+        "stack": pipeline.stack,
+        "memory": pipeline.memory,
+        "exchange": pipeline.exchange,
+        "wire": variant.wire,
     }
 
 
@@ -196,7 +186,7 @@ def possible_speedup(stock_ms: float, rows: Sequence[Mapping[str, Any]]) -> floa
     return round(stock_ms / min(found), 4) if found else None
 
 
-def _figures(reports: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
+def _figures(of_ranks: Sequence[Mapping[str, Any]], *, on_cuda: bool) -> dict[str, Any]:
     """What the document holds of every variant, stock included.
 
     ``backward_ms`` is from the end of the forward pass of a rank. ``peak_bytes`` is of the rank that holds
@@ -205,90 +195,59 @@ def _figures(reports: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]
     there are two classes of links, also both ``by_class``.
     """
 
-    def ms(key: str) -> list[list[float]] | None:
-        if reports[0][key] is None:
-            return None
-        return [[round(1e3 * seconds, 4) for seconds in report[key][index]] for report in reports]
+    def ms(key: str) -> list[list[float]]:
+        return [[round(1e3 * seconds, 4) for seconds in rank[key]] for rank in of_ranks]
 
-    by_rank, backward, worked = ms("samples_s"), ms("backward_s"), ms("processor_s")
-    assert by_rank is not None and backward is not None
+    by_rank = ms("wall_s")
     samples = slowest_rank(by_rank)
-    counted = [report["wire_bytes"][index] for report in reports]
-    expected = [report["expected_wire_bytes"][index] for report in reports]
+    worked = None if on_cuda else ms("processor_s")
+    expected = [rank["expected_wire_bytes"] for rank in of_ranks]
+    repeats = list(zip(*(rank["wire_bytes"] for rank in of_ranks), strict=True))
     by_class: dict[str, dict[str, int]] = {
         "wire_bytes": {
-            name: round(
-                statistics.median(
-                    sum(ranks[name] for ranks in passed) for passed in zip(*counted, strict=True)
-                )
-            )
-            for name in counted[0][0] or ()
+            name: round(statistics.median(sum(rank[name] for rank in ranks) for ranks in repeats))
+            for name in repeats[0][0] or ()
         },
         "expected_wire_bytes": {name: sum(rank[name] for rank in expected) for name in expected[0]},
     }
     two_classes = len(expected[0]) > 1
     return {
         "ms": round(statistics.median(samples), 4),
-        "backward_ms": round(statistics.median(slowest_rank(backward)), 4),
+        "backward_ms": round(statistics.median(slowest_rank(ms("backward_s"))), 4),
         "samples_ms": samples,
         "samples_ms_by_rank": by_rank,
         "processor_ms_by_rank": worked,
         "busy_cores": worked and busy_cores(by_rank, worked),
-        "peak_bytes": max(report["peak_bytes"][index] for report in reports),
+        "peak_bytes": max(rank["peak_bytes"] for rank in of_ranks),
         **{key: sum(parts.values()) if parts else None for key, parts in by_class.items()},
         **({f"{key}_by_class": parts for key, parts in by_class.items()} if two_classes else {}),
     }
 
 
-def _row(
-    variant: Variant,
-    job: BenchJob,
-    figures: Mapping[str, Any],
-    *,
-    stock: Sequence[float],
-    reports: Sequence[Mapping[str, Any]],
-    index: int,
-) -> dict[str, Any]:
-    cut, needs = variant.cut, reports[0]["needs"][index]
-    stages: list[StageSamples] = [report["stages"][index] for report in reports]
-    row: dict[str, Any] = {
-        "schedule": variant.schedule,
-        "degree": cut.degree,
-        # None where it is the forward pass's, as in the files of earlier versions.
-        "backward_degree": None if cut.backward_degree == cut.degree else cut.backward_degree,
-        "shares": cut.shares,
-        "cut": str(cut),
-        "order": variant.order,
-        "layers": job.layers,
-        "stack": variant.stack,
-        "memory": variant.memory,
-        "exchange": variant.exchange,
-        "wire": variant.wire,
-        **figures,
-        **speedup(stock, figures["samples_ms"]),
-        "difference_from_stock": reports[0]["difference"][index],
-        # Megatron's own layer, as at degree 1, has no stages to overlap.
-        "bound_ms": None,
-        "bound_share": None,
-        "bound": None,
+def _stages(variant: Variant, of_ranks: Sequence[Mapping[str, Any]], *, ms: float) -> dict[str, Any]:
+    """The stages of a row, and the bound of its time, of the slowest rank; None where nothing overlaps."""
+    needs, stages, bound_ms = of_ranks[0]["needs"], None, None
+    if variant.pipelined:
+        stages = [rank["stages"] for rank in of_ranks]
+        bounds = (_bound_us(each, needs, stack=variant.pipeline.stack) for each in stages)
+        bound_ms = round(max(bounds) / 1e3, 4)
+    return {
+        "bound_ms": bound_ms,
+        "bound_share": bound_ms and round(bound_ms / ms, 4),
         "stage_needs": needs,
-        "stages_us_by_rank": stages if variant.pipelined else None,
-        # On a GPU: by kind of stage, in how many of the times above the host was too slow to keep it busy.
-        "starved_by_rank": [report["starved"][index] for report in reports] if variant.pipelined else None,
+        "stages_us_by_rank": stages,
     }
-    if needs is not None:
-        slowest = max((bounds(of_rank, needs, stack=variant.stack) for of_rank in stages), key=_total_ms)
-        row["bound_ms"] = round(_total_ms(slowest), 4)
-        row["bound_share"] = round(_total_ms(slowest) / figures["ms"], 4)
-        row["bound"] = {
-            direction: {
-                f"{part.name}_ms": round(sum(getattr(bound, part.name) for bound in of_stacks), 4)
-                for part in fields(DirectionBound)
-            }
-            for direction, of_stacks in slowest.items()
-        }
-    return row
 
 
-def _total_ms(of_directions: Mapping[str, Sequence[DirectionBound]]) -> float:
-    return sum(bound.time for of_stacks in of_directions.values() for bound in of_stacks)
+def _bound_us(samples: StageSamples, needs: Any, *, stack: int) -> float:
+    """Of a pass on one rank, from medians; layers in groups of ``stack`` share a schedule."""
+    total = 0.0
+    for direction, stages in samples.items():
+        graphs: dict[int, dict[Stage, tuple[Stage, ...]]] = {}
+        for name, earlier in needs[direction].items():
+            stage = stage_from_text(name)
+            graphs.setdefault(stage.layer // stack, {})[stage] = tuple(map(stage_from_text, earlier))
+        times = {stage_from_text(name): statistics.median(passes) for name, passes in stages.items()}
+        for graph in graphs.values():
+            total += direction_bound({stage: times[stage] for stage in graph}, graph).time
+    return total

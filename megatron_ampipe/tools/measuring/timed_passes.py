@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ampipe.attention.kernels import describe_kernel
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.launch.host.all_to_all import gloo_all_to_all
 from megatron_ampipe.runtime.executors import ThreadExecutor
@@ -50,16 +49,11 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
     """Measure one case; ``variants`` are what is compared, stock first.
 
     Returns:
-        ``samples_s``: by variant, seconds of every repeat, and ``backward_s``, of its backward part;
-        ``processor_s``: by variant, seconds that processors worked in it, None on CUDA; ``stages``: by
-        variant (None where the layer is Megatron's own), microseconds of every stage alone, and ``needs``,
-        what each waits for; ``starved``: by variant, how often a GPU was out of work within a stage, by the
-        stage's kind; ``difference`` by variant; ``peak_bytes`` by variant, of tensors that a pass holds at
-        once beyond weights and input; ``wire_bytes``: by variant, bytes that this rank put on the wire in
-        every repeat, by class of links, None where the link is no real network, and ``expected_wire_bytes``,
-        what it had to send by the routing; ``kernel`` of attention, the same for all variants, and
-        ``attention``, which backend computes which part; ``fused_gradients``, whether linear layers add their
-        weights' gradients to ``main_grad`` themselves.
+        ``kernel``, ``attention`` (which backend computes which part) and ``fused_gradients``; and a list
+        ``variants`` with, for each: the fields of :class:`PassSample`, by repeat; ``stages``: microseconds of
+        every stage alone, and ``needs``: what each waits for (None where the layer is Megatron's own);
+        ``difference`` from stock; ``peak_bytes`` of tensors that a pass holds at once beyond weights and
+        input; ``expected_wire_bytes``, by the routing.
 
     Raises:
         DifferenceFound: on every rank, if some variant differs from stock on some rank.
@@ -72,7 +66,7 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
         on_cuda=job.on_cuda,
         seed=job.seed,
         layers=job.layers,
-        ranks_per_node=job.ranks_per_node,
+        ranks_per_node=job.link.ranks_per_node,
     )
     on_network, rate = job.link.kind is LinkKind.NETWORK, job.link.rate_bit_per_s
     passes = Passes(rank, case, counts_wire=on_network)
@@ -87,12 +81,16 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
         else None
         for variant in variants
     ]
-    peaks = _peak_bytes(passes, factory, layers, variants)
+    # In passes that are not timed.
+    meter, watched = None, layers
+    if not job.on_cuda:
+        meter = TensorMeter()
+        executor = WatchedExecutor(ThreadExecutor(), meter)
+        watched = [layers[0], *(factory.build(variant, executor=executor) for variant in variants[1:])]
+    peaks = [passes.peak_bytes(layer, meter=meter) for layer in watched]
     for _ in range(job.warmup):
         for layer in (*layers, *(build.layers for build in timed if build)):
             passes.run(layer)
-    for build in filter(None, timed):
-        build.timer.queue.starved.clear()
     samples: list[list[PassSample]] = [[] for _ in layers]
     for repeat in range(job.repeats):
         order = [(repeat + step) % len(layers) for step in range(len(layers))]
@@ -104,29 +102,25 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
                 passes.run(build.layers)
                 build.recorder.pause()
 
-    def by_variant(field: str) -> list[list[Any]]:
-        return [[getattr(sample, field) for sample in of_layer] for of_layer in samples]
-
-    return {
-        "samples_s": by_variant("wall_s"),
-        "backward_s": by_variant("backward_s"),
-        "processor_s": None if job.on_cuda else by_variant("processor_s"),
-        "stages": [build and stage_times(build.recorder) for build in timed],
-        "needs": [build and build.timer.needs for build in timed],
-        "starved": [build and build.timer.queue.starved for build in timed],
-        "difference": difference,
-        "peak_bytes": peaks,
-        "wire_bytes": by_variant("wire_bytes"),
-        "expected_wire_bytes": [
-            routings.expected_bytes(
-                variant.exchange, wire=variant.wire, rank=rank.number, nodes=job.link.nodes
-            )
-            for variant in variants
-        ],
-        "kernel": factory.kernel,
-        "attention": describe_kernel(factory.kernel),
-        "fused_gradients": factory.fused_gradients,
-    }
+    found = []
+    for place, (variant, build) in enumerate(zip(variants, timed, strict=True)):
+        expected = routings.expected_bytes(
+            variant.pipeline.exchange,
+            wire=variant.wire,
+            rank=rank.number,
+            ranks_per_node=job.link.ranks_per_node,
+        )
+        found.append(
+            {
+                **dict(zip(PassSample._fields, zip(*samples[place], strict=True), strict=True)),
+                "stages": build and stage_times(build.recorder),
+                "needs": build and build.timer.needs,
+                "difference": difference[place],
+                "peak_bytes": peaks[place],
+                "expected_wire_bytes": expected,
+            }
+        )
+    return {"kernel": factory.kernel, "fused_gradients": factory.fused_gradients, "variants": found}
 
 
 class PassSample(NamedTuple):
@@ -134,7 +128,6 @@ class PassSample(NamedTuple):
 
     Attributes:
         wall_s: Seconds it took.
-        issued_s: Those until the host had issued the forward part.
         backward_s: Those from the end of the forward part: on a CPU when the host has reached it, on a GPU
             when the device has.
         processor_s: Seconds that processors worked for it: all threads of this process, and the kernel on
@@ -144,7 +137,6 @@ class PassSample(NamedTuple):
     """
 
     wall_s: float
-    issued_s: float
     backward_s: float
     processor_s: float
     wire_bytes: dict[str, int] | None
@@ -217,7 +209,7 @@ class Passes:
             with gloo_all_to_all() if layer.gloo_all_to_all else contextlib.nullcontext():
                 begin, worked = time.perf_counter(), time.process_time()
                 output, _ = layer(hidden_states=hidden, attention_mask=None)
-                issued_s, between = time.perf_counter() - begin, _Clock(on_cuda=self.on_cuda)
+                between = Clock(on_cuda=self.on_cuda)
                 output.backward(self._gradient)
                 backward_s = between.passed_s()
                 wall_s, processor_s = time.perf_counter() - begin, time.process_time() - worked
@@ -226,7 +218,7 @@ class Passes:
                 # A rank may have what it waited for while a peer still receives.
                 meet(on_cuda=self.on_cuda)
                 wire_bytes = {name: sent - sent_before[name] for name, sent in sent_bytes().items()}
-            return PassSample(wall_s, issued_s, backward_s, processor_s, wire_bytes), output, hidden
+            return PassSample(wall_s, backward_s, processor_s, wire_bytes), output, hidden
         finally:
             gc.enable()
             self._progress()
@@ -242,7 +234,7 @@ def meet(*, on_cuda: bool) -> None:
         torch.cuda.synchronize()
 
 
-class _Clock:
+class Clock:
     """Starts where it is made in the order of the work: of the device if there is one."""
 
     def __init__(self, *, on_cuda: bool) -> None:
@@ -268,52 +260,29 @@ def _clear_gradients(layer: torch.nn.Module) -> None:
             parameter.main_grad.zero_()
 
 
-def _peak_bytes(
-    passes: Passes,
-    factory: BlockFactory,
-    layers: list[torch.nn.Module],
-    variants: Sequence[Variant],
-) -> list[int]:
-    """The peak memory of each variant, in passes that are not timed."""
-    if passes.on_cuda:
-        return [passes.peak_bytes(layer, meter=None) for layer in layers]
-    meter = TensorMeter()
-    executor = WatchedExecutor(ThreadExecutor(), meter)
-    watched = [layers[0], *(factory.build(variant, executor=executor) for variant in variants[1:])]
-    return [passes.peak_bytes(layer, meter=meter) for layer in watched]
-
-
 def compare(
     passes: Passes, layers: list[torch.nn.Module], variants: Sequence[Variant], *, rank: int, case: Case
 ) -> list[float]:
     """The largest difference of each variant from stock, over tensors and ranks; the same on every rank."""
     limits = [_limit(case, variant) for variant in variants]
     expected = passes.results(layers[0])
-    names = list(expected)
-    # By variant and rank, the largest difference, and the number of the tensor that has it.
-    worst = torch.zeros(
-        len(layers), dist.get_world_size(), 2, dtype=torch.float64, device=expected["output"].device
-    )
-    for index, layer in enumerate(layers[1:], 1):
-        found = passes.results(layer)
-        by_norm = limits[index] != TOLERANCE
-        differences = [_difference(expected[name], found[name], by_norm=by_norm) for name in names]
-        # NaN is the largest.
-        place = max(range(len(names)), key=lambda i: (differences[i] != differences[i], differences[i]))
-        worst[index, rank] = torch.tensor([differences[place], place])
-    dist.all_reduce(worst)
-    over_ranks, where = worst[..., 0].cpu().max(dim=1)
-    for index, (variant, limit) in enumerate(zip(variants, limits, strict=True)):
-        value, at = float(over_ranks[index]), int(where[index])
-        # Written so that NaN is a difference.
-        if not value <= limit:
+    worst, where = [0.0], ["output"]
+    for layer, limit in zip(layers[1:], limits[1:], strict=True):
+        found, by_norm = passes.results(layer), limit != TOLERANCE
+        differences = {name: _difference(expected[name], found[name], by_norm=by_norm) for name in expected}
+        where.append(max(differences, key=differences.__getitem__))
+        worst.append(differences[where[-1]])
+    over_ranks = torch.tensor(worst, dtype=torch.float64, device=expected["output"].device)
+    dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX)
+    found_worst: list[float] = over_ranks.tolist()
+    for variant, limit, value, name in zip(variants, limits, found_worst, where, strict=True):
+        if value > limit:
             raise DifferenceFound(
-                f"case {case.name}: {variant} does not compute what Megatron's layers do: "
-                f"off by {value:.1e} in the {names[int(worst[index, at, 1])]} on rank {at}, "
-                f"allowed is {limit:.0e}; the case was not measured. A tie between experts can do this: try "
-                "another --seed."
+                f"case {case.name}: {variant} does not compute what Megatron's layers do: off by {value:.1e} "
+                f"(on rank {rank} most in the {name}), allowed is {limit:.0e}; the case was not measured. A "
+                "tie between experts can do this: try another --seed."
             )
-    return [float(value) for value in over_ranks]
+    return found_worst
 
 
 def _limit(case: Case, variant: Variant) -> float:
@@ -324,7 +293,9 @@ def _limit(case: Case, variant: Variant) -> float:
 
 
 def _difference(expected: Tensor, found: Tensor, *, by_norm: bool) -> float:
+    """Relative, by the norms of the tensors or by their largest values; infinite for NaN."""
     expected, found = expected.double(), found.double()
-    if by_norm:
-        return float((expected - found).norm() / expected.norm().clamp_min(1e-12))
-    return float((expected - found).abs().max() / expected.abs().max().clamp_min(1e-12))
+    order = 2 if by_norm else torch.inf
+    size = torch.linalg.vector_norm(expected, order).clamp_min(1e-12)
+    difference = torch.linalg.vector_norm(expected - found, order) / size
+    return float(difference.nan_to_num(nan=torch.inf, posinf=torch.inf))

@@ -24,7 +24,7 @@ from megatron_ampipe.schedule import Exchange
 from megatron_ampipe.tools.measuring.bench_job import STOCK_GLOO, BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks, signals_as_interrupts
-from megatron_ampipe.tools.measuring.result import percentile, speedup, with_control
+from megatron_ampipe.tools.measuring.result import described, percentile, speedup, with_control
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,8 +72,12 @@ class Curve:
     lm_loss: tuple[float, ...]
 
 
-def block_flags(case: Case) -> list[str]:
-    """Megatron's flags for blocks of a case, as :mod:`.blocks` builds them."""
+def training_flags(case: Case, *, layers: int, num_ranks: int, iterations: int, seed: int) -> tuple[str, ...]:
+    """Megatron's flags for training a model of a case's blocks, as :mod:`.blocks` builds them.
+
+    The data are made up, and the experts are spread over all ranks. An embedding and an output layer are
+    small compared with the blocks.
+    """
     flags = [
         *("--hidden-size", case.hidden, "--num-attention-heads", case.heads),
         *("--kv-channels", case.head_size or case.hidden // case.heads),
@@ -83,27 +87,6 @@ def block_flags(case: Case) -> list[str]:
         *("--normalization", "RMSNorm", "--disable-bias-linear", "--no-bias-gelu-fusion"),
         *("--attention-dropout", 0, "--hidden-dropout", 0),
         *_PRECISION[case.dtype],
-    ]
-    if case.topk == 1:
-        flags += ["--moe-router-pre-softmax"]
-    if case.query_groups is not None:
-        flags += ["--group-query-attention", "--num-query-groups", case.query_groups]
-    if case.shared_ffn is not None:
-        flags += ["--moe-shared-expert-intermediate-size", case.shared_ffn]
-    if case.activation == "swiglu":
-        flags += ["--swiglu"]
-    if case.capacity is not None:
-        flags += ["--moe-expert-capacity-factor", case.capacity, "--moe-token-drop-policy", "position"]
-    return [str(flag) for flag in flags]
-
-
-def training_flags(case: Case, *, layers: int, num_ranks: int, iterations: int, seed: int) -> tuple[str, ...]:
-    """Megatron's flags for training a model of such blocks on made-up data, the experts over all ranks.
-
-    In addition to the blocks the model has an embedding and an output layer, small compared with them.
-    """
-    flags = [
-        *block_flags(case),
         *("--num-layers", layers, "--expert-model-parallel-size", num_ranks),
         *("--seq-length", case.sequence_length, "--max-position-embeddings", case.sequence_length),
         # A table of positions would be reduced over the link in every iteration, as large as all attention.
@@ -115,24 +98,34 @@ def training_flags(case: Case, *, layers: int, num_ranks: int, iterations: int, 
         "--no-create-attention-mask-in-dataloader",
         *("--log-interval", 1, "--eval-interval", 1_000_000, "--eval-iters", 0),
     ]
+    if case.topk == 1:
+        flags += ["--moe-router-pre-softmax"]
+    if case.query_groups is not None:
+        flags += ["--group-query-attention", "--num-query-groups", case.query_groups]
+    if case.shared_ffn is not None:
+        flags += ["--moe-shared-expert-intermediate-size", case.shared_ffn]
+    if case.activation == "swiglu":
+        flags += ["--swiglu"]
+    if case.capacity is not None:
+        flags += ["--moe-expert-capacity-factor", case.capacity, "--moe-token-drop-policy", "position"]
     return tuple(str(flag) for flag in flags)
 
 
 def variant_flags(variant: Variant) -> tuple[str, ...]:
     """What makes a training stock or AMPipe's."""
+    one = variant.pipeline
     if not variant.pipelined:
         return ("--ampipe-degree", "1")
-    exchange = () if variant.exchange is Exchange.ROWS else ("--ampipe-exchange", str(variant.exchange))
-    if not variant.pipeline.overlaps:
+    exchange = () if one.exchange is Exchange.ROWS else ("--ampipe-exchange", str(one.exchange))
+    if not one.overlaps:
         return ("--ampipe-degree", "1", *exchange)
-    cut = variant.cut
-    flags = ["--ampipe-degree", str(cut.degree)]
-    if cut.shares is not None:
-        flags = ["--ampipe-chunks", ",".join(map(repr, cut.shares))]
-    if cut.backward_degree != cut.degree:
-        flags += ["--ampipe-backward-degree", str(cut.backward_degree)]
-    flags += ["--ampipe-schedule", variant.schedule, "--ampipe-stack", str(variant.stack)]
-    return (*flags, "--ampipe-memory", variant.memory, *exchange)
+    flags = ["--ampipe-degree", str(one.degree)]
+    if one.shares is not None:
+        flags = ["--ampipe-chunks", ",".join(map(repr, one.shares))]
+    if one.backward_degree != one.degree:
+        flags += ["--ampipe-backward-degree", str(one.backward_degree)]
+    flags += ["--ampipe-schedule", variant.schedule, "--ampipe-stack", str(one.stack)]
+    return (*flags, "--ampipe-memory", one.memory, *exchange)
 
 
 def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[str], None]) -> Iterator[dict[str, Any]]:
@@ -153,14 +146,14 @@ def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[str], None]) 
     """
     # Between two trainings there is nothing to clean up, but the exit code should be the same.
     with signals_as_interrupts():
-        for number, case in enumerate(job.cases):
-            variants = job.variants_of(number)
+        for case, variants in zip(job.cases, job.variants, strict=True):
             curves: list[list[Curve]] = [[] for _ in variants]
             for round_, step in itertools.product(range(rounds), range(len(variants))):
                 index = (round_ + step) % len(variants)
-                curves[index].append(_train(case, variants[index], job, on_iteration=on_iteration))
+                curve = _train(case, variants[index], job, on_iteration=on_iteration)
+                curves[index].append(curve)
                 # The first training of all is stock's.
-                check_same(case, variants[index], curves[0][0], curves[index][-1])
+                check_same(curves[0][0], curve, what=f"case {case.name}: the loss of {variants[index]}")
             yield case_result(case, job, variants, curves)
 
 
@@ -213,20 +206,23 @@ def run[Job: TrainingJob](
         RunFailed: a rank failed, or an iteration is missing.
         EnvironmentMissing: the network cannot be made.
     """
-    logged: list[tuple[int, float, float]] = []
+    logged: list[tuple[float, float]] = []
 
     def on_message(_rank: int, event: str, value: Any) -> None:
         if event == "iteration":
-            logged.append((value["number"], value["ms"], value["lm_loss"]))
+            logged.append((value["ms"], value["lm_loss"]))
             on_iteration(value["lm_loss"])
 
-    run_ranks(training, work or train, on_message=on_message, log=log)
-    if [number for number, *_ in logged] != list(range(1, iterations + 1)):
+    try:
+        run_ranks(training, work or train, on_message=on_message, log=log)
+    except RunFailed as error:
+        raise RunFailed(f"{title}: {error}" + (f"\nThe whole log is {log}" if log else "")) from error
+    if len(logged) != iterations:
         raise RunFailed(f"{title} logged {len(logged)} of {iterations} iterations")
-    return Curve(tuple(ms for _, ms, _ in logged), tuple(loss for *_, loss in logged))
+    return Curve(*map(tuple, zip(*logged, strict=True)))
 
 
-def check_same(case: Case, variant: Variant, stock: Curve, curve: Curve) -> None:
+def check_same(stock: Curve, curve: Curve, *, what: str) -> None:
     """Refuse losses that differ from those of the stock training.
 
     Raises:
@@ -236,9 +232,9 @@ def check_same(case: Case, variant: Variant, stock: Curve, curve: Curve) -> None
     # Written so that NaN is a difference.
     if not difference <= TOLERANCE:
         raise DifferenceFound(
-            f"case {case.name}: the loss of {variant} differs from the stock training's by "
-            f"{difference:.1e} at iteration {iteration}, allowed is {TOLERANCE:.0e}. Over many "
-            "iterations a tie between experts can do this: use fewer, or another --seed."
+            f"{what} differs from the stock training's by {difference:.1e} at iteration {iteration}, allowed "
+            f"is {TOLERANCE:.0e}. Over many iterations a tie between experts can do this: use fewer, or "
+            "another seed"
         )
 
 
@@ -254,29 +250,23 @@ def case_result(
     case: Case, job: BenchJob, variants: Sequence[Variant], curves: Sequence[Sequence[Curve]]
 ) -> dict[str, Any]:
     """One entry of ``cases`` in the document; ``curves`` are by variant, stock first, and by round."""
-    timed = [[ms for curve in of_rounds for ms in curve.ms[job.warmup :]] for of_rounds in curves]
+    stock, *timed = ([ms for curve in of_rounds for ms in curve.ms[job.warmup :]] for of_rounds in curves)
     rows = [
         {
-            "schedule": variant.schedule,
-            "degree": variant.cut.degree,
-            "cut": str(variant.cut),
-            "layers": job.layers,
-            "stack": variant.stack,
-            "memory": variant.memory,
-            "exchange": variant.exchange,
+            **described(variant, job),
             **_speed(samples),
-            **speedup(timed[0], samples),
+            **speedup(stock, samples),
             "loss_difference": max(loss_difference(curves[0][0], curve)[0] for curve in of_rounds),
             "trainings": [asdict(curve) for curve in of_rounds],
         }
-        for variant, samples, of_rounds in zip(variants[1:], timed[1:], curves[1:], strict=True)
+        for variant, samples, of_rounds in zip(variants[1:], timed, curves[1:], strict=True)
     ]
     return {
         "name": case.name,
         "block": asdict(case),
         "flags": list(_flags(case, job)),
         "layers": job.layers,
-        "stock": {**_speed(timed[0]), "trainings": [asdict(curve) for curve in curves[0]]},
+        "stock": {**_speed(stock), "trainings": [asdict(curve) for curve in curves[0]]},
         **with_control(rows),
     }
 

@@ -17,7 +17,7 @@ def main() -> None:
 
     adjusted, _ = host.adjust(flags)
     host.install()
-    use_built_helpers()
+    use_built_helpers(setattr)
     sys.argv = [script, *adjusted]
     runpy.run_path(script, run_name="__main__")
 
