@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.dist.worker import start_alone
 
 RANKS, LAYERS = 8, 2
 STOCK = "Megatron"
@@ -65,17 +66,8 @@ class _Operators(TorchDispatchMode):
 
 def layers() -> dict[str, Callable[[], None]]:
     """A pass through each variant, by name."""
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    from megatron_ampipe.launch import host
-
-    host.install()
+    start_alone(RANKS, expert_model_parallel_size=RANKS)
     dist.all_to_all_single, dist.all_gather_into_tensor = _all_to_all, _all_gather
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(
-        expert_model_parallel_size=RANKS, create_gloo_process_groups=False
-    )
     from megatron_ampipe.runtime.executors import SequentialExecutor
     from megatron_ampipe.tools.measuring.bench_job import Variant
     from megatron_ampipe.tools.measuring.blocks import BlockFactory

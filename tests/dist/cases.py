@@ -442,32 +442,29 @@ MEMORY = [
 
 MANY = tuple(range(0, 29, 2)), (0, 1, 2, 3, 17, 31), (0, 5)
 SINKS = {"softmax_type": "learnable"}
-DOCUMENTS = [
-    Case("documents-three", documents=((0, 9, 24),), rope=True, kernel="cpu-flash", model=LARGE),
-    Case(
-        "documents-many-batch3", documents=MANY, batch=3, rope=True, kernel="cpu-flash", degree=3,
-        model=SEVERAL_AUX | TIGHT | {"num_query_groups": 2},
-    ),
-    Case("documents-masked-batch3", documents=MANY, masked=True, batch=3, rope=True, model=LARGE),
-    Case(
-        "documents-tp-three-sequences", documents=MANY, batch=3, rope=True, kernel="cpu-flash", parallel=TP,
-        layers="mm", stack=0, model=SEVERAL_AUX,
-    ),
-    Case(
-        "documents-tp-two-sequences-of-a-rank", documents=(*MANY, (0, 30)), batch=4, rope=True, parallel=TP,
-        kernel="cpu-flash", model=SEVERAL_AUX | TIGHT,
-    ),
-    Case(
-        "documents-masked-not-in-windows", documents=MANY, masked=True, batch=3, kernel="sdpa", layers="mm",
-        stack=0, model={"window_size": (5, 0), "window_attn_skip_freq": 2},
-    ),
-    Case(
-        "documents-stack-recompute", documents=MANY, batch=3, rope=True, kernel="cpu-flash", layers="mdm",
-        stack=0, recompute=UNIFORM, model=LARGE,
-    ),
-    Case("documents-mla", documents=MANY, batch=3, model=LATENT | LARGE),
-    Case("documents-window", documents=MANY, batch=3, kernel="sdpa", model={"window_size": (5, 0)} | SINKS),
-]  # fmt: skip
+DOCUMENTS = cases(
+    "documents-",
+    {
+        "three": {"documents": ((0, 9, 24),), "batch": 1, "model": LARGE},
+        "many-batch3": {"degree": 3, "model": SEVERAL_AUX | TIGHT | GQA},
+        "masked-batch3": {"masked": True, "kernel": "exact", "model": LARGE},
+        "masked-not-in-windows": {
+            "masked": True, "kernel": "sdpa", "rope": False, "layers": "mm", "stack": 0,
+            "model": {"window_size": (5, 0), "window_attn_skip_freq": 2},
+        },
+        "tp-three-sequences": {"parallel": TP, "layers": "mm", "stack": 0, "model": SEVERAL_AUX},
+        "tp-two-sequences-of-a-rank": {
+            "documents": (*MANY, (0, 30)), "batch": 4, "parallel": TP, "model": SEVERAL_AUX | TIGHT,
+        },
+        "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "model": LARGE},
+        "mla": {"rope": False, "kernel": "exact", "model": LATENT | LARGE},
+        "window": {"rope": False, "kernel": "sdpa", "model": {"window_size": (5, 0)} | SINKS},
+    },
+    documents=MANY,
+    batch=3,
+    rope=True,
+    kernel="cpu-flash",
+)  # fmt: skip
 
 # Four local experts on two ranks: most rows have several copies.
 WIDE = LARGE | {"num_moe_experts": 8, "moe_router_topk": 4}
@@ -705,73 +702,67 @@ CHANGED = [
 LATENT_EXPERTS = {"moe_latent_size": 16, "moe_shared_expert_intermediate_size": 48, "moe_router_topk": 2}
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
 QUANTILE = {"moe_router_load_balancing_type": "quantile_balancing"}
-LAUNCHES = [
-    Case(
-        "gate-of-attention-sinks", kernel="sdpa", rope=True, parallel=TP, layers="mm", stack=0, batch=3,
-        model=SINKS | {"attention_output_gate": True, "num_query_groups": 2},
-    ),
-    Case(
-        "sinks-off-by-one-window-cp", parallel=CP, rope=True,
-        model={"softmax_type": "off-by-one", "window_size": (5, 0)},
-    ),
-    Case("latent-experts-tp", parallel=TP, batch=3, memory="redispatch", model=LATENT_EXPERTS | SEVERAL_AUX),
-    Case(
-        "latent-experts-of-tensor-ranks-recompute", parallel=TP_EXPERTS, batch=3, recompute=UNIFORM,
-        model=LATENT_EXPERTS,
-    ),
-    Case(
-        "latent-experts-stack-recompute", layers="mdm", stack=0, recompute=UNIFORM,
-        model=LATENT_EXPERTS | {"moe_shared_expert_intermediate_size": None, "add_bias_linear": True},
-    ),
-    Case(
-        "capacity-padded-expert-bias", batch=3,
-        model=LOOSE | BIASED | {"moe_pad_expert_input_to_capacity": True},
-    ),
-    Case(
-        "routing-forced-biased", layers="mm", stack=0, recompute=UNIFORM,
-        model={"moe_router_force_biased": 1.5, "moe_router_topk": 2},
-    ),
-    *(
-        Case(
-            f"choice-{name}", **{"batch": 3, "model": SINKHORN} | settings
-        )
-        for name, settings in {
-            "sinkhorn-two-degrees": {"degree": 2, "backward_degree": 4, "model": SINKHORN | Z | SHARED},
-            "sinkhorn-tp": {"parallel": TP, "rope": True, "model": SINKHORN | LATENT_EXPERTS},
-            "quantile-stack-recompute": {
-                "layers": "mdm", "stack": 0, "recompute": UNIFORM, "model": QUANTILE | {"moe_router_topk": 2},
-            },
-            "quantile-cp": {"parallel": CP, "rope": True, "schedule": "moe-only", "model": QUANTILE},
-            "probs-padded": {"model": BIASED | DROPS | {"moe_pad_expert_input_to_capacity": True}},
-            "probs-lancet": {"schedule": "lancet", "model": DROPS | SEVERAL_AUX | {"moe_router_topk": 2}},
-            "probs-sequential-ranks": {
-                "schedule": "sequential", "executor": "sequential", "exchange": Exchange.RANKS,
-                "model": WIDE | DROPS | SEVERAL_AUX,
-            },
-        }.items()
-    ),
-    Case(
-        "scores-clipped", batch=3, rope=True, kernel="sdpa",
-        model={"qk_clip": True, "qk_clip_threshold": 0.05, "num_query_groups": 2, "window_size": (5, 0)},
-    ),
-    Case("scores-cp", parallel=CP, rope=True, model={"log_max_attention_logit": True}),
-    Case(
-        "scores-documents-recompute", documents=MANY, batch=3, rope=True, kernel="cpu-flash",
-        model={
-            "log_max_attention_logit": True, "recompute_granularity": "selective",
-            "recompute_modules": ["core_attn"],
+LAUNCHES = cases(
+    "",
+    {
+        "gate-of-attention-sinks": {
+            "kernel": "sdpa", "rope": True, "parallel": TP, "layers": "mm", "stack": 0,
+            "model": SINKS | GQA | {"attention_output_gate": True},
         },
-    ),
-    Case(
-        "losses-negative", batch=3,
-        model={
-            "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_z_loss_coeff": -0.1,
-            "moe_aux_loss_coeff": [0.1, -0.2],
+        "sinks-off-by-one-window-cp": {
+            "parallel": CP, "batch": 1, "rope": True,
+            "model": {"softmax_type": "off-by-one", "window_size": (5, 0)},
         },
-    ),
-    Case("replay-recorded", replay="record", layers="mm", stack=0, batch=3, model=TOP2 | SEVERAL_AUX),
-    Case("replay-prescribed", replay="replay_forward", parallel=TP, layers="mm", stack=0, model=TOP2),
-]  # fmt: skip
+        "latent-experts-tp": {"parallel": TP, "memory": "redispatch", "model": LATENT_EXPERTS | SEVERAL_AUX},
+        "latent-experts-of-tensor-ranks-recompute": {
+            "parallel": TP_EXPERTS, "recompute": UNIFORM, "model": LATENT_EXPERTS,
+        },
+        "latent-experts-stack-recompute": {
+            "layers": "mdm", "stack": 0, "batch": 1, "recompute": UNIFORM,
+            "model": LATENT_EXPERTS
+            | {"moe_shared_expert_intermediate_size": None, "add_bias_linear": True},
+        },
+        "capacity-padded-expert-bias": {
+            "model": LOOSE | BIASED | {"moe_pad_expert_input_to_capacity": True},
+        },
+        "routing-forced-biased": {
+            "layers": "mm", "stack": 0, "batch": 1, "recompute": UNIFORM,
+            "model": TOP2 | {"moe_router_force_biased": 1.5},
+        },
+        "choice-sinkhorn-two-degrees": {
+            "degree": 2, "backward_degree": 4, "model": SINKHORN | Z | SHARED,
+        },
+        "choice-sinkhorn-tp": {"parallel": TP, "rope": True, "model": SINKHORN | LATENT_EXPERTS},
+        "choice-quantile-stack-recompute": {
+            "layers": "mdm", "stack": 0, "recompute": UNIFORM, "model": QUANTILE | TOP2,
+        },
+        "choice-quantile-cp": {"parallel": CP, "rope": True, "schedule": "moe-only", "model": QUANTILE},
+        "choice-probs-padded": {"model": BIASED | DROPS | {"moe_pad_expert_input_to_capacity": True}},
+        "choice-probs-lancet": {"schedule": "lancet", "model": DROPS | SEVERAL_AUX | TOP2},
+        "choice-probs-sequential-ranks": SEQUENTIAL
+        | {"exchange": Exchange.RANKS, "model": WIDE | DROPS | SEVERAL_AUX},
+        "scores-clipped": {
+            "rope": True, "kernel": "sdpa",
+            "model": GQA | {"qk_clip": True, "qk_clip_threshold": 0.05, "window_size": (5, 0)},
+        },
+        "scores-cp": {"parallel": CP, "batch": 1, "rope": True, "model": {"log_max_attention_logit": True}},
+        "scores-documents-recompute": {
+            "documents": MANY, "rope": True, "kernel": "cpu-flash",
+            "model": ATTENTION_AGAIN | {"log_max_attention_logit": True},
+        },
+        "losses-negative": {
+            "model": {
+                "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_z_loss_coeff": -0.1,
+                "moe_aux_loss_coeff": [0.1, -0.2],
+            },
+        },
+        "replay-recorded": {"replay": "record", "layers": "mm", "stack": 0, "model": TOP2 | SEVERAL_AUX},
+        "replay-prescribed": {
+            "replay": "replay_forward", "parallel": TP, "layers": "mm", "stack": 0, "batch": 1, "model": TOP2,
+        },
+    },
+    batch=3,
+)  # fmt: skip
 
 PARITY += CHANGED + MEMORY + DOCUMENTS + GATES + LANCET + FLEXES
 PARITY += ONCE_PER_RANK + ONCE_PER_NODE + COPIES_OVER_NODES + GATHERED + SCATTERED + LAUNCHES
