@@ -36,6 +36,19 @@ def start() -> tuple[int, int]:
     return rank, world_size
 
 
+def start_alone(world_size: int, **sizes: int) -> None:
+    """Be rank 0 of ranks that do not exist; ``sizes`` as for :func:`use_groups`."""
+    from megatron_ampipe.launch import host
+
+    host.install()
+    import torch
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    use_groups(**sizes)
+
+
 def use_groups(**sizes: int) -> None:
     """Replace Megatron's process groups by groups of these sizes; without any, all are expert-parallel."""
     from megatron.core import parallel_state

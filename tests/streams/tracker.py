@@ -44,25 +44,19 @@ class Memory:
     """The stream that allocated it; None for host memory."""
     made_by: str
     """The operation and stage that allocated it, for reports."""
-    size_bytes: int
     writes: dict[int, Stamp] = field(default_factory=dict)
     reads: dict[int, Stamp] = field(default_factory=dict)
     last: dict[int, str] = field(default_factory=dict)
 
 
 class Tracker(TorchDispatchMode):
-    """Reports races, one line each, and peak memory; see the module's docstring."""
+    """Reports races, one line each; see the module's docstring."""
 
     def __init__(self) -> None:
         super().__init__()
         self.races: dict[str, None] = {}
         self._memory: dict[int, Memory] = {}
         self._freed: list[Memory] = []
-        self.restart()
-
-    def restart(self) -> None:
-        """Count memory from here on, without what is already allocated."""
-        self._held_bytes = self.peak_bytes = 0
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -107,10 +101,8 @@ class Tracker(TorchDispatchMode):
         if not storage.nbytes():
             return None
         key = storage._cdata
-        memory = self._memory[key] = Memory(owner, where, storage.nbytes())
+        memory = self._memory[key] = Memory(owner, where)
         weakref.finalize(storage, self._gone, key)
-        self._held_bytes += memory.size_bytes
-        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
         return memory
 
     def move_to_host(self, tensor: Tensor) -> None:
@@ -139,7 +131,6 @@ class Tracker(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         memory = self._memory.pop(key, None)
-        self._held_bytes -= 0 if memory is None else memory.size_bytes
         if memory is not None and memory.owner is not None:
             foreign = (memory.reads.keys() | memory.writes.keys()) - {memory.owner.number}
             if foreign:
