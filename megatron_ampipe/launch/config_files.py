@@ -24,9 +24,8 @@ from typing import Any
 from megatron_ampipe import __version__, compat
 from megatron_ampipe.errors import BadInput, did_you_mean
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.inputs import LinedMapping, load
+from megatron_ampipe.files.inputs import LinedMapping, find_config, load, shown
 from megatron_ampipe.files.records import keys_of
-from megatron_ampipe.files.shipped import find_config, shown
 from megatron_ampipe.plan.cluster import Cluster
 
 CONFIG_FLAG = "--ampipe-config"

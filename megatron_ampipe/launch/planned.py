@@ -16,7 +16,7 @@ from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.block.named_values import parse_size, size_to_text
 from megatron_ampipe.block.settings import SETTING, settings_of
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files.shipped import find_config
+from megatron_ampipe.files.inputs import find_config
 from megatron_ampipe.launch.refusals import exchanges_of, ranks_per_node, recomputes
 from megatron_ampipe.launch.trials import Choice, Planner, Shape
 from megatron_ampipe.plan.block import Block

@@ -129,7 +129,7 @@ def ranks_per_node(arguments: Any) -> int | None:
 
 def _without_pair(args: Any) -> bool:
     pattern = HybridPattern.of_arguments(args.all)
-    return pattern is not None and not pattern.num_pairs
+    return pattern is not None and not pattern.runs
 
 
 def _splits_weights_elsewhere(args: Any) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy
 
-from megatron_ampipe.files.shipped import config_names
+from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.schedule import BlockFeatures, build, to_text
 from tests.megatron.forked_launch import PROCESS_GROUP_MADE
 
@@ -93,7 +93,7 @@ _TRACE = "is not a trace written by AMPipe. Give a file that a run with --ampipe
 TOOLS = {
     "cluster-infinite": (_PLAN + "{here}/inf.cluster", "intra.all_to_all.alpha_us inf: must be a number"),
     "cluster-is-a-plan": (_PLAN + "{here}/good.plan", "good.plan:1: format: is not a known key. Use one of"),
-    "set-object": (_PLAN + "dgx-h100 --set hidden-size=!!python/name:os.system", "value that is not YAML."),
+    "set-object": (_PLAN + "dgx-h100 --set hidden-size=!!python/name:os.system", "is not FLAG=VALUE"),
     "trace-formula": (_DRAW + "dollar.trace", _TRACE),
     "bench-from-trace": ("bench --from {here}/good.trace", "is not a result of ampipe bench. Give a file"),
     "data-of-nothing": ("data {here}/folder --output {here}/out/d", "holds no usable text file with the"),

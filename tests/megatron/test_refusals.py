@@ -1,4 +1,4 @@
-"""Every row of ``refusals.REFUSALS``, with Megatron's parser; one with the complete entry point."""
+"""Every row of ``refusals.REFUSALS``, with Megatron's parser; one of them in a launch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from tests.megatron.refusal_flags import ACCEPTED
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The report of one process that parses everything."""
     path = tmp_path_factory.mktemp("refusals") / "report.json"
     done = subprocess.run(
         [sys.executable, "-m", "tests.megatron.refusals_worker"],
         cwd=REPOSITORY,
-        env=environment() | {"LOCAL_WORLD_SIZE": "4", "AMPIPE_TEST_REPORT": str(path)},
+        env=environment() | {"AMPIPE_TEST_REPORT": str(path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -34,10 +33,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout[-4000:]
     found: dict[str, Any] = json.loads(path.read_text())
     return found
-
-
-def test_what_the_rows_are_added_to_is_accepted(report: dict[str, Any]) -> None:
-    assert report["accepted"] == [{"name": None}]
 
 
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.setting.strip("-"))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe.files.shipped import config_names
+from megatron_ampipe.files.inputs import config_names
 from tests.megatron.launcher import REPOSITORY, environment, pretrain
 from tests.megatron.settings_worker import LAUNCHES
 

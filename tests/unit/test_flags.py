@@ -230,15 +230,10 @@ TENSOR_2 = {"tensor_model_parallel_size": 2}
     ("exchange", "changes", "is_refused"),
     [
         ("2dh", {}, False),
-        ("2dh", {"moe_router_topk": 1, "num_experts": 4}, False),
         ("2dh", {"ampipe_ranks_per_node": 4}, True),
         # As many ranks share an expert as share attention, where no flag says otherwise.
         ("2dh", {"ampipe_ranks_per_node": 4, "expert_tensor_parallel_size": None} | TENSOR_2, False),
-        ("2dh", {"ampipe_ranks_per_node": 1}, True),
-        ("2dh", {"moe_token_dispatcher_type": "allgather"}, True),
         ("nodes", {"moe_router_topk": 1}, True),
-        ("nodes", {"ampipe_ranks_per_node": 3}, True),
-        ("ranks", {"ampipe_ranks_per_node": None, "moe_router_topk": 1}, True),
     ],
 )
 def test_an_exchange_is_refused_where_it_saves_nothing(
