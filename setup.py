@@ -9,7 +9,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 DATA = ("configs", "patches")
-"""Folders of the checkout that a wheel holds in the package; megatron_ampipe/files/shipped.py finds them."""
+"""Folders of the checkout that a wheel holds in the package; megatron_ampipe/files/inputs.py finds them."""
 
 
 class BuildWithData(build_py):

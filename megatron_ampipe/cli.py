@@ -39,11 +39,8 @@ _EPILOG = """\
 examples:
   ampipe data --output data/stdlib          a small dataset, made from Python's standard library
   ampipe draw traces/ --output timeline     timeline.svg and timeline.png of a recorded run
-  ampipe bench --link 200mbit               Megatron's layer and AMPipe's over a slow network
   ampipe plan --model mixtral-8x7b --cluster dgx-h100      which degree to use, and why
   ampipe doctor                             is everything installed, and does overlap work here?
-  ampipe config --ampipe-config mixtral-8x7b my-run.yaml   the settings of these files, checked
-  ampipe patch check Megatron-LM            whether a checkout is patched, or can be
 
 'ampipe COMMAND --help' explains one command.
 

@@ -6,7 +6,6 @@ function here. Imports Megatron inside functions only, so that versions can be c
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import copy
 import dataclasses
@@ -199,11 +198,10 @@ def require_peers() -> None:
             )
     megatron = found_version("megatron-core")
     if megatron is not None and is_untested(megatron) and os.environ.get("RANK", "0") == "0":
-        missing = ", ".join(missing_internals())
         warnings.warn(
             f"Megatron {megatron} is newer than the versions AMPipe is tested with "
             f"({', '.join(SUPPORTED_MEGATRON)}, and commit {MAIN_BRANCH_COMMIT[:12]} of the main branch, "
-            f"{MAIN_BRANCH}). Not found in it: {missing or 'nothing that AMPipe imports'}.",
+            f"{MAIN_BRANCH}).",
             stacklevel=2,
         )
 
@@ -226,39 +224,6 @@ def require_model_from_configuration() -> None:
             f"{PRETRAIN_GPT_MEGATRON} or later. Launch the script of your Megatron-LM checkout: "
             "-m megatron_ampipe.launch PATH/pretrain_gpt.py with the same flags."
         )
-
-
-def missing_internals() -> list[str]:
-    """What AMPipe imports from Megatron but this Megatron does not have, each with the file that imports it.
-
-    Reads the import statements of the package, without ``tools``. Imports Megatron, so on a machine without a
-    GPU the host platform must be installed first.
-
-    Returns:
-        For example ``"megatron.core.mpu (launch/gpt.py)"``; empty if nothing is missing.
-    """
-    package = Path(__file__).parent
-    missing = []
-    for path in sorted(package.rglob("*.py")):
-        file = path.relative_to(package).as_posix()
-        names = set()
-        for node in ast.walk(ast.parse(path.read_text())) if not file.startswith("tools/") else ():
-            if isinstance(node, ast.ImportFrom | ast.Import):
-                module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-                names |= {f"{module}{alias.name}" for alias in node.names}
-        missing += [
-            f"{name} ({file})" for name in sorted(names) if name.startswith("megatron.") and not _exists(name)
-        ]
-    return missing
-
-
-def _exists(name: str) -> bool:
-    """Whether an import of ``name``, a module or a name in a module, would succeed."""
-    module, _, attribute = name.rpartition(".")
-    try:
-        return hasattr(importlib.import_module(module), attribute) or bool(importlib.import_module(name))
-    except ImportError:
-        return False
 
 
 def _release(found: Version) -> Version:

@@ -1,17 +1,9 @@
-"""What a function costs, for tests that limit it: a shared machine's speed varies by the minute."""
+"""How many lines of Python a function executes, for tests that limit it: times vary on a shared machine."""
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
-
-
-def cpu_seconds(function: Callable[[], object]) -> float:
-    """Processor time of a call."""
-    begin = time.process_time()
-    function()
-    return time.process_time() - begin
 
 
 def executed_lines(function: Callable[[], object]) -> int:
@@ -33,12 +25,3 @@ def executed_lines(function: Callable[[], object]) -> int:
         monitoring.register_callback(tool, line, None)
         monitoring.free_tool_id(tool)
     return count
-
-
-def slowness() -> float:
-    """How much slower than one that sums 100,000 squares in 4 ms, by the fastest of 20 sums; at least 1."""
-    return max(1.0, min(cpu_seconds(_sum_squares) for _ in range(20)) / 0.004)
-
-
-def _sum_squares() -> int:
-    return sum(number * number for number in range(100_000))

@@ -34,16 +34,8 @@ def run_ranks(
 ) -> list[int | None]:
     """Run one process per environment, and kill those that have not ended after the timeout.
 
-    Args:
-        module: As in ``python -m``.
-        arguments: Its command line.
-        environments: The complete environment of each process.
-        logs: A log file for stdout and stderr of each process.
-        timeout_s: Timeout for all of them together.
-        preloaded: Fork them. False for processes that import a different Megatron from their ``PYTHONPATH``.
-
-    Returns:
-        The exit code of each process; negative for a signal, None after a timeout.
+    They are not forked without ``preloaded``, to import another Megatron from their ``PYTHONPATH``. Returns
+    the exit code of each; negative for a signal, None after the timeout.
     """
     context = CONTEXT if preloaded else _SPAWN
     processes = [

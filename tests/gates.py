@@ -77,7 +77,3 @@ class OwnLossRouter(TopKRouter):
             probs, 0.1, loss, "load_balancing_loss", self.tp_cp_group
         )
         return probs, routing_map
-
-
-class NotARouter:
-    """No subclass of Megatron's router."""

@@ -1,31 +1,24 @@
 """What a layer costs the host: tiny tensors, so that nearly all time is Python and dispatch.
 
 On a GPU the host must issue a layer faster than the device computes it. One process stands for eight ranks;
-every collective is one copy, as a launch of NCCL is one call. Counted for a forward and a backward pass of
-Megatron's layer and of AMPipe's: operators and Python calls, which are the same every time, and processor
-time, which is not.
-
-    python -m tests.host_cost [REPEATS]      # a table; times are medians of so many passes in turns
-    python -m tests.host_cost --by "ampipe 4"      # operators and functions that are called most
+every collective is one copy, as a launch of NCCL is one call. ``python -m tests.host_cost`` prints operators
+and Python calls of a forward and a backward pass of AMPipe's layers, over those of Megatron's: JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import json
 import pstats
-import statistics
-import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.dist.worker import start_alone
 
 RANKS, LAYERS = 8, 2
 STOCK = "Megatron"
@@ -64,28 +57,17 @@ def _all_gather(output: Tensor, input: Tensor, *_: Any, async_op: bool = False, 
 class _Operators(TorchDispatchMode):
     """Counts what is dispatched."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
+    count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names[str(func)] += 1
+        self.count += 1
         return func(*args, **(kwargs or {}))
 
 
 def layers() -> dict[str, Callable[[], None]]:
     """A pass through each variant, by name."""
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    from megatron_ampipe.launch import host
-
-    host.install()
+    start_alone(RANKS, expert_model_parallel_size=RANKS)
     dist.all_to_all_single, dist.all_gather_into_tensor = _all_to_all, _all_gather
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(
-        expert_model_parallel_size=RANKS, create_gloo_process_groups=False
-    )
     from megatron_ampipe.runtime.executors import SequentialExecutor
     from megatron_ampipe.tools.measuring.bench_job import Variant
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
@@ -122,67 +104,26 @@ def layers() -> dict[str, Callable[[], None]]:
     return {name: bound(layer) for name, layer in built.items()}
 
 
-def operators(run: Callable[[], None]) -> Counter[str]:
+def operators(run: Callable[[], None]) -> int:
     """What a pass of all layers dispatches."""
     with _Operators() as counted:
         run()
-    return counted.names
+    return counted.count
 
 
-def python_calls(run: Callable[[], None]) -> Counter[str]:
+def python_calls(run: Callable[[], None]) -> int:
     """The functions that a pass of all layers calls."""
     profile = cProfile.Profile()
-    profile.enable()
-    run()
-    profile.disable()
-    found: Counter[str] = Counter()
-    for (file, line, name), (_, calls, *_) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        found["/".join(file.split("/")[-2:]) + f":{line} {name}"] += calls
-    return found
-
-
-def milliseconds(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Median processor time of a layer, of passes in turns."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            begin = time.process_time()
-            run()
-            times[name].append((time.process_time() - begin) * 1e3 / LAYERS)
-    return {name: statistics.median(found) for name, found in times.items()}
+    profile.runcall(run)
+    calls: int = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+    return calls
 
 
 def main() -> None:
-    """Print the table, or what one variant is made of."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("repeats", type=int, nargs="?", default=30)
-    parser.add_argument("--by", metavar="VARIANT", help="print what its passes are made of")
-    parser.add_argument("--json", action="store_true", help="print the ratios of both counts alone")
-    chosen = parser.parse_args()
-    runs = layers()
-    if chosen.by:
-        for count in (operators, python_calls):
-            stock, ours = count(runs[STOCK]), count(runs[chosen.by])
-            for name in sorted(stock | ours, key=lambda name: stock[name] - ours[name])[:60]:
-                print(f"{stock[name] / LAYERS:8.1f} {ours[name] / LAYERS:8.1f}  {name}")
-        return
-    counts = {name: (operators(run).total(), python_calls(run).total()) for name, run in runs.items()}
-    if chosen.json:
-        print(
-            json.dumps(
-                {
-                    name: [count / base for count, base in zip(found, counts[STOCK], strict=True)]
-                    for name, found in counts.items()
-                }
-            )
-        )
-        return
-    times = milliseconds(runs, chosen.repeats)
-    print(f"{'':20}{'operators':>18}{'Python calls':>20}{'processor ms':>20}")
-    for name, (dispatched, called) in counts.items():
-        parts = [(dispatched / LAYERS, dispatched / counts[STOCK][0])]
-        parts += [(called / LAYERS, called / counts[STOCK][1]), (times[name], times[name] / times[STOCK])]
-        print(f"{name:20}" + "".join(f"{value:11.1f}{ratio:7.2f}x" for value, ratio in parts))
+    """Print the ratios of both counts."""
+    counts = {name: (operators(run), python_calls(run)) for name, run in layers().items()}
+    stock = counts.pop(STOCK)
+    print(json.dumps({name: [found[0] / stock[0], found[1] / stock[1]] for name, found in counts.items()}))
 
 
 if __name__ == "__main__":

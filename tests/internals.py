@@ -175,10 +175,8 @@ def look_up() -> dict[str, Any]:
 
     Returns:
         ``lacks``: the names that are not there; ``refuses``: arguments that are not taken any more;
-        ``sources``: of each mirrored definition a hash of its code, without docstrings and comments;
-        ``missing imports``: :func:`megatron_ampipe.compat.missing_internals`.
+        ``sources``: of each mirrored definition a hash of its code, without docstrings and comments.
     """
-    from megatron_ampipe import compat
     from megatron_ampipe.launch import host
 
     if not host.gpu_available():
@@ -193,7 +191,7 @@ def look_up() -> dict[str, Any]:
         found["refuses"] += [f"{name}({keyword}=)" for keyword in sorted(_refused(value, name))]
         if name in MIRRORED:
             found["sources"][name] = _hash(name, MIRRORED[name].split())
-    return found | {"missing imports": compat.missing_internals()}
+    return found
 
 
 def _resolve(name: str) -> Any:

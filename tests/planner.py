@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_ampipe.files.shipped import config_names
+from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import block_of, layers_of, read_model
 from megatron_ampipe.plan.plan_file import Plan

@@ -7,6 +7,7 @@ emulated, so :func:`start_ranks` must be called first.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,37 +18,42 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.runtime.executors import SequentialExecutor
-from tests.dist.cases import AUX, Case, Z
+from tests.dist.cases import LARGE, MOE_AGAIN, Case
 from tests.poison import PoisoningExecutor, mirrored
 
 RANKS = 4
 
 
-@dataclass(frozen=True)
-class Stress:
-    """One block, and how it is split into chunks."""
-
-    degree: int
-    backward_degree: int | None = None
-    schedule: str = "ampipe"
-    local_experts: int = 1
-    recompute: bool = False
-
-    def __str__(self) -> str:
-        degrees = f"{self.degree}:{self.backward_degree}" if self.backward_degree else str(self.degree)
-        experts = f"{self.local_experts}-local"
-        return f"{self.schedule}-{degrees}-{experts}{'-recompute' if self.recompute else ''}"
+def block(
+    degree: int,
+    backward_degree: int | None = None,
+    *,
+    schedule: str = "ampipe",
+    local_experts: int = 1,
+    recompute: bool = False,
+) -> Case:
+    """A block, whose sizes a :class:`StressSetup` says."""
+    degrees = f"{degree}:{backward_degree}" if backward_degree else str(degree)
+    return Case(
+        f"{schedule}-{degrees}-{local_experts}-local{'-recompute' if recompute else ''}",
+        world_size=RANKS,
+        degree=degree,
+        backward_degree=backward_degree,
+        schedule=schedule,
+        kernel="sdpa",
+        model=LARGE | {"num_moe_experts": local_experts * RANKS} | (MOE_AGAIN if recompute else {}),
+    )
 
 
 CUTS = ((2, None), (4, None), (8, None), (4, 2), (2, 4), (1, 4))
 STRESSES = [
     *(
-        Stress(*cut, local_experts=local_experts, recompute=recompute)
+        block(*cut, local_experts=local_experts, recompute=recompute)
         for cut in CUTS
         for local_experts in (1, 2)
         for recompute in (False, True)
     ),
-    *(Stress(degree, schedule="moe-only") for degree in (2, 4, 8)),
+    *(block(degree, schedule="moe-only") for degree in (2, 4, 8)),
 ]
 
 
@@ -109,16 +115,16 @@ _num_experts = 0
 
 
 def differences_under(
-    stress: Stress,
+    case: Case,
     setup: StressSetup,
     *,
     stock: bool = False,
     insert_fault: Callable[[torch.nn.Module], object] | None = None,
 ) -> tuple[dict[str, float], int]:
-    """The differences between the block under stress and the same block run sequentially.
+    """The differences between a block under stress and the same block run sequentially.
 
     Args:
-        stress: The block.
+        case: The block.
         setup: Device and sizes.
         stock: Compare with Megatron's layer instead.
         insert_fault: Inserts a fault into the layer under stress.
@@ -130,9 +136,10 @@ def differences_under(
     from tests.dist.blocks import build_layers, differences, run
 
     global _num_experts
-    case = _case(stress, setup)
-    _num_experts = case.model["num_moe_experts"]
-    plain = build_layers(_case(stress, setup, schedule="sequential"), executor=SequentialExecutor())
+    model = case.model | {"hidden_size": setup.hidden, "ffn_hidden_size": setup.ffn}
+    case = dataclasses.replace(case, sequence_length=setup.sequence_length, model=model)
+    _num_experts = model["num_moe_experts"]
+    plain = build_layers(dataclasses.replace(case, schedule="sequential"), executor=SequentialExecutor())
     with mirrored():
         expected = run(plain[0 if stock else 1].to(setup.device), case, rank=0, device=setup.device)
     poisoning = PoisoningExecutor(setup.executor(), delay=setup.delay, travel=setup.travel)
@@ -144,31 +151,6 @@ def differences_under(
     run(stressed, case, rank=0, device=setup.device)
     found = run(stressed, case, rank=0, device=setup.device)
     return differences(expected, found), poisoning.filled
-
-
-def _case(stress: Stress, setup: StressSetup, *, schedule: str | None = None) -> Case:
-    model = {
-        **AUX,
-        **Z,
-        "hidden_size": setup.hidden,
-        "ffn_hidden_size": setup.ffn,
-        "num_moe_experts": stress.local_experts * RANKS,
-        "moe_router_topk": 2,
-        "gated_linear_unit": True,
-        "activation_func": "silu",
-    }
-    if stress.recompute:
-        model |= {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-    return Case(
-        str(stress),
-        world_size=RANKS,
-        degree=stress.degree,
-        backward_degree=stress.backward_degree,
-        schedule=schedule or stress.schedule,
-        sequence_length=setup.sequence_length,
-        kernel="sdpa",
-        model=model,
-    )
 
 
 def insert_unheld_reader(layer: torch.nn.Module) -> None:

@@ -64,9 +64,9 @@ class Kernel:
         sinks are of a :class:`~.backends.Scoring`; pieces have the scale alone. A kernel of pieces adds the
         gradients of keys and values to ``sums`` and then returns None for both; other kernels ignore it.
         """
-        scoring = Scoring(scale, dropout, window, sinks)
+        scoring, tensors = Scoring(scale, dropout, window, sinks), (query, key, value)
         if documents is None:
-            return self._attend(query, key, value, spans, scoring, None if sums is None else sums.add)
+            return self._attend(tensors, spans, scoring, None if sums is None else sums.add)
         rows = documents.rows_of(spans)
         if self.documents is not None:
             assert scoring.sinks is None and (scoring.is_plain or self.span is not None)
@@ -74,24 +74,16 @@ class Kernel:
             keys, values = (_keys_of_documents(x, rows) for x in (key, value))
             output = self.documents(queries, keys, values, Bounds.of(rows, device=query.device), scoring)
             return output.reshape(query.shape[1], query.shape[0], -1).transpose(0, 1)
-        return self._attend_one_by_one(query, key, value, rows, scoring, sums)
+        return self._attend_one_by_one(tensors, rows, scoring, sums)
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        spans: Sequence[Span],
-        scoring: Scoring,
-        add: AddKeys | None,
+        self, tensors: Sequence[Tensor], spans: Sequence[Span], scoring: Scoring, add: AddKeys | None
     ) -> Tensor:
         if self.span is None:
             assert scoring.is_plain, "pieces are of plain attention"
-            output: Tensor = AttentionInPieces.apply(
-                query, key, value, self.pieces, spans, scoring.scale, add
-            )
+            output: Tensor = AttentionInPieces.apply(*tensors, self.pieces, spans, scoring.scale, add)
             return output
-        outputs = []
+        (query, key, value), outputs = tensors, []
         for rows, span in split_spans(query, spans):
             first = 0 if scoring.window is None else max(0, span.global_start - scoring.window)
             seen = slice(first, span.global_end)
@@ -100,13 +92,12 @@ class Kernel:
 
     def _attend_one_by_one(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        tensors: Sequence[Tensor],
         documents: Sequence[DocumentRows],
         scoring: Scoring,
         sums: KeyValueSums | None,
     ) -> Tensor:
+        query, *keys_and_values = tensors
         outputs: list[list[Tensor]] = [[] for _ in range(query.shape[1])]
         # Views of one split: its backward joins the gradients of all documents in one copy.
         by_sequence = [
@@ -115,15 +106,10 @@ class Kernel:
         ]
         for rows in documents:
             keys, sequence = slice(rows.first_key, rows.last_key), rows.sequence
-            output = self._attend(
-                by_sequence[sequence][len(outputs[sequence])],
-                key[keys, sequence : sequence + 1],
-                value[keys, sequence : sequence + 1],
-                (rows.span,),
-                scoring,
-                None if sums is None else _adds_to_document(sums, rows),
-            )
-            outputs[sequence].append(output)
+            seen = [x[keys, sequence : sequence + 1] for x in keys_and_values]
+            queries = by_sequence[sequence][len(outputs[sequence])]
+            add = None if sums is None else _adds_to_document(sums, rows)
+            outputs[sequence].append(self._attend((queries, *seen), (rows.span,), scoring, add))
         return joined([joined(parts) for parts in outputs], dim=1)
 
 

@@ -60,8 +60,8 @@ class PieceKernel:
     """``(query, key, value, causal=, scale=)`` to ``(output, lse, *state)``."""
     backward: Callable[..., Sequence[Tensor]]
     """``(gradient, query, key, value, output, lse, *state, causal=, scale=)`` to their three gradients."""
-    layout: tuple[int, int, int, int] = (0, 1, 2, 3)
-    """The order of the dimensions of ``[R, B, H, C]`` in which both take and give tensors."""
+    layout: tuple[int, int, int, int] | None = None
+    """The order of the dimensions of ``[R, B, H, C]`` in which both take and give tensors, if another one."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> PieceOutput:
         """Attention of ``[R, B, H, C]`` over ``[S, B, G, C]`` and ``[S, B, G, V]``."""
@@ -70,26 +70,23 @@ class PieceKernel:
         return PieceOutput(self._rows_first(output)[0], lse, tuple(state))
 
     def differentiate(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attended: PieceOutput,
-        *,
-        causal: bool,
-        scale: float,
+        self, attended: PieceOutput, *tensors: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value; ``attended`` is merged over all pieces of the rows."""
-        given = self._arranged(gradient, query, key, value, attended.output)
+        """From gradient, query, key and value to the gradients of the last three.
+
+        ``attended`` is merged over all pieces of the rows.
+        """
+        given = self._arranged(*tensors, attended.output)
         gradients = self.backward(*given, attended.lse, *attended.state, causal=causal, scale=scale)
         dq, dk, dv = self._rows_first(*gradients)
         return dq, dk, dv
 
     def _arranged(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.permute(self.layout) for tensor in tensors)
+        return tensors if self.layout is None else tuple(tensor.permute(self.layout) for tensor in tensors)
 
     def _rows_first(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if self.layout is None:
+            return tensors
         order = [self.layout.index(dimension) for dimension in range(4)]
         return tuple(tensor.permute(order) for tensor in tensors)
 
@@ -136,8 +133,9 @@ class AttentionInPieces(torch.autograd.Function):
         query, key, value, output, lse = ctx.saved_tensors
         gradient, output = (x.reshape(*query.shape[:3], -1) for x in (gradient, output))
         attended = PieceOutput(output, lse, ctx.state)
+        tensors = gradient, query, key, value
         gradients = differentiate_in_pieces(
-            ctx.kernel, gradient, query, key, value, attended, spans=ctx.spans, scale=ctx.scale, add=ctx.add
+            ctx.kernel, attended, tensors, spans=ctx.spans, scale=ctx.scale, add=ctx.add
         )
         return gradients[0].to(query.dtype), *gradients[1:], None, None, None, None
 
@@ -169,11 +167,8 @@ def attend_in_pieces(
 
 def differentiate_in_pieces(
     kernel: PieceKernel,
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
     attended: PieceOutput,
+    tensors: Sequence[Tensor],
     *,
     spans: Sequence[Span],
     scale: float,
@@ -181,16 +176,16 @@ def differentiate_in_pieces(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of query, perhaps in the dtype of sums, key and value; of these None with ``add``.
 
-    ``gradient`` is of the output, ``[R, B, H, V]``; ``attended`` is merged over all keys that the rows see,
-    of which ``key`` may be a part. ``spans`` are the positions of the rows in ``key``.
+    Takes the gradient of the output, ``[R, B, H, V]``, query, key and value; ``attended`` is merged over all
+    keys that the rows see, of which these may be a part. ``spans`` are the positions of the rows in them.
     """
+    gradient, query, key, value = tensors
 
     def differentiate(rows: slice, piece: AttentionPiece) -> tuple[Tensor, Tensor, Tensor]:
         keys = slice(piece.first_key, piece.last_key)
         of_rows = PieceOutput(attended.output[rows], attended.lse[..., rows], attended.state)
-        return kernel.differentiate(
-            gradient[rows], query[rows], key[keys], value[keys], of_rows, causal=piece.causal, scale=scale
-        )
+        given = gradient[rows], query[rows], key[keys], value[keys]
+        return kernel.differentiate(of_rows, *given, causal=piece.causal, scale=scale)
 
     pieces: list[tuple[slice, AttentionPiece]] = []
     first_row = 0

@@ -102,19 +102,17 @@ class RingAttention:
             of.gradient = torch.zeros(of.query.shape, dtype=sum_dtype(of.query), device=of.query.device)
         if not step:
             attended = PieceOutput(of.output, of.lse, of.state)
+            tensors = gradient, of.query, key, value
             dq, _, _ = differentiate_in_pieces(
-                self._kernel, gradient, of.query, key, value, attended,
-                spans=of.spans, scale=self._scale, add=sums.add,
-            )  # fmt: skip
+                self._kernel, attended, tensors, spans=of.spans, scale=self._scale, add=sums.add
+            )
             del self._chunks[chunk]
             return of.gradient.add_(dq).to(of.query.dtype)
         first, num_keys = self._seen(step, of, key)
         if first < len(of.query):
             attended = PieceOutput(of.output[first:], of.lse[..., first:], of.state)
-            dq, dk, dv = self._kernel.differentiate(
-                gradient[first:], of.query[first:], key[:num_keys], value[:num_keys], attended,
-                causal=False, scale=self._scale,
-            )  # fmt: skip
+            tensors = gradient[first:], of.query[first:], key[:num_keys], value[:num_keys]
+            dq, dk, dv = self._kernel.differentiate(attended, *tensors, causal=False, scale=self._scale)
             of.gradient[first:] += dq
             sums.add(0, dk, dv)
         return None

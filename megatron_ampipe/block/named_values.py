@@ -58,13 +58,7 @@ def import_class(
 ) -> Any:
     """The class at ``path`` (``package.module:Class``), which imports its module; or :class:`BadInput`.
 
-    Args:
-        flag: Whose value it is.
-        name: The value as the user wrote it.
-        path: What it stands for.
-        fits: Whether a class can be meant.
-        rule: Why another one is refused.
-        remedy: What to do about it.
+    ``name`` is what the user wrote for it. A class that does not fit is refused with ``rule`` and ``remedy``.
     """
     try:
         value = pkgutil.resolve_name(path)

@@ -55,7 +55,7 @@ class Setting:
     default: object
     help: str
     shown_default: str = "none"
-    metavar: str
+    metavar: str = "N"
     type: Callable[[str], Any] = str
     choices: tuple[str, ...] | None = None
     minimum: int | None = None
@@ -78,11 +78,6 @@ class Setting:
         return f"--ampipe-{self.key}"
 
     @property
-    def dest(self) -> str:
-        """Its name in parsed arguments, where it is None if the user does not set it."""
-        return f"ampipe_{self.name}"
-
-    @property
     def plain_help(self) -> str:
         """The text of ``--help``."""
         text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", self.help).replace("`", "")
@@ -91,16 +86,6 @@ class Setting:
     def refuse(self, value: object, rule: str, remedy: str) -> BadInput:
         """The error for a value of it."""
         return BadInput(self.flag, value, rule=rule, remedy=remedy)
-
-    def check_value(self, value: Any) -> None:
-        """Raise :class:`BadInput` for a value that is wrong whatever the other settings are."""
-        if value == "":
-            raise self.refuse("(empty)", "is empty", "Give a value, or leave it out.")
-        if self.minimum is not None and value < self.minimum:
-            rule = f"must be at least {self.minimum}"
-            raise self.refuse(value, rule, f"Use {self.minimum} or more, or leave it out.")
-        if self.check is not None:
-            self.check(value)
 
     def check_required(self, given: Mapping[str, Any]) -> None:
         """Raise :class:`BadInput` if ``given``, what the user sets by name, has none of :attr:`requires`."""
@@ -125,6 +110,10 @@ _CHOSEN = "is what --ampipe-degree auto chooses"
 _DIFFERS = "changes numbers, so degrees that are tried in training would differ in them"
 _PLACED = "after the last all-to-all of the next layer's backward pass"
 _RECORDED = "who goes where, in one of {} iterations; 'ampipe routing' shows it"
+_COMPARES = (
+    "--ampipe-router-scope chunk compares the tokens of a chunk, which is another function for each degree, "
+    "and later tokens of a chunk influence earlier ones"
+)
 _CONDENSED = "another function than a stock run's; the log says how many tokens are not sent"
 
 
@@ -142,18 +131,9 @@ def _degree(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"is neither a whole number nor {AUTO}: {text!r}") from None
 
 
-def _router_scope_row(own: Any) -> tuple[str, ...]:
-    name = "Sinkhorn" if own.router is None else class_path(own.router).rpartition(":")[2]
-    return "warning", (
-        f"--ampipe-router-scope chunk: {name} compares the tokens of a chunk, which is another function for "
-        "each degree, and later tokens of a chunk influence earlier ones"
-    )
-
-
 def _wire_row(own: Any) -> tuple[str, ...]:
     where = " between nodes" if own.pipeline.exchange.has_two_hops else ""
-    reason = f"rows and their gradients are cast{where}, so losses differ from a stock run's"
-    return "wire", own.wire, reason
+    return "wire", own.wire, f"rows and their gradients are cast{where}, so losses differ from a stock run's"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +141,6 @@ class Settings:
     """The values of all flags, as the user gives them or by default."""
 
     degree: int | str | None = _row(
-        metavar="N",
         shown_default="1",
         help="number of chunks of the sequence; 1 builds Megatron's own layers, 4 is a good first choice, "
         "`auto` [tries several](tuning.md) in the first iterations and keeps the fastest",
@@ -169,7 +148,6 @@ class Settings:
         of_plan=True,
     )
     backward_degree: int | None = _row(
-        metavar="N",
         shown_default="as forward",
         help="number of chunks of the backward pass; one of the two degrees divides the other",
         type=int,
@@ -216,7 +194,6 @@ class Settings:
     )
     stack: str = _row(
         "all",
-        metavar="N",
         help="consecutive layers that [share a schedule](#several-layers-in-one-schedule): `all` of a "
         "pipeline stage, or a number; 1: layer by layer. Changes no result",
         acts="chunks",
@@ -255,7 +232,6 @@ class Settings:
         requires_for=AUTO,
     )
     ranks_per_node: int | None = _row(
-        metavar="N",
         shown_default="torchrun's",
         help="consecutive ranks that share [faster links](nodes.md), for the exchanges `nodes` and `2dh` "
         "and for tensor-parallel experts and attention",
@@ -296,7 +272,7 @@ class Settings:
         "which runs after all attention",
         choices=("sequence", "chunk"),
         acts="layers",
-        startup=_router_scope_row,
+        startup=lambda own: ("warning", _COMPARES),
     )
     wire: str | None = _row(
         metavar="NAME",
@@ -336,7 +312,6 @@ class Settings:
     )
     routing_interval: int = _row(
         100,
-        metavar="N",
         help="record one of N iterations in `--ampipe-routing-dir`",
         type=int,
         minimum=1,
@@ -363,7 +338,7 @@ SETTING: Mapping[str, Setting] = {
 
 def given_settings(arguments: Any) -> dict[str, Any]:
     """What the user sets, by name; parsed arguments hold None for the rest."""
-    values = {name: getattr(arguments, setting.dest, None) for name, setting in SETTING.items()}
+    values = {name: getattr(arguments, f"ampipe_{name}", None) for name in SETTING}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -375,13 +350,19 @@ def settings_of(arguments: Any) -> Settings:
 def check_given(given: dict[str, Any]) -> None:
     """Raise :class:`BadInput` for the first wrong value, or settings that cannot be given together."""
     for name, value in given.items():
-        SETTING[name].check_value(value)
-    plan = given.get("plan")
+        setting = SETTING[name]
+        if value == "":
+            raise setting.refuse("(empty)", "is empty", "Give a value, or leave it out.")
+        if setting.minimum is not None and value < setting.minimum:
+            remedy = f"Use {setting.minimum} or more, or leave it out."
+            raise setting.refuse(value, f"must be at least {setting.minimum}", remedy)
+        if setting.check is not None:
+            setting.check(value)
     for name, value in given.items():
         setting = SETTING[name]
-        if plan is not None and setting.of_plan:
+        if "plan" in given and setting.of_plan:
             remedy = f"Leave {setting.flag} or --ampipe-plan out."
-            raise setting.refuse(value, f"is what the plan {plan} says", remedy)
+            raise setting.refuse(value, f"is what the plan {given['plan']} says", remedy)
         if setting.with_auto is not None and given.get("degree") == AUTO:
             remedy = f"Leave {setting.flag} out, or name the degree: --ampipe-degree 4."
             raise setting.refuse(value, setting.with_auto, remedy)

@@ -1,4 +1,4 @@
-"""Input that a user names: whole numbers, text files, and YAML with the line of each key for the errors.
+"""What a user names: whole numbers, built-in files, text, and YAML with the line of each key for errors.
 
 Only regular files are read: opening a pipe without a writer would block forever, and reading a device such as
 ``/dev/zero`` would fill the memory. What values must be is checked by :mod:`.records` for AMPipe's formats,
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,8 +18,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
-from megatron_ampipe.errors import BadInput
+from megatron_ampipe.errors import BadInput, did_you_mean
 
+_PACKAGE = Path(__file__).resolve().parents[1]
 LARGEST_SEED = 2**32 - 1
 """The largest that every library accepts."""
 _MOST_DIGITS = 30
@@ -181,3 +182,47 @@ def _scalar(node: ScalarNode, as_text: bool) -> str | bool | int | float | None:
 
 def _fail(node: Node, problem: str) -> NoReturn:
     raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
+def configs_folder() -> Path:
+    """The folder ``configs``: setup.py copies it into the wheel; in a checkout it is next to the package."""
+    installed = _PACKAGE / "configs"
+    return installed if installed.is_dir() else _PACKAGE.parent / "configs"
+
+
+def shown(path: Path) -> str:
+    """A path as shown in messages: for a built-in file the part from ``configs`` on."""
+    folder = configs_folder()
+    return f"configs/{path.relative_to(folder).as_posix()}" if path.is_relative_to(folder) else str(path)
+
+
+def config_names(*folders: str) -> dict[str, Path]:
+    """The files in these folders of ``configs``, by name without suffix."""
+    files = [path for folder in folders for path in (configs_folder() / folder).glob("*.yaml")]
+    return {path.stem: path for path in sorted(files)}
+
+
+def find_config(text: str, *, folders: Sequence[str], flag: str, what: str) -> Path:
+    """Find the file that a user names: an existing file, otherwise a built-in one.
+
+    Args:
+        text: As the user wrote it: ``my/model.yaml``, or ``mixtral-8x7b``.
+        folders: The folders of ``configs`` to search for the name.
+        flag: The flag or file in which the user wrote it, for the error.
+        what: What kind of file it is, for the error: ``grid``.
+
+    Raises:
+        BadInput: it is neither; suggests the closest built-in name.
+    """
+    if Path(text).is_file():
+        return Path(text)
+    known = config_names(*folders)
+    if text in known:
+        return known[text]
+    guess = did_you_mean(Path(text).stem, known)
+    raise BadInput(
+        flag,
+        text or "(empty)",
+        rule=f"is neither a file nor a built-in {what}",
+        remedy=f"{guess} Give a YAML file, or one of {', '.join(sorted(known))}.".lstrip(),
+    )

@@ -21,11 +21,11 @@ from megatron_ampipe.launch import host, startup
 from megatron_ampipe.launch.auto import (
     Agreement,
     AutoDegree,
-    KeptChoices,
     iterations_left,
     print_on_first_rank,
+    save_choice,
 )
-from megatron_ampipe.launch.flags import SWITCHED_OFF, PlanReader
+from megatron_ampipe.launch.flags import SWITCHED_OFF
 from megatron_ampipe.launch.hooks import Hook, Hooks, PlacedReductions
 from megatron_ampipe.launch.planned import choice_of_plan, choose_memory, layout_of_args, planner_of
 from megatron_ampipe.launch.recording import Recording, RoutingRecording
@@ -38,6 +38,7 @@ from megatron_ampipe.launch.refusals import (
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.layers.context import AMPipeContext, DocumentReader, FullRecompute
 from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, load_gate
+from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.recorded_routing import files_of, read_record
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
@@ -58,7 +59,6 @@ def make_context(
     gate: type | None,
     hooks: Hooks,
     adjustments: Sequence[host.Adjustment],
-    read_plan: PlanReader,
 ) -> AMPipeContext | None:
     """Check Megatron's validated arguments against all rules, and print the start-up table on rank 0.
 
@@ -68,7 +68,6 @@ def make_context(
         gate: The router class of ``--ampipe-router``.
         hooks: Those of the features that the run uses are added.
         adjustments: What the host platform chose, for the table.
-        read_plan: Reads a plan file.
 
     Returns:
         What the layers share, None at degree 1.
@@ -101,7 +100,7 @@ def make_context(
         hooks.add(Recording(context, args))
     choice = None
     if config.plan is not None:
-        choice = choice_of_plan(args, read_plan(Path(config.plan)), config.plan)
+        choice = choice_of_plan(args, Plan.read(Path(config.plan)), config.plan)
         # Another rank may have read another plan, or none where --ampipe-save-plan names it.
         hooks.add(Agreement(choice.pipeline))
     if context is not None:
@@ -221,7 +220,6 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
         )
     layout = layout_of_args(args)
     shape = (args.seq_length // (layout.tensor_ranks * layout.context_ranks), args.micro_batch_size)
-    choices = KeptChoices(args, config, announced=shape, exchanges=exchanges)
     # Gradients of weights during transfers, where the user and the layers leave that open.
     is_open = args.ampipe_schedule is None and args.transformer_impl == "local"
     auto = AutoDegree(
@@ -230,12 +228,13 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
         exchanges=exchanges,
         in_one_chunk=IN_ONE_CHUNK if is_open else None,
         say=print_on_first_rank,
-        keep=choices.keep,
-        earlier=choices.read,
+        keep=functools.partial(save_choice, args, config.save_plan, shape),
         iterations_left=functools.partial(iterations_left, args),
     )
+    choice = auto.start(shape)
+    hooks.add(Agreement(context.pipeline))
     hooks.add(auto)
-    return auto.start(shape)
+    return choice
 
 
 def find_gate(config: AMPipeConfig, args: argparse.Namespace, *, of_script: bool = False) -> type | None:

@@ -1,12 +1,10 @@
-"""``--ampipe-degree auto``: chooses the pipeline of the blocks, between iterations, and remembers it.
+"""``--ampipe-degree auto``: chooses the pipeline of the blocks, between iterations.
 
 With a cluster file, the planner chooses; without one, :mod:`.trials` chooses during the first iterations of
 each size of input. Measured times are reduced over all ranks before they are used, and plans are compared
 between the ranks, because every rank must issue the same collectives. Once chosen, only the shape of the
-input is reduced, now and then.
-
-The choice for the shape of the flags becomes the plan file of ``--ampipe-save-plan``. What trials chose for
-every shape is in :data:`NAME` next to the checkpoints, so that a restart tries no size of input twice.
+input is reduced, now and then. The choice for the shape of the flags becomes the plan file of
+``--ampipe-save-plan``.
 """
 
 from __future__ import annotations
@@ -15,25 +13,20 @@ import argparse
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_ampipe.errors import BadInput, RunFailed
-from megatron_ampipe.files.inputs import load
-from megatron_ampipe.files.records import read_record, write_record
+from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.launch.hooks import Hook
-from megatron_ampipe.launch.planned import made_for_of_args, plan_of_choice
+from megatron_ampipe.launch.planned import plan_of_choice
 from megatron_ampipe.launch.trials import Choice, Planner, Shape, SizeRanges, Trials, candidates
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.plan.plan_file import MadeFor, differences
 from megatron_ampipe.schedule import Direction, Exchange, Pipeline, to_text
-from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
-NAME = "ampipe-degrees.yaml"
 SHAPE_INTERVAL = 50
 """Iterations between two comparisons of the ranks' input shapes, while no pipeline is tried."""
 
@@ -48,7 +41,6 @@ class AutoDegree(Hook):
         in_one_chunk: Name of a second schedule that is tried at degree 1; none if None.
         say: Prints a line to the log; called on every rank.
         keep: Called with every new choice and its shape, on every rank.
-        earlier: Returns what an earlier run chose. Called once, on the first rank, which tells the others.
         iterations_left: Returns how many iterations the run has left, including the current one, or None if
             that is unknown. A warning is logged if the run may end before the trials.
     """
@@ -62,17 +54,15 @@ class AutoDegree(Hook):
         in_one_chunk: str | None = None,
         say: Callable[[str], None],
         keep: Callable[[Shape, Choice], None] = lambda shape, choice: None,
-        earlier: Callable[[], Sequence[tuple[Shape, Pipeline]]] = tuple,
         iterations_left: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._context, self._planner, self._say = context, planner, say
         self._exchanges, self._in_one_chunk = exchanges, in_one_chunk
-        self._keep, self._earlier, self._iterations_left = keep, earlier, iterations_left
+        self._keep, self._iterations_left = keep, iterations_left
         self._ranges = SizeRanges()
         self._choices: dict[Shape, Choice] = {}
         self._shape: Shape | None = None
         self._trials: Trials | None = None
-        self._agreed = False
         self._until_compared = 0
         self._next = Choice(context.pipeline, "from the flags")
 
@@ -88,14 +78,6 @@ class AutoDegree(Hook):
 
     def before_step(self, models: list[Any]) -> None:
         """Run the next pipeline, and measure it while pipelines are tried."""
-        if not self._agreed:
-            require_agreement(self._context.pipeline)
-            # The first rank tells the others, which may not see its files.
-            told = [self._earlier() if dist.get_rank() == 0 else ()]
-            dist.broadcast_object_list(told, src=0)
-            for shape, pipeline in told[0]:
-                self._ranges.add(math.prod(shape), pipeline)
-            self._agreed = True
         # Set here, not right after the choice: an iteration is logged after its step, with its pipeline.
         self._use_next()
         passes = self._context.recorder.passes
@@ -230,125 +212,20 @@ def _largest_over_ranks(numbers: list[float]) -> list[float]:
     return [float(number) for number in reduced.tolist()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ChosenSize:
-    """A shape of input, and what trials chose for it; see ``Pipeline``."""
+def save_choice(
+    args: argparse.Namespace, path: str | None, announced: Shape, shape: Shape, choice: Choice
+) -> None:
+    """Write the choice for the shape that the flags announce as a plan file, on the first rank.
 
-    rows: int
-    batch: int
-    degree: int
-    backward_degree: int
-    schedule: str
-    exchange: Literal["rows", "ranks", "nodes", "2dh"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _DegreesFile:
-    """The format of :data:`NAME`.
-
-    Attributes:
-        flags: What the flags of AMPipe leave to the trials, as text, to compare.
-        made_for: The block and its layout.
-        sizes: What was chosen.
+    If that fails, training continues: the choice is made, and was logged.
     """
-
-    format: Literal["ampipe-degrees-1"]
-    flags: str
-    made_for: MadeFor = field(metadata={"last": True})
-    sizes: tuple[_ChosenSize, ...] = field(metadata={"last": True})
-
-
-class KeptChoices:
-    """Writes choices on the first rank, and reads what an earlier run of the same model and flags wrote.
-
-    Args:
-        args: Megatron's validated arguments.
-        config: AMPipe's settings.
-        announced: The shape of input that the flags give, whose choice becomes the plan file.
-        exchanges: Those that the trials compare; nothing is remembered where a planner chooses.
-    """
-
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        config: AMPipeConfig,
-        *,
-        announced: Shape,
-        exchanges: Sequence[Exchange],
-    ) -> None:
-        self._args, self._config, self._announced = args, config, announced
-        self._flags = f"{config.pipeline}; exchange {' or '.join(exchanges)}"
-        self._chosen: dict[Shape, Pipeline] = {}
-
-    def _file(self, folder: str | None) -> Path | None:
-        """The file next to checkpoints; None without any, or where they are in an object store."""
-        if folder is None or "://" in folder or self._config.cluster is not None:
-            return None
-        return Path(folder) / NAME
-
-    def read(self) -> Sequence[tuple[Shape, Pipeline]]:
-        """What an earlier run chose; nothing if there is no such file, or it is for another run."""
-        path = self._file(self._args.load or self._args.save)
-        if path is None or not path.is_file():
-            return ()
-        try:
-            top = load(path, what="degrees", remedy="Remove it: degrees are tried again.")
-            earlier, _ = read_record(path, _DegreesFile, top)
-            chosen = {
-                (size.rows, size.batch): replace(
-                    self._config.pipeline,
-                    degree=size.degree,
-                    backward_degree=size.backward_degree,
-                    schedule=size.schedule,
-                    exchange=Exchange(size.exchange),
-                )
-                for size in earlier.sizes
-            }
-        except BadInput as error:
-            print_on_first_rank(f"degrees are tried again: {error}")
-            return ()
-        other = list(differences(earlier.made_for, made_for_of_args(self._args)))
-        if earlier.flags != self._flags:
-            other.append(f"{earlier.flags} (this run: {self._flags})")
-        if other:
-            print_on_first_rank(f"degrees are tried again: {path} is for {', '.join(other)}")
-            return ()
-        self._chosen = chosen
-        return tuple(chosen.items())
-
-    def keep(self, shape: Shape, choice: Choice) -> None:
-        """Write a new choice. If that fails, training continues: the choice is made, and was logged."""
-        if int(os.environ.get("RANK", "0")) != 0:
-            return
-        head, path = "chosen by --ampipe-degree auto", self._file(self._args.save)
-        try:
-            if self._config.save_plan is not None and shape == self._announced:
-                plan = plan_of_choice(self._args, choice)
-                plan.write(Path(self._config.save_plan), head=f"{head}; for --ampipe-plan FILE")
-            if path is not None:
-                self._chosen[shape] = choice.pipeline
-                write_record(path, self._record(), head=f"{head}, for restarts of this run")
-        except RunFailed as error:
-            print_on_first_rank(f"a restart chooses again: {error}")
-
-    def _record(self) -> _DegreesFile:
-        sizes = (
-            _ChosenSize(
-                rows=rows,
-                batch=batch,
-                degree=pipeline.degree,
-                backward_degree=pipeline.backward_degree,
-                schedule=pipeline.schedule,
-                exchange=pipeline.exchange.value,
-            )
-            for (rows, batch), pipeline in self._chosen.items()
-        )
-        return _DegreesFile(
-            format="ampipe-degrees-1",
-            flags=self._flags,
-            made_for=made_for_of_args(self._args),
-            sizes=tuple(sizes),
-        )
+    if path is None or shape != announced or int(os.environ.get("RANK", "0")) != 0:
+        return
+    try:
+        head = "chosen by --ampipe-degree auto; for --ampipe-plan FILE"
+        plan_of_choice(args, choice).write(Path(path), head=head)
+    except RunFailed as error:
+        print_on_first_rank(f"a restart chooses again: {error}")
 
 
 def iterations_left(args: argparse.Namespace) -> int | None:

@@ -2,14 +2,14 @@
 
 Bad input ends every rank with the same code and one message. A failure during training keeps its traceback.
 torchrun ends its output with a block about the ranks that failed: it shows the message, or the traceback,
-that is written here for it. Imports torch only where a run does so as well.
+that is written here for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
+import faulthandler
 import json
 import logging
 import os
@@ -32,50 +32,41 @@ PEER_LAG_S = 2.0
 that."""
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torchrun looks for the cause of a rank's failure."""
-_RANKS = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-"""Variables of torchrun: the index of a rank, and how many ranks there are."""
 
 
-def run_to_end(check: Callable[[], None], work: Callable[[], int]) -> int:
-    """Run a launch, and return its exit code, whatever happens.
-
-    Args:
-        check: Refuses what can be refused without torch.
-        work: The rest, as torch's ``@record`` wants it: raises what goes wrong.
-    """
-    try:
-        check_rank_variables()
-    except AMPipeError as error:
+def run_to_end(work: Callable[[], int]) -> int:
+    """Run a launch, and return its exit code, whatever happens."""
+    wrong = _wrong_rank_variable()
+    if wrong is not None:
         # These variables would say which rank prints and which ones wait.
-        print(f"\nerror: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+        print(f"\nerror: {wrong}", file=sys.stderr, flush=True)
+        return wrong.exit_code
+    if _ERROR_FILE in os.environ:
+        faulthandler.enable()
     try:
         with _handling_interrupts():
-            check()
-            return _recorded(work)()
+            return work()
     except KeyboardInterrupt:
         return end_interrupted()
-    except AMPipeError as error:
-        return end_with(error)
-    except Exception as error:
-        return end_after_failure(error)
+    # Some exceptions of torch are no Exception.
+    except BaseException as error:
+        cause = failures.known_cause(error) or error
+        if isinstance(cause, AMPipeError):
+            return end_with(cause)
+        if not isinstance(cause, Exception):
+            raise
+        return end_after_failure(cause)
 
 
-def check_rank_variables() -> None:
-    """Refuse wrong values of torchrun's variables, where they are set.
-
-    Raises:
-        BadInput: One is no whole number, or the number of a rank is not below how many there are.
-    """
-    remedy = "Start the run with torchrun, which sets it, or unset it."
-    for name in (*itertools.chain(*_RANKS), "MASTER_PORT"):
-        value = os.environ.get(name, "0")
-        if not (value.isascii() and value.isdecimal() and len(value) < 10):
-            raise BadInput(name, value or "(empty)", rule="must be a whole number", remedy=remedy)
-    for rank, count in _RANKS:
-        if rank in os.environ and int(os.environ[rank]) >= int(os.environ.get(count, 10**9)):
-            rule = f"must be below {count}, which is {os.environ[count]}"
-            raise BadInput(rank, os.environ[rank], rule=rule, remedy=remedy)
+def _wrong_rank_variable() -> BadInput | None:
+    """The error of a wrong value of torchrun's variables: a rank that is too large would wait for ever."""
+    for rank, count in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        value, limit = os.environ.get(rank, "0"), os.environ.get(count, "1000000")
+        if not (value.isdecimal() and limit.isdecimal() and int(value) < int(limit)):
+            rule = f"must be a whole number below {count}, which is {limit}"
+            remedy = "Start the run with torchrun, which sets both, or unset them."
+            return BadInput(rank, value or "(empty)", rule=rule, remedy=remedy)
+    return None
 
 
 def keep_signal_from_children(args: argparse.Namespace) -> None:
@@ -86,9 +77,6 @@ def keep_signal_from_children(args: argparse.Namespace) -> None:
     checkpoint would fail. Processes inherit what their parent's thread blocks, and Python runs the handler in
     the main thread, whichever thread received the signal. Nothing is done for SIGTERM, by which child
     processes have to end.
-
-    Args:
-        args: Megatron's arguments.
     """
     if args.exit_signal_handler and args.exit_signal != signal.SIGTERM:
         # Started before the signal is blocked here, so it is not blocked there.
@@ -107,7 +95,7 @@ def end_with(error: AMPipeError) -> int:
     prints = int(os.environ.get("RANK", "0")) == 0
     if not prints:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(error.exit_code))
-    leave_for_torchrun(f"error: {error}")
+    _leave_for_torchrun(f"error: {error}")
     if not prints:
         is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
         time.sleep(PEER_GRACE_S if is_first else PEER_GRACE_S + PEER_LAG_S)
@@ -121,14 +109,15 @@ def end_with(error: AMPipeError) -> int:
 def end_after_failure(error: Exception) -> int:
     """Print an exception and what it means, and return the exit code of a failed run."""
     traceback.print_exception(error)
-    message = f"error: rank {os.environ.get('RANK', '0')} failed; the cause is above."
+    trace, rank = "".join(traceback.format_exception(error)), os.environ.get("RANK", "0")
     if failures.lost_a_peer(error):
-        silent = failures.describe_silent_ranks()
-        message = f"error: rank {os.environ.get('RANK', '0')} failed: it has lost a peer, see above. " + (
-            silent or "The cause is in that peer's output."
-        )
-        # After the traceback, where torchrun shows it last.
-        leave_for_torchrun("".join(traceback.format_exception(error)) + message, later_s=1)
+        silent = failures.describe_silent_ranks() or "The cause is in that peer's output."
+        message = f"error: rank {rank} failed: it has lost a peer, see above. {silent}"
+        # torchrun names the earliest failure as the cause, which is that of the peer.
+        _leave_for_torchrun(trace + message, later_s=1)
+    else:
+        message = f"error: rank {rank} failed; the cause is above."
+        _leave_for_torchrun(trace)
     print(message, file=sys.stderr, flush=True)
     return RunFailed.exit_code
 
@@ -145,53 +134,15 @@ def end_interrupted() -> int:
     return INTERRUPTED
 
 
-def leave_for_torchrun(message: str, *, later_s: int = 0) -> None:
-    """Write what torchrun's last block shows for this rank, in the form of torch's ``@record``.
-
-    Args:
-        message: What is shown under ``traceback``.
-        later_s: Added to the time of the failure: torchrun names the earliest one as the cause.
-    """
+def _leave_for_torchrun(message: str, *, later_s: int = 0) -> None:
+    """Write what torchrun's last block shows for this rank, in the form of torch's ``@record``."""
     path = os.environ.get(_ERROR_FILE)
     if not path:
         return
     extra = {"py_callstack": message, "timestamp": str(int(time.time()) + later_s)}
-    try:
-        with open(path, "w") as file:
-            json.dump({"message": {"message": message.splitlines()[-1], "extraInfo": extra}}, file)
-    except OSError:
-        # The message has been, or will be, printed as well.
-        pass
-
-
-def _recorded(work: Callable[[], int]) -> Callable[[], int]:
-    """``work`` under torch's ``@record``; unchanged where torch is missing: ``work`` reports that."""
-    try:
-        from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
-    except ImportError:
-        return work
-
-    class Handler(ErrorHandler):
-        """Records our own errors by their message, and all others as torch does."""
-
-        def record_exception(self, error: BaseException) -> None:
-            """Called by torch with what ``work`` raised."""
-            if not isinstance(error, AMPipeError):
-                super().record_exception(error)
-
-    def translated() -> int:
-        try:
-            return work()
-        # Some exceptions of torch are no Exception.
-        except BaseException as error:
-            known = failures.known_cause(error)
-            if known is not None:
-                raise known from error
-            raise
-
-    recorded: Callable[[], int] = record(translated, Handler())
-    # It returns None for a SystemExit of code 0.
-    return lambda: recorded() or 0
+    # The message is printed as well.
+    with contextlib.suppress(OSError), open(path, "w") as file:
+        json.dump({"message": {"message": message.splitlines()[-1], "extraInfo": extra}}, file)
 
 
 @contextlib.contextmanager

@@ -24,8 +24,6 @@ from typing import Any, NoReturn
 
 from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing, RunFailed, did_you_mean
 
-NO_VALUE = "(no value)"
-"""Shown for a flag of which argparse names no value."""
 TRACKER = "latest_checkpointed_iteration.txt"
 HELPERS_REMEDY = (
     "pip install pybind11, have make and a C++ compiler, and the python3 and python3-config of the "
@@ -61,6 +59,11 @@ def known_cause(error: BaseException) -> AMPipeError | None:
     if isinstance(error, AMPipeError | KeyboardInterrupt):
         return None
     said = str(error)
+    if "environment variable MASTER_" in said and "expected, but not set" in said:
+        return EnvironmentMissing(
+            f"{said.rpartition(': ')[2]}. It says where ranks find each other. Start the run with torchrun, "
+            "which sets it: torchrun --standalone --nproc-per-node 1 ..."
+        )
     # torch's own, of a checkpoint that all ranks write or read together. It is no Exception.
     is_of_checkpoint = type(error).__name__ == "CheckpointException"
     is_read = is_of_checkpoint and error.args[:1] == ("read",)
@@ -92,10 +95,8 @@ def known_cause(error: BaseException) -> AMPipeError | None:
     if raised_in("megatron_ampipe", error) or raised_in("torch", error):
         return None
     if _passed(error, _DATASETS):
-        remedy = f"Copy or make the data again, or name another one. {at}"
-        return BadInput(
-            "--data-path", "", rule=f"the data cannot be used ({reason_of(error)})", remedy=remedy
-        )
+        rule = f"the data cannot be used ({reason_of(error)})"
+        return BadInput("--data-path", "", rule=rule, remedy=f"Copy or make the data again. {at}")
     return _refused(reason_of(error), at)
 
 
@@ -104,37 +105,22 @@ def _refused(rule: str, remedy: str) -> BadInput:
 
 
 def _bad_checkpoint(rule: str) -> BadInput:
-    """The error of a checkpoint that cannot be loaded, with those that are there."""
     args = _arguments()
-    folders = {flag: getattr(args, flag, None) for flag in ("load", "pretrained_checkpoint")}
-    given = [(flag, str(folder)) for flag, folder in folders.items() if folder is not None]
-    last = given[-1] if given else ("load", "(not given)")
-    flag, folder = next((one for one in given if (Path(one[1]) / TRACKER).exists()), last)
-    saved = sorted(int(path.name[5:]) for path in Path(folder).glob("iter_*") if path.name[5:].isdecimal())
-    remedy = "Name the folder that a run saved to, and give the flags of the model that it trained."
-    if saved:
-        others = ", ".join(map(str, saved[-5:]))
-        remedy = (
-            f"Give the flags of the model that was saved, or write the number of another checkpoint of these "
-            f"into {Path(folder) / TRACKER}: {others}."
-        )
-    return BadInput(f"--{flag.replace('_', '-')}", folder, rule=rule, remedy=remedy)
+    name = "load" if getattr(args, "load", None) is not None else "pretrained_checkpoint"
+    return BadInput(
+        f"--{name.replace('_', '-')}",
+        getattr(args, name, None),
+        rule=rule,
+        remedy="Name the folder that a run saved to, give the flags of the model that it trained, and name "
+        "an earlier checkpoint with --ckpt-step if this one is damaged.",
+    )
 
 
 def _unwritable(what: str, reason: str) -> RunFailed:
-    said = f"{what} could not be written ({reason})."
     folder = getattr(_arguments(), "save", None)
-    if folder is None:
-        return RunFailed(f"{said} Make room, and start again.")
-    with contextlib.suppress(OSError):
-        space = os.statvfs(folder)
-        said += f" {space.f_bavail * space.f_frsize >> 20} MiB are free in {folder}."
-    try:
-        last = (Path(folder) / TRACKER).read_text().strip()
-    except OSError:
-        return RunFailed(f"{said} No checkpoint is there yet: make room, and start again.")
-    again = f"make room, and continue with --load {folder}."
-    return RunFailed(f"{said} The last whole checkpoint is of iteration {last}: {again}")
+    is_saved = folder is not None and Path(folder, TRACKER).exists()
+    again = f"continue with --load {folder}" if is_saved else "start again"
+    return RunFailed(f"{what} could not be written ({reason}). Make room, and {again}.")
 
 
 def _failed_in_loading(error: BaseException) -> bool:
@@ -224,11 +210,8 @@ def _first_line(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return "Megatron has printed the reason above, on rank 0"
     gathered = getattr(error, "failures", None)
-    if gathered == {}:
-        return "another rank failed"
     first = next(iter(gathered.values()))[0] if gathered else error
-    lines = [line.strip() for line in str(first).splitlines() if line.strip()]
-    return lines[0] if lines else type(first).__name__
+    return str(first).strip().partition("\n")[0] or type(first).__name__
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -246,7 +229,11 @@ def _arguments() -> Any:
 
 def report_parser_errors(parser: argparse.ArgumentParser) -> None:
     """Make ``parser`` raise :class:`BadInput`, instead of printing 800 flags on every rank."""
-    raise_parser_errors(parser)
+
+    def error(message: str) -> NoReturn:
+        raise _parser_error(message, parser)
+
+    parser.error = error  # type: ignore[method-assign]
     for action in parser._actions:
         _name_choices(action)
         # Let --help work although a text of Megatron's has a single percent sign; argparse fails at it.
@@ -256,15 +243,6 @@ def report_parser_errors(parser: argparse.ArgumentParser) -> None:
             action.help = (action.help or "").replace("%", "%%")
     if int(os.environ.get("RANK", "0")) != 0:
         parser.print_help = lambda file=None: None  # type: ignore[method-assign]
-
-
-def raise_parser_errors(parser: argparse.ArgumentParser) -> None:
-    """Make ``parser`` raise :class:`BadInput` for what it refuses, and do nothing else."""
-
-    def error(message: str) -> NoReturn:
-        raise _parser_error(message, parser)
-
-    parser.error = error  # type: ignore[method-assign]
 
 
 def _name_choices(action: argparse.Action) -> None:
@@ -282,16 +260,8 @@ def _name_choices(action: argparse.Action) -> None:
     action.type = named
 
 
-_REMEDIES = {
-    "invalid int value": "Give a whole number, without a point, an exponent or thousands separators.",
-    "invalid float value": "Give a number, for example 0.1 or 1e-4.",
-    "expected one argument": "Write a value after the flag.",
-    "expected at least one argument": "Write one or more values after the flag.",
-}
-"""Remedies for argparse's messages."""
-
-
 def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
+    remedy = "Run with --help for the list."
     if message.startswith("unrecognized arguments: "):
         unknown = message.removeprefix("unrecognized arguments: ")
         if not unknown.startswith("-"):
@@ -299,14 +269,11 @@ def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
             return BadInput("argument", unknown, rule="is unexpected", remedy=remedy)
         known = [flag for action in parser._actions for flag in action.option_strings]
         near = did_you_mean(unknown.split()[0].partition("=")[0], known, most=3)
-        remedy = near or "Run with --help for the list."
-        return BadInput("argument", unknown, rule="there is no such flag", remedy=remedy)
+        return BadInput("argument", unknown, rule="there is no such flag", remedy=near or remedy)
     flag, separator, rule = message.removeprefix("argument ").partition(": ")
     if not separator or not message.startswith("argument "):
-        return BadInput("arguments", "(incomplete)", rule=message, remedy="Run with --help for the list.")
+        return BadInput("arguments", "(incomplete)", rule=message, remedy=remedy)
     rule, _, choices = rule.partition(" (choose from ")
     rule, _, value = rule.partition(": ")
-    remedy = _REMEDIES.get(rule, f"Write {flag} with a value of its type.")
-    if choices:
-        remedy = f"Use one of: {choices.removesuffix(')')}."
-    return BadInput(flag, value or NO_VALUE, rule=rule, remedy=remedy)
+    remedy = f"Use one of: {choices.removesuffix(')')}." if choices else f"Write {flag} with a value."
+    return BadInput(flag, value or "(no value)", rule=rule, remedy=remedy)

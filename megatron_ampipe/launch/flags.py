@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,7 @@ from megatron_ampipe.schedule import (
     parse_stack,
     stack_to_text,
 )
-from megatron_ampipe.schedule.features import gather_lane
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
-
-PlanReader = Callable[[Path], Plan]
-"""Reads a plan file. A launch hands in one that remembers what it read."""
 
 _SAME_EXCHANGES = "AMPipe schedules the same all-to-alls inside each micro-batch"
 _SAME_WEIGHTS = "it delays weight gradients for an overlap that AMPipe replaces"
@@ -91,9 +86,7 @@ def import_megatron() -> bool:
     return on_gpu
 
 
-def add_arguments(
-    parser: argparse.ArgumentParser, *, read_plan: PlanReader = Plan.read
-) -> argparse.ArgumentParser:
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the ``ampipe`` argument group to Megatron's parser, and return the parser.
 
     As soon as flags are parsed, a pipelined run has other overlaps switched off and hardware queues chosen:
@@ -134,7 +127,7 @@ def add_arguments(
         is_pipelined = args.ampipe_config is not None
         if not is_pipelined:
             try:
-                is_pipelined = config_from_args(args, read_plan=read_plan).pipelined
+                is_pipelined = config_from_args(args).pipelined
             except BadInput:
                 # Reported by whoever parses: not all of these errors are of single flags.
                 return args, rest
@@ -152,21 +145,17 @@ def add_arguments(
     return parser
 
 
-def full_parser(*, read_plan: PlanReader = Plan.read) -> argparse.ArgumentParser:
+def full_parser() -> argparse.ArgumentParser:
     """Megatron's parser with AMPipe's flags, as Megatron itself makes it; after :func:`import_megatron`."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     report_parser_errors(parser)
-    return add_arguments(parser, read_plan=read_plan)
+    return add_arguments(parser)
 
 
 def switch_off_overlaps(arguments: Any) -> tuple[str, ...]:
-    """Switch off the flags in :data:`SWITCHED_OFF`, before Megatron checks what they need.
-
-    Returns:
-        The flags that were set.
-    """
+    """Switch off the flags in :data:`SWITCHED_OFF`, before Megatron checks them. Names those set."""
     names = {flag: flag.removeprefix("--").replace("-", "_") for flag in SWITCHED_OFF}
     given = tuple(flag for flag, name in names.items() if getattr(arguments, name, False))
     for flag in given:
@@ -174,36 +163,7 @@ def switch_off_overlaps(arguments: Any) -> tuple[str, ...]:
     return given
 
 
-def check_own_flags(words: Sequence[str], *, read_plan: PlanReader) -> None:
-    """Refuse a wrong flag of AMPipe's in a command line, before torch is imported.
-
-    Where files of settings are named, only the types of flags are checked: how they combine is known only
-    with what the files say.
-
-    Args:
-        words: The command line without the program name.
-        read_plan: Reads the plan file that it names.
-
-    Raises:
-        BadInput: There is no such flag, or its value is wrong, or it contradicts another one of AMPipe's.
-    """
-    if not any(word.startswith("--ampipe") for word in words) or {"-h", "--help"} & set(words):
-        return
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    report_parser_errors(parser)
-    args, others = add_arguments(parser, read_plan=read_plan).parse_known_args(list(words))
-    for index, word in enumerate(others):
-        if word.startswith("--ampipe"):
-            values = itertools.takewhile(lambda other: not other.startswith("-"), others[index + 1 :])
-            parser.error(f"unrecognized arguments: {' '.join([word, *values])}")
-    # A --yaml-cfg replaces all flags; that is refused once Megatron has read it.
-    if not config_files.names_files(words) and "--yaml-cfg" not in words:
-        config_from_args(args, read_plan=read_plan)
-
-
-def check_settings(
-    resolved: config_files.Resolved, parser: argparse.ArgumentParser, *, read_plan: PlanReader = Plan.read
-) -> None:
+def check_settings(resolved: config_files.Resolved, parser: argparse.ArgumentParser) -> None:
     """Types and choices of everything that ``parser`` knows, and AMPipe's own settings together.
 
     Raises:
@@ -211,17 +171,13 @@ def check_settings(
     """
     try:
         args, _ = parser.parse_known_args(resolved.words)
-        config_from_args(args, read_plan=read_plan)
+        config_from_args(args)
     except BadInput as error:
         raise resolved.located(error) from error
 
 
-def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.read) -> AMPipeConfig:
-    """What the flags resolve to.
-
-    Args:
-        args: The parsed flags.
-        read_plan: Reads the plan file that they name.
+def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
+    """What the parsed flags resolve to.
 
     Raises:
         BadInput: a value is wrong, or a flag could have no effect.
@@ -229,23 +185,20 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
     config_files.refuse_unread(args)
     given = given_settings(args)
     check_given(given)
-    plan = given.get("plan")
-    if plan is None:
-        pipeline = _pipeline(given)
-        saved = given.get("save_plan")
-        if saved is not None and Path(saved).is_file():
-            # An earlier run of this command line chose; the rest is as with --ampipe-plan.
-            pipeline = read_plan(Path(saved)).pipeline()
-            _check_saved_plan(given, pipeline)
-            given = {name: value for name, value in given.items() if not SETTING[name].of_plan}
-            given |= {"plan": saved, "save_plan": None}
-        elif given.get("degree") != AUTO and pipeline.degree == 1 and not pipeline.splits_weights:
-            _refuse_without_effect(given, stock=pipeline.exchange is Exchange.ROWS)
-    else:
-        pipeline = read_plan(Path(plan)).pipeline()
+    plan, saved = given.get("plan"), given.get("save_plan")
+    pipeline = _pipeline(given) if plan is None else Plan.read(Path(plan)).pipeline()
+    if saved is not None and Path(saved).is_file():
+        # An earlier run of this command line chose; the rest is as with --ampipe-plan.
+        pipeline = Plan.read(Path(saved)).pipeline()
+        _check_saved_plan(given, pipeline)
+        given = {name: value for name, value in given.items() if not SETTING[name].of_plan}
+        given |= {"plan": saved, "save_plan": None}
+    elif plan is not None:
         if pipeline.is_stock:
             _refuse_without_effect(given, stock=True, plan=plan)
-    given["ranks_per_node"] = _ranks_per_node(args, given, pipeline.exchange)
+    elif given.get("degree") != AUTO and pipeline.degree == 1 and not pipeline.splits_weights:
+        _refuse_without_effect(given, stock=pipeline.exchange is Exchange.ROWS)
+    given["ranks_per_node"] = ranks_per_node(args)
     return AMPipeConfig(pipeline=pipeline, **given)
 
 
@@ -307,24 +260,3 @@ def _check_saved_plan(given: dict[str, Any], chosen: Pipeline) -> None:
                 f"is not that of the plan in {given['save_plan']}, which is {value}",
                 "Remove the file, or name another one, to choose again.",
             )
-
-
-def _ranks_per_node(args: argparse.Namespace, given: dict[str, Any], exchange: Exchange) -> int | None:
-    """Ranks of a node, for this exchange, or for one that is chosen or was chosen by an earlier run."""
-    uses = exchange.has_two_hops or args.ampipe_exchange == AUTO or _may_gather(args)
-    if "ranks_per_node" in given and not uses:
-        raise SETTING["ranks_per_node"].refuse(
-            given["ranks_per_node"],
-            f"has no effect with the exchange {exchange}, which has no second hop, where no ranks share an "
-            "expert or rows of attention",
-            "Use --ampipe-exchange nodes, or leave it out.",
-        )
-    return ranks_per_node(args)
-
-
-def _may_gather(args: argparse.Namespace) -> bool:
-    """Whether ranks gather or scatter within a layer; unknown while AMPipe's flags are parsed alone."""
-    if not hasattr(args, "moe_token_dispatcher_type"):
-        return True
-    scatters = args.tensor_model_parallel_size > 1 and args.transformer_impl == "local"
-    return scatters or bool(gather_lane(args, None))

@@ -16,10 +16,11 @@ from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.block.named_values import parse_size, size_to_text
 from megatron_ampipe.block.settings import SETTING, settings_of
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files.inputs import find_config
 from megatron_ampipe.launch.refusals import exchanges_of, ranks_per_node, recomputes
 from megatron_ampipe.launch.trials import Choice, Planner, Shape
 from megatron_ampipe.plan.block import Block
-from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
+from megatron_ampipe.plan.cluster import Cluster, read_cluster
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, block_of, layers_of
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
@@ -47,17 +48,12 @@ def planner_of(
 ) -> Planner:
     """A planner for input shapes. Deterministic: ranks that read the same file make the same plan.
 
-    Args:
-        args: Megatron's validated arguments.
-        cluster_file: The value of ``--ampipe-cluster``.
-        stack: How many layers may share a schedule, see ``Pipeline.stack``.
-        memory: What the experts keep, see ``Pipeline.memory``.
-        exchanges: Those that are compared.
+    ``stack`` and ``memory`` are as in ``Pipeline``; ``exchanges`` are compared.
 
     Raises:
         BadInput: the file is wrong, or does not contain a figure that this model needs.
     """
-    cluster = cluster_of_flag(cluster_file)
+    cluster = _cluster_of_flag(cluster_file)
     block, layers = block_of_args(args), layers_of(_model_of_args(args))
 
     def plan(shape: Shape) -> Choice:
@@ -74,26 +70,14 @@ def planner_of(
     return plan
 
 
-def cluster_of_flag(cluster_file: str) -> Cluster:
-    """The cluster file that ``--ampipe-cluster`` names.
-
-    Raises:
-        BadInput: there is none, or it is wrong.
-    """
-    try:
-        path = find_cluster(cluster_file)
-    except BadInput as error:
-        raise BadInput("--ampipe-cluster", cluster_file, rule=error.rule, remedy=error.remedy) from None
-    return read_cluster(path)
+def _cluster_of_flag(cluster_file: str) -> Cluster:
+    """The cluster file that ``--ampipe-cluster`` names."""
+    flag = "--ampipe-cluster"
+    return read_cluster(find_config(cluster_file, folders=("clusters",), flag=flag, what="cluster"))
 
 
 def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choice:
     """The pipeline of a plan, with notes on differences between this run and what the plan was made for.
-
-    Args:
-        args: Megatron's validated arguments.
-        plan: The plan.
-        plan_file: Its file, as the user gave it.
 
     Raises:
         BadInput: the plan was made for other blocks, or its order or chunks do not fit this model's blocks.
@@ -148,7 +132,6 @@ def _shares_schedule(args: argparse.Namespace, pipeline: Pipeline) -> bool:
 
 
 def _features_of(args: argparse.Namespace, pipeline: Pipeline) -> BlockFeatures:
-    """The features of the blocks in training with a pipeline."""
     return pipeline.trained(features_of_args(args, shares_schedule=_shares_schedule(args, pipeline)))
 
 
@@ -247,12 +230,7 @@ def choose_memory(
     Counted are the activations of the layers of a pipeline stage, of all micro-batches that wait for their
     backward; not the embedding and the logits, weights, gradients and the optimizer.
 
-    Args:
-        args: Megatron's validated arguments.
-        pipeline: How blocks run.
-        budget: The value of ``--ampipe-memory-budget``.
-        cluster_file: The value of ``--ampipe-cluster``.
-        automatic: The degree is chosen later: two chunks are assumed, which keep the same.
+    ``automatic`` means that the degree is chosen later: two chunks are assumed, which keep the same.
 
     Raises:
         BadInput: none fits, or the budget is no size, or the cluster file is wrong.
@@ -278,7 +256,7 @@ def choose_memory(
         kept = [Kept(memory, peak(memory)) for memory in by_work(pipeline.backward_degree)]
     else:
         shares = boundary(args, whole_attention=pipeline.whole_attention) is None
-        cluster = cluster_of_flag(cluster_file)
+        cluster = _cluster_of_flag(cluster_file)
         predictor = Predictor(block, cluster, num_layers=pipeline.stack_of(num_layers) if shares else 1)
         compared = f"the fastest by {cluster_file}"
         kept = simulated(predictor, pipeline, peak)

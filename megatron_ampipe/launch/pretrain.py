@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prepare_training(session)(start_time_s)
         return 0
 
-    return run_to_end(session.check_command_line, train)
+    return run_to_end(train)
 
 
 def prepare_training(session: TrainingSession) -> Callable[[float], None]:

@@ -61,11 +61,12 @@ def switch_on(
     rule = None
     if not hasattr(model, name):
         rule = f"it has neither {GPT} nor {HYBRID}, one of which would be pipelined"
-    elif getattr(given, "func", None) in (gpt_layers, hybrid_stack):
+    elif getattr(given, "func", None) is pipelined_layers:
         rule = "AMPipe is switched on in it already"
     if rule is not None:
         remedy = "Give a recipe of a GPT or hybrid model, or its field model, once."
         raise BadInput("recipe", type(model).__name__, rule=rule, remedy=remedy)
+    # Plain values, which a recipe can be saved with.
     settings = {
         "degree": degree,
         "backward_degree": backward_degree,
@@ -79,35 +80,31 @@ def switch_on(
     refuse_unsupported(config, Arguments(recipe, model, capacity_scope=capacity_scope))
     switch_off_overlaps(model)
     connections.set_default()
-    layers = functools.partial(gpt_layers if name == GPT else hybrid_stack, given=given, settings=settings)
+    layers = functools.partial(pipelined_layers, name=name, given=given, settings=settings)
     # Megatron's own configuration of a hybrid model holds a specification only.
     is_of_megatron = type(model).__module__.startswith("megatron.training.")
     setattr(model, name, layers(model) if name == HYBRID and is_of_megatron else layers)
 
 
-def gpt_layers(model: Any, vp_stage: int | None = None, *, given: Any, settings: Mapping[str, Any]) -> Any:
-    """The layer specification of a GPT, pipelined, with the settings of :func:`switch_on`."""
-    from megatron_ampipe.layers.layer import pipelined
+def pipelined_layers(
+    model: Any, vp_stage: int | None = None, *, name: str, given: Any, settings: Mapping[str, Any]
+) -> Any:
+    """What ``given`` makes of a configuration's field ``name``, pipelined as :func:`switch_on` says."""
+    spec, context = specification(name, given, model, vp_stage=vp_stage), _context(_config(**settings))
+    if name == GPT:
+        from megatron_ampipe.layers.layer import pipelined
 
-    return pipelined(specification(GPT, given, model, vp_stage=vp_stage), _context(_config(**settings)))
-
-
-def hybrid_stack(model: Any, *, given: Any, settings: Mapping[str, Any]) -> Any:
-    """The stack of a hybrid model, pipelined; arguments as for :func:`gpt_layers`."""
+        return pipelined(spec, context)
     from megatron_ampipe.layers.hybrid import pipelined_stack
 
-    return pipelined_stack(specification(HYBRID, given, model), _context(_config(**settings)))
+    return pipelined_stack(spec, context)
 
 
 def specification(name: str, given: Any, model: Any, *, vp_stage: int | None = None) -> Any:
     """The specification that a model's configuration stands for.
 
-    Args:
-        name: The field, :data:`GPT` or :data:`HYBRID`.
-        given: Its value: a specification, a function of the configuration and of the stage, if it takes them,
-            or None for Megatron's own choice.
-        model: The configuration.
-        vp_stage: Virtual pipeline stage.
+    ``given`` is the value of its field ``name``, :data:`GPT` or :data:`HYBRID`: a specification, a function
+    of the configuration and of the stage, if it takes them, or None for Megatron's own choice.
     """
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -142,10 +139,7 @@ def _context(config: AMPipeConfig) -> AMPipeContext:
 class Arguments:
     """A recipe seen as Megatron's arguments, for the table of refusals.
 
-    Args:
-        recipe: Whose parts ``dataset``, ``ddp`` and ``train`` are looked into after the model.
-        model: The model's configuration, whose fields are named as Megatron's arguments with few exceptions.
-        capacity_scope: Of :func:`switch_on`.
+    The fields of a model's configuration are named like them with few exceptions.
     """
 
     def __init__(self, recipe: Any, model: Any, *, capacity_scope: str) -> None:

@@ -63,10 +63,6 @@ def has_expert_communication(args: argparse.Namespace) -> bool:
 class Recording(Hook):
     """Selects the iterations that are recorded, logs their metrics and writes the trace at the end.
 
-    Args:
-        context: What the layers share.
-        args: Megatron's validated arguments.
-
     Raises:
         BadInput: the folder of the trace is not writable.
     """
@@ -148,11 +144,7 @@ class RoutingRecording(Hook):
     """Records the first micro-batch of every Nth training step.
 
     In each turn a rank compares the rows of one expert in one of its layers: layers take turns, then experts.
-
-    Args:
-        args: Megatron's validated arguments.
-        config: What AMPipe's flags resolve to, with a folder for the files.
-        context: What pipelined layers share; None at degree 1.
+    There is no context at degree 1.
     """
 
     def __init__(self, args: argparse.Namespace, config: AMPipeConfig, context: AMPipeContext | None) -> None:

@@ -59,25 +59,15 @@ class Refusal:
 
 
 def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
-    """Check Megatron's arguments against :data:`REFUSALS`.
-
-    Args:
-        config: AMPipe's settings; nothing is refused at degree 1.
-        arguments: Megatron's parsed arguments (an ``argparse.Namespace``).
+    """Check Megatron's parsed arguments against :data:`REFUSALS`; at degree 1 nothing is refused.
 
     Raises:
-        BadInput: for the first row that applies, or for a degree above the sequence length.
+        BadInput: for the first row that applies, or for more chunks than rows.
     """
     if not config.pipelined:
         return
-    pipeline, rows = config.pipeline, arguments.seq_length
-    for flag, degree, best in (
-        ("--ampipe-degree", pipeline.degree, min(4, rows)),
-        ("--ampipe-backward-degree", pipeline.backward_degree, pipeline.degree),
-    ):
-        if degree > rows:
-            rule = f"is larger than the sequence length (--seq-length {rows})"
-            raise BadInput(flag, degree, rule=rule, remedy=f"Use {flag} {best}.")
+    pipeline = config.pipeline
+    pipeline.chunks(arguments.seq_length)
     if pipeline.degree > 1 or config.automatic:
         flags, off = f"--ampipe-degree {AUTO if config.automatic else pipeline.degree}", "--ampipe-degree 1"
     else:
@@ -87,11 +77,7 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
 
 
 def refuse_with_token_ids(router: str, arguments: Any) -> None:
-    """Check Megatron's arguments against :data:`TOKEN_ID_REFUSALS`, at any degree.
-
-    Args:
-        router: The value of ``--ampipe-router``, a class that reads the ids of tokens.
-        arguments: Megatron's parsed arguments.
+    """Check Megatron's arguments against :data:`TOKEN_ID_REFUSALS`, at any degree; ``router`` is the flag's.
 
     Raises:
         BadInput: for the first row that applies.
@@ -143,7 +129,7 @@ def ranks_per_node(arguments: Any) -> int | None:
 
 def _without_pair(args: Any) -> bool:
     pattern = HybridPattern.of_arguments(args.all)
-    return pattern is not None and not pattern.num_pairs
+    return pattern is not None and not pattern.runs
 
 
 def _splits_weights_elsewhere(args: Any) -> bool:

@@ -43,15 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     script = "".join(words[:1])
     session = TrainingSession(words[1:], script=script)
 
-    def check() -> None:
+    def run() -> int:
         rule, remedy = "is not a script", "Name it before all flags: -m megatron_ampipe.launch SCRIPT FLAGS"
         if script and Path(script).is_dir():
             rule, remedy = "is a folder", f"Name the script in it: {Path(script, 'pretrain_gpt.py')}."
         if not Path(script).is_file():
             raise session.refused_script(rule, remedy)
-        session.check_command_line()
+        return run_script(Path(script), session)
 
-    return run_to_end(check, lambda: run_script(Path(script), session))
+    return run_to_end(run)
 
 
 def run_script(script: Path, session: TrainingSession) -> int:

@@ -14,11 +14,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import config_files, flags, host
 from megatron_ampipe.launch.failures import refuse_as_bad_input, report_parser_errors
-from megatron_ampipe.launch.flags import LIFTS_ONE_CONNECTION, check_own_flags, config_from_args
-from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.launch.flags import LIFTS_ONE_CONNECTION, config_from_args
 
 ForwardStep = Callable[..., Any]
 
@@ -39,8 +38,6 @@ class TrainingSession:
         self._is_patch = is_patch
         self._resolved: config_files.Resolved | None = None
         self._adjustments: list[host.Adjustment] = []
-        # A plan file is read once per launch, however often the flags are looked at.
-        self._read_plan = functools.cache(Plan.read)
         self._hooks: Any = None
         self.args: Any = None
         """Megatron's validated arguments; None before :meth:`accept`."""
@@ -50,14 +47,6 @@ class TrainingSession:
         """The router class of ``--ampipe-router``; None before :meth:`accept`, and for Megatron's own."""
         self.num_models = 0
         """How many models were given pipelined layers, or a router of the user."""
-
-    def check_command_line(self) -> None:
-        """Refuse a wrong flag of AMPipe's, before torch is imported.
-
-        Raises:
-            BadInput: There is no such flag, or its value is wrong, or it contradicts another one.
-        """
-        check_own_flags(self._words, read_plan=self._read_plan)
 
     def prepare_platform(self) -> list[str]:
         """Make Megatron importable on this machine, and the command line one that it can parse.
@@ -73,9 +62,9 @@ class TrainingSession:
         on_gpu = flags.import_megatron()
         words = list(self._words)
         if config_files.names_files(words):
-            parser = flags.full_parser(read_plan=self._read_plan)
+            parser = flags.full_parser()
             self._resolved = config_files.resolve(words, parser)
-            flags.check_settings(self._resolved, parser, read_plan=self._read_plan)
+            flags.check_settings(self._resolved, parser)
             words = list(self._resolved.words)
         if on_gpu:
             return words
@@ -85,7 +74,7 @@ class TrainingSession:
     def add_arguments(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Megatron's ``extra_args_provider``: AMPipe's flags, and errors that are reported in our form."""
         report_parser_errors(parser)
-        return flags.add_arguments(parser, read_plan=self._read_plan)
+        return flags.add_arguments(parser)
 
     def check_parsed(self, args: Any) -> None:
         """Refuse AMPipe's flags where a ``--yaml-cfg`` has replaced them; without them it is not our concern.
@@ -94,15 +83,12 @@ class TrainingSession:
             BadInput: They were replaced.
         """
         if any(word.startswith("--ampipe") for word in sys.argv):
-            config_from_args(args, read_plan=self._read_plan)
+            config_from_args(args)
 
     def accept(self, args: Any) -> None:
         """Check a run, settle how its blocks are pipelined, print the table, write ``resolved.yaml``.
 
-        No process group exists yet.
-
-        Args:
-            args: Megatron's validated arguments.
+        No process group exists yet; ``args`` are Megatron's, validated.
 
         Raises:
             BadInput: A flag is missing or wrong, files cannot be used, or a combination is not supported.
@@ -113,16 +99,12 @@ class TrainingSession:
         from megatron_ampipe.launch.hooks import Hooks
 
         with refuse_as_bad_input():
-            config = config_from_args(args, read_plan=self._read_plan)
+            config = config_from_args(args)
             if config.pipelined:
                 # Validated: see there.
                 setattr(args, LIFTS_ONE_CONNECTION, False)
-            is_active = (
-                config.pipelined
-                or config.router is not None
-                or config.routing_dir is not None
-                or not self._is_patch
-            )
+            own = (config.router, config.routing_dir)
+            is_active = config.pipelined or own != (None, None) or not self._is_patch
             self._hooks = Hooks()
             if is_active:
                 use_built_helpers(self._hooks.replace)
@@ -131,17 +113,12 @@ class TrainingSession:
             self.args = args
             self.gate = find_gate(config, args, of_script=self._script is not None)
             self.context = make_context(
-                args,
-                config,
-                gate=self.gate,
-                hooks=self._hooks,
-                adjustments=self._adjustments,
-                read_plan=self._read_plan,
+                args, config, gate=self.gate, hooks=self._hooks, adjustments=self._adjustments
             )
             self._hooks.install(pipelined=self.context is not None)
         if is_active and int(os.environ.get("RANK", "0")) == 0:
             if self._resolved is None:
-                parser = flags.full_parser(read_plan=self._read_plan)
+                parser = flags.full_parser()
                 self._resolved = config_files.resolve(self._words, parser)
             added = [f"{' '.join(change.arguments)} ({change.reason})" for change in self._adjustments]
             config_files.write_beside_logs(self._resolved, adjustments=added, script=self._script)
@@ -150,12 +127,7 @@ class TrainingSession:
         """Megatron's forward step with the hooks of this run.
 
         Called where Megatron's training begins, which may be before :meth:`accept`.
-
-        Raises:
-            EnvironmentMissing: The ranks could not find each other.
         """
-        if self.context is not None or not self._is_patch:
-            self._require_rendezvous()
         step: ForwardStep | None = None
 
         @functools.wraps(forward_step)
@@ -168,33 +140,13 @@ class TrainingSession:
 
         return first_step
 
-    def _require_rendezvous(self) -> None:
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            # Who has made the process group needs no place to meet: ampipe bench joins ranks by a file.
-            return
-        run = "-m megatron_ampipe.pretrain_gpt"
-        if self._script is not None:
-            run = self._script if self._is_patch else f"-m megatron_ampipe.launch {self._script}"
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if name not in os.environ:
-                raise EnvironmentMissing(
-                    f"{name} is not set, which says where ranks find each other. Start the run with "
-                    f"torchrun, which sets it: torchrun --standalone --nproc-per-node 1 {run} ..."
-                )
-
     @property
     def changes_layers(self) -> bool:
         """Whether models get other layers than Megatron's: pipelined ones, or ones with the user's router."""
         return self.context is not None or self.gate is not None
 
     def pipelined(self, spec: Any, *, is_stack: bool = False) -> Any:
-        """A specification with pipelined MoE blocks and the user's router.
-
-        Args:
-            spec: Of the layers of a GPT, or of a hybrid stack.
-            is_stack: Which of the two.
+        """A specification of GPT layers, or a hybrid stack, with pipelined blocks and the user's router.
 
         Raises:
             BadInput: A layer specification of the user has no MoE layer.

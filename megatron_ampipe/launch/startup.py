@@ -19,18 +19,11 @@ from megatron_ampipe.launch.recording import has_expert_communication
 from megatron_ampipe.launch.refusals import exchanges_of
 from megatron_ampipe.launch.trials import Choice, candidates
 from megatron_ampipe.layers.context import AMPipeContext, FullRecompute
-from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, stack_to_text
+from megatron_ampipe.schedule import KEEP, Pipeline, stack_to_text
 from megatron_ampipe.schedule.features import boundary, uses_ring_attention
 
 Row = tuple[str, ...]
 """Name and value of a setting, and the reason where there is one to give."""
-
-_EXCHANGE = {
-    Exchange.ROWS: "a row for each expert of a token, as Megatron sends them",
-    Exchange.RANKS: "a row for each rank that has experts of a token",
-    Exchange.NODES: "a row for each node that has experts of a token, handed on inside it",
-    Exchange.TWO_DIMENSIONAL: "a row for each expert of a token, to its node and then inside it",
-}
 
 
 def print_startup_table(rows: Sequence[Row], adjustments: Sequence[Adjustment]) -> None:
@@ -59,14 +52,9 @@ def pipelined_rows(
     memory: MemoryChoice | None,
     on_gpu: bool,
 ) -> list[Row]:
-    """All rows of a pipelined run.
+    """All rows of a pipelined run, of Megatron's arguments as they are validated and adjusted.
 
-    Args:
-        args: Megatron's arguments, validated and adjusted.
-        context: What the layers share.
-        choice: Of a plan or a planner; None for that of the flags, or if the first iterations choose.
-        memory: What a memory budget chose.
-        on_gpu: Where the run is.
+    ``choice`` is that of a plan or a planner, ``memory`` that of a memory budget.
     """
     pipeline = context.pipeline
     rows = _choice_rows(args, context, choice)
@@ -119,7 +107,7 @@ def _choice_rows(args: argparse.Namespace, context: AMPipeContext, choice: Choic
     return [
         ("degree", degree),
         ("schedule", pipeline.name),
-        ("exchange", pipeline.exchange.value, _EXCHANGE[pipeline.exchange]),
+        ("exchange", pipeline.exchange.value),
         ("chunk boundaries", boundaries),
         *(reason_rows(choice) if choice is not None else []),
     ]
@@ -148,8 +136,6 @@ def _recompute_row(recompute: FullRecompute) -> Row:
     """Which layers are recomputed inside the schedules."""
     layers = f"first {recompute.num_layers} of a stage" if recompute.method == "block" else "every layer"
     reason = "inside the schedules, during the backward pass of the layer above; a layer keeps its input"
-    if recompute.method == "uniform" and recompute.num_layers > 1:
-        reason += f", not one in {recompute.num_layers} layers"
     return "full recompute", layers, reason
 
 

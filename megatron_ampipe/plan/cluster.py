@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from megatron_ampipe.files.inputs import LinedMapping, load, refuse
+from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse, shown
 from megatron_ampipe.files.records import read_record, write_record
-from megatron_ampipe.files.shipped import find_config, shown
 from megatron_ampipe.schedule import Direction
 
 Basis = Literal["measured", "derived", "datasheet"]

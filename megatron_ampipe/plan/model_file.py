@@ -18,8 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat,
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.block.settings import SETTING, Settings
 from megatron_ampipe.errors import BadInput, did_you_mean, meant, nearest
-from megatron_ampipe.files.inputs import LinedMapping, load, refuse
-from megatron_ampipe.files.shipped import find_config
+from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, Dtype
 from megatron_ampipe.schedule.features import chooses_at_once, router_has_losses, uses_ring_attention

@@ -65,10 +65,10 @@ class Plans:
     @property
     def chosen_ms(self) -> float:
         """Predicted time of the same layers with the chosen plan."""
-        if self.shared is None or self.chosen.stack == 1:
+        if self.chosen.stack == 1:
             return self.blocks_ms
-        assert self.shared.predicted_ms is not None
-        return self.shared.predicted_ms
+        assert self.chosen.predicted_ms is not None
+        return self.chosen.predicted_ms
 
 
 def make_plan(predictor: Predictor, **options: Any) -> Plan:

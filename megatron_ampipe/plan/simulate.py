@@ -24,7 +24,7 @@ from megatron_ampipe.schedule import (
     needs_of,
     stream_of,
 )
-from megatron_ampipe.schedule.issue import merge_lanes, read_by_host
+from megatron_ampipe.schedule.program import merge_lanes, read_by_host
 from megatron_ampipe.schedule.stage_kind import COMPUTE, COMPUTE_LANE, COPY_LANE
 
 NOT_YET = float("inf")

@@ -25,22 +25,18 @@ class Waitable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Collectives that have been issued.
-
-    Attributes:
-        outputs: The received tensors; not to be read before :meth:`wait` has returned.
-        works: The unfinished operations; empty on CUDA, where the stream that issued them orders them.
-        unpack: Copies from a joint receive buffer into the outputs, if there is such a buffer.
-        uses: Tensors that are sent or received besides those that the stage takes and gives by the table.
-        begin: Issues further operations, which :meth:`wait` waits for as well. Not called before nothing
-            else of the lane is in flight.
-    """
+    """Collectives that have been issued."""
 
     outputs: tuple[Tensor, ...]
+    """The received tensors; not to be read before :meth:`wait` has returned."""
     works: tuple[dist.Work, ...] = ()
+    """The unfinished operations; none on CUDA, where the stream that issued them orders them."""
     unpack: Callable[[], None] | None = None
+    """Copies from a joint receive buffer into the outputs, if there is such a buffer."""
     uses: tuple[Tensor, ...] = ()
+    """Tensors that are sent or received besides those that the stage takes and gives by the table."""
     begin: Callable[[], Sequence[Waitable]] | None = None
+    """Issues more operations, which :meth:`wait` also waits for, when the lane has nothing else in flight."""
 
     def wait(self) -> None:
         """Return when everything has been received and the send buffers may be reused."""

@@ -60,7 +60,7 @@ def compiled(
         chunks: Of the sequence.
         functions: Of each block.
         keep_graph: Whether there will be a backward pass.
-        host_waits: See :func:`~megatron_ampipe.schedule.issue.issue_order`.
+        host_waits: See :func:`~megatron_ampipe.schedule.program.issue_order`.
         threads: Whether lanes run on several threads: what one of them frees must not be read later by
             another one, whichever is faster.
     """

@@ -144,7 +144,13 @@ class StackCall:
                 try:
                     transfer = step.run(state)
                 except Exception as error:
-                    text = step.text(self._tapes.names)
+                    names, slots = self._tapes.names, state.slots
+                    shapes = [
+                        f"{names[slot]} {list(slots[slot].shape)}"
+                        for slot in dict.fromkeys((*step.taken, *step.given))
+                        if isinstance(slots[slot], Tensor)
+                    ]
+                    text = f"{step.text(names)}\nthere are {', '.join(shapes) or 'no tensors'}"
                     error.add_note(f"{direction} pass, call {call.position}: {text}")
                     raise
             if call.ends_half and end_half is not None:

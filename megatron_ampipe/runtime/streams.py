@@ -25,18 +25,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 @dataclass(frozen=True, slots=True)
 class StreamPlan:
-    """What an executor does around each call of a pass.
-
-    Attributes:
-        waits: For each call the earlier ones whose events its stream waits for; waits that others imply are
-            left out.
-        records: Calls after which an event is recorded.
-        releases: For each call the earlier ones whose memory is released before it is issued.
-    """
+    """What an executor does around each call of a pass."""
 
     waits: tuple[tuple[int, ...], ...]
+    """The earlier calls whose events its stream waits for, without those that others imply."""
     records: frozenset[int]
+    """Calls after which an event is recorded."""
     releases: tuple[tuple[int, ...], ...]
+    """The earlier calls whose memory is released before it is issued."""
 
 
 def stream_plan(streams: Sequence[str], needs: Sequence[Sequence[int]]) -> StreamPlan:

@@ -47,15 +47,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One part of the sequence.
-
-    Attributes:
-        hidden: Spans of the local residual stream.
-        queries: Spans of the local query tensor.
-    """
+    """One part of the sequence."""
 
     hidden: tuple[Span, ...]
+    """Spans of the local residual stream."""
     queries: tuple[Span, ...]
+    """Spans of the local query tensor."""
 
     @property
     def num_keys(self) -> int:
@@ -84,23 +81,18 @@ def _join(spans: list[Span]) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """Which rows of the whole sequence this rank holds.
-
-    Attributes:
-        tensor_ranks: Number of ranks over which sequence parallelism shards the residual stream, or 1.
-        tensor_rank: Index of this rank among them.
-        context_ranks: Number of context-parallel ranks. Rank ``r`` holds two slices of the sequence, the
-            ``r``-th from the front and the ``r``-th from the end (Megatron's zigzag).
-        context_rank: Index of this rank among them.
-        by_chunk: Tensor-parallel ranks share every chunk, not the whole sequence: each holds consecutive rows
-            of every chunk. Without context parallelism only.
-    """
+    """Which rows of the whole sequence this rank holds."""
 
     tensor_ranks: int = 1
+    """Number of ranks over which sequence parallelism shards the residual stream, or 1."""
     tensor_rank: int = 0
     context_ranks: int = 1
+    """Number of context-parallel ranks. Rank ``r`` holds two slices of the sequence, the ``r``-th from the
+    front and the ``r``-th from the end (Megatron's zigzag)."""
     context_rank: int = 0
     by_chunk: bool = False
+    """Tensor-parallel ranks share every chunk, not the whole sequence: each holds consecutive rows of every
+    chunk. Without context parallelism only."""
 
     def spans(self, first: int, length: int, *, sequence_length: int) -> tuple[Span, ...]:
         """The spans of ``length`` query rows of this rank from ``first`` on, counted from 0."""
@@ -126,19 +118,16 @@ def chunk_sequence(
 ) -> tuple[Chunk, ...]:
     """Split a sequence of so many rows into ``degree`` chunks.
 
-    Without shares, lengths differ by at most one row, with longer chunks first. If a rank has at least
-    :data:`ALIGNED_TILES` tiles of :data:`TILE_ROWS` rows for every chunk, chunks end on tile boundaries:
-    lengths then differ by at most one tile, and the last chunk also gets the remaining rows. With shares,
-    ends are rounded to the nearest tile if every chunk has that number of tiles, else to the nearest row.
+    Without shares, lengths differ by at most one unit (:func:`row_unit`), with longer chunks first, and the
+    last chunk also gets the remaining rows. With shares, ends are rounded to the nearest unit.
 
-    A chunk holds the same rows of every tensor-parallel rank's shard, because the output projection
-    scatters a chunk's rows evenly over those ranks, and each must receive rows of its shard. With
-    ``layout.by_chunk`` a chunk consists of consecutive rows of the sequence.
+    A chunk holds the same rows of every tensor-parallel rank's shard, to which the output projection scatters
+    them. With ``layout.by_chunk`` a chunk consists of consecutive rows of the sequence.
 
     Args:
         sequence_length: Of the whole sequence.
         degree: Number of chunks.
-        shares: Share of the sequence in each chunk, with a sum of 1.
+        shares: Of the sequence in each chunk, with a sum of 1.
         layout: The rows of this rank; the whole sequence if None.
         flag: The flag that gave the shares, for error messages.
 
@@ -180,8 +169,8 @@ def chunk_sequence(
 def row_unit(num_rows: int, degree: int) -> int:
     """Ends of chunks are rounded to multiples of this number of rows of a rank.
 
-    :data:`TILE_ROWS` if a chunk has at least :data:`ALIGNED_TILES` tiles, else 1. Rounding then changes the
-    length of an equal chunk by a quarter at most, and short sequences are split as evenly as possible.
+    A tile if a chunk has at least :data:`ALIGNED_TILES`, so that rounding changes an equal chunk by a quarter
+    at most; else 1.
     """
     return TILE_ROWS if num_rows // TILE_ROWS // degree >= ALIGNED_TILES else 1
 

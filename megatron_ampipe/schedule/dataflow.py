@@ -106,7 +106,7 @@ def _once(
 
 
 def is_whole(kind: StageKind, *, whole_attention: bool) -> bool:
-    """Whether a stage of this row of a block is of the whole sequence rather than of a chunk."""
+    """Whether a stage of this row is of the whole sequence rather than of a chunk."""
     return whole_attention if kind.scope is Scope.EITHER else kind.scope is Scope.WHOLE
 
 
@@ -304,9 +304,6 @@ def _with_copies_in_time(
     needs: Mapping[Stage, tuple[Stage, ...]], direction: Direction
 ) -> dict[Stage, tuple[Stage, ...]]:
     """The dependencies of a pass, with those that bound how much is held on the device.
-
-    Data alone would allow all tensors to be loaded when the backward pass begins, and all to wait for their
-    copy until the forward pass ends: nothing would be gained.
 
     Forward, the experts of a chunk wait until what was kept of the chunk :data:`AHEAD` before it is stored;
     backward, a load waits until the experts of the chunk that many before its own are differentiated.

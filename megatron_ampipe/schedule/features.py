@@ -90,11 +90,6 @@ class BlockFeatures:
         """Whether this is restored of any chunk."""
         return any(what in of_chunk for of_chunk in self.restored)
 
-    @property
-    def resort(self) -> bool:
-        """Whether inner tensors come from host memory, and what arrives from another rank, of any chunk."""
-        return any({Restored.OFFLOAD, Restored.REDISPATCH} <= {*of_chunk} for of_chunk in self.restored)
-
     def of_chunk(self, chunk: int, degree: int | None = None) -> BlockFeatures:
         """With what is restored of one chunk of a pass of this degree; of the backward pass if None.
 
@@ -184,8 +179,6 @@ def gather_lane(settings: Any, ranks_per_node: int | None) -> str:
 
     Where all ranks that share an expert are in a node and the tokens come from other nodes too, the two use
     different links. Only the dispatcher ``alltoall`` gathers apart from its exchange.
-
-    ``ranks_per_node`` are, of all ranks, those of a node; None if that is not known.
     """
     num_ranks = expert_tensor_ranks(settings)
     if settings.moe_token_dispatcher_type != "alltoall" or num_ranks == 1:

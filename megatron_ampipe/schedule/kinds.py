@@ -22,7 +22,6 @@ from megatron_ampipe.schedule.stage_kind import (
     TENSOR_INTRA_LANE,
     TENSOR_LANE,
     Direction,
-    Lane,
     Layout,
     Scope,
     StageKind,
@@ -48,45 +47,34 @@ _SHARED_OUTPUT = Value("shared output", Layout.CHUNK)
 _EXPERT_OUTPUT = Value("expert output", Layout.CHUNK)
 _OUTPUT_SHAPE = replace(_EXPERT_OUTPUT, by_shape=True)
 
-INPUT_NORM = StageKind("input-norm", scope=Scope.EITHER, takes=(HIDDEN_STATES,), gives=(_INPUT,))
+_EITHER, _WHOLE = Scope.EITHER, Scope.WHOLE
+_FORWARD, _BACKWARD = (Direction.FORWARD,), (Direction.BACKWARD,)
+
+INPUT_NORM = StageKind("input-norm", COMPUTE_LANE, _EITHER, takes=(HIDDEN_STATES,), gives=(_INPUT,))
 """Input norm of the rows that a tensor-parallel rank owns."""
-GATHER_ROWS = StageKind(
-    "gather-rows", lane=TENSOR_LANE, scope=Scope.EITHER, takes=(_INPUT,), gives=(GATHERED,)
-)
+GATHER_ROWS = StageKind("gather-rows", TENSOR_LANE, _EITHER, takes=(_INPUT,), gives=(GATHERED,))
 """All-gather of the rows of all tensor-parallel ranks; backward a reduce-scatter."""
-QKV = StageKind("qkv", scope=Scope.EITHER, takes=(HIDDEN_STATES,), gives=(QUERY, _KEY, _VALUE))
+QKV = StageKind("qkv", COMPUTE_LANE, _EITHER, takes=(HIDDEN_STATES,), gives=(QUERY, _KEY, _VALUE))
 """Input norm, unless :data:`INPUT_NORM` does it, query/key/value projection, rotary embedding."""
-REGATHER_ROWS = StageKind(
-    "regather-rows", lane=TENSOR_LANE, scope=Scope.EITHER, directions=(Direction.BACKWARD,), restores=QKV
-)
+REGATHER_ROWS = StageKind("regather-rows", TENSOR_LANE, _EITHER, directions=_BACKWARD, restores=QKV)
 """The all-gather once more: a rank keeps the rows that it owns."""
-ATTEND = StageKind(
-    "attend", scope=Scope.EITHER, takes=(QUERY, RING_KEY, RING_VALUE), gives=(CONTEXT,), covers_wait=True
-)
+_RING = (RING_KEY, RING_VALUE)
+ATTEND = StageKind("attend", COMPUTE_LANE, _EITHER, takes=(QUERY, *_RING), gives=(CONTEXT,), covers_wait=True)
 """Core attention to the keys of one context-parallel rank, in steps (:func:`step_of`)."""
-RING = StageKind(
-    "ring", lane=COMM_LANE, scope=Scope.WHOLE, takes=(RING_KEY, RING_VALUE), gives=(RING_KEY, RING_VALUE)
-)
+RING = StageKind("ring", COMM_LANE, _WHOLE, takes=_RING, gives=_RING)
 """Keys and values to the next context-parallel rank; backward, their gradients to the one before."""
-RERING = replace(RING, name="rering", directions=(Direction.BACKWARD,))
+RERING = replace(RING, name="rering", directions=_BACKWARD)
 """In the backward pass, keys and values to the context-parallel rank before: they were not kept."""
+_ATTENDED = (QUERY, _KEY, _VALUE, CONTEXT, HIDDEN_STATES)
 ATTENTION = StageKind(
-    "attention",
-    scope=Scope.EITHER,
-    takes=(QUERY, _KEY, _VALUE, CONTEXT, HIDDEN_STATES),
-    gives=(_RESIDUAL, _NORMED),
-    covers_wait=True,
+    "attention", COMPUTE_LANE, _EITHER, takes=_ATTENDED, gives=(_RESIDUAL, _NORMED), covers_wait=True
 )
 """Core attention and output projection; and residual and pre-MoE norm, unless :data:`ADD_NORM` does these."""
-SCATTER_ROWS = StageKind(
-    "scatter-rows", lane=TENSOR_LANE, scope=Scope.EITHER, takes=(PARTIAL,), gives=(_PROJECTED,)
-)
+SCATTER_ROWS = StageKind("scatter-rows", TENSOR_LANE, _EITHER, takes=(PARTIAL,), gives=(_PROJECTED,))
 """Reduce-scatter of the output projection over tensor-parallel ranks; backward an all-gather."""
-ADD_NORM = StageKind(
-    "add-norm", scope=Scope.EITHER, takes=(_PROJECTED, HIDDEN_STATES), gives=(_RESIDUAL, _NORMED)
-)
+ADD_NORM = replace(INPUT_NORM, name="add-norm", takes=(_PROJECTED, HIDDEN_STATES), gives=(_RESIDUAL, _NORMED))
 """Bias, dropout, residual, pre-MoE norm, of the rows that a tensor-parallel rank owns."""
-CHOOSE = StageKind("choose", scope=Scope.WHOLE, takes=(_NORMED,), gives=(_CHOICE, _SCORES))
+CHOOSE = StageKind("choose", COMPUTE_LANE, _WHOLE, takes=(_NORMED,), gives=(_CHOICE, _SCORES))
 """Router, where its choice for a token depends on tokens of other chunks."""
 ROUTE = StageKind("route", takes=(_NORMED, _CHOICE, _SCORES), gives=(_TOKENS, _PROBS, _LOGITS, _ROUTING))
 """Router, unless there is a :data:`CHOOSE`, and permutation of the tokens by expert."""
@@ -94,36 +82,31 @@ CONDENSE = StageKind(
     "condense", takes=(_TOKENS, _PROBS, _ROUTING), gives=(_TOKENS, _PROBS, _OWN_PROBS, _ROUTING)
 )
 """Of similar tokens, those that are sent; they go with probabilities of 1."""
-LOSSES = StageKind("losses", scope=Scope.WHOLE, takes=(_LOGITS,), gives=(_LOSS,))
+LOSSES = StageKind("losses", COMPUTE_LANE, _WHOLE, takes=(_LOGITS,), gives=(_LOSS,))
 """Auxiliary and z losses of the router, once for the whole block."""
 SHARED = StageKind("shared", takes=(_NORMED,), gives=(_SHARED_OUTPUT,), covers_wait=True)
 """Shared experts."""
 COUNTS = StageKind(
-    "counts",
-    lane=COMM_LANE,
-    takes=(_ROUTING,),
-    gives=(_SPLITS,),
-    directions=(Direction.FORWARD,),
-    host_reads=True,
+    "counts", COMM_LANE, takes=(_ROUTING,), gives=(_SPLITS,), directions=_FORWARD, host_reads=True
 )
 """Exchange of the number of tokens each rank sends to each expert."""
-DISPATCH = StageKind("dispatch", lane=COMM_LANE, takes=(_TOKENS, _PROBS, _SPLITS), gives=(_TOKENS, _PROBS))
+DISPATCH = StageKind("dispatch", COMM_LANE, takes=(_TOKENS, _PROBS, _SPLITS), gives=(_TOKENS, _PROBS))
 """All-to-all that brings the tokens to the ranks of their experts."""
-SPREAD = StageKind("spread", lane=INTRA_LANE, takes=(_TOKENS, _PROBS), gives=(_TOKENS, _PROBS))
+SPREAD = StageKind("spread", INTRA_LANE, takes=(_TOKENS, _PROBS), gives=(_TOKENS, _PROBS))
 """All-to-all within a node that hands tokens, which came to it, on to the ranks of their experts."""
-STORE_TOKENS = StageKind("store-tokens", lane=COPY_LANE, takes=(_TOKENS,), directions=(Direction.FORWARD,))
+STORE_TOKENS = StageKind("store-tokens", COPY_LANE, takes=(_TOKENS,), directions=_FORWARD)
 """What has arrived, to host memory."""
-GATHER = StageKind("gather", lane=COMM_LANE, takes=(_TOKENS, _PROBS), gives=(_TOKENS, _PROBS))
+GATHER = StageKind("gather", COMM_LANE, takes=(_TOKENS, _PROBS), gives=(_TOKENS, _PROBS))
 """All-gather over the ranks that share an expert of what has arrived at each; backward a reduce-scatter."""
 EXPERT = StageKind("expert", takes=(_TOKENS, _PROBS), gives=(_EXPERT_OUTPUT, _INNER), covers_wait=True)
 """The local experts."""
-STORE = StageKind("store", lane=COPY_LANE, takes=(_INNER,), directions=(Direction.FORWARD,))
+STORE = StageKind("store", COPY_LANE, takes=(_INNER,), directions=_FORWARD)
 """What the experts have kept for their backward, to host memory."""
-SCATTER = StageKind("scatter", lane=COMM_LANE, takes=(_OUTPUT_SHAPE,), gives=(_EXPERT_OUTPUT,))
+SCATTER = StageKind("scatter", COMM_LANE, takes=(_OUTPUT_SHAPE,), gives=(_EXPERT_OUTPUT,))
 """Reduce-scatter of expert outputs over the ranks that share an expert; backward an all-gather."""
-COLLECT = StageKind("collect", lane=INTRA_LANE, takes=(_OUTPUT_SHAPE,), gives=(_EXPERT_OUTPUT,))
+COLLECT = StageKind("collect", INTRA_LANE, takes=(_OUTPUT_SHAPE,), gives=(_EXPERT_OUTPUT,))
 """All-to-all within a node that brings expert outputs back to where ``spread`` began, and adds them there."""
-COMBINE = StageKind("combine", lane=COMM_LANE, takes=(_OUTPUT_SHAPE,), gives=(_EXPERT_OUTPUT,))
+COMBINE = StageKind("combine", COMM_LANE, takes=(_OUTPUT_SHAPE,), gives=(_EXPERT_OUTPUT,))
 """All-to-all that brings the expert outputs back."""
 EXPAND = StageKind("expand", takes=(_EXPERT_OUTPUT, _OWN_PROBS), gives=(_EXPERT_OUTPUT,))
 """Expert outputs of the tokens that were sent, weighted for all tokens."""
@@ -132,37 +115,26 @@ MERGE = StageKind("merge", takes=(_OUTPUT_SHAPE, _RESIDUAL, _SHARED_OUTPUT), giv
 MLP = StageKind("mlp", takes=(_NORMED, _RESIDUAL), gives=(HIDDEN_STATES,), covers_wait=True)
 """Of a layer without experts: its MLP, residual."""
 
-
-def _restoring(
-    name: str, lane: Lane = COMPUTE_LANE, *, takes: tuple[Value, ...] = (), gives: tuple[Value, ...] = ()
-) -> StageKind:
-    """A kind that gives back what the experts have not kept for their backward."""
-    return StageKind(
-        name, lane=lane, takes=takes, gives=gives, directions=(Direction.BACKWARD,), restores=EXPERT
-    )
-
-
-REPERMUTE = _restoring("repermute", takes=(_NORMED,), gives=(_TOKENS,))
+# What gives back what the experts have not kept for their backward.
+REPERMUTE = StageKind("repermute", takes=(_NORMED,), gives=(_TOKENS,), directions=_BACKWARD, restores=EXPERT)
 """Permutation of the tokens by expert once more, for :data:`REDISPATCH`."""
-REDISPATCH = _restoring("redispatch", COMM_LANE, takes=(_TOKENS,), gives=(_TOKENS,))
+REDISPATCH = replace(REPERMUTE, name="redispatch", lane=COMM_LANE, takes=(_TOKENS,))
 """All-to-all that sends the tokens once more, because what arrived was not kept."""
-RESPREAD = _restoring("respread", INTRA_LANE, takes=(_TOKENS,), gives=(_TOKENS,))
+RESPREAD = replace(REDISPATCH, name="respread", lane=INTRA_LANE)
 """``spread`` once more, likewise."""
-LOAD_TOKENS = _restoring("load-tokens", COPY_LANE, gives=(_TOKENS,))
+LOAD_TOKENS = replace(REPERMUTE, name="load-tokens", lane=COPY_LANE, takes=())
 """What had arrived, from host memory."""
-REGATHER = _restoring("regather", COMM_LANE, takes=(_TOKENS,), gives=(_TOKENS,))
+REGATHER = replace(REDISPATCH, name="regather")
 """``gather`` once more, of what was sent once more or comes from host memory."""
-REBUILD = _restoring("rebuild", takes=(_TOKENS, _PROBS))
+REBUILD = replace(REPERMUTE, name="rebuild", takes=(_TOKENS, _PROBS), gives=())
 """Sorting, first product and activation of the local experts once more, without the second product."""
-RESORT = _restoring("resort", takes=(_TOKENS, _PROBS))
+RESORT = replace(REBUILD, name="resort")
 """Sorting of what was sent once more; the experts' inner tensors come from host memory."""
-LOAD = _restoring("load", COPY_LANE)
+LOAD = replace(LOAD_TOKENS, name="load", gives=())
 """What :data:`STORE` has copied, from host memory."""
-REDUCE = StageKind("reduce", lane=COMM_LANE, scope=Scope.WHOLE, directions=(Direction.BACKWARD,))
+REDUCE = StageKind("reduce", COMM_LANE, _WHOLE, directions=_BACKWARD)
 """Reduction of the gradients that were complete when the pass had ended the block above."""
-REDUCE_EXPERTS = StageKind(
-    "reduce-experts", lane=COMM_LANE, scope=Scope.WHOLE, directions=(Direction.BACKWARD,)
-)
+REDUCE_EXPERTS = replace(REDUCE, name="reduce-experts")
 """Reduction of the gradients that were complete when the feed-forward half of this block had ended."""
 
 MOE_BLOCK = tuple(row for row in list(globals().values()) if isinstance(row, StageKind))
@@ -187,7 +159,7 @@ def step_of(kind: StageKind, step: int) -> StageKind:
     def keys_of(number: int) -> tuple[Value, ...]:
         # In the backward pass, every step takes what the one before has brought, under the same name.
         suffix = f" {number}" if number else ""
-        return tuple(Value(value.name + suffix, value.layout) for value in (RING_KEY, RING_VALUE))
+        return tuple(Value(value.name + suffix, value.layout) for value in _RING)
 
     def used(number: int) -> Value:
         return Value(f"used {number}", Layout.STATE)
@@ -211,9 +183,7 @@ def ring_rows(num_ranks: int) -> tuple[StageKind, ...]:
 
 
 WEIGHTS = {
-    kind: StageKind(
-        f"{kind.name}-weights", scope=Scope.EITHER, directions=(Direction.BACKWARD,), weights_of=kind
-    )
+    kind: StageKind(f"{kind}-weights", COMPUTE_LANE, _EITHER, directions=_BACKWARD, weights_of=kind)
     for kind in (QKV, ATTENTION, SHARED, EXPERT, MLP)
 }
 """For each kind with linear layers, the gradients of their weights as a stage: of one chunk, or of the whole
@@ -291,6 +261,6 @@ def _experts(block: BlockFeatures) -> _Candidates:
         (offloads_tokens, LOAD_TOKENS),
         (gathers and (redispatches or offloads_tokens), replace(REGATHER, lane=near)),
         (rebuilds, REBUILD),
-        (block.resort, RESORT),
+        (any({Restored.OFFLOAD, Restored.REDISPATCH} <= {*of_chunk} for of_chunk in block.restored), RESORT),
         (offloads, LOAD),
     ]

@@ -16,10 +16,9 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import kinds
 from megatron_ampipe.schedule.dataflow import data_flow, dependencies
 from megatron_ampipe.schedule.features import BlockFeatures, Restored
-from megatron_ampipe.schedule.issue import completed
 from megatron_ampipe.schedule.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT, QKV, ROUTE, SHARED, WEIGHTS
 from megatron_ampipe.schedule.passes import placed
-from megatron_ampipe.schedule.program import Program, Schedule, Stage
+from megatron_ampipe.schedule.program import Program, Schedule, Stage, completed
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE, Direction, StageKind
 
 
@@ -209,16 +208,9 @@ def _overlapped(
 ) -> Schedule:
     """What the overlapping schedules share: forward, all dispatches before all combines.
 
-    Stages that no collective waits for (losses, shared experts, merges) stand where the compute lane
-    would otherwise wait for the network.
-
-    Args:
-        name: Of the schedule.
-        degree: Number of chunks.
-        features: Of the block.
-        first_half: Forward, the compute stages up to the last route.
-        last_half: Backward, the compute stages from the first expert on.
-        backward_comm: Backward, the transfers from and to the ranks of the experts.
+    Stages that no collective waits for (losses, shared experts, merges) stand where the compute lane would
+    otherwise wait for the network: between ``first_half``, up to the last route, and the experts; backward,
+    before ``last_half``, from the first expert on.
     """
     chunks = range(degree)
     shared = _stages([SHARED], chunks) if features.shared else []

@@ -14,8 +14,7 @@ from dataclasses import replace
 from megatron_ampipe.schedule import kinds
 from megatron_ampipe.schedule.dataflow import needs_of
 from megatron_ampipe.schedule.features import BlockFeatures
-from megatron_ampipe.schedule.issue import completed, issue_order
-from megatron_ampipe.schedule.program import Program, Schedule, Stage
+from megatron_ampipe.schedule.program import Program, Schedule, Stage, completed, issue_order
 from megatron_ampipe.schedule.stage_kind import COMPUTE, Direction
 
 _PLACEABLE = {
@@ -135,9 +134,8 @@ def _with_reductions(
 ) -> list[Stage]:
     """The order with what is of parameters after the last transfer of its block, unless its place is known.
 
-    From there on, all that the block computes waits for none of its transfers. In one chunk, none can run
-    while the experts compute either: what is complete before them is reduced there, if the gradients of the
-    experts themselves come after the last transfer.
+    In one chunk, no transfer can run while the experts compute either: what is complete before them is
+    reduced there, if the gradients of the experts themselves come after the last transfer.
     """
 
     def is_before(other: Stage, reduction: Stage) -> bool:
@@ -158,13 +156,10 @@ def _with_reductions(
 
 
 def _with_stages_again(order: Sequence[Stage], needs: Mapping[Stage, Sequence[Stage]]) -> list[Stage]:
-    """A backward order with the stages that run again.
+    """A backward order with the stages that run again, of which some may stand before one that they need.
 
     They run in the mirrored order of the backward stages of their block, spread evenly over those of the
     block above. A recomputed block is differentiated when the block above it has ended.
-
-    ``order`` has each stage after what it needs, and may lack some. In what is returned, a stage may stand
-    before one that it needs.
     """
     layers = {stage.layer for stage in needs if stage.again}
     if not layers:

@@ -36,14 +36,14 @@ from megatron_ampipe.schedule.text import check
 class Pipeline:
     """One way to run every block of a model.
 
-    The number of chunks of the sequence is the larger of the two degrees. In the direction with the
-    smaller degree, adjacent chunks are grouped: they are computed one after the other and share a collective.
+    In the direction with the smaller degree, adjacent chunks are grouped: they are computed one after the
+    other and share a collective.
 
     Attributes:
-        degree: Degree of the forward pass.
-        backward_degree: Degree of the backward pass; one of the two divides the other.
-        shares: Shares of the sequence, with a sum of 1: one for each chunk, or one for each group of chunks
-            of the forward pass, which are then equal. All chunks are equal if None.
+        degree: Of the forward pass.
+        backward_degree: Of the backward pass; one of the two divides the other.
+        shares: Of the sequence, with a sum of 1: one for each chunk, or one for each group of chunks of the
+            forward pass, which are then equal. All chunks are equal if None.
         schedule: Name of the order of the stages.
         order: An order of the stages that replaces the named one; it has these degrees. Of one block, or
             one that repeats.

@@ -27,9 +27,8 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.timeline import AGAIN
 from megatron_ampipe.schedule.dataflow import needs_of
 from megatron_ampipe.schedule.features import BlockFeatures
-from megatron_ampipe.schedule.issue import merge_lanes
 from megatron_ampipe.schedule.kinds import ALL_KINDS, STEPPED, step_of
-from megatron_ampipe.schedule.program import LaneOrder, Program, Schedule, Stage
+from megatron_ampipe.schedule.program import LaneOrder, Program, Schedule, Stage, merge_lanes
 from megatron_ampipe.schedule.stage_kind import COMPUTE, Direction, Scope
 
 

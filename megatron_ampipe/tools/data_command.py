@@ -191,8 +191,6 @@ def _read(path: Path) -> bytes:
         raise ValueError(f"cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise ValueError("is not UTF-8") from error
-    if b"\0" in content:
-        raise ValueError("holds a NUL byte, so it is not text")
     return content
 
 

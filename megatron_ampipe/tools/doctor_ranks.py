@@ -2,32 +2,23 @@
 
 An all-to-all of some MB and matrix products that take about as long are run each alone, then together by the
 executor that training uses here. The hidden share is what running them together saved, of the shorter of the
-two: 100 % is as if it cost nothing, 0 % is one after the other. Run as a module with the path of a report,
-this is one rank under the torchrun that :func:`start` starts. Imports torch, not Megatron.
+two: 100 % is as if it cost nothing, 0 % is one after the other. Imports torch, not Megatron.
 """
 
 from __future__ import annotations
 
-import ctypes
 import datetime
-import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from platform import node
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_ampipe.errors import RunFailed
-from megatron_ampipe.files import outputs
 from megatron_ampipe.launch import connections
 from megatron_ampipe.runtime.collectives import Transfer, exchange_rows
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
@@ -36,6 +27,8 @@ from megatron_ampipe.runtime.tape import Call, Tape
 from megatron_ampipe.schedule import Stage, kinds
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
 from megatron_ampipe.tools.measuring import machine
+from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
 
 _COMPARED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "NVTE_", "UCX_", "AMPIPE_")
 _COMPARED_NAMES = (
@@ -45,8 +38,7 @@ _COMPARED_NAMES = (
 _MAY_DIFFER = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "NCCL_TOPO_FILE", "UCX_NET_DEVICES")
 """They name a node's hardware."""
 _TIMEOUT = datetime.timedelta(seconds=60)
-_LOG_LINES = 12
-_PR_SET_PDEATHSIG = 1
+_TIME_LIMIT_S = 120.0
 _CHUNKS, _COLUMNS, _LARGEST_BYTES = 4, 1024, 512 * 2**20
 _REPEATS, _WARM_UP = 10, 2
 # Long compared with the clock and the launch of a kernel, short enough for a user.
@@ -57,53 +49,35 @@ _COMMUNICATION: Order = [(COMM, Stage(kinds.DISPATCH, chunk)) for chunk in range
 _COMPUTATION: Order = [(COMPUTE, Stage(kinds.EXPERT, chunk)) for chunk in range(_CHUNKS)]
 
 
-def start(num_ranks: int, *, time_limit_s: float = 120.0) -> dict[str, Any]:
-    """Run :func:`examine` in ranks on this machine; none is left, whatever happens.
+def start(num_ranks: int) -> dict[str, Any]:
+    """Run :func:`examine` in ranks on this machine.
 
     Raises:
         RunFailed: they failed, or took too long.
     """
-    with tempfile.TemporaryDirectory(prefix="ampipe-doctor-") as folder:
-        report, log = Path(folder) / "report.json", Path(folder) / "log"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={num_ranks}", "-m", "megatron_ampipe.tools.doctor_ranks", str(report)]
-        # A machine's name may not resolve to one of its addresses.
-        environment = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-        environment |= os.environ | {"OMP_NUM_THREADS": "1"}
-        with log.open("wb") as output:
-            try:
-                # Killed after the timeout; ranks die with torchrun (see main).
-                done = subprocess.run(
-                    command, env=environment, stdout=output, stderr=output, timeout=time_limit_s
-                )
-                why = f"failed (code {done.returncode})"
-            except subprocess.TimeoutExpired:
-                why = (
-                    f"did not end within {time_limit_s:g} s, and were ended. "
-                    "They hang at the first collective where a network is chosen that does not work"
-                )
-        if not report.exists():
-            tail = "\n  ".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-            raise RunFailed(f"{num_ranks} ranks {why}. The end of their output:\n  {tail}")
-        found: dict[str, Any] = json.loads(report.read_text())
-        return found
+    job = RankJob(num_ranks=num_ranks, link=parse_link("none"), timeout_s=_TIME_LIMIT_S)
+    found: dict[str, Any] = run_ranks(job, _examine_rank)[0]
+    return found
 
 
-def main(report: Path) -> None:
-    """Write what was found, on the first rank alone."""
+def _examine_rank(rank: Rank[RankJob]) -> dict[str, Any]:
     if sys.platform == "linux":
-        # The doctor ends torchrun when its time is up, and then no rank may stay.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    found = examine(measure_overlap=True)
-    if int(os.environ["RANK"]) == 0:
-        outputs.write_text(report, json.dumps(found))
+        # A machine's name may not resolve to one of its addresses.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    place = {
+        "init_method": f"file://{rank.rendezvous}",
+        "rank": rank.number,
+        "world_size": rank.job.num_ranks,
+    }
+    return examine(measure_overlap=True, **place)
 
 
-def examine(*, measure_overlap: bool) -> dict[str, Any]:
+def examine(*, measure_overlap: bool, **place: Any) -> dict[str, Any]:
     """Meet the other ranks; every rank calls this.
 
     Args:
         measure_overlap: Also take the minute or so that the measurement needs.
+        place: How torch's process group finds the other ranks, where torchrun has not said it.
 
     Returns:
         ``ranks``: what each runs with: ``host``, ``versions`` of what is there, and ``environment``;
@@ -122,7 +96,7 @@ def examine(*, measure_overlap: bool) -> dict[str, Any]:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         versions |= {"CUDA": str(torch.version.cuda), "NCCL": nccl, "device": torch.cuda.get_device_name()}
     mine = {"host": node(), "versions": versions, "environment": compared_variables(os.environ)}
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT, **place)
     try:
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)
@@ -262,7 +236,3 @@ class _Work:
     def _synchronize(self) -> None:
         if self._device == "cuda":
             torch.cuda.synchronize()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -36,7 +36,7 @@ examples:
   ampipe gate mine:Router --experts 64 --topk 6
 
 Checks on one process that the choice for a token depends on that token alone, that chunks give the result of
-the whole sequence with all router losses, that every parameter has a gradient, and its mark for sequence
+the whole sequence with all router losses and gradients, and that every parameter has its mark for sequence
 parallelism. docs/gates.md explains each. Exit code 4 if a check fails.
 """
 
@@ -93,7 +93,6 @@ def _holds(name: str, gate: type[TopKRouter], arguments: argparse.Namespace) -> 
         ("shapes", check.shapes),
         ("one token at a time", check.tokens),
         ("chunks", check.chunks),
-        ("gradients", check.gradients),
         ("sequence parallelism", check.marks),
     ):
         try:
@@ -174,17 +173,6 @@ class _GateCheck:
                 return draws, text + ": it draws random numbers, and a chunk draws other ones" * draws
         return True, text
 
-    def gradients(self) -> tuple[bool, str]:
-        """Whether the input and every parameter receive a gradient."""
-        router = self._pair(training=True)[0]
-        if not _route(router, self._hidden)[0].requires_grad and not list(router.parameters()):
-            return True, "none: the choice is fixed, and there is nothing to train"
-        found = self._step(router, in_chunks=False)
-        missing = [name for name, value in found.items() if "gradient" in name and not bool(value.any())]
-        if missing:
-            return False, f"zero or none: {', '.join(missing)}"
-        return True, "the input and every trainable parameter receive one"
-
     def marks(self) -> tuple[bool, str]:
         """Whether parameters have Megatron's mark for sequence parallelism."""
         router = self._router(sequence_parallel=True)
@@ -246,20 +234,15 @@ class _GateCheck:
         hidden = self._hidden.clone().requires_grad_(router.training)
         with torch.set_grad_enabled(router.training):
             probs, routing_map, *rest = (_route_chunks if in_chunks else _route)(router, hidden)
-            found = {"probs": probs.detach(), "routing map": routing_map}
-            if not router.training:
-                return found
             pairs = [(probs, self._gradient)]
-            if in_chunks:
+            if in_chunks and router.training:
                 pairs.append((router.block_losses(*rest), torch.zeros(())))
-        # A fixed choice with fixed weights has no history.
+        # An evaluation, or a fixed choice with fixed weights, has no history.
         if pairs := [pair for pair in pairs if pair[0].requires_grad]:
             torch.autograd.backward(*zip(*pairs, strict=True))
-        none = torch.zeros(())
-        found["gradient of the input"] = none if hidden.grad is None else hidden.grad
-        for name, parameter in router.named_parameters():
-            if parameter.requires_grad:
-                found[f"gradient of {name}"] = none if parameter.grad is None else parameter.grad
+        found = {"probs": probs.detach(), "routing map": routing_map}
+        for name, tensor in (("the input", hidden), *router.named_parameters()):
+            found[f"gradient of {name}"] = torch.zeros(()) if tensor.grad is None else tensor.grad
         return found
 
 

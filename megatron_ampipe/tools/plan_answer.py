@@ -20,7 +20,6 @@ from megatron_ampipe.schedule import (
     KEEP,
     STRATEGIES,
     Direction,
-    Exchange,
     Pipeline,
     even_chunks,
     stack_to_text,
@@ -145,7 +144,7 @@ def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
 
 _TABLES = {
     "degrees": (
-        "one block, one micro-batch, predicted",
+        "one block, one micro-batch, predicted ms",
         ("degree", "schedule", "forward_ms", "backward_ms", "predicted_ms", "speedup", "hidden_share"),
     ),
     "memory": (
@@ -153,11 +152,11 @@ _TABLES = {
         ("degree", "schedule", *STRATEGIES),
     ),
     "stacks": (
-        "layers of a pipeline stage, one micro-batch, predicted",
+        "layers of a pipeline stage, one micro-batch, predicted ms",
         ("together", "degrees", "schedule", "predicted_ms", "speedup", "share_of_bound"),
     ),
     "gradients": (
-        "backward pass of all layers and its reductions in the last micro-batch",
+        "backward pass of all layers and its reductions in the last micro-batch, ms",
         ("reduced", "bucket_size", "pass_ms", "left_ms", "both_ms", "saves"),
     ),
 }
@@ -170,7 +169,8 @@ def _table(name: str, rows: Sequence[Mapping[str, Any]], *, best: str | None = N
     table = Table(title=title)
     for key in keys:
         left = key in ("schedule", "reduced")
-        table.add_column(key.replace("_", " "), justify="left" if left else "right", no_wrap=True)
+        heading = key.removesuffix("_ms").removesuffix("_share").replace("_", " ")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     bold = max(rows, key=lambda row: row[best]) if best is not None else None
     for row in rows:
         table.add_row(*(_cell(key, row.get(key)) for key in keys), style="bold" if row is bold else None)
@@ -184,8 +184,8 @@ def _cell(key: str, value: object) -> str:
     return format(value, ".1%" if is_share else ".3f" if key.endswith("_ms") else ".2f")
 
 
-def show(answer: Mapping[str, Any], console: Console) -> None:
-    """Print an answer of :func:`answer_of`; its rows get columns for the tables."""
+def show(answer: Mapping[str, Any], plan: Plan, console: Console) -> None:
+    """Print an answer of :func:`answer_of`, whose rows get columns for the tables, and the chosen plan."""
     rows = answer["degrees"]
     console.print(_table("degrees", rows, best="speedup"))
     console.print(_table("memory", [row | row["memory_gib_by_strategy"] for row in rows]))
@@ -203,26 +203,15 @@ def show(answer: Mapping[str, Any], console: Console) -> None:
         console.print(_table("gradients", [*ways.values()], best="saves"))
         console.print(_advice_on_gradients(ways, gradients["chosen"]), soft_wrap=True)
     if (memory := answer["memory_strategies"]) is not None:
-        formula, simulated = (
-            ", ".join(f"{name} {memory[key][name]:.3f}" for name in memory["equation_10_ms"])
-            for key in ("equation_10_ms", "simulated_ms")
-        )
+        times = ", ".join(f"{name} {time_ms:.3f}" for name, time_ms in memory["simulated_ms"].items())
         console.print(
-            f"to hold less, degree {memory['degree']}: by MPipeMoE's equation 10 {memory['equation_10']} (ms "
-            f"of a chunk's experts: {formula}); by simulation {memory['simulated']} (ms of the block: "
-            f"{simulated}, keep {memory['simulated_ms'][KEEP]:.3f})",
+            f"to hold less, degree {memory['degree']}: {memory['equation_10']} by MPipeMoE's equation 10, "
+            f"{memory['simulated']} by simulation (ms of the block: {times})",
             soft_wrap=True,
         )
     choice = "degree 1, Megatron's own layers"
-    if answer["helps"]:
-        together = "block by block" if answer["stack"] == 1 else f"{answer['num_layers']} layers together"
-        exchange = "" if answer["exchange"] == Exchange.ROWS else f", exchange {answer['exchange']}"
-        choice = (
-            f"degree {answer['forward_degree']} forward, {answer['backward_degree']} backward, schedule "
-            f"{answer['schedule']}, shares {' '.join(f'{share:.3g}' for share in answer['shares'])}, "
-            f"{together}{exchange}: {answer['predicted_ms']:.3f} ms, {answer['predicted_speedup']:.2f} times "
-            "as fast"
-        )
+    if plan.helps:
+        choice = f"{plan.pipeline()}: {plan.predicted_ms:.3f} ms, {plan.predicted_speedup:.2f} times as fast"
     console.print(f"choice: {choice}", soft_wrap=True)
     console.print(answer["reason"], soft_wrap=True)
 

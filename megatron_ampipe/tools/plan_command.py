@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,6 @@ examples:
       another layout than the model file names
   ampipe plan --model mixtral-8x7b --cluster measured.yaml --output plan.yaml --picture timeline
       on figures measured on your machines; writes the plan, and a picture of the predicted timeline
-  ampipe plan --model mixtral-8x7b --cluster measured.yaml --trace predicted.json --trace-of 4
-      the predicted timeline of a run with --ampipe-degree 4, to compare with its traces by ampipe draw
 
 A model is a YAML file of Megatron's flags without dashes, a cluster a YAML file of fitted times; both are
 also found by name in configs/models and configs/clusters.
@@ -151,7 +150,7 @@ def _override(text: str) -> tuple[str, Any]:
     except ValueError:
         found = None
     if not key or found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not FLAG=VALUE, such as seq-length=8192")
+        raise argparse.ArgumentTypeError(f"{text!r} is not FLAG=VALUE. Write for example seq-length=8192.")
     return key, found
 
 
@@ -206,7 +205,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json == "-":
         print(text, end="")
     else:
-        show(answer, Console())
+        show(answer, plan, Console())
     return 0
 
 
@@ -251,9 +250,7 @@ class Unnamed:
 
     recomputed: tuple[StageKind, ...] = ()
     all_parameters: tuple[Any, ...] = ()
-
-    def __init__(self) -> None:
-        self.stage_parameters: dict[StageKind, Any] = {}
+    stage_parameters: Mapping[StageKind, Any] = {}
 
     def run(self, kind: StageKind) -> tuple[int, None]:
         """No function."""

@@ -22,8 +22,7 @@ from rich.table import Table
 
 from megatron_ampipe.errors import AMPipeError, RunFailed
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.inputs import at_least
-from megatron_ampipe.files.shipped import configs_folder
+from megatron_ampipe.files.inputs import at_least, configs_folder
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.tools.measuring import machine, training
 from megatron_ampipe.tools.measuring.link import Link, LinkKind

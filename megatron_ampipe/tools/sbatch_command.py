@@ -22,8 +22,7 @@ import jinja2
 
 from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.inputs import at_least, load
-from megatron_ampipe.files.shipped import find_config
+from megatron_ampipe.files.inputs import at_least, find_config, load
 from megatron_ampipe.launch.config_files import CONFIG_FLAG
 
 SAVE_INTERVAL = 500
@@ -63,18 +62,13 @@ def _matching(pattern: str, example: str) -> Callable[[str], str]:
 _WORD = r"[\w.,:=+@%/\[\]-]+"
 """Part of an ``#SBATCH`` line: a blank or a quote would end it."""
 _OWN_OPTIONS = (
-    "account|cpu-bind|exclusive|gpus-per-node|gres|job-name|no-requeue|nodes|ntasks-per-node|open-mode|"
-    "output|partition|requeue|signal|time"
+    "account|cpu-bind|exclusive|gpus-per-node|job-name|no-requeue|nodes|ntasks-per-node|open-mode|output|"
+    "partition|requeue|signal|time"
 )
 SITE_OPTIONS: Mapping[str, dict[str, Any]] = {
     "account": {"metavar": "A", "type": _matching(_WORD, "moe"), "help": "whom to charge"},
     "partition": {"metavar": "P", "type": _matching(_WORD, "gpu"), "help": "where to run"},
     "gpus-per-node": {"metavar": "N", "type": at_least(1), "help": "if no cluster file gives it"},
-    "gres": {
-        "metavar": "gpu[:TYPE]",
-        "type": _matching(r"[a-zA-Z_]\w*(:[\w.-]*[a-zA-Z_][\w.-]*)?", "gpu:a100; N is --gpus-per-node"),
-        "help": "ask for GPUs as --gres=gpu[:TYPE]:N in place of --gpus-per-node=N, for an older SLURM",
-    },
     "time": {
         "metavar": "T",
         "type": _matching(r"(\d+-)?\d+:\d\d:\d\d", "24:00:00"),

@@ -31,15 +31,8 @@ def main() -> None:
         recorder.time = _Clock(noise)
         results.append(_train(rank, noise))
     recorder.time = time
-    found = {
-        "runs": results,
-        "refusal": _disagree(rank),
-        "predicted": _follow_plans(),
-        "short": _run_short(),
-        "ranges": _remember(rank),
-    }
     auto.SHAPE_INTERVAL = interval
-    report(found | {"reduced": _settle()})
+    report({"runs": results, "refusal": _disagree(rank), "reduced": _settle()})
 
 
 def around(hook: Any, train_step: Callable[..., object]) -> Callable[..., object]:
@@ -106,76 +99,6 @@ def _train(rank: int, noise: random.Random) -> dict[str, object]:
         "megatrons": sorted(megatrons),
         "timed": sorted(timed),
     }
-
-
-def _follow_plans() -> list[tuple[int, tuple[float, float] | None]]:
-    """After every iteration, when Megatron logs: the degree that ran, and its predicted times."""
-    from megatron_ampipe.launch.auto import AutoDegree
-    from megatron_ampipe.launch.trials import Choice
-    from megatron_ampipe.schedule import Pipeline
-
-    layer, context = _layer()
-
-    def planner(shape: tuple[int, int]) -> Choice:
-        return Choice(Pipeline.of(4 if shape[0] == LONG else 2), "a plan", (shape[0], 1.0))
-
-    auto = AutoDegree(context, planner=planner, say=lambda line: None)
-    auto.start((LONG, 1))
-    step = around(auto, lambda rows: layer(hidden_states=torch.randn(rows, 1, 32), attention_mask=None))
-    logged = []
-    for rows in (LONG, LONG, SHORT, SHORT, LONG, LONG):
-        step(rows)
-        logged.append((context.pipeline.degree, context.predicted_ms))
-    return logged
-
-
-def _run_short() -> dict[str, object]:
-    """A run of five iterations, which are too few to try all degrees."""
-    from megatron_ampipe.launch.auto import AutoDegree
-
-    layer, context = _layer()
-    said: list[str] = []
-    kept: list[object] = []
-    left = 5
-    auto = AutoDegree(
-        context,
-        planner=None,
-        say=said.append,
-        keep=lambda shape, choice: kept.append([shape, choice.pipeline.num_chunks]),
-        iterations_left=lambda: left,
-    )
-    step = around(auto, lambda: layer(hidden_states=torch.randn(LONG, 1, 32), attention_mask=None))
-    while left:
-        step()
-        left -= 1
-    return {"said": said, "kept": kept}
-
-
-def _remember(rank: int) -> dict[str, object]:
-    """Sizes that an earlier run tried, of which only the first rank knows, and sizes around them."""
-    from megatron_ampipe.launch.auto import AutoDegree
-    from megatron_ampipe.schedule import Pipeline
-
-    layer, context = _layer()
-    said: list[str] = []
-    tried = [((rows, 1), Pipeline.of(degree)) for rows, degree in ((24, 2), (48, 2), (96, 4))]
-    auto = AutoDegree(
-        context,
-        planner=None,
-        say=said.append,
-        earlier=lambda: tried if rank == 0 else [None],
-    )
-    ran = []
-
-    def train_step(rows: int) -> None:
-        ran.append(context.pipeline.num_chunks)
-        layer(hidden_states=torch.randn(rows, 1, 32), attention_mask=None)
-
-    step = around(auto, train_step)
-    # Tried before; between two that chose the same; between two that did not; and again.
-    for rows in (48, 48, 32, 32, 64, 64, 64, 48, 48):
-        step(rows)
-    return {"ran": ran, "said": said}
 
 
 def _settle() -> dict[str, list[int]]:

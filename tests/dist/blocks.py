@@ -228,12 +228,7 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """Run forward and backward; returns everything that the layer computes, by name.
 
-    Args:
-        layer: Stock or AMPipe layer.
-        case: The case from which it was built.
-        rank: Selects the inputs.
-        device: Device of the layer.
-        seed: Of torch's own random numbers; None leaves their state.
+    ``rank`` selects the inputs; ``seed`` is of torch's own random numbers, None leaves their state.
     """
     inputs = inputs_of(case, rank=rank, device=device, dtype=next(layer.parameters()).dtype)
     logged_losses.clear()

@@ -118,11 +118,8 @@ SWIGLU = {"gated_linear_unit": True, "activation_func": "silu"}
 MOE_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 ATTENTION_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 SHARED = {"moe_shared_expert_intermediate_size": 48}
-ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 2}
 TIGHT = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "position"}
-SWIGLU = {"gated_linear_unit": True, "activation_func": "silu"}
-GROUPS = {"num_moe_experts": 8, "moe_router_num_groups": 2}
 LOOSE = {"moe_expert_capacity_factor": 1.25, "moe_token_drop_policy": "position"}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 LARGE = AUX | Z | TOP2 | SWIGLU
@@ -442,37 +439,29 @@ MEMORY = [
 
 MANY = tuple(range(0, 29, 2)), (0, 1, 2, 3, 17, 31), (0, 5)
 SINKS = {"softmax_type": "learnable"}
-DOCUMENTS = [
-    Case("documents-three", documents=((0, 9, 24),), rope=True, kernel="cpu-flash", model=LARGE),
-    Case(
-        "documents-many-batch3", documents=MANY, batch=3, rope=True, kernel="cpu-flash", degree=3,
-        model=SEVERAL_AUX | TIGHT | {"num_query_groups": 2},
-    ),
-    Case("documents-many-exact", documents=MANY[:1], rope=True, schedule="moe-only", model=AUX),
-    Case("documents-masked-batch3", documents=MANY, masked=True, batch=3, rope=True, model=LARGE),
-    Case(
-        "documents-masked-recompute", documents=MANY[1:], masked=True, batch=2, kernel="cpu-flash",
-        model=ATTENTION_AGAIN,
-    ),
-    Case(
-        "documents-tp-three-sequences", documents=MANY, batch=3, rope=True, kernel="cpu-flash", parallel=TP,
-        layers="mm", stack=0, model=SEVERAL_AUX,
-    ),
-    Case(
-        "documents-tp-two-sequences-of-a-rank", documents=(*MANY, (0, 30)), batch=4, rope=True, parallel=TP,
-        kernel="cpu-flash", model=SEVERAL_AUX | TIGHT,
-    ),
-    Case(
-        "documents-masked-not-in-windows", documents=MANY, masked=True, batch=3, kernel="sdpa", layers="mm",
-        stack=0, model={"window_size": (5, 0), "window_attn_skip_freq": 2},
-    ),
-    Case(
-        "documents-stack-recompute", documents=MANY, batch=3, rope=True, kernel="cpu-flash", layers="mdm",
-        stack=0, recompute=UNIFORM, model=LARGE,
-    ),
-    Case("documents-mla", documents=MANY, batch=3, model=LATENT | LARGE),
-    Case("documents-window", documents=MANY, batch=3, kernel="sdpa", model={"window_size": (5, 0)} | SINKS),
-]  # fmt: skip
+DOCUMENTS = cases(
+    "documents-",
+    {
+        "three": {"documents": ((0, 9, 24),), "batch": 1, "model": LARGE},
+        "many-batch3": {"degree": 3, "model": SEVERAL_AUX | TIGHT | GQA},
+        "masked-batch3": {"masked": True, "kernel": "exact", "model": LARGE},
+        "masked-not-in-windows": {
+            "masked": True, "kernel": "sdpa", "rope": False, "layers": "mm", "stack": 0,
+            "model": {"window_size": (5, 0), "window_attn_skip_freq": 2},
+        },
+        "tp-three-sequences": {"parallel": TP, "layers": "mm", "stack": 0, "model": SEVERAL_AUX},
+        "tp-two-sequences-of-a-rank": {
+            "documents": (*MANY, (0, 30)), "batch": 4, "parallel": TP, "model": SEVERAL_AUX | TIGHT,
+        },
+        "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "model": LARGE},
+        "mla": {"rope": False, "kernel": "exact", "model": LATENT | LARGE},
+        "window": {"rope": False, "kernel": "sdpa", "model": {"window_size": (5, 0)} | SINKS},
+    },
+    documents=MANY,
+    batch=3,
+    rope=True,
+    kernel="cpu-flash",
+)  # fmt: skip
 
 # Four local experts on two ranks: most rows have several copies.
 WIDE = LARGE | {"num_moe_experts": 8, "moe_router_topk": 4}
@@ -484,7 +473,6 @@ ONCE_PER_RANK = [
         "capacity-padded": {"model": WIDE | TIGHT | {"moe_pad_expert_input_to_capacity": True}, "batch": 3},
         "all-experts": {"model": WIDE | {"moe_router_topk": 8}, "schedule": "moe-only"},
         "tp": {"parallel": TP, "rope": True, "batch": 3},
-        "tp-experts": {"parallel": TP_EXPERTS},
         "tp-experts-ep": {"parallel": TP_EXPERTS_EP, "world_size": 4, "degree": 3, "sequence_length": 38},
         "ep4": {"world_size": 4, "model": WIDE | TIGHT, "batch": 3},
         "recompute-moe": {"model": WIDE | MOE_AGAIN, "executor": "cuda"},
@@ -531,7 +519,6 @@ GATHERED = [
         "degree2": SHARES | {"degree": 2, "executor": "sequential"},
         "two-degrees": SHARES | {"degree": 2, "backward_degree": 4, "batch": 3, "model": LARGE | TIGHT},
         "rebuild-stack": SHARES | {"memory": "rebuild/S3/S2/offload", "layers": "mdm", "stack": 0},
-        "recompute-moe": SHARES | {"model": LARGE | MOE_AGAIN},
         "lancet": SHARES | {"schedule": "lancet", "degree": 2, "exchange": Exchange.RANKS, "model": WIDE},
         "nodes-degree2": SHARES_ON_NODES | {"degree": 2, "schedule": "moe-only", "wire": "bf16"},
         "nodes-ranks": SHARES_ON_NODES
@@ -563,7 +550,6 @@ SCATTERED = [
     Case(f"rows-{name}", **{"parallel": TP, "model": BIAS} | settings)
     for name, settings in {
         "degree1-lancet": {"schedule": "lancet", "degree": 1},
-        "degree2": {"degree": 2, "batch": 3},
         "degree8-two-degrees": {"degree": 8, "backward_degree": 2},
         "moe-only": {"schedule": "moe-only", "backward_degree": 1, "degree": 2},
         "sequential": {"schedule": "sequential", "executor": "sequential", "shares": UNEQUAL},
@@ -572,7 +558,6 @@ SCATTERED = [
         "stack-lancet": {"schedule": "lancet", "layers": "mdm", "stack": 0, "rope": True, "degree": 3},
         "stack-memory": {"memory": "rebuild/S3/redispatch/keep", "layers": "mmm", "stack": 0},
         "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "backward_degree": 2},
-        "stack-cuda": {"layers": "mm", "stack": 0, "executor": "cuda", "backward_degree": 8},
         "gate": {"model": BIAS | {"attention_output_gate": True, "num_query_groups": 2}, "kernel": "sdpa"},
         "latent-lancet": {"schedule": "lancet", "model": LATENT | {"add_bias_linear": True}},
         "chosen": {"model": BIAS | {"moe_router_load_balancing_type": "quantile_balancing"}},
@@ -596,15 +581,12 @@ GATES = [
     Case("gate-cosine-capacity", router="cosine", batch=3, model=TOP2 | TIGHT | SEVERAL_AUX | Z),
     Case("gate-cosine-tp-stack", router="cosine", parallel=TP, layers="mm", stack=0, model=TOP2 | AUX | Z),
     Case("gate-sigmoid", router="sigmoid", batch=3, model=TOP2 | SEVERAL_AUX | Z),
-    Case("gate-sigmoid-capacity-losses-alone", router="sigmoid", only_losses=True, model=TIGHT | SEVERAL_AUX),
     Case("gate-sigmoid-recompute", router="sigmoid", layers="mm", stack=0, recompute=UNIFORM, model=LARGE),
     Case("gate-forward-and-routing", router="tests.gates:ForwardRouter", model=TOP2 | SEVERAL_AUX | Z),
-    Case("gate-varying-choice", router="tests.gates:ThresholdRouter", batch=3, model=ALL_KEPT | SEVERAL_AUX),
     Case("gate-varying-choice-dropless", router="tests.gates:ThresholdRouter", batch=3, stock=ALL_KEPT),
     Case("gate-expert-choice", router="tests.gates:ExpertChoiceOfEight", batch=3, stock=ALL_KEPT),
     Case("gate-degree1", router="cosine", degree=1, model=TOP2 | AUX),
     Case("gate-hash", router="hash", degree=2, backward_degree=4, batch=3, model=TOP2),
-    Case("gate-hash-capacity", router="hash", batch=3, schedule="moe-only", model=TOP2 | TIGHT),
     Case("gate-hash-tp-stack", router="hash", parallel=TP, layers="mdm", stack=0, batch=3, recompute=UNIFORM),
     Case("gate-hash-tp-cp", router="hash", parallel=TP | CP, world_size=4, batch=2, rope=True, model=TOP2),
     Case("gate-hash-documents", router="hash", documents=MANY, batch=3, model=TOP2),
@@ -615,9 +597,7 @@ GATES = [
 LANCET = [
     Case(f"lancet-{name}", **{"schedule": "lancet", "degree": 1} | settings)
     for name, settings in {
-        "sequential": {"executor": "sequential"},
         "shared": {"batch": 3, "model": LARGE | SHARED | {"qk_layernorm": True}},
-        "degree2-4": {"degree": 2, "backward_degree": 4, "model": {"add_bias_linear": True}},
         "latent-recompute": {"model": LATENT | MOE_AGAIN},
         "stack": {"layers": "mdmm", "stack": 0, "model": LARGE},
         "stack-recompute": {"layers": "mmm", "stack": 0, "recompute": UNIFORM, "model": LARGE},
@@ -652,7 +632,7 @@ FLEXES = [
                 "model": LARGE | flex | more,
             }
             for degree, backward, schedule in (
-                (2, None, "sequential"), (3, None, "moe-only"), (4, 2, "ampipe"), (8, None, "ampipe"),
+                (3, None, "moe-only"), (4, 2, "ampipe"), (8, None, "ampipe"),
             )
         },
         "cuda-executor-recompute": {"executor": "cuda", "model": LARGE | flex | MOE_AGAIN},
@@ -719,73 +699,67 @@ CHANGED = [
 LATENT_EXPERTS = {"moe_latent_size": 16, "moe_shared_expert_intermediate_size": 48, "moe_router_topk": 2}
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
 QUANTILE = {"moe_router_load_balancing_type": "quantile_balancing"}
-LAUNCHES = [
-    Case(
-        "gate-of-attention-sinks", kernel="sdpa", rope=True, parallel=TP, layers="mm", stack=0, batch=3,
-        model=SINKS | {"attention_output_gate": True, "num_query_groups": 2},
-    ),
-    Case(
-        "sinks-off-by-one-window-cp", parallel=CP, rope=True,
-        model={"softmax_type": "off-by-one", "window_size": (5, 0)},
-    ),
-    Case("latent-experts-tp", parallel=TP, batch=3, memory="redispatch", model=LATENT_EXPERTS | SEVERAL_AUX),
-    Case(
-        "latent-experts-of-tensor-ranks-recompute", parallel=TP_EXPERTS, batch=3, recompute=UNIFORM,
-        model=LATENT_EXPERTS,
-    ),
-    Case(
-        "latent-experts-stack-recompute", layers="mdm", stack=0, recompute=UNIFORM,
-        model=LATENT_EXPERTS | {"moe_shared_expert_intermediate_size": None, "add_bias_linear": True},
-    ),
-    Case(
-        "capacity-padded-expert-bias", batch=3,
-        model=LOOSE | BIASED | {"moe_pad_expert_input_to_capacity": True},
-    ),
-    Case(
-        "routing-forced-biased", layers="mm", stack=0, recompute=UNIFORM,
-        model={"moe_router_force_biased": 1.5, "moe_router_topk": 2},
-    ),
-    *(
-        Case(
-            f"choice-{name}", **{"batch": 3, "model": SINKHORN} | settings
-        )
-        for name, settings in {
-            "sinkhorn-two-degrees": {"degree": 2, "backward_degree": 4, "model": SINKHORN | Z | SHARED},
-            "sinkhorn-tp": {"parallel": TP, "rope": True, "model": SINKHORN | LATENT_EXPERTS},
-            "quantile-stack-recompute": {
-                "layers": "mdm", "stack": 0, "recompute": UNIFORM, "model": QUANTILE | {"moe_router_topk": 2},
-            },
-            "quantile-cp": {"parallel": CP, "rope": True, "schedule": "moe-only", "model": QUANTILE},
-            "probs-padded": {"model": BIASED | DROPS | {"moe_pad_expert_input_to_capacity": True}},
-            "probs-lancet": {"schedule": "lancet", "model": DROPS | SEVERAL_AUX | {"moe_router_topk": 2}},
-            "probs-sequential-ranks": {
-                "schedule": "sequential", "executor": "sequential", "exchange": Exchange.RANKS,
-                "model": WIDE | DROPS | SEVERAL_AUX,
-            },
-        }.items()
-    ),
-    Case(
-        "scores-clipped", batch=3, rope=True, kernel="sdpa",
-        model={"qk_clip": True, "qk_clip_threshold": 0.05, "num_query_groups": 2, "window_size": (5, 0)},
-    ),
-    Case("scores-cp", parallel=CP, rope=True, model={"log_max_attention_logit": True}),
-    Case(
-        "scores-documents-recompute", documents=MANY, batch=3, rope=True, kernel="cpu-flash",
-        model={
-            "log_max_attention_logit": True, "recompute_granularity": "selective",
-            "recompute_modules": ["core_attn"],
+LAUNCHES = cases(
+    "",
+    {
+        "gate-of-attention-sinks": {
+            "kernel": "sdpa", "rope": True, "parallel": TP, "layers": "mm", "stack": 0,
+            "model": SINKS | GQA | {"attention_output_gate": True},
         },
-    ),
-    Case(
-        "losses-negative", batch=3,
-        model={
-            "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_z_loss_coeff": -0.1,
-            "moe_aux_loss_coeff": [0.1, -0.2],
+        "sinks-off-by-one-window-cp": {
+            "parallel": CP, "batch": 1, "rope": True,
+            "model": {"softmax_type": "off-by-one", "window_size": (5, 0)},
         },
-    ),
-    Case("replay-recorded", replay="record", layers="mm", stack=0, batch=3, model=TOP2 | SEVERAL_AUX),
-    Case("replay-prescribed", replay="replay_forward", parallel=TP, layers="mm", stack=0, model=TOP2),
-]  # fmt: skip
+        "latent-experts-tp": {"parallel": TP, "memory": "redispatch", "model": LATENT_EXPERTS | SEVERAL_AUX},
+        "latent-experts-of-tensor-ranks-recompute": {
+            "parallel": TP_EXPERTS, "recompute": UNIFORM, "model": LATENT_EXPERTS,
+        },
+        "latent-experts-stack-recompute": {
+            "layers": "mdm", "stack": 0, "batch": 1, "recompute": UNIFORM,
+            "model": LATENT_EXPERTS
+            | {"moe_shared_expert_intermediate_size": None, "add_bias_linear": True},
+        },
+        "capacity-padded-expert-bias": {
+            "model": LOOSE | BIASED | {"moe_pad_expert_input_to_capacity": True},
+        },
+        "routing-forced-biased": {
+            "layers": "mm", "stack": 0, "batch": 1, "recompute": UNIFORM,
+            "model": TOP2 | {"moe_router_force_biased": 1.5},
+        },
+        "choice-sinkhorn-two-degrees": {
+            "degree": 2, "backward_degree": 4, "model": SINKHORN | Z | SHARED,
+        },
+        "choice-sinkhorn-tp": {"parallel": TP, "rope": True, "model": SINKHORN | LATENT_EXPERTS},
+        "choice-quantile-stack-recompute": {
+            "layers": "mdm", "stack": 0, "recompute": UNIFORM, "model": QUANTILE | TOP2,
+        },
+        "choice-quantile-cp": {"parallel": CP, "rope": True, "schedule": "moe-only", "model": QUANTILE},
+        "choice-probs-padded": {"model": BIASED | DROPS | {"moe_pad_expert_input_to_capacity": True}},
+        "choice-probs-lancet": {"schedule": "lancet", "model": DROPS | SEVERAL_AUX | TOP2},
+        "choice-probs-sequential-ranks": SEQUENTIAL
+        | {"exchange": Exchange.RANKS, "model": WIDE | DROPS | SEVERAL_AUX},
+        "scores-clipped": {
+            "rope": True, "kernel": "sdpa",
+            "model": GQA | {"qk_clip": True, "qk_clip_threshold": 0.05, "window_size": (5, 0)},
+        },
+        "scores-cp": {"parallel": CP, "batch": 1, "rope": True, "model": {"log_max_attention_logit": True}},
+        "scores-documents-recompute": {
+            "documents": MANY, "rope": True, "kernel": "cpu-flash",
+            "model": ATTENTION_AGAIN | {"log_max_attention_logit": True},
+        },
+        "losses-negative": {
+            "model": {
+                "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_z_loss_coeff": -0.1,
+                "moe_aux_loss_coeff": [0.1, -0.2],
+            },
+        },
+        "replay-recorded": {"replay": "record", "layers": "mm", "stack": 0, "model": TOP2 | SEVERAL_AUX},
+        "replay-prescribed": {
+            "replay": "replay_forward", "parallel": TP, "layers": "mm", "stack": 0, "batch": 1, "model": TOP2,
+        },
+    },
+    batch=3,
+)  # fmt: skip
 
 PARITY += CHANGED + MEMORY + DOCUMENTS + GATES + LANCET + FLEXES
 PARITY += ONCE_PER_RANK + ONCE_PER_NODE + COPIES_OVER_NODES + GATHERED + SCATTERED + LAUNCHES

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import sys
-import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from tests.dist.cases import AUX, TIGHT, Case, Z
-from tests.dist.worker import report, start, use_groups
+from tests.dist.worker import empty_is_nan, report, start, use_groups
 
 SEQUENCE, BATCH = 32, 2
 BASE: dict[str, Any] = {"moe_router_topk": 2, **AUX, **Z}
@@ -22,13 +21,10 @@ FROZEN: dict[str, tuple[str, Callable[[str], bool]]] = {
     "router": ("m", lambda name: "router" in name),
     "attention": ("m", lambda name: "self_attention" in name),
     "one-expert": ("m", lambda name: "local_experts.0" in name),
-    "norms": ("m", lambda name: "layernorm" in name),
     "all-but-router": ("m", lambda name: "router" not in name),
     "everything": ("m", lambda name: True),
-    "router-of-stack": ("mdm", lambda name: "router" in name),
     "everything-of-stack": ("mdm", lambda name: True),
     "first-layer": ("mdm", lambda name: name.startswith("layers.0.")),
-    "second-layer": ("mdm", lambda name: name.startswith("layers.1.")),
     "all-but-second-layer": ("mdm", lambda name: not name.startswith("layers.1.")),
 }
 """The layers, and which of their parameters are not trained."""
@@ -117,22 +113,6 @@ def layers(
 # DDP
 
 
-@contextlib.contextmanager
-def fused_weight_gradients() -> Iterator[None]:
-    """Gradient accumulation fusion with the host platform's kernel; fills the placeholders with NaN."""
-    import torch
-
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Any:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    # The placeholder for a fused gradient is uninitialised memory: using it in a sum must be visible.
-    with mock.patch.object(torch, "empty", poisoned):
-        yield
-
-
 def run_ddp(
     layer: Any,
     *,
@@ -208,7 +188,7 @@ def ddp(
         first_writes: In the first micro-batch, linear layers overwrite ``main_grad`` instead of adding to it.
         model: Fields of Megatron's configuration.
     """
-    with fused_weight_gradients() if fusion else contextlib.nullcontext():
+    with empty_is_nan() if fusion else contextlib.nullcontext():
         pair = layers(kinds, gradient_accumulation_fusion=fusion, **model)
         if first_writes:
             from tests.dist.first_writes import use_first_writes
@@ -237,7 +217,7 @@ def same_products(*, fusion: bool) -> dict[str, Any]:
     """The gradients of the same products, computed with those of the inputs and apart."""
     found = []
     for schedule in ("ampipe", "lancet"):
-        with fused_weight_gradients() if fusion else contextlib.nullcontext():
+        with empty_is_nan() if fusion else contextlib.nullcontext():
             _, layer = layers(STACK, schedule=schedule, degree=2, gradient_accumulation_fusion=fusion)
             found.append(run_ddp(layer, distributed_optimizer=False, inputs=[[make_hidden(1)]])["main_grad"])
     return {"unequal": [name for name, value in found[0].items() if not value.equal(found[1][name])]}
@@ -265,17 +245,22 @@ def handed_over(kinds: str = "m", **settings: Any) -> dict[str, Any]:
 
 
 def placed(*, distributed_optimizer: bool, schedule: str, degree: int, **ddp_settings: Any) -> dict[str, Any]:
-    """Reductions that the schedule places, compared with those that Megatron starts; who has started them."""
+    """Reductions that the schedule places, compared with those that Megatron starts; what stages begin."""
     from megatron_ampipe.runtime.collectives import Transfer
     from megatron_ampipe.runtime.reductions import Reductions
 
     begun: list[tuple[str, int]] = []
+    now = ""
+
+    def enter(stage: Any) -> None:
+        nonlocal now
+        now = str(stage)
 
     class Noted(Reductions):
         """Notes what each stage begins: on another thread, when nothing else is in flight."""
 
         def start_until(self, mark: int) -> Transfer:
-            where, transfer = stage(), super().start_until(mark)
+            where, transfer = now, super().start_until(mark)
             if transfer.begin is None:
                 return transfer
 
@@ -286,11 +271,11 @@ def placed(*, distributed_optimizer: bool, schedule: str, degree: int, **ddp_set
 
             return Transfer((), begin=begin)
 
-    found, started = [], []
+    found = []
     for reductions in (None, Noted(on_cuda=False, of_experts=True)):
         _, layer = layers(STACK, schedule=schedule, degree=degree, reductions=reductions)
         inputs = [[make_hidden(10 * iteration + index) for index in range(2)] for iteration in range(3)]
-        with stage_of_thread() as stage, recorded_collectives(stage) as issued:
+        with executed_stages(enter):
             ran = run_ddp(
                 layer,
                 distributed_optimizer=distributed_optimizer,
@@ -299,17 +284,9 @@ def placed(*, distributed_optimizer: bool, schedule: str, degree: int, **ddp_set
                 **ddp_settings,
             )
         found.append(ran["main_grad"])
-        started.append(
-            [
-                [where for name, where in calls if name in ("all_reduce", "reduce_scatter_tensor")]
-                for calls in issued.values()
-            ]
-        )
     return {
         "unequal": [name for name, value in found[0].items() if not value.equal(found[1][name])],
         "fired": ran["fired"],
-        "started by Megatron": started[0],
-        "started": started[1],
         "begun": begun,
     }
 
@@ -416,17 +393,20 @@ def no_grad(kinds: str = "m") -> dict[str, Any]:
 # Hooks of layers and of parameters
 
 
+HOOKS = (
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+)
+
+
 def layer_hooks() -> dict[str, Any]:
-    """Every kind of hook, on a layer that shares a schedule with others, and on one that does not."""
+    """What is said of every kind of hook, on a layer that shares a schedule with others, and on others."""
     from megatron_ampipe.errors import BadInput
 
-    seen: list[Any] = []
-
-    def watch(module: Any, *tensors: Any) -> None:
-        seen.append(tensors)
-
     def message(layer: Any, model: Any, register: str) -> str | None:
-        handle = getattr(layer, register)(watch)
+        handle = getattr(layer, register)(lambda *_: None)
         try:
             forward(model, make_hidden(1)).sum().backward()
         except BadInput as error:
@@ -435,25 +415,12 @@ def layer_hooks() -> dict[str, Any]:
             handle.remove()
         return None
 
-    kinds = (
-        "register_forward_pre_hook",
-        "register_forward_hook",
-        "register_full_backward_pre_hook",
-        "register_full_backward_hook",
-    )
     _, stack = layers("mm")
-    refused = {kind: [message(layer, stack, kind) for layer in stack.layers] for kind in kinds}
-    inside = message(stack.layers[1].mlp.router, stack, "register_forward_hook")
-    stock, alone = layers()
-    allowed = [message(alone, alone, kind) for kind in kinds]
-    seen.clear()
-    message(alone, alone, "register_forward_hook")
-    ((_, (output, _)),) = seen
+    _, alone = layers()
     return {
-        "refused": refused,
-        "inside": inside,
-        "allowed": allowed,
-        "differences": compare({"output": forward(stock, make_hidden(1))}, {"output": output}),
+        "refused": [message(stack.layers[1], stack, register) for register in HOOKS],
+        "inside": message(stack.layers[1].mlp.router, stack, "register_forward_hook"),
+        "allowed": [message(alone, alone, register) for register in HOOKS],
     }
 
 
@@ -477,29 +444,21 @@ def parameter_hooks(executor: str) -> dict[str, Any]:
         accumulator.register_hook(hook(name))
         accumulators.append(accumulator)
     output = forward(ours, make_hidden(1)).sum()
-
-    def note(stage: Any) -> None:
-        if stage is not None:
-            events.append((stage.layer, None, stage.kind.name))
-
-    with executed_stages(note):
+    with executed_stages(lambda stage: events.append((stage.layer, None, stage.kind.name))):
         output.backward()
     return {"events": events, "parameters": [name for name, _ in ours.named_parameters()]}
 
 
 @contextlib.contextmanager
 def executed_stages(tell: Callable[[Any], None]) -> Iterator[None]:
-    """Calls ``tell`` with every stage before an executor runs it, and with None after."""
+    """Calls ``tell`` with every stage before an executor runs it."""
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
 
     def telling(original: Callable[..., None]) -> Callable[..., None]:
         def execute(self: Any, tape: Any, run_call: Callable[[Any], Any], *rest: Any) -> None:
             def run(call: Any) -> Any:
                 tell(call.stage)
-                try:
-                    return run_call(call)
-                finally:
-                    tell(None)
+                return run_call(call)
 
             original(self, tape, run, *rest)
 
@@ -511,12 +470,7 @@ def executed_stages(tell: Callable[[Any], None]) -> Iterator[None]:
         yield
 
 
-# Collectives
-
-RECORDED = (
-    "all_to_all_single", "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "all_gather",
-    "broadcast",
-)  # fmt: skip
+# Routings that leave experts idle
 
 
 def route_by_direction(layer: Any) -> None:
@@ -541,63 +495,21 @@ def routed_hidden(routing: str) -> Any:
     return hidden.requires_grad_()
 
 
-@contextlib.contextmanager
-def stage_of_thread() -> Iterator[Callable[[], str]]:
-    """Context manager; yields a function that names the current pass and stage of the calling thread."""
-    from megatron_ampipe.runtime.recorder import Recorder
-
-    now, enter, direction = threading.local(), Recorder.enter, "outside"
-
-    def entering(self: Any, layer: int, which: Any) -> None:
-        nonlocal direction
-        direction = str(which)
-        enter(self, layer, which)
-
-    def tell(stage: Any) -> None:
-        now.stage = None if stage is None else f"{direction} {stage}"
-
-    with mock.patch.object(Recorder, "enter", entering), executed_stages(tell):
-        yield lambda: str(getattr(now, "stage", None))
-
-
-@contextlib.contextmanager
-def recorded_collectives(stage: Callable[[], str]) -> Iterator[dict[str, list[list[str]]]]:
-    """Context manager that records every collective, by group: its name and the stage that issued it."""
-    import torch.distributed as dist
-
-    issued: dict[str, list[list[str]]] = defaultdict(list)
-
-    def recording(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            group = kwargs.get("group")
-            ranks = "no group" if group is None else str(dist.get_process_group_ranks(group))
-            issued[ranks].append([name, stage()])
-            return function(*args, **kwargs)
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        for name in RECORDED:
-            stack.enter_context(mock.patch.object(dist, name, recording(name, getattr(dist, name))))
-        yield issued
-
-
-def collectives(routing: str, **model: Any) -> dict[str, Any]:
-    """Run one pass with both layers; returns the collectives of AMPipe's layer in order of issue."""
+def routed(routing: str, **model: Any) -> dict[str, Any]:
+    """One pass of both layers with a routing; and the experts of this rank that no token has chosen."""
     found = []
     for layer in layers(moe_router_topk=1, moe_router_pre_softmax=True, **model):
         route_by_direction(layer)
         hidden = routed_hidden(routing)
-        with stage_of_thread() as stage, recorded_collectives(stage) as issued:
-            output = forward(layer, hidden)
-            output.square().sum().backward()
+        output = forward(layer, hidden)
+        output.square().sum().backward()
         found.append(gradients(layer, hidden) | {"output": output.detach()})
     idle = [
         int(name.split("local_experts.")[1].split(".")[0])
         for name, gradient in found[1].items()
         if "local_experts" in name and "linear_fc1.weight" in name and not gradient.abs().max() > 0
     ]
-    return {"differences": compare(*found), "issued": issued, "idle experts": idle}
+    return {"differences": compare(*found), "idle experts": idle}
 
 
 FUSED_SHARDED = {"fusion": True, "distributed_optimizer": True, "kinds": STACK}
@@ -648,9 +560,9 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "layer-hooks": layer_hooks,
     "parameter-hooks-thread": lambda: parameter_hooks("thread"),
     "parameter-hooks-sequential": lambda: parameter_hooks("sequential"),
-    **{f"order-{routing}": functools.partial(collectives, routing) for routing in ROUTINGS},
-    "order-capacity": lambda: collectives("one-expert-for-all", **TIGHT),
-    "order-dropped-unequally": lambda: collectives("rank-1-receives-nothing", **TIGHT),
+    **{f"routed-{routing}": functools.partial(routed, routing) for routing in ROUTINGS},
+    "routed-capacity": lambda: routed("one-expert-for-all", **TIGHT),
+    "routed-dropped-unequally": lambda: routed("rank-1-receives-nothing", **TIGHT),
 }
 
 

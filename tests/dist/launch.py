@@ -20,15 +20,9 @@ def run_workers(
     timeout_s: float = 1200,
     preloaded: bool = True,
 ) -> list[Any]:
-    """Run ``python -m module ARGUMENTS`` on ``world_size`` ranks; rank r writes ``folder/rank<r>.json``.
+    """Run ``python -m module ARGUMENTS`` on ``world_size`` ranks, and return their reports.
 
-    ``preloaded``: see :func:`tests.forked.run_ranks`.
-
-    Returns:
-        The ranks' reports, in order.
-
-    Raises:
-        AssertionError: a rank failed or timed out; the message contains the end of its output.
+    Rank r writes ``folder/rank<r>.json``; ``preloaded`` as in :func:`tests.forked.run_ranks`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"rank{rank}.log" for rank in range(world_size)]

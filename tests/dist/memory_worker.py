@@ -21,7 +21,7 @@ def main() -> None:
     rank, _ = start()
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from megatron_ampipe.layers.context import FullRecompute
@@ -60,13 +60,8 @@ def main() -> None:
             recompute=None if case.recompute is None else FullRecompute(*case.recompute),
         )
         torch.manual_seed(3 + rank)
-        if len(specs) == 1:
-            layer = build_module(
-                pipelined(specs[0], context), config=dataclasses.replace(config), layer_number=1
-            )
-        else:
-            stack = TransformerBlockSubmodules(layer_specs=specs)
-            layer = Layers(pipelined(stack, context), dataclasses.replace(config))
+        stack = TransformerBlockSubmodules(layer_specs=specs)
+        layer = Layers(pipelined(stack, context), dataclasses.replace(config))
         layer.train()
         return layer
 

@@ -16,10 +16,8 @@ from torch.overrides import TorchFunctionMode
 class ParameterReads(TorchFunctionMode):
     """Context manager that watches the trainable parameters of ``module`` during one pass.
 
-    Every torch call on a tensor that shares memory with a parameter is a read, also inside autograd
-    functions, under ``no_grad`` and in recompute. Reads in C++ (torch's backward functions) and in other
-    threads are not
-    seen: a parameter that is only read there counts as unread.
+    Every torch call on a tensor that shares memory with a parameter is a read. Reads in C++ (torch's backward
+    functions) and in other threads are not seen: a parameter that is only read there counts as unread.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -43,7 +41,7 @@ class ParameterReads(TorchFunctionMode):
                 self._hooks.append(owner.register_forward_pre_hook(self._enter(name)))
 
     def report(self) -> dict[str, Any]:
-        """The findings by kind; ``early`` names the function that first read a parameter too early."""
+        """The findings; ``early`` names the function that first read a parameter too early."""
         owners = set(self._owner_of.values())
         return {
             "watched": len(self._names),

@@ -65,7 +65,6 @@ def main() -> None:
                 "same state_dict": list(stock.state_dict()) == list(ours.state_dict()),
                 "classes": sorted({type(layer).__name__ for layer in getattr(ours, "layers", [ours])}),
                 "changed": changed,
-                "stages": [(span.direction, span.stage) for span in spans],
                 "collectives": collectives(spans),
             }
         except Exception:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 from tests.dist.cases import AUX, Case
-from tests.dist.worker import report, start, use_groups
+from tests.dist.worker import empty_is_nan, report, start, use_groups
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.1, "moe_router_topk": 2, **AUX}
 NUM_DRAWS = 150
@@ -80,8 +78,6 @@ def recomputed_stacks(rank: int) -> dict[str, dict[str, float]]:
 
     Uninitialized memory is filled with NaN: the combine does not run again, and nothing may need its values.
     """
-    import torch
-
     from tests.dist.blocks import build_layers, differences
 
     found = {}
@@ -95,18 +91,10 @@ def recomputed_stacks(rank: int) -> dict[str, dict[str, float]]:
         results = []
         for case in (plain, dataclasses.replace(plain, recompute=("uniform", 1))):
             _, ours = build_layers(case)
-            with mock.patch.object(torch, "empty", _filled(torch.empty)):
+            with empty_is_nan():
                 results.append(passes(ours, case, rank))
         found[name] = differences(*results)
     return found
-
-
-def _filled(empty: Callable[..., Any]) -> Callable[..., Any]:
-    def filled(*args: Any, **kwargs: Any) -> Any:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    return filled
 
 
 def z_score(stock: list[Any], ours: list[Any]) -> float:

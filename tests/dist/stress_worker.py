@@ -28,7 +28,7 @@ def main() -> None:
         delay=lambda: time.sleep(2e-4),
         travel=lambda: time.sleep(5e-4),
     )
-    one = stress.Stress(4, backward_degree=2, local_experts=2)
+    one = stress.block(4)
     # The executor for CUDA, on the host platform's streams: tests what it releases, and when.
     on_streams = dataclasses.replace(setup, executor=CudaExecutor)
     impatient = dataclasses.replace(setup, executor=_Impatient)

@@ -52,34 +52,9 @@ def test_it_chooses_once_for_each_shape(reports: list[Any]) -> None:
         assert run["ran"][-1] == run["ran"][26]
 
 
-def test_sizes_that_are_known_or_between_two_that_are_need_no_trials(reports: list[Any]) -> None:
-    for report in reports:
-        found = report["ranges"]
-        assert found["said"] == [
-            "input of 48 rows x 1: degree 2, schedule ampipe: as for 48 and 48 tokens",
-            "input of 32 rows x 1: degree 2, schedule ampipe: as for 24 and 48 tokens",
-            # Degree 1 and 8 are not tried.
-            "input of 64 rows x 1: trying degrees 2, 4, one per iteration",
-        ]
-        assert found["ran"] == [1, 2, 2, 2, 2, 2, 4, 2, 2]
-
-
 def test_trials_do_not_change_results(reports: list[Any]) -> None:
     for report in reports:
         assert all(run["difference"] <= 1e-5 for run in report["runs"])
-
-
-def test_a_prediction_is_for_the_pipeline_and_the_shape_that_ran(reports: list[Any]) -> None:
-    for report in reports:
-        # The first iteration of another shape runs with the previous plan, which is for the old shape.
-        assert report["predicted"] == [
-            [4, [64, 1.0]],
-            [4, [64, 1.0]],
-            [4, None],
-            [2, [16, 1.0]],
-            [2, None],
-            [4, [64, 1.0]],
-        ]
 
 
 def test_nothing_is_reduced_in_every_iteration_once_a_pipeline_is_chosen(reports: list[Any]) -> None:
@@ -99,11 +74,3 @@ def test_ranks_that_read_different_plans_all_stop(reports: list[Any]) -> None:
     for report in reports:
         assert report["refusal"].startswith("rank 3 runs 'degree 4, schedule ampipe' and rank 0 'degree 2")
         assert "Put the file where every rank can read it" in report["refusal"]
-
-
-def test_a_run_that_is_shorter_than_its_trials_warns(reports: list[Any]) -> None:
-    for report in reports:
-        trying, warning = report["short"]["said"]
-        assert "trying degrees 1, 2, 4, 8" in trying
-        assert warning.startswith("the run has 5 iterations left, and the trials take up to 25: ")
-        assert report["short"]["kept"] == []

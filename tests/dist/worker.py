@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 
 def start() -> tuple[int, int]:
-    """Install the host platform and create the process group.
-
-    Returns:
-        Rank and world size.
-    """
+    """Install the host platform and create the process group; returns rank and world size."""
     from megatron_ampipe.launch import host
 
     host.install()
@@ -37,12 +36,21 @@ def start() -> tuple[int, int]:
     return rank, world_size
 
 
-def use_groups(**sizes: int) -> None:
-    """Replace Megatron's process groups by groups of these sizes.
+def start_alone(world_size: int, **sizes: int) -> None:
+    """Be rank 0 of ranks that do not exist; ``sizes`` as for :func:`use_groups`."""
+    from megatron_ampipe.launch import host
 
-    Args:
-        sizes: For ``initialize_model_parallel``; if empty, all ranks are expert-parallel.
-    """
+    host.install()
+    import torch
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    use_groups(**sizes)
+
+
+def use_groups(**sizes: int) -> None:
+    """Replace Megatron's process groups by groups of these sizes; without any, all are expert-parallel."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -55,11 +63,7 @@ def use_groups(**sizes: int) -> None:
 
 
 def end_groups() -> None:
-    """End all process groups but the default one, and with them their threads.
-
-    Megatron only forgets its groups. Each has three threads, one of which wakes up 100 times a second: with
-    those of some dozen cases, nothing else would run.
-    """
+    """End all process groups but the default one, and their threads, which Megatron only forgets."""
     import torch.distributed as dist
 
     from megatron_ampipe.exchange.hops import node_groups
@@ -73,6 +77,21 @@ def end_groups() -> None:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     gc.collect()
+
+
+@contextlib.contextmanager
+def empty_is_nan() -> Iterator[None]:
+    """Context manager that fills uninitialized memory with NaN, such as placeholders of fused gradients."""
+    import torch
+
+    empty = torch.empty
+
+    def filled(*args: Any, **kwargs: Any) -> Any:
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    with mock.patch.object(torch, "empty", filled):
+        yield
 
 
 def report(result: Any) -> None:

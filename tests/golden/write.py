@@ -80,26 +80,22 @@ BLOCKS: Mapping[str, Mapping[str, Any]] = {
 }
 """By name, what differs from :data:`SETTINGS`; the rest is what AMPipe's own flags add to a block."""
 
-ORDERS = ("ampipe", "moe-only", "lancet", "joined", "sequential")
-MEMORIES = ("rebuild", "redispatch", "offload", "S2", "S3")
-EXCHANGES = ("nodes",)
-
 
 def pipelines() -> Iterator[dict[str, Any]]:
     """The ways to run a block: flags by name."""
-    for order, degree in itertools.product(ORDERS, (1, 2, 4)):
+    orders = ("ampipe", "moe-only", "lancet", "joined", "sequential")
+    for order, degree in itertools.product(orders, (1, 2, 4)):
         if degree > 1 or order in ("lancet", "sequential"):
             yield {"schedule": order, "degree": degree}
     yield {"schedule": "ampipe", "degree": 2, "backward_degree": 4}
     yield {"schedule": "ampipe", "degree": 4, "backward_degree": 2}
     for order, layers in itertools.product(("ampipe", "lancet", "moe-only"), (2, 3)):
         yield {"schedule": order, "degree": 2, "layers": layers}
-    for memory in MEMORIES:
+    for memory in ("rebuild", "redispatch", "offload", "S2", "S3"):
         yield {"schedule": "ampipe", "degree": 2, "memory": memory}
     yield {"schedule": "lancet", "degree": 2, "memory": "keep/S3", "layers": 2}
-    for exchange in EXCHANGES:
-        yield {"schedule": "ampipe", "degree": 2, "exchange": exchange}
-        yield {"schedule": "ampipe", "degree": 2, "exchange": exchange, "memory": "redispatch"}
+    yield {"schedule": "ampipe", "degree": 2, "exchange": "nodes"}
+    yield {"schedule": "ampipe", "degree": 2, "exchange": "nodes", "memory": "redispatch"}
 
 
 def schedule_of(block: Mapping[str, Any], pipeline: Mapping[str, Any]) -> tuple[Any, list[Any], Any]:
@@ -197,23 +193,13 @@ def plans() -> Iterator[tuple[str, str]]:
         yield f"plans/{model}-{cluster}.json", json.dumps(json.loads(said.getvalue()), indent=1) + "\n"
 
 
-def texts() -> Iterator[tuple[str, str]]:
-    """``(file name, text)`` of everything that this module makes."""
-    yield from schedules()
-    yield from plans()
-
-
 def main() -> None:
     """Write all files, and remove those that nothing makes any more."""
-    made = {FOLDER / "collectives.json"}
-    for name, text in texts():
-        path = FOLDER / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        made.add(path)
-    for path in set(FOLDER.glob("*/*")) - made:
-        if path.parent.name in ("schedules", "plans"):
+    for folder in ("schedules", "plans"):
+        for path in (FOLDER / folder).iterdir():
             path.unlink()
+    for name, text in (*schedules(), *plans()):
+        (FOLDER / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

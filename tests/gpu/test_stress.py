@@ -13,7 +13,8 @@ import torch
 
 from megatron_ampipe.runtime.executors import CudaExecutor
 from tests import stress
-from tests.stress import STRESSES, Stress, StressSetup
+from tests.dist.cases import Case
+from tests.stress import STRESSES, StressSetup, block
 
 # Longer than the host needs for a stage, so that the host runs ahead of the device.
 DELAY_CYCLES = 3_000_000
@@ -40,8 +41,8 @@ def pretended_ranks() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("one", STRESSES, ids=str)
-def test_equals_the_sequence_of_stages(one: Stress) -> None:
+@pytest.mark.parametrize("one", STRESSES, ids=lambda case: case.name)
+def test_equals_the_sequence_of_stages(one: Case) -> None:
     differences, filled = stress.differences_under(one, SETUP)
     assert {name: value for name, value in differences.items() if not value <= TOLERANCE} == {}
     assert filled > 0
@@ -49,7 +50,7 @@ def test_equals_the_sequence_of_stages(one: Stress) -> None:
 
 @pytest.mark.parametrize("degree", [2, 8])
 def test_equals_stock_at_real_sizes(degree: int) -> None:
-    differences, _ = stress.differences_under(Stress(degree, local_experts=2), SETUP, stock=True)
+    differences, _ = stress.differences_under(block(degree, local_experts=2), SETUP, stock=True)
     assert {name: value for name, value in differences.items() if not value <= TOLERANCE} == {}
 
 
@@ -72,12 +73,12 @@ def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     # Stream.wait_stream comes down to the first.
     monkeypatch.setattr(torch.cuda.Stream, "wait_event", by_others)
     monkeypatch.setattr(torch.cuda.Event, "wait", on_others)
-    differences, _ = stress.differences_under(Stress(4), SETUP)
+    differences, _ = stress.differences_under(block(4), SETUP)
     torch.cuda.synchronize()
     assert any(not value <= TOLERANCE for value in differences.values())
 
 
 def test_an_early_release_is_seen() -> None:
     """Likewise if memory were returned to its stream before another stream has read it."""
-    differences, _ = stress.differences_under(Stress(4), SETUP, insert_fault=stress.insert_unheld_reader)
+    differences, _ = stress.differences_under(block(4), SETUP, insert_fault=stress.insert_unheld_reader)
     assert any(not value <= TOLERANCE for value in differences.values())

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import resource
+import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,20 @@ MEMORY_BYTES = 4 << 30
 """Memory that a command may allocate in addition to that at its start."""
 TRAIN = "train"
 """Stands for a training run, where other command lines have the name of a tool or of a script."""
+BY_HAND = "by hand"
+"""Before a script: it is run as it is, without AMPipe's launcher."""
 
 
 class Launch:
     """A command line that runs in a child.
 
     Args:
-        words: It; the first word is a tool, :data:`TRAIN`, or a script for the launcher.
-        entry: What runs in place of it.
+        words: It; the first word is a tool, :data:`TRAIN`, :data:`BY_HAND`, or a script for the launcher.
         environment: Additional variables. With MASTER_PORT, the only rank meets itself there; else the launch
             ends before it creates a process group.
     """
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        *,
-        entry: Callable[[], int] | None = None,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, words: Sequence[str], *, environment: Mapping[str, str]) -> None:
         self._output = os.memfd_create("launch")
         self._begin_s = time.monotonic()
         sys.stdout.flush()
@@ -50,7 +46,7 @@ class Launch:
         os.dup2(self._output, 1)
         os.dup2(self._output, 2)
         try:
-            code = _run(entry or (lambda: _enter(words)), environment or {})
+            code = _run(words, environment)
         except BaseException:
             sys.excepthook(*sys.exc_info())
             code = 70
@@ -78,7 +74,7 @@ class Launch:
         }
 
 
-def _run(entry: Callable[[], int], environment: Mapping[str, str]) -> int:
+def _run(words: Sequence[str], environment: Mapping[str, str]) -> int:
     import torch
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -86,13 +82,22 @@ def _run(entry: Callable[[], int], environment: Mapping[str, str]) -> int:
     os.environ.update(environment)
     if "MASTER_PORT" not in environment:
         torch.distributed.init_process_group = lambda *_args, **_kwargs: os._exit(PROCESS_GROUP_MADE)
-    return entry()
+    return _enter(words)
 
 
 def _enter(words: Sequence[str]) -> int:
     from megatron_ampipe import cli
-    from megatron_ampipe.launch import pretrain, script
+    from megatron_ampipe.launch import host, pretrain, script
 
+    if words[0] == BY_HAND:
+        adjusted, _ = host.adjust(words[2:])
+        sys.argv = [words[1], *adjusted]
+        try:
+            runpy.run_path(words[1], run_name="__main__")
+        except SystemExit as stop:
+            assert stop.code is None or isinstance(stop.code, int), stop.code
+            return stop.code or 0
+        return 0
     if words[0] == TRAIN:
         return pretrain.main(words[1:])
     return script.main(words) if words[0].endswith(".py") else cli.main(words)

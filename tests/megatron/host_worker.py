@@ -3,10 +3,7 @@
 All ``check_*`` functions run on both ranks, in order; the first failure ends the process.
 """
 
-import contextlib
 import threading
-from argparse import Namespace
-from unittest import mock
 
 from megatron_ampipe.launch import host
 
@@ -19,9 +16,6 @@ from megatron.core.tensor_parallel.random import (  # noqa: E402
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
-from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
-
-from megatron_ampipe.launch.host import all_to_all  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -85,49 +79,6 @@ def check_data_loaders_leave_the_random_state() -> None:
     before = torch.get_rng_state()
     list(torch.utils.data.DataLoader(range(3), pin_memory=True))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def check_norm_is_marked_for_sequence_parallelism() -> None:
-    for normalization in ("LayerNorm", "RMSNorm"):
-        for parallel in (True, False):
-            config = Namespace(normalization=normalization, sequence_parallel=parallel)
-            norm = WrappedTorchNorm(config=config, hidden_size=32, eps=1e-5)
-            assert type(norm).__name__ == normalization
-            assert all(parameter.sequence_parallel is parallel for parameter in norm.parameters())
-
-
-def check_the_all_to_all_is_made_of_sends() -> None:
-    rank = torch.distributed.get_rank()
-    generator = torch.Generator().manual_seed(rank)
-    alone = [torch.distributed.new_group([member]) for member in range(2)][rank]
-    exchange = torch.distributed.all_to_all_single
-    # Rows that each rank sends to each; None is equally many.
-    for rows in (None, ((1, 3), (2, 0)), ((0, 0), (5, 0)), ((0, 2), (0, 1))):
-        send, receive = (rows[rank], tuple(of[rank] for of in rows)) if rows else (None, None)
-        sent = torch.randn(sum(send) if send else 6, 3, generator=generator)
-        found = []
-        for asynchronous in (False, True):
-            for context in (all_to_all.gloo_all_to_all(), contextlib.nullcontext()):
-                output = sent.new_full((sum(receive) if receive else 6, 3), float("nan"))
-                with (
-                    context,
-                    mock.patch.object(torch.distributed, "isend", wraps=torch.distributed.isend) as isend,
-                ):
-                    handle = exchange(output, sent, receive, send, async_op=asynchronous)
-                    assert (handle is not None) == asynchronous
-                    if handle is not None:
-                        handle.wait()
-                direct = isinstance(context, contextlib.nullcontext)
-                assert isend.called == (direct and (send is None or send[1 - rank] > 0)), rows
-                found.append(output)
-        assert all(torch.equal(found[0], other) for other in found), rows
-        own = torch.empty_like(sent)
-        exchange(own, sent, group=alone)
-        assert torch.equal(own, sent)
-    grown = torch.ones(2, 3, requires_grad=True)
-    output = torch.empty(2, 3)
-    exchange(output, grown)
-    assert output.grad_fn is None
 
 
 def main() -> None:

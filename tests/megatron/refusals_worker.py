@@ -1,4 +1,4 @@
-"""Tests every row of the table of refusals with Megatron's parser and in a launch; reports JSON."""
+"""Tests every row of the table of refusals with Megatron's parser; reports JSON."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch import ending, failures, flags, host
+from megatron_ampipe.launch import failures, flags, host
 from megatron_ampipe.launch.refusals import REFUSALS, refuse_unsupported
 from megatron_ampipe.schedule import Pipeline
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
-from tests.megatron.forked_launch import TRAIN, launched
 from tests.megatron.refusal_flags import ACCEPTED, ALONE, COMPANIONS, VALUES
 
 
@@ -42,14 +41,10 @@ def refused_by_table(parser: argparse.ArgumentParser, arguments: Sequence[str]) 
 
 
 def main() -> None:
-    """Report on all rows, and on a launch that is accepted."""
+    """Report on all rows."""
     host.install()
-    # There are no other ranks to wait for.
-    ending.PEER_LAG_S = 0.0
     from megatron.core.extensions import kitchen
     from megatron.training.arguments import add_megatron_arguments
-
-    import tests.preloaded  # noqa: F401 - what launches import, once
 
     # Megatron has the flags of this library only if it is installed; it is internal to NVIDIA.
     kitchen.HAVE_KITCHEN = True
@@ -59,16 +54,14 @@ def main() -> None:
     flags.add_arguments(parser)
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
     rows: dict[str, Any] = {}
-    launches: dict[str, tuple[list[str], dict[str, str]]] = {"accepted": ([TRAIN, *ACCEPTED], {})}
     for refusal in REFUSALS:
         common = ALONE.get(refusal.setting, ACCEPTED)
         tried = triggering_flags(refusal.setting, actions[refusal.setting])
         rows[refusal.setting] = [
             {"flags": words, **refused_by_table(parser, [*common, *words])} for words in tried
         ]
-        launches[refusal.setting] = ([TRAIN, *common, *tried[0]], {})
     with open(os.environ["AMPIPE_TEST_REPORT"], "w") as file:
-        json.dump({"rows": rows, "launches": launched(launches)}, file)
+        json.dump(rows, file)
 
 
 if __name__ == "__main__":

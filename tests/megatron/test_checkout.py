@@ -9,11 +9,12 @@ import json
 import re
 import shlex
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from megatron_ampipe.cli import main
+from megatron_ampipe.launch import script as launcher
 from tests.megatron.checkout.layout import lay_out
 from tests.megatron.launcher import (
     MOCK_DATA,
@@ -46,30 +47,17 @@ TOLERANCE = 1e-5
 """Relative difference of losses due to fp32 rounding; measured: 2e-7."""
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One run of a checkout's script."""
-
-    version: str
-    way: str = "launcher"
-    """``launcher``; ``by hand`` without it; ``entry`` for AMPipe's entry point instead of the script."""
-    patched: bool = False
-    """The checkout is patched."""
-    flags: tuple[str, ...] = ()
-
-
-LAUNCHES = {
-    "entry": Launch("0.19", way="entry"),
-    "0.19": Launch("0.19"),
-    "0.19-degree4": Launch("0.19", flags=(*FROM_FILE, "{folder}/trace")),
-    "0.18": Launch("0.18"),
-    "0.18-degree4-on-patched": Launch("0.18", patched=True, flags=tuple(DEGREE_4)),
-    "0.18-patched": Launch(
-        "0.18", way="by hand", patched=True, flags=(*DEGREE_4, "--ampipe-trace-dir", "{folder}/traced")
-    ),
-    "0.17": Launch("0.17"),
-    "0.17-degree4": Launch("0.17", flags=(*FROM_FILE, "{folder}/trace017")),
+LAUNCHER = ("-m", "megatron_ampipe.launch")
+BY_HAND = (str(CHECKOUT / "by_hand.py"),)
+LAUNCHES: dict[str, tuple[tuple[str, ...], list[str]]] = {
+    "0.19": (LAUNCHER, []),
+    "0.19-degree4": (LAUNCHER, [*FROM_FILE, "{folder}/trace"]),
+    "0.18": (LAUNCHER, []),
+    "0.18-patched": (BY_HAND, [*DEGREE_4, "--ampipe-trace-dir", "{folder}/traced"]),
+    "0.17": (LAUNCHER, []),
+    "0.17-degree4": (LAUNCHER, [*FROM_FILE, "{folder}/trace017"]),
 }
+"""By the version of the checkout: what runs its script, and flags."""
 
 
 class Launches:
@@ -82,26 +70,15 @@ class Launches:
 
     def __getitem__(self, name: str) -> Run:
         if name not in self._runs:
-            self._runs[name] = self._run(name, LAUNCHES[name])
+            starter, flags = LAUNCHES[name]
+            is_patched = starter == BY_HAND
+            script = lay_out(self.folder / name, name.partition("-")[0], copy=is_patched)
+            if is_patched:
+                assert main(["patch", "apply", str(script.parent)]) == 0
+            words = [*FLAGS, *(flag.format(folder=self.folder) for flag in flags)]
+            self._runs[name] = execute(torchrun_command(*starter, str(script), *words))
             assert self._runs[name].exit_code == 0, self._runs[name].output[-6000:]
         return self._runs[name]
-
-    def _run(self, name: str, launch: Launch) -> Run:
-        flags = [*FLAGS, *(flag.format(folder=self.folder) for flag in launch.flags)]
-        if launch.way == "entry":
-            return pretrain(*flags)
-        script = str(lay_out(self.folder / name, launch.version, copy=launch.patched))
-        if launch.patched:
-            _patch(script)
-        if launch.way == "launcher":
-            return execute(torchrun_command("-m", "megatron_ampipe.launch", script, *flags))
-        return execute(torchrun_command(str(CHECKOUT / "by_hand.py"), script, *flags))
-
-
-def _patch(script: str) -> None:
-    from megatron_ampipe.cli import main
-
-    assert main(["patch", "apply", str(Path(script).parent)]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +93,7 @@ def _logged(run: Run) -> dict[str, list[float]]:
 
 def test_the_script_without_ampipe_equals_the_entry_point_at_degree_1(launches: Launches) -> None:
     """The checkout's script and AMPipe's train the same model on the same data, with identical losses."""
-    assert _logged(launches["0.19"]) == _logged(launches["entry"])
+    assert _logged(launches["0.19"]) == _logged(pretrain(*FLAGS))
     assert "1: Megatron's own layers" in launches["0.19"].output
 
 
@@ -124,12 +101,11 @@ def test_the_script_without_ampipe_equals_the_entry_point_at_degree_1(launches: 
     ("name", "stock", "trace"),
     [
         ("0.19-degree4", "0.19", "trace"),
-        ("0.18-degree4-on-patched", "0.18", None),
         ("0.18-patched", "0.18", "traced"),
         ("0.17-degree4", "0.17", "trace017"),
     ],
 )
-def test_degree_4_equals_degree_1(name: str, stock: str, trace: str | None, launches: Launches) -> None:
+def test_degree_4_equals_degree_1(name: str, stock: str, trace: str, launches: Launches) -> None:
     """Traces of every rank also show that the layers of every rank were pipelined."""
     expected, found = _logged(launches[stock]), _logged(launches[name])
     assert expected["lm loss"][-1] < expected["lm loss"][0] - 0.05, "a run that learns nothing proves little"
@@ -141,8 +117,8 @@ def test_degree_4_equals_degree_1(name: str, stock: str, trace: str | None, laun
     assert "chunkboundaries" in output
     megatron = re.search(r"Megatron(0\.\d+)\.\d+from(\S*?)megatrondegree", output)
     assert megatron is not None
-    assert megatron.groups() == (LAUNCHES[name].version, f"{launches.folder}/{name}/")
-    for rank in (0, 1) if trace is not None else ():
+    assert megatron.groups() == (name.partition("-")[0], f"{launches.folder}/{name}/")
+    for rank in (0, 1):
         events = json.loads((launches.folder / trace / f"rank{rank}.trace.json").read_text())["traceEvents"]
         assert {event["args"]["layer"] for event in events if "layer" in event.get("args", {})} == {1, 2}
 
@@ -154,7 +130,7 @@ def test_settings_of_a_file_are_used_and_recorded(name: str, trace: str, launche
     lines = (launches.folder / trace / "resolved.yaml").read_text().splitlines()
     source = launches.folder / "settings.yaml"
     assert lines[0].startswith(f"# A run of {launches.folder}/{name}/pretrain_gpt.py on 2 ranks with ")
-    assert f"megatron-core {LAUNCHES[name].version}." in lines[0]
+    assert f"megatron-core {name.partition('-')[0]}." in lines[0]
     assert "# Not below, because neither Megatron nor AMPipe has such flags: --greeting well met" in lines
     assert f"train-iters: 4  # command line, not {source}:1" in lines
     assert f"  degree: 4  # {source}:3" in lines
@@ -171,9 +147,7 @@ def test_settings_of_a_file_are_used_and_recorded(name: str, trace: str, launche
     ],
 )
 def test_a_script_is_needed(words: list[str], expected: str, capfd: pytest.CaptureFixture[str]) -> None:
-    from megatron_ampipe.launch.script import main
-
-    assert main(words) == 2
+    assert launcher.main(words) == 2
     assert f"error: {expected}" in capfd.readouterr().err
 
 

@@ -10,14 +10,10 @@ import ast
 
 import pytest
 
-from megatron_ampipe import compat
 from tests.internals import MIRRORED, PAGE, RECORD, _uses_in, recorded, render, report_of, used
 from tests.megatrons import at_hand, installed
 
 AGAIN = "then run: python -m tests.internals"
-OF_OUR_ENTRY = {"launch/gpt.py", "launch/pretrain.py", "launch/recipes.py"}
-"""Files whose imports an older Megatron may lack: only megatron_ampipe.pretrain_gpt and recipes use them."""
-OF_HYBRID_MODELS = {"layers/hybrid.py", "launch/script.py", "launch/host/hybrid_layers.py"}
 
 
 def files_of(name: str) -> str:
@@ -41,16 +37,6 @@ def test_a_version_is_as_it_was_when_the_package_was_adapted_to_it(version: str)
 
 def test_the_installed_version_has_every_name_and_takes_every_argument() -> None:
     assert recorded()[installed()]["lacks"] == recorded()[installed()]["refuses"] == []
-
-
-@pytest.mark.parametrize("version", compat.SUPPORTED_MEGATRON)
-def test_only_the_entry_point_lacks_names_in_an_older_version(version: str) -> None:
-    """What :func:`megatron_ampipe.compat.missing_internals` tells users of an untested version."""
-    files = {entry.rpartition("(")[2].removesuffix(")") for entry in report_of(version)["missing imports"]}
-    if version == compat.PRETRAIN_GPT_MEGATRON:
-        assert not files
-    else:
-        assert files - OF_HYBRID_MODELS == OF_OUR_ENTRY if version == "0.17" else files == OF_OUR_ENTRY
 
 
 def test_the_page_is_up_to_date() -> None:

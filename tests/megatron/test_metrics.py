@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -125,66 +124,3 @@ def test_without_expert_parallelism_no_hidden_share_is_logged() -> None:
     assert "AMPipe will not help" in found.output and "hidden share" not in found.output
     [(_, text)] = LINE.findall(found.output)
     assert text.startswith("degree: 2 | block forward (ms): ")
-
-
-SAMPLED = """
-from megatron_ampipe.launch import host
-host.install()
-import argparse, sys
-import megatron.core.datasets.utils as dataset_utils
-import megatron.training.training as training
-import torch
-from megatron.core.datasets.gpt_dataset import GPTDataset
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron_ampipe.launch import datasets
-from megatron_ampipe.launch.hooks import Hook, Hooks
-from megatron_ampipe.launch.recording import Recording
-from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Direction, Pipeline, Stage, kinds
-from megatron_ampipe.schedule.pipeline import AMPipeConfig
-
-def sampled(rank, trace_dir, log_interval=3):
-    config = AMPipeConfig(pipeline=Pipeline.of(2), trace_dir=trace_dir)
-    context = AMPipeContext(config, recorder=Recorder(num_iterations=9))
-    args = argparse.Namespace(rank=rank, world_size=2, log_interval=log_interval, curr_iteration=0)
-    recording = Recording(context, args)
-    for iteration in range(7):
-        args.curr_iteration = iteration
-        for is_training in (True, False):
-            recording.before_forward(torch.nn.Identity().train(is_training))
-            context.recorder.enter((1,), Direction.FORWARD)
-            context.recorder.add("compute", Stage(kinds.QKV), 0.0, 1.0)
-    return [span.iteration for span in context.recorder.timeline(rank=0, labels={}).spans]
-
-folder = sys.argv[1]
-print(sampled(1, None), sampled(0, None), sampled(0, folder), sampled(1, None, log_interval=100), sep=";")
-names = lambda: (
-    training.train_step, training.training_log, DistributedDataParallel.__init__,
-    GPTDataset._get_num_tokens_per_epoch, dataset_utils.compile_helpers,
-)
-stock, hooks = names(), Hooks()
-hooks.install(pipelined=False)
-print(names() == stock)
-hooks.add(Hook())
-hooks.install(pipelined=True)
-datasets.use_built_helpers(hooks.replace)
-datasets._refuse_parts_without_tokens(hooks.replace)
-print([ours is theirs for ours, theirs in zip(names(), stock)])
-hooks.remove()
-print(names() == stock)
-"""
-
-
-def test_only_logged_iterations_are_recorded(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SAMPLED, str(tmp_path)],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    recorded = "[3, 6];[];[1, 2, 3, 4, 5, 6, 7];[]"
-    assert done.stdout.splitlines() == [recorded, "True", str([False] * 5), "True"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe.files.shipped import config_names
+from megatron_ampipe.files.inputs import config_names
 from tests.megatron.launcher import REPOSITORY, environment, pretrain
 from tests.megatron.settings_worker import LAUNCHES
 
@@ -86,7 +86,7 @@ def test_config_shows_the_source_of_each_value(report: dict[str, Any]) -> None:
     lines = report["as_yaml"]["out"].splitlines()
     assert report["as_yaml"]["code"] == 0
     assert "num-layers: 4  # configs/models/tiny.yaml:3" in lines
-    assert "lr: 0.5  # command line, not configs/runs/quickstart.yaml:7" in lines
+    assert "lr: 0.5  # command line" in lines
     assert lines[-2:] == ["ampipe:", "  degree: 4  # command line"]
 
 
@@ -114,7 +114,7 @@ def test_yaml_trains_like_the_same_flags_and_resolved_yaml_repeats_the_run(tmp_p
     by_files = pretrain(*files, "--train-iters", "3", *SHORT_SEQUENCE, *ONE_RANK, num_ranks=1)
     record = tmp_path / "board" / "resolved.yaml"
     lines = record.read_text().splitlines()
-    assert f"train-iters: 3  # command line, not {mine}:2" in lines
+    assert "train-iters: 3  # command line" in lines
     assert "num-layers: 4  # configs/models/tiny.yaml:3" in lines
     assert "# Added: --distributed-backend gloo (NCCL needs GPUs)" in lines
     repeated = pretrain("--ampipe-config", str(record), num_ranks=1)

@@ -201,7 +201,6 @@ TRAININGS: dict[str, Training] = {
         ours=tuple(
             f"{BLOCKS} --ampipe-ranks-per-node 2 --ampipe-exchange {kind}" for kind in ("nodes", "2dh")
         ),
-        said=("of a token",),
         num_ranks=4,
     ),
     # Documents of a third of a sequence, and of a few tokens.

@@ -42,11 +42,11 @@ class Cluster:
         self._bin = folder / "bin"
         for path in (self._state, self._bin):
             path.mkdir(parents=True)
-        for name in COMMANDS:
-            # The stub's own Python, independent of the job's python.
-            self._command(name, f'exec {sys.executable} {STUB} {name} "$@"')
-        if fake_python is not None:
-            self._command("python", fake_python)
+        # The stub's own Python, independent of the job's python.
+        commands = {name: f'exec {sys.executable} {STUB} {name} "$@"' for name in COMMANDS}
+        for name, line in (commands | ({"python": fake_python} if fake_python else {})).items():
+            (self._bin / name).write_text(f"#!/usr/bin/env bash\n{line}\n")
+            (self._bin / name).chmod(0o755)
         self.job_id = _job_id_with_a_free_port()
         (self._state / "job-id").write_text(str(self.job_id))
 
@@ -115,8 +115,7 @@ class Cluster:
 
     @property
     def state(self) -> str:
-        path = self._state / "state"
-        return path.read_text() if path.exists() else "PENDING"
+        return _text(self._state / "state") or "PENDING"
 
     @property
     def attempts(self) -> list[Ended]:
@@ -133,31 +132,27 @@ class Cluster:
 
     @property
     def events(self) -> str:
-        path = self._state / "events"
-        return path.read_text() if path.exists() else ""
+        return _text(self._state / "events")
 
     def said(self, name: str) -> str:
-        path = self.folder / f"{name}-{self.job_id}.out"
-        return path.read_text() if path.exists() else ""
+        return _text(self.folder / f"{name}-{self.job_id}.out")
 
     def run_dir(self, name: str) -> Path:
         return self.folder / "runs" / name / str(self.job_id)
 
     def log(self, name: str, *, attempt: int, node: int) -> str:
-        path = self.run_dir(name) / f"logs/{self.job_id}.{attempt}/127.0.0.{node}.log"
-        return path.read_text() if path.exists() else ""
+        return _text(self.run_dir(name) / f"logs/{self.job_id}.{attempt}/127.0.0.{node}.log")
 
     def losses(self, name: str, *, attempt: int, node: int) -> Run:
         return parse(0, self.log(name, attempt=attempt, node=node))
 
     def everything(self) -> str:
         logs = [*self.folder.glob("*.out"), *self.folder.glob("runs/**/logs/*/*.log"), self._state / "events"]
-        return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in logs if path.exists())
+        return "\n".join(f"== {path.name}\n{_text(path)[-3000:]}" for path in logs)
 
-    def _command(self, name: str, line: str) -> None:
-        path = self._bin / name
-        path.write_text(f"#!/usr/bin/env bash\n{line}\n")
-        path.chmod(0o755)
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def _job_id_with_a_free_port(first: int | None = None) -> int:

@@ -151,7 +151,7 @@ def test_a_node_that_fails_the_health_check_is_named_and_the_job_not_started(run
     assert [attempt.requeued for attempt in cluster.attempts] == [False]
     said = cluster.said("job")
     assert "the health check failed on 127.0.0.2: not started and not requeued" in said
-    assert "submit with --exclude=127.0.0.2\n" in said
+    assert "submit with --sbatch-option=--exclude=127.0.0.2\n" in said
     assert cluster.log("job", attempt=0, node=1) == ""
     health = cluster.run_dir("job") / f"logs/{cluster.job_id}.0/127.0.0.2.health"
     assert health.read_text().startswith("looked\n127.0.0.2: the health check failed with code 1 ")
@@ -160,8 +160,8 @@ def test_a_node_that_fails_the_health_check_is_named_and_the_job_not_started(run
 def test_a_job_of_a_chain_after_the_last_iteration_does_nothing(run: Run) -> None:
     cluster = run("echo trained", "--chain", "3", "--folder", "run")
     assert cluster.submitted == 3
-    for lr, attempts in (("1e-4", 1), ("1e-4", 0), ("3e-4", 1)):
-        if cluster.state == "COMPLETED":
+    for number, (lr, attempts) in enumerate((("1e-4", 1), ("1e-4", 0), ("3e-4", 1))):
+        if number:
             cluster.next_job()
             cluster.submit("--chain", "2", "--folder", "run", *WORDS, *FLAGS[:-1], lr)
         assert cluster.wait() == "COMPLETED"

@@ -25,7 +25,6 @@ CONTAINER = [*GPUS, "--container", "team#image"]
 SITE = """
 account: me
 gpus-per-node: 4
-gres: gpu:a100
 time: 12:00:00
 setup:
   - module load cuda/12.4
@@ -115,14 +114,14 @@ def test_the_site_sets_the_options_and_the_command_line_wins(
 ) -> None:
     text, _ = script(capsys, "--site", "site.yaml")
     directives = set(re.findall(r"^#SBATCH (.*)$", text, re.M))
-    expected = "--account=me --gres=gpu:a100:4 --time=12:00:00 --qos=high --signal=B:USR1@600"
+    expected = "--account=me --gpus-per-node=4 --time=12:00:00 --qos=high --signal=B:USR1@600"
     assert {*expected.split()} <= directives
     assert "\nmodule load cuda/12.4\n" in text and "bash -c 'ampipe doctor --quick'" in text
     words = ["--account", "you", "--time", "1-00:00:00", "--setup", "export X=1", "--max-restarts", "0"]
     text, _ = script(capsys, "--site", "site.yaml", *words)
     assert {"--account=you", "--time=1-00:00:00"} <= set(re.findall(r"^#SBATCH (.*)$", text, re.M))
     assert "\nmodule load cuda/12.4\nexport X=1\n" in text and "max_restarts=0\n" in text
-    assert "--gres=gpu:a100:8\n" in script(capsys, "--site", "site.yaml", "--cluster", "dgx-h100")[0]
+    assert "--gpus-per-node=8\n" in script(capsys, "--site", "site.yaml", "--cluster", "dgx-h100")[0]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from megatron_ampipe.schedule import (
     KEEP,
@@ -26,7 +26,7 @@ from megatron_ampipe.schedule import (
     with_memory,
 )
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE, INTRA
-from tests.dist.cases import AUX, COPIES_OVER_NODES, ONCE_PER_NODE, PARITY, TIGHT, Case, Z
+from tests.dist.cases import AUX, COPIES_OVER_NODES, ONCE_PER_NODE, PARITY, TIGHT, TOP2, Case, Z
 
 IssueOrder = Callable[..., tuple[tuple[str, Stage], ...]]
 """As ``schedule.issue_order``."""
@@ -35,25 +35,24 @@ RANKS_OF_NODES = 4
 NUM_RANDOM_ORDERS = 30
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run on the modelled device.
-
-    Attributes:
-        name: Name of the run.
-        case: The block.
-        pipeline: Replaces the pipeline of the case.
-        in_flight: Number of micro-batches whose forward runs before the first backward.
-        gradients: If False, run under ``no_grad``.
-        issue: Replaces ``schedule.issue_order``.
-    """
+class Run(NamedTuple):
+    """One run of a block, whose executor is the one for CUDA, on the modelled device."""
 
     name: str
     case: Case
     pipeline: Pipeline | None = None
+    """In place of that of the case."""
     in_flight: int = 1
+    """Number of micro-batches whose forward runs before the first backward."""
     gradients: bool = True
+    """If False, run under ``no_grad``."""
     issue: IssueOrder | None = None
+    """In place of ``schedule.issue_order``."""
+
+
+TENSOR = {
+    "tensor_model_parallel_size": RANKS, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": RANKS
+}  # fmt: skip
 
 
 def block(*, local_experts: int = 1, **fields: object) -> Case:
@@ -117,16 +116,11 @@ def runs_of_nodes() -> Iterator[Run]:
     for case in (*ONCE_PER_NODE, *COPIES_OVER_NODES):
         if not case.parallel:
             yield Run(f"parity-{case.name}", dataclasses.replace(case, executor="cuda", kernel="exact"))
+    case = dataclasses.replace(ONCE_PER_NODE[0], executor="cuda")
+    features = BlockFeatures(losses=True, nodes=True, chunked_qkv=True)
     for number in range(10):
-        chooser = random.Random(number)
-        memory, degree = chooser.choice(tuple(STRATEGIES)), chooser.choice((2, 3))
-        features = with_memory(BlockFeatures(losses=True, nodes=True, chunked_qkv=True), memory)
-        order = random_schedule(degree, features, chooser)
         exchange = (Exchange.NODES, Exchange.TWO_DIMENSIONAL)[number % 4 // 2]
-        pipeline = Pipeline.of(degree, order=order, memory=memory, exchange=exchange)
-        case = dataclasses.replace(ONCE_PER_NODE[0], executor="cuda", degree=degree)
-        issue = functools.partial(random_issue, chooser) if number % 2 else None
-        yield Run(f"random-nodes-{number}", case, pipeline, in_flight=chooser.choice((1, 2)), issue=issue)
+        yield random_run(f"nodes-{number}", random.Random(number), case, features, exchange=exchange)
 
 
 def runs_of_shares() -> Iterator[Run]:
@@ -136,67 +130,64 @@ def runs_of_shares() -> Iterator[Run]:
         shared = block(local_experts=2, parallel=parallel, ranks_per_node=nodes)
         name = "shares" if nodes is None else "shares-on-nodes"
         yield Run(f"{name}-late", shared, issue=lazy_issue)
+        features = BlockFeatures(gathers=COMM if nodes is None else INTRA, chunked_qkv=True)
         for number in range(5):
-            chooser = random.Random(number)
-            memory, degree = chooser.choice(tuple(STRATEGIES)), chooser.choice((2, 3))
-            gathers = COMM if nodes is None else INTRA
-            features = with_memory(BlockFeatures(gathers=gathers, chunked_qkv=True), memory)
-            order = random_schedule(degree, features, chooser)
-            pipeline = Pipeline.of(degree, order=order, memory=memory)
-            issue = functools.partial(random_issue, chooser) if number % 2 else None
-            case = dataclasses.replace(shared, degree=degree)
-            in_flight = chooser.choice((1, 2))
-            yield Run(f"random-{name}-{number}", case, pipeline, in_flight=in_flight, issue=issue)
+            yield random_run(f"{name}-{number}", random.Random(number), shared, features)
 
 
 def runs_of_rows() -> Iterator[Run]:
     """Tensor-parallel ranks that gather and scatter rows on their lane, with named and with random orders."""
-    parallel = {
-        "tensor_model_parallel_size": RANKS, "expert_tensor_parallel_size": 1,
-        "expert_model_parallel_size": RANKS,
-    }  # fmt: skip
-    rows = block(
-        parallel=parallel, layers="mdm", stack=0, model={"add_bias_linear": True} | VARIANTS["losses-top2"]
-    )
+    model = {"add_bias_linear": True} | VARIANTS["losses-top2"]
+    rows = block(parallel=TENSOR, layers="mdm", stack=0, model=model)
     for schedule in ("ampipe", "lancet"):
         pipeline = Pipeline(degree=4, backward_degree=2, schedule=schedule, stack=0)
         yield Run(f"rows-{schedule}-4-2", rows, pipeline)
     for schedule in ("ampipe", "moe-only", "lancet"):
-        alone = block(parallel=parallel, schedule=schedule, model={"add_bias_linear": True})
+        alone = block(parallel=TENSOR, schedule=schedule, model={"add_bias_linear": True})
         yield Run(f"rows-alone-{schedule}", alone, in_flight=2, issue=lazy_issue)
     yield Run("rows-no-grad", rows, gradients=False)
     yield Run("rows-in-flight", rows, in_flight=3)
     yield Run("rows-late", rows, issue=lazy_issue)
     yield Run("rows-recomputed", dataclasses.replace(rows, recompute=("uniform", 1)))
+    features = BlockFeatures(losses=True, chunked_qkv=True, row_links="network", gathers_rows=True)
     for number in range(10):
-        chooser = random.Random(number)
-        memory, degree = chooser.choice(tuple(STRATEGIES)), chooser.choice((2, 3))
-        features = BlockFeatures(losses=True, chunked_qkv=True, row_links="network", gathers_rows=True)
-        order = random_schedule(degree, with_memory(features, memory), chooser)
-        pipeline = Pipeline.of(degree, order=order, memory=memory, stack=0)
-        issue = functools.partial(random_issue, chooser) if number % 2 else None
-        case = dataclasses.replace(rows, degree=degree)
-        yield Run(f"random-rows-{number}", case, pipeline, in_flight=chooser.choice((1, 2)), issue=issue)
+        yield random_run(f"rows-{number}", random.Random(number), rows, features, stack=0)
 
 
 def random_runs() -> Iterator[Run]:
     """Random orders of the lanes and of the host that only respect the dependencies."""
     for number in range(NUM_RANDOM_ORDERS):
         chooser = random.Random(number)
-        shared, losses, top2 = (chooser.random() < 0.5 for _ in range(3))
-        model = (
-            (SHARED if shared else {}) | (AUX if losses else {}) | ({"moe_router_topk": 2} if top2 else {})
-        )
-        degree = chooser.choice((2, 3, 4))
-        memory = memory_to_text([chooser.choice(tuple(STRATEGIES)) for _ in range(degree)])
-        if number % 5 == 0:
-            memory = KEEP
-            model |= RECOMPUTE if chooser.random() < 0.5 else {}
-        case = block(local_experts=chooser.choice((1, 2)), degree=degree, model=model)
-        features = with_memory(BlockFeatures(losses=losses, shared=shared, chunked_qkv=True), memory)
-        pipeline = Pipeline.of(degree, order=random_schedule(degree, features, chooser), memory=memory)
-        issue = functools.partial(random_issue, chooser) if number % 2 else None
-        yield Run(f"random-{number}", case, pipeline, in_flight=chooser.choice((1, 2)), issue=issue)
+        shared, losses, top2, recompute = (chooser.random() < 0.5 for _ in range(4))
+        model = (SHARED if shared else {}) | (AUX if losses else {}) | (TOP2 if top2 else {})
+        keeps = number % 5 == 0
+        model |= RECOMPUTE if keeps and recompute else {}
+        case = block(local_experts=chooser.choice((1, 2)), model=model)
+        features = BlockFeatures(losses=losses, shared=shared, chunked_qkv=True)
+        memories = (KEEP,) if keeps else tuple(STRATEGIES)
+        yield random_run(str(number), chooser, case, features, memories=memories)
+
+
+def random_run(
+    name: str,
+    chooser: random.Random,
+    case: Case,
+    features: BlockFeatures,
+    *,
+    memories: Sequence[str] = tuple(STRATEGIES),
+    **settings: Any,
+) -> Run:
+    """A run of a block with a random memory strategy for each chunk and a random order of stages."""
+    degree = chooser.choice((2, 3, 4))
+    memory = memory_to_text([chooser.choice(memories) for _ in range(degree)])
+    order = random_schedule(degree, with_memory(features, memory), chooser)
+    return Run(
+        f"random-{name}",
+        dataclasses.replace(case, degree=degree),
+        Pipeline.of(degree, order=order, memory=memory, **settings),
+        in_flight=chooser.choice((1, 2)),
+        issue=functools.partial(random_issue, chooser) if chooser.random() < 0.5 else None,
+    )
 
 
 def random_schedule(degree: int, features: BlockFeatures, chooser: random.Random) -> Schedule:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_ampipe.schedule import Exchange
 from tests.dist.cases import AUX, TIGHT
+from tests.dist.worker import start_alone
 from tests.streams.cases import RANKS, RECOMPUTE, SHARED, VARIANTS, block
 
 DEGREES = (2, 4, 8)
@@ -72,9 +73,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    from tests.streams.worker import start
-
-    start(RANKS)
+    start_alone(RANKS, expert_model_parallel_size=RANKS)
     print(table(census()))
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from megatron_ampipe.runtime import executors, tape
@@ -20,21 +19,15 @@ from tests.streams.model import DEVICE, ModelStream
 BLOCK = block(degree=4)
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A fault and the race that it causes.
-
-    Attributes:
-        insert: Context manager that inserts the fault.
-        race: Regular expression for the report.
-        issue: Order in which the host issues the stages; None for the usual one.
-        data_parallel: Whether the block runs under data parallelism.
-    """
+class Fault(NamedTuple):
+    """A fault, and a regular expression of the race that it causes."""
 
     insert: Callable[[], contextlib.AbstractContextManager[object]]
     race: str
     issue: IssueOrder | None = None
+    """Order in which the host issues the stages; None for the usual one."""
     data_parallel: bool = False
+    """Whether the block runs under data parallelism."""
 
 
 Planned = Callable[[Sequence[str], StreamPlan], StreamPlan]

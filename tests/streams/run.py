@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -31,21 +30,14 @@ from tests.streams.peers import Peers
 from tests.streams.tracker import HostCalls, Tracker, of_numpy, pinned
 
 
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """The result of one run.
-
-    Attributes:
-        races: The reported races, one line each.
-        waits: Stage and call of every host wait inside a block.
-        issued: For each direction and stage, the number of device calls of each kind.
-        peak_bytes: Peak memory of the tensors that the run allocated.
-    """
+class RunResult(NamedTuple):
+    """The result of one run, with its races."""
 
     races: tuple[str, ...]
     waits: tuple[tuple[str, str], ...]
+    """Stage and call of every host wait inside a block."""
     issued: dict[str, dict[str, int]]
-    peak_bytes: int
+    """For each direction and stage, the number of device calls of each kind."""
 
     @property
     def num_operations(self) -> int:
@@ -91,16 +83,11 @@ def run_case(
     issue: IssueOrder | None = None,
     data_parallel: bool = False,
 ) -> RunResult:
-    """Run forward and backward of a block.
+    """Run forward and backward of a block, as :class:`~.cases.Run` says.
 
     Args:
-        case: The block; its executor is the one for CUDA.
-        pipeline: Replaces the pipeline of the case.
-        in_flight: Number of micro-batches whose forward runs before the first backward.
-        gradients: If False, run under ``no_grad``.
         stock: Run Megatron's layer instead of AMPipe's.
         warm: Report the second of two runs.
-        issue: Replaces ``schedule.issue_order``.
         data_parallel: Put Megatron's data parallelism around the layer, as a launch does.
     """
     logged_losses.clear()
@@ -120,9 +107,8 @@ def run_case(
         for _ in range(1 + warm):
             HOST.waits.clear()
             DEVICE.issued.clear()
-            tracker.restart()
             _passes(layer, case, hidden_size, in_flight=in_flight, gradients=gradients, stock=stock)
-    return RunResult(tuple(tracker.races), tuple(HOST.waits), dict(DEVICE.issued), tracker.peak_bytes)
+    return RunResult(tuple(tracker.races), tuple(HOST.waits), dict(DEVICE.issued))
 
 
 def _data_parallel(layer: Any, config: Any) -> DistributedDataParallel:
@@ -174,15 +160,8 @@ def _passes(
     for output in outputs if gradients else ():
         with _stage("stock backward" if stock else ""):
             # Not torch.autograd.backward: a function mode intercepts it and is disabled inside it.
-            _engine_run_backward(
-                (output,),
-                (torch.ones_like(output),),
-                False,
-                False,
-                (),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+            given = (output,), (torch.ones_like(output),), False, False, ()
+            _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from tests.plan_cases import sized_block
 from tests.streams import census
 from tests.streams.cases import runs
 from tests.streams.faults import FAULTS
-from tests.streams.peaks import PEAKS
 
 PROCESSES = 2
 PAGE = Path(__file__).resolve().parents[2] / "docs/gpu.md"
@@ -130,12 +129,3 @@ def test_the_planner_knows_the_calls_of_each_stage(
 def test_the_table_of_calls_in_the_docs_is_up_to_date(reports: list[dict[str, Any]]) -> None:
     table = census.table(reports[1]["census"])
     assert table in PAGE.read_text(encoding="utf-8"), f"python -m tests.streams.census prints it:\n{table}"
-
-
-@pytest.mark.parametrize("name", PEAKS)
-def test_the_rule_adds_less_than_half_the_memory_of_keeping_everything(
-    name: str, reports: list[dict[str, Any]]
-) -> None:
-    """Compared with keeping everything until the end of the pass; the baseline keeps nothing, which races."""
-    kept, nothing, everything = reports[0]["peaks"][name]
-    assert nothing <= kept < (nothing + everything) / 2

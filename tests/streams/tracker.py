@@ -26,7 +26,7 @@ from tests.streams.model import DEVICE, HOST, ModelStream, Stamp
 
 _MAKES_ONLY = ("aten::empty", "aten::new_empty")
 """Prefixes of operations that neither allocate nor access memory."""
-_ALIASES = ("aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh")
+_ALIASES = ("aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "aten::set_")
 """Operations that return a view although their schema does not say so."""
 _WAITS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2",
@@ -38,42 +38,25 @@ _TO_HOST = {torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy}
 
 @dataclass(slots=True)
 class Memory:
-    """One storage.
-
-    Attributes:
-        owner: The stream that allocated it; None for host memory.
-        made_by: The operation and stage that allocated it, for reports.
-        size_bytes: Its size.
-        writes: The last write by each stream.
-        reads: The last read by each stream.
-    """
+    """One storage, with the last accesses of each stream."""
 
     owner: ModelStream | None
+    """The stream that allocated it; None for host memory."""
     made_by: str
-    size_bytes: int
+    """The operation and stage that allocated it, for reports."""
     writes: dict[int, Stamp] = field(default_factory=dict)
     reads: dict[int, Stamp] = field(default_factory=dict)
     last: dict[int, str] = field(default_factory=dict)
 
 
 class Tracker(TorchDispatchMode):
-    """Reports races; see the module's docstring.
-
-    Attributes:
-        races: The races found, one line each, without duplicates.
-        peak_bytes: Peak memory.
-    """
+    """Reports races, one line each; see the module's docstring."""
 
     def __init__(self) -> None:
         super().__init__()
         self.races: dict[str, None] = {}
         self._memory: dict[int, Memory] = {}
         self._freed: list[Memory] = []
-        self.restart()
-
-    def restart(self) -> None:
-        """Count memory from here on, without what is already allocated."""
-        self._held_bytes = self.peak_bytes = 0
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -118,10 +101,8 @@ class Tracker(TorchDispatchMode):
         if not storage.nbytes():
             return None
         key = storage._cdata
-        memory = self._memory[key] = Memory(owner, where, storage.nbytes())
+        memory = self._memory[key] = Memory(owner, where)
         weakref.finalize(storage, self._gone, key)
-        self._held_bytes += memory.size_bytes
-        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
         return memory
 
     def move_to_host(self, tensor: Tensor) -> None:
@@ -150,7 +131,6 @@ class Tracker(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         memory = self._memory.pop(key, None)
-        self._held_bytes -= 0 if memory is None else memory.size_bytes
         if memory is not None and memory.owner is not None:
             foreign = (memory.reads.keys() | memory.writes.keys()) - {memory.owner.number}
             if foreign:
@@ -286,13 +266,13 @@ def _arguments(operation: Any) -> tuple[tuple[str, int], ...]:
     """The name of each argument, and whether the operation reads it (0), writes it (1) or neither (2)."""
     schema = operation._schema
     untouched = schema.name.startswith(_ALIASES + _MAKES_ONLY)
-    return tuple(
-        (
-            argument.name,
-            int(untouched) * 2 if argument.alias_info is None else 1 if argument.alias_info.is_write else 2,
-        )
-        for argument in schema.arguments
-    )
+
+    def access(alias: Any) -> int:
+        if untouched or (alias is not None and not alias.is_write):
+            return 2
+        return 0 if alias is None else 1
+
+    return tuple((argument.name, access(argument.alias_info)) for argument in schema.arguments)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -6,25 +6,7 @@ import itertools
 import os
 import traceback
 
-from tests.dist.worker import report
-
-
-def start(world_size: int, *, expert: int | None = None) -> None:
-    """Start as rank 0 of ``world_size``, of which ``expert`` share the experts; the others are emulated."""
-    from megatron_ampipe.launch import host
-
-    host.install()
-    import torch
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    parallel_state.initialize_model_parallel(
-        expert_model_parallel_size=expert or world_size, create_gloo_process_groups=False
-    )
-    model_parallel_cuda_manual_seed(123, force_reset_rng=True)
+from tests.dist.worker import report, start_alone
 
 
 def use_expert_ranks(number: int, *, shares: int = 1, tensor: int = 1) -> None:
@@ -50,9 +32,8 @@ def main() -> None:
     from tests.streams.cases import RANKS, RANKS_OF_NODES, runs
     from tests.streams.census import census
     from tests.streams.faults import FAULTS, races
-    from tests.streams.peaks import PEAKS, peaks
 
-    start(RANKS_OF_NODES, expert=RANKS)
+    start_alone(RANKS_OF_NODES, expert_model_parallel_size=RANKS)
     from tests.streams.run import run_case
 
     process, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -82,8 +63,7 @@ def main() -> None:
             found[run.name] = {"error": traceback.format_exc()}
     use_expert_ranks(RANKS)
     if process == 0:
-        faulty = {name: races(name) for name in FAULTS}
-        report({"runs": found, "faults": faulty, "peaks": {name: peaks(name) for name in PEAKS}})
+        report({"runs": found, "faults": {name: races(name) for name in FAULTS}})
     else:
         report({"runs": found, "census": census()})
 

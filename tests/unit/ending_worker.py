@@ -96,6 +96,18 @@ def be_interrupted() -> int:
     return 0
 
 
+def meet_nowhere() -> int:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    return 0
+
+
+def refuse_on_another_rank() -> int:
+    os.environ |= {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    return refuse()
+
+
 def meet(rank: int) -> int:
     """Two ranks, of which the second stops before the first has communicated with it."""
     store = f"file://{FOLDER}/rendezvous"
@@ -112,6 +124,8 @@ def meet(rank: int) -> int:
 WAYS: dict[str, Callable[[], int]] = {
     "fail": fail,
     "refuse": refuse,
+    "refuse_on_another_rank": refuse_on_another_rank,
+    "meet_nowhere": meet_nowhere,
     "fill_disk": fill_disk,
     "fail_to_save": fail_to_save,
     "fail_to_load": fail_to_load,
@@ -141,7 +155,7 @@ def start(name: str) -> int:
     failures._arguments = lambda: arguments
     code: Any = 99
     try:
-        code = ending.run_to_end(lambda: None, WAYS[name])
+        code = ending.run_to_end(WAYS[name])
     except SystemExit as stop:
         code = stop.code
     finally:
@@ -152,7 +166,11 @@ def start(name: str) -> int:
 def main() -> None:
     (FOLDER / "latest_checkpointed_iteration.txt").write_text("40")
     children = {name: start(name) for name in WAYS}
-    stopped = children.pop("stopped")
+    stopped, waiting = children.pop("stopped"), children["refuse_on_another_rank"]
+    while not (FOLDER / "refuse_on_another_rank.json").exists():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    os.kill(waiting, signal.SIGTERM)
     codes = {name: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for name, pid in children.items()}
     os.kill(stopped, signal.SIGKILL)
     os.waitpid(stopped, 0)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput, DifferenceFound, RunFailed
-from megatron_ampipe.files.shipped import config_names
+from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.simulate import DirectionBound, direction_bound
 from megatron_ampipe.schedule import (

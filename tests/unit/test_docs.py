@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ampipe.cli import TOOLS, main, parse
-from megatron_ampipe.files.shipped import config_names
+from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.launch import flags
 from tests.help_examples import help_examples
 from tests.unit.test_routing import eight_experts

@@ -11,7 +11,7 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.files.timeline import PREDICTED, StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
-from megatron_ampipe.tools.predicted import compare
+from megatron_ampipe.tools.draw_command import compare
 from tests.unit.test_draw import one_pass, trace
 
 LABELS = {"degree": "2", "schedule": "a$b$"}

@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from megatron_ampipe.launch.failures import raised_in
 
 ROOT = Path(__file__).resolve().parents[2]
-EARLY = """
-import sys
-from megatron_ampipe.launch import {module}
-code = {module}.main({words})
-print("torch" in sys.modules)
-sys.exit(code)
-"""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """One process that has ended."""
 
     code: int
     output: str
     left: str | None
     """What torchrun's error block would show for it; None for nothing."""
-
-
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +32,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.ending_worker", str(folder)],
         cwd=ROOT,
-        env=environment(RANK="0", WORLD_SIZE="1"),
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -60,68 +46,75 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     return found
 
 
-def test_a_failure_keeps_its_traceback_and_leaves_it_for_torchrun(ended: dict[str, Ended]) -> None:
-    found = ended["fail"]
-    assert found.code == 3
-    assert "ValueError: deep inside" in found.output
-    assert found.output.endswith("error: rank 0 failed; the cause is above.\n")
-    assert found.left is not None and found.left.strip().endswith("ValueError: deep inside")
-
-
-def test_bad_input_is_one_line_there_and_here(ended: dict[str, Ended]) -> None:
-    line = "error: --flag 7: is wrong. Use --flag 8."
-    assert ended["refuse"] == Ended(2, f"\n{line}\n", line)
-
-
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "code", "begin"),
     [
-        ("fill_disk", "/data/file could not be written (No space left on device). "),
-        ("fail_to_save", "a checkpoint could not be written (unexpected pos 704 vs 598). "),
+        ("refuse", 2, "--flag 7: is wrong. Use --flag 8.\n"),
+        (
+            "fill_disk",
+            3,
+            "/data/file could not be written (No space left on device). Make room, and continue",
+        ),
+        (
+            "fail_to_save",
+            3,
+            "a checkpoint could not be written (unexpected pos 704 vs 598). Make room, and con",
+        ),
+        (
+            "fail_to_load",
+            2,
+            "--load /loaded: the checkpoint cannot be loaded (PytorchStreamReader failed). Na",
+        ),
+        (
+            "leave_as_megatron",
+            3,
+            "Megatron ended the run and printed the reason above, on rank 0. It did so at",
+        ),
+        (
+            "meet_nowhere",
+            1,
+            "environment variable MASTER_ADDR expected, but not set. It says where ranks find",
+        ),
     ],
 )
-def test_a_full_disk_is_named_with_the_last_checkpoint(
-    name: str, words: str, ended: dict[str, Ended]
+def test_what_is_known_is_one_line_there_and_here(
+    name: str, code: int, begin: str, ended: dict[str, Ended]
 ) -> None:
     found = ended[name]
-    assert found.code == 3
-    assert found.output.startswith(f"\nerror: {words}")
-    assert "MiB are free in " in found.output
-    assert (
-        "The last whole checkpoint is of iteration 40: make room, and continue with --load " in found.output
-    )
-    assert "Traceback" not in found.output
+    assert found.code == code and found.output.startswith(f"\nerror: {begin}")
+    assert len(found.output.splitlines()) == 2
     assert found.left == found.output.strip()
 
 
-def test_a_checkpoint_that_cannot_be_read_is_named(ended: dict[str, Ended]) -> None:
-    found = ended["fail_to_load"]
-    assert found.code == 2
-    assert found.output.startswith(
-        "\nerror: --load /loaded: the checkpoint cannot be loaded (PytorchStreamReader failed). Name the"
-    )
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fail",
+        # No fault of a checkpoint.
+        "run_out_of_memory_in_loading",
+        "fail_by_ourselves_in_loading",
+        # No lost peer.
+        "wait_for_a_worker",
+        "wait_for_a_server",
+    ],
+)
+def test_another_failure_keeps_its_traceback_and_leaves_it_for_torchrun(
+    name: str, ended: dict[str, Ended]
+) -> None:
+    found = ended[name]
+    assert found.code == 3 and found.output.startswith("Traceback")
+    assert found.output.endswith("error: rank 0 failed; the cause is above.\n")
+    assert found.left is not None and found.output.startswith(found.left)
 
 
-@pytest.mark.parametrize("name", ["run_out_of_memory_in_loading", "fail_by_ourselves_in_loading"])
-def test_what_is_no_fault_of_a_checkpoint_keeps_its_traceback(ended: dict[str, Ended], name: str) -> None:
-    assert ended[name].code == 3
-    assert ended[name].output.startswith("Traceback")
-
-
-def test_megatrons_silent_exit_is_no_success(ended: dict[str, Ended]) -> None:
-    found = ended["leave_as_megatron"]
-    assert found.code == 3
-    assert "It did so at /site-packages/megatron/training/training.py:2." in found.output
+def test_other_ends_are_as_they_were_asked_for(ended: dict[str, Ended]) -> None:
+    assert ended["finish"] == Ended(0, "", None)
     assert ended["leave_as_script"].code == 5
-
-
-def test_ctrl_c_ends_with_130_and_one_line(ended: dict[str, Ended]) -> None:
     found = ended["be_interrupted"]
     assert found.code == 130
     assert found.output.strip().splitlines() == [
         "interrupted. A run that was started with --save continues from its last checkpoint with --load."
     ]
-    assert ended["finish"] == Ended(0, "", None)
 
 
 def test_a_rank_that_is_stopped_is_named_with_the_flag_of_the_time(ended: dict[str, Ended]) -> None:
@@ -135,70 +128,8 @@ def test_a_rank_that_is_stopped_is_named_with_the_flag_of_the_time(ended: dict[s
     assert found.left is not None and found.left.endswith(last)
 
 
-@pytest.mark.parametrize("name", ["wait_for_a_worker", "wait_for_a_server"])
-def test_a_timeout_of_something_else_is_no_lost_peer(ended: dict[str, Ended], name: str) -> None:
-    assert ended[name].code == 3
-    assert ended[name].output.endswith("error: rank 0 failed; the cause is above.\n")
-
-
-def early(words: list[str], *, module: str = "pretrain", **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", EARLY.format(module=module, words=words)]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--ampipe-degree", "0"], "--ampipe-degree 0: must be a whole number"),
-        (["--ampipe-degree", "four"], "--ampipe-degree 'four': "),
-        (
-            ["--num-layers", "2", "--ampipe-degre", "4"],
-            "argument --ampipe-degre 4: there is no such flag. Did you",
-        ),
-        (["--ampipe-schedule", "ampipe"], "--ampipe-schedule ampipe: has no effect at --ampipe-degree 1"),
-        (["--ampipe-plan", "/no/plan"], "/no/plan"),
-        (["--ampipe-config", "tiny", "--ampipe-degree", "x"], "--ampipe-degree 'x': "),
-        (["--ampipe-trace-dir"], "--ampipe-trace-dir (no value): expected one argument"),
-    ],
-)
-def test_a_wrong_flag_of_ours_is_refused_without_torch(
-    words: list[str], expected: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "error.json"
-    done = early(words, TORCHELASTIC_ERROR_FILE=str(file))
-    output, errors = done.communicate(timeout=60)
-    assert (done.returncode, output) == (2, "False\n")
-    assert expected in errors and errors.count("error:") == 1
-    assert json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"] == errors.strip()
-
-
-def test_the_launcher_refuses_it_as_early(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("")
-    done = early([str(script), "--ampipe-degree", "0"], module="script")
-    output, errors = done.communicate(timeout=60)
-    assert (done.returncode, output) == (2, "False\n")
-    assert "--ampipe-degree 0: must be a whole number" in errors
-
-
-def test_another_rank_waits_in_silence_for_its_end(tmp_path: Path) -> None:
-    file = tmp_path / "error.json"
-    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
-    other = early(["--ampipe-degree", "0"], **ranks, TORCHELASTIC_ERROR_FILE=str(file))
-    while not file.exists():
-        time.sleep(0.05)
-    time.sleep(0.5)
-    assert other.poll() is None
-    other.send_signal(signal.SIGTERM)
-    output, errors = other.communicate(timeout=30)
-    assert (other.returncode, output, errors) == (2, "", "")
+def test_another_rank_waits_in_silence_for_its_end(ended: dict[str, Ended]) -> None:
+    assert ended["refuse_on_another_rank"] == Ended(2, "", "error: --flag 7: is wrong. Use --flag 8.")
 
 
 def test_a_failure_is_that_of_the_module_whatever_the_folders_above_are_called() -> None:

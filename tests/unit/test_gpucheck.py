@@ -339,7 +339,7 @@ PROFILE = {
     "link": "emulated:20GB/s",
     "kernel": "flash",
     "degree": 4,
-    "peak_bytes": {"stock": 200 * 2**20, "ampipe degree 4": 190 * 2**20},
+    "peak_bytes": {"stock": 200 * 2**20, "degree 4, schedule ampipe": 190 * 2**20},
     "allocator": {"stock": {"reserved_bytes": 300 * 2**20, "inactive_bytes": 2**20, "retries": 0}},
     "issued_us": {"forward": {"qkv": 81.2, "expert": 40.0}},
     "communication_ms": 4.0,

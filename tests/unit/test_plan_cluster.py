@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files.shipped import config_names
+from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster, write_cluster
 
 BUILT_IN = list(config_names("clusters").values())

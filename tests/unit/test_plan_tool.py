@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files.shipped import config_names
+from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.plan.cluster import TransferCost, write_cluster
 from megatron_ampipe.plan.model_file import block_of, read_model
@@ -22,7 +22,6 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import check
 from tests.plan_cases import cluster, sized_block
 from tests.planner import PAGE, page
-from tests.unit.test_imports import heavy_modules_after
 from tests.unit.test_plan_block import PLAIN
 
 
@@ -44,7 +43,7 @@ def test_the_table_shows_the_choice_and_its_reason(model: Path, capsys: pytest.C
     assert main(["plan", "--model", str(model), "--cluster", "a800x8-20gbps"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"1 │ stock .* 1\.00", shown)
-    assert re.search(r"choice: degree \d forward, \d backward, schedule \S+, shares ", shown)
+    assert re.search(r"choice: degree \d.*, shares .*, schedule \S+", shown)
     assert "times as fast" in shown.splitlines()[-1]
 
 
@@ -61,8 +60,7 @@ def test_equation_10_of_mpipemoe_is_shown_next_to_the_simulation(
     assert found["simulated"] == fastest and set(found["simulated_ms"]) == {"keep", "S1", "S2", "S3", "S4"}
     assert main(["plan", "--model", str(model), "--cluster", str(file)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"by MPipeMoE's equation 10 {found['equation_10']} (" in shown
-    assert f"by simulation {found['simulated']} (" in shown
+    assert f"{found['equation_10']} by MPipeMoE's equation 10, {found['simulated']} by simulation (" in shown
 
 
 def test_plan_file_and_picture(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,12 +148,6 @@ def test_errors_are_one_line(
     assert main(command) in (2, 3)
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
-
-
-def test_neither_torch_nor_megatron_is_imported(model: Path) -> None:
-    words = ["plan", "--model", str(model), "--cluster", "a800x8-20gbps"]
-    imported, shown = heavy_modules_after(f"from megatron_ampipe.cli import main; main({words!r})")
-    assert imported == set() and "choice: " in shown
 
 
 def test_the_page_s_table_is_up_to_date() -> None:

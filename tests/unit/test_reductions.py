@@ -42,7 +42,7 @@ DENSE = BlockFeatures(dense=True, chunked_qkv=True, reduces=True)
     st.sampled_from(SCHEDULE_NAMES),
     st.integers(1, 4),
     st.lists(st.sampled_from([BLOCK, DENSE, replace(BLOCK, recomputed=True)]), min_size=1, max_size=4).filter(
-        lambda layers: any(layer.experts for layer in layers)
+        lambda layers: any(not layer.dense for layer in layers)
     ),
     st.booleans(),
     st.booleans(),
@@ -54,7 +54,7 @@ def test_a_layer_reduces_what_the_layer_above_and_its_experts_have_completed(
 
     In one chunk, what the layer above has completed comes between its transfers if that of experts is left.
     """
-    layers = [replace(layer, reduces_experts=of_experts and layer.experts) for layer in layers]
+    layers = [replace(layer, reduces_experts=of_experts and not layer.dense) for layer in layers]
     order = None if named else build(name, degree=degree, features=replace(BLOCK, reduces=False))
     pipeline = replace(Pipeline.of(degree, schedule=name, stack=0), order=order)
     if not named and len(layers) == 1:

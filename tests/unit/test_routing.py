@@ -16,7 +16,6 @@ from megatron_ampipe.plan.predict import CostModel
 from megatron_ampipe.plan.recorded_routing import LayerRouting, RoutingRecord, read_routing, with_routing
 from megatron_ampipe.schedule import Exchange, Stage, kinds
 from tests.plan_cases import cluster, sized_block
-from tests.unit.test_imports import heavy_modules_after
 
 # Two sequences of 4 tokens in two chunks, two experts for each token, four experts. The tokens of the first
 # sequence choose 01 01 | 02 03, those of the second 01 23 | 23 23.
@@ -102,24 +101,6 @@ def test_a_folder_without_files_or_with_two_models_is_refused(tmp_path: Path) ->
         read_routing(tmp_path, flag="DIR")
 
 
-def test_shares_are_those_of_the_rows_that_were_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    none = {"rows_compared": 0, "rows_left": {0.9: 0, 0.99: 0}}
-    first = dataclasses.replace(LAYER, rows_compared=6, rows_left={0.9: 3, 0.99: 6})
-    second = dataclasses.replace(LAYER, rows_compared=2, rows_left={0.9: 1, 0.99: 2})
-    other = dataclasses.replace(LAYER, layer=4, **none)
-    records = [
-        dataclasses.replace(RECORD, iteration=number, layers=(one, other))
-        for number, one in enumerate((first, second, dataclasses.replace(LAYER, **none)), start=1)
-    ]
-    found = read_routing(written(tmp_path, *records), flag="DIR")
-    assert found.condensed(0.9) == found.condensed_of(2, 0.9) == 0.5 and found.condensed_of(4, 0.9) is None
-    assert main(["routing", str(tmp_path), "--picture", str(tmp_path / "picture")]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [row[-4:] for row in rows if row[1:2] == ["4"]] == [["-", "│", "-", "│"]]
-
-
 def test_the_command_shows_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, RECORD)
     assert main(["routing", str(tmp_path), "--ranks", "4", "--json", "-"]) == 0
@@ -135,12 +116,6 @@ def test_the_command_shows_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "picture.svg").stat().st_size and (tmp_path / "picture.png").stat().st_size
     assert main(["routing", str(tmp_path), "--ranks", "3"]) == BadInput.exit_code
     assert "--ranks 3 does not divide the 4 experts; use 1, 2, 4" in capsys.readouterr().err
-
-
-def test_the_command_needs_neither_torch_nor_megatron(tmp_path: Path) -> None:
-    words = ["routing", str(written(tmp_path, RECORD)), "--json", "-"]
-    heavy, _ = heavy_modules_after(f"from megatron_ampipe.cli import main; main({words!r})")
-    assert not heavy
 
 
 def test_a_block_takes_the_figures(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files.inputs import load
-from megatron_ampipe.files.shipped import config_names, configs_folder, find_config, shown
+from megatron_ampipe.files.inputs import config_names, configs_folder, find_config, load, shown
 from megatron_ampipe.launch import config_files, flags
 from megatron_ampipe.launch.config_files import resolve
 from megatron_ampipe.launch.flags import config_from_args
@@ -24,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def parser() -> argparse.ArgumentParser:
     """A parser with a flag of every kind that Megatron has."""
     made = argparse.ArgumentParser(allow_abbrev=False)
-    made.add_argument("--num-layers", type=int)
     made.add_argument("--lr", type=float)
     made.add_argument("--swiglu", action="store_true")
     made.add_argument("--no-rope-fusion", action="store_false", dest="rope_fusion")
@@ -33,10 +31,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--save-interval", "--persistent-save-interval", type=int)
     made.add_argument("--data-path", nargs="*")
     made.add_argument("--rampup", nargs=3, type=int)
-    made.add_argument("--name")
-    made.add_argument("--save")
-    made.add_argument("--tensorboard-dir")
-    made.add_argument("--pad-id", type=int)
+    for flag in ("--num-layers", "--pad-id"):
+        made.add_argument(flag, type=int)
+    for flag in ("--name", "--save", "--tensorboard-dir"):
+        made.add_argument(flag)
     return flags.add_arguments(made)
 
 
@@ -59,12 +57,11 @@ def test_later_files_win_and_the_command_line_wins_over_all(
     args = parser.parse_args(found.words)
     assert (args.num_layers, args.lr, args.name, args.ampipe_degree) == (2, 2e-4, "mine", 8)
     assert args.ampipe_config is None
-    sources = {setting.flag: (setting.source, setting.instead_of) for setting in found.settings}
-    assert sources == {
-        "--num-layers": (f"{model}:1", ()),
-        "--lr": (f"{run}:1", (f"{model}:2",)),
-        "--name": ("command line", (f"{run}:2", f"{model}:3")),
-        "--ampipe-degree": ("command line", (f"{run}:4", f"{model}:5")),
+    assert {setting.flag: setting.source for setting in found.settings} == {
+        "--num-layers": f"{model}:1",
+        "--lr": f"{run}:1",
+        "--name": "command line",
+        "--ampipe-degree": "command line",
     }
 
 
@@ -93,18 +90,12 @@ def test_two_spellings_are_one_flag(parser: argparse.ArgumentParser, tmp_path: P
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("lr: 1e-4", ["--lr", "1e-4"]),
-        ("num-layers: 010", ["--num-layers", "010"]),
-        ("name: 12:30", ["--name", "12:30"]),
-        ("name: 2026-01-02", ["--name", "2026-01-02"]),
-        ("name: yes", ["--name", "yes"]),
+        *((f"name: {text}", ["--name", text]) for text in ("12:30", "2026-01-02", "yes", "010", "1e-4")),
         ('name: "true"', ["--name", "true"]),
         ("pad-id: -1", ["--pad-id=-1"]),
-        ("name: -x", ["--name=-x"]),
         ("onnx-safe: true", ["--onnx-safe", "true"]),
         ("onnx-safe: false", []),
         ("data-path: [0.3, a b, 0.7, c]", ["--data-path", "0.3", "a b", "0.7", "c"]),
-        ("data-path: a", ["--data-path", "a"]),
         ("rampup:\n- 1\n- 2\n- 3", ["--rampup", "1", "2", "3"]),
     ],
 )
@@ -152,25 +143,23 @@ def test_yaml_goes_back_to_the_same_command_line(parser: argparse.ArgumentParser
 
 
 def test_the_record_stands_beside_the_logs(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    def record(*words: str) -> Path | None:
+        return config_files.write_beside_logs(resolve(words, parser), adjustments=[], script=None)
+
     board, save, trace = (str(tmp_path / name) for name in ("board", "deep/save", "trace"))
     for words in (
         ["--ampipe-trace-dir", trace],
         ["--save", save, "--ampipe-trace-dir", trace],
         ["--tensorboard-dir", board, "--save", save],
     ):
-        path = record(resolve([*words, "--lr", "2"], parser))
+        path = record(*words, "--lr", "2")
         assert path == Path(words[1]) / "resolved.yaml"
         assert parser.parse_args(resolve(["--ampipe-config", str(path)], parser).words).lr == 2
         assert [file.name for file in path.parent.iterdir()] == ["resolved.yaml"]
-    for nowhere in (["--lr", "2"], ["--save", "msc://bucket/run"]):
-        assert record(resolve(nowhere, parser)) is None
+    assert record("--lr", "2") is None and record("--save", "msc://bucket/run") is None
     write(tmp_path / "file", "")
     with pytest.raises(BadInput, match=r"--save .*/file: .*/file cannot be written to"):
-        record(resolve(["--save", str(tmp_path / "file")], parser))
-
-
-def record(resolved: config_files.Resolved) -> Path | None:
-    return config_files.write_beside_logs(resolved, adjustments=[], script=None)
+        record("--save", str(tmp_path / "file"))
 
 
 def test_a_launch_that_reads_no_files_refuses_the_flag(parser: argparse.ArgumentParser) -> None:
@@ -215,14 +204,7 @@ def test_a_wheel_holds_the_configurations(tmp_path: Path) -> None:
     copy = tmp_path / "lib" / "megatron_ampipe" / "configs"
     assert {path.relative_to(copy) for path in copy.rglob("*.yaml")} == held
     # The installed package finds them there.
-    code = "from megatron_ampipe.files import shipped; print(shipped.configs_folder())"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(tmp_path / "lib")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.stdout.strip() == str(copy), done.stderr
+    code = "from megatron_ampipe.files import inputs; print(inputs.configs_folder())"
+    run = {"env": {"PYTHONPATH": str(tmp_path / "lib")}, "cwd": tmp_path, "timeout": 60}
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, **run).strip() == str(copy)
     assert configs_folder() == ROOT / "configs"

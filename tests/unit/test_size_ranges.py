@@ -1,22 +1,18 @@
-"""Which sizes of input are tried, and what a restart knows of earlier trials."""
+"""Which sizes of input are tried, and which choice becomes a plan file."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megatron_ampipe.launch.auto import NAME, KeptChoices
+from megatron_ampipe.launch.auto import save_choice
 from megatron_ampipe.launch.trials import Choice, SizeRanges
-from megatron_ampipe.schedule import Exchange, Pipeline
-from megatron_ampipe.schedule.pipeline import AMPipeConfig
+from megatron_ampipe.schedule import Pipeline
 from tests.unit.test_plan_made_for import run_of
 
 DEGREES = (1, 2, 4, 8, 16)
-GIVEN = Pipeline.of(1, stack=0, memory="rebuild")
-CHOSEN = Pipeline.of(4, backward_degree=2, stack=0, memory="rebuild", exchange=Exchange.RANKS)
 
 
 def test_degrees_that_do_not_fall_are_found_with_few_trials() -> None:
@@ -62,62 +58,21 @@ def test_a_pair_of_degrees_limits_both_ways_and_must_fit_the_rows() -> None:
     assert ranges.find(150, (1, 2)) is None
 
 
-def choices(folder: Path | str, given: Pipeline = GIVEN, **changes: Any) -> KeptChoices:
-    run = run_of(**changes)
-    run.save = run.load = str(folder)
-    config = AMPipeConfig(degree="auto", pipeline=given)
-    return KeptChoices(run, config, announced=(64, 1), exchanges=[Exchange.ROWS])
+@pytest.mark.parametrize(("rank", "shape"), [("1", (64, 1)), ("0", (32, 1))])
+def test_only_the_first_rank_writes_and_only_the_announced_shape(
+    rank: str, shape: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "plan.yaml"
+    monkeypatch.setenv("RANK", rank)
+    save_choice(run_of(), str(file), (64, 1), shape, Choice(Pipeline.of(2), "measured"))
+    assert not file.exists()
 
 
-def test_a_restart_reads_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "checkpoints"
-    kept = choices(folder)
-    assert kept.read() == ()
-    monkeypatch.setenv("RANK", "1")
-    kept.keep((64, 1), Choice(CHOSEN, "measured"))
-    assert not folder.exists()
+def test_a_folder_that_cannot_hold_the_plan_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "0")
-    kept.keep((64, 1), Choice(CHOSEN, "measured"))
-    kept.keep((32, 2), Choice(Pipeline.of(2, stack=0, memory="rebuild"), "measured"))
-    assert list(choices(folder).read()) == [
-        ((64, 1), CHOSEN),
-        ((32, 2), Pipeline.of(2, stack=0, memory="rebuild")),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "given", "text", "said"),
-    [
-        ({"hidden_size": 2048}, GIVEN, None, "is for --hidden-size 1024 (this run: 2048)"),
-        ({}, Pipeline.of(1), None, "memory rebuild; exchange rows (this run: degree 1, schedule ampipe;"),
-        ({}, GIVEN, ("backward_degree: 2", "backward_degree: 3"), "--ampipe-backward-degree 3: must be"),
-    ],
-)
-def test_a_file_for_another_run_is_not_used(
-    changes: dict[str, Any],
-    given: Pipeline,
-    text: tuple[str, str] | None,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    choices(tmp_path).keep((64, 1), Choice(CHOSEN, "measured"))
-    if text is not None:
-        file = tmp_path / NAME
-        assert text[0] in file.read_text()
-        file.write_text(file.read_text().replace(*text))
-    capsys.readouterr()
-    assert choices(tmp_path, given, **changes).read() == ()
-    shown = capsys.readouterr().out
-    assert shown.startswith("AMPipe: degrees are tried again: ") and said in shown, shown
-
-
-def test_folders_that_cannot_hold_the_file_do_not_end_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kept = choices("msc://bucket/checkpoints")
-    kept.keep((64, 1), Choice(CHOSEN, "measured"))
-    assert kept.read() == () and not Path("msc:").exists()
     (tmp_path / "file").write_text("")
-    choices(tmp_path / "file").keep((64, 1), Choice(CHOSEN, "measured"))
+    choice = Choice(Pipeline.of(2), "measured")
+    save_choice(run_of(), str(tmp_path / "file" / "plan.yaml"), (64, 1), (64, 1), choice)
     assert "AMPipe: a restart chooses again: " in capsys.readouterr().out

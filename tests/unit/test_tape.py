@@ -118,3 +118,4 @@ def test_a_failing_step_says_what_it_was_given() -> None:
         call.forward(torch.zeros(ROWS, 1, 4))
     (note,) = caught.value.__notes__
     assert note.startswith("forward pass, call 0: qkv.0: RunStage(hidden[0:32]) -> ")
+    assert note.endswith(f"there are hidden [{ROWS}, 1, 4]")

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import logging
 import os
-import resource
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -60,27 +59,6 @@ def _stream_context(_stream: HostStream | None) -> Iterator[None]:
     yield
 
 
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize()
-
-
-def _peak_resident_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _memory_stats(*_args: object, **_kwargs: object) -> dict[str, int]:
-    stats: dict[str, int] = defaultdict(int)
-    for kind in ("allocated", "reserved"):
-        stats[f"{kind}_bytes.all.current"] = _resident_bytes()
-        stats[f"{kind}_bytes.all.peak"] = _peak_resident_bytes()
-    return stats
-
-
-def _memory_bytes(pages: str) -> int:
-    return os.sysconf(pages) * resource.getpagesize()
-
-
 def get_rng_state(*_args: object, **_kwargs: object) -> torch.Tensor:
     """A copy of the device's random state: the CPU generator takes the place of the GPU's."""
     return torch.get_rng_state()
@@ -121,25 +99,16 @@ def _install_cuda() -> None:
         "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         # Argument checks and log lines. For a lower compute capability, Megatron requires
         # CUDA_DEVICE_MAX_CONNECTIONS=1.
-        "get_device_properties": _always(
-            types.SimpleNamespace(
-                name="cpu",
-                major=10,
-                minor=0,
-                total_memory=_memory_bytes("SC_PHYS_PAGES"),
-                multi_processor_count=1,
-            )
-        ),
+        "get_device_properties": _always(types.SimpleNamespace(name="cpu", major=10, minor=0)),
         "get_device_capability": _always((10, 0)),
         "get_device_name": _always("cpu"),
-        # report_memory and the memory lines of the training log: memory of the process.
-        "memory_allocated": lambda *_args: _resident_bytes(),
-        "memory_reserved": lambda *_args: _resident_bytes(),
-        "max_memory_allocated": lambda *_args: _peak_resident_bytes(),
-        "max_memory_reserved": lambda *_args: _peak_resident_bytes(),
-        "device_memory_used": lambda *_args: _resident_bytes(),
-        "mem_get_info": lambda *_args: (_memory_bytes("SC_AVPHYS_PAGES"), _memory_bytes("SC_PHYS_PAGES")),
-        "memory_stats": _memory_stats,
+        # report_memory and the memory lines of the training log.
+        "memory_allocated": _always(0),
+        "memory_reserved": _always(0),
+        "max_memory_allocated": _always(0),
+        "max_memory_reserved": _always(0),
+        "device_memory_used": _always(0),
+        "memory_stats": lambda *_args: defaultdict(int),
         "empty_cache": _always(None),
         "reset_peak_memory_stats": _always(None),
         # Recompute and the optimizer step check this before they set random states.

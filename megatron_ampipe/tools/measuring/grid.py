@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ampipe.errors import BadInput, nearest
-from megatron_ampipe.files.inputs import LinedMapping, load, refuse
+from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse
 from megatron_ampipe.files.records import read_record
-from megatron_ampipe.files.shipped import find_config
 from megatron_ampipe.plan.block import Block
 
 _ABOVE_0 = {"above": 0}

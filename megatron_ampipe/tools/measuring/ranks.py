@@ -107,7 +107,7 @@ class Rank[Job: RankJob]:
         tell: Callable[[str, object], None] = lambda *_: None,
     ) -> None:
         self.job, self.number = job, number
-        self._rendezvous, self._tell = rendezvous, tell
+        self.rendezvous, self._tell = rendezvous, tell
 
     def say(self, event: str, value: object = None) -> None:
         """Send a message to the command."""
@@ -147,8 +147,8 @@ class Rank[Job: RankJob]:
 
             dist.init_process_group("fake", store=FakeStore(), **settings)
             return emulation
-        if self._rendezvous is not None:
-            settings["init_method"] = f"file://{self._rendezvous}"
+        if self.rendezvous is not None:
+            settings["init_method"] = f"file://{self.rendezvous}"
             settings["timeout"] = datetime.timedelta(seconds=job.timeout_s)
             os.environ["GLOO_SOCKET_IFNAME"] = (
                 network.INTERFACE if job.link.kind is LinkKind.NETWORK else "lo"
@@ -310,8 +310,7 @@ class _Processes:
                     raise self._failure(missing)
             elif time.monotonic() - last_sign > self._job.timeout_s:
                 raise RunFailed(
-                    f"no rank answered for {self._job.timeout_s:g} s; all were ended. Use a longer --timeout."
-                    f"{self._log_tail(0)}"
+                    f"no rank answered for {self._job.timeout_s:g} s; all were ended.{self._log_tail(0)}"
                 )
 
     def _failure(self, missing: set[int]) -> AMPipeError:
