@@ -392,7 +392,7 @@ def _concurrent_on_threads(
     clock, calls = Clock(on_cuda=False), 0
     with ThreadPoolExecutor(1) as thread:
         communicating = thread.submit(communicate)
-        while not communicating.done():
+        while calls == 0 or not communicating.done():
             compute()
             calls += 1
         computing_us = clock.passed_s() * 1e6 / calls
