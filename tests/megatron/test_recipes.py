@@ -61,7 +61,6 @@ def test_it_is_a_function_of_the_configuration_and_of_the_stage() -> None:
     ("recipe", "settings", "expected"),
     [
         (_model(), {"degree": 65}, "--ampipe-degree 65: must be between 1 and"),
-        (_model(), {"degree": 4, "schedule": "best"}, "--ampipe-schedule best: is not one of"),
         (_model(num_moe_experts=None), {"degree": 4}, "--num-experts (not set)"),
         (_model(fp8="hybrid"), {"degree": 4}, "--fp8-format hybrid"),
         (
