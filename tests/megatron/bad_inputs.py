@@ -28,23 +28,25 @@ _PLAN_OF_DEGREE_2 = {
 }
 
 
-def _trace(name: str) -> str:
-    """A trace of one stage."""
-    event = {"name": name, "cat": "forward", "ph": "X", "ts": 0.0, "dur": 1.0, "pid": 0}
-    event |= {"tid": "compute", "args": {"layer": 1, "iteration": 1}}
-    return json.dumps({"traceEvents": [event], "otherData": {"rank": "0"}})
-
-
+_EVENT = {
+    "name": "attention.0",
+    "cat": "forward",
+    "ph": "X",
+    "ts": 0.0,
+    "dur": 1.0,
+    "pid": 0,
+    "tid": "compute",
+    "args": {"layer": 1, "iteration": 1},
+}
 _CLUSTER = config_names("clusters")["a800x8-20gbps"].read_text()
 FILES = {
     "empty": "",
     "good.plan": json.dumps(_PLAN_OF_DEGREE_2),
     "good.cluster": _CLUSTER,
     "inf.cluster": _CLUSTER.replace("alpha_us: 20", "alpha_us: .inf", 1),
-    "good.trace": _trace("attention.0"),
-    "dollar.trace": _trace("att$\\frac{$.0"),
+    "good.trace": json.dumps({"traceEvents": [_EVENT], "otherData": {"rank": "0"}}),
 }
-"""Contents of files by name; there is also an empty ``folder``."""
+"""Contents of files by name."""
 
 
 def write_files(folder: Path) -> None:
@@ -53,7 +55,6 @@ def write_files(folder: Path) -> None:
         (folder / name).write_text(content)
     for name, (content, _) in YAML.items():
         (folder / f"{name}.yaml").write_text(content)
-    (folder / "folder").mkdir()
 
 
 _BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -94,9 +95,8 @@ TOOLS = {
     "cluster-infinite": (_PLAN + "{here}/inf.cluster", "intra.all_to_all.alpha_us inf: must be a number"),
     "cluster-is-a-plan": (_PLAN + "{here}/good.plan", "good.plan:1: format: is not a known key. Use one of"),
     "set-object": (_PLAN + "dgx-h100 --set hidden-size=!!python/name:os.system", "is not FLAG=VALUE"),
-    "trace-formula": (_DRAW + "dollar.trace", _TRACE),
+    "trace-is-a-plan": (_DRAW + "good.plan", _TRACE),
     "bench-from-trace": ("bench --from {here}/good.trace", "is not a result of ampipe bench. Give a file"),
-    "data-of-nothing": ("data {here}/folder --output {here}/out/d", "holds no usable text file with the"),
     "config-misspelt": (
         "config --ampipe-config mixtral-8x7",
         "nor a built-in configuration. Did you mean mi",
