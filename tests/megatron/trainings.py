@@ -234,30 +234,30 @@ TRAININGS: dict[str, Training] = {
 }
 
 # Routers: the class in Megatron's layers, and in chunks.
-IN_PLACE = ("in place of Megatron's",)
+CHECKED = ("'ampipe gate' checks it",)
 RESTARTS = ((0, 1), (1, 0))
 COMPARES = "compares the tokens of a chunk, which is another function for each degree"
 ROUTERS: dict[str, Training] = {
     # The same numbers are drawn in a whole sequence and in chunks, one layer after the other.
     "noisy-topk": Training(
-        flags=EP + "--ampipe-router noisy-topk", ours=(BLOCK,), said=IN_PLACE, restarts=RESTARTS
+        flags=EP + "--ampipe-router noisy-topk", ours=(BLOCK,), said=CHECKED, restarts=RESTARTS
     ),
     # Exact: only equal tokens are condensed, and the wire changes no row.
     "cosine": Training(
         flags=EP + "--ampipe-router cosine",
         ours=(BLOCKS, f"{BLOCKS} --ampipe-condense 1 --ampipe-wire tests.wires:HalvesWire"),
-        said=IN_PLACE,
+        said=CHECKED,
         restarts=RESTARTS,
     ),
-    "sigmoid": Training(flags=EP + "--ampipe-router sigmoid", said=IN_PLACE),
+    "sigmoid": Training(flags=EP + "--ampipe-router sigmoid", said=CHECKED),
     "expert-choice": Training(
         flags=EP + NO_LOSS,
         stock="--ampipe-router tests.gates:ExpertChoiceOfEight --moe-expert-capacity-factor 4 "
         "--moe-token-drop-policy position",
         ours=(f"{BLOCKS} --ampipe-router expert-choice --ampipe-router-scope chunk",),
-        said=(*IN_PLACE, COMPARES),
+        said=(*CHECKED, COMPARES),
     ),
-    "hash": Training(flags=EP + NO_LOSS + "--ampipe-router hash", said=IN_PLACE),
+    "hash": Training(flags=EP + NO_LOSS + "--ampipe-router hash", said=CHECKED),
 }
 
 HYBRID = (
