@@ -59,7 +59,7 @@ def run_to_end(work: Callable[[], int]) -> int:
 
 
 def _wrong_rank_variable() -> BadInput | None:
-    """The error of a wrong value of torchrun's variables: a rank that is too large would wait for ever."""
+    """The error of a wrong value of torchrun's variables: a rank that is too large would wait forever."""
     for rank, count in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         value, limit = os.environ.get(rank, "0"), os.environ.get(count, "1000000")
         if not (value.isdecimal() and limit.isdecimal() and int(value) < int(limit)):
