@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.timeline import StageSpan, Timeline
+from megatron_ampipe.schedule import stage_kind
+from megatron_ampipe.schedule.stage_kind import Lane
 
 
 def span(lane: str, begin_us: float, end_us: float, stage: str = "attention.0") -> StageSpan:
@@ -54,8 +56,12 @@ def test_chunk_is_read_from_the_stage(stage: str, chunk: int | None) -> None:
 
 
 def test_the_file_format_round_trips(tmp_path: Path) -> None:
-    spans = (span("compute", 10.5, 20.25), StageSpan("comm", "combine.1", "backward", 3, 7, 11.0, 11.0))
-    timeline = Timeline(5, spans, {"degree": "4", "schedule": "ampipe"})
+    lanes = [lane.name for lane in vars(stage_kind).values() if isinstance(lane, Lane)]
+    assert {"comm.intra", "comm.tensor"} <= {*lanes}
+    last = StageSpan("comm", "combine.1", "backward", 3, 7, 11.0, 11.0)
+    timeline = Timeline(
+        5, (*(span(lane, 10.5, 20.25) for lane in lanes), last), {"degree": "4", "schedule": "ampipe"}
+    )
     timeline.write_chrome(tmp_path / "deep" / "rank5.trace.json")
     assert Timeline.read_chrome(tmp_path / "deep" / "rank5.trace.json") == timeline
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["rank5.trace.json"]
