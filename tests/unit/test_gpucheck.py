@@ -390,7 +390,7 @@ def test_findings_of_a_good_run() -> None:
         "88% of 4.00 ms of communication under 12.00 ms of computation, at least 38% required"
     )
     assert found["host waits, forward"][1] == "4 for split sizes (4 allowed), others: none"
-    assert found["peak memory"][1] == "stock 200 MiB; of that: ampipe degree 4 0.95"
+    assert found["peak memory"][1] == "stock 200 MiB; of that: degree 4, schedule ampipe 0.95"
     assert found["mixtral-8k, emulated:20GB/s"][1] == (
         "stock 20.00 ms; ampipe 1.43x at degree 4 (96% of bound)"
     )
