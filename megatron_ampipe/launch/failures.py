@@ -268,7 +268,7 @@ def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
             remedy = "A switch such as --swiglu takes no value, and a value with spaces needs quotes."
             return BadInput("argument", unknown, rule="is unexpected", remedy=remedy)
         known = [flag for action in parser._actions for flag in action.option_strings]
-        near = did_you_mean(unknown.split()[0].partition("=")[0], known, most=3)
+        near = did_you_mean(unknown.split()[0].partition("=")[0], known)
         return BadInput("argument", unknown, rule="there is no such flag", remedy=near or remedy)
     flag, separator, rule = message.removeprefix("argument ").partition(": ")
     if not separator or not message.startswith("argument "):
