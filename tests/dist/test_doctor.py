@@ -67,6 +67,7 @@ def test_a_failed_rendezvous_is_reported_without_a_traceback(tmp_path: Path) -> 
     assert problem.startswith("the ranks cannot connect (")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("executor", "least", "most"), [("ThreadExecutor", 0.6, 1.0), ("SequentialExecutor", 0.0, 0.3)]
 )
