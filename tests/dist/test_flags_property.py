@@ -173,7 +173,12 @@ def random_line(chooser: random.Random) -> str:
 
 
 CHOOSER = random.Random(zlib.crc32(b"".join(path.read_bytes() for path in SOURCES)))
-LAYOUT_LINES = [f"--num-layers 2 {layout} --ampipe-degree 3" for layout in LAYOUTS]
+LAYOUT_LINES = [
+    *(f"--num-layers 2 {layout} --ampipe-degree 3" for layout in LAYOUTS),
+    # Of the second layer the host platform's attention once left out a factor.
+    "--num-layers 2 --context-parallel-size 2 --cp-comm-type p2p --ampipe-degree 3 "
+    "--apply-query-key-layer-scaling",
+]
 LINES = [random_line(CHOOSER) for _ in range(NUM_LINES)]
 
 

@@ -84,7 +84,9 @@ def test_a_node_that_fails_ends_the_others(run: Run) -> None:
 
 
 def test_a_job_that_fails_twice_at_the_same_checkpoint_is_not_requeued_again(run: Run) -> None:
-    cluster = run('echo "attempt ${SLURM_RESTART_COUNT:-0}"; exit 1')
+    # The second node fails first, else the first one's end could come before it has said anything.
+    last = '[ "$SLURM_NODEID" = 1 ] || sleep 600; exit 1'
+    cluster = run(f'echo "attempt ${{SLURM_RESTART_COUNT:-0}}"; {last}')
     assert cluster.wait() == "FAILED"
     assert [(ended.requeued, ended.left) for ended in cluster.attempts] == [(True, 0), (False, 0)]
     assert "failed at the same checkpoint: not requeued" in cluster.said("job")

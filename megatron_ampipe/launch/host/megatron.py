@@ -255,12 +255,15 @@ class HostDotProductAttention(DotProductAttention):
         group = self.pg_collection.cp
         layout = SequenceLayout(context_ranks=group.size(), context_rank=group.rank())
         key, value = gather_sequence(key, group), gather_sequence(value, group)
+        # With query-key layer scaling, softmax_scale is divided by the layer number, and Megatron's softmax
+        # multiplies by it.
+        again = self.layer_number if self.config.apply_query_key_layer_scaling else 1
         return KERNELS["exact"](
             query,
             key,
             value,
             spans=layout.spans(0, query.shape[0], sequence_length=key.shape[0]),
-            scale=self.softmax_scale,
+            scale=self.softmax_scale * again,
             dropout=self.attention_dropout.p if self.training else 0.0,
             window=self._window,
             sinks=self.softmax_offset,
