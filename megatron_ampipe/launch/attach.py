@@ -240,8 +240,8 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
 def find_gate(config: AMPipeConfig, args: argparse.Namespace, *, of_script: bool = False) -> type | None:
     """The class that a run's MoE layers use as their router (``--ampipe-router``); None for Megatron's own.
 
-    Raises :class:`BadInput` if it does not fit the other flags. ``of_script``: the data is read by another
-    script than ours.
+    Raises :class:`BadInput` if it does not fit the other flags. ``of_script``: a script of a
+    checkout reads the data, not AMPipe's entry point.
     """
     name = config.router
     if name is None:
