@@ -36,7 +36,9 @@ def add(rank: Rank[Sum]) -> tuple[int, str, str]:
     return rank.job.number + rank.number, os.environ["RANK"], os.environ["OMP_NUM_THREADS"]
 
 
-def test_results_messages_and_output(tmp_path: Path) -> None:
+def test_results_messages_and_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Lines stay whole where text and line end are written apart.
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     said: list[tuple[int, str, Any]] = []
     log = tmp_path / "log"
     job = Sum(num_ranks=2, link=parse_link("none"), number=5, cores=())

@@ -354,6 +354,8 @@ def _run_rank(
     output = os.open(log or folder / f"rank{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    # Ranks share a log. Under PYTHONUNBUFFERED, print() would write text and line end apart.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
     faulthandler.enable()
     # What the rank starts itself, such as workers of a data loader, is started as in a training.
     multiprocessing.set_start_method(None, force=True)
