@@ -41,8 +41,8 @@ from megatron_ampipe.plan.recorded_routing import (
     THRESHOLDS,
     LayerRouting,
     RoutingRecord,
+    divisors,
     files_of,
-    places_of,
 )
 from megatron_ampipe.schedule import Direction
 from megatron_ampipe.schedule.features import expert_tensor_ranks
@@ -153,7 +153,7 @@ class RoutingRecording(Hook):
         self._folder, self._is_first = Path(config.routing_dir), True
         condensed = [] if config.condense is None else [config.condense]
         self._thresholds = tuple(sorted({*THRESHOLDS, *condensed}))
-        self._places = places_of(args.num_experts)
+        self._places = divisors(args.num_experts)[1:-1]
         self._handles: list[RemovableHandle] = []
         self._seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 

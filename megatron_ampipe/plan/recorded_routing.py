@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -29,9 +29,9 @@ _Size = Annotated[int, Field(strict=True, ge=1)]
 _NAME = re.compile(r"iteration-(\d{8})\.json")
 
 
-def places_of(num_experts: int) -> tuple[int, ...]:
-    """Numbers of ranks or nodes between which experts can be divided, without one and without all apart."""
-    return tuple(places for places in range(2, num_experts) if num_experts % places == 0)
+def divisors(num_experts: int) -> tuple[int, ...]:
+    """Numbers of ranks or nodes between which experts can be divided."""
+    return tuple(places for places in range(1, num_experts + 1) if num_experts % places == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +53,14 @@ class LayerRouting:
     rows_compared: _Count
     rows_left: Mapping[float, _Count]
 
-    def per_expert(self, chunk: int | None = None) -> list[int]:
-        """Tokens of all parts for each expert; of one chunk, or of all."""
-        chunks = [one for part in self.counts for one in (part if chunk is None else part[chunk : chunk + 1])]
+    def per_expert(self) -> list[int]:
+        """Tokens of all parts for each expert."""
+        chunks = [chunk for part in self.counts for chunk in part]
         return [sum(column) for column in zip(*chunks, strict=True)]
 
-    def per_place(self, places: int, chunk: int | None = None) -> list[int]:
+    def per_place(self, places: int) -> list[int]:
         """Rows for the experts at each of so many places, between which they are divided in order."""
-        rows = self.per_expert(chunk)
+        rows = self.per_expert()
         size = len(rows) // places
         return [sum(rows[first : first + size]) for first in range(0, len(rows), size)]
 
@@ -126,24 +126,10 @@ class RecordedRouting:
         """Rows of the place with the most over the mean, of a micro-batch; averaged over layers and files."""
         return statistics.fmean(busiest(one.per_place(places)) for one in self._layers)
 
-    def chunk_imbalance(self, places: int) -> float:
-        """The same of one chunk, as the training cut its sequences."""
-        return statistics.fmean(
-            busiest(layer.per_place(places, chunk))
-            for record in self.records
-            for layer in record.layers
-            for chunk in range(len(record.tokens))
-        )
-
     def rows_to(self, places: int) -> float:
         """Rows of a token if each place that has experts of it gets one (``Block.rows_to``)."""
-        if places == 1:
-            return 1.0
         arrived = sum(
-            sum(layer.arriving(part, places))
-            for record in self.records
-            for layer in record.layers
-            for part in range(record.num_parts)
+            sum(one.arriving(part, places)) for one in self._layers for part in range(len(one.counts))
         )
         return arrived / sum(len(one.layers) * one.num_parts * sum(one.tokens) for one in self.records)
 
@@ -152,13 +138,8 @@ class RecordedRouting:
 
         An estimate from the rows that were compared.
         """
-        share = share_condensed(self._layers, threshold)
-        assert share is not None
-        return share
-
-    def condensed_of(self, layer: int, threshold: float) -> float | None:
-        """The same of the layer with this number; None if no rows of it were compared."""
-        return share_condensed([one for one in self._layers if one.layer == layer], threshold)
+        left = sum(one.rows_left[threshold] for one in self._layers)
+        return 1 - left / sum(one.rows_compared for one in self._layers)
 
     @property
     def thresholds(self) -> list[float]:
@@ -175,13 +156,6 @@ class RecordedRouting:
 def busiest(rows: Sequence[int]) -> float:
     """The most over the mean; 1 for nothing at all."""
     return max(rows) * len(rows) / sum(rows) if any(rows) else 1.0
-
-
-def share_condensed(layers: Iterable[LayerRouting], threshold: float) -> float | None:
-    """Share of the compared rows that would not be sent, 0 to 1; None if there are none."""
-    found = [(one.rows_left[threshold], one.rows_compared) for one in layers]
-    left, compared = (sum(column) for column in zip(*found, strict=True))
-    return 1 - left / compared if compared else None
 
 
 def files_of(folder: Path) -> dict[int, Path]:
@@ -242,7 +216,7 @@ def with_routing(block: Block, folder: Path, *, condense: float | None) -> tuple
         known = ", ".join(f"{threshold:g}" for threshold in routing.thresholds) or "none"
         remedy = f"Use one of {known}, or record a training with --ampipe-condense."
         raise BadInput("--condense", f"{condense:g}", rule="is no recorded threshold", remedy=remedy)
-    places = (*places_of(block.experts), block.experts)
+    places = divisors(block.experts)[1:]
     rows = tuple((count, routing.rows_to(count)) for count in places)
     block = dataclasses.replace(block, imbalance=routing.imbalance(block.expert), rows_seen=rows)
     said = [

@@ -67,10 +67,9 @@ def test_a_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_figures_of_any_number_of_places(tmp_path: Path) -> None:
     found = read_routing(written(tmp_path, RECORD), flag="DIR")
-    # Experts have 5, 3, 4 and 4 of 16 rows; two ranks 8 and 8; in the chunks 6 and 2, 2 and 6.
+    # Experts have 5, 3, 4 and 4 of 16 rows; two ranks 8 and 8.
     assert found.imbalance(4) == 5 / 4 and found.imbalance(2) == 1 and found.imbalance(1) == 1
-    assert found.chunk_imbalance(2) == 6 / 4
-    assert found.rows_to(2) == (4 + 2 + 1 + 3) / 8 and found.rows_to(4) == 2 and found.rows_to(1) == 1
+    assert found.rows_to(2) == (4 + 2 + 1 + 3) / 8 and found.rows_to(4) == 2
     assert found.condensed(0.9) == 0.5 and found.condensed(0.99) == 0.25
 
 
@@ -101,19 +100,13 @@ def test_a_folder_without_files_or_with_two_models_is_refused(tmp_path: Path) ->
         read_routing(tmp_path, flag="DIR")
 
 
-def test_the_command_shows_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, RECORD)
-    assert main(["routing", str(tmp_path), "--ranks", "4", "--json", "-"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["imbalance"] == 1.25 and found["experts_per_token"] == 2
-    assert found["rows_per_token"]["2"] == [1.25, pytest.approx(even_rows(4, 2, 2))]
-    assert main(["routing", str(tmp_path), "--picture", str(tmp_path / "picture")]) == 0
+    assert main(["routing", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert (
-        "the busiest of 2 ranks has 1.000 times the mean of a sequence, 1.500 times that of a chunk" in shown
-    )
+    assert "the busiest of 2 ranks has 1.000 times the mean of a sequence" in shown
+    assert f"2 ranks or nodes: 1.250 rows per token ({even_rows(4, 2, 2):.3f} if" in shown
     assert "50.0% at 0.9, 25.0% at 0.99" in shown
-    assert (tmp_path / "picture.svg").stat().st_size and (tmp_path / "picture.png").stat().st_size
     assert main(["routing", str(tmp_path), "--ranks", "3"]) == BadInput.exit_code
     assert "--ranks 3 does not divide the 4 experts; use 1, 2, 4" in capsys.readouterr().err
 
