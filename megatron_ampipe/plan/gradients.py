@@ -225,7 +225,7 @@ class ReducedPass:
 
     def _compiled(self, lanes: dict[str, list[Stage]], needs: Needs) -> Compiled:
         program = Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items() if stages))
-        return compile_program(program, needs, on_host=self._predictor.cluster.trains_on_host)
+        return compile_program(program, needs)
 
     def _with_overlap(self, lanes: dict[str, list[Stage]], needs: Needs) -> Compiled:
         """The pass with reductions in a separate lane, for which nothing waits."""
@@ -244,7 +244,7 @@ class ReducedPass:
         if (work.expert * work.expert_tensor > near) == (work.replicas * work.tensor > near):
             return compiled
         own = [(lane, stages) for lane, stages in compiled.lanes if lane != OVERLAPPED]
-        contended = contention(own, compiled.stages, on_host=cluster.trains_on_host)
+        contended = contention(own, compiled.stages)
         return dataclasses.replace(compiled, contended=contended)
 
     def times(self, reductions: Reductions, *, overlapped: bool) -> tuple[float, float]:

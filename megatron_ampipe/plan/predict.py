@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_ampipe.files.timeline import COMPUTE, StageSpan, Timeline
+from megatron_ampipe.files.timeline import StageSpan, Timeline
 from megatron_ampipe.plan.block import Block, Rows, chunk_rows
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.memory import peak_bytes
@@ -242,7 +242,6 @@ class Predictor:
             way: {kind: issue_us(kind, way, block, cluster.host, others=kinds) for kind in kinds}
             for way in Direction
         }
-        self._latency = {kind: facts_of(kind).latency(self.model.times) for kind in kinds}
 
     def with_exchange(self, exchange: Exchange) -> Predictor:
         """A predictor of the same layers with another exchange."""
@@ -312,7 +311,7 @@ class Predictor:
         compiled, durations, _ = self.inputs(schedule, lengths, direction)
         times = dict(zip(compiled.stages, durations, strict=True))
         bound = direction_bound(times, needs_of(schedule, self.layers, direction))
-        return bound.time + self._block(direction)
+        return bound + self._block(direction)
 
     def direction_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
         """Time of one direction of a schedule of all of the layers, without a recompute."""
@@ -328,7 +327,7 @@ class Predictor:
         self, schedule: Schedule, lengths: Sequence[int], direction: Direction
     ) -> tuple[Compiled, list[float], Pace]:
         """Inputs of :func:`~.simulate.run`: the program, the time of each stage alone, and its pace."""
-        compiled = compile_named(schedule, self.layers, direction, on_host=self.cluster.trains_on_host)
+        compiled = compile_named(schedule, self.layers, direction)
         parts = len(lengths) // schedule.degree_of(direction)
         weights, whole = schedule.backward.weights, schedule.backward.whole
         if direction is Direction.FORWARD:
@@ -367,22 +366,10 @@ class Predictor:
         return compiled, durations, self.pace(compiled, issue)
 
     def pace(self, compiled: Compiled, issue_us: Sequence[float] | None) -> Pace:
-        """What the simulation of a program depends on, with the host's times to issue its stages.
-
-        On the CPU, a collective starts before the previous one has ended
-        (``runtime.executors.ThreadExecutor``); on a stream of a GPU they run one after another.
-        """
-        latency = None
-        if self.cluster.trains_on_host:
-            in_comm = {stage for lane, stages in compiled.lanes if lane != COMPUTE for stage in stages}
-            latency = [
-                self._latency[stage.kind] if index in in_comm else 0.0
-                for index, stage in enumerate(compiled.stages)
-            ]
+        """What the simulation of a program depends on, with the host's times to issue its stages."""
         overlap = self.cluster.overlap
         return Pace(
             issue_us=issue_us,
-            latency_us=latency,
             compute_slowdown=overlap.compute_slowdown,
             communication_slowdown=overlap.communication_slowdown,
             busy_latency_us=overlap.latency_us,

@@ -25,7 +25,7 @@ from megatron_ampipe.schedule import (
     stream_of,
 )
 from megatron_ampipe.schedule.program import merge_lanes, read_by_host
-from megatron_ampipe.schedule.stage_kind import COMPUTE, COMPUTE_LANE, COPY_LANE
+from megatron_ampipe.schedule.stage_kind import COMPUTE
 
 NOT_YET = float("inf")
 ROUNDING_US = 1e-6
@@ -90,16 +90,13 @@ class Compiled:
 
 
 @functools.lru_cache(maxsize=512)
-def compile_named(
-    schedule: Schedule, layers: tuple[BlockFeatures, ...], direction: Direction, *, on_host: bool = False
-) -> Compiled:
+def compile_named(schedule: Schedule, layers: tuple[BlockFeatures, ...], direction: Direction) -> Compiled:
     """One direction of a schedule. Cached, because a search uses the same schedules repeatedly."""
-    needs = needs_of(schedule, layers, direction)
-    return compile_program(schedule.program(direction), needs, on_host=on_host)
+    return compile_program(schedule.program(direction), needs_of(schedule, layers, direction))
 
 
-def compile_program(program: Program, needs: Needs, *, on_host: bool = False) -> Compiled:
-    """Number the stages of a checked program; ``on_host`` as in :func:`contention`."""
+def compile_program(program: Program, needs: Needs) -> Compiled:
+    """Number the stages of a checked program."""
     stages = program.stages
     number = {stage: index for index, stage in enumerate(stages)}
     followers: list[list[int]] = [[] for _ in stages]
@@ -115,26 +112,19 @@ def compile_program(program: Program, needs: Needs, *, on_host: bool = False) ->
         host_needs=tuple(
             -1 if (counts := read_by_host(stage, needs)) is None else number[counts] for stage in stages
         ),
-        contended=contention(lanes, stages, on_host=on_host),
+        contended=contention(lanes, stages),
         lanes=lanes,
     ).in_order(tuple(order for _, order in lanes))
     assert compiled is not None, "the program was not checked"
     return compiled
 
 
-def contention(
-    lanes: Sequence[tuple[str, Sequence[int]]], stages: Sequence[Stage], *, on_host: bool = False
-) -> tuple[int, ...]:
+def contention(lanes: Sequence[tuple[str, Sequence[int]]], stages: Sequence[Stage]) -> tuple[int, ...]:
     """For each stage the number of its resource if several lanes use that, else -1.
 
-    The compute lane does not count: a transfer in it does not run concurrently with a computation. With
-    ``on_host``, copies to host memory are computed by the processor that runs the compute lane.
+    The compute lane does not count: a transfer in it does not run concurrently with a computation.
     """
     resources = [stage.kind.lane.resource for stage in stages]
-    if on_host and COPY_LANE.resource in resources:
-        return tuple(
-            0 if resource in (COPY_LANE.resource, COMPUTE_LANE.resource) else -1 for resource in resources
-        )
     users: dict[str, set[str]] = {}
     for lane, numbers in lanes:
         for number in numbers:
@@ -149,16 +139,12 @@ class Pace:
 
     Attributes:
         issue_us: The host's time to issue each stage; None for training on the CPU.
-        latency_us: The part of each collective that overlaps with the previous collective of its lane, if it
-            is ready by then. It does not slow computation down. None if a collective begins only after the
-            previous one has ended.
         compute_slowdown: Factor on the time of a computation during a transfer; likewise for transfers.
         busy_latency_us: Added to a collective that begins during a computation; at most the rest of that
             computation.
     """
 
     issue_us: Sequence[float] | None = None
-    latency_us: Sequence[float] | None = None
     compute_slowdown: float = 1.0
     communication_slowdown: float = 1.0
     busy_latency_us: float = 0.0
@@ -172,7 +158,7 @@ def run(
     They are infinite for stages that never run because lanes deadlock. One loop with few calls: it runs
     several hundred times in every search.
     """
-    issue_us, latency_us, busy_latency_us = pace.issue_us, pace.latency_us, pace.busy_latency_us
+    issue_us, busy_latency_us = pace.issue_us, pace.busy_latency_us
     compute_slowdown, communication_slowdown = pace.compute_slowdown, pace.communication_slowdown
     waiting = list(map(len, compiled.needs))
     followers, communicates = compiled.followers, compiled.communicates
@@ -181,15 +167,7 @@ def run(
     queues = list(map(list, compiled.queues if issue_us is None else compiled.streams))
     current, left = [-1] * len(queues), [0.0] * len(queues)
     lanes, slowness = range(len(queues)), [1.0] * len(queues)
-    ready_at, last_begin = [0.0] * len(durations), [0.0] * len(queues)
     slows = compute_slowdown > 1.0 or communication_slowdown > 1.0
-    # By stage, the share of its time in which data is transferred.
-    sending = [float(communicates[stage]) for stage in range(len(durations))]
-    if latency_us is not None:
-        sending = [
-            share * max(0.0, 1.0 - latency / duration) if duration else 0.0
-            for share, latency, duration in zip(sending, latency_us, durations, strict=True)
-        ]
     contended = compiled.contended
     contends = max(contended, default=-1) >= 0
     issued, positions, host_needs = compiled.issued, compiled.positions, compiled.host_needs
@@ -215,7 +193,7 @@ def run(
             num_issued += 1
             if num_issued < len(issued):
                 issued_at += issue_us[issued[num_issued]]
-        computing, transferring = 0.0, 0.0
+        computing, transferring = 0.0, False
         for lane in lanes:
             stage = current[lane]
             if stage < 0:
@@ -225,26 +203,16 @@ def run(
                 stage = current[lane] = queue.pop()
                 left[lane], begin[stage] = durations[stage], now
                 if communicates[stage] and durations[stage]:
-                    # The compute lane comes first, so its stage is known. The latency lasts at most until its
-                    # end.
-                    latency = min(busy_latency_us, computing)
-                    left[lane] += latency
-                    if latency_us is not None:
-                        # Its latency has overlapped with the previous collective of the lane since it was
-                        # ready.
-                        passed = now - max(ready_at[stage], last_begin[lane])
-                        left[lane] = max(0.0, left[lane] - min(latency_us[stage] + latency, passed))
-                last_begin[lane] = now
+                    # The compute lane comes first, so its stage is known.
+                    left[lane] += min(busy_latency_us, computing)
             # Without max(): its calls took a tenth of a search.
             if communicates[stage]:
-                if sending[stage] > transferring:
-                    transferring = sending[stage]
+                transferring = True
             elif left[lane] > computing:
                 computing = left[lane]
         slow_compute = slow_communication = 1.0
         if slows and computing and transferring:
-            slow_compute += (compute_slowdown - 1.0) * transferring
-            slow_communication += (communication_slowdown - 1.0) * transferring
+            slow_compute, slow_communication = compute_slowdown, communication_slowdown
         if contends:
             users = Counter(contended[stage] for stage in current if stage >= 0)
         for lane in lanes:
@@ -270,42 +238,22 @@ def run(
                     remaining -= 1
                     for follower in followers[stage]:
                         waiting[follower] -= 1
-                        ready_at[follower] = now
     return begin, end
 
 
-@dataclass(frozen=True, slots=True)
-class DirectionBound:
-    """The time that no order of the stages of one direction can beat, in the unit of their times.
+def direction_bound(times: Mapping[Stage, float], needs: Needs) -> float:
+    """The time that no order of the stages of one direction can beat, from what every stage takes alone.
 
-    The compute lane needs the sum of all compute stages (``compute``). Those that depend on a transfer cannot
-    start before some transfer has arrived, and those that a transfer depends on have ended before some last
-    transfer travels: while too little else is left to compute, the lane stands still
-    (``compute_with_waits``). A resource (``Lane.resource``), such as the network, is not used before all that
-    some first transfer over it depends on has run (``head``), and after some last one all that depends on it
-    still has to run (``tail``); ``communication`` is the sum over the resource for which the three together
-    are largest. ``chain`` is the longest chain of stages that wait for one another.
+    The compute lane needs the sum of all compute stages. Those that depend on a transfer cannot start before
+    some transfer has arrived, and those that a transfer depends on have ended before some last transfer
+    travels: while too little else is left to compute, the lane stands still. A resource (``Lane.resource``),
+    such as the network, is not used before all that some first transfer over it depends on has run, and after
+    some last one all that depends on it still has to run. These edges are the smallest possible, and count
+    once where several blocks share a schedule.
 
-    Head, tail and waits are the smallest possible, and count once where several blocks share a schedule.
     Times must be of stages that run alone: without the wait for a peer, losses of an overlapped run, or what
     a GPU waits for its host.
     """
-
-    compute: float
-    compute_with_waits: float
-    communication: float
-    head: float
-    tail: float
-    chain: float
-
-    @property
-    def time(self) -> float:
-        """No order is faster."""
-        return max(self.compute_with_waits, self.head + self.communication + self.tail, self.chain)
-
-
-def direction_bound(times: Mapping[Stage, float], needs: Needs) -> DirectionBound:
-    """The bound of one direction, from the time that every stage takes alone."""
     assert times.keys() == needs.keys(), times.keys() ^ needs.keys()
     followers: dict[Stage, list[Stage]] = {stage: [] for stage in needs}
     for stage, earlier in needs.items():
@@ -326,24 +274,17 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> DirectionBoun
         """The least time that one of the stages must wait for all that ``edges`` leads to from it."""
         return min(max(computing(_reachable(stage, edges)), chain[stage]) for stage in stages)
 
+    # The least before some transfer has arrived, and after some last one has left.
     first = min((before[stage] for stage in fed), default=0.0)
     last = min((behind[stage] for stage in feeding), default=0.0)
     waits = [computing(times), first + computing(fed), computing(feeding) + last]
     if both := fed & feeding:
         waits.append(first + computing(both) + last)
-    parts = [
-        (sum(map(times.__getitem__, of)), least(of, needs, before), least(of, followers, behind))
+    edges = (
+        least(of, needs, before) + sum(map(times.__getitem__, of)) + least(of, followers, behind)
         for of in transfers.values()
-    ]
-    communication, head, tail = max(parts, key=sum, default=(0.0, 0.0, 0.0))
-    return DirectionBound(
-        compute=computing(times),
-        compute_with_waits=max(waits),
-        communication=communication,
-        head=head,
-        tail=tail,
-        chain=max(before[stage] + times[stage] for stage in times),
     )
+    return max(*waits, *edges, *(before[stage] + times[stage] for stage in times))
 
 
 def _towards_end(

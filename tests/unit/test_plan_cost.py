@@ -174,13 +174,11 @@ def test_an_exchange_once_per_node_has_two_hops() -> None:
     crossing = figure.time_us(4096 * to_nodes * 3 / 4 * (2048 + 4 * 16))
     for kind in (kinds.DISPATCH, kinds.COMBINE):
         assert costs[Stage(kind, 0)].forward == pytest.approx(crossing)
-        assert FACTS[kind].latency(model.times) == figure.alpha_us
     inside = source.collective("all_to_all", across_nodes=False)
     handed_on = inside.time_us(4096 * to_ranks * 3 / 4 * (2048 + 4 * 4))
     copied = source.compute.permute.time_us(2 * 4096 * to_ranks * 2048)
     for kind in (kinds.SPREAD, kinds.COLLECT):
         assert costs[Stage(kind, 0)] == (pytest.approx(handed_on + copied),) * 2
-        assert FACTS[kind].latency(model.times) == inside.alpha_us
     rows = CostModel(dataclasses.replace(block, exchange=Exchange.ROWS), source)
     assert model.stock() == rows.stock()
     assert costs[Stage(kinds.DISPATCH, 0)].forward < rows.stages((4096,))[Stage(kinds.DISPATCH, 0)].forward
