@@ -104,7 +104,7 @@ def plan_gradients(
     if len(predictor.layers) == num_layers:
         dense = [features.dense for features in reversed(predictor.layers)]
     tensors = [tensors_of(work, dense=is_dense) for is_dense in dense]
-    times = OperationTimes(work, predictor.cluster)
+    times = predictor.times
     backward = ReducedPass(predictor, schedule, lengths, num_layers=num_layers)
     after_us = backward.without_us + sum(
         times.reduction_us(sum(itertools.chain(*buffers)), experts=experts)

@@ -113,7 +113,7 @@ class OperationTimes:
     Args:
         block: The block: sizes of its tensors, and its groups of ranks.
         cluster: The figures.
-        features: What is in the block; those of the block if None.
+        features: What is in the block.
         stock: Of Megatron's own layer, whose all-to-alls can be other operations.
 
     Raises:
@@ -124,12 +124,11 @@ class OperationTimes:
         self,
         block: Block,
         cluster: Cluster,
+        features: BlockFeatures,
         *,
-        features: BlockFeatures | None = None,
         stock: bool = False,
     ) -> None:
-        self.block, self.cluster, self._stock = block, cluster, stock
-        self.features = block.features if features is None else features
+        self.block, self.cluster, self.features, self._stock = block, cluster, features, stock
         self._gemm = cluster.gemm(block.dtype)
         # Models in fp8 compute attention in bf16.
         dtype: Dtype = "bf16" if block.dtype == "fp8" else block.dtype

@@ -2,7 +2,7 @@
 
 One function for each kind, under the decorator :class:`CostOf`; a new kind needs nothing else. Each adds up
 what the stage computes and copies, forward and backward, from :mod:`.operation_times`. Times are in
-microseconds, without the overheads that :class:`.predict.CostModel` adds.
+microseconds, without the overheads that a prediction adds.
 
 The host needs some time for every call, independent of the size of the tensors, so above some degree the
 device waits for the host. Calls were counted on real blocks (``tests/streams/census.py``; its test compares

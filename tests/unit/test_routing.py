@@ -12,7 +12,7 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.block import Block, even_rows
-from megatron_ampipe.plan.predict import CostModel
+from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.recorded_routing import LayerRouting, RoutingRecord, read_routing, with_routing
 from megatron_ampipe.schedule import Exchange, Stage, kinds
 from tests.plan_cases import cluster, sized_block
@@ -138,7 +138,7 @@ def test_what_contradicts_a_routing_is_refused(
 
 
 def times(block: Block) -> dict[Stage, float]:
-    return {stage: pair.forward for stage, pair in CostModel(block, cluster()).stages((8192,)).items()}
+    return {stage: pair.forward for stage, pair in Predictor(block, cluster()).stages((8192,)).items()}
 
 
 def test_predictions_follow_the_figures() -> None:
@@ -150,7 +150,7 @@ def test_predictions_follow_the_figures() -> None:
         kinds.CONDENSE,
         kinds.EXPAND,
     }
-    assert CostModel(condensed, cluster()).stock() == CostModel(plain, cluster()).stock()
+    assert Predictor(condensed, cluster()).stock() == Predictor(plain, cluster()).stock()
     once = sized_block(exchange=Exchange.RANKS)
     alone = dataclasses.replace(once, rows_seen=((8, 1.0),))
     assert times(alone)[dispatch] == pytest.approx(times(once)[dispatch] / once.rows_to(8), rel=0.05)
