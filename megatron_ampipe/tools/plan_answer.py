@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,10 +18,8 @@ from megatron_ampipe.plan.search import candidates, in_one_chunk
 from megatron_ampipe.schedule import (
     KEEP,
     STRATEGIES,
-    Direction,
     Pipeline,
     even_chunks,
-    stack_to_text,
 )
 
 
@@ -138,70 +135,32 @@ def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
     lengths = [round(share * predictor.block.rows) for share in plan.shares]
     with_experts = sum(not features.dense for features in predictor.layers)
     num_layers = len(running.layers) if running is predictor else with_experts
-    gradients = plan_gradients(running, plan.schedule, lengths, num_layers=num_layers)
-    return None if gradients is None else dataclasses.asdict(gradients)
+    return plan_gradients(running, plan.schedule, lengths, num_layers=num_layers)
 
 
-_TABLES = {
-    "degrees": (
-        "one block, one micro-batch, predicted ms",
-        ("degree", "schedule", "forward_ms", "backward_ms", "predicted_ms", "speedup", "hidden_share"),
-    ),
-    "memory": (
-        "GiB of activations, one block, by --ampipe-memory",
-        ("degree", "schedule", *STRATEGIES),
-    ),
-    "stacks": (
-        "layers of a pipeline stage, one micro-batch, predicted ms",
-        ("together", "degrees", "schedule", "predicted_ms", "speedup", "share_of_bound"),
-    ),
-    "gradients": (
-        "backward pass of all layers and its reductions in the last micro-batch, ms",
-        ("reduced", "bucket_size", "pass_ms", "left_ms", "both_ms", "saves"),
-    ),
-}
-"""Title of each table, and keys of its rows."""
-
-
-def _table(name: str, rows: Sequence[Mapping[str, Any]], *, best: str | None = None) -> Table:
-    """One of :data:`_TABLES`, with the row in bold that has the largest value of a key."""
-    title, keys = _TABLES[name]
-    table = Table(title=title)
-    for key in keys:
-        left = key in ("schedule", "reduced")
-        heading = key.removesuffix("_ms").removesuffix("_share").replace("_", " ")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
-    bold = max(rows, key=lambda row: row[best]) if best is not None else None
+def _table(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
+    """A table of rows; ``columns`` are their headings, and formats of a row."""
+    table = Table(*columns, title=title)
     for row in rows:
-        table.add_row(*(_cell(key, row.get(key)) for key in keys), style="bold" if row is bold else None)
+        table.add_row(*(text.format_map(row) for text in columns.values()))
     return table
 
 
-def _cell(key: str, value: object) -> str:
-    if not isinstance(value, float):
-        return "" if value is None else str(value)
-    is_share = key in ("hidden_share", "share_of_bound", "saves")
-    return format(value, ".1%" if is_share else ".3f" if key.endswith("_ms") else ".2f")
-
-
 def show(answer: Mapping[str, Any], plan: Plan, console: Console) -> None:
-    """Print an answer of :func:`answer_of`, whose rows get columns for the tables, and the chosen plan."""
+    """Print an answer of :func:`answer_of` and the chosen plan."""
+    ways = {"degree": "{degree}", "schedule": "{schedule}"}
+    directions = {name: f"{{{name}_ms:.3f}}" for name in ("forward", "backward", "predicted")}
+    gains = {"speedup": "{speedup:.2f}", "hidden": "{hidden_share:.1%}"}
     rows = answer["degrees"]
-    console.print(_table("degrees", rows, best="speedup"))
-    console.print(_table("memory", [row | row["memory_gib_by_strategy"] for row in rows]))
-    if stacks := answer["stacks"]:
-        for row in stacks:
-            row["together"] = "no" if row["stack"] == 1 else stack_to_text(row["stack"])
-            row["degrees"] = ":".join(dict.fromkeys(str(row[f"{way}_degree"]) for way in Direction))
-        console.print(_table("stacks", stacks, best="speedup"))
+    console.print(_table("one block, one micro-batch, predicted ms", rows, ways | directions | gains))
+    sizes = [{name: f"{size:.2f}" for name, size in row["memory_gib_by_strategy"].items()} for row in rows]
+    rows = [dict.fromkeys(STRATEGIES, "") | row | size for row, size in zip(rows, sizes, strict=True)]
+    title = "GiB of activations, one block, by --ampipe-memory"
+    console.print(_table(title, rows, ways | {name: f"{{{name}}}" for name in STRATEGIES}))
     for sentence in answer["assumed"]:
         console.print(f"assumed: {sentence}", style="dim", soft_wrap=True)
     if (gradients := answer["gradients"]) is not None:
-        ways = {way["name"]: way for way in gradients["ways"]}
-        for name, way in ways.items():
-            way |= {"reduced": name, "both_ms": way["pass_ms"] + way["left_ms"]}
-        console.print(_table("gradients", [*ways.values()], best="saves"))
-        console.print(_advice_on_gradients(ways, gradients["chosen"]), soft_wrap=True)
+        console.print(_advice_on_gradients(gradients), soft_wrap=True)
     if (memory := answer["memory_strategies"]) is not None:
         times = ", ".join(f"{name} {time_ms:.3f}" for name, time_ms in memory["simulated_ms"].items())
         console.print(
@@ -216,8 +175,10 @@ def show(answer: Mapping[str, Any], plan: Plan, console: Console) -> None:
     console.print(answer["reason"], soft_wrap=True)
 
 
-def _advice_on_gradients(ways: Mapping[str, Mapping[str, Any]], name: str) -> str:
-    compared = f"placed {ways[PLACED]['both_ms']:.3f} ms, stock {ways[STOCK]['both_ms']:.3f} ms"
+def _advice_on_gradients(gradients: Mapping[str, Any]) -> str:
+    ways, name = {way["name"]: way for way in gradients["ways"]}, gradients["chosen"]
+    both = {name: way["pass_ms"] + way["left_ms"] for name, way in ways.items()}
+    compared = f"placed {both[PLACED]:.3f} ms, stock {both[STOCK]:.3f} ms"
     if name not in (STOCK, PLACED):
         return f"gradients: overlapping their reductions saves nothing ({compared})"
     flags, size = "--overlap-grad-reduce", ways[name]["bucket_size"]

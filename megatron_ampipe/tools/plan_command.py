@@ -1,6 +1,6 @@
 """``ampipe plan``: predicts a model's blocks on a cluster, and chooses how to run them.
 
-Needs neither torch nor a GPU, except for ``--tape``. Shows what :mod:`megatron_ampipe.plan` predicts; decides
+Needs neither torch nor a GPU. Shows what :mod:`megatron_ampipe.plan` predicts; decides
 nothing itself.
 """
 
@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from megatron_ampipe.block.settings import AUTO
-from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least, value_of
 from megatron_ampipe.files.timeline import PREDICTED
@@ -31,7 +28,6 @@ from megatron_ampipe.plan.search import DEGREES
 from megatron_ampipe.schedule import (
     Exchange,
     Pipeline,
-    StageKind,
     parse_exchanges,
     parse_stack,
 )
@@ -133,13 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace-of",
         type=at_least(1, at_most=_MOST_CHUNKS),
         metavar="N",
-        help="degree that --trace, --picture and --tape show, in equal chunks (default: the choice)",
-    )
-    add(
-        "--tape",
-        type=Path,
-        metavar="FILE",
-        help="write what a rank runs: calls with what each takes, gives, waits for and frees (needs torch)",
+        help="degree that --trace and --picture show, in equal chunks (default: the choice)",
     )
 
 
@@ -163,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         BadInput: a file or a setting is wrong.
-        EnvironmentMissing: what a picture or a tape needs is absent.
+        EnvironmentMissing: what a picture needs is absent.
         RunFailed: an output cannot be written.
     """
     _check_outputs(arguments)
@@ -195,7 +185,7 @@ def run(arguments: argparse.Namespace) -> int:
     predictor = predictor.with_exchange(plan.exchange)
     answer = answer_of(predictor, plans, arguments, list(assumed))
     text = json.dumps(answer, indent=1) + "\n"
-    if arguments.trace is not None or arguments.picture is not None or arguments.tape is not None:
+    if arguments.trace is not None or arguments.picture is not None:
         _write_timeline(predictor, plan, arguments)
     if arguments.json not in (None, "-"):
         outputs.write_text(Path(arguments.json), text)
@@ -211,19 +201,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
     json_file = None if arguments.json in (None, "-") else Path(arguments.json)
-    files = {name: getattr(arguments, name) for name in ("output", "trace", "tape")} | {"json": json_file}
+    files = {name: getattr(arguments, name) for name in ("output", "trace")} | {"json": json_file}
     for name, path in files.items():
         if path is not None:
             outputs.check(path, flag=f"--{name}")
     if arguments.picture is not None:
         suffixes = timeline_picture.SUFFIXES
         outputs.check_prefix(arguments.picture, suffixes=suffixes, flag="--picture")
-    elif arguments.trace_of is not None and arguments.trace is None and arguments.tape is None:
-        arguments.refuse("--trace-of needs --trace FILE, --picture NAME or --tape FILE")
+    elif arguments.trace_of is not None and arguments.trace is None:
+        arguments.refuse("--trace-of needs --trace FILE or --picture NAME")
 
 
 def _write_timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> None:
-    """Write what ``--trace``, ``--picture`` and ``--tape`` show."""
+    """Write what ``--trace`` and ``--picture`` show."""
     rows = predictor.block.rows
     pipeline = plan.pipeline(rows=rows)
     if arguments.trace_of is not None:
@@ -231,8 +221,6 @@ def _write_timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namesp
     if pipeline.num_chunks > rows:
         arguments.refuse(f"--trace-of is more chunks than the {rows} rows of a rank; use {rows} or less")
     shown = sharing_layers(predictor, pipeline.stack)
-    if arguments.tape is not None:
-        outputs.write_text(arguments.tape, tape_text(shown, pipeline))
     lengths = tuple(sum(span.length for span in chunk.hidden) for chunk in pipeline.chunks(rows))
     labels = {PREDICTED: f"{arguments.model} on {arguments.cluster}", **pipeline.labels}
     timeline = shown.timeline(pipeline.schedule_of(shown.layers), lengths, labels=labels)
@@ -243,46 +231,3 @@ def _write_timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namesp
         targets = [name.with_name(name.name + suffix) for suffix in timeline_picture.SUFFIXES]
         drawn = dataclasses.replace(timeline, spans=spans)
         timeline_picture.draw([drawn], targets=targets, title=f"predicted, {pipeline}", split=True)
-
-
-class Unnamed:
-    """Stands for the functions of a block whose tape is only printed."""
-
-    recomputed: tuple[StageKind, ...] = ()
-    all_parameters: tuple[Any, ...] = ()
-    stage_parameters: Mapping[StageKind, Any] = {}
-
-    def run(self, kind: StageKind) -> tuple[int, None]:
-        """No function."""
-        return 0, None
-
-    differentiate = run
-
-    def weights_apart(self, kind: StageKind, products: Any) -> None:
-        """No context."""
-
-
-def tape_text(predictor: Predictor, pipeline: Pipeline) -> str:
-    """The tapes of both passes of all layers of a predictor, as text.
-
-    Raises:
-        EnvironmentMissing: torch is absent.
-    """
-    try:
-        # By name: planning itself needs no torch.
-        compiler = importlib.import_module("megatron_ampipe.runtime.compile")
-    except ModuleNotFoundError as error:
-        raise EnvironmentMissing(
-            f"--tape needs {error.name}, which is not installed. Install torch, or leave --tape out."
-        ) from error
-    layers = predictor.layers
-    tapes = compiler.compiled(
-        pipeline.schedule_of(layers),
-        layers,
-        chunks=pipeline.chunks(predictor.block.rows),
-        functions=[Unnamed()] * len(layers),
-        keep_graph=True,
-        host_waits=True,
-        threads=False,
-    )
-    return f"{tapes}\n"

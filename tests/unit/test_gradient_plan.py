@@ -104,13 +104,13 @@ def test_the_best_way_is_chosen(schedule: str, degree: int, layers: int) -> None
     order = build(schedule, degree=degree, features=predictor.features)
     found = plan_gradients(predictor, order, even_chunks(block.rows, degree), num_layers=4)
     assert found is not None
-    total = {way.name: way.pass_ms + way.left_ms for way in found.ways}
+    total = {way["name"]: way["pass_ms"] + way["left_ms"] for way in found["ways"]}
     assert total[AFTER] > total[STOCK] and total[AFTER] > total[PLACED]
-    for way in found.ways:
-        assert way.saves == pytest.approx(1 - total[way.name] / total[AFTER])
+    for way in found["ways"]:
+        assert way["saves"] == pytest.approx(1 - total[way["name"]] / total[AFTER])
         # Those of experts are complete within the first layer.
-        assert way.left_ms >= found.reduction_ms * 0.25
-    assert total[found.chosen] * 0.99 <= min(total.values())
+        assert way["left_ms"] >= found["reduction_ms"] * 0.25
+    assert total[found["chosen"]] * 0.99 <= min(total.values())
 
 
 def test_the_plan_compares_ways_to_reduce(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ def plan_as_json(model: Path, capsys: pytest.CaptureFixture[str], *words: str) -
 def test_the_table_shows_the_choice_and_its_reason(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(model), "--cluster", "a800x8-20gbps"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"1 │ stock .* 1\.00", shown)
+    assert re.search(r"1 +│ stock .* 1\.00", shown)
     assert re.search(r"choice: degree \d.*, shares .*, schedule \S+", shown)
     assert "times as fast" in shown.splitlines()[-1]
 
@@ -132,7 +132,7 @@ def test_an_error_in_a_plan_file_is_reported_with_its_line(
         (["--exchange", "2dh"], "--exchange 2dh saves nothing in this layout"),
         (["--imbalance", "0.5"], "--imbalance 0.5: "),
         (["--stack", "some"], "must be a whole number of layers"),
-        (["--trace-of", "4"], "needs --trace FILE, --picture NAME or --tape FILE"),
+        (["--trace-of", "4"], "needs --trace FILE or --picture NAME"),
         (["--routing", "absent", "--imbalance", "2"], "leave one of the two out"),
         (["--condense", "0.9"], "add --routing DIR"),
         (
