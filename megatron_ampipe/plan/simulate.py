@@ -35,7 +35,6 @@ Lanes = tuple[tuple[int, ...], ...]
 """The order of the stages of each lane."""
 Needs = Mapping[Stage, tuple[Stage, ...]]
 """Every stage with those that it waits for directly (:func:`megatron_ampipe.schedule.dependencies`)."""
-Edges = Mapping[Stage, Iterable[Stage]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,12 +243,10 @@ def run(
 def direction_bound(times: Mapping[Stage, float], needs: Needs) -> float:
     """The time that no order of the stages of one direction can beat, from what every stage takes alone.
 
-    The compute lane needs the sum of all compute stages. Those that depend on a transfer cannot start before
-    some transfer has arrived, and those that a transfer depends on have ended before some last transfer
-    travels: while too little else is left to compute, the lane stands still. A resource (``Lane.resource``),
-    such as the network, is not used before all that some first transfer over it depends on has run, and after
-    some last one all that depends on it still has to run. These edges are the smallest possible, and count
-    once where several blocks share a schedule.
+    Stages that use the processor or a link run one after another (``Lane.resource``). The first of them
+    begins when all that it waits for has ended, and after the last one runs what waits for it; the least of
+    both counts. Compute stages that depend on a transfer, and those that a transfer depends on, are compared alone
+    too: without enough others, the lane stands still.
 
     Times must be of stages that run alone: without the wait for a peer, losses of an overlapped run, or what
     a GPU waits for its host.
@@ -262,35 +259,26 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> float:
     order = list(TopologicalSorter(needs).static_order())
     before, fed = _towards_end(times, needs, order)
     behind, feeding = _towards_end(times, followers, order[::-1])
-    transfers: dict[str, list[Stage]] = {}
-    for stage in times:
-        if stage.is_communication:
-            transfers.setdefault(stage.kind.lane.resource, []).append(stage)
-
-    def computing(stages: Iterable[Stage]) -> float:
-        return sum(times[stage] for stage in stages if not stage.is_communication)
-
-    def least(stages: Iterable[Stage], edges: Edges, chain: Mapping[Stage, float]) -> float:
-        """The least time that one of the stages must wait for all that ``edges`` leads to from it."""
-        return min(max(computing(_reachable(stage, edges)), chain[stage]) for stage in stages)
-
-    # The least before some transfer has arrived, and after some last one has left.
-    first = min((before[stage] for stage in fed), default=0.0)
-    last = min((behind[stage] for stage in feeding), default=0.0)
-    waits = [computing(times), first + computing(fed), computing(feeding) + last]
-    if both := fed & feeding:
-        waits.append(first + computing(both) + last)
-    edges = (
-        least(of, needs, before) + sum(map(times.__getitem__, of)) + least(of, followers, behind)
-        for of in transfers.values()
+    computing = {stage for stage in times if not stage.is_communication}
+    in_turn = [computing, computing & fed, computing & feeding, computing & fed & feeding]
+    links = {stage.kind.lane.resource for stage in times.keys() - computing}
+    in_turn += ({stage for stage in times if stage.kind.lane.resource == link} for link in links)
+    return max(
+        *(before[stage] + times[stage] for stage in times),
+        *(
+            min(map(before.__getitem__, stages))
+            + sum(map(times.__getitem__, stages))
+            + min(map(behind.__getitem__, stages))
+            for stages in in_turn
+            if stages
+        ),
     )
-    return max(*waits, *edges, *(before[stage] + times[stage] for stage in times))
 
 
 def _towards_end(
-    times: Mapping[Stage, float], edges: Edges, order: Iterable[Stage]
+    times: Mapping[Stage, float], edges: Mapping[Stage, Iterable[Stage]], order: Iterable[Stage]
 ) -> tuple[dict[Stage, float], set[Stage]]:
-    """The longest chain that ``edges`` leads to from each stage; the compute stages from which to a transfer.
+    """The longest chain that ``edges`` leads to from each stage, and the stages from which to a transfer.
 
     ``order`` has each stage after those that ``edges`` leads to from it.
     """
@@ -300,16 +288,4 @@ def _towards_end(
         longest[stage] = max((times[other] + longest[other] for other in edges[stage]), default=0.0)
         if any(other.is_communication or other in with_transfer for other in edges[stage]):
             with_transfer.add(stage)
-    return longest, {stage for stage in with_transfer if not stage.is_communication}
-
-
-def _reachable(stage: Stage, edges: Edges) -> set[Stage]:
-    """Everything that ``stage`` leads to, without itself."""
-    reached: set[Stage] = set()
-    waiting = list(edges[stage])
-    while waiting:
-        following = waiting.pop()
-        if following not in reached:
-            reached.add(following)
-            waiting.extend(edges[following])
-    return reached
+    return longest, with_transfer
