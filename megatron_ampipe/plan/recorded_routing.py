@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -21,7 +21,6 @@ from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import parse_file
 from megatron_ampipe.plan.block import Block
 
-FORMAT = "ampipe-routing-2"
 THRESHOLDS = (0.9, 0.95, 0.97, 0.99, 0.999)
 """Cosines for which every file says how many rows would be left (``--ampipe-condense``)."""
 _Count = Annotated[int, Field(strict=True, ge=0)]
@@ -99,6 +98,7 @@ class RoutingRecord:
     hidden_size: _Size
     tokens: Annotated[tuple[_Size, ...], Field(min_length=1)]
     layers: Annotated[tuple[LayerRouting, ...], Field(min_length=1)]
+    format: Literal["ampipe-routing-2"] = "ampipe-routing-2"
 
     @property
     def num_parts(self) -> int:
@@ -107,8 +107,8 @@ class RoutingRecord:
 
     def write(self, folder: Path) -> None:
         """Write the file of this iteration; it appears under its name only when it is whole."""
-        content = {"format": FORMAT, **dataclasses.asdict(self)}
-        outputs.write_text(folder / f"iteration-{self.iteration:08}.json", json.dumps(content) + "\n")
+        text = json.dumps(dataclasses.asdict(self))
+        outputs.write_text(folder / f"iteration-{self.iteration:08}.json", f"{text}\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +186,8 @@ def read_routing(folder: Path, *, flag: str) -> RecordedRouting:
 
 def read_record(path: Path, *, flag: str) -> RoutingRecord:
     """One file that :meth:`RoutingRecord.write` wrote; BadInput if it is not."""
-
-    def parse(text: str) -> RoutingRecord:
-        content = json.loads(text)
-        record = TypeAdapter(RoutingRecord).validate_python(content)
-        if content["format"] != FORMAT:
-            raise ValueError(FORMAT)
-        return record
-
-    return parse_file(path, parse, what=flag, rule="is not a file of a recorded routing", remedy=_REMEDY)
+    parse, rule = TypeAdapter(RoutingRecord).validate_json, "is not a file of a recorded routing"
+    return parse_file(path, parse, what=flag, rule=rule, remedy=_REMEDY)
 
 
 def with_routing(block: Block, folder: Path, *, condense: float | None) -> tuple[Block, tuple[str, ...]]:

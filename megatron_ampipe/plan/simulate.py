@@ -44,8 +44,8 @@ class Compiled:
     For each stage there are its direct dependencies (``needs``), those that depend on it directly
     (``followers``), whether it is a transfer, the stage that the host waits for before issuing it, or -1, and
     the number of its resource if several lanes use that, else -1. Lanes have a name and their stages in
-    order; the compute lane comes first. ``queues`` are the stages of each lane, and ``streams`` of each
-    stream of a device (``schedule.stream_of``), last first. ``issued`` is the order in which a host issues
+    order; the compute lane comes first. ``streams`` are the stages of each stream of a device
+    (``schedule.stream_of``), last first. ``issued`` is the order in which a host issues
     the stages to a device, ``positions`` has each stage's place in it.
     """
 
@@ -56,7 +56,6 @@ class Compiled:
     host_needs: tuple[int, ...]
     contended: tuple[int, ...]
     lanes: tuple[tuple[str, tuple[int, ...]], ...]
-    queues: Lanes = ()
     streams: Lanes = ()
     issued: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
@@ -64,9 +63,8 @@ class Compiled:
     def in_order(self, lanes: Lanes, *, issued: bool = True) -> Compiled | None:
         """The same stages in another order of each lane; None if a host cannot issue them to a device."""
         named = tuple((name, order) for (name, _), order in zip(self.lanes, lanes, strict=True))
-        queues = tuple(order[::-1] for order in lanes)
         if not issued:
-            return replace(self, lanes=named, queues=queues, positions=(-1,) * len(self.stages))
+            return replace(self, lanes=named, positions=(-1,) * len(self.stages))
         merged = merge_lanes(
             dict(named),
             dict(enumerate(self.needs)),
@@ -84,8 +82,7 @@ class Compiled:
             for stage in stages:
                 streams.setdefault(stream_of(name, self.stages[stage]), []).append(stage)
         last_first = tuple(tuple(reversed(stages)) for stages in streams.values())
-        changed = replace(self, lanes=named, queues=queues, streams=last_first)
-        return replace(changed, issued=order, positions=tuple(positions))
+        return replace(self, lanes=named, streams=last_first, issued=order, positions=tuple(positions))
 
 
 @functools.lru_cache(maxsize=512)
@@ -163,7 +160,9 @@ def run(
     followers, communicates = compiled.followers, compiled.communicates
     begin, end = [0.0] * len(durations), [NOT_YET] * len(durations)
     # By lane: its remaining stages, last first; the running stage, or -1; and the remaining time of that.
-    queues = list(map(list, compiled.queues if issue_us is None else compiled.streams))
+    queues = [list(order) for order in compiled.streams]
+    if issue_us is None:
+        queues = [list(order[::-1]) for _, order in compiled.lanes]
     current, left = [-1] * len(queues), [0.0] * len(queues)
     lanes, slowness = range(len(queues)), [1.0] * len(queues)
     slows = compute_slowdown > 1.0 or communication_slowdown > 1.0
@@ -245,8 +244,8 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> float:
 
     Stages that use the processor or a link run one after another (``Lane.resource``). The first of them
     begins when all that it waits for has ended, and after the last one runs what waits for it; the least of
-    both counts. Compute stages that depend on a transfer, and those that a transfer depends on, are compared alone
-    too: without enough others, the lane stands still.
+    both counts. Compute stages that depend on a transfer, and those that a transfer depends on, are compared
+    alone too: without enough others, the lane stands still.
 
     Times must be of stages that run alone: without the wait for a peer, losses of an overlapped run, or what
     a GPU waits for its host.

@@ -5,24 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_ampipe.cli import main
-from megatron_ampipe.plan.cluster import read_cluster
 from megatron_ampipe.plan.gradients import (
-    AFTER,
-    PLACED,
-    STOCK,
     ReducedPass,
     completed,
-    plan_gradients,
 )
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import build, even_chunks, period
-from megatron_ampipe.tools.measuring.grid import block_of_case, find_grid, read_grid
 from tests.plan_cases import cluster, sized_block, without_device
 from tests.unit.test_plan_block import PLAIN
 
@@ -92,25 +85,6 @@ def test_stacks_follow_one_another(num_layers: int, tensor: int) -> None:
 
 
 # The plan.
-
-
-@pytest.mark.parametrize(("schedule", "degree", "layers"), [("lancet", 1, 1), ("ampipe", 4, 4)])
-def test_the_best_way_is_chosen(schedule: str, degree: int, layers: int) -> None:
-    (case,) = read_grid(find_grid("cpu-small"), only="top1")
-    measured = replace(read_cluster(Path("docs/measured/profile-200mbit.yaml")), ranks_per_node=4)
-    block = block_of_case(case, num_ranks=2, fused_gradients=True)
-    block = replace(block, replicas=4, expert_replicas=2)
-    predictor = Predictor(block, measured, num_layers=layers)
-    order = build(schedule, degree=degree, features=predictor.features)
-    found = plan_gradients(predictor, order, even_chunks(block.rows, degree), num_layers=4)
-    assert found is not None
-    total = {way["name"]: way["pass_ms"] + way["left_ms"] for way in found["ways"]}
-    assert total[AFTER] > total[STOCK] and total[AFTER] > total[PLACED]
-    for way in found["ways"]:
-        assert way["saves"] == pytest.approx(1 - total[way["name"]] / total[AFTER])
-        # Those of experts are complete within the first layer.
-        assert way["left_ms"] >= found["reduction_ms"] * 0.25
-    assert total[found["chosen"]] * 0.99 <= min(total.values())
 
 
 def test_the_plan_compares_ways_to_reduce(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
