@@ -151,7 +151,7 @@ class OperationTimes:
         return rows.hidden * self.block.batch
 
     def sent(self, rows: Rows) -> float:
-        """Rows that their rank sends for a chunk, if similar tokens are sent too."""
+        """Rows that their rank sends for a chunk."""
         places = self.block.rows_per_token
         if self.nodes is not None and not self.block.exchange.sends_every_copy:
             places = self.block.rows_to(self.nodes.num_nodes)
@@ -159,7 +159,7 @@ class OperationTimes:
 
     def arriving(self, rows: Rows) -> float:
         """Rows of a chunk that arrive at the ranks of the experts."""
-        return self.tokens(rows) * self.block.rows_per_token * self.block.load * self.block.kept
+        return self.tokens(rows) * self.block.rows_per_token * self.block.load
 
     def key_sums(self, keys: float) -> Pair:
         """The gradients of the keys and values that a chunk attended to are added to sums in fp32."""

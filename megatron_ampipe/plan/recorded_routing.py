@@ -190,25 +190,20 @@ def read_record(path: Path, *, flag: str) -> RoutingRecord:
     return parse_file(path, parse, what=flag, rule=rule, remedy=_REMEDY)
 
 
-def with_routing(block: Block, folder: Path, *, condense: float | None) -> tuple[Block, tuple[str, ...]]:
+def with_routing(block: Block, folder: Path) -> tuple[Block, tuple[str, ...]]:
     """A block whose experts are used as in a training, and a sentence for each figure that was taken.
 
     Args:
         block: The block.
         folder: The value of ``--routing``.
-        condense: The value of ``--condense``; None if every token is sent.
 
     Raises:
-        BadInput: there is no such recording, or it is of another number of experts or other thresholds.
+        BadInput: there is no such recording, or it is of another number of experts.
     """
     routing = read_routing(folder, flag="--routing")
     if routing.num_experts != block.experts:
         rule = f"is of {routing.num_experts} experts, and the model has {block.experts}"
         raise BadInput("--routing", folder, rule=rule, remedy="Give the model that was trained.")
-    if condense is not None and condense not in routing.thresholds:
-        known = ", ".join(f"{threshold:g}" for threshold in routing.thresholds) or "none"
-        remedy = f"Use one of {known}, or record a training with --ampipe-condense."
-        raise BadInput("--condense", f"{condense:g}", rule="is no recorded threshold", remedy=remedy)
     places = divisors(block.experts)[1:]
     rows = tuple((count, routing.rows_to(count)) for count in places)
     block = dataclasses.replace(block, imbalance=routing.imbalance(block.expert), rows_seen=rows)
@@ -218,10 +213,4 @@ def with_routing(block: Block, folder: Path, *, condense: float | None) -> tuple
     ]
     if block.expert in places:
         said.append(f"{block.rows_to(block.expert):.3f} ranks get a token, from the same")
-    if condense is not None:
-        block = dataclasses.replace(block, condense=condense, condensed=routing.condensed(condense))
-        said.append(
-            f"{block.condensed:.1%} of the rows are not sent with --ampipe-condense {condense:g}, from the "
-            f"same; they were compared in {len(routing.records[-1].tokens)} chunks"
-        )
     return block, tuple(said)

@@ -246,7 +246,7 @@ def exchange(times: OperationTimes, work: Work) -> Pair:
     # A row leaves its rank with a probability for each expert that it may be for.
     near = 1 if times.nodes is None else times.nodes.ranks_per_node
     probabilities = 1 if sizes.exchange.sends_every_copy else near * sizes.local_experts
-    sent = times.sent(work.rows) * sizes.kept * sizes.row_bytes(probabilities)
+    sent = times.sent(work.rows) * sizes.row_bytes(probabilities)
     # Links within a node and between nodes transfer at the same time.
     time = max(figure.time_us(sent * share) for figure, share in times.links())
     return Pair(time, time)

@@ -80,14 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--routing",
         type=Path,
         metavar="DIR",
-        help="take from a training that ran with --ampipe-routing-dir how unevenly experts are used, how "
-        "many ranks or nodes get a token, and how many tokens are similar",
-    )
-    add(
-        "--condense",
-        type=float,
-        metavar="THRESHOLD",
-        help="plan for --ampipe-condense THRESHOLD, with the share that --routing has for it",
+        help="take from a training that ran with --ampipe-routing-dir how unevenly experts are used, and "
+        "how many ranks or nodes get a token",
     )
     add(
         "--degrees",
@@ -166,14 +160,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.routing is not None:
         if arguments.imbalance is not None:
             arguments.refuse("--routing says what --imbalance is; leave one of the two out")
-        block, recorded = with_routing(block, arguments.routing, condense=arguments.condense)
+        block, recorded = with_routing(block, arguments.routing)
         assumed += recorded
-    elif arguments.condense is not None:
-        arguments.refuse("--condense needs to know how many tokens are similar; add --routing DIR")
     layers = layers_of(model)
     predictor = Predictor(block, cluster, num_layers=layers.num_layers, dense=layers.dense)
-    if block.condense is not None and not all(exchange.sends_every_copy for exchange in exchanges):
-        arguments.refuse("--exchange: with --condense, a row is of several experts; leave one of the two out")
     if not set(exchanges) & set(block.exchanges(cluster.ranks_per_node)):
         arguments.refuse(
             f"--exchange {arguments.exchange} saves nothing in this layout: no rank or node gets a token "

@@ -134,7 +134,6 @@ def test_an_error_in_a_plan_file_is_reported_with_its_line(
         (["--stack", "some"], "must be a whole number of layers"),
         (["--trace-of", "4"], "needs --trace FILE or --picture NAME"),
         (["--routing", "absent", "--imbalance", "2"], "leave one of the two out"),
-        (["--condense", "0.9"], "add --routing DIR"),
         (
             ["--trace-of", "64", "--set", "seq-length=32", "--trace", "trace.json"],
             "is more chunks than the 32 rows of a rank",

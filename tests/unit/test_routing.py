@@ -112,45 +112,20 @@ def test_the_command_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_block_takes_the_figures(tmp_path: Path) -> None:
-    plain = sized_block(experts=8, expert=4)
-    found, said = with_routing(plain, eight_experts(tmp_path), condense=None)
-    assert found.imbalance == 4 and found.rows_to(4) == 1 and found.condense is None
+    found, said = with_routing(sized_block(experts=8, expert=4), eight_experts(tmp_path))
+    assert found.imbalance == 4 and found.rows_to(4) == 1
     assert found.rows_to(3) == even_rows(8, 2, 3), (
         "for numbers that were not recorded, experts are evenly used"
     )
     assert said[0].startswith("imbalance 4.000 of 4 ranks: 1 iterations")
-    condensed, _ = with_routing(plain, tmp_path, condense=0.9)
-    assert (condensed.condense, condensed.condensed) == (0.9, 0.75)
-
-
-@pytest.mark.parametrize(
-    ("experts", "condense", "error"),
-    [
-        (16, None, "is of 8 experts, and the model has 16"),
-        (8, 0.5, r"--condense 0\.5: is no recorded threshold\. Use one of 0\.9, 0\.99"),
-    ],
-)
-def test_what_contradicts_a_routing_is_refused(
-    experts: int, condense: float | None, error: str, tmp_path: Path
-) -> None:
-    with pytest.raises(BadInput, match=error):
-        with_routing(sized_block(experts=experts), eight_experts(tmp_path), condense=condense)
-
-
-def times(block: Block) -> dict[Stage, float]:
-    return {stage: pair.forward for stage, pair in Predictor(block, cluster()).stages((8192,)).items()}
+    with pytest.raises(BadInput, match="is of 8 experts, and the model has 16"):
+        with_routing(sized_block(experts=16), tmp_path)
 
 
 def test_predictions_follow_the_figures() -> None:
-    plain, condensed = sized_block(), sized_block(condense=0.9, condensed=0.5)
-    before, after = times(plain), times(condensed)
-    dispatch, expert = Stage(kinds.DISPATCH, 0), Stage(kinds.EXPERT, 0)
-    assert after[dispatch] < 0.6 * before[dispatch] and after[expert] < 0.6 * before[expert]
-    assert {stage.kind for stage in after} - {stage.kind for stage in before} == {
-        kinds.CONDENSE,
-        kinds.EXPAND,
-    }
-    assert Predictor(condensed, cluster()).stock() == Predictor(plain, cluster()).stock()
+    def dispatch_us(block: Block) -> float:
+        return Predictor(block, cluster()).stages((8192,))[Stage(kinds.DISPATCH, 0)].forward
+
     once = sized_block(exchange=Exchange.RANKS)
     alone = dataclasses.replace(once, rows_seen=((8, 1.0),))
-    assert times(alone)[dispatch] == pytest.approx(times(once)[dispatch] / once.rows_to(8), rel=0.05)
+    assert dispatch_us(alone) == pytest.approx(dispatch_us(once) / once.rows_to(8), rel=0.05)
