@@ -7,7 +7,6 @@ nothing itself.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,8 @@ from megatron_ampipe.schedule import (
     parse_exchanges,
     parse_stack,
 )
-from megatron_ampipe.tools import timeline_picture
 from megatron_ampipe.tools.plan_answer import answer_of, show
 
-DRAWN_LAYERS = 4
-"""Of layers that share a schedule, the number that a picture shows: those that follow repeat them."""
 _MOST_CHUNKS = 64
 """A schedule of thousands of chunks would take minutes to build."""
 _EPILOG = """\
@@ -44,8 +40,8 @@ examples:
       which degree, how much it is predicted to save, and why
   ampipe plan --model deepseek-v2-lite --cluster dgx-h100 --ranks 64 --set expert-model-parallel-size=16
       another layout than the model file names
-  ampipe plan --model mixtral-8x7b --cluster measured.yaml --output plan.yaml --picture timeline
-      on figures measured on your machines; writes the plan, and a picture of the predicted timeline
+  ampipe plan --model mixtral-8x7b --cluster measured.yaml --output plan.yaml --trace predicted.json
+      on figures measured on your machines; writes the plan, and the predicted timeline for ampipe draw
 
 A model is a YAML file of Megatron's flags without dashes, a cluster a YAML file of fitted times; both are
 also found by name in configs/models and configs/clusters.
@@ -70,13 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a Megatron flag that replaces the model file's, for example seq-length=8192; repeatable",
     )
     add("--ranks", type=at_least(1), metavar="N", help="ranks of the whole run (default: those of one node)")
-    add(
+    unevenness = parser.add_mutually_exclusive_group()
+    unevenness.add_argument(
         "--imbalance",
         type=float,
+        default=1.0,
         metavar="X",
         help="tokens of the busiest rank over the mean (default: 1, experts evenly used)",
     )
-    add(
+    unevenness.add_argument(
         "--routing",
         type=Path,
         metavar="DIR",
@@ -108,22 +106,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, metavar="FILE", help="write the plan, for --ampipe-plan FILE")
     add("--json", metavar="FILE", help="write the answer as JSON; - for stdout, in place of the table")
     add(
-        "--picture",
-        type=Path,
-        metavar="NAME",
-        help=f"draw the predicted timeline as NAME.svg and NAME.png, of the first {DRAWN_LAYERS} layers",
-    )
-    add(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="write the predicted timeline in the form of a run's, for ampipe draw --predicted FILE",
+        help="write the predicted timeline in the form of a run's, for ampipe draw",
     )
     add(
         "--trace-of",
         type=at_least(1, at_most=_MOST_CHUNKS),
         metavar="N",
-        help="degree that --trace and --picture show, in equal chunks (default: the choice)",
+        help="degree that --trace shows, in equal chunks (default: the choice)",
     )
 
 
@@ -147,19 +139,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         BadInput: a file or a setting is wrong.
-        EnvironmentMissing: what a picture needs is absent.
         RunFailed: an output cannot be written.
     """
-    _check_outputs(arguments)
+    for name in ("output", "trace", "json"):
+        if (path := getattr(arguments, name)) not in (None, "-"):
+            outputs.check(Path(path), flag=f"--{name}")
+    if arguments.trace_of is not None and arguments.trace is None:
+        arguments.refuse("--trace-of needs --trace FILE")
     stack = parse_stack(arguments.stack, flag="--stack")
     exchanges = parse_exchanges(arguments.exchange, flag="--exchange")
     cluster = read_cluster(find_cluster(arguments.cluster))
     model = read_model(find_model(arguments.model), overrides=dict(arguments.set))
-    imbalance = 1.0 if arguments.imbalance is None else arguments.imbalance
-    block, assumed = block_of(model, cluster, ranks=arguments.ranks, imbalance=imbalance)
+    block, assumed = block_of(model, cluster, ranks=arguments.ranks, imbalance=arguments.imbalance)
     if arguments.routing is not None:
-        if arguments.imbalance is not None:
-            arguments.refuse("--routing says what --imbalance is; leave one of the two out")
         block, recorded = with_routing(block, arguments.routing)
         assumed += recorded
     layers = layers_of(model)
@@ -175,35 +167,21 @@ def run(arguments: argparse.Namespace) -> int:
     predictor = predictor.with_exchange(plan.exchange)
     answer = answer_of(predictor, plans, arguments, list(assumed))
     text = json.dumps(answer, indent=1) + "\n"
-    if arguments.trace is not None or arguments.picture is not None:
-        _write_timeline(predictor, plan, arguments)
-    if arguments.json not in (None, "-"):
-        outputs.write_text(Path(arguments.json), text)
+    if arguments.trace is not None:
+        _write_trace(predictor, plan, arguments)
     if arguments.output is not None:
         head = f"ampipe plan --model {arguments.model} --cluster {arguments.cluster}"
         plan.write(arguments.output, head=head)
     if arguments.json == "-":
         print(text, end="")
-    else:
-        show(answer, plan, Console())
+        return 0
+    if arguments.json is not None:
+        outputs.write_text(Path(arguments.json), text)
+    show(answer, plan, Console())
     return 0
 
 
-def _check_outputs(arguments: argparse.Namespace) -> None:
-    json_file = None if arguments.json in (None, "-") else Path(arguments.json)
-    files = {name: getattr(arguments, name) for name in ("output", "trace")} | {"json": json_file}
-    for name, path in files.items():
-        if path is not None:
-            outputs.check(path, flag=f"--{name}")
-    if arguments.picture is not None:
-        suffixes = timeline_picture.SUFFIXES
-        outputs.check_prefix(arguments.picture, suffixes=suffixes, flag="--picture")
-    elif arguments.trace_of is not None and arguments.trace is None:
-        arguments.refuse("--trace-of needs --trace FILE or --picture NAME")
-
-
-def _write_timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> None:
-    """Write what ``--trace`` and ``--picture`` show."""
+def _write_trace(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> None:
     rows = predictor.block.rows
     pipeline = plan.pipeline(rows=rows)
     if arguments.trace_of is not None:
@@ -213,11 +191,5 @@ def _write_timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namesp
     shown = sharing_layers(predictor, pipeline.stack)
     lengths = tuple(sum(span.length for span in chunk.hidden) for chunk in pipeline.chunks(rows))
     labels = {PREDICTED: f"{arguments.model} on {arguments.cluster}", **pipeline.labels}
-    timeline = shown.timeline(pipeline.schedule_of(shown.layers), lengths, labels=labels)
-    if arguments.trace is not None:
-        timeline.write_chrome(arguments.trace)
-    if (name := arguments.picture) is not None:
-        spans = tuple(span for span in timeline.spans if span.layer <= DRAWN_LAYERS)
-        targets = [name.with_name(name.name + suffix) for suffix in timeline_picture.SUFFIXES]
-        drawn = dataclasses.replace(timeline, spans=spans)
-        timeline_picture.draw([drawn], targets=targets, title=f"predicted, {pipeline}", split=True)
+    schedule = pipeline.schedule_of(shown.layers)
+    shown.timeline(schedule, lengths, labels=labels).write_chrome(arguments.trace)
