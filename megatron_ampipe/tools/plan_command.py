@@ -1,36 +1,41 @@
 """``ampipe plan``: predicts a model's blocks on a cluster, and chooses how to run them.
 
-Needs neither torch nor a GPU. Shows what :mod:`megatron_ampipe.plan` predicts; decides
-nothing itself.
+Needs neither torch nor a GPU. Shows what :mod:`megatron_ampipe.plan` predicts; decides nothing itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from megatron_ampipe.block.settings import AUTO
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least, value_of
 from megatron_ampipe.files.timeline import PREDICTED
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
+from megatron_ampipe.plan.gradients import PLACED, STOCK, plan_gradients
 from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.plan.planner import make_plans, sharing_layers
+from megatron_ampipe.plan.planner import Plans, equation_10_us, make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.recorded_routing import with_routing
-from megatron_ampipe.plan.search import DEGREES
+from megatron_ampipe.plan.search import DEGREES, candidates, in_one_chunk
 from megatron_ampipe.schedule import (
+    KEEP,
+    STRATEGIES,
     Exchange,
     Pipeline,
+    even_chunks,
     parse_exchanges,
     parse_stack,
 )
-from megatron_ampipe.tools.plan_answer import answer_of, show
 
 _MOST_CHUNKS = 64
 """A schedule of thousands of chunks would take minutes to build."""
@@ -193,3 +198,169 @@ def _write_trace(predictor: Predictor, plan: Plan, arguments: argparse.Namespace
     labels = {PREDICTED: f"{arguments.model} on {arguments.cluster}", **pipeline.labels}
     schedule = pipeline.schedule_of(shown.layers)
     shown.timeline(schedule, lengths, labels=labels).write_chrome(arguments.trace)
+
+
+def answer_of(
+    predictor: Predictor, plans: Plans, arguments: argparse.Namespace, assumed: list[str]
+) -> dict[str, Any]:
+    """Everything that is shown, as plain data; ``predictor`` is of all layers of a pipeline stage."""
+    plan = plans.chosen
+    try:
+        gradients = _gradients(predictor, plan)
+    except BadInput as error:
+        # Nothing else of the plan needs this figure.
+        gradients = None
+        assumed.append(f"reductions of gradients are not predicted: {error.value} {error.rule}")
+    block = predictor.of_layers(1)
+    return {
+        "model": arguments.model,
+        "cluster": arguments.cluster,
+        "assumed": assumed,
+        "stock_ms": plan.stock_ms,
+        "degrees": _rows(block, arguments.degrees),
+        "stacks": _stacks(predictor, plans),
+        "gradients": gradients,
+        "forward_degree": plan.forward_degree,
+        "backward_degree": plan.backward_degree,
+        "stack": plan.stack,
+        "num_layers": plan.num_layers,
+        "shares": list(plan.shares),
+        "schedule": plan.schedule.name,
+        "exchange": plan.exchange,
+        "predicted_ms": plan.predicted_ms,
+        "predicted_speedup": plan.predicted_speedup,
+        "hidden_share": plan.hidden_share,
+        "memory_gib": plan.memory_gib,
+        "device_memory_gib": predictor.cluster.device_memory_gib,
+        "helps": plan.helps,
+        "reason": plan.reason,
+        "memory_strategies": _memory_strategies(block, plan) if plan.helps else None,
+    }
+
+
+def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Megatron's layer, and the named schedules at each degree in equal chunks."""
+    stock = predictor.stock()
+    ways = [("stock", 1, stock, 0.0, {KEEP: predictor.peak_bytes(None, memory=KEEP)})]
+    whole = in_one_chunk(predictor)
+    for way in (*([] if whole is None else [whole]), *candidates(predictor, degrees)):
+        hidden = predictor.timeline(way.schedule, way.lengths).hidden_share
+        memory = {strategy: predictor.peak_bytes(way.schedule, memory=strategy) for strategy in STRATEGIES}
+        ways.append((way.schedule.name, way.schedule.degree, way.time, hidden, memory))
+    return [
+        {
+            "degree": degree,
+            "schedule": name,
+            "forward_ms": time.forward / 1e3,
+            "backward_ms": time.backward / 1e3,
+            "predicted_ms": time.total / 1e3,
+            "speedup": stock.total / time.total,
+            "hidden_share": hidden,
+            "memory_gib": memory[KEEP] / 2**30,
+            # By what the experts keep, for --ampipe-memory.
+            "memory_gib_by_strategy": {strategy: size / 2**30 for strategy, size in memory.items()},
+        }
+        for name, degree, time, hidden, memory in ways
+    ]
+
+
+def _memory_strategies(predictor: Predictor, plan: Plan) -> dict[str, Any]:
+    """What MPipeMoE's equation 10 chooses of its strategies, and which is fastest by simulation."""
+    degree = plan.backward_degree
+    costs_us = equation_10_us(predictor, degree=degree)
+    times = {}
+    for name in (KEEP, *costs_us):
+        of_memory = predictor.of_layers(1, memory=name)
+        schedule = Pipeline.of(degree, memory=name).schedule_of(of_memory.layers)
+        times[name] = of_memory.pass_us(schedule, even_chunks(predictor.block.rows, degree)).total / 1e3
+    return {
+        "degree": degree,
+        "equation_10": min(costs_us, key=lambda name: costs_us[name]),
+        "equation_10_ms": {name: cost / 1e3 for name, cost in costs_us.items()},
+        "simulated": min(costs_us, key=lambda name: times[name]),
+        "simulated_ms": times,
+    }
+
+
+def _stacks(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
+    """The layers of a pipeline stage block by block, and sharing a schedule; empty if they cannot."""
+    shared = plans.shared
+    if shared is None:
+        return []
+    assert shared.stock_ms is not None and shared.predicted_ms is not None
+    lengths = [round(share * predictor.block.rows) for share in shared.shares]
+    bound = sharing_layers(predictor, shared.stack).bound_us(shared.schedule, lengths)
+    blocks, together = (
+        {
+            "stack": plan.stack,
+            "layers": shared.num_layers,
+            "forward_degree": plan.forward_degree,
+            "backward_degree": plan.backward_degree,
+            "schedule": plan.schedule.name if plan.helps else "stock",
+            "predicted_ms": time_ms,
+            "speedup": shared.stock_ms / time_ms,
+        }
+        for plan, time_ms in ((plans.alone, plans.blocks_ms), (shared, shared.predicted_ms))
+    )
+    together["share_of_bound"] = bound.total / 1e3 / shared.predicted_ms
+    return [blocks, together]
+
+
+def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
+    """How gradients are reduced with the chosen plan; None without a plan or without anything to reduce."""
+    if not plan.helps:
+        return None
+    running = sharing_layers(predictor, plan.stack)
+    lengths = [round(share * predictor.block.rows) for share in plan.shares]
+    with_experts = sum(not features.dense for features in predictor.layers)
+    num_layers = len(running.layers) if running is predictor else with_experts
+    return plan_gradients(running, plan.schedule, lengths, num_layers=num_layers)
+
+
+def _table(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
+    """A table of rows; ``columns`` are their headings, and formats of a row."""
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*(text.format_map(row) for text in columns.values()))
+    return table
+
+
+def show(answer: Mapping[str, Any], plan: Plan, console: Console) -> None:
+    """Print an answer of :func:`answer_of` and the chosen plan."""
+    ways = {"degree": "{degree}", "schedule": "{schedule}"}
+    directions = {name: f"{{{name}_ms:.3f}}" for name in ("forward", "backward", "predicted")}
+    gains = {"speedup": "{speedup:.2f}", "hidden": "{hidden_share:.1%}"}
+    rows = answer["degrees"]
+    console.print(_table("one block, one micro-batch, predicted ms", rows, ways | directions | gains))
+    sizes = [{name: f"{size:.2f}" for name, size in row["memory_gib_by_strategy"].items()} for row in rows]
+    rows = [dict.fromkeys(STRATEGIES, "") | row | size for row, size in zip(rows, sizes, strict=True)]
+    title = "GiB of activations, one block, by --ampipe-memory"
+    console.print(_table(title, rows, ways | {name: f"{{{name}}}" for name in STRATEGIES}))
+    for sentence in answer["assumed"]:
+        console.print(f"assumed: {sentence}", style="dim", soft_wrap=True)
+    if (gradients := answer["gradients"]) is not None:
+        console.print(_advice_on_gradients(gradients), soft_wrap=True)
+    if (memory := answer["memory_strategies"]) is not None:
+        times = ", ".join(f"{name} {time_ms:.3f}" for name, time_ms in memory["simulated_ms"].items())
+        console.print(
+            f"to hold less, degree {memory['degree']}: {memory['equation_10']} by MPipeMoE's equation 10, "
+            f"{memory['simulated']} by simulation (ms of the block: {times})",
+            soft_wrap=True,
+        )
+    choice = "degree 1, Megatron's own layers"
+    if plan.helps:
+        choice = f"{plan.pipeline()}: {plan.predicted_ms:.3f} ms, {plan.predicted_speedup:.2f} times as fast"
+    console.print(f"choice: {choice}", soft_wrap=True)
+    console.print(answer["reason"], soft_wrap=True)
+
+
+def _advice_on_gradients(gradients: Mapping[str, Any]) -> str:
+    ways, name = {way["name"]: way for way in gradients["ways"]}, gradients["chosen"]
+    both = {name: way["pass_ms"] + way["left_ms"] for name, way in ways.items()}
+    compared = f"placed {both[PLACED]:.3f} ms, stock {both[STOCK]:.3f} ms"
+    if name not in (STOCK, PLACED):
+        return f"gradients: overlapping their reductions saves nothing ({compared})"
+    flags, size = "--overlap-grad-reduce", ways[name]["bucket_size"]
+    flags += "" if name == STOCK else f" --ampipe-grad-reduce {PLACED}"
+    flags += "" if size is None else f" --ddp-bucket-size {size}"
+    return f"gradients: use {flags} ({compared}); {ways[name]['left_ms']:.3f} ms are left after the pass"
