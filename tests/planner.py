@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
-from megatron_ampipe.plan.model_file import block_of, layers_of, read_model
-from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.plan.planner import Plans, make_plans
+from megatron_ampipe.plan.model_file import ModelFile, block_of, find_model, layers_of, read_model
+from megatron_ampipe.plan.planner import make_plans
 from megatron_ampipe.plan.predict import Predictor
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
@@ -29,33 +27,22 @@ def stacks() -> Iterator[str]:
     yield f"| model | {' | '.join(clusters)} |"
     yield "|---" * (1 + len(clusters)) + "|"
     for name in MODELS:
-        cells = (_cell(_planned(config_names("models")[name], cluster)) for cluster in clusters.values())
-        yield f"| {name} | {' | '.join(cells)} |"
+        model = read_model(find_model(name))
+        yield f"| {name} | {' | '.join(_cell(model, cluster) for cluster in clusters.values())} |"
 
 
-def _planned(path: Path, cluster: Cluster) -> tuple[float, Plans]:
-    """The speedup block by block over all layers, and the plans."""
-    model = read_model(path)
+def _cell(model: ModelFile, cluster: Cluster) -> str:
     block, _ = block_of(model, cluster)
     layers = layers_of(model)
     predictor = Predictor(block, cluster, num_layers=layers.num_layers, dense=layers.dense)
     plans = make_plans(predictor, full=False)
-    stock = predictor.stock()
-    return (stock.forward + stock.backward) / 1e3 / plans.blocks_ms, plans
-
-
-def _cell(planned: tuple[float, Plans]) -> str:
-    blocks, plans = planned
-    cell = f"{blocks:.2f} ({_degrees(plans.alone)})"
-    if plans.shared is None:
-        return f"{cell}, no"
-    shared = f"{plans.shared.predicted_speedup:.2f} ({_degrees(plans.shared)})"
-    return f"{cell}, {f'**{shared}**' if plans.chosen.stack != 1 else shared}"
-
-
-def _degrees(plan: Plan) -> str:
-    forward, backward = plan.forward_degree, plan.backward_degree
-    return str(forward) if forward == backward else f"{forward}:{backward}"
+    assert plans.shared is not None
+    blocks = predictor.stock().total / 1e3 / plans.blocks_ms
+    cells = [
+        f"{speedup:.2f} ({':'.join(dict.fromkeys([str(plan.forward_degree), str(plan.backward_degree)]))})"
+        for speedup, plan in ((blocks, plans.alone), (plans.shared.predicted_speedup, plans.shared))
+    ]
+    return f"{cells[0]}, {f'**{cells[1]}**' if plans.chosen.stack != 1 else cells[1]}"
 
 
 def page() -> str:

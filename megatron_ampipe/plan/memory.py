@@ -148,17 +148,13 @@ def peak_bytes(
         return held
 
     num_dense = len(dense_layers)
-    kept_dense = of_dense = dense_weights = 0.0
+    kept_dense = dense_weights = 0.0
     if num_dense:
         width, products = block.dense_ffn or 0, 3 if block.gated else 2
         count = (modules.inner_gated if block.gated else modules.inner) - modules.weighted
         kept_dense = _kept_by_attention(block, modules) + block.rows * block.batch * count * width * element
         if not block.fused_gradients:
             dense_weights = products * block.hidden * width / block.tensor
-        of_width = (gradient_bytes - SUM_BYTES * modules.weighted) * width
-        # Of the first chunk, and of the weights of its last product.
-        of_dense = kept_dense + block.rows * block.batch * of_width / chunks
-        of_dense += element * dense_weights / products
     # The gradient of the output is there before the pass that ``ampipe bench`` watches.
     gathered = 0.0
     if gathers:
@@ -166,18 +162,14 @@ def peak_bytes(
         gathered = element * (others + of_attention * (num_layers - 1))
     given = 0.0 if gathers else rows
     of_one = max(map(differentiating, range(chunks)))
-    if block.shared_ffn is not None and not stock:
-        # When shared experts of the last chunk are differentiated, all else is still kept.
-        of_shared = block.rows * block.batch * gradient_bytes * block.shared_ffn
-        of_one = max(of_one, dense + sum(of_experts) + of_shared / chunks)
     end = rows + dense + sum_bytes * (summed + of_attention) + sums
     found = gathered + max(given + of_one, end)
     # The layers before the one that is differentiated keep all that theirs needs.
     before = 0.0
     for layer in range(num_layers):
-        is_dense = layer in dense_layers
-        found = max(found, before + given + (of_dense if is_dense else of_one))
-        before += kept_dense if is_dense else kept
+        if layer not in dense_layers:
+            found = max(found, before + given + of_one)
+        before += kept_dense if layer in dense_layers else kept
     return found
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat,
 
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.block.settings import SETTING, Settings
-from megatron_ampipe.errors import BadInput, did_you_mean, meant, nearest
+from megatron_ampipe.errors import BadInput, did_you_mean, meant
 from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, Dtype
@@ -216,14 +216,10 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
     top = load(path, what="model", remedy="Write Megatron's flags without dashes: 'num-layers: 12'.")
     values, lines = dict(top), dict(top.lines)
     section = values.pop("ampipe", LinedMapping(1))
-    if not isinstance(section, LinedMapping):
-        remedy = "Write 'degree: 4' below it."
-        refuse(path, lines["ampipe"], "ampipe", "must hold keys with values", remedy)
-    known = [setting.key for setting in SETTING.values()]
-    for key in section:
-        if key not in known:
-            rule = "is not a setting of AMPipe"
-            refuse(path, section.lines[key], f"ampipe.{key}", rule, nearest(key, known))
+    known = {setting.key for setting in SETTING.values()}
+    if not isinstance(section, LinedMapping) or not section.keys() <= known:
+        rule, remedy = "must hold AMPipe's settings, as keys with values", "Write 'degree: 4' below it."
+        refuse(path, lines["ampipe"], "ampipe", rule, remedy)
     for key, value in (overrides or {}).items():
         values[key], lines[key] = value, 0
         if key not in SIZE_FLAGS:

@@ -21,6 +21,7 @@ from megatron_ampipe.plan.search import (
     MINIMUM_SAVING,
     SHORT,
     Candidate,
+    by_time,
     choose_degree,
     full_plan,
     in_one_chunk,
@@ -210,7 +211,7 @@ def _best(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Cand
         best = (full_plan if full else choose_degree)(predictor, degrees)
         if predictor.block.exchange is not Exchange.ROWS and len(predictor.layers) == 1:
             # Without chunks nothing is hidden, but its exchange may be the faster one.
-            best = min(named(predictor, "ampipe", 1, 1), best, key=lambda way: way.total_us)
+            best = min(named(predictor, "ampipe", 1, 1), best, key=by_time)
     whole = in_one_chunk(predictor)
     if whole is not None and (best is None or best.total_us > whole.total_us * (1 - MINIMUM_SAVING)):
         # The simpler one, and the one that costs nothing where its prediction is wrong.

@@ -14,6 +14,7 @@ lane, over the edge of the period too.
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -95,6 +96,10 @@ class Candidate:
         return self.total_us / (1 - MINIMUM_SAVING) if self.schedule.joins_weights else self.total_us
 
 
+by_time = operator.attrgetter("total_us")
+"""Key of the fastest of some candidates."""
+
+
 def candidates(predictor: Predictor, degrees: Iterable[int] = DEGREES) -> Iterator[Candidate]:
     """The named schedules at each degree, the same in both directions, with equal chunks."""
     names = NAMED if len(predictor.layers) == 1 else NAMED[:1]
@@ -142,7 +147,7 @@ def _best_named(predictor: Predictor, degrees: Sequence[int]) -> Candidate:
     count = len(best.lengths)
     for degree in (degree for degree in range(1, count) if count % degree == 0):
         for pair in ((degree, count), (count, degree)):
-            best = min(best, named(predictor, best.schedule.name, *pair), key=_total_us)
+            best = min(best, named(predictor, best.schedule.name, *pair), key=by_time)
     return best
 
 
@@ -155,7 +160,7 @@ def improve_chunks(predictor: Predictor, start: Candidate) -> Candidate:
     best, tries = start, CHUNK_EVALUATIONS // (count * len(predictor.layers))
     step = max(unit, rows // (2 * count) // unit * unit)
     for lengths in (_tapered(rows, count, unit, ratio) for ratio in (0.8, 1.25)):
-        best = min(best, _timed(predictor, start.schedule, lengths), key=_total_us)
+        best = min(best, _timed(predictor, start.schedule, lengths), key=by_time)
     while step >= unit and tries > 0:
         improved = False
         for giver in range(count):
@@ -187,10 +192,10 @@ def full_plan(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candida
     starts = [plain, *(named(short, NAMED[0], degree, degree) for degree in (count, *larger))]
     if starts[1].schedule == plain.schedule:
         del starts[1]
-    shaped = min((improve_chunks(short, start) for start in starts), key=_total_us)
+    shaped = min((improve_chunks(short, start) for start in starts), key=by_time)
     schedule = shaped.schedule
     even = named(short, schedule.name, schedule.degree, schedule.backward_degree)
-    ordered = min((_reordered(short, start) for start in (even, shaped)), key=_total_us)
+    ordered = min((_reordered(short, start) for start in (even, shaped)), key=by_time)
     best, *others = (_timed(predictor, one.schedule, one.lengths) for one in (plain, shaped, ordered))
     for found in others:
         # The simpler candidate is kept unless the gain exceeds the accuracy of the prediction.
@@ -235,10 +240,6 @@ def _short(predictor: Predictor) -> Predictor:
         return predictor
     # Stages that run again are placed by the order of the others, and are no part of a period.
     return predictor.of_layers(min(SHORT, len(predictor.layers)), recomputes=False)
-
-
-def _total_us(candidate: Candidate) -> float:
-    return candidate.total_us
 
 
 def _timed(predictor: Predictor, schedule: Schedule, lengths: tuple[int, ...]) -> Candidate:

@@ -381,15 +381,10 @@ def host_calls(
     kind: StageKind, direction: Direction, block: Block, *, others: Collection[StageKind] = ()
 ) -> float:
     """Number of calls that issue one stage of one chunk; ``others`` are the kinds of its block."""
-
-    def of(kind: StageKind) -> float:
-        # A step of a kind, and an added one, counts as an average stage.
-        calls = FACTS[kind].calls if kind in FACTS else None
-        if calls is None:
-            return MEAN_CALLS.of(direction)
-        return Pair(*(calls if isinstance(calls, tuple) else calls(block))).of(direction)
-
-    return of(kind) - sum(of(part) for part in others if facts_of(part).part_of == kind)
+    calls = facts_of(kind).calls or MEAN_CALLS
+    own = Pair(*(calls(block) if callable(calls) else calls)).of(direction)
+    parts = (part for part in others if facts_of(part).part_of == kind)
+    return own - sum(host_calls(part, direction, block) for part in parts)
 
 
 def issued_parts(kind: StageKind, direction: Direction, block: Block) -> float:

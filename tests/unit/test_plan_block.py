@@ -47,7 +47,7 @@ def test_sizes_of_a_plain_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        ("ampipe: 4", ["model.yaml:10: ampipe", "must hold keys"]),
+        ("ampipe: 4", ["model.yaml:10: ampipe", "must hold AMPipe's settings"]),
         ("micro-batch-size: 0", ["micro-batch-size 0", "must be greater than or equal to 1"]),
         ("moe-expert-capacity-factor: much", ["must be a valid number"]),
         ("window-size: [128, 4]", ["attends to later keys"]),
