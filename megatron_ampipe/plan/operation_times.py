@@ -51,15 +51,6 @@ class Product(NamedTuple):
     calls: int = 1
 
 
-def is_one_product(whole: Product, num_chunks: int, *, element_bytes: int) -> bool:
-    """Whether the weight gradients of all chunks are one product when they are joined.
-
-    The rule of ``runtime.segment.is_one_product``.
-    """
-    copied = element_bytes * whole.rows / whole.calls * (whole.k + whole.n)
-    return copied <= SUM_BYTES * (num_chunks - 1) * whole.k * whole.n
-
-
 def qkv_products(work: Block, rows: int) -> list[Product]:
     """Of the projections to queries, keys and values; ``rows`` of the residual stream of one rank."""
     gathered = rows * work.batch * work.tensor

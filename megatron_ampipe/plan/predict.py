@@ -15,7 +15,7 @@ from megatron_ampipe.files.timeline import StageSpan, Timeline
 from megatron_ampipe.plan.block import Block, Rows, chunk_rows
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.plan.operation_times import ZERO, OperationTimes, Pair, Product, is_one_product
+from megatron_ampipe.plan.operation_times import ZERO, OperationTimes, Pair, Product
 from megatron_ampipe.plan.simulate import Compiled, Pace, compile_named, direction_bound, run
 from megatron_ampipe.plan.stage_costs import COSTS, Work, exchange, facts_of, issue_us
 from megatron_ampipe.schedule import (
@@ -127,7 +127,11 @@ class Predictor:
                     if whole or apart not in joined:
                         found[Stage(apart, place)] = Pair(0.0, alone)
             if apart is not None and not whole and apart in joined:
-                found[Stage(apart)] = Pair(0.0, self._joined_weights(kind, chunks))
+                # The rows of all chunks are put together for one product.
+                copied = sum(2 * one.rows * (one.k + one.n) for one in self._products(kind, self._sequence))
+                alone = self._weights(kind, Work(self._sequence, chunked=False))
+                alone += self.times.memory_us(copied * self.block.element_bytes)
+                found[Stage(apart)] = Pair(0.0, alone)
         return found
 
     def _time(self, kind: StageKind, rows: Sequence[Rows], *, chunked: bool, dense: bool) -> Pair:
@@ -154,21 +158,6 @@ class Predictor:
             self.times.weight_product(*product, chunked=work.chunked)
             for product in self._products(kind, work.rows)
         )
-
-    def _joined_weights(self, kind: StageKind, chunks: Sequence[Rows]) -> float:
-        """The same of all chunks in one stage: one product where their rows are put together for it."""
-        factor, element = self.cluster.stage_overhead(kind.name).backward_factor, self.block.element_bytes
-        of_chunks = [self._products(kind, rows) for rows in chunks]
-        total = 0.0
-        for whole, *parts in zip(self._products(kind, self._sequence), *of_chunks, strict=True):
-            if is_one_product(whole, len(chunks), element_bytes=element):
-                copied = whole.rows * (whole.k + whole.n)
-                total += factor * self.times.weight_product(*whole, chunked=False)
-                total += self.times.memory_us(2 * copied * element)
-            else:
-                chunked = len(parts) > 1
-                total += factor * sum(self.times.weight_product(*part, chunked=chunked) for part in parts)
-        return total
 
     def _stage(self, kind: StageKind, work: Work, *, dense: bool) -> Pair:
         """The time of one stage of one chunk, including its overhead."""
@@ -360,16 +349,8 @@ class Predictor:
         return Timeline(rank=0, spans=ordered, labels=dict(labels or {}))
 
     def _block(self, direction: Direction) -> float:
-        """What is no stage: the call of every layer, and what moves around a stack."""
-        work, edges = self.block, 0.0
-        if len(self.layers) > 1 and work.tensor > 1:
-            # Rows from Megatron's tensor-parallel ranks to those of the chunks, and back.
-            moved = (
-                work.rows * work.batch * work.hidden * work.element_bytes * (work.tensor - 1) / work.tensor
-            )
-            figure = self.times.figure("all_to_all", work.tensor)
-            edges = 2 * (figure.time_us(moved) + self.times.move(work.rows * work.batch).forward)
-        return self.cluster.host.block.of(direction) * len(self.layers) + edges
+        """What is no stage: the call of every layer."""
+        return self.cluster.host.block.of(direction) * len(self.layers)
 
     def _in_pass(self, forward: float, backward: float) -> Pair:
         """With what Megatron recomputes around a layer; layers that share a schedule recompute in it."""

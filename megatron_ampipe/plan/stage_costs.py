@@ -188,6 +188,8 @@ def choose(times: OperationTimes, work: Work) -> Pair:
 
 
 @CostOf(kinds.REPERMUTE)
+@CostOf(kinds.CONDENSE)
+@CostOf(kinds.EXPAND)
 def permute(times: OperationTimes, work: Work) -> Pair:
     return times.move(times.sent(work.rows))
 
@@ -197,21 +199,6 @@ def route(times: OperationTimes, work: Work) -> Pair:
     """The router, unless it is a separate stage, and the permutation."""
     moved = permute(times, work)
     return moved if times.block.chooses else choose(times, work) + moved
-
-
-@CostOf(kinds.CONDENSE)
-def condense(times: OperationTimes, work: Work) -> Pair:
-    """Similarity of the rows that go to one expert, each with each, and a copy of those that are sent."""
-    sizes, sent = times.block, times.sent(work.rows)
-    of_expert = sent / sizes.experts
-    similar = times.products(of_expert, sizes.hidden, of_expert, sizes.experts, chunked=False)
-    return Pair(similar.forward, 0.0) + times.move(sent)
-
-
-@CostOf(kinds.EXPAND)
-def expand(times: OperationTimes, work: Work) -> Pair:
-    """Rows for all tokens from those that were sent, weighted."""
-    return permute(times, work) + times.pass_over(times.sent(work.rows) * times.block.hidden)
 
 
 @CostOf(kinds.MERGE, calls=(4, 1))

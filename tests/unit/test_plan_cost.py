@@ -6,18 +6,13 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.block import chunk_rows
 from megatron_ampipe.plan.cluster import TransferCost
-from megatron_ampipe.plan.operation_times import Product
-from megatron_ampipe.plan.operation_times import is_one_product as planned_as_one
 from megatron_ampipe.plan.planner import equation_10
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.stage_costs import COSTS, FACTS
-from megatron_ampipe.runtime.segment import is_one_product
 from megatron_ampipe.schedule import (
     ALL_KINDS,
     WEIGHTS,
@@ -129,20 +124,6 @@ def test_weight_gradients_apart_take_as_long_as_together(changes: dict[str, obje
         of_experts = apart[Stage(WEIGHTS[kinds.EXPERT], 0)]
         assert of_experts.forward == 0
         assert 0.3 < of_experts.backward / together[Stage(kinds.EXPERT, 0)].backward < 0.7
-
-
-@given(
-    rows=st.lists(st.integers(0, 4096), min_size=1, max_size=8),
-    inputs=st.integers(1, 4096),
-    outputs=st.integers(1, 4096),
-    element_bytes=st.sampled_from([2, 4]),
-)
-def test_the_planner_joins_what_the_runtime_joins(
-    rows: list[int], inputs: int, outputs: int, element_bytes: int
-) -> None:
-    product = Product(sum(rows), inputs, outputs)
-    joined = planned_as_one(product, len(rows), element_bytes=element_bytes)
-    assert joined == is_one_product(rows, inputs, outputs, element_bytes=element_bytes)
 
 
 def test_a_copy_takes_the_time_of_its_bytes_and_needs_a_figure() -> None:
