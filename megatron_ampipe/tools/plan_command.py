@@ -191,8 +191,6 @@ def _write_trace(predictor: Predictor, plan: Plan, arguments: argparse.Namespace
     pipeline = plan.pipeline(rows=rows)
     if arguments.trace_of is not None:
         pipeline = Pipeline.of(arguments.trace_of)
-    if pipeline.num_chunks > rows:
-        arguments.refuse(f"--trace-of is more chunks than the {rows} rows of a rank; use {rows} or less")
     shown = sharing_layers(predictor, pipeline.stack)
     lengths = tuple(sum(span.length for span in chunk.hidden) for chunk in pipeline.chunks(rows))
     labels = {PREDICTED: f"{arguments.model} on {arguments.cluster}", **pipeline.labels}

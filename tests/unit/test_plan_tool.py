@@ -136,7 +136,7 @@ def test_an_error_in_a_plan_file_is_reported_with_its_line(
         (["--routing", "absent", "--imbalance", "2"], "not allowed with argument"),
         (
             ["--trace-of", "64", "--set", "seq-length=32", "--trace", "trace.json"],
-            "is more chunks than the 32 rows of a rank",
+            "must be between 1 and the number of rows of the sequence on one rank (32)",
         ),
     ],
 )
