@@ -31,7 +31,6 @@ from megatron_ampipe.schedule import (
     build,
     check,
     dependencies,
-    issue_order,
 )
 from tests.core_speed import executed_lines
 from tests.plan_cases import cluster, sized_block, without_device
@@ -98,30 +97,6 @@ def test_the_order_of_two_chunks_is_nearly_optimal(
     # Trying every order takes too long for more than about a thousand orders.
     if len(problem.compiled.lanes[0][1]) <= 9:
         assert found <= 1.01 * fastest_of_all(problem) + 1e-9
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(3, 5).flatmap(lambda degree: problems(degree=degree)))
-def test_searched_orders_are_valid_and_not_slower(
-    case: tuple[OrderProblem, Schedule, BlockFeatures, Direction],
-) -> None:
-    problem, schedule, features, direction = case
-    start = problem.period_of(schedule.program(direction))
-    found = improve_order(problem, start)
-    assert problem.time(found) <= problem.time(start)
-    program = problem.program(found)
-    forward, backward = schedule.forward, schedule.backward
-    if direction is Direction.FORWARD:
-        forward = program
-    else:
-        backward = program
-    searched = Schedule("searched", schedule.degree, forward, backward, schedule.degree)
-    check(searched, [features])
-    needs = dependencies([features], degree=schedule.degree, whole_attention=False, direction=direction)
-    for host_waits in (False, True):
-        # The issue order depends only on the schedule, with collectives in the order of their lane.
-        order = issue_order(program, needs, host_waits=host_waits)
-        assert [stage for lane, stage in order if lane == "comm"] == list(program.lanes[1].stages)
 
 
 BLOCKS = {

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 
 import pytest
 
-from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.simulate import Pace, compile_named, run
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
-    Program,
     StageKind,
     build,
-    even_chunks,
     kinds,
 )
-from tests.plan_cases import cluster, sized_block, without_device
 
 PLAIN = BlockFeatures(chunked_qkv=True)
 TIMES = {
@@ -93,24 +88,3 @@ def test_the_host_waits_for_the_counts_of_a_dispatch() -> None:
     assert found["counts.0"] == (5.5, 55.5)
     assert found["dispatch.0"][0] == pytest.approx(56.0)
     assert found["expert.0"][0] >= 60
-
-
-@pytest.mark.parametrize(("name", "degree"), [("ampipe", 2), ("moe-only", 5), ("sequential", 1)])
-def test_the_timeline_follows_the_schedule(name: str, degree: int) -> None:
-    predictor = Predictor(sized_block(), without_device(cluster()))
-    schedule = build(name, degree=degree, features=predictor.block.features)
-    lengths = even_chunks(predictor.block.rows, degree)
-    timeline = predictor.timeline(schedule, lengths)
-    for direction in Direction:
-        spans = [span for span in timeline.spans if span.direction == direction]
-        program: Program = schedule.program(direction)
-        for lane in program.lanes:
-            ran = sorted((s for s in spans if s.lane == lane.lane), key=lambda s: (s.begin_us, s.end_us))
-            assert [span.stage for span in ran] == list(map(str, lane.stages))
-            assert all(a.end_us <= b.begin_us + 1e-6 for a, b in itertools.pairwise(ran))
-    last = max(span.end_us for span in timeline.spans)
-    overheads = predictor.cluster.host.block
-    total = predictor.pass_us(schedule, lengths)
-    assert last + overheads.forward_us + overheads.backward_us == pytest.approx(
-        total.forward + total.backward
-    )
