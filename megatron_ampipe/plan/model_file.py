@@ -186,11 +186,6 @@ class ModelFile:
         rule = wrong["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         self.refuse(key, rule)
 
-    def misspelt(self) -> dict[str, str]:
-        """Keys that are probably misspelled, with the key that was probably meant."""
-        near = {key: meant(key, SIZE_FLAGS) for key in self.values}
-        return {key: right for key, right in near.items() if right is not None}
-
     def refuse(self, key: str, rule: str) -> NoReturn:
         """Raise BadInput for the value of a key."""
         shown, line = f"{key} {self.values.get(key, '(default)')}", self.lines.get(key, 1)
@@ -303,9 +298,10 @@ def block_of(
         shards_optimizer=flags.use_distributed_optimizer,
     )
     _check(model, block, ranks)
-    for key, near in model.misspelt().items():
-        place = f"{model.path}:{model.lines[key]}"
-        assumed.append(f"{key} ({place}) is not read by the planner; did you mean {near}?")
+    for key in model.values:
+        if (near := meant(key, SIZE_FLAGS)) is not None:
+            place = f"{model.path}:{model.lines[key]}"
+            assumed.append(f"{key} ({place}) is not read by the planner; did you mean {near}?")
     return block, tuple(assumed)
 
 

@@ -65,25 +65,22 @@ def _shown(value: object) -> str:
     return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
 
-_LAST: Any = {"last": True}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Planned:
     """What a plan and its file hold in the same form; see :class:`Plan`."""
 
-    shares: tuple[float, ...] = field(metadata=_LAST)
-    stack: int = field(default=1, metadata={"minimum": 0, **_LAST})
-    memory: str = field(default=KEEP, metadata=_LAST)
-    num_layers: int = field(default=1, metadata=_LAST)
-    stock_ms: float | None = field(default=None, metadata=_LAST)
-    predicted_ms: float | None = field(default=None, metadata=_LAST)
-    stages_forward_ms: float | None = field(default=None, metadata=_LAST)
-    stages_backward_ms: float | None = field(default=None, metadata=_LAST)
-    hidden_share: float | None = field(default=None, metadata=_LAST)
-    memory_gib: float | None = field(default=None, metadata=_LAST)
-    reason: str = field(metadata=_LAST)
-    made_for: MadeFor | None = field(default=None, metadata=_LAST)
+    shares: tuple[float, ...]
+    stack: int = field(default=1, metadata={"minimum": 0})
+    memory: str = KEEP
+    num_layers: int = 1
+    stock_ms: float | None = None
+    predicted_ms: float | None = None
+    stages_forward_ms: float | None = None
+    stages_backward_ms: float | None = None
+    hidden_share: float | None = None
+    memory_gib: float | None = None
+    reason: str
+    made_for: MadeFor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,15 +168,16 @@ class Plan(_Planned):
 
     def write(self, path: Path, *, head: str) -> None:
         """Write the file, whose first line is the comment ``head``, such as the command that made it."""
-        record = _PlanFile(
+        record = {
+            "format": "ampipe-plan-1",
+            "forward_degree": self.forward_degree,
+            "backward_degree": self.backward_degree,
+            "schedule": to_text(self.schedule),
+            "exchange": self.exchange.value,
             **{name: getattr(self, name) for name in _Planned.__slots__},
-            format="ampipe-plan-1",
-            forward_degree=self.forward_degree,
-            backward_degree=self.backward_degree,
-            schedule=to_text(self.schedule),
-            exchange=self.exchange.value,
-        )
-        write_record(path, record, head=head)
+        }
+        known = {name: value for name, value in record.items() if value is not None}
+        write_record(path, known, head=head)
 
     @classmethod
     def read(cls, path: Path) -> Plan:
