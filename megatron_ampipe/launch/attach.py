@@ -21,7 +21,6 @@ from megatron_ampipe.launch import host, startup
 from megatron_ampipe.launch.auto import (
     Agreement,
     AutoDegree,
-    iterations_left,
     print_on_first_rank,
     save_choice,
 )
@@ -32,6 +31,7 @@ from megatron_ampipe.launch.recording import Recording, RoutingRecording
 from megatron_ampipe.launch.refusals import (
     exchanges_of,
     load_balancing,
+    packs_documents,
     refuse_unsupported,
     refuse_with_token_ids,
 )
@@ -80,7 +80,7 @@ def make_context(
             memory = choose_memory(
                 args, config.pipeline, config.memory_budget, config.cluster, automatic=config.automatic
             )
-            config = replace(config, pipeline=replace(config.pipeline, memory=memory.memory))
+            config = replace(config, pipeline=memory.pipeline)
         on_gpu = not host.installed()
         adjustments = [*adjustments, *adjust_arguments(args, on_gpu=on_gpu)]
         # Without a trace, only what the log says of an iteration is recorded.
@@ -187,8 +187,7 @@ def _drop_attention_mask(args: argparse.Namespace) -> host.Adjustment | None:
 
 def _unfuse_rotary(args: argparse.Namespace) -> host.Adjustment | None:
     """Rotate latent attention without its fused kernel where rows of one index have several positions."""
-    packed = args.sft or getattr(args, "dataloader_inter_document_masking", False)
-    several = args.micro_batch_size > 1 and packed
+    several = args.micro_batch_size > 1 and packs_documents(args)
     if not (several and args.multi_latent_attention and args.apply_rope_fusion):
         return None
     args.apply_rope_fusion = False
@@ -229,7 +228,6 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
         in_one_chunk=IN_ONE_CHUNK if is_open else None,
         say=print_on_first_rank,
         keep=functools.partial(save_choice, args, config.save_plan, shape),
-        iterations_left=functools.partial(iterations_left, args),
     )
     choice = auto.start(shape)
     hooks.add(Agreement(context.pipeline))

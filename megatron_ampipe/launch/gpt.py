@@ -29,7 +29,6 @@ from megatron.core.utils import (
 )
 from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
@@ -186,48 +185,26 @@ def forward_step(
             output = model.build_schedule_plan(*inputs, **targets)
         else:
             output = model(*inputs, **targets, packed_seq_params=packing)
-    return output, functools.partial(loss_func, batch["loss_mask"], model=model)
-
-
-@functools.cache
-def _distillation_loss() -> Callable[..., Any]:
-    """The loss against a teacher's stored log-probabilities; opens their reader once per process."""
-    from megatron.training.distillation import LossFuncCallable
-
-    args = get_args()
-    return LossFuncCallable(
-        logprobs_dir=args.logits_load_dir,
-        decode_threads=args.logits_load_decode_threads,
-        prefetch_factor=args.logits_load_prefetch_factor,
-        msc_prefetch_depth=args.logits_load_msc_prefetch_depth,
-        kd_loss_alpha=args.logits_load_kd_loss_alpha,
-        ignore_errors=args.logits_load_ignore_errors,
-    )
+    return output, functools.partial(loss_func, batch["loss_mask"])
 
 
 def loss_func(
-    loss_mask: torch.Tensor, output: torch.Tensor, model: Any = None
+    loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The sum of the token losses ``[B, S]`` of one micro-batch.
 
     Args:
         loss_mask: ``[B, S]``, 1 for tokens that count.
         output: Losses of the tokens, ``[B, S]``.
-        model: The model that made ``output``; needed for distillation.
 
     Returns:
         The loss (a sum), the number of tokens in it, and what to report: (sum, tokens) by name.
     """
-    args = get_args()
-    if args.logits_load_dir is not None:
-        loss, num_tokens, report = _distillation_loss()(loss_mask, output, model=model)
-    else:
-        mask = loss_mask.view(-1).float()
-        loss = (output.view(-1).float() * mask).sum()
-        num_tokens = mask.sum().detach().to(torch.int)
-        report = {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
+    mask = loss_mask.view(-1).float()
+    loss = (output.view(-1).float() * mask).sum()
     _check_loss(loss)
-    return loss, num_tokens, report
+    num_tokens = mask.sum().detach().to(torch.int)
+    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
 
 
 def _check_loss(loss: torch.Tensor) -> None:
@@ -259,9 +236,7 @@ def embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
 def datasets_provider(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
     """The training, validation and test datasets, of so many samples each."""
     args = get_args()
-    kind = GPTFIMDataset if args.fim_data else GPTDataset
-    if args.sft or args.mock_data:
-        kind = SFTDataset if args.sft else MockGPTDataset
+    kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     print_rank_0("> building train, validation, and test datasets for GPT ...")
     is_needed_here = functools.partial(_is_dataset_needed_here, vp_stage)
     datasets = BlendedMegatronDatasetBuilder(kind, num_samples, is_needed_here, _dataset_config(args)).build()
@@ -284,13 +259,12 @@ def _is_dataset_needed_here(vp_stage: int | None) -> bool:
 
 
 def _dataset_config(args: Any) -> GPTDatasetConfig:
-    kind = GPTFIMDatasetConfig if args.fim_data else GPTDatasetConfig
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     settings = {
         # Most fields are named as the arguments.
         **{
             field.name: getattr(args, field.name)
-            for field in dataclasses.fields(kind)
+            for field in dataclasses.fields(GPTDatasetConfig)
             if field.init and hasattr(args, field.name)
         },
         "tokenizer": build_tokenizer(args),
@@ -308,7 +282,4 @@ def _dataset_config(args: Any) -> GPTDatasetConfig:
     }
     if args.per_dataset_sequences_path is not None:
         settings["sequences_per_dataset"] = json.loads(Path(args.per_dataset_sequences_path).read_text())
-    if args.fim_data:
-        names = ("prefix", "middle", "suffix", "pad", "eod")
-        settings["fim_extra_tokens"] = {name: getattr(args, f"fim_{name}_token") for name in names}
-    return kind(**settings)
+    return GPTDatasetConfig(**settings)

@@ -90,17 +90,12 @@ class Hooks:
 
         return step
 
-    def around_forward(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward step that a script gives to ``pretrain``, with its moment."""
+    def before_forward(self, model: Any) -> None:
+        """Before the forward step that a script gives to ``pretrain``, with a wrapped model."""
         from megatron.core.utils import unwrap_model
 
-        @functools.wraps(forward_step)
-        def step(data_iterator: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
-            for hook in self._hooks:
-                hook.before_forward(unwrap_model(model))
-            return forward_step(data_iterator, model, *rest, **kwargs)
-
-        return step
+        for hook in self._hooks:
+            hook.before_forward(unwrap_model(model))
 
     def _around_log(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(training_log)

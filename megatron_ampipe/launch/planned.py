@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,14 +209,6 @@ def _model_of_args(args: argparse.Namespace) -> ModelFile:
     return ModelFile(Path("arguments"), values, {}, settings_of(args))
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryChoice:
-    """What is kept, as ``Pipeline.memory``, and why: one sentence, for the start-up table."""
-
-    memory: str
-    reason: str
-
-
 def choose_memory(
     args: argparse.Namespace,
     pipeline: Pipeline,
@@ -224,8 +216,8 @@ def choose_memory(
     cluster_file: str | None = None,
     *,
     automatic: bool = False,
-) -> MemoryChoice:
-    """The fastest combination of strategies whose predicted peak fits.
+) -> Choice:
+    """The pipeline with the fastest combination of strategies whose predicted peak fits.
 
     Counted are the activations of the layers of a pipeline stage, of all micro-batches that wait for their
     backward; not the embedding and the logits, weights, gradients and the optimizer.
@@ -238,7 +230,7 @@ def choose_memory(
     limit = parse_size(budget)
     block, layers = block_of_args(args), layers_of(_model_of_args(args))
     block = replace(block, exchange=pipeline.exchange)
-    num_layers, passes = layers.num_layers, in_flight(args)
+    num_layers, passes, given = layers.num_layers, in_flight(args), pipeline
     if automatic:
         pipeline = replace(pipeline, degree=2, backward_degree=2)
 
@@ -283,8 +275,8 @@ def choose_memory(
         for name in STRATEGIES
         if name in by_name and name != chosen.memory
     )
-    return MemoryChoice(
-        chosen.memory,
+    return Choice(
+        replace(given, memory=chosen.memory),
         f"{compared} within {budget}{slower}: predicted peak of the layers' activations "
         f"{size_to_text(chosen.peak_bytes)} ({others})",
     )

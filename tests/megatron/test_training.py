@@ -296,7 +296,7 @@ def test_ranks_of_a_context_log_the_digits_of_one_rank(tmp_path: Path) -> None:
     }
     found = train(lines, num_ranks=4)
     assert_same_digits(stock, *found.values())
-    assert "context ring keys and values of 4 ranks in 4 steps" in found["ring"].table
+    assert "context ring of 4 ranks" in found["ring"].table
     said = "--cp-comm-type all_gather in pipelined blocks, in place of"
     assert f"{said} a2a+p2p:" in found["gathered"].table and f"{said} a2a:" in found["a2a"].table
 
@@ -331,7 +331,6 @@ def test_what_differs_by_rounding_or_at_random(tmp_path: Path) -> None:
     skipped = "number of skipped iterations:   0"
     assert stock.output.count(skipped) == ours.output.count(skipped)
     stock, ours = found["random"], found["random ours"]
-    assert "routing is random, which is for benchmarks" in ours.table
     assert sum(ours.load_balancing_loss) == pytest.approx(sum(stock.load_balancing_loss), rel=0.05)
     assert sum(ours.lm_loss) == pytest.approx(sum(stock.lm_loss), rel=0.01)
     exact = found["learnt"]

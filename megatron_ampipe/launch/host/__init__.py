@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.errors import BadInput
 
 _installed = False
 
@@ -36,24 +36,12 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Install the replacements; a second call does nothing.
-
-    Raises:
-        EnvironmentMissing: A GPU is present, or Megatron was imported before this call.
-    """
+    """Install the replacements; a second call does nothing."""
     global _installed
     if _installed:
         return
-    if gpu_available():
-        raise EnvironmentMissing(
-            "The host platform replaces a missing GPU, but this machine has one. "
-            "Run without it, or hide the GPU with CUDA_VISIBLE_DEVICES=''."
-        )
-    if "megatron.core" in sys.modules:
-        raise EnvironmentMissing(
-            "The host platform must be installed before megatron.core is imported, because the import binds "
-            "names of torch.compile and torch.cuda. Call megatron_ampipe.launch.host.install() first."
-        )
+    assert not gpu_available(), "the host platform replaces a missing GPU, and this machine has one"
+    assert "megatron.core" not in sys.modules, "its import binds names of torch.compile and torch.cuda"
     from megatron_ampipe.launch.host import all_to_all, torch_calls
 
     torch_calls.install()
