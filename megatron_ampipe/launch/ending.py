@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import faulthandler
 import json
+import logging
 import os
 import signal
 import sys
@@ -42,10 +43,11 @@ def run_to_end(work: Callable[[], int]) -> int:
     if _ERROR_FILE in os.environ:
         faulthandler.enable()
     try:
+        # A background process of a shell ignores it, and still does.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _interrupt)
         return work()
     except KeyboardInterrupt:
-        # torchrun sends it once more.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         return end_interrupted()
     # Some exceptions of torch are no Exception.
     except BaseException as error:
@@ -55,6 +57,13 @@ def run_to_end(work: Callable[[], int]) -> int:
         if not isinstance(cause, Exception):
             raise
         return end_after_failure(cause)
+
+
+def _interrupt(*_: object) -> None:
+    """End the run once: a second Ctrl-C, as torchrun sends it, and the logs of libraries are ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.disable()
+    raise KeyboardInterrupt
 
 
 def _wrong_rank_variable() -> BadInput | None:

@@ -109,13 +109,12 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
         raise refused(
             f"is not for the blocks of this model: its exchange {plan.exchange} has nothing to save there"
         )
-    layout = layout_of_args(args)
-    pipeline = plan.pipeline(rows=args.seq_length // (layout.tensor_ranks * layout.context_ranks))
+    pipeline = plan.pipeline(rows=rows_of_rank(args))
     try:
         # If layers share the order, two show whether it can be repeated.
         features = [_features_of(args, pipeline)] * (2 if _shares_schedule(args, pipeline) else 1)
         pipeline.schedule_of(features)
-        pipeline.chunks(args.seq_length, layout)
+        pipeline.chunks(args.seq_length, layout_of_args(args))
     except BadInput as error:
         if error.name == "--seq-length":
             raise
@@ -168,6 +167,13 @@ def layout_of_args(args: argparse.Namespace) -> SequenceLayout:
         tensor_ranks=args.tensor_model_parallel_size if args.sequence_parallel else 1,
         context_ranks=args.context_parallel_size,
     )
+
+
+def rows_of_rank(args: argparse.Namespace) -> int:
+    """Rows of the residual stream that a rank holds."""
+    layout = layout_of_args(args)
+    rows: int = args.seq_length // (layout.tensor_ranks * layout.context_ranks)
+    return rows
 
 
 def features_of_args(args: argparse.Namespace, *, shares_schedule: bool = False) -> BlockFeatures:

@@ -15,7 +15,7 @@ from megatron_ampipe.launch.failures import known_cause
 from megatron_ampipe.launch.flags import config_from_args
 from megatron_ampipe.launch.recipes import GPT, HYBRID, specification
 from megatron_ampipe.launch.refusals import refuse_unsupported
-from megatron_ampipe.launch.script import attach
+from megatron_ampipe.launch.script import wrap_steps
 from megatron_ampipe.launch.session import TrainingSession
 
 PROGRAM_NAME = "pretrain_gpt"
@@ -50,7 +50,7 @@ def prepare_training(session: TrainingSession) -> Callable[[float], None]:
     """
     words = session.prepare_platform()
     compat.require_model_from_configuration()
-    attach(session)
+    wrap_steps(session)
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
     from megatron.training.argument_utils import (

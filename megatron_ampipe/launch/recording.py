@@ -8,8 +8,7 @@ already read the losses of the same iteration, so the host does not wait for the
 With ``--ampipe-routing-dir``, the routing of one micro-batch becomes a file, every Nth iteration. Forward
 hooks on the routers of a model see who goes where, while the micro-batch passes: on Megatron's own layers and
 on pipelined ones, whose routers see chunks. The counts go to one rank. Which rows are
-similar is asked of a few of them: comparing all takes longer than a training step of a small model. A restart
-that goes on from an earlier iteration removes the files of later ones, which it will write again.
+similar is asked of a few of them: comparing all takes longer than a training step of a small model.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from megatron_ampipe.plan.recorded_routing import (
     THRESHOLDS,
     LayerRouting,
     RoutingRecord,
-    files_of,
     places_of,
 )
 from megatron_ampipe.schedule import Direction
@@ -96,8 +94,7 @@ class Recording(Hook):
             return
         tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
         tagged = {
-            "ampipe/" + name.replace(" (ms)", "-ms").replace("/", "-to-").replace(" ", "-"): value
-            for name, value, _ in metrics
+            "ampipe/" + name.replace(" (ms)", "-ms").replace(" ", "-"): value for name, value, _ in metrics
         }
         if tensorboard:
             for tag, value in tagged.items():
@@ -127,8 +124,6 @@ class Recording(Hook):
                 metrics.append((f"block {direction.value} (ms)", measured_ms, 2))
                 if predicted_ms:
                     metrics.append((f"block {direction.value} predicted (ms)", predicted_ms, 2))
-                    ratio = measured_ms / predicted_ms
-                    metrics.append((f"block {direction.value} measured/predicted", ratio, 2))
         return metrics
 
     def at_end(self) -> None:
@@ -151,7 +146,7 @@ class RoutingRecording(Hook):
     def __init__(self, args: argparse.Namespace, config: AMPipeConfig, context: AMPipeContext | None) -> None:
         assert config.routing_dir is not None
         self._args, self._interval, self._context = args, config.routing_interval, context
-        self._folder, self._is_first = Path(config.routing_dir), True
+        self._folder = Path(config.routing_dir)
         condensed = [] if config.condense is None else [config.condense]
         self._thresholds = tuple(sorted({*THRESHOLDS, *condensed}))
         self._handles: list[RemovableHandle] = []
@@ -164,12 +159,6 @@ class RoutingRecording(Hook):
 
     def before_step(self, models: list[Any]) -> None:
         """Count, in every Nth step. Routers of multi-token prediction are left out."""
-        if self._is_first and dist.get_rank() == 0:
-            # An interrupted run may have recorded more iterations than this one begins with.
-            for iteration, path in files_of(self._folder).items():
-                if iteration >= self._iteration:
-                    path.unlink(missing_ok=True)
-        self._is_first = False
         # Only this group is asked in the end.
         if self._iteration % self._interval or parallel_state.get_expert_data_parallel_rank() > 0:
             return

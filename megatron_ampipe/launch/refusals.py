@@ -193,15 +193,6 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: (args.tensor_model_parallel_size or 1) > 1 and not args.sequence_parallel,
     ),
     Refusal(
-        "--fp32-residual-connection",
-        "Megatron's local layers do not support a residual in a different precision",
-        "Use --transformer-impl transformer_engine, or leave it out.",
-        lambda args: (
-            bool(args.fp32_residual_connection and (args.bf16 or args.fp16))
-            and args.transformer_impl in (None, "local")
-        ),
-    ),
-    Refusal(
         "--ampipe-schedule",
         "only the linear layers of --transformer-impl local can compute gradients of weights apart",
         "Use --transformer-impl local, or --ampipe-schedule ampipe and --ampipe-degree 4.",
@@ -376,6 +367,12 @@ REFUSALS: tuple[Refusal, ...] = (
 _OTHER_ROUTER = "Leave it out, or use a router that reads hidden states, such as --ampipe-router cosine."
 
 TOKEN_ID_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "--pipeline-model-parallel-size",
+        "the ids of tokens are read for the first pipeline stage alone",
+        "Use --pipeline-model-parallel-size 1, or a router that reads hidden states: --ampipe-router cosine.",
+        lambda args: (args.pipeline_model_parallel_size or 1) > 1,
+    ),
     Refusal(
         "--mtp-num-layers",
         "layers of multi-token prediction embed later tokens than those whose ids a router is told",

@@ -21,36 +21,23 @@ from megatron_ampipe import compat
 from megatron_ampipe.errors import AMPipeError
 from megatron_ampipe.launch import flags
 from megatron_ampipe.launch.ending import end_with, run_to_end
-from megatron_ampipe.launch.session import TrainingSession
-
-USAGE = """\
-usage: torchrun ... -m megatron_ampipe.launch PATH/pretrain_gpt.py FLAGS...
-
-Runs a training script of a Megatron-LM checkout, unedited, with AMPipe's flags in addition to its own.
-
-  PATH/pretrain_gpt.py   the script; the megatron package next to it is the one that is used
-  FLAGS                  the script's own, and --ampipe-degree N and the like; after the script,
-                         --help lists them all
-"""
+from megatron_ampipe.launch.session import TrainingSession, names_own_flags
 
 _session: TrainingSession | None = None
 """That of the run that this process makes; of a patched tree once a step is called."""
 _models: tuple[type, ...] = ()
-"""The wrapped classes of models; none before :func:`attach`."""
+"""The wrapped classes of models; none before :func:`wrap_steps`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script of a command line, that of the process when None, and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] in (["-h"], ["--help"]):
-        print(USAGE)
-        return 0
     script = "".join(words[:1])
     session = TrainingSession(words[1:], script=script)
 
     def run() -> int:
         if not Path(script).is_file():
-            remedy = "Name it before all flags: -m megatron_ampipe.launch PATH/pretrain_gpt.py FLAGS"
+            remedy = "Name it before all flags: -m megatron_ampipe.launch PATH/pretrain_gpt.py --help"
             raise session.refused_script("is not a script", remedy)
         return _run_script(Path(script), session)
 
@@ -61,7 +48,7 @@ def _run_script(script: Path, session: TrainingSession) -> int:
     # In place of what "python -m" set, as if the script had been named on python's command line.
     sys.path[0] = str(script.resolve().parent)
     sys.argv = [str(script), *session.prepare_platform()]
-    attach(session)
+    wrap_steps(session)
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as stop:
@@ -79,7 +66,7 @@ def _run_script(script: Path, session: TrainingSession) -> int:
     return 0
 
 
-def attach(session: TrainingSession | None = None) -> None:
+def wrap_steps(session: TrainingSession | None = None) -> None:
     """Have the steps of Megatron call a session, wherever Megatron's own modules hold them by name.
 
     Before a script imports them. Without ``session``, in a patched tree, one is made when a step is called.
@@ -144,7 +131,9 @@ def _parse(
         return session.add_arguments(parser)
 
     parsed = parse(provide, *args, **kwargs)
-    session.check_parsed(parsed)
+    if names_own_flags():
+        # Refuses a --yaml-cfg, which has replaced them; Megatron does not validate it.
+        flags.config_from_args(parsed)
     return parsed
 
 

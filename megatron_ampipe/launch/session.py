@@ -76,18 +76,9 @@ class TrainingSession:
 
         Without AMPipe's flags, what is wrong with a command line of a patched tree is Megatron's to say.
         """
-        if not self.is_patch or _names_own_flags():
+        if not self.is_patch or names_own_flags():
             report_parser_errors(parser)
         return flags.add_arguments(parser)
-
-    def check_parsed(self, args: Any) -> None:
-        """Refuse AMPipe's flags where a ``--yaml-cfg`` has replaced them; without them it is not our concern.
-
-        Raises:
-            BadInput: They were replaced.
-        """
-        if _names_own_flags():
-            config_from_args(args)
 
     def accept(self, args: Any) -> None:
         """Check a run, settle how its blocks are pipelined, print the table, write ``resolved.yaml``.
@@ -116,7 +107,7 @@ class TrainingSession:
             check_data(args, self._hooks.replace, of_script=self.script is not None)
         keep_signal_from_children(args)
         self.args = args
-        self.gate = find_gate(config, args, of_script=self.script is not None)
+        self.gate = find_gate(config, args)
         self.context = make_context(
             args, config, gate=self.gate, hooks=self._hooks, adjustments=self._adjustments
         )
@@ -182,5 +173,6 @@ class TrainingSession:
             self._hooks.remove()
 
 
-def _names_own_flags() -> bool:
+def names_own_flags() -> bool:
+    """Whether the command line of the process has flags of AMPipe."""
     return any(word.startswith("--ampipe") for word in sys.argv)

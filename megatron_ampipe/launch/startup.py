@@ -14,7 +14,7 @@ from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.host import Adjustment
-from megatron_ampipe.launch.planned import layout_of_args
+from megatron_ampipe.launch.planned import layout_of_args, rows_of_rank
 from megatron_ampipe.launch.recording import has_expert_communication
 from megatron_ampipe.launch.refusals import exchanges_of, packs_documents
 from megatron_ampipe.launch.trials import Choice, candidates
@@ -91,9 +91,9 @@ def reason_rows(choice: Choice) -> list[Row]:
 
 def _choice_rows(args: argparse.Namespace, context: AMPipeContext, choice: Choice | None) -> list[Row]:
     """Degree, schedule and exchange, or what the first iterations choose from."""
-    pipeline, config, layout = context.pipeline, context.config, layout_of_args(args)
+    pipeline, config = context.pipeline, context.config
     if config.automatic and choice is None:
-        tried = candidates(args.seq_length // (layout.tensor_ranks * layout.context_ranks))
+        tried = candidates(rows_of_rank(args))
         return [
             ("degree", f"auto: the first iterations try {', '.join(map(str, tried))}, the fastest stays"),
             ("schedule", pipeline.schedule),
@@ -102,7 +102,7 @@ def _choice_rows(args: argparse.Namespace, context: AMPipeContext, choice: Choic
     degree = str(pipeline.degree)
     if pipeline.backward_degree != pipeline.degree:
         degree += f" forward, {pipeline.backward_degree} backward"
-    ends = [chunk.hidden[-1].local_end for chunk in pipeline.chunks(args.seq_length, layout)]
+    ends = [chunk.hidden[-1].local_end for chunk in pipeline.chunks(args.seq_length, layout_of_args(args))]
     boundaries = f"{' '.join(map(str, [0, *ends]))} of the {ends[-1]} rows of a rank"
     return [
         ("degree", degree),

@@ -21,7 +21,7 @@ Without a patch, -m megatron_ampipe.launch PATH/pretrain_gpt.py does the same. d
 """
 
 FILE = "megatron/training/__init__.py"
-LINES = "from megatron_ampipe.launch import script as ampipe\nampipe.attach()\n"
+LINES = "from megatron_ampipe.launch import script as ampipe\nampipe.wrap_steps()\n"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

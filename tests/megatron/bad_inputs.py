@@ -73,9 +73,12 @@ YAML = {
     ),
     # Values.
     "word-for-number": ("lr: fast", "{line}1: --lr: invalid float value: 'fast'. Run with --help"),
-    "switch-for-number": ("num-layers: true", "num-layers: True: takes only numbers and text, and words"),
+    "switch-for-number": ("num-layers: true", "num-layers: True: takes numbers and text; words such"),
     "choice": ("attention-backend: flsh", "arguments (incomplete): 'flsh' is no choice of its flag. Run"),
-    "list-for-pattern": ("moe-layer-freq: [0, 1]", "[0,1]: takes one value, and this is a list. Write one"),
+    "list-for-pattern": (
+        "moe-layer-freq: [0, 1]",
+        "['0', '1']: takes numbers and text; words",
+    ),
     # Sections.
     "own-at-top": ("degree: 4", "degree: there is no such flag. Write it below 'ampipe:', indented."),
     "own-degree-0": ("ampipe:\n  degree: 0", "{line}2: --ampipe-degree 0: must be a whole number"),

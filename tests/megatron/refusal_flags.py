@@ -44,7 +44,6 @@ VALUES = {
 """Refused values; for other flags the worker uses all choices except the default, or 2."""
 
 COMPANIONS = {
-    "--fp32-residual-connection": ["--bf16", "--transformer-impl", "local"],
     "--context-parallel-size": ["--sft"],
     "--moe-flex-dispatcher-backend": ["--moe-token-dispatcher-type", "flex"],
     "--skip-train": ["--ampipe-degree", "auto"],

@@ -30,7 +30,6 @@ from tests.megatron.checkout.layout import lay_out
 from tests.megatron.launcher import MOCK_DATA, REPOSITORY, Run, environment
 from tests.megatron.pairs import assert_resumed, assert_same_digits, digits, runs_of
 from tests.megatron.trainings import (
-    BLOCK,
     BLOCKS,
     COMMON,
     CP,
@@ -250,18 +249,14 @@ DEEP = (
     + ROPE
     + ("--global-batch-size 8 --ampipe-router hash --eval-iters 1 --eval-interval 4 ")
 )
-INTERLEAVED = PP + "--num-layers-per-virtual-pipeline-stage 1 "
 MOE_AGAIN = "--recompute-granularity selective --recompute-modules moe "
 LAYOUTS = {
-    "interleaved stock": INTERLEAVED + FULL,
-    "interleaved": INTERLEAVED + BLOCKS + FULL,
-    "one after the other": PP + BLOCK + MOE_AGAIN,
     "rows over ranks": WHOLE_EXPERTS + EP + BLOCKS + FULL + "--micro-batch-size 2",
     "rows over ranks, stock": WHOLE_EXPERTS + EP + MOE_AGAIN,
     "context": CP + EP + BLOCKS,
     "overlapped gathers": EP + OVERLAPS,
 }
-"""Flags of runs that must log the digits of one pipeline stage in which every rank has whole sequences."""
+"""Flags of runs that must log the digits of ranks that have whole sequences."""
 
 
 def test_every_layout_reads_the_ids_of_its_rows(tmp_path: Path) -> None:

@@ -120,10 +120,6 @@ TRAININGS: dict[str, Training] = {
         moments=True,
         bias=True,
     ),
-    # Three files, and the split that the documentation recommends.
-    "three-files": Training(
-        flags=EP + "--split 99,1,0 --eval-iters 1 --eval-interval 2 --vocab-size 256", text="three-files"
-    ),
     # Data-parallel experts and dense parameters, buckets that are gathered and reduced during a pass.
     "sharded": Training(
         flags=REAL_TEXT + OVERLAPS + "--global-batch-size 12", text="text", moments=True, num_ranks=4
@@ -134,8 +130,7 @@ TRAININGS: dict[str, Training] = {
         ours=tuple(f"{BLOCKS} --ddp-bucket-size {size}" for size in (1, 40_000_000)),
     ),
     # Combined parallelism.
-    "tp2-pp2-ep2": Training(flags=WHOLE_EXPERTS + PP + EP, num_ranks=4),
-    "dp2-pp2-ep2": Training(flags=PP + EP + OVERLAPS + LLAMA, num_ranks=4),
+    "tp2-pp2-ep2": Training(flags=WHOLE_EXPERTS + PP + EP + OVERLAPS + LLAMA, num_ranks=4),
     "cp2-ep2": Training(
         flags=CP + EP + LLAMA,
         ours=(f"{BLOCKS} --ampipe-stack all",),
@@ -225,11 +220,6 @@ TRAININGS: dict[str, Training] = {
         ours=(f"{BLOCKS} --ampipe-stack all --moe-routing-trace-path {{folder}}/records",),
         said=("records of the routing need Megatron's order of the rows",),
     ),
-    "padded": Training(
-        flags=EP + ROPE + "--moe-expert-capacity-factor 1.25 --moe-token-drop-policy position "
-        "--moe-pad-expert-input-to-capacity --moe-router-score-function sigmoid "
-        "--moe-router-enable-expert-bias --moe-aux-loss-coeff -0.1 --moe-z-loss-coeff -0.001",
-    ),
 }
 
 # Routers: the class in Megatron's layers, and in chunks.
@@ -276,15 +266,12 @@ HYBRIDS: dict[str, Training] = {
         said=("2 pairs of 9 layers",),
         restarts=((0, 2), (2, 0)),
     ),
-    "hybrid-recompute": Training(
-        flags=EP + FULL + HYBRID + "*EM*E", ours=(STACK,), said=("2 pairs of 5 layers",)
-    ),
     "hybrid-mtp": Training(flags=EP + HYBRID + "*E*E/*E", ours=(STACK,), said=("hybrid layers",)),
     "hybrid-of-tensor-ranks": Training(
         flags=WHOLE_EXPERTS + EP + HYBRID + "*E*EM*E", ours=(STACK,), said=("3 pairs of 7 layers",)
     ),
     "hybrid-stages": Training(
-        flags=PP + NO_LOSS + HYBRID + "*EM*E|*E*-E --ampipe-router hash",
+        flags=PP + NO_LOSS + HYBRID + "*EM*E|*E*-E",
         ours=(STACK,),
         said=("3 pairs of 10 layers",),
     ),
