@@ -114,6 +114,7 @@ def main() -> None:
 
     from megatron_ampipe.errors import BadInput
     from megatron_ampipe.launch import gpt
+    from megatron_ampipe.launch.failures import known_cause
     from megatron_ampipe.layers.layer import AMPipeTransformerLayer
 
     groups = Groups()
@@ -122,14 +123,15 @@ def main() -> None:
         try:
             with launched(arguments) as (args, stock_config, our_config):
                 return compare(args, stock_config, our_config)
-        except BadInput as error:
+        except Exception as raised:
+            error = known_cause(raised) or raised
+            if not isinstance(error, BadInput):
+                return {"error": traceback.format_exc()}
             return {
                 "refused": str(error),
                 "code": error.exit_code,
                 "parts": [str(error.name), str(error.value), str(error.rule), str(error.remedy)],
             }
-        except Exception:
-            return {"error": traceback.format_exc()}
 
     def compare(args: Any, stock_config: Any, our_config: Any) -> dict[str, Any]:
         groups.use(args)
