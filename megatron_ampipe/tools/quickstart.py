@@ -19,6 +19,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 
 from megatron_ampipe.errors import AMPipeError, RunFailed
 from megatron_ampipe.files import outputs
@@ -27,7 +28,7 @@ from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.tools.measuring import machine, training
 from megatron_ampipe.tools.measuring.link import Link, LinkKind
 from megatron_ampipe.tools.measuring.network import LinkChoice, choose_link
-from megatron_ampipe.tools.measuring.ranks import progress_bar, signals_as_interrupts
+from megatron_ampipe.tools.measuring.ranks import signals_as_interrupts
 from megatron_ampipe.tools.measuring.training import TrainingJob, loss_difference
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -99,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _compare(choice: LinkChoice, chosen: argparse.Namespace) -> int:
     folder, degree, iterations = chosen.output.resolve(), chosen.degree, chosen.iterations
-    before, link = machine.hardware(), choice.link
+    link = choice.link
     print(f"link: {_name(link)}")
     if choice.why_emulated is not None:
         print(f"    No real slow network can be made here: {choice.why_emulated}.")
@@ -132,10 +133,10 @@ def _compare(choice: LinkChoice, chosen: argparse.Namespace) -> int:
     ):
         log = folder / f"{name}.log"
         log.unlink(missing_ok=True)
-        with progress_bar(iterations) as bar:
+        with tqdm(total=iterations, desc=title, leave=False, disable=None) as bar:
 
-            def on_iteration(loss: float, bar: Any = bar, title: str = title) -> None:
-                bar(f"{title}, loss {loss:.4f}")
+            def on_iteration(_: float, bar: tqdm[Any] = bar) -> None:
+                bar.update()
 
             curve = training.run(job, iterations=iterations, title=title, on_iteration=on_iteration, log=log)
         median_ms = statistics.median(curve.ms[WARMUP:])
@@ -158,8 +159,6 @@ def _compare(choice: LinkChoice, chosen: argparse.Namespace) -> int:
         "degree": degree,
         "hidden_share": Timeline.read_chrome(traces / "rank0.trace.json").hidden_share,
         "timeline": str(timeline.with_suffix(".png")),
-        "load_average_before": before["load_average"][0],
-        "usable_cores": before["usable_cores"],
     }
     path = folder / "summary.json"
     outputs.write_text(path, json.dumps(summary, indent=2) + "\n")
@@ -171,8 +170,6 @@ def _compare(choice: LinkChoice, chosen: argparse.Namespace) -> int:
     print(f"    losses: largest relative difference {difference:.1e}")
     print(f"    communication that ran during computation: {summary['hidden_share']:.0%}")
     print("    Both runs use the same all-to-all and attention kernel: what AMPipe gains is overlap.")
-    if summary["load_average_before"] > summary["usable_cores"] / 2:
-        print(f"    The machine was busy before (load average {summary['load_average_before']}).")
     print(f"\ntimeline: {summary['timeline']}\nsummary: {path}\n{_NEXT.rstrip()}")
     return 0
 
@@ -190,11 +187,10 @@ def _show_runs(summary: Mapping[str, Any]) -> None:
     """Print the losses and times of both trainings next to each other."""
     table = Table("iteration", "Megatron", f"AMPipe, degree {summary['degree']}", "relative difference")
     stock, ampipe = summary["baseline"], summary["ampipe"]
-    pairs = list(zip(stock["losses"], ampipe["losses"], strict=True))
-    for index in sorted({*range(0, len(pairs), max(1, len(pairs) // _ROWS)), len(pairs) - 1}):
-        expected, actual = pairs[index]
+    pairs = list(enumerate(zip(stock["losses"], ampipe["losses"], strict=True), 1))
+    for number, (expected, actual) in pairs[:: max(1, len(pairs) // _ROWS)]:
         difference = f"{abs(expected - actual) / expected:.1e}"
-        table.add_row(str(index + 1), f"{expected:.6f}", f"{actual:.6f}", difference)
+        table.add_row(str(number), f"{expected:.6f}", f"{actual:.6f}", difference)
     table.add_section()
     table.add_row("ms, median", f"{stock['median_ms']:.0f}", f"{ampipe['median_ms']:.0f}")
     Console().print(table)
