@@ -34,7 +34,7 @@ from megatron_ampipe.schedule import (
     parse_exchanges,
     parse_stack,
 )
-from megatron_ampipe.tools.measuring import machine, network, prediction, result, show, training
+from megatron_ampipe.tools.measuring import machine, prediction, result, show, training
 from megatron_ampipe.tools.measuring.bench_job import (
     CONTROL,
     STOCK,
@@ -159,8 +159,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Check everything and run the ranks; the document, which is written whenever a case is finished."""
     job = _job(arguments)
-    if job.link.kind is LinkKind.NETWORK:
-        network.check_usable()
     document: dict[str, Any] = {
         "format": result.FORMAT,
         "command": arguments.command_line,

@@ -18,7 +18,7 @@ from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import LARGEST_SEED, at_least
 from megatron_ampipe.plan.cluster import write_cluster
-from megatron_ampipe.tools.measuring import machine, network
+from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.cluster_fit import assemble
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.link import (
@@ -91,8 +91,6 @@ def run(arguments: argparse.Namespace) -> int:
     case, *_ = read_grid(
         find_grid(arguments.grid), only=arguments.case, flag="--case", num_ranks=1 if started else count
     )
-    if link.kind is LinkKind.NETWORK:
-        network.check_usable()
     num_gpus = 0 if link.kind is LinkKind.NETWORK else machine.num_gpus()
     if not started and 0 < num_gpus < count:
         raise EnvironmentMissing(

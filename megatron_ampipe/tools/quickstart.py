@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -26,8 +25,8 @@ from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least, configs_folder
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.tools.measuring import machine, training
-from megatron_ampipe.tools.measuring.link import Link, LinkKind
-from megatron_ampipe.tools.measuring.network import LinkChoice, choose_link
+from megatron_ampipe.tools.measuring.link import Link, LinkKind, parse_link
+from megatron_ampipe.tools.measuring.network import NetworkUnavailable, connected
 from megatron_ampipe.tools.measuring.ranks import signals_as_interrupts
 from megatron_ampipe.tools.measuring.training import TrainingJob, loss_difference
 
@@ -41,7 +40,6 @@ NUM_RANKS = 2
 CONFIGS = [str(configs_folder() / name) for name in ("models/tiny.yaml", "runs/quickstart.yaml")]
 """What both runs train and how."""
 
-_MODULE = "megatron_ampipe.tools.quickstart"
 _TIMEOUT_S = 300.0
 _AS_FAST = 0.05
 """Speeds that differ by less are called equal."""
@@ -58,16 +56,10 @@ next:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run both trainings, print them side by side, write ``summary.json``; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    chosen = _parser().parse_args(words)
+    chosen = _parser().parse_args(arguments)
     try:
         with signals_as_interrupts():
-            choice = choose_link(chosen.link or LINK, may_emulate=chosen.link is None)
-            if choice.prefix:
-                # This process becomes the root of a user namespace and begins again, knowing its link.
-                command = [*choice.prefix, sys.executable, "-m", _MODULE, *words, "--link", choice.link.text]
-                os.execvp(command[0], command)
-            return _compare(choice, chosen)
+            return _compare(*choose_link(chosen.link), chosen)
     except AMPipeError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return error.exit_code
@@ -98,12 +90,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _compare(choice: LinkChoice, chosen: argparse.Namespace) -> int:
+def choose_link(wanted: str | None) -> tuple[Link, str | None]:
+    """The link that is wanted, or by default one of :data:`LINK`; and why that is emulated, if it is.
+
+    Raises:
+        BadInput: ``wanted`` is not a link.
+        EnvironmentMissing: it cannot be made here.
+    """
+    link = parse_link(wanted or LINK)
+    if link.kind is not LinkKind.NETWORK:
+        return link, None
+    try:
+        with connected(link, NUM_RANKS):
+            return link, None
+    except NetworkUnavailable as error:
+        if wanted is not None:
+            raise
+        return parse_link(f"emulated:{LINK}"), error.reason
+
+
+def _compare(link: Link, why_emulated: str | None, chosen: argparse.Namespace) -> int:
     folder, degree, iterations = chosen.output.resolve(), chosen.degree, chosen.iterations
-    link = choice.link
     print(f"link: {_name(link)}")
-    if choice.why_emulated is not None:
-        print(f"    No real slow network can be made here: {choice.why_emulated}.")
+    if why_emulated is not None:
+        print(f"    No real slow network can be made here: {why_emulated}.")
     if link.emulated:
         print("    Emulated: every all-to-all takes longer by the time its bytes need at this rate.")
         print("    Nothing else is slowed, gradient reduction included.")
@@ -150,7 +160,7 @@ def _compare(choice: LinkChoice, chosen: argparse.Namespace) -> int:
         "link": {
             "kind": "real" if link.kind is LinkKind.NETWORK else str(link.kind),
             "rate_mbit_per_s": None if link.rate_bit_per_s is None else link.rate_bit_per_s / 1e6,
-            "why_emulated": choice.why_emulated,
+            "why_emulated": why_emulated,
         },
         **runs,
         "warmup": WARMUP,

@@ -3,8 +3,7 @@
 The namespaces have no names. Each is held open by a ``cat`` that reads from a pipe of this process, and the
 kernel removes it with every interface in it when its last process has ended for any reason, so nothing can be
 left over, even after ``kill -9``. Two ranks are connected directly, others by a bridge in another namespace.
-Needs root, or :func:`choose_link` finds a user namespace in which there is one, or an emulated link. Needs no
-torch.
+Needs root, if only of a user namespace. Needs no torch.
 
 Every interface is shaped where packets leave it. With a bridge that applies to both ends of each cable, so no
 rank receives faster than the rate either.
@@ -16,17 +15,13 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from megatron_ampipe.errors import EnvironmentMissing
-from megatron_ampipe.tools.measuring.link import Link, LinkKind, parse_link
+from megatron_ampipe.tools.measuring.link import Link
 
 INTERFACE = "ampipe0"
 """What the interface is called in every rank's namespace."""
-IN_USER_NAMESPACE = ("unshare", "--user", "--map-root-user", "--net", "--")
-"""Runs a command as the root of a new user namespace, which may make network namespaces."""
 
 _SUBNET, _ADDRESS = "10.77.0.0/16", "10.77.{high}.{low}"
 _PROGRAMS = ("ip", "tc", "nsenter")
@@ -37,9 +32,6 @@ _SEGMENT_BYTES = 28 * 1024
 _QUEUE = "400ms"
 _CONGESTION_CONTROL = "cubic"
 """Linux's default, whatever this host's is: BBR paces by timers, which are work for the ranks' cores."""
-_TRIAL_TIMEOUT_S = 60
-# Where tc is on many systems, and not on the path of an ordinary user.
-_SYSTEM_FOLDERS = ("/usr/sbin", "/sbin")
 
 
 class NetworkUnavailable(EnvironmentMissing):
@@ -53,12 +45,7 @@ class NetworkUnavailable(EnvironmentMissing):
         )
 
 
-def check_usable() -> None:
-    """Refuse early where no network can be made.
-
-    Raises:
-        NetworkUnavailable: this is not root or not Linux, or a program is absent.
-    """
+def _check_usable() -> None:
     if not hasattr(os, "unshare"):
         raise NetworkUnavailable("network namespaces need Linux")
     missing = [program for program in _PROGRAMS if shutil.which(program) is None]
@@ -66,60 +53,6 @@ def check_usable() -> None:
         raise NetworkUnavailable(f"{' and '.join(missing)} not found (packages iproute2 and util-linux)")
     if os.geteuid() != 0:
         raise NetworkUnavailable("this is not root")
-
-
-class LinkChoice(NamedTuple):
-    """What to run over.
-
-    Attributes:
-        link: Real, emulated, or none where none was wanted.
-        prefix: Put before the command that starts the ranks; empty where it can start them as it is.
-        why_emulated: Why no real network could be made, where one was wanted and the link is emulated.
-    """
-
-    link: Link
-    prefix: tuple[str, ...] = ()
-    why_emulated: str | None = None
-
-
-def choose_link(wanted: str, *, may_emulate: bool) -> LinkChoice:
-    """The link that is wanted, and how it can be made here, which is found out by trying.
-
-    Args:
-        wanted: A value of ``--link``.
-        may_emulate: Take an emulated link of the same rate where no real one can be made.
-
-    Raises:
-        BadInput: ``wanted`` is not such a link.
-        EnvironmentMissing: no real network can be made, and none may be emulated.
-    """
-    link = parse_link(wanted)
-    if link.kind is not LinkKind.NETWORK:
-        return LinkChoice(link)
-    path = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    os.environ["PATH"] = os.pathsep.join([*path, *(f for f in _SYSTEM_FOLDERS if f not in path)])
-    reasons = []
-    for prefix in ((), IN_USER_NAMESPACE):
-        reason = _why_not(prefix, link)
-        if reason is None:
-            return LinkChoice(link, prefix)
-        reasons.append(reason)
-    # The second is most often the first again.
-    why = "; ".join(dict.fromkeys(reasons))
-    if not may_emulate:
-        raise NetworkUnavailable(f"--link {wanted} cannot be made here: {why}")
-    return LinkChoice(parse_link(f"emulated:{wanted}"), why_emulated=why)
-
-
-def _why_not(prefix: Sequence[str], link: Link) -> str | None:
-    """Why a command with this prefix cannot make the network; None if it can."""
-    command = [*prefix, sys.executable, "-m", "megatron_ampipe.tools.measuring.network", link.text]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    said = done.stderr.strip().splitlines()[-1:] or [f"it ended with code {done.returncode}"]
-    return said[0] if done.returncode else None
 
 
 @contextlib.contextmanager
@@ -130,21 +63,22 @@ def connected(link: Link, num_ranks: int) -> Iterator[list[int]]:
         What :func:`enter` takes, by rank.
 
     Raises:
-        NetworkUnavailable: the kernel does not allow it.
+        NetworkUnavailable: not root, not Linux, a program is absent, or the kernel does not allow it.
     """
     assert link.rate_bit_per_s is not None
+    _check_usable()
     with contextlib.ExitStack() as stack:
         pids = [stack.enter_context(_holder()) for _ in range(num_ranks)]
         if num_ranks == 2:
-            _run("ip", "link", "add", "name", INTERFACE, "netns", str(pids[0]), "type", "veth",
-                 "peer", "name", INTERFACE, "netns", str(pids[1]))  # fmt: skip
+            _inside(pids[0], "ip", "link", "add", "name", INTERFACE, "type", "veth",
+                    "peer", "name", INTERFACE, "netns", str(pids[1]))  # fmt: skip
         else:
             switch = stack.enter_context(_holder())
             _inside(switch, "ip", "link", "add", "switch", "type", "bridge")
             _inside(switch, "ip", "link", "set", "switch", "up")
             for rank, pid in enumerate(pids):
-                _run("ip", "link", "add", "name", INTERFACE, "netns", str(pid), "type", "veth",
-                     "peer", "name", f"port{rank}", "netns", str(switch))  # fmt: skip
+                _inside(switch, "ip", "link", "add", "name", f"port{rank}", "type", "veth",
+                        "peer", "name", INTERFACE, "netns", str(pid))  # fmt: skip
                 _inside(switch, "ip", "link", "set", f"port{rank}", "master", "switch", "up")
                 _shape(switch, f"port{rank}", link.rate_bit_per_s)
         for rank, pid in enumerate(pids):
@@ -203,25 +137,8 @@ def _shape(pid: int, interface: str, rate_bit_per_s: float) -> None:
 
 
 def _inside(pid: int, *command: str) -> None:
-    _run("nsenter", f"--net=/proc/{pid}/ns/net", "--", *command)
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    words = ["nsenter", f"--net=/proc/{pid}/ns/net", "--", *command]
+    done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:
-        raise NetworkUnavailable(f"'{' '.join(command)}' failed: {done.stderr.strip() or done.returncode}")
-
-
-def main() -> int:
-    """Make the network of the rate in the first argument; say what is wrong."""
-    try:
-        check_usable()
-        with connected(parse_link(sys.argv[1]), 2):
-            return 0
-    except NetworkUnavailable as error:
-        print(error.reason, file=sys.stderr)
-        return error.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        said = done.stderr.strip() or done.returncode
+        raise NetworkUnavailable(f"'{' '.join(command)}' failed: {said}")
