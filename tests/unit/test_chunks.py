@@ -84,10 +84,6 @@ def test_a_backward_degree_cuts_every_share_further() -> None:
         ({"degree": 4, "backward_degree": 0}, "--ampipe-backward-degree 0: must be a divisor or a multiple"),
         ({"degree": 4, "shares": (0.5, 0.5)}, r"--ampipe-degree 4: is not the number of shares .*\(2\)"),
         ({"degree": 0}, "--ampipe-degree 0: must be a whole number"),
-        (
-            {"degree": 2, "backward_degree": 4, "memory": "keep/rebuild"},
-            r"keep/rebuild: names strategies of 2 chunks, and the .* has 4",
-        ),
     ],
 )
 def test_pipelines_that_do_not_go_together_are_refused(settings: dict[str, Any], rule: str) -> None:
