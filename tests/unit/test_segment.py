@@ -25,12 +25,11 @@ class Allocations(TorchDispatchMode):
 
     def sizes_bytes(self, *known: Tensor) -> list[int]:
         """Sizes of the memory of all results, without that of ``known``."""
-        sizes = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self._kept
-        }
-        return [
-            sizes[one] for one in sizes.keys() - {tensor.untyped_storage().data_ptr() for tensor in known}
-        ]
+        memories = [tensor.untyped_storage() for tensor in self._kept]
+        sizes = {memory.data_ptr(): memory.nbytes() for memory in memories}
+        for tensor in known:
+            sizes.pop(tensor.untyped_storage().data_ptr(), None)
+        return [*sizes.values()]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._kept.append(function(*args, **(kwargs or {})))
