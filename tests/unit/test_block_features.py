@@ -119,31 +119,26 @@ TENSOR = {"tensor_model_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("settings", "schedule", "expected"),
     [
-        ({}, None),
-        ({"multi_latent_attention": True}, None),
-        ({"moe_expert_capacity_factor": 1.25}, None),
-        (TENSOR, None),
-        (TENSOR | {"moe_expert_capacity_factor": 1.25}, "which tokens a capacity drops"),
-        (TENSOR | {"moe_expert_capacity_factor": -1.0}, None),
-        ({"context_parallel_size": 2}, "needs keys and values"),
-        ({"recompute_granularity": "selective"}, None),
-        ({"recompute_granularity": "full"}, "full recompute works around one layer"),
+        ({}, "ampipe", None),
+        ({}, "moe-only", None),
+        ({"multi_latent_attention": True}, "ampipe", None),
+        ({"moe_expert_capacity_factor": 1.25}, "ampipe", None),
+        (TENSOR, "ampipe", None),
+        # A stack spreads each chunk over the tensor-parallel ranks: all chunks together are not in order.
+        (TENSOR, "moe-only", "attention of the whole sequence"),
+        (TENSOR | {"moe_expert_capacity_factor": 1.25}, "ampipe", "which tokens a capacity drops"),
+        (TENSOR | {"moe_expert_capacity_factor": -1.0}, "ampipe", None),
+        ({"context_parallel_size": 2}, "ampipe", "needs keys and values"),
+        ({"recompute_granularity": "selective"}, "ampipe", None),
+        ({"recompute_granularity": "full"}, "ampipe", "full recompute works around one layer"),
     ],
 )
-def test_where_layers_cannot_share_a_schedule(settings: dict[str, Any], expected: str | None) -> None:
+def test_where_layers_cannot_share_a_schedule(
+    settings: dict[str, Any], schedule: str, expected: str | None
+) -> None:
     """Only where projections of a chunk need other chunks, and under full recompute."""
     args = arguments(**settings)
-    reason = boundary(args, whole_attention=False)
+    reason = boundary(args, whole_attention=Pipeline.of(4, schedule=schedule).whole_attention)
     assert reason is None if expected is None else expected in str(reason)
-    if args.recompute_granularity != "full":
-        assert features_of_settings(args, WHOLE, shares_schedule=True).chunked_qkv is (reason is None)
-
-
-def test_attention_of_the_whole_sequence_is_a_boundary_under_tensor_parallelism() -> None:
-    """A stack spreads each chunk over the tensor-parallel ranks: all chunks together are not in order."""
-    args = arguments(**TENSOR)
-    assert boundary(args, whole_attention=Pipeline.of(4, schedule="ampipe").whole_attention) is None
-    assert boundary(args, whole_attention=Pipeline.of(4, schedule="moe-only").whole_attention) is not None
-    assert boundary(arguments(), whole_attention=True) is None
