@@ -1,4 +1,4 @@
-"""What computes attention: functions of torch, and of the packages flash-attn and flash-attn-3.
+"""What computes attention: functions and operators of torch.
 
 Of three forms: attention of one span, differentiable (:data:`SpanFunction`); of one piece with its
 log-sum-exp, and its gradients (:class:`.pieces.PieceKernel`); and of several documents in one call,
@@ -9,7 +9,6 @@ a function that chooses by shape could choose another one for the first chunk. S
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -32,8 +31,8 @@ from megatron_ampipe.attention.pieces import (
 from megatron_ampipe.runtime.key_value_sums import sum_dtype
 from megatron_ampipe.schedule.chunks import DocumentRows, Span
 
-HEADS_FIRST, BATCH_FIRST = (1, 2, 0, 3), (1, 0, 2, 3)
-"""Layouts: torch's operators take ``[B, H, R, C]``, the packages ``[B, R, H, C]``."""
+HEADS_FIRST = (1, 2, 0, 3)
+"""The order of the dimensions ``[B, H, R, C]``, which most operators take."""
 aten = torch.ops.aten
 
 
@@ -55,11 +54,6 @@ class Scoring:
     def is_plain(self) -> bool:
         """Whether there is nothing but the scale."""
         return self.dropout == 0.0 and self.window is None and self.sinks is None
-
-    @property
-    def window_of_flash_attn(self) -> tuple[int, int]:
-        """How many keys before and after its own position a query sees; -1 for all."""
-        return (-1, -1) if self.window is None else (self.window, 0)
 
 
 SpanFunction = Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]
@@ -105,19 +99,19 @@ def sdpa_efficient(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) 
         return sdpa(query, key, value, scoring)
 
 
-def flash_attn(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """The public function of flash-attn 2.1 or later: for dropout, windows and older versions."""
+def torch_flash(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """torch's FlashAttention 2 with dropout and a window, on a GPU."""
     assert scoring.sinks is None, "another kernel is chosen for sinks"
-    from flash_attn import flash_attn_func
-
-    output: Tensor = flash_attn_func(
-        *(x.transpose(0, 1) for x in (query, key, value)),
-        dropout_p=scoring.dropout,
-        softmax_scale=scoring.scale,
-        causal=True,
-        window_size=scoring.window_of_flash_attn,
-    )
+    given = (x.transpose(0, 1) for x in (query, key, value))
+    output = _torch_flash(*given, None, None, len(query), len(key), scoring=scoring)
     return output.transpose(0, 1)
+
+
+def _torch_flash(*given: Any, scoring: Scoring) -> Tensor:
+    output: Tensor = aten._flash_attention_forward(
+        *given, scoring.dropout, True, False, scale=scoring.scale, window_size_left=scoring.window
+    )[0]
+    return output
 
 
 def visible_keys(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
@@ -295,74 +289,6 @@ def _cudnn_backward(*given: Any, causal: bool, scale: float) -> tuple[Tensor, ..
 TORCH_FLASH_2 = PieceKernel(all_visible_keys, _torch_2_forward, _torch_2_backward, HEADS_FIRST)
 CUDNN = PieceKernel(causal_then_earlier, _cudnn_forward, _cudnn_backward, HEADS_FIRST)
 
-# flash-attn 2.7 or later, through the two internal functions that its public function calls; flash-attn-3,
-# for Hopper, through its torch operators, whose schemas name all arguments.
-
-_PLAIN_2 = {
-    "dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None,
-}  # fmt: skip
-
-
-def _flash_2_forward(*tensors: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
-    from flash_attn.flash_attn_interface import _flash_attn_forward
-
-    output, lse, _, random_state = _flash_attn_forward(
-        *tensors, softmax_scale=scale, causal=causal, return_softmax=False, **_PLAIN_2
-    )
-    return output, lse, random_state
-
-
-def _flash_2_backward(*given: Tensor, causal: bool, scale: float) -> list[Tensor]:
-    from flash_attn.flash_attn_interface import _flash_attn_backward
-
-    *tensors, lse, random_state = given
-    gradients = _empty_gradients(tensors)
-    _flash_attn_backward(
-        *tensors,
-        lse.contiguous(),
-        *gradients,
-        softmax_scale=scale,
-        causal=causal,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        rng_state=random_state,
-        **_PLAIN_2,
-    )
-    return gradients
-
-
-def _flash_3_forward(*tensors: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    output, lse, *_ = _flash_attn_3().fwd(*tensors, softmax_scale=scale, is_causal=causal, num_splits=1)
-    return output, lse
-
-
-def _flash_3_backward(*given: Tensor, causal: bool, scale: float) -> list[Tensor]:
-    *tensors, lse = given
-    gradients = _empty_gradients(tensors)
-    _flash_attn_3().bwd(
-        *tensors,
-        lse.contiguous(),
-        **dict(zip(("dq", "dk", "dv"), gradients, strict=True)),
-        softmax_scale=scale,
-        is_causal=causal,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-    return gradients
-
-
-def _flash_attn_3() -> Any:
-    """The operators, which the package's extension module registers when it is imported."""
-    importlib.import_module("flash_attn_3._C")
-    return torch.ops.flash_attn_3
-
-
-def _empty_gradients(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Contiguous memory for the gradients of query, key and value, which follow the output's gradient."""
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]]
-
-
-FLASH_ATTN_2 = PieceKernel(all_visible_keys, _flash_2_forward, _flash_2_backward, BATCH_FIRST)
-FLASH_ATTN_3 = PieceKernel(all_visible_keys, _flash_3_forward, _flash_3_backward, BATCH_FIRST)
-
 
 class Bounds(NamedTuple):
     """Where the documents of one call begin and end, ``[documents + 1]`` int32, as all kernels name it.
@@ -391,31 +317,5 @@ DocumentFunction = Callable[[Tensor, Tensor, Tensor, Bounds, Scoring], Tensor]
 
 
 def torch_documents(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring) -> Tensor:
-    """torch's built-in FlashAttention 2."""
-    output: Tensor = aten._flash_attention_forward(
-        query, key, value, *bounds, 0.0, True, False, scale=scoring.scale
-    )[0]
-    return output
-
-
-def flash_2_documents(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring) -> Tensor:
-    """The public function of flash-attn 2.1 or later."""
-    from flash_attn import flash_attn_varlen_func
-
-    more = {"dropout_p": scoring.dropout, "window_size": scoring.window_of_flash_attn}
-    return _of_documents(flash_attn_varlen_func, (query, key, value), bounds, scoring, **more)
-
-
-def flash_3_documents(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring) -> Tensor:
-    """The public function of flash-attn-3."""
-    from flash_attn_interface import flash_attn_varlen_func
-
-    return _of_documents(flash_attn_varlen_func, (query, key, value), bounds, scoring)
-
-
-def _of_documents(
-    attend: Callable[..., Tensor], tensors: Sequence[Tensor], bounds: Bounds, scoring: Scoring, **more: Any
-) -> Tensor:
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    given = bounds._asdict() | more
-    return attend(*tensors, softmax_scale=scoring.scale, causal=True, deterministic=deterministic, **given)
+    """torch's FlashAttention 2, on a GPU."""
+    return _torch_flash(query, key, value, *bounds, scoring=scoring)

@@ -38,8 +38,8 @@ def print_startup_table(rows: Sequence[Row], adjustments: Sequence[Adjustment]) 
         table.add_row(*row)
     for index, adjustment in enumerate(adjustments):
         table.add_row("adjusted" if index == 0 else "", " ".join(adjustment.arguments), adjustment.reason)
-    for piece, reason in compat.missing_packages():
-        table.add_row(piece.name, reason, piece.fallback)
+    for piece in compat.missing_packages():
+        table.add_row(piece.name, "not installed", piece.fallback)
     # A log file has any width; only a terminal is limited.
     Console(width=None if Console().is_terminal else 140).print(table)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ampipe import compat
-from megatron_ampipe.attention.backends import Scoring
+from megatron_ampipe.attention.backends import EXACT_PIECES, Scoring
 from megatron_ampipe.attention.kernels import KERNELS, Kernel, choose_kernel, has_sinks, largest_scores
 from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.layers.linear_layers import replaced
@@ -255,7 +255,7 @@ class ChunkAttention:
     def ring(self, ranks: dist.ProcessGroup) -> RingAttention:
         """Attention of one pass to the keys of one rank after another."""
         return RingAttention(
-            self._kernel.pieces, scale=self._scale, rank=ranks.rank(), num_ranks=ranks.size()
+            self._kernel.pieces or EXACT_PIECES, scale=self._scale, rank=ranks.rank(), num_ranks=ranks.size()
         )
 
     def _transformer_engine(self, query: Tensor, key: Tensor, value: Tensor, _: Scoring) -> Tensor:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe import compat
-from megatron_ampipe.attention import kernels
+from megatron_ampipe.attention import backends, kernels
 from megatron_ampipe.attention.kernels import KERNELS, choose_kernel, largest_scores
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
@@ -59,42 +56,25 @@ def masked(query: Tensor, key: Tensor, value: Tensor, spans: tuple[Span, ...]) -
     return torch.einsum("bhrs,sbhv->rbhv", weights, value).flatten(2)
 
 
-def fake_varlen(**settings: Any) -> Callable[..., Tensor]:
-    """A flash kernel of several documents with a package's argument names, computed one by one."""
-
-    def function(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-        assert given.pop("causal") is True
-        bounds = [given.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
-        longest = [given.pop(name) for name in ("max_seqlen_q", "max_seqlen_k")]
-        assert longest == [int(ends.diff().max()) for ends in bounds]
-        assert all(ends.dtype == torch.int32 for ends in bounds)
-        assert given.pop("softmax_scale") == 0.3 and given == settings
-        outputs = []
-        for (first, last), (begin, end) in zip(
-            *(ends.unfold(0, 2, 1).tolist() for ends in bounds), strict=True
-        ):
-            span = Span(0, last - first, end - begin - (last - first))
-            parts = (x.unsqueeze(1) for x in (query[first:last], key[begin:end], value[begin:end]))
-            outputs.append(KERNELS["exact"](*parts, spans=(span,), scale=0.3).squeeze(1))
-        return torch.cat(outputs).view(len(query), query.shape[1], -1)
-
-    return function
+def documents_one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, *bounds: Any, scoring: backends.Scoring
+) -> Tensor:
+    """As torch's operator for documents of different lengths."""
+    *ends, most_rows, most_keys = bounds
+    assert [most_rows, most_keys] == [int(one.diff().max()) for one in ends]
+    assert all(one.dtype == torch.int32 for one in ends)
+    outputs = []
+    for (first, last), (begin, end) in zip(*(one.unfold(0, 2, 1).tolist() for one in ends), strict=True):
+        span = Span(0, last - first, end - begin - (last - first))
+        parts = (x.unsqueeze(1) for x in (query[first:last], key[begin:end], value[begin:end]))
+        outputs.append(KERNELS["exact"](*parts, spans=(span,), scale=scoring.scale).squeeze(1))
+    return torch.cat(outputs).view(len(query), query.shape[1], -1)
 
 
-@pytest.fixture
-def packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn and flash-attn-3, whose functions compute on a CPU."""
-    second, third = types.ModuleType("flash_attn"), types.ModuleType("flash_attn_interface")
-    second.flash_attn_varlen_func = fake_varlen(dropout_p=0.0, window_size=(-1, -1), deterministic=False)
-    third.flash_attn_varlen_func = fake_varlen(deterministic=False)
-    monkeypatch.setitem(sys.modules, "flash_attn", second)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", third)
-
-
-@pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize("with_sums", [True, False])
-@pytest.mark.parametrize("name", ["exact", "sdpa", "cpu-flash", "flash-attn", "flash-attn-2", "flash-attn-3"])
-def test_kernels_equal_a_mask(name: str, with_sums: bool) -> None:
+@pytest.mark.parametrize("name", ["exact", "sdpa", "cpu-flash", "torch-flash-2"])
+def test_kernels_equal_a_mask(name: str, with_sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_torch_flash", documents_one_by_one)
     torch.manual_seed(1)
     shapes = ((LENGTH, 3, 4, 8), (LENGTH, 3, 2, 8), (LENGTH, 3, 2, 8))
     query, key, value = (torch.randn(shape, requires_grad=True) for shape in shapes)
@@ -126,18 +106,21 @@ def test_kernels_equal_a_mask(name: str, with_sums: bool) -> None:
         torch.testing.assert_close(found_one, one)
 
 
-def test_torch_accepts_the_call_of_its_kernel() -> None:
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "many"])
+@pytest.mark.parametrize("beyond", [{}, {"window": 5, "dropout": 0.1}], ids=["plain", "window"])
+def test_torch_accepts_the_calls_of_its_kernel(beyond: dict[str, Any], documents: Documents | None) -> None:
     """On the meta device, where torch's operator checks its arguments; it gives a gradient."""
     shapes = ((24, 3, 4, 16), (34, 3, 2, 16), (34, 3, 2, 16))
     inputs = [torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-    output = KERNELS["torch-flash-2"](*inputs, spans=(Span(0, 24, 10),), documents=DOCUMENTS, scale=0.3)
+    spans = (Span(0, 24, 10),)
+    output = KERNELS["torch-flash-2"](*inputs, spans=spans, documents=documents, scale=0.3, **beyond)
     assert output.shape == (24, 3, 64)
     found = torch.autograd.grad(output, inputs, torch.empty_like(output))
     assert [one.shape for one in found] == [one.shape for one in inputs]
 
 
 def test_a_kernel_that_takes_all_documents_at_once_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = compat.Gpu(capability=(10, 0), cudnn=92000, deterministic=False, torch_flash=True)
+    gpu = compat.Gpu(capability=(10, 0), cudnn=92000, deterministic=False)
     monkeypatch.setattr(compat, "current_gpu", lambda: gpu)
     settings = settings_of_plain_attention()
     assert choose_kernel(settings, local=False, on_gpu=True).name == "te"
