@@ -12,8 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,80 +35,83 @@ HEADS_FIRST = (1, 2, 0, 3)
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """How scores become attention weights."""
+SpanFunction = Callable[..., Tensor]
+"""``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H, V]``; the last row sees the last key.
 
-    scale: float
-    """Factor on the scores."""
-    dropout: float = 0.0
-    """Probability of dropping an attention weight."""
-    window: int | None = None
-    """How many keys before its own position a query sees; None for all."""
-    sinks: Tensor | None = None
-    """``[H]``, the score of one more key that every query sees, whose value is zero (``--softmax-type``). For
-    :func:`exact` and :func:`sdpa` only."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is nothing but the scale."""
-        return self.dropout == 0.0 and self.window is None and self.sinks is None
+Keywords are ``scale``, a factor on the scores; ``dropout``, the probability of dropping a weight; ``window``,
+how many keys before its own position a query sees, None for all; and ``sinks`` ``[H]``, the score of one more
+key that every query sees, whose value is zero (``--softmax-type``)."""
 
 
-SpanFunction = Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]
-"""``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H, V]``; the last row sees the last."""
-
-
-def exact(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+def exact(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """The reference implementation, which the others are compared with. Softmax in the dtype of sums."""
-    scores = _scores(query, key, causal=True, scale=scoring.scale, window=scoring.window)
-    if scoring.sinks is not None:
-        of_rows = scoring.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    scores = _scores(query, key, causal=True, scale=scale, window=window)
+    if sinks is not None:
+        of_rows = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, of_rows], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[0]]
-    weights = F.dropout(weights.to(value.dtype), p=scoring.dropout)
+    weights = F.dropout(weights.to(value.dtype), p=dropout)
     return torch.einsum("bhrs,sbhv->rbhv", weights, repeat_heads(value, query.shape[2]))
 
 
-def sdpa(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention``; without a window, with its bottom-right bias."""
     bias: Any
-    if scoring.sinks is not None:
-        bias = _bias_with_sink(visible_keys(query, key, scoring.window), scoring.sinks)
+    if sinks is not None:
+        bias = _bias_with_sink(visible_keys(query, key, window), sinks)
         key, value = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, 1)) for x in (key, value))
-    elif scoring.window is None:
+    elif window is None:
         bias = causal_lower_right(query.shape[0], key.shape[0])
     else:
-        bias = visible_keys(query, key, scoring.window)
+        bias = visible_keys(query, key, window)
     tensors = (x.permute(HEADS_FIRST) for x in (query, key, value))
     shares_keys = query.shape[2] != key.shape[2]
     output = F.scaled_dot_product_attention(
-        *tensors, attn_mask=bias, dropout_p=scoring.dropout, scale=scoring.scale, enable_gqa=shares_keys
+        *tensors, attn_mask=bias, dropout_p=dropout, scale=scale, enable_gqa=shares_keys
     )
     return output.permute(2, 0, 1, 3)
 
 
-def sdpa_efficient(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+def sdpa_efficient(query: Tensor, key: Tensor, value: Tensor, **scoring: Any) -> Tensor:
     """:func:`sdpa` on a GPU, for comparisons: always torch's memory-efficient kernel.
 
     Key/value heads are repeated, because this kernel does not support GQA in older versions of torch.
     """
     key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        return sdpa(query, key, value, scoring)
+        return sdpa(query, key, value, **scoring)
 
 
-def torch_flash(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """torch's FlashAttention 2 with dropout and a window, on a GPU."""
-    assert scoring.sinks is None, "another kernel is chosen for sinks"
+def torch_flash(query: Tensor, key: Tensor, value: Tensor, **scoring: Any) -> Tensor:
+    """torch's FlashAttention 2 on a GPU, also with dropout and a window."""
     given = (x.transpose(0, 1) for x in (query, key, value))
-    output = _torch_flash(*given, None, None, len(query), len(key), scoring=scoring)
-    return output.transpose(0, 1)
+    return torch_flash_documents(*given, None, None, len(query), len(key), **scoring).transpose(0, 1)
 
 
-def _torch_flash(*given: Any, scoring: Scoring) -> Tensor:
+def torch_flash_documents(
+    *given: Any, scale: float, dropout: float = 0.0, window: int | None = None
+) -> Tensor:
+    """The same for several documents: see :data:`DocumentFunction`."""
     output: Tensor = aten._flash_attention_forward(
-        *given, scoring.dropout, True, False, scale=scoring.scale, window_size_left=scoring.window
+        *given, dropout, True, False, scale=scale, window_size_left=window
     )[0]
     return output
 
@@ -290,32 +292,22 @@ TORCH_FLASH_2 = PieceKernel(all_visible_keys, _torch_2_forward, _torch_2_backwar
 CUDNN = PieceKernel(causal_then_earlier, _cudnn_forward, _cudnn_backward, HEADS_FIRST)
 
 
-class Bounds(NamedTuple):
-    """Where the documents of one call begin and end, ``[documents + 1]`` int32, as all kernels name it.
+Bounds = tuple[Tensor, Tensor, int, int]
+"""Where the rows and keys of documents begin and end, ``[documents + 1]`` int32, and the largest numbers.
 
-    The first document of a chunk may have begun in an earlier one, and then has more keys than queries.
-    """
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-    @classmethod
-    def of(cls, documents: Sequence[DocumentRows], *, device: torch.device) -> Bounds:
-        lengths = [[rows.num_rows for rows in documents], [rows.num_keys for rows in documents]]
-        ends = torch.tensor(
-            [list(itertools.accumulate(parts, initial=0)) for parts in lengths], dtype=torch.int32
-        )
-        if device.type == "cuda":
-            ends = ends.pin_memory().to(device, non_blocking=True)
-        return cls(ends[0], ends[1], max(lengths[0]), max(lengths[1]))
+The first document of a chunk may have begun in an earlier one, and then has more keys than queries.
+"""
+DocumentFunction = Callable[..., Tensor]
+"""``[rows, H, C]``, ``[keys, G, C]`` and ``[keys, G, V]`` of all documents, and their bounds, to
+``[rows, H, V]``; keywords as of a :data:`SpanFunction`."""
 
 
-DocumentFunction = Callable[[Tensor, Tensor, Tensor, Bounds, Scoring], Tensor]
-"""``[rows, H, C]``, ``[keys, G, C]`` and ``[keys, G, V]`` of all documents to ``[rows, H, V]``."""
-
-
-def torch_documents(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring) -> Tensor:
-    """torch's FlashAttention 2, on a GPU."""
-    return _torch_flash(query, key, value, *bounds, scoring=scoring)
+def bounds_of(documents: Sequence[DocumentRows], *, device: torch.device) -> Bounds:
+    """Of the rows of one call."""
+    lengths = [[rows.num_rows for rows in documents], [rows.num_keys for rows in documents]]
+    ends = torch.tensor(
+        [list(itertools.accumulate(parts, initial=0)) for parts in lengths], dtype=torch.int32
+    )
+    if device.type == "cuda":
+        ends = ends.pin_memory().to(device, non_blocking=True)
+    return ends[0], ends[1], max(lengths[0]), max(lengths[1])

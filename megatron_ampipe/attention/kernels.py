@@ -8,7 +8,6 @@ name stands for one backend; only for ``sdpa`` does torch choose it. Shapes as i
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,13 +17,12 @@ from torch import Tensor
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention import backends
-from megatron_ampipe.attention.backends import Bounds, DocumentFunction, Scoring, SpanFunction, visible_keys
+from megatron_ampipe.attention.backends import DocumentFunction, SpanFunction, bounds_of
 from megatron_ampipe.attention.pieces import (
     AddKeys,
     AttentionInPieces,
     PieceKernel,
     joined,
-    repeat_heads,
     split_spans,
 )
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
@@ -51,49 +49,49 @@ class Kernel:
         *,
         spans: tuple[Span, ...],
         scale: float,
-        dropout: float = 0.0,
-        window: int | None = None,
-        sinks: Tensor | None = None,
         documents: Documents | None = None,
         sums: KeyValueSums | None = None,
+        **beyond: Any,
     ) -> Tensor:
         """Attention of one chunk; differentiable.
 
         From ``query [R, B, H, C]``, the rows of the spans one after another, ``key [S, B, G, C]`` from the
-        start of the sequence and ``value [S, B, G, V]`` to ``[R, B, H * V]``. Scale, dropout, window and
-        sinks are of a :class:`~.backends.Scoring`; pieces have the scale alone. They add the gradients of
-        keys and values to ``sums``, which then returns None for both; other kernels ignore it.
+        start of the sequence and ``value [S, B, G, V]`` to ``[R, B, H * V]``. ``beyond`` are the other
+        keywords of a :data:`~.backends.SpanFunction`; without any, pieces are used if there are some. They
+        add the gradients of keys and values to ``sums``, and return None for both.
         """
-        scoring, tensors = Scoring(scale, dropout, window, sinks), (query, key, value)
+        tensors, scoring = (query, key, value), {"scale": scale, **beyond}
         if documents is None:
             return self._attend(tensors, spans, scoring, None if sums is None else sums.add)
         rows = documents.rows_of(spans)
         if self.documents is not None:
             queries = query.transpose(0, 1).flatten(0, 1)
             keys, values = (_keys_of_documents(x, rows) for x in (key, value))
-            output = self.documents(queries, keys, values, Bounds.of(rows, device=query.device), scoring)
+            bounds = bounds_of(rows, device=query.device)
+            output = self.documents(queries, keys, values, *bounds, **scoring)
             return output.reshape(query.shape[1], query.shape[0], -1).transpose(0, 1)
         return self._attend_one_by_one(tensors, rows, scoring, sums)
 
     def _attend(
-        self, tensors: Sequence[Tensor], spans: Sequence[Span], scoring: Scoring, add: AddKeys | None
+        self, tensors: Sequence[Tensor], spans: Sequence[Span], scoring: dict[str, Any], add: AddKeys | None
     ) -> Tensor:
-        if self.pieces is not None and scoring.is_plain:
-            output: Tensor = AttentionInPieces.apply(*tensors, self.pieces, spans, scoring.scale, add)
+        if self.pieces is not None and len(scoring) == 1:
+            output: Tensor = AttentionInPieces.apply(*tensors, self.pieces, spans, scoring["scale"], add)
             return output
         assert self.span is not None, "pieces are of plain attention"
         (query, key, value), outputs = tensors, []
         for rows, span in split_spans(query, spans):
-            first = 0 if scoring.window is None else max(0, span.global_start - scoring.window)
+            window = scoring.get("window")
+            first = 0 if window is None else max(0, span.global_start - window)
             seen = slice(first, span.global_end)
-            outputs.append(self.span(rows, key[seen], value[seen], scoring))
+            outputs.append(self.span(rows, key[seen], value[seen], **scoring))
         return joined(outputs).flatten(2)
 
     def _attend_one_by_one(
         self,
         tensors: Sequence[Tensor],
         documents: Sequence[DocumentRows],
-        scoring: Scoring,
+        scoring: dict[str, Any],
         sums: KeyValueSums | None,
     ) -> Tensor:
         query, *keys_and_values = tensors
@@ -124,50 +122,6 @@ def _keys_of_documents(tensor: Tensor, documents: Sequence[DocumentRows]) -> Ten
     return torch.cat([tensor[rows.first_key : rows.last_key, rows.sequence] for rows in documents])
 
 
-MOST_SCORES = 2**24
-"""Of :func:`largest_scores`, computed at a time: 64 MiB in fp32."""
-
-
-@torch.no_grad()
-def largest_scores(
-    query: Tensor,
-    key: Tensor,
-    *,
-    spans: tuple[Span, ...],
-    scale: float,
-    window: int | None = None,
-    documents: Documents | None = None,
-) -> Tensor:
-    """The largest score of each head that is not masked, scaled: ``[H]`` in fp32.
-
-    For ``--qk-clip`` and ``--log-max-attention-logit``, because only Transformer Engine's kernel returns it.
-    Computed for a few rows at a time. Arguments as of a :class:`Kernel`.
-    """
-    if documents is None:
-        parts = [(rows, key, span) for rows, span in split_spans(query, spans)]
-    else:
-        parts = [
-            (
-                query[rows.first_row : rows.last_row, rows.sequence : rows.sequence + 1],
-                key[rows.first_key : rows.last_key, rows.sequence : rows.sequence + 1],
-                rows.span,
-            )
-            for rows in documents.rows_of(spans)
-        ]
-    largest = query.new_full((query.shape[2],), -math.inf, dtype=torch.float32)
-    for of_span, keys_of_span, span in parts:
-        start = span.global_start
-        num_rows = MOST_SCORES // (of_span[0, ..., 0].numel() * len(keys_of_span))
-        for some in of_span.split(max(1, num_rows)):
-            first = 0 if window is None else max(0, start - window)
-            start += len(some)
-            keys = repeat_heads(keys_of_span[first:start], some.shape[2])
-            scores = torch.einsum("rbhc,sbhc->bhrs", some.float(), keys.float())
-            scores = scores.masked_fill_(~visible_keys(some, keys, window), -math.inf) * scale
-            largest = torch.maximum(largest, scores.amax(dim=(0, 2, 3)))
-    return largest
-
-
 _MINIMUM_CUDNN = 91501
 """Older versions gave NaN or wrong gradients for lengths that are not multiples of 128."""
 
@@ -194,7 +148,7 @@ def why_not(name: str, gpu: compat.Gpu, head_size: int) -> str | None:
 
 KERNELS: dict[str, Kernel] = {
     "cudnn": Kernel(pieces=backends.CUDNN),
-    "torch-flash-2": Kernel(backends.torch_flash, backends.TORCH_FLASH_2, backends.torch_documents),
+    "torch-flash-2": Kernel(backends.torch_flash, backends.TORCH_FLASH_2, backends.torch_flash_documents),
     "sdpa": Kernel(backends.sdpa),
     "sdpa-efficient": Kernel(backends.sdpa_efficient),
     "cpu-flash": Kernel(pieces=backends.CPU_FLASH),

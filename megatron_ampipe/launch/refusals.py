@@ -155,6 +155,11 @@ def _packs_documents(args: Any) -> bool:
     return bool(args.sft or args.dataloader_inter_document_masking)
 
 
+def _keeps_no_scores(args: Any) -> bool:
+    is_local = args.transformer_impl in (None, "local")
+    return is_local or (args.context_parallel_size or 1) > 1 or _packs_documents(args)
+
+
 def _recomputes_experts(args: Any) -> bool:
     return args.recompute_granularity == "full" or recomputes(args.all, "moe") is not None
 
@@ -165,6 +170,13 @@ _BF16 = "Leave it out and use --bf16."
 _QUANTIZED = "quantized layers update their weights if marked as the first micro-batch, which AMPipe undoes"
 _OFFLOADING = "activation offloading is not supported yet"
 _SHARDED = "fully sharded parameters are not supported"
+
+_SCORES = (
+    "only Transformer Engine's attention keeps the largest scores, which context-parallel layers and packed "
+    "documents do not use",
+    "Leave it out, or use --transformer-impl transformer_engine and --context-parallel-size 1, without --sft "
+    "and --dataloader-inter-document-masking.",
+)
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
@@ -218,6 +230,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "it needs the position ids of a multimodal model",
         "Use --position-embedding-type rope.",
         lambda args: args.position_embedding_type == "mrope",
+    ),
+    Refusal("--qk-clip", *_SCORES, lambda args: bool(args.qk_clip) and _keeps_no_scores(args)),
+    Refusal(
+        "--log-max-attention-logit",
+        *_SCORES,
+        lambda args: bool(args.log_max_attention_logit) and _keeps_no_scores(args),
     ),
     Refusal("--cpu-offloading-num-layers", _OFFLOADING, _OFF),
     Refusal("--fine-grained-activation-offloading", _OFFLOADING, _OFF),

@@ -31,7 +31,7 @@ from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import Exchange
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from megatron_ampipe.tools.measuring.blocks import Layers
-from tests.dist import changed_functions, logged_losses, routing_records, score_records
+from tests.dist import changed_functions, logged_losses, routing_records
 from tests.dist.cases import Case
 from tests.reference_pieces import REFERENCE_KERNELS
 
@@ -231,9 +231,9 @@ def run(
         # Noise that is drawn chunk by chunk on a CPU continues a series.
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    with routing_records.watched(layer, case) as records, score_records.watched(layer, case) as scores:
+    with routing_records.watched(layer, case) as records:
         output, hidden = run_pass(layer, inputs)
-    found = {**records, **scores, "output": output.detach(), "input gradient": hidden.grad}
+    found = {**records, "output": output.detach(), "input gradient": hidden.grad}
     for name, parameter in layer.named_parameters():
         gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         if getattr(parameter, "sequence_parallel", False):

@@ -732,15 +732,6 @@ LAUNCHES = cases(
         "choice-probs-lancet": {"schedule": "lancet", "model": DROPS | SEVERAL_AUX | TOP2},
         "choice-probs-sequential-ranks": SEQUENTIAL
         | {"exchange": Exchange.RANKS, "model": WIDE | DROPS | SEVERAL_AUX},
-        "scores-clipped": {
-            "rope": True, "kernel": "sdpa",
-            "model": GQA | {"qk_clip": True, "qk_clip_threshold": 0.05, "window_size": (5, 0)},
-        },
-        "scores-cp": {"parallel": CP, "batch": 1, "rope": True, "model": {"log_max_attention_logit": True}},
-        "scores-documents-recompute": {
-            "documents": MANY, "rope": True, "kernel": "cpu-flash",
-            "model": ATTENTION_AGAIN | {"log_max_attention_logit": True},
-        },
         "losses-negative": {
             "model": {
                 "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_z_loss_coeff": -0.1,

@@ -49,6 +49,8 @@ COMPANIONS = {
     "--moe-apply-probs-on-input": ["--moe-router-topk", "2"],
     "--fp32-residual-connection": ["--bf16", "--transformer-impl", "local"],
     "--context-parallel-size": ["--sft"],
+    "--qk-clip": ["--transformer-impl", "local"],
+    "--log-max-attention-logit": ["--transformer-impl", "local"],
     "--cp-comm-type": ["--context-parallel-size", "2"],
     "--moe-flex-dispatcher-backend": ["--moe-token-dispatcher-type", "flex"],
     "--skip-train": ["--ampipe-degree", "auto"],
