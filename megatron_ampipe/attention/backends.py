@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_ampipe.attention.pieces import (
@@ -88,16 +87,6 @@ def sdpa(
         *tensors, attn_mask=bias, dropout_p=dropout, scale=scale, enable_gqa=shares_keys
     )
     return output.permute(2, 0, 1, 3)
-
-
-def sdpa_efficient(query: Tensor, key: Tensor, value: Tensor, **scoring: Any) -> Tensor:
-    """:func:`sdpa` on a GPU, for comparisons: always torch's memory-efficient kernel.
-
-    Key/value heads are repeated, because this kernel does not support GQA in older versions of torch.
-    """
-    key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        return sdpa(query, key, value, **scoring)
 
 
 def torch_flash(query: Tensor, key: Tensor, value: Tensor, **scoring: Any) -> Tensor:
@@ -174,32 +163,15 @@ _TRIANGLE_ROWS = 128
 
 
 @functools.cache
-def _cut_for_cpu(span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
-    """A span in small causal triangles, and rectangles without a mask: those of backward, which merges
-    nothing, are as large as possible."""
+def _cut_for_cpu(span: Span) -> tuple[AttentionPiece, ...]:
+    """A span in small causal triangles, each with a rectangle of all earlier keys without a mask."""
     start, pieces = span.global_start, []
-    if not backward:
-        for first in range(0, span.length, _TRIANGLE_ROWS):
-            last = min(span.length, first + _TRIANGLE_ROWS)
-            pieces.append(AttentionPiece(first, last, start + first, start + last, causal=True))
-            if start + first:
-                pieces.append(AttentionPiece(first, last, 0, start + first, causal=False))
-        return tuple(pieces)
-    if start:
-        pieces.append(AttentionPiece(0, span.length, 0, start, causal=False))
-
-    def cut(first: int, last: int) -> None:
-        if last - first <= _TRIANGLE_ROWS:
-            pieces.append(AttentionPiece(first, last, start + first, start + last, causal=True))
-            return
-        # Half the rows, rounded up to a multiple of the triangle's.
-        half = first + -(-(last - first) // (2 * _TRIANGLE_ROWS)) * _TRIANGLE_ROWS
-        pieces.append(AttentionPiece(half, last, start + first, start + half, causal=False))
-        cut(first, half)
-        cut(half, last)
-
-    cut(0, span.length)
-    return tuple(reversed(pieces))
+    for first in range(0, span.length, _TRIANGLE_ROWS):
+        last = min(span.length, first + _TRIANGLE_ROWS)
+        pieces.append(AttentionPiece(first, last, start + first, start + last, causal=True))
+        if start + first:
+            pieces.append(AttentionPiece(first, last, 0, start + first, causal=False))
+    return tuple(pieces)
 
 
 def _cpu_forward(

@@ -150,7 +150,6 @@ KERNELS: dict[str, Kernel] = {
     "cudnn": Kernel(pieces=backends.CUDNN),
     "torch-flash-2": Kernel(backends.torch_flash, backends.TORCH_FLASH_2, backends.torch_flash_documents),
     "sdpa": Kernel(backends.sdpa),
-    "sdpa-efficient": Kernel(backends.sdpa_efficient),
     "cpu-flash": Kernel(pieces=backends.CPU_FLASH),
     "exact": Kernel(backends.exact),
     "exact-pieces": Kernel(pieces=backends.EXACT_PIECES),
@@ -198,7 +197,7 @@ def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool =
 def pinned_kernel(*, on_gpu: bool, dtype: torch.dtype, head_size: int | None = None) -> str:
     """The kernel for comparing local layers: its backend does not depend on the shape."""
     name = _fastest_kernel([], on_gpu=on_gpu, dtype=dtype, head_size=head_size).name
-    return "sdpa-efficient" if on_gpu and name == "sdpa" else name
+    return "exact-pieces" if name == "sdpa" else name
 
 
 def has_sinks(settings: Any) -> bool:

@@ -231,6 +231,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --position-embedding-type rope.",
         lambda args: args.position_embedding_type == "mrope",
     ),
+    Refusal(
+        "--moe-router-force-biased",
+        "its bias of the experts is drawn for a whole sequence",
+        "Use --moe-router-force-load-balancing, or leave it out.",
+        lambda args: args.moe_router_force_biased is not None,
+    ),
     Refusal("--qk-clip", *_SCORES, lambda args: bool(args.qk_clip) and _keeps_no_scores(args)),
     Refusal(
         "--log-max-attention-logit",

@@ -157,7 +157,7 @@ def _notes(args: argparse.Namespace) -> list[Row]:
             "run but mean the same; to compare runs digit by digit use 0 for both"
         )
         notes.append(("note", note))
-    if args.moe_router_force_load_balancing or getattr(args, "moe_router_force_biased", None) is not None:
+    if args.moe_router_force_load_balancing:
         note = "routing is random, which is for benchmarks. Each chunk draws its own numbers"
         notes.append(("warning", note))
     return notes

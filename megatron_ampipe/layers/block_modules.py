@@ -245,7 +245,6 @@ class BlockModules:
             or config.hidden_dropout
             or config.moe_input_jitter_eps
             or config.moe_router_force_load_balancing
-            or getattr(config, "moe_router_force_biased", None)
             or self.context.gate
         )
 

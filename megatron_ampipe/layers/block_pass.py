@@ -103,7 +103,6 @@ class BlockPass:
         second.is_again = True
         second._begin()
         if not self.block.dense:
-            second.routing.forced_bias = self.routing.forced_bias
             for dispatcher, of_second in zip(self.dispatchers, second.dispatchers, strict=True):
                 of_second.told = dispatcher.told
         return second

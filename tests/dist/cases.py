@@ -716,10 +716,6 @@ LAUNCHES = cases(
         "capacity-padded-expert-bias": {
             "model": LOOSE | BIASED | {"moe_pad_expert_input_to_capacity": True},
         },
-        "routing-forced-biased": {
-            "layers": "mm", "stack": 0, "batch": 1, "recompute": UNIFORM,
-            "model": TOP2 | {"moe_router_force_biased": 1.5},
-        },
         "choice-sinkhorn-two-degrees": {
             "degree": 2, "backward_degree": 4, "model": SINKHORN | Z | SHARED,
         },

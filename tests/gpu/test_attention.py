@@ -25,7 +25,6 @@ BOUND = 2**-6
 MARKS = {
     "cudnn": "cudnn",
     "torch-flash-2": "flash_fwd",
-    "sdpa-efficient": "fmha_cutlass",
 }
 """For each kernel, a part of the names of its device kernels."""
 LATER = (Span(0, 1024, 3072),)

@@ -127,5 +127,5 @@ def test_the_pinned_kernel_never_lets_torch_choose(monkeypatch: pytest.MonkeyPat
         pinned_kernel(on_gpu=True, dtype=dtype, head_size=head_size)
         for dtype, head_size in ((torch.bfloat16, 128), (torch.bfloat16, 100), (torch.float32, 128))
     ]
-    assert names == ["cudnn", "sdpa-efficient", "sdpa-efficient"]
+    assert names == ["cudnn", "exact-pieces", "exact-pieces"]
     assert pinned_kernel(on_gpu=False, dtype=torch.float32, head_size=16) == "cpu-flash"
