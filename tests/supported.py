@@ -138,7 +138,7 @@ ROWS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("all-gather dispatcher", _model("moe_token_dispatcher_type", "allgather")),
     ("shared experts, with and without gate", _model("moe_shared_expert_intermediate_size")),
     ("selective recompute", _model("recompute_granularity", "selective")),
-    ("full recompute inside the schedule", lambda case: case.recompute is not None),
+    ("full recompute inside the schedule", lambda case: bool(case.recompute)),
     ("experts that keep less (`--ampipe-memory`)", lambda case: case.memory != KEEP),
     ("fp32 residual", _model("fp32_residual_connection", True)),
     ("evaluation", lambda case: not case.training),

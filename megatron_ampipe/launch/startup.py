@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 
@@ -18,7 +19,7 @@ from megatron_ampipe.launch.planned import MemoryChoice, layout_of_args
 from megatron_ampipe.launch.recording import has_expert_communication
 from megatron_ampipe.launch.refusals import exchanges_of
 from megatron_ampipe.launch.trials import Choice, candidates
-from megatron_ampipe.layers.context import AMPipeContext, FullRecompute
+from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule import KEEP, Pipeline, stack_to_text
 from megatron_ampipe.schedule.features import boundary, uses_ring_attention
 
@@ -64,8 +65,10 @@ def pipelined_rows(
             ("hybrid layers", f"{pattern.num_pairs} pairs of {sum(map(len, pattern.stages))} layers", reason)
         )
     rows.append(_stack_row(args, pipeline))
-    if context.recompute is not None:
-        rows.append(_recompute_row(context.recompute))
+    if (count := context.recomputed_layers) > 0:
+        layers = "every layer" if math.isinf(count) else f"first {count} of a stage"
+        reason = "inside the schedules, during the backward pass of the layer above; a layer keeps its input"
+        rows.append(("full recompute", layers, reason))
     if memory is not None or pipeline.memory != KEEP:
         rows.append(("memory", pipeline.memory, "" if memory is None else memory.reason))
     rows += context.config.startup_rows(stock=False)
@@ -130,13 +133,6 @@ def _stack_row(args: argparse.Namespace, pipeline: Pipeline) -> Row:
     if args.mtp_num_layers:
         where += "; each MTP layer has its own schedule"
     return name, stack_to_text(pipeline.stack), f"boundaries between {where}"
-
-
-def _recompute_row(recompute: FullRecompute) -> Row:
-    """Which layers are recomputed inside the schedules."""
-    layers = f"first {recompute.num_layers} of a stage" if recompute.method == "block" else "every layer"
-    reason = "inside the schedules, during the backward pass of the layer above; a layer keeps its input"
-    return "full recompute", layers, reason
 
 
 def _notes(args: argparse.Namespace) -> list[Row]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -231,14 +232,15 @@ class ChunkAttention:
         if self._recompute and torch.is_grad_enabled():
             # Megatron's checkpoint function calls ``backward`` inside its backward, which fails under
             # ``torch.autograd.grad``, and stages are differentiated with that.
-            states = tensor_parallel.get_cuda_rng_tracker().get_states()
+            states = random._get_all_rng_states()
             output: Tensor = checkpoint(
                 attend,
                 query,
                 key,
                 value,
                 use_reentrant=False,
-                context_fn=lambda: (contextlib.nullcontext(), _rng_states(states)),
+                preserve_rng_state=False,
+                context_fn=lambda: (contextlib.nullcontext(), random_states(states)),
             )
             return output
         return attend(query, key, value)
@@ -259,15 +261,11 @@ class ChunkAttention:
 
 
 @contextlib.contextmanager
-def _rng_states(states: dict[str, Tensor]) -> Iterator[None]:
-    """Within it, Megatron's random states are these."""
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    now = tracker.get_states()
-    tracker.set_states(states)
-    try:
+def random_states(states: tuple[Any, ...]) -> Iterator[None]:
+    """Within it, the random states are these; afterwards those of now go on."""
+    with random._fork_rng():
+        random._set_all_rng_states(*states)
         yield
-    finally:
-        tracker.set_states(now)
 
 
 def _read_sinks(core_attention: torch.nn.Module) -> Tensor:

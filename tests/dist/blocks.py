@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.launch.host.megatron import HostDotProductAttention
-from megatron_ampipe.layers.context import AMPipeContext, DocumentReader, FullRecompute
+from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
 from megatron_ampipe.layers.gates import load_gate
 from megatron_ampipe.layers.layer import pipelined, with_gate
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, SequentialExecutor, ThreadExecutor
@@ -108,7 +108,7 @@ def build_layers(
         documents=DocumentReader(masked=case.masked),
         gate=gate,
         wire=None if case.wire is None else load_wire(case.wire),
-        recompute=None if case.recompute is None else FullRecompute(*case.recompute),
+        recomputed_layers=case.recompute,
     )
     of_stock = dataclasses.replace(config, **case.stock)
     torch.manual_seed(11)

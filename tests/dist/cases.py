@@ -5,6 +5,7 @@ Read by the tests (one test per case) and by the worker processes (all cases of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +41,8 @@ class Case:
     """How many layers share a schedule; 0 for all."""
     layers: str = "m"
     """The layers, one after the other: ``m`` with experts, ``d`` dense."""
-    recompute: tuple[str, int] | None = None
-    """Full recompute inside the schedule: method and number of layers."""
+    recompute: float = 0
+    """How many layers are recomputed as a whole inside the schedule."""
     memory: str = KEEP
     """What the experts keep; other values than the default are also compared with it, bit by bit."""
     documents: tuple[tuple[int, ...], ...] = ()
@@ -138,7 +139,7 @@ CP = {"context_parallel_size": 2, "expert_model_parallel_size": 2}
 CP4 = {"context_parallel_size": 4, "expert_model_parallel_size": 4}
 TP_CP = {**TP, "context_parallel_size": 2}
 UNEQUAL = (0.45, 0.3, 0.15, 0.1)
-UNIFORM = ("uniform", 1)
+UNIFORM = math.inf
 SEQUENTIAL = {"schedule": "sequential", "executor": "sequential"}
 
 
@@ -391,7 +392,7 @@ PARITY = [
             "degree2-sequential-sequential": SEQUENTIAL | {"degree": 2},
             "alone": {"layers": "m", "stack": 1},
             "dense-first": {"layers": "ddmm", "stack": 2},
-            "block": {"layers": "mmmm", "recompute": ("block", 2)},
+            "block": {"layers": "mmmm", "recompute": 2},
             "two-degrees": {"layers": "mdm", "degree": 2, "backward_degree": 4},
             "losses-alone": {"only_losses": True, "model": SEVERAL_AUX | Z},
             "capacity": {"model": TIGHT | AUX, "batch": 3},

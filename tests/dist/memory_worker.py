@@ -24,7 +24,6 @@ def main() -> None:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from megatron_ampipe.layers.context import FullRecompute
     from megatron_ampipe.layers.layer import AMPipeContext, pipelined
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
     from megatron_ampipe.schedule.pipeline import AMPipeConfig
@@ -57,7 +56,7 @@ def main() -> None:
             AMPipeConfig(pipeline=case.pipeline),
             executor=WatchedExecutor(executors[case.executor](), meter),
             kernel=case.kernel,
-            recompute=None if case.recompute is None else FullRecompute(*case.recompute),
+            recomputed_layers=case.recompute,
         )
         torch.manual_seed(3 + rank)
         stack = TransformerBlockSubmodules(layer_specs=specs)

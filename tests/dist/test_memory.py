@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def stack(layers: str, what: str, *, model: str = "top1", executor: str = "threa
 
 
 TWO, FOUR = (stack(layers, "in a stack", executor="sequential") for layers in ("mm", "mmmm"))
-RECOMPUTED = stack("mmmm", "recomputed", recompute=("uniform", 1))
+RECOMPUTED = stack("mmmm", "recomputed", recompute=math.inf)
 RESTORING = [stack("mmmm", memory, memory=memory) for memory in ("rebuild", "redispatch", "offload")]
 STACKS = [
     (stack("mmmm", "block by block", executor="sequential", stack=1), FOUR),
