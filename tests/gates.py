@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megatron_ampipe.layers.gates import ExpertChoiceRouter, ScoredRouter
+from megatron_ampipe.layers.gates import ExpertChoiceRouter, ScoredRouter, TokenIdRouter
 
 
 class ForwardRouter(TopKRouter):
@@ -47,6 +47,15 @@ class ExpertChoiceOfEight(ExpertChoiceRouter):
         routed = [super(ExpertChoiceOfEight, self).routing(rows) for rows in logits.split(8)]
         probs, routing_map = (torch.cat(parts) for parts in zip(*routed, strict=True))
         return probs, routing_map
+
+
+class BiasedByIdRouter(TokenIdRouter):
+    """Learned logits, and an expert that the id of a token prefers."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Add to one logit of each token."""
+        preferred = (self.token_ids % self.num_experts).unsqueeze(-1)
+        return super().gating(input).scatter_add(-1, preferred, torch.full_like(input[..., :1], 0.5))
 
 
 class LookingAheadRouter(TopKRouter):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.launch.flags import SWITCHED_OFF, add_arguments
-from megatron_ampipe.launch.refusals import REFUSALS, Refusal
+from megatron_ampipe.launch.refusals import REFUSALS, TOKEN_ID_REFUSALS, Refusal
 from megatron_ampipe.schedule import KEEP, Exchange
 from tests.dist.cases import PARITY, Case
 
@@ -50,6 +50,13 @@ REFUSED_HEAD = """\
 
 With `--ampipe-degree` above 1, a run with one of these settings ends before any process group is created,
 with exit code 2.
+"""
+
+REFUSED_WITH_IDS_HEAD = """\
+## Refused with a router that reads token ids
+
+At any degree, with `--ampipe-router hash` or a class that derives from `TokenIdRouter`
+([routers](gates.md#hash-layers)).
 """
 
 NOT_BITWISE = """\
@@ -158,6 +165,8 @@ def render() -> Iterator[str]:
         yield f"| `{flag}` | {reason} |"
     yield f"\n{REFUSED_HEAD}"
     yield from _table(REFUSALS)
+    yield f"\n{REFUSED_WITH_IDS_HEAD}"
+    yield from _table(TOKEN_ID_REFUSALS)
 
 
 def flags_table() -> Iterator[str]:

@@ -16,6 +16,7 @@ SHIPPED_GATES = {
     "cosine": "megatron_ampipe.layers.gates:CosineRouter",
     "sigmoid": "megatron_ampipe.layers.gates:SigmoidRouter",
     "expert-choice": "megatron_ampipe.layers.gates:ExpertChoiceRouter",
+    "hash": "megatron_ampipe.layers.gates:HashRouter",
 }
 """Routers of AMPipe by the name under which a user asks for them. Their papers are in docs/gates.md."""
 

@@ -6,9 +6,11 @@ import argparse
 import functools
 import math
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_ampipe import compat
 from megatron_ampipe.block.named_values import ROUTER_FLAG
@@ -25,17 +27,18 @@ from megatron_ampipe.launch.auto import (
     save_choice,
 )
 from megatron_ampipe.launch.flags import SWITCHED_OFF
-from megatron_ampipe.launch.hooks import Hooks, PlacedReductions
+from megatron_ampipe.launch.hooks import Hook, Hooks, PlacedReductions
 from megatron_ampipe.launch.planned import choice_of_plan, choose_memory, layout_of_args, planner_of
 from megatron_ampipe.launch.recording import Recording, RoutingRecording
 from megatron_ampipe.launch.refusals import (
     exchanges_of,
     load_balancing,
     refuse_unsupported,
+    refuse_with_token_ids,
 )
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
-from megatron_ampipe.layers.gates import load_gate
+from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, load_gate
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.recorded_routing import files_of, read_record
 from megatron_ampipe.runtime.recorder import Recorder
@@ -109,6 +112,8 @@ def make_context(
         rows = startup.pipelined_rows(args, context, choice, memory=memory, on_gpu=on_gpu)
     elif choice is not None:
         rows += startup.reason_rows(choice)
+    if gate is not None and issubclass(gate, TokenIdRouter):
+        hooks.add(TokenIdsOfModels())
     if config.routing_dir is not None:
         _check_recorded_routing(args, config, Path(config.routing_dir))
         hooks.add(RoutingRecording(args, config, context))
@@ -235,10 +240,11 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
     return choice
 
 
-def find_gate(config: AMPipeConfig, args: argparse.Namespace) -> type | None:
+def find_gate(config: AMPipeConfig, args: argparse.Namespace, *, of_script: bool = False) -> type | None:
     """The class that a run's MoE layers use as their router (``--ampipe-router``); None for Megatron's own.
 
-    Raises :class:`BadInput` if it does not fit the other flags.
+    Raises :class:`BadInput` if it does not fit the other flags. ``of_script``: a script of a
+    checkout reads the data, not AMPipe's entry point.
     """
     name = config.router
     if name is None:
@@ -270,7 +276,30 @@ def find_gate(config: AMPipeConfig, args: argparse.Namespace) -> type | None:
             f"has no effect with {ROUTER_FLAG} {name}, whose choice for a token depends on that token alone",
             "Leave it out; a class says otherwise by an attribute needs_all_tokens.",
         )
+    if issubclass(gate, TokenIdRouter):
+        refuse_with_token_ids(name, args)
+        if of_script and args.pipeline_model_parallel_size > 1:
+            raise BadInput(
+                "--pipeline-model-parallel-size",
+                args.pipeline_model_parallel_size,
+                rule=f"with {ROUTER_FLAG} {name}, every pipeline stage needs the ids of the tokens, and this "
+                "script reads them for the first one alone",
+                remedy="Start the run with -m megatron_ampipe.pretrain_gpt, or use a router that reads "
+                "hidden states, such as --ampipe-router cosine.",
+            )
     return gate
+
+
+class TokenIdsOfModels(Hook):
+    """Lets every model tell its routers the ids of the tokens that it is given."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def before_forward(self, model: Any) -> None:
+        if model not in self._known:
+            give_token_ids(model).watch(model)
+            self._known.add(model)
 
 
 def _check_recorded_routing(args: argparse.Namespace, config: AMPipeConfig, folder: Path) -> None:

@@ -34,6 +34,8 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+from megatron_ampipe.layers.gates import TokenIdRouter, load_gate
+
 Batch = dict[str, torch.Tensor | None]
 
 FIELDS = (
@@ -63,7 +65,8 @@ def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int
     packed = args.sft or args.dataloader_inter_document_masking
     has_mtp = _has_mtp(config, vp_stage)
     is_edge_stage = is_first_or_last_pipeline_stage(vp_stage) or has_mtp
-    if not is_edge_stage and not packed:
+    routes_by_ids = _routes_by_ids(args.ampipe_router)
+    if not is_edge_stage and not packed and not routes_by_ids:
         return dict.fromkeys(FIELDS)
 
     tp_rank = mpu.get_tensor_model_parallel_rank()
@@ -72,6 +75,7 @@ def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int
         loaded = next(data_iterator)
         read = {field: loaded.get(field) for field in FIELDS}
         batch = {name: None if one is None else one.cuda(non_blocking=True) for name, one in read.items()}
+    tokens = batch.get("tokens")
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=packed,
@@ -88,9 +92,15 @@ def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
+    if routes_by_ids and args.pipeline_model_parallel_size > 1:
+        # Megatron drops them after the first stage.
+        batch["tokens"] = _of_first_tensor_rank(tokens)
     batch = flatten_batch_for_packed_sequences(batch)
     if not is_edge_stage:
-        return {field: batch.get(field) if field in PACKING_FIELDS else None for field in FIELDS}
+        kept = (*PACKING_FIELDS, "tokens") if routes_by_ids else PACKING_FIELDS
+        batch = {field: batch.get(field) if field in kept else None for field in FIELDS}
+        if not routes_by_ids:
+            return batch
     return get_batch_on_this_cp_rank(
         batch,
         is_hybrid_cp=args.hybrid_context_parallel,
@@ -98,6 +108,23 @@ def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int
         hybrid_cp_group_func=get_hybrid_data_context_parallel_groups,
         use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
     )
+
+
+@functools.cache
+def _routes_by_ids(router: str | None) -> bool:
+    """Whether ``--ampipe-router`` names a class that chooses by the ids of tokens."""
+    return router is not None and issubclass(load_gate(router), TokenIdRouter)
+
+
+def _of_first_tensor_rank(tokens: torch.Tensor | None) -> torch.Tensor:
+    """``[B, S]``, the ids that the first of the tensor-parallel ranks has read, on all of them."""
+    args = get_args()
+    if tokens is None:
+        shape = (args.micro_batch_size, args.seq_length)
+        tokens = torch.empty(shape, dtype=torch.int64, device=torch.cuda.current_device())
+    group = mpu.get_tensor_model_parallel_group()
+    torch.distributed.broadcast(tokens, mpu.get_tensor_model_parallel_src_rank(), group=group)
+    return tokens
 
 
 def _has_mtp(config: Any, vp_stage: int | None) -> bool:
@@ -250,8 +277,8 @@ def _is_dataset_needed_here(vp_stage: int | None) -> bool:
     if mpu.get_tensor_model_parallel_rank() != 0:
         return False
     args = get_args()
-    # Packed samples carry the documents' ends, which every stage needs.
-    if args.sft or is_first_or_last_pipeline_stage(vp_stage):
+    # Packed samples carry the documents' ends, which every stage needs; so do routers that read ids.
+    if args.sft or _routes_by_ids(args.ampipe_router) or is_first_or_last_pipeline_stage(vp_stage):
         return True
     return _has_mtp(core_transformer_config_from_args(args), vp_stage)
 

@@ -73,7 +73,20 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
     else:
         # AMPipe's layers in one chunk, because of their exchange.
         flags, off = f"--ampipe-exchange {pipeline.exchange}", "--ampipe-exchange rows"
-    for row in REFUSALS:
+    _refuse(REFUSALS, arguments, flags, off)
+
+
+def refuse_with_token_ids(router: str, arguments: Any) -> None:
+    """Check Megatron's arguments against :data:`TOKEN_ID_REFUSALS`, at any degree; ``router`` is the flag's.
+
+    Raises:
+        BadInput: for the first row that applies.
+    """
+    _refuse(TOKEN_ID_REFUSALS, arguments, f"--ampipe-router {router}", "--ampipe-degree 1")
+
+
+def _refuse(table: tuple[Refusal, ...], arguments: Any, flags: str, off: str) -> None:
+    for row in table:
         value = row.applies(arguments)
         if value is not None:
             remedy = row.remedy.replace("--ampipe-degree 1", off)
@@ -408,3 +421,48 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
 )
 """All combinations that this version refuses with a degree above 1; no other module refuses one."""
+
+_OTHER_ROUTER = "Leave it out, or use a router that reads hidden states, such as --ampipe-router cosine."
+
+TOKEN_ID_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "--mtp-num-layers",
+        "layers of multi-token prediction embed later tokens than those whose ids a router is told",
+        _OTHER_ROUTER,
+    ),
+    Refusal(
+        "--overlap-moe-expert-parallel-comm",
+        "a model runs two micro-batches at once, and its routers are told the ids of one",
+        "Leave it out; --ampipe-degree 4 overlaps the same exchanges within a micro-batch.",
+    ),
+    Refusal(
+        "--cuda-graph-impl",
+        "a captured graph would read the ids of the micro-batch with which it was captured",
+        "Use --cuda-graph-impl none.",
+        lambda args: args.cuda_graph_impl not in (None, "none"),
+    ),
+    Refusal(
+        "--mlp-chunks-for-training",
+        "Megatron routes parts of a sequence, and does not say which",
+        _OTHER_ROUTER,
+        lambda args: (args.mlp_chunks_for_training or 1) > 1,
+    ),
+    Refusal(
+        "--moe-token-drop-policy",
+        "all weights are equal, so which tokens have the lowest probability is not defined",
+        "Use --moe-token-drop-policy position.",
+        lambda args: (
+            args.ampipe_router == "hash" and has_capacity(args.all) and args.moe_token_drop_policy == "probs"
+        ),
+    ),
+    Refusal(
+        "--moe-router-load-balancing-type",
+        "experts are a fixed function of the id, which nothing can balance",
+        "Use --moe-router-load-balancing-type none.",
+        lambda args: (
+            args.ampipe_router == "hash" and load_balancing(args.all, "sinkhorn", "quantile_balancing")
+        ),
+    ),
+)
+"""What cannot be combined with a router that reads the ids of tokens, at any degree; the last two rows are
+about ``--ampipe-router hash`` alone."""

@@ -111,7 +111,7 @@ class TrainingSession:
                 check_data(args, self._hooks.replace, of_script=self._script is not None)
             keep_signal_from_children(args)
             self.args = args
-            self.gate = find_gate(config, args)
+            self.gate = find_gate(config, args, of_script=self._script is not None)
             self.context = make_context(
                 args, config, gate=self.gate, hooks=self._hooks, adjustments=self._adjustments
             )

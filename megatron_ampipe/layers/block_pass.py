@@ -44,7 +44,8 @@ class RandomStates:
 class BlockPass:
     """What functions of stages are given first (``runtime.block_functions.BlockState``).
 
-    ``documents`` are None unless rows attend to their own one only.
+    ``documents`` are None unless rows attend to their own one only; ``token_ids [S, B]`` are for a router
+    that reads them.
     """
 
     ring: RingAttention
@@ -64,10 +65,11 @@ class BlockPass:
         whole: Chunk,
         rotary_pos_emb: RotaryEmbedding | None,
         documents: Documents | None,
+        token_ids: Tensor | None,
     ) -> None:
         block.add_first_weight_gradients()
         self.block, self.features, self.chunks, self.whole = block, features, chunks, whole
-        self.rotary_pos_emb, self.documents = rotary_pos_emb, documents
+        self.rotary_pos_emb, self.documents, self.token_ids = rotary_pos_emb, documents, token_ids
         self.attend = block.attend(hidden.is_cuda, documents is not None)
         self.ring_ranks = block.attention_layer.pg_collection.cp
         self.has_gate = has_gate(block.attention_layer.self_attention)

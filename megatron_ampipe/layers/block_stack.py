@@ -121,6 +121,7 @@ class BlockStack:
             hidden.requires_grad or any(of_block.all for of_block in parameters)
         )
         chunks, whole = self._chunks(context.pipeline, hidden.shape[0])
+        token_ids = self._token_ids(chunks, hidden)
         call = StackCall(
             [
                 BlockPass(
@@ -131,6 +132,7 @@ class BlockStack:
                     whole=whole,
                     rotary_pos_emb=rotary_pos_emb,
                     documents=block.separate(documents),
+                    token_ids=token_ids,
                 )
                 for block, of_block in zip(blocks, features, strict=True)
             ],
@@ -143,6 +145,19 @@ class BlockStack:
             reductions=context.reductions if keep_graph else None,
         )
         return call.run(hidden)
+
+    def _token_ids(self, chunks: Sequence[Chunk], hidden: Tensor) -> Tensor | None:
+        """``[S, B]``, the ids of the rows of ``hidden``; None if no router reads them."""
+        routers = (block.moe.router for block in self._blocks if not block.dense)
+        source = next((router.id_source for router in routers if hasattr(router, "id_source")), None)
+        if source is None:
+            return None
+        layout, (num_rows, batch) = self._layout, hidden.shape[:2]
+        ids = source.rows(num_rows, batch, ranks=layout.tensor_ranks)
+        if not layout.by_chunk:
+            return ids[layout.tensor_rank * num_rows :][:num_rows]
+        spans = (span for chunk in chunks for span in chunk.hidden)
+        return torch.cat([ids[span.global_start : span.global_end] for span in spans])
 
     def _make_chunks(self, pipeline: Pipeline, num_rows: int) -> tuple[tuple[Chunk, ...], Chunk]:
         """The chunks of a sequence of which this rank holds ``num_rows`` rows; and all of it as one."""

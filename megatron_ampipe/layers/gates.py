@@ -13,11 +13,12 @@ import torch
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, router_gating_linear
 from megatron.core.transformer.moe.router import InferenceTopKRouter, TopKRouter
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.nn.functional import normalize, softplus
 
 from megatron_ampipe.block.named_values import ROUTER_FLAG as FLAG
 from megatron_ampipe.block.named_values import class_path, import_class
+from megatron_ampipe.errors import BadInput
 
 
 def load_gate(name: str) -> type[TopKRouter]:
@@ -199,3 +200,161 @@ def _normal_like(tensor: Tensor) -> Tensor:
     # Not 0, whose quantile is infinite.
     centered = 2 * uniform.clamp_min(torch.finfo(torch.float32).eps) - 1
     return (math.sqrt(2) * torch.erfinv(centered)).to(tensor.dtype)
+
+
+class TokenIds:
+    """The ids of the micro-batch that one model, or one virtual stage of it, runs at present.
+
+    A recompute reads them in the backward pass, when the model has run other micro-batches. So the gradient
+    of the model's output, with which every backward pass begins, puts the ids of that output back.
+    """
+
+    def __init__(self, vocabulary: int | None = None) -> None:
+        self.vocabulary = vocabulary
+        """All ids are below it; None if it is not known."""
+        self._current: Tensor | None = None
+
+    def keep(self, ids: Tensor | None) -> None:
+        """A micro-batch with these ids ``[B, S]`` runs now; if packed, ``[1, B * S]``."""
+        self._current = ids
+
+    def watch(self, model: Module) -> None:
+        """Keep the ``input_ids`` that a GPT or hybrid model of Megatron, without wrappers, is called with."""
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        model.register_forward_hook(self._after)
+
+    def _before(self, model: Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.keep(inputs[0] if inputs else options.get("input_ids"))
+
+    def _after(self, model: Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            ids = self._current
+            output.register_hook(lambda gradient: self.keep(ids))
+
+    def rows(self, num_rows: int, batch: int, *, ranks: int = 1) -> Tensor:
+        """The ids ``[num_rows * ranks, B]``, int64, of the rows that tensor-parallel ranks hold.
+
+        ``batch`` sequences are side by side in the hidden states. Raises :class:`BadInput` without ids.
+        """
+        ids = self._current
+        if ids is None:
+            raise BadInput(
+                "--ampipe-router",
+                "(reads token ids)",
+                rule="the model was called without input_ids",
+                remedy="Train with -m megatron_ampipe.pretrain_gpt, or use a router that reads hidden "
+                "states, such as --ampipe-router cosine.",
+            )
+        assert ids.numel() == num_rows * ranks * batch, (
+            f"{tuple(ids.shape)} ids of {num_rows} rows on {ranks} ranks, {batch} sequences"
+        )
+        if ids.shape[0] == batch:
+            return ids.t()
+        # Packed: TransformerLayer._maybe_unflatten_for_moe cuts the rows of a rank into sequences.
+        return ids.view(ranks, batch, num_rows).transpose(1, 2).reshape(-1, batch)
+
+
+class TokenIdRouter(TopKRouter):
+    """A router that reads ``self.token_ids``. Comes before other bases, such as ``ScoredRouter``."""
+
+    token_ids: Tensor | None = None
+    """``[R, B]`` int64, the ids of the rows that ``forward`` is given; None outside of it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.id_source = TokenIds()
+        """Of the model; one that was never told ids until :func:`give_token_ids`."""
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As in Megatron for ``[R, B, D]``, with ``token_ids`` set (by ``ChunkRouting`` if of a chunk)."""
+        if self.token_ids is not None:
+            return super().forward(input, *args, **kwargs)
+        is_spread = self.config.sequence_parallel
+        ranks, rank = (self.tp_group.size(), self.tp_group.rank()) if is_spread else (1, 0)
+        num_rows, batch = input.shape[:2]
+        self.token_ids = self.id_source.rows(num_rows, batch, ranks=ranks)[rank * num_rows :][:num_rows]
+        try:
+            return super().forward(input, *args, **kwargs)
+        finally:
+            self.token_ids = None
+
+
+def give_token_ids(model: Module) -> TokenIds:
+    """Let the routers that read ids in a model, or in some of its layers, share one source."""
+    source = TokenIds(getattr(model, "vocab_size", None))
+    for module in model.modules():
+        if isinstance(module, TokenIdRouter):
+            module.id_source = source
+    return source
+
+
+class HashRouter(TokenIdRouter, ScoredRouter):
+    """Each token goes to ``topk`` different experts by as many hashes of its id, with equal weights.
+
+    Has no parameters: nothing is learned, and a checkpoint holds nothing. The hashes of two layers differ. A
+    subclass may set ``seed``, and must keep it when a training is continued.
+    """
+
+    seed: ClassVar[int] = 0
+    """Chooses the hashes; independent of Megatron's ``--seed``."""
+    ignored_settings: ClassVar[tuple[str, ...]] = (
+        *ScoredRouter.ignored_settings,
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_input_jitter_eps",
+        "moe_router_force_load_balancing",
+        "moe_router_force_biased",
+        "moe_enable_routing_replay",
+    )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.weight = self.bias = None
+        # No buffer: it follows from the class, and is made when the vocabulary is known.
+        self._table: Tensor | None = None
+
+    def gating(self, input: Tensor) -> Tensor:
+        """``[R, B, D]``, of which shape and dtype are read, to the weights ``[R, B, E]``, 0 or ``1 / K``."""
+        assert self.token_ids is not None
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
+        weights = input.new_zeros((*input.shape[:2], self.config.num_moe_experts), dtype=dtype)
+        return weights.scatter_(-1, self.experts_of(self.token_ids), 1 / self.topk)
+
+    def experts_of(self, ids: Tensor) -> Tensor:
+        """The experts of tokens: ids ``[...]`` int64 to ``[..., K]`` int64, all different."""
+        num_experts, topk, vocabulary = self.config.num_moe_experts, self.topk, self.id_source.vocabulary
+        if vocabulary is None:
+            return hashed_experts(ids, num_experts, topk, salt=self._salt)
+        if self._table is None:
+            # Hashing takes many small operations.
+            table = hashed_experts(torch.arange(vocabulary), num_experts, topk, salt=self._salt)
+            self._table = table.to(ids.device, torch.int32)
+        return self._table[ids].long()
+
+    @property
+    def _salt(self) -> int:
+        return _mixed(_mixed(self.seed) + (self.layer_number or 0))
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`ScoredRouter`."""
+        return logits, logits > 0, logits
+
+
+def hashed_experts(ids: Tensor, num_experts: int, topk: int, *, salt: int) -> Tensor:
+    """Ids ``[...]`` int64 to ``topk`` different experts of each, ``[..., topk]`` int64, uniform over all."""
+    mixed, found = _mixed(ids), ids.new_empty((*ids.shape, 0))
+    for index in range(topk):
+        expert = _mixed(mixed ^ _mixed(salt + index)) % (num_experts - index)
+        # A number among the experts that are left, counted without those that were taken.
+        for taken in found.sort(dim=-1).values.unbind(-1):
+            expert = expert + (expert >= taken)
+        found = torch.cat([found, expert.unsqueeze(-1)], dim=-1)
+    return found
+
+
+def _mixed[Integer: (int, Tensor)](value: Integer) -> Integer:
+    """The low 32 bit of a number, or of each of a tensor, mixed one to one so that each depends on all."""
+    value = value & 0xFFFFFFFF
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        value = ((value ^ (value >> shift)) * factor) & 0xFFFFFFFF
+    return value ^ (value >> 15)

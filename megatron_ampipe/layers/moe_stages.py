@@ -21,7 +21,7 @@ from megatron_ampipe.layers.linear_layers import products_run_by
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.moves import take_rows
 from megatron_ampipe.runtime.saved_tensors import InnerTensors
-from megatron_ampipe.schedule import Direction, kinds
+from megatron_ampipe.schedule import Chunk, Direction, kinds
 
 # S sequence rows, B batch, D hidden size, T tokens in the order in which they are sent, E experts.
 
@@ -36,7 +36,9 @@ def _read_by_route(block: BlockModules) -> list[Module]:
 @runs(kinds.CHOOSE, reads=lambda block: [block.moe.router])
 def choose(state: BlockPass, chunk: None, normed: Tensor) -> tuple[Tensor, ...]:
     """``[S, B, D]`` to ``(probs [S, B, E], logits [S, B, L])``; the router sees all chunks as one."""
-    probs, state.chosen, logits = state.block.moe.router(normed, block=state.routing, chunk=0)
+    probs, state.chosen, logits = state.block.moe.router(
+        normed, block=state.routing, chunk=0, **_ids_of(state, state.whole)
+    )
     return probs.view(*normed.shape[:2], -1), logits
 
 
@@ -52,10 +54,17 @@ def route(state: BlockPass, chunk: int, normed: Tensor, *choice: Tensor) -> tupl
         chosen = state.chosen.view(-1, normed.shape[1], state.chosen.shape[-1])
         routing_map = take_rows(chosen, state.chunks[chunk].hidden).flatten(0, 1)
     else:
-        probs, routing_map, logits = state.block.moe.router(normed, block=state.routing, chunk=chunk)
+        ids = _ids_of(state, state.chunks[chunk])
+        probs, routing_map, logits = state.block.moe.router(normed, block=state.routing, chunk=chunk, **ids)
     dispatcher = state.dispatchers[chunk]
     tokens, token_probs = dispatcher.dispatch_preprocess(_narrowed(state.block, normed), routing_map, probs)
     return tokens, token_probs, logits
+
+
+def _ids_of(state: BlockPass, chunk: Chunk) -> dict[str, Tensor]:
+    """What a router that reads the ids of tokens is also given."""
+    ids = state.token_ids
+    return {} if ids is None else {"token_ids": take_rows(ids, chunk.hidden)}
 
 
 @runs(kinds.CONDENSE)

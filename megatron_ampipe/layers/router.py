@@ -244,6 +244,7 @@ class ChunkRouting:
         *args: Any,
         block: BlockRouting | None = None,
         chunk: int = 0,
+        token_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, ...]:
         """Route the tokens of one chunk without the losses; without ``block``, run the class unchanged.
@@ -253,6 +254,7 @@ class ChunkRouting:
             args: Of the stock router, like ``kwargs``.
             block: From :meth:`begin_block`; with a capacity, chunks must be routed in order.
             chunk: The index of the chunk in the block; 0 if all are routed at once.
+            token_ids: ``[R, B]``, for a class that reads ids (``TokenIdRouter``).
 
         Returns:
             ``probs [R*B, E]``, ``routing_map [R*B, E]`` bool, and for a chunk what :meth:`block_losses`
@@ -273,6 +275,9 @@ class ChunkRouting:
         if replay is not None:
             kept["router_replay"] = replay
             self.router_replay = ChunkReplay(replay, block, chunk)
+        if token_ids is not None:
+            kept["token_ids"] = None
+            self.token_ids = token_ids
         try:
             probs, routing_map = super().forward(hidden)
         finally:

@@ -27,6 +27,8 @@ TOLERANCE = 1e-5
 _ROWS, _BATCH, _HIDDEN = 24, 2, 32
 _CUTS = (8, 10, 6)
 _SEED = 7
+_IDS = 1000
+"""Number of token ids."""
 _EPILOG = """\
 examples:
   ampipe gate my_package.routers:MyRouter     a class that can be imported here
@@ -113,6 +115,7 @@ class _GateCheck:
         generator = torch.Generator().manual_seed(_SEED)
         self._hidden = torch.randn(_ROWS, _BATCH, _HIDDEN, generator=generator)
         self._gradient = torch.randn(_ROWS * _BATCH, num_experts, generator=generator)
+        self._ids = torch.randint(_IDS, (_BATCH, _ROWS), generator=generator)
 
     def shapes(self) -> tuple[bool, str]:
         """Whether the outputs are those of Megatron's router."""
@@ -136,9 +139,10 @@ class _GateCheck:
         router = self._router()
         expected = _route(router, self._hidden)
         for row in (0, _ROWS // 2, _ROWS - 1):
-            changed = self._hidden.clone()
+            changed, ids = self._hidden.clone(), self._ids.clone()
             changed[row, 0] = 3 - 2 * changed[row, 0]
-            found = _route(router, changed)
+            ids[0, row] = _IDS - 1 - ids[0, row]
+            found = _route(_told(router, ids), changed)
             others = torch.arange(_ROWS * _BATCH) != row * _BATCH
             differs = (found[1] != expected[1]) | ((found[0] - expected[0]).abs() > TOLERANCE)
             wrong = differs.any(dim=1) & others
@@ -210,7 +214,7 @@ class _GateCheck:
                 # Values that begin as 0 or as a constant would hide errors.
                 parameter.add_(torch.rand_like(parameter) * 0.2)
         router.set_layer_number(1)
-        return router
+        return _told(router, self._ids)
 
     def _pair(self, *, training: bool) -> tuple[Any, Any]:
         """The class, and the class that routes chunks, with the same parameters and all losses."""
@@ -242,6 +246,14 @@ class _GateCheck:
         return found
 
 
+def _told(router: Any, ids: Tensor) -> Any:
+    """The same router, which reads these ids ``[B, R]`` if it reads any."""
+    from megatron_ampipe.layers.gates import give_token_ids
+
+    give_token_ids(router).keep(ids)
+    return router
+
+
 def _route(router: Any, hidden: Tensor, *, seed: int = _SEED) -> tuple[Tensor, Tensor]:
     torch.manual_seed(seed)
     probs, routing_map = router(hidden)
@@ -249,9 +261,17 @@ def _route(router: Any, hidden: Tensor, *, seed: int = _SEED) -> tuple[Tensor, T
 
 
 def _route_chunks(router: Any, hidden: Tensor) -> tuple[Any, ...]:
+    from megatron_ampipe.layers.gates import TokenIdRouter
+
     torch.manual_seed(_SEED)
     block = router.begin_block(hidden.shape[0] * hidden.shape[1], per_chunk=False)
-    routed = [router(rows, block=block, chunk=index) for index, rows in enumerate(hidden.split(_CUTS))]
+    ids: list[Any] = [None] * len(_CUTS)
+    if isinstance(router, TokenIdRouter):
+        ids = list(router.id_source.rows(*hidden.shape[:2]).split(_CUTS))
+    routed = [
+        router(rows, block=block, chunk=index, token_ids=ids[index])
+        for index, rows in enumerate(hidden.split(_CUTS))
+    ]
     return *(torch.cat(parts) for parts in zip(*routed, strict=True)), block
 
 

@@ -23,7 +23,7 @@ from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.launch.host.megatron import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
-from megatron_ampipe.layers.gates import load_gate
+from megatron_ampipe.layers.gates import give_token_ids, load_gate
 from megatron_ampipe.layers.layer import pipelined, with_gate
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
@@ -164,12 +164,16 @@ class Inputs(NamedTuple):
     rotary: torch.Tensor | None
     mask: torch.Tensor | None = None
     packing: PackedSeqParams | None = None
+    ids: torch.Tensor | None = None
 
 
 def inputs_of(case: Case, *, rank: int, device: str = "cpu", dtype: torch.dtype) -> Inputs:
     """The inputs of a case: the same for all layers, different for each rank."""
     generator = torch.Generator().manual_seed(100 + rank)
     parts = [case.parallel.get(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "context")]
+    # Those of a model are the same on its tensor-parallel ranks.
+    of_ids = torch.Generator().manual_seed(300 + rank // parts[0])
+    ids = torch.randint(255, (case.batch, case.sequence_length // parts[1]), generator=of_ids).to(device)
     num_rows = case.sequence_length // math.prod(parts)
     width = case.model.get("hidden_size", HIDDEN)
     shape = (num_rows, case.batch, width)
@@ -178,6 +182,7 @@ def inputs_of(case: Case, *, rank: int, device: str = "cpu", dtype: torch.dtype)
     packed = case.is_packed
     packing = packing_of(case, device) if packed else None
     if packed:
+        ids = ids.view(1, -1)
         # One sequence after another.
         hidden, gradient = (x.transpose(0, 1).reshape(-1, 1, width) for x in (hidden, gradient))
     positions = case.sequence_length if packing is None else packing.max_seqlen_q
@@ -189,7 +194,7 @@ def inputs_of(case: Case, *, rank: int, device: str = "cpu", dtype: torch.dtype)
         else None
     )
     mask = mask_of(case).to(device) if case.masked else None
-    return Inputs(hidden, gradient.to(device, dtype), rotary, mask, packing)
+    return Inputs(hidden, gradient.to(device, dtype), rotary, mask, packing, ids)
 
 
 def packing_of(case: Case, device: str = "cpu") -> PackedSeqParams:
@@ -262,6 +267,8 @@ def run_pass(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torc
 def forward(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one forward pass; returns the output, and the input that receives a gradient."""
     hidden = inputs.hidden.detach().requires_grad_()
+    if isinstance(layer, torch.nn.Module):  # not a call of a layer under Megatron's recompute
+        give_token_ids(layer).keep(inputs.ids)
     output, _ = layer(
         hidden_states=hidden,
         attention_mask=inputs.mask,

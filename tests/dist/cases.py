@@ -587,6 +587,12 @@ GATES = [
     Case("gate-varying-choice-dropless", router="tests.gates:ThresholdRouter", batch=3, stock=ALL_KEPT),
     Case("gate-expert-choice", router="tests.gates:ExpertChoiceOfEight", batch=3, stock=ALL_KEPT),
     Case("gate-degree1", router="cosine", degree=1, model=TOP2 | AUX),
+    Case("gate-hash", router="hash", degree=2, backward_degree=4, batch=3, model=TOP2),
+    Case("gate-hash-tp-stack", router="hash", parallel=TP, layers="mdm", stack=0, batch=3, recompute=UNIFORM),
+    Case("gate-hash-tp-cp", router="hash", parallel=TP | CP, world_size=4, batch=2, rope=True, model=TOP2),
+    Case("gate-hash-documents", router="hash", documents=MANY, batch=3, model=TOP2),
+    Case("gate-ids-probs", router="tests.gates:BiasedByIdRouter", batch=3, model=TOP2 | DROPS | SEVERAL_AUX),
+    Case("gate-ids-tp", router="tests.gates:BiasedByIdRouter", parallel=TP, batch=3, model=TOP2 | AUX | Z),
 ]
 
 LANCET = [

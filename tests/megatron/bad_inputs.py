@@ -126,6 +126,10 @@ TRAIN = {
     ),
     "save-plan-foreign": (_AUTO + "--ampipe-save-plan {here}/good.trace", "good.trace:1: traceEvents"),
     "save-file": ("--ampipe-degree 2 --save {here}/empty --save-interval 2", "to (Not a directory)."),
+    "router-ids": (
+        "--ampipe-router tests.gates:BiasedByIdRouter --mlp-chunks-for-training 2",
+        "--mlp-chunks-for-training 2: with --ampipe-router tests.gates:BiasedByIdRouter, Megatron routes",
+    ),
     "flag-misspelt": ("--ampipe_degree 2", "argument --ampipe_degree 2: there is no such flag. Did you mean"),
     "megatrons-check": ("--hidden-size 130", "assert args.hidden_size % args.num_attention_heads == 0. The"),
 }

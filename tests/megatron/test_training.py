@@ -243,8 +243,13 @@ def train(lines: Mapping[str, str], *, num_ranks: int = 2, module: str | None = 
     )
 
 
-# From one checkpoint, without losses that depend on the layout.
-DEEP = FOUR_LAYERS + NO_LOSS + ROPE + "--global-batch-size 8 --eval-iters 1 --eval-interval 4 "
+# From one checkpoint: experts by ids are the same in every layout.
+DEEP = (
+    FOUR_LAYERS
+    + NO_LOSS
+    + ROPE
+    + ("--global-batch-size 8 --ampipe-router hash --eval-iters 1 --eval-interval 4 ")
+)
 INTERLEAVED = PP + "--num-layers-per-virtual-pipeline-stage 1 "
 MOE_AGAIN = "--recompute-granularity selective --recompute-modules moe "
 LAYOUTS = {
@@ -259,7 +264,7 @@ LAYOUTS = {
 """Flags of runs that must log the digits of one pipeline stage in which every rank has whole sequences."""
 
 
-def test_every_layout_trains_like_one_stage(tmp_path: Path) -> None:
+def test_every_layout_reads_the_ids_of_its_rows(tmp_path: Path) -> None:
     # Of the weights alone: another layout has other parameter groups.
     load = f"{DEEP}--load {tmp_path} --ckpt-step {SAVED_ITERATION} --no-load-rng --no-load-optim "
     lines = {"saved": f"{DEEP}{EP} --save {tmp_path} --save-interval {SAVED_ITERATION}", "whole": load + EP}
@@ -408,7 +413,7 @@ def test_the_hybrid_script_of_a_checkout_trains_like_stock(tmp_path: Path, runs:
 
 
 def test_the_checker_of_routers_finds_what_is_wrong() -> None:
-    good = [*SHIPPED_GATES, "tests.gates:ForwardRouter"]
+    good = [*SHIPPED_GATES, "tests.gates:ForwardRouter", "tests.gates:BiasedByIdRouter"]
     bad = ["tests.gates:LookingAheadRouter", "tests.gates:OwnLossRouter"]
     done = subprocess.run(
         [sys.executable, "-m", "megatron_ampipe.cli", "gate", *good, "tests.gates:ThresholdRouter", *bad],

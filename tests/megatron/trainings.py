@@ -257,6 +257,7 @@ ROUTERS: dict[str, Training] = {
         ours=(f"{BLOCKS} --ampipe-router expert-choice --ampipe-router-scope chunk",),
         said=(*CHECKED, COMPARES),
     ),
+    "hash": Training(flags=EP + NO_LOSS + "--ampipe-router hash", said=CHECKED),
 }
 
 HYBRID = (
@@ -284,7 +285,9 @@ HYBRIDS: dict[str, Training] = {
         flags=WHOLE_EXPERTS + EP + HYBRID + "*E*EM*E", ours=(STACK,), said=("3 pairs of 7 layers",)
     ),
     "hybrid-stages": Training(
-        flags=PP + NO_LOSS + HYBRID + "*EM*E|*E*-E", ours=(STACK,), said=("3 pairs of 10 layers",)
+        flags=PP + NO_LOSS + HYBRID + "*EM*E|*E*-E --ampipe-router hash",
+        ours=(STACK,),
+        said=("3 pairs of 10 layers",),
     ),
 }
 TRAININGS |= ROUTERS | HYBRIDS

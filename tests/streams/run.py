@@ -15,6 +15,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from megatron_ampipe.launch.hooks import accumulating_on_training_stream
 from megatron_ampipe.layers.block_modules import BlockModules
+from megatron_ampipe.layers.gates import give_token_ids
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
 from megatron_ampipe.runtime import compile as compiler
 from megatron_ampipe.runtime import segment
@@ -148,6 +149,8 @@ def _passes(
     layer: Any, case: Case, hidden_size: int, *, in_flight: int, gradients: bool, stock: bool
 ) -> None:
     shape = (case.sequence_length, case.batch, hidden_size)
+    if case.router is not None:
+        give_token_ids(layer).keep(torch.zeros((case.batch, case.sequence_length), dtype=torch.int64))
     outputs = []
     for number in range(in_flight):
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(number), requires_grad=gradients)

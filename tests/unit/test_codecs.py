@@ -66,7 +66,6 @@ def test_what_cannot_be_divided_over_ranks_is_refused() -> None:
     ("name", "message"),
     [
         ("fp9", "Did you mean fp8?"),
-        ("a:b:c", "is neither package.module:Class"),
         ("int4", "is neither package.module:Class nor one of bf16, fp8"),
         ("nowhere.at_all:Wire", "No module named 'nowhere'"),
         ("tests.wires:Nothing", "has no attribute 'Nothing'"),

@@ -1,0 +1,193 @@
+"""Names of gates, and hash layers: which experts an id has, and where the ids come from."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ampipe.block.named_values import class_path
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch.attach import TokenIdsOfModels, find_gate
+from megatron_ampipe.launch.refusals import TOKEN_ID_REFUSALS, refuse_with_token_ids
+from megatron_ampipe.layers.gates import HashRouter, TokenIds, hashed_experts
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "is neither package.module:Class nor one of noisy-topk"),
+        ("cosin", "Did you mean cosine?"),
+        ("a.b.Router", "Use for example --ampipe-router cosine"),
+        ("a..b:Router", "is neither package.module:Class"),
+        ("a:b:c", "is neither package.module:Class"),
+    ],
+)
+def test_other_names_are_refused(name: str, message: str) -> None:
+    with pytest.raises(BadInput, match="--ampipe-router") as caught:
+        class_path(name)
+    assert message in str(caught.value)
+
+
+VOCABULARY = 50_000
+KNOWN = [0, 7, 7, 0, 3, 7, 5, 2, 4, 7, 5, 7]
+"""Of the six ids of a test, computed once with Python's own numbers."""
+
+
+def test_an_id_has_different_experts_that_are_all_equally_frequent() -> None:
+    num_experts, topk = 64, 6
+    experts = hashed_experts(torch.arange(VOCABULARY), num_experts, topk, salt=1)
+    assert int(experts.sort(dim=-1).values.diff(dim=-1).min()) > 0
+    mean = VOCABULARY / num_experts
+    # Five standard deviations of a binomial distribution.
+    for column in experts.unbind(-1):
+        loads = torch.bincount(column, minlength=num_experts)
+        assert len(loads) == num_experts and float((loads - mean).abs().max()) < 5 * mean**0.5
+
+
+def test_hashes_differ_by_salt_and_are_known_for_ever() -> None:
+    """A training that is continued needs the experts of its beginning: these numbers must never change."""
+    ids = torch.tensor([[0, 1, 2], [50_256, 128_000, 2**31]])
+    experts = hashed_experts(ids, 8, 2, salt=0)
+    assert experts.shape == (2, 3, 2)
+    assert experts.flatten().tolist() == KNOWN
+    others = [hashed_experts(torch.arange(1000), 8, 1, salt=salt) for salt in range(4)]
+    for index, one in enumerate(others):
+        for other in others[:index]:
+            assert 0.05 < float((one == other).float().mean()) < 0.2
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 2**40), st.data())
+def test_every_expert_is_reached(num_experts: int, salt: int, data: Any) -> None:
+    topk = data.draw(st.integers(1, num_experts))
+    experts = hashed_experts(torch.arange(500), num_experts, topk, salt=salt)
+    assert experts.shape == (500, topk)
+    assert {tuple(sorted(set(one))) == tuple(sorted(one)) for one in experts.tolist()} == {True}
+    assert set(experts.flatten().tolist()) == set(range(num_experts))
+
+
+def router(kind: type[HashRouter], *, layer: int, vocabulary: int | None) -> Any:
+    """A router without what Megatron's constructor needs."""
+    made: Any = kind.__new__(kind)
+    torch.nn.Module.__init__(made)
+    made.config = argparse.Namespace(num_moe_experts=8, moe_router_dtype="fp64")
+    made.topk, made.layer_number, made._table = 2, layer, None
+    made.id_source = TokenIds(vocabulary)
+    return made
+
+
+def test_a_table_of_the_vocabulary_holds_the_hashes_of_a_layer() -> None:
+    ids = torch.arange(300).view(3, 100)
+    found = [
+        router(HashRouter, layer=layer, vocabulary=vocabulary).experts_of(ids)
+        for layer in (1, 2)
+        for vocabulary in (None, 300)
+    ]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
+    assert not torch.equal(found[0], found[2]), "two layers have different hashes"
+
+
+def test_weights_are_equal_and_in_the_dtype_of_the_router() -> None:
+    hashing = router(HashRouter, layer=1, vocabulary=6)
+    hashing.token_ids = torch.tensor([[0, 1], [2, 3], [4, 5]])
+    weights = hashing.gating(torch.zeros(3, 2, 16, dtype=torch.bfloat16))
+    assert weights.dtype == torch.float64 and set(weights.unique().tolist()) == {0.0, 0.5}
+    probs, routing_map, _ = hashing.choose(weights.view(-1, 8))
+    assert routing_map.sum(dim=1).tolist() == [2] * 6 and probs.sum(dim=1).tolist() == [1.0] * 6
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_of_ranks(ranks: int) -> None:
+    num_rows, batch = 3, 2
+    ids, source = torch.arange(ranks * num_rows * batch).view(batch, -1), TokenIds()
+    source.keep(ids)
+    whole = source.rows(num_rows, batch, ranks=ranks)
+    assert torch.equal(whole, ids.t())
+    # Packed: a rank holds consecutive rows, which Megatron cuts into as many sequences.
+    source.keep(ids.view(1, -1))
+    rows, flat = (source.rows(*shape, ranks=ranks) for shape in ((num_rows, batch), (num_rows * batch, 1)))
+    for rank, own in enumerate(ids.view(ranks, -1)):
+        assert torch.equal(rows[rank * num_rows :][:num_rows], own.view(batch, num_rows).t())
+    assert torch.equal(flat, ids.view(-1, 1))
+
+
+class Model(torch.nn.Module):
+    """Multiplies; reads the ids in the forward and again in the backward pass, as a recompute does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.source = TokenIds()
+        self.seen: list[tuple[str, int]] = []
+
+    def forward(self, input_ids: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        self.seen.append(("forward", int(self.source.rows(1, 1))))
+        hidden = self.weight * scale
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self.seen.append(("backward", int(self.source.rows(1, 1)))))
+        return hidden * 3
+
+
+def test_a_backward_pass_sees_the_ids_of_its_forward_pass() -> None:
+    model = Model()
+    model.source.watch(model)
+    first = model(torch.tensor([[1]]))
+    second = model(input_ids=torch.tensor([[2]]), scale=1.0)
+    first.backward()
+    with torch.no_grad():
+        model(torch.tensor([[3]]))
+    second.backward()
+    passes = [("forward", 1), ("forward", 2), ("backward", 1), ("forward", 3), ("backward", 2)]
+    assert model.seen == passes
+
+
+def test_a_model_without_ids_is_refused() -> None:
+    model = Model()
+    model.source.watch(model)
+    with pytest.raises(BadInput, match="called without input_ids"):
+        model(input_ids=None)
+
+
+def test_a_step_watches_each_model_once() -> None:
+    model = torch.nn.Linear(1, 1)
+    hook = TokenIdsOfModels()
+    for _ in range(2):
+        hook.before_forward(model)
+    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
+
+
+SET = {
+    "mtp_num_layers": 1,
+    "overlap_moe_expert_parallel_comm": True,
+    "cuda_graph_impl": "local",
+    "mlp_chunks_for_training": 2,
+    "moe_token_drop_policy": "probs",
+    "moe_router_load_balancing_type": "sinkhorn",
+}
+"""A refused value of each row."""
+
+
+@pytest.mark.parametrize("name", SET)
+def test_rows_about_ids_refuse_at_any_degree(name: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    assert flag in {refusal.setting for refusal in TOKEN_ID_REFUSALS} and len(SET) == len(TOKEN_ID_REFUSALS)
+    common: dict[str, Any] = {"ampipe_router": "hash", "moe_expert_capacity_factor": 1.0}
+    refuse_with_token_ids("hash", argparse.Namespace(**common))
+    with pytest.raises(BadInput, match=f"{flag} .*: with --ampipe-router hash, "):
+        refuse_with_token_ids("hash", argparse.Namespace(**common | {name: SET[name]}))
+
+
+def test_later_stages_of_a_script_have_no_ids() -> None:
+    config = AMPipeConfig(router="hash")
+    args = argparse.Namespace(num_experts=4, pipeline_model_parallel_size=2, ampipe_router="hash")
+    assert find_gate(config, args) is not None
+    with pytest.raises(BadInput, match=r"--pipeline-model-parallel-size 2: .* every pipeline stage needs"):
+        find_gate(config, args, of_script=True)
+    args.pipeline_model_parallel_size = 1
+    assert find_gate(config, args, of_script=True) is not None
