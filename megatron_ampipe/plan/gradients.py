@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_ampipe.plan.operation_times import OperationTimes, tensors_of
+from megatron_ampipe.plan.operation_times import tensors_of
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import MINIMUM_SAVING
 from megatron_ampipe.plan.simulate import Compiled, Needs, compile_program, contention, run
@@ -79,11 +79,14 @@ def plan_gradients(
         else:
             # Megatron's default.
             limit = size or max(40_000_000, 1_000_000 * work.replicas)
-            buckets = [completed(buffer, limit) for buffer in zip(*tensors, strict=True)]
-            reductions = [
-                (_reduction_us(times, experts, True), _reduction_us(times, others, False))
-                for experts, others in zip(*buckets, strict=True)
-            ]
+            of_buffers = (
+                [
+                    sum(times.reduction_us(bucket, experts=experts) for bucket in buckets)
+                    for buckets in completed(buffer, limit)
+                ]
+                for experts, buffer in zip((True, False), zip(*tensors, strict=True), strict=True)
+            )
+            reductions = list(zip(*of_buffers, strict=True))
             computed, reduced = backward.times(reductions, overlapped=name == STOCK)
             total = reduced + reductions[-1][1]
         return {
@@ -107,10 +110,6 @@ def plan_gradients(
         "ways": ways,
         "chosen": _simplest(ways)["name"],
     }
-
-
-def _reduction_us(times: OperationTimes, buckets: Sequence[float], experts: bool) -> float:
-    return sum(times.reduction_us(size, experts=experts) for size in buckets)
 
 
 def _simplest(ways: Sequence[dict[str, Any]]) -> dict[str, Any]:
