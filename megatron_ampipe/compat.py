@@ -197,18 +197,14 @@ def require_peers() -> None:
                 f"Run: pip install '{distribution}>={minimum}'"
             )
     megatron = found_version("megatron-core")
-    if megatron is not None and is_untested(megatron) and os.environ.get("RANK", "0") == "0":
+    is_newer = megatron is not None and _release(megatron) > Version(SUPPORTED_MEGATRON[-1])
+    if is_newer and os.environ.get("RANK", "0") == "0":
         warnings.warn(
             f"Megatron {megatron} is newer than the versions AMPipe is tested with "
             f"({', '.join(SUPPORTED_MEGATRON)}, and commit {MAIN_BRANCH_COMMIT[:12]} of the main branch, "
             f"{MAIN_BRANCH}).",
             stacklevel=2,
         )
-
-
-def is_untested(megatron: Version) -> bool:
-    """Whether a Megatron version is newer than all that AMPipe is tested with."""
-    return _release(megatron) > Version(SUPPORTED_MEGATRON[-1])
 
 
 def require_model_from_configuration() -> None:
