@@ -58,11 +58,6 @@ class StageSpan:
         """What the stage does: ``attention``."""
         return self.stage.removeprefix(AGAIN).partition(".")[0]
 
-    @property
-    def runs_again(self) -> bool:
-        """Whether it is a stage of the forward pass, run again in the backward pass."""
-        return self.stage.startswith(AGAIN)
-
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
@@ -98,11 +93,6 @@ class Timeline:
         """The part of ``communication_us`` during which the compute lane was busy as well."""
         either_us = self._busy_us(lambda lane: lane != COPY)
         return max(0.0, self.communication_us + self.compute_us - either_us)
-
-    @property
-    def exposed_us(self) -> float:
-        """The part of ``communication_us`` during which the compute lane was idle."""
-        return self.communication_us - self.hidden_us
 
     @property
     def hidden_share(self) -> float:

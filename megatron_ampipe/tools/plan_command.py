@@ -242,7 +242,7 @@ def _write_timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namesp
         spans = tuple(span for span in timeline.spans if span.layer <= DRAWN_LAYERS)
         targets = [name.with_name(name.name + suffix) for suffix in timeline_picture.SUFFIXES]
         drawn = dataclasses.replace(timeline, spans=spans)
-        timeline_picture.draw([drawn], targets=targets, title=f"predicted, {pipeline}", split=True)
+        timeline_picture.draw([drawn], targets=targets, title=f"predicted, {pipeline}")
 
 
 class Unnamed:
