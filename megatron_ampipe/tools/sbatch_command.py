@@ -27,7 +27,9 @@ from megatron_ampipe.launch.config_files import CONFIG_FLAG
 
 SAVE_INTERVAL = 500
 """Iterations between checkpoints, where neither the command nor a file of the run says it."""
-_SET_BY_THE_SCRIPT = ("save", "load", "ckpt-step", "exit-signal", "exit-signal-handler")
+_SET_BY_THE_SCRIPT = (
+    *("save", "load", "ckpt-step", "exit-signal", "exit-signal-handler", CONFIG_FLAG.removeprefix("--")),
+)
 
 _EPILOG = """\
 examples:
@@ -39,8 +41,6 @@ examples:
       submit it, with what is the same for every job of a cluster in one file (docs/slurm.md)
   ampipe sbatch --nodes 2 --gpus-per-node 8 --model my-model.yaml --container reg.org#me/image --submit
       the same in a container (pyxis)
-  ampipe sbatch --nodes 2 --site site.yaml --model my-model.yaml --folder runs/a --chain 5 --max-restarts 0
-      five jobs, each waits for the one before: where jobs may not go back to the queue
 
 The job saves and goes back to the queue before its time is up or after a failure, and goes on from its last
 checkpoint. Each job has a folder, runs/JOB-NAME/JOB-NUMBER; to go on with what another job left,
@@ -61,10 +61,6 @@ def _matching(pattern: str, example: str) -> Callable[[str], str]:
 
 _WORD = r"[\w.,:=+@%/\[\]-]+"
 """Part of an ``#SBATCH`` line: a blank or a quote would end it."""
-_OWN_OPTIONS = (
-    "account|cpu-bind|exclusive|gpus-per-node|job-name|no-requeue|nodes|ntasks-per-node|open-mode|output|"
-    "partition|requeue|signal|time"
-)
 SITE_OPTIONS: Mapping[str, dict[str, Any]] = {
     "account": {"metavar": "A", "type": _matching(_WORD, "moe"), "help": "whom to charge"},
     "partition": {"metavar": "P", "type": _matching(_WORD, "gpu"), "help": "where to run"},
@@ -77,10 +73,7 @@ SITE_OPTIONS: Mapping[str, dict[str, Any]] = {
     "sbatch-option": {
         "metavar": "=--X=Y",
         "action": "append",
-        "type": _matching(
-            rf"--(?!(?:{_OWN_OPTIONS})(?:=|$)){_WORD}",
-            "--sbatch-option=--qos=high. Options that the script or 'ampipe sbatch' sets are refused",
-        ),
+        "type": _matching(f"--{_WORD}", "--sbatch-option=--qos=high"),
         "help": "a further line for #SBATCH, as in --sbatch-option=--qos=high; can be repeated. All memory "
         "of a node is asked for, unless one begins with --mem",
     },
@@ -90,24 +83,14 @@ SITE_OPTIONS: Mapping[str, dict[str, Any]] = {
         "help": "a line of shell that each node runs first: 'module load cuda', 'source venv/bin/activate'; "
         "can be repeated",
     },
-    "health-check": {
-        "metavar": "COMMAND",
-        "help": "each node runs this before training; where it fails, the job ends and names the node: "
-        "'ampipe doctor --quick', 'dcgmi diag -r 1'",
-    },
     "container": {
         "metavar": "IMAGE",
-        # pyxis takes a name that begins with neither / nor . for an image of a registry.
-        "type": _matching(
-            r"[/.][^\n'\"]+|(?!.*\.(?:sqsh|squashfs|sif)$)[^\s'\"]+",
-            "registry.org#me/image:1 or ./image.sqsh",
-        ),
         "help": "run in this image, by pyxis: registry#image:tag, or a file /... or ./...",
     },
     "mount": {
         "metavar": "FROM:TO",
         "action": "append",
-        "type": _matching(r"(,?/[\w./@%+=-]*:/[\w./@%+=-]*(:\w+)?)+", "/data:/data:ro"),
+        "type": _matching(_WORD, "/data:/data:ro"),
         "help": "mount this besides the folders of the submission and of the job; can be repeated",
     },
     "save-before-end": {
@@ -147,12 +130,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="checkpoints and logs; all nodes see it (default: runs/JOB-NAME/JOB-NUMBER). Tasks of an array "
         "have folders in it",
     )
-    train.add_argument(
-        "--save-interval",
-        metavar="N",
-        type=at_least(1),
-        help=f"iterations between checkpoints (default: as the run's file says, else {SAVE_INTERVAL})",
-    )
     where = parser.add_argument_group("where and how")
     where.add_argument("--nodes", metavar="N", type=at_least(1), required=True, help="number of nodes")
     where.add_argument(
@@ -172,13 +149,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     done.add_argument("--output", metavar="FILE", type=Path, help="write the script there")
     done.add_argument("--submit", action="store_true", help="submit it")
-    done.add_argument(
-        "--chain",
-        metavar="N",
-        type=at_least(1),
-        default=1,
-        help="submit it N times, each to begin when the one before has ended, in one --folder (default: 1)",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -202,14 +172,12 @@ def run(arguments: argparse.Namespace) -> int:
         outputs.write_text(arguments.output, script, mode=0o755)
         print(f"wrote {arguments.output}", file=sys.stderr)
     if not arguments.submit:
-        times = f" {arguments.chain} times" if arguments.chain > 1 else ""
-        print(f"not submitted. Add --submit, or --output job.sbatch and submit that{times}.", file=sys.stderr)
+        print("not submitted. Add --submit, or --output job.sbatch and submit that.", file=sys.stderr)
         return 0
-    for _ in range(arguments.chain):
-        done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RunFailed(f"sbatch refused the script: {done.stderr.strip() or done.returncode}")
-        print(done.stdout.strip())
+    done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RunFailed(f"sbatch refused the script: {done.stderr.strip() or done.returncode}")
+    print(done.stdout.strip())
     return 0
 
 
@@ -228,7 +196,8 @@ def _render(arguments: argparse.Namespace) -> str:
     _check_combinations(arguments, files)
     training = [*([CONFIG_FLAG, *files] if files else []), *arguments.flags]
     if not any("save-interval" in document for document in files.values()):
-        arguments.save_interval = arguments.save_interval or SAVE_INTERVAL
+        # Before the flags of the user, of which the last one counts.
+        training.insert(0, f"--save-interval={SAVE_INTERVAL}")
     stem = re.sub(r"[^\w.-]", "-", Path(arguments.model).stem) if arguments.model else "ampipe"
     arguments.job_name = arguments.job_name or stem
     if not arguments.no_check:
@@ -292,10 +261,7 @@ def _read_files(arguments: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
         if flag == "--cluster":
             number = files[name].get("ranks_per_node")
             if not isinstance(number, int) or arguments.gpus_per_node not in (None, number):
-                arguments.refuse(
-                    f"{path}: ranks_per_node {number} is no whole number, or differs from --gpus-per-node; "
-                    "write the GPUs of a node there, for example ranks_per_node: 8"
-                )
+                arguments.refuse(f"{path}: ranks_per_node {number} must be --gpus-per-node, a whole number")
             arguments.gpus_per_node = number
             if "flags" not in files[name]:
                 # The rest of such a file is for 'ampipe plan'.
@@ -312,50 +278,28 @@ def _check_combinations(arguments: argparse.Namespace, files: Mapping[str, Mappi
         refuse("add --gpus-per-node 8, or a cluster file: --cluster FILE")
     if arguments.mount and arguments.container is None:
         refuse("--mount has no effect without --container IMAGE")
-    if arguments.chain > 1 and arguments.folder is None:
-        refuse("--chain needs a folder that all its jobs share: add for example --folder runs/long")
-    if arguments.chain > 1 and any(word.startswith("--dependency") for word in arguments.sbatch_option):
-        refuse("--chain makes each job wait for the one before: leave out --dependency")
     days, _, clock = arguments.time.rpartition("-")
     hours, minutes, seconds = map(int, clock.split(":"))
     if arguments.save_before_end >= ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds:
         refuse(f"--save-before-end {arguments.save_before_end} s is not less than --time {arguments.time}")
-    rule = (
-        "is set by the job script, which resumes from its own checkpoints: use --folder and --save-interval"
-    )
-    for name, document in files.items():
-        for key in document.keys() & {*_SET_BY_THE_SCRIPT}:
-            refuse(f"{name}: {key} {rule}")
-    for word in arguments.flags:
-        flag = word.partition("=")[0].removeprefix("--")
-        if flag in (*_SET_BY_THE_SCRIPT, "save-interval"):
-            refuse(f"flag {word} {rule}")
-        if f"--{flag}" == CONFIG_FLAG:
-            refuse(f"flag {word} is set by the job script: use --model and --run")
+    given = [f"{name}: {key}" for name, document in files.items() for key in document]
+    given += [word.partition("=")[0] for word in arguments.flags]
+    for name in given:
+        if name.rpartition(" ")[2].removeprefix("--") in _SET_BY_THE_SCRIPT:
+            refuse(f"{name} is set by the job script: use --folder, --model and --run")
 
 
 def _check_training(arguments: argparse.Namespace, training: Sequence[str]) -> None:
-    """Run ``ampipe config`` on the training flags; where it cannot run, a note says so.
-
-    Raises:
-        SystemExit: a launch would refuse them; the message has been printed.
-    """
+    """Run ``ampipe config`` on the training flags; where it cannot run, a note says so."""
     num_ranks = str(arguments.nodes * arguments.gpus_per_node)
     words = [*training, "--save", "checkpoints", "--load", "checkpoints", "--exit-signal-handler"]
-    if arguments.save_interval is not None:
-        words += ["--save-interval", str(arguments.save_interval)]
     # Without the rank variables, so that it does not join a job inside which this command runs.
     inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK")}
     command = [sys.executable, "-m", "megatron_ampipe.cli", "config", "--ranks", num_ranks, *words]
     done = subprocess.run(command, env=inherited, capture_output=True, text=True)
     if done.returncode == BadInput.exit_code:
-        message = done.stderr.rpartition("\nampipe: ")[2].removeprefix("ampipe: ").strip()
-        print(f"ampipe: {message} To submit it anyway, add --no-check.", file=sys.stderr)
+        print(f"{done.stderr.strip()} To submit it anyway, add --no-check.", file=sys.stderr)
         raise SystemExit(BadInput.exit_code)
     if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        print(
-            f"note: the training flags are not checked here (ended with {done.returncode}: {last}). To check "
-            f"them, run in the environment of the job: ampipe config --ranks {num_ranks} and these flags",
-            file=sys.stderr,
-        )
+        last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        print(f"note: 'ampipe config' cannot check the training flags here: {last}", file=sys.stderr)
