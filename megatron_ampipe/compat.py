@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.version import Version
 
@@ -31,22 +31,12 @@ MAIN_BRANCH, MAIN_BRANCH_COMMIT = "0.20", "d98e8a64ddf34856e74b24714e3bedb2f5a39
 """The state of Megatron's main branch that was tested by hand, and the version that it calls itself."""
 PRETRAIN_GPT_MEGATRON = "0.19"
 """The first version that builds a GPT model from a configuration, as megatron_ampipe.pretrain_gpt needs."""
-FLASH_ATTN_BOTTOM_RIGHT = "2.1"
-FLASH_ATTN_INTERNALS = "2.7"
+FLASH_ATTN = "2.7"
 """The first version whose internal functions have the signatures that AMPipe calls."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OptionalPackage:
-    """A package that is used if it is installed.
-
-    Attributes:
-        name: Its common name.
-        distribution: Its name for pip.
-        module: The module to import.
-        fallback: What is used instead, for the start-up table.
-        remedy: How to install it.
-    """
+class OptionalPackage(NamedTuple):
+    """A package that is used if it is installed: how to import and get it, and what is used without it."""
 
     name: str
     distribution: str
@@ -55,29 +45,28 @@ class OptionalPackage:
     remedy: str
 
 
-OPTIONAL_PACKAGES = (
-    OptionalPackage(
-        name="Transformer Engine",
-        distribution="transformer-engine",
-        module="transformer_engine.pytorch",
-        fallback="Megatron's local layers, with --transformer-impl local",
-        remedy="pip install --no-build-isolation 'transformer-engine[pytorch]', needs the CUDA compiler",
-    ),
-    OptionalPackage(
-        name="flash-attn",
-        distribution="flash-attn",
-        module="flash_attn",
-        fallback="torch's attention kernels in local layers",
-        remedy="pip install --no-build-isolation 'flash-attn>=2.1', needs the CUDA compiler",
-    ),
-    OptionalPackage(
-        name="apex",
-        distribution="apex",
-        module="apex.optimizers",
-        fallback="Adam and norms of Transformer Engine if it is installed, otherwise of torch",
-        remedy="build it from NVIDIA's repository apex; apex on PyPI is a different package",
-    ),
+TRANSFORMER_ENGINE = OptionalPackage(
+    "Transformer Engine",
+    "transformer-engine",
+    "transformer_engine.pytorch",
+    "Megatron's local layers, with --transformer-impl local",
+    "pip install --no-build-isolation 'transformer-engine[pytorch]', needs the CUDA compiler",
 )
+FLASH_ATTENTION = OptionalPackage(
+    "flash-attn",
+    "flash-attn",
+    "flash_attn",
+    "torch's attention kernels in local layers",
+    f"pip install --no-build-isolation 'flash-attn>={FLASH_ATTN}', needs the CUDA compiler",
+)
+APEX = OptionalPackage(
+    "apex",
+    "apex",
+    "apex.optimizers",
+    "Adam and norms of Transformer Engine if it is installed, otherwise of torch",
+    "build it from NVIDIA's repository apex; apex on PyPI is a different package",
+)
+OPTIONAL_PACKAGES = (TRANSFORMER_ENGINE, FLASH_ATTENTION, APEX)
 
 
 @cache
@@ -170,17 +159,6 @@ def with_moe_submodules(mlp: Any, submodules: Any) -> Any:
     return dataclasses.replace(mlp, submodules=submodules)
 
 
-def rotary_scale(attention: Any) -> float:
-    """YaRN's concentration factor; 0.19 stores it in the layer, older versions compute it at every use."""
-    if hasattr(attention, "_yarn_concentration_factor"):
-        return float(attention._yarn_concentration_factor)
-    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
-        _yarn_get_concentration_factor_from_config,
-    )
-
-    return float(_yarn_get_concentration_factor_from_config(attention.config))
-
-
 def require_peers() -> None:
     """Refuse a torch or a Megatron that is too old, and warn if Megatron is newer than the tested versions.
 
@@ -229,9 +207,9 @@ def _release(found: Version) -> Version:
 
 @cache
 def has_flash_attn() -> bool:
-    """Whether flash-attn is installed and aligns causal masks to the bottom right."""
+    """Whether flash-attn is installed, in a version that AMPipe can call."""
     found = installed_version("flash-attn")
-    return found is not None and found >= Version(FLASH_ATTN_BOTTOM_RIGHT)
+    return found is not None and found >= Version(FLASH_ATTN)
 
 
 @cache
@@ -293,15 +271,13 @@ def has_apex() -> bool:
 
 def missing_packages() -> list[tuple[OptionalPackage, str]]:
     """The optional packages that cannot be used, each with the reason. Imports none."""
-    missing = []
-    for package, is_there in zip(
-        OPTIONAL_PACKAGES, (has_transformer_engine(), has_flash_attn(), has_apex()), strict=True
-    ):
-        if not is_there:
-            old = installed_version("flash-attn") if package.module == "flash_attn" else None
-            reason = f"{old} is older than {FLASH_ATTN_BOTTOM_RIGHT}" if old else "not installed"
-            missing.append((package, reason))
-    return missing
+    old = installed_version("flash-attn")
+    found = (
+        (TRANSFORMER_ENGINE, has_transformer_engine(), "not installed"),
+        (FLASH_ATTENTION, has_flash_attn(), f"{old} is older than {FLASH_ATTN}" if old else "not installed"),
+        (APEX, has_apex(), "not installed"),
+    )
+    return [(package, reason) for package, is_there, reason in found if not is_there]
 
 
 def has_fused_weight_gradients(*, on_gpu: bool) -> bool:
@@ -310,13 +286,6 @@ def has_fused_weight_gradients(*, on_gpu: bool) -> bool:
     On a GPU the kernel is part of apex; without a GPU the host platform replaces it. Imports nothing.
     """
     return not on_gpu or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-
-
-@cache
-def has_flash_attn_internals() -> bool:
-    """Whether flash-attn is installed and its internal functions have the signatures that AMPipe calls."""
-    found = installed_version("flash-attn")
-    return found is not None and found >= Version(FLASH_ATTN_INTERNALS)
 
 
 @cache

@@ -193,8 +193,8 @@ def why_not(name: str, gpu: compat.Gpu, head_size: int) -> str | None:
             return "not deterministic"
         largest = 128
     else:
-        if name == "flash-attn-2" and not compat.has_flash_attn_internals():
-            return f"needs flash-attn {compat.FLASH_ATTN_INTERNALS}"
+        if name == "flash-attn-2" and not compat.has_flash_attn():
+            return f"needs flash-attn {compat.FLASH_ATTN}"
         if name == "torch-flash-2" and not gpu.torch_flash:
             return "this torch was built without FlashAttention"
         if gpu.capability < (8, 0):

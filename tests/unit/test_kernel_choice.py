@@ -28,7 +28,7 @@ NO_2, NO_3 = "flash-attn-2: needs flash-attn 2.7", "flash-attn-3: not installed"
 
 @pytest.fixture(autouse=True)
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("has_flash_attn", "has_flash_attn_internals", "has_flash_attn_3"):
+    for name in ("has_flash_attn", "has_flash_attn_3"):
         monkeypatch.setattr(compat, name, lambda: False)
 
 
@@ -40,8 +40,8 @@ def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -
 @pytest.mark.parametrize(
     ("gpu", "installed", "name", "reasons"),
     [
-        (HOPPER, {"has_flash_attn_3", "has_flash_attn_internals"}, "flash-attn-3", []),
-        (HOPPER, {"has_flash_attn_internals"}, "cudnn", [NO_3]),
+        (HOPPER, {"has_flash_attn_3", "has_flash_attn"}, "flash-attn-3", []),
+        (HOPPER, {"has_flash_attn"}, "cudnn", [NO_3]),
         (
             dataclasses.replace(HOPPER, cudnn=91002),
             set(),
@@ -58,17 +58,12 @@ def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -
         (
             dataclasses.replace(AMPERE, torch_flash=False),
             {"has_flash_attn"},
-            "flash-attn",
-            [
-                "flash-attn-3: needs Hopper",
-                "cudnn: needs Hopper or Blackwell",
-                NO_2,
-                "torch-flash-2: this torch was built without FlashAttention",
-            ],
+            "flash-attn-2",
+            ["flash-attn-3: needs Hopper", "cudnn: needs Hopper or Blackwell"],
         ),
         (
             TURING,
-            {"has_flash_attn", "has_flash_attn_internals"},
+            {"has_flash_attn"},
             "sdpa",
             [
                 "flash-attn-3: needs Hopper",
