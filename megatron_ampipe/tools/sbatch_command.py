@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,10 @@ examples:
       show the script for four nodes
   ampipe sbatch --nodes 1 --gpus-per-node 8 --model my-model.yaml --output job.sbatch -- --bf16 --lr 1e-4
       write it to a file; what follows -- are Megatron's flags, and replace what the files say
-  ampipe sbatch --nodes 2 --site site.yaml --model my-model.yaml --run my-run.yaml --submit
-      submit it, with what is the same for every job of a cluster in one file (docs/slurm.md)
   ampipe sbatch --nodes 2 --gpus-per-node 8 --model my-model.yaml --container reg.org#me/image --submit
       the same in a container (pyxis)
 
+@FILE reads arguments from a file, such as those that are the same for every job of a cluster.
 The job saves and goes back to the queue before its time is up or after a failure, and goes on from its last
 checkpoint. Each job has a folder, runs/JOB-NAME/JOB-NUMBER; to go on with what another job left,
 name its folder with --folder. docs/slurm.md explains all of it.
@@ -61,51 +61,6 @@ def _matching(pattern: str, example: str) -> Callable[[str], str]:
 
 _WORD = r"[\w.,:=+@%/\[\]-]+"
 """Part of an ``#SBATCH`` line: a blank or a quote would end it."""
-SITE_OPTIONS: Mapping[str, dict[str, Any]] = {
-    "account": {"metavar": "A", "type": _matching(_WORD, "moe"), "help": "whom to charge"},
-    "partition": {"metavar": "P", "type": _matching(_WORD, "gpu"), "help": "where to run"},
-    "gpus-per-node": {"metavar": "N", "type": at_least(1), "help": "if no cluster file gives it"},
-    "time": {
-        "metavar": "T",
-        "type": _matching(r"(\d+-)?\d+:\d\d:\d\d", "24:00:00"),
-        "help": "longest duration of the job: [DAYS-]HH:MM:SS (default: 24:00:00)",
-    },
-    "sbatch-option": {
-        "metavar": "=--X=Y",
-        "action": "append",
-        "type": _matching(f"--{_WORD}", "--sbatch-option=--qos=high"),
-        "help": "a further line for #SBATCH, as in --sbatch-option=--qos=high; can be repeated. All memory "
-        "of a node is asked for, unless one begins with --mem",
-    },
-    "setup": {
-        "metavar": "LINE",
-        "action": "append",
-        "help": "a line of shell that each node runs first: 'module load cuda', 'source venv/bin/activate'; "
-        "can be repeated",
-    },
-    "container": {
-        "metavar": "IMAGE",
-        "help": "run in this image, by pyxis: registry#image:tag, or a file /... or ./...",
-    },
-    "mount": {
-        "metavar": "FROM:TO",
-        "action": "append",
-        "type": _matching(_WORD, "/data:/data:ro"),
-        "help": "mount this besides the folders of the submission and of the job; can be repeated",
-    },
-    "save-before-end": {
-        "metavar": "S",
-        "type": at_least(30, at_most=65535),
-        "help": "how many seconds before the job's end it is asked to save (default: 300)",
-    },
-    "max-restarts": {
-        "metavar": "N",
-        "type": at_least(0),
-        "help": "how often the job may go back to the queue (default: 20)",
-    },
-}
-"""Arguments that a site's file may hold too, by name without dashes."""
-_DEFAULTS = {"time": "24:00:00", "save-before-end": 300, "max-restarts": 20}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     # Or --time would also be --t, which a later argument could take away.
     parser.allow_abbrev = False
+    parser.fromfile_prefix_chars = "@"
+    parser.convert_arg_line_to_args = partial(shlex.split, comments=True)  # type: ignore[method-assign]
     train = parser.add_argument_group("what to train")
     train.add_argument(
         "--model", metavar="NAME|FILE", help="the model: a YAML file or a name in configs/models"
@@ -135,11 +92,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--cluster", metavar="NAME|FILE", help="says how many GPUs a node has; a name in configs/clusters"
     )
+    where.add_argument("--gpus-per-node", metavar="N", type=at_least(1), help="if no cluster file gives it")
+    where.add_argument("--account", metavar="A", type=_matching(_WORD, "moe"), help="whom to charge")
+    where.add_argument("--partition", metavar="P", type=_matching(_WORD, "gpu"), help="where to run")
     where.add_argument(
-        "--site", metavar="FILE", type=Path, help="a YAML file with the arguments below for every job"
+        "--time",
+        metavar="T",
+        type=_matching(r"(\d+-)?\d+:\d\d:\d\d", "24:00:00"),
+        default="24:00:00",
+        help="longest duration of the job: [DAYS-]HH:MM:SS (default: 24:00:00)",
     )
-    for name, option in SITE_OPTIONS.items():
-        where.add_argument(f"--{name}", **option)
+    where.add_argument(
+        "--sbatch-option",
+        metavar="=--X=Y",
+        action="append",
+        type=_matching(f"--{_WORD}", "--sbatch-option=--qos=high"),
+        default=[],
+        help="a further line for #SBATCH, as in --sbatch-option=--qos=high; can be repeated. All memory of a "
+        "node is asked for, unless one begins with --mem",
+    )
+    where.add_argument(
+        "--setup",
+        metavar="LINE",
+        action="append",
+        default=[],
+        help="a line of shell that each node runs first: 'module load cuda', 'source venv/bin/activate'; can "
+        "be repeated",
+    )
+    where.add_argument(
+        "--container",
+        metavar="IMAGE",
+        help="run in this image, by pyxis: registry#image:tag, or a file /... or ./...",
+    )
+    where.add_argument(
+        "--mount",
+        metavar="FROM:TO",
+        action="append",
+        type=_matching(_WORD, "/data:/data:ro"),
+        default=[],
+        help="mount this besides the folders of the submission and of the job; can be repeated",
+    )
+    where.add_argument(
+        "--save-before-end",
+        metavar="S",
+        type=at_least(30),
+        default=300,
+        help="how many seconds before the job's end it is asked to save (default: 300)",
+    )
+    where.add_argument(
+        "--max-restarts",
+        metavar="N",
+        type=at_least(0),
+        default=20,
+        help="how often the job may go back to the queue (default: 20)",
+    )
     done = parser.add_argument_group("the script")
     done.add_argument(
         "--job-name",
@@ -183,16 +189,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _render(arguments: argparse.Namespace) -> str:
     """Fill in what is not given, check what depends on several arguments, and render the script."""
-    site = {} if arguments.site is None else _read_site(arguments)
     files = _read_files(arguments)
-    for name, option in SITE_OPTIONS.items():
-        key = name.replace("-", "_")
-        value, of_site = getattr(arguments, key), site.get(key)
-        if option.get("action") == "append":
-            value = [*(of_site or ()), *(value or ())]
-        elif value is None:
-            value = _DEFAULTS.get(name) if of_site is None else of_site
-        setattr(arguments, key, value)
     _check_combinations(arguments, files)
     training = [*([CONFIG_FLAG, *files] if files else []), *arguments.flags]
     if not any("save-interval" in document for document in files.values()):
@@ -223,24 +220,6 @@ def _render(arguments: argparse.Namespace) -> str:
         else:
             lines[-1] += f" {shlex.quote(word)}"
     return environment.get_template("job.sbatch.j2").render(job=arguments, training_lines=lines)
-
-
-def _read_site(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The values of a site's file, checked by the types of the arguments."""
-    path: Path = arguments.site
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-
-    def refuse(message: str) -> None:
-        arguments.refuse(f"--site {path}: {message}. docs/slurm.md has an example of such a file")
-
-    parser.error = refuse  # type: ignore[assignment, method-assign]
-    for name, option in SITE_OPTIONS.items():
-        parser.add_argument(f"--{name}", **option)
-    remedy = "docs/slurm.md has an example of such a file."
-    words = []
-    for key, value in load(path, what="--site", remedy=remedy, scalars_as_text=True).items():
-        words += [f"--{key}={one or ''}" for one in (value if isinstance(value, list) else [value])]
-    return vars(parser.parse_args(words))
 
 
 def _read_files(arguments: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
