@@ -37,15 +37,8 @@ class BadInput(AMPipeError, ValueError):
     def __init__(self, name: str, value: object, *, rule: str, remedy: str) -> None:
         self.name, self.value, self.rule, self.remedy = name, value, rule, remedy
         # A flag without a value has an empty one.
-        given = f"{name} {_shortened(str(value))}".removesuffix(" ")
+        given = f"{name} {value}".removesuffix(" ")
         super().__init__(f"{given}: {rule}. {remedy}")
-
-
-def _shortened(value: str, most: int = 400) -> str:
-    """The value, or its begin and end where it would hide the rest of a message."""
-    if len(value) <= most:
-        return value
-    return f"{value[: most // 2]} ... {value[-most // 2 :]} ({len(value)} characters)"
 
 
 class RunFailed(AMPipeError):

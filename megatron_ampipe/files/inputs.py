@@ -21,10 +21,6 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from megatron_ampipe.errors import BadInput, did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-LARGEST_SEED = 2**32 - 1
-"""The largest that every library accepts."""
-_MOST_DIGITS = 30
-"""Of a whole number. No size has more, and a longer one could not become a float."""
 _KNOWN_TAGS = "tag:yaml.org,2002:", "tag:yaml.org,2002:python"
 """What the tags begin with that YAML gives to plain values, and those that would build objects."""
 
@@ -175,8 +171,6 @@ def _scalar(node: ScalarNode, as_text: bool) -> str | bool | int | float | None:
         return str(text)
     if kind == "float":
         return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    if len(text) > _MOST_DIGITS:
-        _fail(node, f"a number of {len(text)} digits is too long, the limit is {_MOST_DIGITS}")
     return int(text, 0 if text.lstrip("+-")[:2] in ("0x", "0o", "0b") else 10)
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import math
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -40,7 +39,7 @@ from megatron_ampipe.files.inputs import LinedMapping, refuse
 Lines = dict[str, int]
 """The line of each key, by the names of the keys that lead to it, joined by dots."""
 _LARGEST = 1e15
-"""Of any number with a point. Sums and products of larger ones could be infinite."""
+"""Of any number. Sums and products of larger ones could be infinite."""
 
 
 def read_record[Record](
@@ -152,33 +151,27 @@ class _Reader:
                 key: self._value(arguments[1], value, _join(where, key), section.lines[key], {})
                 for key, value in section.items()
             }
-        good, rule, remedy = _check(hint, found, limits)
-        if not good:
-            refuse(self.path, line, f"{where} {found!r}", rule, remedy)
+        if (rule := _broken_rule(hint, found, limits)) is not None:
+            refuse(self.path, line, f"{where} {found!r}", rule, "Write another value.")
         return float(found) if hint is float else found  # type: ignore[arg-type]
 
 
-def _check(hint: Any, found: Any, limits: Mapping[str, Any]) -> tuple[bool, str, str]:
-    """Whether a scalar has the type ``hint``, and rule and remedy if not."""
+def _broken_rule(hint: Any, found: Any, limits: Mapping[str, Any]) -> str | None:
+    """Why a scalar has not the type ``hint``; None if it has."""
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
-        return found in choices, f"must be one of {', '.join(choices)}", f"Use {choices[0]}."
+        return None if found in choices else f"must be one of {', '.join(choices)}"
     if hint is str:
-        return isinstance(found, str) and bool(found.strip()), "must be text", "Write some words."
+        return None if isinstance(found, str) and found.strip() else "must be text"
     if hint is bool:
-        return isinstance(found, bool), "must be true or false", "Write true or false."
+        return None if isinstance(found, bool) else "must be true or false"
     least, above = limits.get("minimum", 1 if hint is int else 0), limits.get("above")
+    is_number = isinstance(found, int if hint is int else int | float) and not isinstance(found, bool)
+    # Neither infinite nor "not a number".
+    if is_number and found <= _LARGEST and (found >= least if above is None else found > above):
+        return None
     limit = f"at least {least:g}" if above is None else f"above {above:g}"
-    is_number = isinstance(found, int | float) and not isinstance(found, bool)
-    within = is_number and (found >= least if above is None else found > above)
-    if hint is int:
-        good = within and isinstance(found, int)
-        return good, f"must be a whole number of {limit}", "Write for example 8."
-    if not is_number or not math.isfinite(found):
-        return False, f"must be a number, {limit}, without a unit", "Write for example 1.5."
-    if found > _LARGEST:
-        return False, f"must be at most {_LARGEST:g}", "Check the unit, which the key names."
-    return within, f"must be {limit}", "Write for example 1.5."
+    return f"must be a {'whole ' * (hint is int)}number, {limit}, without a unit"
 
 
 def _plain(value: object) -> object:

@@ -169,16 +169,12 @@ class Timeline:
 
 def _read_span(event: dict[str, Any]) -> StageSpan:
     """Convert one complete event of a trace file to a span; ValueError if it cannot be drawn."""
-    lane, stage, direction = event["tid"], event["name"], event["cat"]
-    begin_us, duration_us = float(event["ts"]), float(event["dur"])
-    is_named = all(isinstance(name, str) and name.isprintable() for name in (lane, stage))
-    if not is_named or direction not in DIRECTIONS:
-        raise ValueError(f"{stage!r} on {lane!r}, {direction!r}")
-    if not (abs(begin_us) <= _LARGEST and 0 <= duration_us <= _LARGEST):
-        raise ValueError(f"{stage} lasts from {begin_us} for {duration_us} us")
+    direction, begin_us, duration_us = event["cat"], float(event["ts"]), float(event["dur"])
+    if direction not in DIRECTIONS or not (abs(begin_us) <= _LARGEST and 0 <= duration_us <= _LARGEST):
+        raise ValueError(f"{direction} from {begin_us} for {duration_us} us")
     return StageSpan(
-        lane=lane,
-        stage=stage,
+        lane=str(event["tid"]),
+        stage=str(event["name"]),
         direction=direction,
         layer=int(event["args"]["layer"]),
         iteration=int(event["args"]["iteration"]),
