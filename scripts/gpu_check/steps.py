@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ BENCHMARKS = {
 }
 """By grid: cases, ranks, seconds."""
 _PROFILE_S, _DEVICE_S = 55, 60
-_RUN = "packaging", "yaml", "numpy", "torch", "megatron.core"
+_RUN = "packaging", "ruamel.yaml", "numpy", "torch", "megatron.core"
 _TEST = (*_RUN, "pytest", "pytest_timeout")
 COMPILER = "a C compiler with Python.h and triton"
 """What Triton needs to compile; all other needs are modules."""
@@ -114,10 +114,6 @@ class Done:
     said: str
     found: str | None
 
-    def as_json(self) -> dict[str, Any]:
-        """For ``summary.json``."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -134,10 +130,6 @@ class Device:
     torch: str
     cuda: str
     python: str
-
-    def as_json(self) -> dict[str, str]:
-        """For ``summary.json``."""
-        return asdict(self)
 
     @classmethod
     def ask(cls, environment: Mapping[str, str]) -> Device:
