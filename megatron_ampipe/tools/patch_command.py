@@ -32,11 +32,7 @@ Without a patch, -m megatron_ampipe.launch PATH/pretrain_gpt.py does the same. d
 _PACKAGE = Path(__file__).resolve().parents[1]
 PATCHES = (_PACKAGE if (_PACKAGE / "patches").is_dir() else _PACKAGE.parent) / "patches"
 """In the package of an installed wheel, else next to it in a checkout."""
-_NO_PATCH_NEEDED = "launch with -m megatron_ampipe.launch PATH/pretrain_gpt.py, which needs no patch"
-
-
-Sums = dict[str, str]
-"""SHA-256 of every file that a patch touches, by path in the tree."""
+_NO_PATCH_NEEDED = "To launch with -m megatron_ampipe.launch PATH/pretrain_gpt.py needs no patch"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,17 +53,29 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         BadInput: The tree cannot be written to.
-        EnvironmentMissing: There is no git, or the patches were not installed.
+        EnvironmentMissing: There is no git.
     """
     tree, action = arguments.path, arguments.action
-    version, original, patched = _patch_of(arguments)
+    try:
+        version = compat.megatron_version(tree / "megatron" / "core")
+    except (EnvironmentMissing, OSError) as error:
+        arguments.refuse(f"{error} Name the folder of the checkout, the one that pretrain_gpt.py lies in")
+    folder = PATCHES / f"{version.major}.{version.minor}"
+    if not folder.is_dir():
+        known = ", ".join(sorted(path.parent.name for path in PATCHES.glob("*/files.json"))) or "none"
+        arguments.refuse(
+            f"{tree} holds Megatron {version}, and there are patches for {known}. {_NO_PATCH_NEEDED}"
+        )
+    files = json.loads((folder / "files.json").read_text())
+    original, patched = (
+        {file: sums[state] for file, sums in files.items()} for state in ("original", "patched")
+    )
     found = {name: _checksum(tree / name) for name in original}
     if found not in (original, patched):
         changed = [name for name in found if found[name] not in (original[name], patched[name])]
-        rule = f"is not as in the releases of {version} that were tested: {', '.join(changed)}"
-        if not changed:
-            rule = "has only a part of the patch in it"
-        arguments.refuse(f"{tree} {rule}. Restore the files (git checkout), or {_NO_PATCH_NEEDED}")
+        rule = f"not as in the releases that were tested: {', '.join(changed)}"
+        rule = rule if changed else "patched in part"
+        arguments.refuse(f"{tree} is {rule}. Restore the files (git checkout). {_NO_PATCH_NEEDED}")
     is_in = found == patched
     if action == "check":
         state = "is in" if is_in else "fits, and is not in"
@@ -75,45 +83,18 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if is_in is (action == "apply"):
         arguments.refuse(f"the patch is {'in it already' if is_in else 'not in it'}: {tree}")
-    for folder in {(tree / name).absolute().parent for name in original} | {tree.absolute()}:
-        outputs.check_folder(folder, flag="PATH", value=tree)
-    _write(PATCHES / version / "ampipe.patch", tree, original if is_in else patched, revert=is_in)
-    print(f"ampipe: {'taken out of' if is_in else 'put into'} {tree}:")
-    for name in original:
-        print(f"    {name}")
+    for place in {(tree / name).absolute().parent for name in original} | {tree.absolute()}:
+        outputs.check_folder(place, flag="PATH", value=tree)
+    _write(folder / "ampipe.patch", tree, original if is_in else patched, revert=is_in)
+    print(f"ampipe: {'taken out of' if is_in else 'put into'} {tree}: {', '.join(original)}")
     return 0
 
 
-def _patch_of(arguments: argparse.Namespace) -> tuple[str, Sums, Sums]:
-    """Version, and checksums without and with the patch, of the Megatron in a tree."""
-    if not PATCHES.is_dir():
-        raise EnvironmentMissing(
-            "This installation has no patches. In a checkout of AMPipe, run: pip install -e ."
-        )
-    tree: Path = arguments.path
-    try:
-        version = compat.megatron_version(tree / "megatron" / "core")
-    except (EnvironmentMissing, OSError) as error:
-        arguments.refuse(
-            f"there is no release of Megatron in {tree} ({error}); name the folder of the checkout, the one "
-            "that pretrain_gpt.py lies in"
-        )
-    name = f"{version.major}.{version.minor}"
-    known = sorted(folder.name for folder in PATCHES.iterdir() if folder.is_dir())
-    if name not in known:
-        arguments.refuse(
-            f"{tree} holds Megatron {version}, and there are patches for {', '.join(known)} alone. Use one "
-            f"of these, or for a newer one {_NO_PATCH_NEEDED}"
-        )
-    files = json.loads((PATCHES / name / "files.json").read_text())
-    original, patched = (
-        {file: sums[state] for file, sums in files.items()} for state in ("original", "patched")
-    )
-    return name, original, patched
+def _write(diff: Path, tree: Path, expected: dict[str, str], *, revert: bool) -> None:
+    """Put a patch in or take it out, in a copy of the touched files that then replace those of ``tree``.
 
-
-def _write(diff: Path, tree: Path, expected: Sums, *, revert: bool) -> None:
-    """Put a patch in or take it out, in a copy of the touched files that then replace those of ``tree``."""
+    ``expected`` are the checksums of the files afterwards.
+    """
     if shutil.which("git") is None:
         raise EnvironmentMissing("git is needed to apply a patch, and is not on PATH. Install it.")
     # In the tree itself, so that a file can be moved into its place at once.

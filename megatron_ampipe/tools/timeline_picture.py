@@ -48,7 +48,7 @@ def draw(timelines: Sequence[Timeline], *, targets: Sequence[Path], title: str) 
         timelines: What is to be shown, from the top, one for each rank; none may be empty. A predicted one
             has another background.
         targets: Files to write. Each appears under its name only when it is whole.
-        title: First line of the picture.
+        title: Of the picture.
 
     Raises:
         RunFailed: a file cannot be written.
@@ -77,12 +77,8 @@ def draw(timelines: Sequence[Timeline], *, targets: Sequence[Path], title: str) 
 
 def layers_of(timeline: Timeline) -> str:
     """``layer 2`` or ``layers 1-4``: what a timeline holds, as text."""
-    layers = _layers([timeline])
+    layers = sorted({span.layer for span in timeline.spans})
     return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
-
-
-def _layers(timelines: Sequence[Timeline]) -> list[int]:
-    return sorted({span.layer for timeline in timelines for span in timeline.spans})
 
 
 def _figure(timelines: Sequence[Timeline], *, title: str) -> Figure:
@@ -109,7 +105,7 @@ def _figure(timelines: Sequence[Timeline], *, title: str) -> Figure:
         width_ratios=lengths_ms,
         height_ratios=list(map(len, lanes)),
     )
-    layers = _layers(timelines)
+    layers = sorted({span.layer for span in spans})
     for column, (direction, parts) in enumerate(panels):
         for row, timeline in enumerate(timelines):
             axes = grid[row][column]
@@ -127,7 +123,7 @@ def _figure(timelines: Sequence[Timeline], *, title: str) -> Figure:
         ticks = MaxNLocator(nbins=max(1, int(lengths_ms[column] * in_per_ms / 0.8)), steps=[1, 2, 2.5, 5, 10])
         grid[0][column].xaxis.set_major_locator(ticks)
         grid[0][column].set_title(f"{direction}  {lengths_ms[column]:.3g} ms", loc="left", fontsize=9)
-    figure.suptitle(f"{title}\n{_hidden(timelines)}", x=0.01, ha="left", fontsize=11)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     kinds = "   ".join(f"{_letter(kind)} {kind}" for kind in sorted({span.kind for span in spans}))
     # In the widest panel: elsewhere a long label would part the panels.
     widest = grid[-1][lengths_ms.index(max(lengths_ms))]
@@ -182,25 +178,10 @@ def _draw_bars(
 
 def _name_of(timeline: Timeline) -> str:
     """What stands left of a timeline's rows."""
-    layers = layers_of(timeline)
-    if timeline.is_predicted:
-        name, layers = PREDICTED, "one block" if len(_layers([timeline])) == 1 else layers
-    else:
-        name = f"rank {timeline.rank}"
-    lines = [name, layers]
+    lines = [PREDICTED if timeline.is_predicted else f"rank {timeline.rank}", layers_of(timeline)]
     if timeline.communication_us:
         lines += [f"{timeline.hidden_share:.0%} hidden", f"of {timeline.communication_us / 1e3:.3g} ms"]
     return "\n".join(lines)
-
-
-def _hidden(timelines: Sequence[Timeline]) -> str:
-    """Second line of the picture; the share of a prediction comes after that of the recorded ranks."""
-    recorded = [timeline for timeline in timelines if not timeline.is_predicted]
-    total_us = sum(timeline.communication_us for timeline in recorded)
-    shares = [f"{sum(one.hidden_us for one in recorded) / total_us:.0%}"] if total_us else []
-    predicted = [timeline for timeline in timelines if timeline.is_predicted]
-    shares += [f"{timeline.hidden_share:.0%} predicted" for timeline in predicted[:1]]
-    return "communication hidden under computation: " + (", ".join(shares) or "none")
 
 
 def _legend(spans: Sequence[StageSpan], layers: Sequence[int]) -> list[Any]:

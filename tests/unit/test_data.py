@@ -136,8 +136,8 @@ def test_files_that_are_no_text_are_left_out_and_named(
     [
         (["{here}/absent", "--output", "{here}/out/p"], "there is no text file with the suffix .txt or .md"),
         (["{source}", "--output", "{here}/out/p", "--suffixes", ".xyz"], "no text file with the suffix .xyz"),
-        (["{source}", "--output", "."], "is a directory"),
-        (["{source}", "--output", "{here}/out/p.bin"], "has a suffix"),
+        (["{source}", "--output", "."], "is no name to which"),
+        (["{source}", "--output", "{here}/out/p.bin"], "is no name to which"),
         (["{source}", "--output", "{here}/file/p"], "cannot be written to"),
         (["{source}", "--output", "{here}/p", "--document-bytes", "-1"], "not a whole number of at least 0"),
     ],

@@ -145,7 +145,6 @@ def test_pictures_are_written_whole_and_the_same_each_time(traces: Path, tmp_pat
     texts = [line for text in re.findall(r"<!-- (.*?) -->", svg.decode(), re.S) for line in text.split("\n")]
     expected = "rank 0, rank 1, compute, comm, chunk 0, chunk 1, whole block, 50% hidden"
     assert set(expected.split(", ")) <= set(texts)
-    assert "communication hidden under computation: 50%" in texts
     assert (svg, png) == pictures()
 
 
@@ -158,7 +157,7 @@ def test_stages_of_no_length_and_many_chunks_can_be_drawn(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        (["{traces}", "--output", "{here}/p.svg"], "Use --output {here}/p."),
+        (["{traces}", "--output", "{here}/p.svg"], "is no name to which .svg and .png can be added"),
         (["{traces}", "--output", "{here}/p", "--iteration", "9"], "traces hold [1, 2] and [1, 2, 3]"),
         (["{traces}", "--output", "{here}/p", "--layer", "9"], "traces hold [1, 2] and [1, 2, 3]"),
         (["{here}/absent", "--output", "{here}/p"], "cannot be read"),

@@ -90,16 +90,13 @@ def _half(tree: Path) -> None:
     [
         (
             _replace(PACKAGE_INFO, "MINOR = 18", "MINOR = 16"),
-            "holds Megatron 0.16.2, and there are patches for 0.17, 0.18, 0.19, 0.20 alone",
+            "holds Megatron 0.16.2, and there are patches for 0.17, 0.18, 0.19, 0.20. To launch",
         ),
         (_replace(PACKAGE_INFO, "MINOR = 18", ""), "does not contain the version of Megatron"),
-        (
-            _replace(TRAINING, "\n\n\n", "\n\n"),
-            f"not as in the releases of 0.18 that were tested: {TRAINING}.",
-        ),
-        (lambda tree: (tree / TRAINING).unlink(), f"releases of 0.18 that were tested: {TRAINING}."),
-        (_half, "has only a part of the patch in it"),
-        (lambda tree: shutil.rmtree(tree / "megatron/core"), "there is no release of Megatron in "),
+        (_replace(TRAINING, "\n\n\n", "\n\n"), f"not as in the releases that were tested: {TRAINING}."),
+        (lambda tree: (tree / TRAINING).unlink(), f"releases that were tested: {TRAINING}."),
+        (_half, "is patched in part"),
+        (lambda tree: shutil.rmtree(tree / "megatron/core"), "does not contain the version of Megatron"),
     ],
     ids=["other-version", "no-version", "changed", "missing", "half", "no-megatron"],
 )
@@ -139,6 +136,6 @@ def test_without_git_or_the_patches_and_with_a_wrong_patch_nothing_is_written(
     with pytest.raises(AssertionError, match="do not match"):
         run("apply", tree)
     monkeypatch.setattr("megatron_ampipe.tools.patch_command.PATCHES", tmp_path / "nowhere")
-    assert run("apply", tree) == 1
-    assert "This installation has no patches" in capsys.readouterr().err
+    assert run("apply", tree) == 2
+    assert "there are patches for none" in capsys.readouterr().err
     assert _files(tree) == before
