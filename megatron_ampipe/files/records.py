@@ -25,7 +25,7 @@ import dataclasses
 import io
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,7 +60,7 @@ def read_record[Record](
         BadInput: naming file and line, the key, and the nearest known one.
     """
     reader = _Reader(path, add)
-    return reader.record(kind, top, "", top.line), reader.lines
+    return reader.value(kind, top, "", top.line, {}), reader.lines
 
 
 def write_record(path: Path, record: object, *, head: str) -> None:
@@ -96,64 +96,50 @@ class _Reader:
         self.lines: Lines = {}
         self._add = add
 
-    def record(self, kind: type[Any], found: object, where: str, line: int) -> Any:
-        fields = keys_of(kind)
-        section = self._section(found, where, line, fields)
-        hints = typing.get_type_hints(kind)
-        values = {}
-        for name, field in fields.items():
-            here = _join(where, name)
-            if name in section:
-                limits = field.metadata
-                values[name] = self._value(hints[name], section[name], here, section.lines[name], limits)
-            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                refuse(self.path, section.line, here, "is missing", self._add.format(key=name))
-        return kind(**values)
-
-    def _section(
-        self, found: object, where: str, line: int, known: Collection[str] | None = None
-    ) -> LinedMapping:
-        """A mapping, whose keys must be known unless ``known`` is None."""
-        if not isinstance(found, LinedMapping):
-            remedy = "Write one 'key: value' on each line."
-            refuse(self.path, line, where, "must hold keys with values", remedy)
-        for key, at in found.lines.items():
-            here = _join(where, key)
-            if known is not None and key not in known:
-                refuse(self.path, at, here, "is not a known key", nearest(key, known))
-            self.lines[here] = at
-        return found
-
-    def _value(self, hint: Any, found: object, where: str, line: int, limits: Mapping[str, Any]) -> Any:
+    def value(self, hint: Any, found: object, where: str, line: int, limits: Mapping[str, Any]) -> Any:
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if origin is types.UnionType:
             (hint,) = (part for part in arguments if part is not type(None))
-            return None if found is None else self._value(hint, found, where, line, limits)
-        if hint is LinedMapping:
-            return self._section(found, where, line)
-        if dataclasses.is_dataclass(hint):
-            assert isinstance(hint, type)
-            return self.record(hint, found, where, line)
+            return None if found is None else self.value(hint, found, where, line, limits)
         if origin is tuple:
             if not isinstance(found, list) or not found:
                 remedy = "Write for example [1, 2], or '- ' before each entry."
                 refuse(self.path, line, where, "must be a list that is not empty", remedy)
             return tuple(
-                self._value(arguments[0], item, f"{where}[{index}]", line, limits)
+                self.value(arguments[0], item, f"{where}[{index}]", line, limits)
                 for index, item in enumerate(found)
             )
-        if origin not in (Literal, None):
-            names = typing.get_args(arguments[0])
-            section = self._section(found, where, line, names)
-            if not section:
-                refuse(self.path, line, where, f"must hold some of {', '.join(names)}", f"Use {names[0]}.")
-            return {
-                key: self._value(arguments[1], value, _join(where, key), section.lines[key], {})
-                for key, value in section.items()
-            }
+        if hint is LinedMapping or dataclasses.is_dataclass(hint) or origin not in (Literal, None):
+            return self._section(hint, found, where, line)
         if (rule := _broken_rule(hint, found, limits)) is not None:
             refuse(self.path, line, f"{where} {found!r}", rule, "Write another value.")
         return float(found) if hint is float else found  # type: ignore[arg-type]
+
+    def _section(self, hint: Any, found: object, where: str, line: int) -> Any:
+        """A mapping: a dataclass, one whose keys are words, or one that the caller checks."""
+        if not isinstance(found, LinedMapping):
+            remedy = "Write one 'key: value' on each line."
+            refuse(self.path, line, where, "must hold keys with values", remedy)
+        places = {key: f"{where}.{key}".removeprefix(".") for key in found}
+        self.lines |= {places[key]: at for key, at in found.lines.items()}
+        if hint is LinedMapping:
+            return found
+        is_record = dataclasses.is_dataclass(hint)
+        fields = keys_of(hint) if is_record else {}
+        words, kind = ((), None) if fields else typing.get_args(hint)
+        hints = typing.get_type_hints(hint) if fields else dict.fromkeys(typing.get_args(words), kind)
+        for key, at in found.lines.items():
+            if key not in (fields or hints):
+                refuse(self.path, at, places[key], "is not a known key", nearest(key, fields or hints))
+        for name, field in fields.items():
+            if name not in found and field.default is field.default_factory is dataclasses.MISSING:
+                key = f"{where}.{name}".removeprefix(".")
+                refuse(self.path, found.line, key, "is missing", self._add.format(key=name))
+        values = {}
+        for key, value in found.items():
+            limits = fields[key].metadata if fields else {}
+            values[key] = self.value(hints[key], value, places[key], found.lines[key], limits)
+        return hint(**values) if fields else values
 
 
 def _broken_rule(hint: Any, found: Any, limits: Mapping[str, Any]) -> str | None:
@@ -186,7 +172,3 @@ def _plain(value: object) -> object:
     if isinstance(value, str):
         return LiteralScalarString(value) if "\n" in value else str(value)
     return [_plain(content) for content in value] if isinstance(value, tuple) else value
-
-
-def _join(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key

@@ -82,7 +82,7 @@ def _check(gate: type[TopKRouter]) -> str:
     """What was found of a class that keeps its promises.
 
     Raises:
-        BadInput: it adds a loss of its own.
+        BadInput: it adds a separate loss.
         DifferenceFound: another promise is broken.
     """
     router, hidden = _router(gate), _hidden()
