@@ -51,18 +51,6 @@ def at_least(minimum: int, *, at_most: int | None = None) -> Callable[[str], int
     return whole_number
 
 
-def read_text(path: Path) -> str:
-    """Read a text file.
-
-    Raises:
-        OSError: it cannot be read, or is a pipe, a device or a socket.
-        ValueError: it is not UTF-8, or its name contains a NUL byte.
-    """
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return path.read_text(encoding="utf-8")
-
-
 def parse_file[Content](
     path: Path, parse: Callable[[str], Content], *, what: str, rule: str, remedy: str
 ) -> Content:
@@ -79,7 +67,9 @@ def parse_file[Content](
         BadInput: it cannot be read, or has another format.
     """
     try:
-        return parse(read_text(path))
+        if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return parse(path.read_text(encoding="utf-8"))
     except BadInput:
         raise
     except OSError as error:
