@@ -44,8 +44,6 @@ class BadInput(AMPipeError, ValueError):
 class RunFailed(AMPipeError):
     """The command started its work but could not finish it."""
 
-    exit_code = 3
-
 
 class DifferenceFound(AMPipeError):
     """A check that compares two results found a difference."""
