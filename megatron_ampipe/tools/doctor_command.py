@@ -19,8 +19,7 @@ from typing import Any
 
 from megatron_ampipe import compat
 from megatron_ampipe.errors import EnvironmentMissing, RunFailed
-from megatron_ampipe.launch import connections, datasets
-from megatron_ampipe.launch.failures import HELPERS_REMEDY
+from megatron_ampipe.launch import connections
 
 _PROBE_TIMEOUT_S = 120
 _CPU_RANKS = 2
@@ -107,7 +106,7 @@ def examine() -> tuple[list[str], int | None]:
     Returns:
         The problems, and the number of GPUs; None if torch cannot be imported.
     """
-    absent = dict(compat.missing_packages())
+    absent = compat.missing_packages()
     present = [package for package in compat.OPTIONAL_PACKAGES if package not in absent]
     programs = {"torch": _TORCH, "Megatron": _MEGATRON, **{p.name: f"import {p.module}" for p in present}}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -117,11 +116,9 @@ def examine() -> tuple[list[str], int | None]:
         print(f"  {'ok' if works else 'broken':8}  {name}: {said}")
         if not works:
             problems.append(f"{name} cannot be used: {said}")
-    for package, reason in absent.items():
-        print(f"  {'missing':8}  {package.name}: {reason}. Without it, a run uses {package.fallback}.")
+    for package in absent:
+        print(f"  {'missing':8}  {package.name}. Without it, a run uses {package.fallback}.")
         print(f"{'':12}To get it: {package.remedy}")
-    if datasets.must_be_compiled() and (cannot := datasets.missing_tools()):
-        problems.append(f"the dataset helper cannot be compiled: {'; '.join(cannot)}. {HELPERS_REMEDY}.")
     works, said = answers["torch"]
     found = re.search(r"(\d+) GPUs", said)
     return problems, int(found[1]) if works and found else None

@@ -186,7 +186,7 @@ def plan(scratch: Path, output: Path) -> list[Step]:
             ),
             result=profile,
             limit_s=_PROFILE_S,
-            needs=(*_RUN, "rich"),
+            needs=(*_RUN, "rich", "tqdm"),
         )
     )
     ordered += [steps[name] for name in ("transformer engine", "compiled")]
@@ -199,7 +199,7 @@ def plan(scratch: Path, output: Path) -> list[Step]:
                 *("--repeats", "5", "--warmup", "1", "--json", str(file)),
             )
             name = f"bench {grid}, {link}"
-            ordered.append(Step("bench", name, command, file, limit_s, needs=(*_RUN, "rich")))
+            ordered.append(Step("bench", name, command, file, limit_s, needs=(*_RUN, "rich", "tqdm")))
     return ordered
 
 

@@ -62,7 +62,6 @@ def test_without_torch_it_says_so_and_goes_on(tmp_path: Path) -> None:
 
 def test_broken_packages_old_ones_and_those_of_another_author(tmp_path: Path) -> None:
     package(tmp_path, "torch", "import os; os.abort()")
-    package(tmp_path, "flash_attn", "", distribution="flash_attn", version="2.0.9")
     package(tmp_path, "apex", "", distribution="apex", version="0.9.10")
     package(tmp_path, "transformer_engine", "", distribution="transformer_engine", version="2.1")
     package(tmp_path, "transformer_engine.pytorch", "raise ImportError('libcudnn.so.9: not found')")
@@ -71,8 +70,7 @@ def test_broken_packages_old_ones_and_those_of_another_author(tmp_path: Path) ->
     broken = re.findall(r"^problem: (.*) cannot be used: (.*)$", said, re.M)
     assert [name for name, _ in broken] == ["torch", "Megatron", "Transformer Engine"]
     assert "ended with -6" in broken[0][1] and "libcudnn.so.9: not found" in broken[2][1]
-    assert "missing   flash-attn: 2.0.9 is older than 2.7" in said
-    assert "missing   apex: not installed" in said, "PyPI's apex has no optimizers"
+    assert "missing   apex. Without it" in said, "PyPI's apex has no optimizers"
 
 
 def test_the_megatron_that_an_import_finds_is_the_one_that_is_named(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ OUTPUTS = (
     ["bench", "--json"],
     *([*PLAN, flag] for flag in ("--output", "--json", "--trace")),
     ["profile", "--output"],
-    ["routing", "recorded", "--json"],
     [*SBATCH, "--output"],
 )
 """Command lines that end with the path of an output file."""
