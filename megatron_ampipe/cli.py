@@ -110,21 +110,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except AMPipeError as error:
-        print("\n".join((f"ampipe: {error}", *_notes(error))), file=sys.stderr)
+        print("\n".join((f"ampipe: {error}", *getattr(error, "__notes__", ()))), file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         # Otherwise the interpreter would write the rest of the buffer when it exits, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt as interrupt:
-        notes = _notes(interrupt) or ("incomplete output was not saved under its final name",)
-        print("\n".join(("ampipe: interrupted; " + notes[0], *notes[1:])), file=sys.stderr)
+        # A tool may have noted where the part that was finished is.
+        notes = getattr(interrupt, "__notes__", ["incomplete output was not saved under its final name"])
+        print("ampipe: interrupted; " + "\n".join(notes), file=sys.stderr)
         return INTERRUPTED
-
-
-def _notes(error: BaseException) -> tuple[str, ...]:
-    """What a tool has added with ``add_note``: for example where the part that was finished is."""
-    return tuple(getattr(error, "__notes__", ()))
 
 
 if __name__ == "__main__":

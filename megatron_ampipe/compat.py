@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.version import Version
 
@@ -33,17 +33,8 @@ PRETRAIN_GPT_MEGATRON = "0.19"
 """The first version that builds a GPT model from a configuration, as megatron_ampipe.pretrain_gpt needs."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OptionalPackage:
-    """A package that is used if it is installed.
-
-    Attributes:
-        name: Its common name.
-        distribution: Its name for pip.
-        module: The module to import.
-        fallback: What is used instead, for the start-up table.
-        remedy: How to install it.
-    """
+class OptionalPackage(NamedTuple):
+    """A package that is used if it is installed: how to import and get it, and what is used without it."""
 
     name: str
     distribution: str
@@ -160,17 +151,6 @@ def with_moe_submodules(mlp: Any, submodules: Any) -> Any:
     return dataclasses.replace(mlp, submodules=submodules)
 
 
-def rotary_scale(attention: Any) -> float:
-    """YaRN's concentration factor; 0.19 stores it in the layer, older versions compute it at every use."""
-    if hasattr(attention, "_yarn_concentration_factor"):
-        return float(attention._yarn_concentration_factor)
-    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
-        _yarn_get_concentration_factor_from_config,
-    )
-
-    return float(_yarn_get_concentration_factor_from_config(attention.config))
-
-
 def require_peers() -> None:
     """Refuse a torch or a Megatron that is too old, and warn if Megatron is newer than the tested versions.
 
@@ -187,18 +167,14 @@ def require_peers() -> None:
                 f"Run: pip install '{distribution}>={minimum}'"
             )
     megatron = found_version("megatron-core")
-    if megatron is not None and is_untested(megatron) and os.environ.get("RANK", "0") == "0":
+    is_newer = megatron is not None and _release(megatron) > Version(SUPPORTED_MEGATRON[-1])
+    if is_newer and os.environ.get("RANK", "0") == "0":
         warnings.warn(
             f"Megatron {megatron} is newer than the versions AMPipe is tested with "
             f"({', '.join(SUPPORTED_MEGATRON)}, and commit {MAIN_BRANCH_COMMIT[:12]} of the main branch, "
             f"{MAIN_BRANCH}).",
             stacklevel=2,
         )
-
-
-def is_untested(megatron: Version) -> bool:
-    """Whether a Megatron version is newer than all that AMPipe is tested with."""
-    return _release(megatron) > Version(SUPPORTED_MEGATRON[-1])
 
 
 def require_model_from_configuration() -> None:

@@ -37,21 +37,12 @@ class BadInput(AMPipeError, ValueError):
     def __init__(self, name: str, value: object, *, rule: str, remedy: str) -> None:
         self.name, self.value, self.rule, self.remedy = name, value, rule, remedy
         # A flag without a value has an empty one.
-        given = f"{name} {_shortened(str(value))}".removesuffix(" ")
+        given = f"{name} {value}".removesuffix(" ")
         super().__init__(f"{given}: {rule}. {remedy}")
-
-
-def _shortened(value: str) -> str:
-    """The value, or its begin and end where it would hide the rest of a message."""
-    if len(value) <= 400:
-        return value
-    return f"{value[:200]} ... {value[-200:]} ({len(value)} characters)"
 
 
 class RunFailed(AMPipeError):
     """The command started its work but could not finish it."""
-
-    exit_code = 3
 
 
 class DifferenceFound(AMPipeError):

@@ -21,10 +21,6 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from megatron_ampipe.errors import BadInput, did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-LARGEST_SEED = 2**32 - 1
-"""The largest that every library accepts."""
-_MOST_DIGITS = 30
-"""Of a whole number. No size has more, and a longer one could not become a float."""
 _KNOWN_TAGS = "tag:yaml.org,2002:", "tag:yaml.org,2002:python"
 """What the tags begin with that YAML gives to plain values, and those that would build objects."""
 
@@ -55,18 +51,6 @@ def at_least(minimum: int, *, at_most: int | None = None) -> Callable[[str], int
     return whole_number
 
 
-def read_text(path: Path) -> str:
-    """Read a text file.
-
-    Raises:
-        OSError: it cannot be read, or is a pipe, a device or a socket.
-        ValueError: it is not UTF-8, or its name contains a NUL byte.
-    """
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return path.read_text(encoding="utf-8")
-
-
 def parse_file[Content](
     path: Path, parse: Callable[[str], Content], *, what: str, rule: str, remedy: str
 ) -> Content:
@@ -83,7 +67,9 @@ def parse_file[Content](
         BadInput: it cannot be read, or has another format.
     """
     try:
-        return parse(read_text(path))
+        if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return parse(path.read_text(encoding="utf-8"))
     except BadInput:
         raise
     except OSError as error:
@@ -175,8 +161,6 @@ def _scalar(node: ScalarNode, as_text: bool) -> str | bool | int | float | None:
         return str(text)
     if kind == "float":
         return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    if len(text) > _MOST_DIGITS:
-        _fail(node, f"a number of {len(text)} digits is too long, the limit is {_MOST_DIGITS}")
     return int(text, 0 if text.lstrip("+-")[:2] in ("0x", "0o", "0b") else 10)
 
 

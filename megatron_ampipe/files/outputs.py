@@ -23,16 +23,11 @@ def check(path: Path, *, flag: str) -> None:
     Raises:
         BadInput: it is a directory or a device, or its folder is not writable.
     """
-    rule = ""
-    # os.path functions return False for a name that is too long, where those of Path raise.
-    if os.path.isdir(path) or path.name in ("", ".."):
-        rule = "is a directory"
-    # Replacing a device by a file would break every other program that uses the device.
-    elif (os.path.exists(path) and not os.path.isfile(path)) or path.absolute().parent == Path("/dev"):
-        rule = "is not a regular file"
-    if rule:
+    # Replacing a device by a file would break every other program that uses it. Functions of os.path return
+    # False for a name that is too long, where those of Path raise.
+    if path.name in ("", "..") or (os.path.exists(path) and not os.path.isfile(path)):
         remedy = "Name a new or an existing file in a folder that you can write to."
-        raise BadInput(flag, path, rule=rule, remedy=remedy)
+        raise BadInput(flag, path, rule="is not a regular file", remedy=remedy)
     check_folder(path.absolute().parent, flag=flag, value=path, name=path.name)
 
 
@@ -40,13 +35,11 @@ def check_prefix(prefix: Path, *, suffixes: Sequence[str], flag: str) -> list[Pa
     """:func:`check` for several files with a common prefix, which are returned.
 
     Raises:
-        BadInput: as for :func:`check`, or ``prefix`` has one of the suffixes.
+        BadInput: as for :func:`check`, or ``prefix`` is a folder or has one of the suffixes.
     """
-    if prefix.suffix in suffixes:
-        rule = f"has a suffix, and {' and '.join(suffixes)} are added to it"
-        raise BadInput(flag, prefix, rule=rule, remedy=f"Use {flag} {prefix.with_suffix('')}.")
-    if prefix.name in ("", ".."):
-        check(prefix, flag=flag)
+    if prefix.suffix in suffixes or prefix.name in ("", ".."):
+        rule = f"is no name to which {' and '.join(suffixes)} can be added"
+        raise BadInput(flag, prefix, rule=rule, remedy="Name a file without a suffix.")
     targets = [prefix.with_name(prefix.name + suffix) for suffix in suffixes]
     for target in targets:
         check(target, flag=flag)

@@ -23,10 +23,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import math
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +39,7 @@ from megatron_ampipe.files.inputs import LinedMapping, refuse
 Lines = dict[str, int]
 """The line of each key, by the names of the keys that lead to it, joined by dots."""
 _LARGEST = 1e15
-"""Of any number with a point. Sums and products of larger ones could be infinite."""
+"""Of any number. Sums and products of larger ones could be infinite."""
 
 
 def read_record[Record](
@@ -61,7 +60,7 @@ def read_record[Record](
         BadInput: naming file and line, the key, and the nearest known one.
     """
     reader = _Reader(path, add)
-    return reader.record(kind, top, "", top.line), reader.lines
+    return reader.value(kind, top, "", top.line, {}), reader.lines
 
 
 def write_record(path: Path, record: object, *, head: str) -> None:
@@ -97,88 +96,68 @@ class _Reader:
         self.lines: Lines = {}
         self._add = add
 
-    def record(self, kind: type[Any], found: object, where: str, line: int) -> Any:
-        fields = keys_of(kind)
-        section = self._section(found, where, line, fields)
-        hints = typing.get_type_hints(kind)
-        values = {}
-        for name, field in fields.items():
-            here = _join(where, name)
-            if name in section:
-                limits = field.metadata
-                values[name] = self._value(hints[name], section[name], here, section.lines[name], limits)
-            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                refuse(self.path, section.line, here, "is missing", self._add.format(key=name))
-        return kind(**values)
-
-    def _section(
-        self, found: object, where: str, line: int, known: Collection[str] | None = None
-    ) -> LinedMapping:
-        """A mapping, whose keys must be known unless ``known`` is None."""
-        if not isinstance(found, LinedMapping):
-            remedy = "Write one 'key: value' on each line."
-            refuse(self.path, line, where, "must hold keys with values", remedy)
-        for key, at in found.lines.items():
-            here = _join(where, key)
-            if known is not None and key not in known:
-                refuse(self.path, at, here, "is not a known key", nearest(key, known))
-            self.lines[here] = at
-        return found
-
-    def _value(self, hint: Any, found: object, where: str, line: int, limits: Mapping[str, Any]) -> Any:
+    def value(self, hint: Any, found: object, where: str, line: int, limits: Mapping[str, Any]) -> Any:
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if origin is types.UnionType:
             (hint,) = (part for part in arguments if part is not type(None))
-            return None if found is None else self._value(hint, found, where, line, limits)
-        if hint is LinedMapping:
-            return self._section(found, where, line)
-        if dataclasses.is_dataclass(hint):
-            assert isinstance(hint, type)
-            return self.record(hint, found, where, line)
+            return None if found is None else self.value(hint, found, where, line, limits)
         if origin is tuple:
             if not isinstance(found, list) or not found:
                 remedy = "Write for example [1, 2], or '- ' before each entry."
                 refuse(self.path, line, where, "must be a list that is not empty", remedy)
             return tuple(
-                self._value(arguments[0], item, f"{where}[{index}]", line, limits)
+                self.value(arguments[0], item, f"{where}[{index}]", line, limits)
                 for index, item in enumerate(found)
             )
-        if origin not in (Literal, None):
-            names = typing.get_args(arguments[0])
-            section = self._section(found, where, line, names)
-            if not section:
-                refuse(self.path, line, where, f"must hold some of {', '.join(names)}", f"Use {names[0]}.")
-            return {
-                key: self._value(arguments[1], value, _join(where, key), section.lines[key], {})
-                for key, value in section.items()
-            }
-        good, rule, remedy = _check(hint, found, limits)
-        if not good:
-            refuse(self.path, line, f"{where} {found!r}", rule, remedy)
+        if hint is LinedMapping or dataclasses.is_dataclass(hint) or origin not in (Literal, None):
+            return self._section(hint, found, where, line)
+        if (rule := _broken_rule(hint, found, limits)) is not None:
+            refuse(self.path, line, f"{where} {found!r}", rule, "Write another value.")
         return float(found) if hint is float else found  # type: ignore[arg-type]
 
+    def _section(self, hint: Any, found: object, where: str, line: int) -> Any:
+        """A mapping: a dataclass, one whose keys are words, or one that the caller checks."""
+        if not isinstance(found, LinedMapping):
+            remedy = "Write one 'key: value' on each line."
+            refuse(self.path, line, where, "must hold keys with values", remedy)
+        places = {key: f"{where}.{key}".removeprefix(".") for key in found}
+        self.lines |= {places[key]: at for key, at in found.lines.items()}
+        if hint is LinedMapping:
+            return found
+        is_record = dataclasses.is_dataclass(hint)
+        fields = keys_of(hint) if is_record else {}
+        words, kind = ((), None) if fields else typing.get_args(hint)
+        hints = typing.get_type_hints(hint) if fields else dict.fromkeys(typing.get_args(words), kind)
+        for key, at in found.lines.items():
+            if key not in (fields or hints):
+                refuse(self.path, at, places[key], "is not a known key", nearest(key, fields or hints))
+        for name, field in fields.items():
+            if name not in found and field.default is field.default_factory is dataclasses.MISSING:
+                key = f"{where}.{name}".removeprefix(".")
+                refuse(self.path, found.line, key, "is missing", self._add.format(key=name))
+        values = {}
+        for key, value in found.items():
+            limits = fields[key].metadata if fields else {}
+            values[key] = self.value(hints[key], value, places[key], found.lines[key], limits)
+        return hint(**values) if fields else values
 
-def _check(hint: Any, found: Any, limits: Mapping[str, Any]) -> tuple[bool, str, str]:
-    """Whether a scalar has the type ``hint``, and rule and remedy if not."""
+
+def _broken_rule(hint: Any, found: Any, limits: Mapping[str, Any]) -> str | None:
+    """Why a scalar has not the type ``hint``; None if it has."""
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
-        return found in choices, f"must be one of {', '.join(choices)}", f"Use {choices[0]}."
+        return None if found in choices else f"must be one of {', '.join(choices)}"
     if hint is str:
-        return isinstance(found, str) and bool(found.strip()), "must be text", "Write some words."
+        return None if isinstance(found, str) and found.strip() else "must be text"
     if hint is bool:
-        return isinstance(found, bool), "must be true or false", "Write true or false."
+        return None if isinstance(found, bool) else "must be true or false"
     least, above = limits.get("minimum", 1 if hint is int else 0), limits.get("above")
+    is_number = isinstance(found, int if hint is int else int | float) and not isinstance(found, bool)
+    # Neither infinite nor "not a number".
+    if is_number and found <= _LARGEST and (found >= least if above is None else found > above):
+        return None
     limit = f"at least {least:g}" if above is None else f"above {above:g}"
-    is_number = isinstance(found, int | float) and not isinstance(found, bool)
-    within = is_number and (found >= least if above is None else found > above)
-    if hint is int:
-        good = within and isinstance(found, int)
-        return good, f"must be a whole number of {limit}", "Write for example 8."
-    if not is_number or not math.isfinite(found):
-        return False, f"must be a number, {limit}, without a unit", "Write for example 1.5."
-    if found > _LARGEST:
-        return False, f"must be at most {_LARGEST:g}", "Check the unit, which the key names."
-    return within, f"must be {limit}", "Write for example 1.5."
+    return f"must be a {'whole ' * (hint is int)}number, {limit}, without a unit"
 
 
 def _plain(value: object) -> object:
@@ -193,7 +172,3 @@ def _plain(value: object) -> object:
     if isinstance(value, str):
         return LiteralScalarString(value) if "\n" in value else str(value)
     return [_plain(content) for content in value] if isinstance(value, tuple) else value
-
-
-def _join(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key

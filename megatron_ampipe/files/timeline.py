@@ -58,11 +58,6 @@ class StageSpan:
         """What the stage does: ``attention``."""
         return self.stage.removeprefix(AGAIN).partition(".")[0]
 
-    @property
-    def runs_again(self) -> bool:
-        """Whether it is a stage of the forward pass, run again in the backward pass."""
-        return self.stage.startswith(AGAIN)
-
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
@@ -98,11 +93,6 @@ class Timeline:
         """The part of ``communication_us`` during which the compute lane was busy as well."""
         either_us = self._busy_us(lambda lane: lane != COPY)
         return max(0.0, self.communication_us + self.compute_us - either_us)
-
-    @property
-    def exposed_us(self) -> float:
-        """The part of ``communication_us`` during which the compute lane was idle."""
-        return self.communication_us - self.hidden_us
 
     @property
     def hidden_share(self) -> float:
@@ -179,16 +169,12 @@ class Timeline:
 
 def _read_span(event: dict[str, Any]) -> StageSpan:
     """Convert one complete event of a trace file to a span; ValueError if it cannot be drawn."""
-    lane, stage, direction = event["tid"], event["name"], event["cat"]
-    begin_us, duration_us = float(event["ts"]), float(event["dur"])
-    is_named = all(isinstance(name, str) and name.isprintable() for name in (lane, stage))
-    if not is_named or direction not in DIRECTIONS:
-        raise ValueError(f"{stage!r} on {lane!r}, {direction!r}")
-    if not (abs(begin_us) <= _LARGEST and 0 <= duration_us <= _LARGEST):
-        raise ValueError(f"{stage} lasts from {begin_us} for {duration_us} us")
+    direction, begin_us, duration_us = event["cat"], float(event["ts"]), float(event["dur"])
+    if direction not in DIRECTIONS or not (abs(begin_us) <= _LARGEST and 0 <= duration_us <= _LARGEST):
+        raise ValueError(f"{direction} from {begin_us} for {duration_us} us")
     return StageSpan(
-        lane=lane,
-        stage=stage,
+        lane=str(event["tid"]),
+        stage=str(event["name"]),
         direction=direction,
         layer=int(event["args"]["layer"]),
         iteration=int(event["args"]["iteration"]),

@@ -114,7 +114,8 @@ class Recording(Hook):
         # Copies within a rank are no communication.
         if has_expert_communication(self._args):
             metrics.append(("hidden share", timeline.hidden_share, 3))
-            metrics.append(("exposed communication (ms)", timeline.exposed_us / 1e3, 2))
+            exposed_us = timeline.communication_us - timeline.hidden_us
+            metrics.append(("exposed communication (ms)", exposed_us / 1e3, 2))
         if context.condenser is not None and (share := context.condenser.take_share()) is not None:
             metrics.append(("condensed share", share, 3))
         times_us = context.recorder.pass_times_us(iteration)

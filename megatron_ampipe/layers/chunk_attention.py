@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
+)
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import Attention, SelfAttention
@@ -157,7 +160,7 @@ def _rotate_rows(attention: SelfAttention, tensor: Tensor, embedding: Tensor | N
         rows,
         of_rows,
         config=attention.config,
-        mscale=compat.rotary_scale(attention),
+        mscale=_yarn_get_concentration_factor_from_config(attention.config),
         cp_group=attention.pg_collection.cp,
     )
     return rotated.view(tensor.shape)

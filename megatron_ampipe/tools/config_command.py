@@ -21,11 +21,8 @@ examples:
   ampipe config --ampipe-config tiny quickstart --mock-data --train-iters 100 --ranks 2
       also what a launch on 2 ranks checks
 
-What is checked: the name, type and choices of every setting, and AMPipe's own. With --ranks also what a
-launch checks before its ranks find each other: Megatron's rules, and what AMPipe cannot combine. Not checked
-is whether data is there, and whether this machine could run it.
-
-Every other flag is one of training: those of Megatron and --ampipe-*.
+Not checked is whether data is there, and whether this machine could run it. Every other flag is one of
+training: those of Megatron and --ampipe-*.
 """
 
 

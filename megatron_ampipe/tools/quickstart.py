@@ -118,7 +118,8 @@ def _compare(link: Link, why_emulated: str | None, chosen: argparse.Namespace) -
         print("    Emulated: every all-to-all takes longer by the time its bytes need at this rate.")
         print("    Nothing else is slowed, gradient reduction included.")
     data, traces, timeline = folder / "data" / "library", folder / "trace", folder / "timeline"
-    _ampipe("data", "--output", str(data))
+    if not data.with_suffix(".idx").exists():
+        _ampipe("data", "--output", str(data), "--force")
     flags = (
         *("--ampipe-config", *CONFIGS),
         *("--train-iters", str(iterations), "--lr-warmup-iters", str(min(20, iterations // 3))),

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from megatron_ampipe.launch.config_files import CONFIG_FLAG
 
 SAVE_INTERVAL = 500
 """Iterations between checkpoints, where neither the command nor a file of the run says it."""
-_SET_BY_THE_SCRIPT = ("save", "load", "ckpt-step", "exit-signal", "exit-signal-handler")
+_SET_BY_THE_SCRIPT = (
+    *("save", "load", "ckpt-step", "exit-signal", "exit-signal-handler", CONFIG_FLAG.removeprefix("--")),
+)
 
 _EPILOG = """\
 examples:
@@ -35,13 +38,10 @@ examples:
       show the script for four nodes
   ampipe sbatch --nodes 1 --gpus-per-node 8 --model my-model.yaml --output job.sbatch -- --bf16 --lr 1e-4
       write it to a file; what follows -- are Megatron's flags, and replace what the files say
-  ampipe sbatch --nodes 2 --site site.yaml --model my-model.yaml --run my-run.yaml --submit
-      submit it, with what is the same for every job of a cluster in one file (docs/slurm.md)
   ampipe sbatch --nodes 2 --gpus-per-node 8 --model my-model.yaml --container reg.org#me/image --submit
       the same in a container (pyxis)
-  ampipe sbatch --nodes 2 --site site.yaml --model my-model.yaml --folder runs/a --chain 5 --max-restarts 0
-      five jobs, each waits for the one before: where jobs may not go back to the queue
 
+@FILE reads arguments from a file, such as those that are the same for every job of a cluster.
 The job saves and goes back to the queue before its time is up or after a failure, and goes on from its last
 checkpoint. Each job has a folder, runs/JOB-NAME/JOB-NUMBER; to go on with what another job left,
 name its folder with --folder. docs/slurm.md explains all of it.
@@ -61,68 +61,6 @@ def _matching(pattern: str, example: str) -> Callable[[str], str]:
 
 _WORD = r"[\w.,:=+@%/\[\]-]+"
 """Part of an ``#SBATCH`` line: a blank or a quote would end it."""
-_OWN_OPTIONS = (
-    "account|cpu-bind|exclusive|gpus-per-node|job-name|no-requeue|nodes|ntasks-per-node|open-mode|output|"
-    "partition|requeue|signal|time"
-)
-SITE_OPTIONS: Mapping[str, dict[str, Any]] = {
-    "account": {"metavar": "A", "type": _matching(_WORD, "moe"), "help": "whom to charge"},
-    "partition": {"metavar": "P", "type": _matching(_WORD, "gpu"), "help": "where to run"},
-    "gpus-per-node": {"metavar": "N", "type": at_least(1), "help": "if no cluster file gives it"},
-    "time": {
-        "metavar": "T",
-        "type": _matching(r"(\d+-)?\d+:\d\d:\d\d", "24:00:00"),
-        "help": "longest duration of the job: [DAYS-]HH:MM:SS (default: 24:00:00)",
-    },
-    "sbatch-option": {
-        "metavar": "=--X=Y",
-        "action": "append",
-        "type": _matching(
-            rf"--(?!(?:{_OWN_OPTIONS})(?:=|$)){_WORD}",
-            "--sbatch-option=--qos=high. Options that the script or 'ampipe sbatch' sets are refused",
-        ),
-        "help": "a further line for #SBATCH, as in --sbatch-option=--qos=high; can be repeated. All memory "
-        "of a node is asked for, unless one begins with --mem",
-    },
-    "setup": {
-        "metavar": "LINE",
-        "action": "append",
-        "help": "a line of shell that each node runs first: 'module load cuda', 'source venv/bin/activate'; "
-        "can be repeated",
-    },
-    "health-check": {
-        "metavar": "COMMAND",
-        "help": "each node runs this before training; where it fails, the job ends and names the node: "
-        "'ampipe doctor --quick', 'dcgmi diag -r 1'",
-    },
-    "container": {
-        "metavar": "IMAGE",
-        # pyxis takes a name that begins with neither / nor . for an image of a registry.
-        "type": _matching(
-            r"[/.][^\n'\"]+|(?!.*\.(?:sqsh|squashfs|sif)$)[^\s'\"]+",
-            "registry.org#me/image:1 or ./image.sqsh",
-        ),
-        "help": "run in this image, by pyxis: registry#image:tag, or a file /... or ./...",
-    },
-    "mount": {
-        "metavar": "FROM:TO",
-        "action": "append",
-        "type": _matching(r"(,?/[\w./@%+=-]*:/[\w./@%+=-]*(:\w+)?)+", "/data:/data:ro"),
-        "help": "mount this besides the folders of the submission and of the job; can be repeated",
-    },
-    "save-before-end": {
-        "metavar": "S",
-        "type": at_least(30, at_most=65535),
-        "help": "how many seconds before the job's end it is asked to save (default: 300)",
-    },
-    "max-restarts": {
-        "metavar": "N",
-        "type": at_least(0),
-        "help": "how often the job may go back to the queue (default: 20)",
-    },
-}
-"""Arguments that a site's file may hold too, by name without dashes."""
-_DEFAULTS = {"time": "24:00:00", "save-before-end": 300, "max-restarts": 20}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     # Or --time would also be --t, which a later argument could take away.
     parser.allow_abbrev = False
+    parser.fromfile_prefix_chars = "@"
+    parser.convert_arg_line_to_args = partial(shlex.split, comments=True)  # type: ignore[method-assign]
     train = parser.add_argument_group("what to train")
     train.add_argument(
         "--model", metavar="NAME|FILE", help="the model: a YAML file or a name in configs/models"
@@ -147,22 +87,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="checkpoints and logs; all nodes see it (default: runs/JOB-NAME/JOB-NUMBER). Tasks of an array "
         "have folders in it",
     )
-    train.add_argument(
-        "--save-interval",
-        metavar="N",
-        type=at_least(1),
-        help=f"iterations between checkpoints (default: as the run's file says, else {SAVE_INTERVAL})",
-    )
     where = parser.add_argument_group("where and how")
     where.add_argument("--nodes", metavar="N", type=at_least(1), required=True, help="number of nodes")
     where.add_argument(
         "--cluster", metavar="NAME|FILE", help="says how many GPUs a node has; a name in configs/clusters"
     )
+    where.add_argument("--gpus-per-node", metavar="N", type=at_least(1), help="if no cluster file gives it")
+    where.add_argument("--account", metavar="A", type=_matching(_WORD, "moe"), help="whom to charge")
+    where.add_argument("--partition", metavar="P", type=_matching(_WORD, "gpu"), help="where to run")
     where.add_argument(
-        "--site", metavar="FILE", type=Path, help="a YAML file with the arguments below for every job"
+        "--time",
+        metavar="T",
+        type=_matching(r"(\d+-)?\d+:\d\d:\d\d", "24:00:00"),
+        default="24:00:00",
+        help="longest duration of the job: [DAYS-]HH:MM:SS (default: 24:00:00)",
     )
-    for name, option in SITE_OPTIONS.items():
-        where.add_argument(f"--{name}", **option)
+    where.add_argument(
+        "--sbatch-option",
+        metavar="=--X=Y",
+        action="append",
+        type=_matching(f"--{_WORD}", "--sbatch-option=--qos=high"),
+        default=[],
+        help="a further line for #SBATCH, as in --sbatch-option=--qos=high; can be repeated. All memory of a "
+        "node is asked for, unless one begins with --mem",
+    )
+    where.add_argument(
+        "--setup",
+        metavar="LINE",
+        action="append",
+        default=[],
+        help="a line of shell that each node runs first: 'module load cuda', 'source venv/bin/activate'; can "
+        "be repeated",
+    )
+    where.add_argument(
+        "--container",
+        metavar="IMAGE",
+        help="run in this image, by pyxis: registry#image:tag, or a file /... or ./...",
+    )
+    where.add_argument(
+        "--mount",
+        metavar="FROM:TO",
+        action="append",
+        type=_matching(_WORD, "/data:/data:ro"),
+        default=[],
+        help="mount this besides the folders of the submission and of the job; can be repeated",
+    )
+    where.add_argument(
+        "--save-before-end",
+        metavar="S",
+        type=at_least(30),
+        default=300,
+        help="how many seconds before the job's end it is asked to save (default: 300)",
+    )
+    where.add_argument(
+        "--max-restarts",
+        metavar="N",
+        type=at_least(0),
+        default=20,
+        help="how often the job may go back to the queue (default: 20)",
+    )
     done = parser.add_argument_group("the script")
     done.add_argument(
         "--job-name",
@@ -172,13 +155,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     done.add_argument("--output", metavar="FILE", type=Path, help="write the script there")
     done.add_argument("--submit", action="store_true", help="submit it")
-    done.add_argument(
-        "--chain",
-        metavar="N",
-        type=at_least(1),
-        default=1,
-        help="submit it N times, each to begin when the one before has ended, in one --folder (default: 1)",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -202,33 +178,23 @@ def run(arguments: argparse.Namespace) -> int:
         outputs.write_text(arguments.output, script, mode=0o755)
         print(f"wrote {arguments.output}", file=sys.stderr)
     if not arguments.submit:
-        times = f" {arguments.chain} times" if arguments.chain > 1 else ""
-        print(f"not submitted. Add --submit, or --output job.sbatch and submit that{times}.", file=sys.stderr)
+        print("not submitted. Add --submit, or --output job.sbatch and submit that.", file=sys.stderr)
         return 0
-    for _ in range(arguments.chain):
-        done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RunFailed(f"sbatch refused the script: {done.stderr.strip() or done.returncode}")
-        print(done.stdout.strip())
+    done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RunFailed(f"sbatch refused the script: {done.stderr.strip() or done.returncode}")
+    print(done.stdout.strip())
     return 0
 
 
 def _render(arguments: argparse.Namespace) -> str:
     """Fill in what is not given, check what depends on several arguments, and render the script."""
-    site = {} if arguments.site is None else _read_site(arguments)
     files = _read_files(arguments)
-    for name, option in SITE_OPTIONS.items():
-        key = name.replace("-", "_")
-        value, of_site = getattr(arguments, key), site.get(key)
-        if option.get("action") == "append":
-            value = [*(of_site or ()), *(value or ())]
-        elif value is None:
-            value = _DEFAULTS.get(name) if of_site is None else of_site
-        setattr(arguments, key, value)
     _check_combinations(arguments, files)
     training = [*([CONFIG_FLAG, *files] if files else []), *arguments.flags]
     if not any("save-interval" in document for document in files.values()):
-        arguments.save_interval = arguments.save_interval or SAVE_INTERVAL
+        # Before the flags of the user, of which the last one counts.
+        training.insert(0, f"--save-interval={SAVE_INTERVAL}")
     stem = re.sub(r"[^\w.-]", "-", Path(arguments.model).stem) if arguments.model else "ampipe"
     arguments.job_name = arguments.job_name or stem
     if not arguments.no_check:
@@ -256,24 +222,6 @@ def _render(arguments: argparse.Namespace) -> str:
     return environment.get_template("job.sbatch.j2").render(job=arguments, training_lines=lines)
 
 
-def _read_site(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The values of a site's file, checked by the types of the arguments."""
-    path: Path = arguments.site
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-
-    def refuse(message: str) -> None:
-        arguments.refuse(f"--site {path}: {message}. docs/slurm.md has an example of such a file")
-
-    parser.error = refuse  # type: ignore[assignment, method-assign]
-    for name, option in SITE_OPTIONS.items():
-        parser.add_argument(f"--{name}", **option)
-    remedy = "docs/slurm.md has an example of such a file."
-    words = []
-    for key, value in load(path, what="--site", remedy=remedy, scalars_as_text=True).items():
-        words += [f"--{key}={one or ''}" for one in (value if isinstance(value, list) else [value])]
-    return vars(parser.parse_args(words))
-
-
 def _read_files(arguments: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
     """The files of the run by name, in the order in which it reads them; the cluster's sets GPUs per node.
 
@@ -292,10 +240,7 @@ def _read_files(arguments: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
         if flag == "--cluster":
             number = files[name].get("ranks_per_node")
             if not isinstance(number, int) or arguments.gpus_per_node not in (None, number):
-                arguments.refuse(
-                    f"{path}: ranks_per_node {number} is no whole number, or differs from --gpus-per-node; "
-                    "write the GPUs of a node there, for example ranks_per_node: 8"
-                )
+                arguments.refuse(f"{path}: ranks_per_node {number} must be --gpus-per-node, a whole number")
             arguments.gpus_per_node = number
             if "flags" not in files[name]:
                 # The rest of such a file is for 'ampipe plan'.
@@ -312,50 +257,28 @@ def _check_combinations(arguments: argparse.Namespace, files: Mapping[str, Mappi
         refuse("add --gpus-per-node 8, or a cluster file: --cluster FILE")
     if arguments.mount and arguments.container is None:
         refuse("--mount has no effect without --container IMAGE")
-    if arguments.chain > 1 and arguments.folder is None:
-        refuse("--chain needs a folder that all its jobs share: add for example --folder runs/long")
-    if arguments.chain > 1 and any(word.startswith("--dependency") for word in arguments.sbatch_option):
-        refuse("--chain makes each job wait for the one before: leave out --dependency")
     days, _, clock = arguments.time.rpartition("-")
     hours, minutes, seconds = map(int, clock.split(":"))
     if arguments.save_before_end >= ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds:
         refuse(f"--save-before-end {arguments.save_before_end} s is not less than --time {arguments.time}")
-    rule = (
-        "is set by the job script, which resumes from its own checkpoints: use --folder and --save-interval"
-    )
-    for name, document in files.items():
-        for key in document.keys() & {*_SET_BY_THE_SCRIPT}:
-            refuse(f"{name}: {key} {rule}")
-    for word in arguments.flags:
-        flag = word.partition("=")[0].removeprefix("--")
-        if flag in (*_SET_BY_THE_SCRIPT, "save-interval"):
-            refuse(f"flag {word} {rule}")
-        if f"--{flag}" == CONFIG_FLAG:
-            refuse(f"flag {word} is set by the job script: use --model and --run")
+    given = [f"{name}: {key}" for name, document in files.items() for key in document]
+    given += [word.partition("=")[0] for word in arguments.flags]
+    for name in given:
+        if name.rpartition(" ")[2].removeprefix("--") in _SET_BY_THE_SCRIPT:
+            refuse(f"{name} is set by the job script: use --folder, --model and --run")
 
 
 def _check_training(arguments: argparse.Namespace, training: Sequence[str]) -> None:
-    """Run ``ampipe config`` on the training flags; where it cannot run, a note says so.
-
-    Raises:
-        SystemExit: a launch would refuse them; the message has been printed.
-    """
+    """Run ``ampipe config`` on the training flags; where it cannot run, a note says so."""
     num_ranks = str(arguments.nodes * arguments.gpus_per_node)
     words = [*training, "--save", "checkpoints", "--load", "checkpoints", "--exit-signal-handler"]
-    if arguments.save_interval is not None:
-        words += ["--save-interval", str(arguments.save_interval)]
     # Without the rank variables, so that it does not join a job inside which this command runs.
     inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK")}
     command = [sys.executable, "-m", "megatron_ampipe.cli", "config", "--ranks", num_ranks, *words]
     done = subprocess.run(command, env=inherited, capture_output=True, text=True)
     if done.returncode == BadInput.exit_code:
-        message = done.stderr.rpartition("\nampipe: ")[2].removeprefix("ampipe: ").strip()
-        print(f"ampipe: {message} To submit it anyway, add --no-check.", file=sys.stderr)
+        print(f"{done.stderr.strip()} To submit it anyway, add --no-check.", file=sys.stderr)
         raise SystemExit(BadInput.exit_code)
     if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        print(
-            f"note: the training flags are not checked here (ended with {done.returncode}: {last}). To check "
-            f"them, run in the environment of the job: ampipe config --ranks {num_ranks} and these flags",
-            file=sys.stderr,
-        )
+        last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        print(f"note: 'ampipe config' cannot check the training flags here: {last}", file=sys.stderr)

@@ -1,9 +1,9 @@
 """Draws timelines with matplotlib: a row for each lane of each rank, a colour for each chunk.
 
-The forward and the backward pass of one layer get a panel each, on one scale, because between them a run
-does other things for a long time; a whole iteration gets one panel. Each rank's clock begins at its own
-first stage of the panel: the clocks of different ranks need not agree. Layers that share a schedule run at
-the same time, so a strip along the top of each bar says of which layer it is.
+The forward and the backward pass get a panel each, on one scale, because between them a run does other
+things for a long time. Each rank's clock begins at its own first stage of the panel: the clocks of different
+ranks need not agree. Layers that share a schedule run at the same time, so a strip along the top of each bar
+says of which layer it is.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".svg", ".png")
 """Of the files that a picture is written to."""
-_WIDTH_IN, _WHOLE_WIDTH_IN, _MARGINS_IN, _ROW_IN = 13.0, 60.0, 2.6, 0.36
-"""Of one layer, of a whole iteration, left and right of the bars, of a lane."""
+_WIDTH_IN, _MARGINS_IN, _ROW_IN = 13.0, 2.6, 0.36
+"""Of the picture, left and right of the bars, of a lane."""
 _PNG_DPI, _MAX_PNG_PIXELS = 180, 30_000
-_BAR, _SEAM_IN, _FOOT, _STRIP = 0.84, 0.012, 0.13, 0.17
-"""Height of a bar in its row, the gap to its neighbour, and its parts for the backward pass and the layer."""
+_BAR, _SEAM_IN, _STRIP = 0.84, 0.012, 0.17
+"""Height of a bar in its row, the gap to its neighbour, and its part for the layer."""
 _LABEL_PT = 7.5
 # Okabe and Ito's palette, for all common kinds of colour vision, without its black and its pale yellow; the
 # order keeps neighbouring chunks far apart.
@@ -41,15 +41,14 @@ _OTHER_TINT = 0.6
 _SHADES = (_INK, "#9AA0A6", _PAPER)
 
 
-def draw(timelines: Sequence[Timeline], *, targets: Sequence[Path], title: str, split: bool) -> None:
+def draw(timelines: Sequence[Timeline], *, targets: Sequence[Path], title: str) -> None:
     """Draw one picture and write it under every target; the suffix gives the format.
 
     Args:
         timelines: What is to be shown, from the top, one for each rank; none may be empty. A predicted one
             has another background.
         targets: Files to write. Each appears under its name only when it is whole.
-        title: First line of the picture.
-        split: Whether forward and backward get a panel each.
+        title: Of the picture.
 
     Raises:
         RunFailed: a file cannot be written.
@@ -66,41 +65,38 @@ def draw(timelines: Sequence[Timeline], *, targets: Sequence[Path], title: str, 
         "xtick.color": _FAINT,
     }
     with matplotlib.rc_context(settings):
-        figure = _figure(timelines, title=title, split=split)
+        figure = _figure(timelines, title=title)
+        dpi = min(_PNG_DPI, _MAX_PNG_PIXELS / max(figure.get_size_inches()))
         for target in targets:
-            _write(figure, target)
+            kind = target.suffix.removeprefix(".")
+            with outputs.atomic_file(target) as partial:
+                figure.savefig(
+                    partial, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else None
+                )
 
 
 def layers_of(timeline: Timeline) -> str:
     """``layer 2`` or ``layers 1-4``: what a timeline holds, as text."""
-    layers = _layers([timeline])
+    layers = sorted({span.layer for span in timeline.spans})
     return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
 
 
-def _layers(timelines: Sequence[Timeline]) -> list[int]:
-    return sorted({span.layer for timeline in timelines for span in timeline.spans})
-
-
-def _figure(timelines: Sequence[Timeline], *, title: str, split: bool) -> Figure:
+def _figure(timelines: Sequence[Timeline], *, title: str) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    wanted = [(name,) for name in DIRECTIONS] if split else [DIRECTIONS]
-    panels = [
-        (directions, [_from_zero(timeline, directions) for timeline in timelines]) for directions in wanted
-    ]
-    panels = [(directions, parts) for directions, parts in panels if any(parts)]
+    panels = [(name, [_from_zero(timeline, name) for timeline in timelines]) for name in DIRECTIONS]
+    panels = [(direction, parts) for direction, parts in panels if any(parts)]
     # A panel of which every stage took no time at all still needs an axis.
     lengths_ms = [max(1e-6, *(span.end_us / 1e3 for part in parts for span in part)) for _, parts in panels]
     spans = [span for _, parts in panels for part in parts for span in part]
-    width_in = _WIDTH_IN if split else _WHOLE_WIDTH_IN
     lanes = [
         sorted({span.lane for span in timeline.spans}, key=lambda lane: (lane != COMPUTE, lane))
         for timeline in timelines
     ]
-    in_per_ms = (width_in - _MARGINS_IN) / sum(lengths_ms)
+    in_per_ms = (_WIDTH_IN - _MARGINS_IN) / sum(lengths_ms)
     height_in = _ROW_IN * sum(map(len, lanes)) + 0.25 * len(timelines) + 1.6
-    figure = Figure(figsize=(width_in, height_in), layout="constrained", facecolor=_PAPER)
+    figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained", facecolor=_PAPER)
     grid = figure.subplots(
         len(timelines),
         len(panels),
@@ -109,8 +105,8 @@ def _figure(timelines: Sequence[Timeline], *, title: str, split: bool) -> Figure
         width_ratios=lengths_ms,
         height_ratios=list(map(len, lanes)),
     )
-    layers = _layers(timelines)
-    for column, (directions, parts) in enumerate(panels):
+    layers = sorted({span.layer for span in spans})
+    for column, (direction, parts) in enumerate(panels):
         for row, timeline in enumerate(timelines):
             axes = grid[row][column]
             _draw_bars(axes, parts[row], lanes[row], in_per_ms=in_per_ms, layers=layers)
@@ -126,10 +122,8 @@ def _figure(timelines: Sequence[Timeline], *, title: str, split: bool) -> Figure
         grid[0][column].set_xlim(0, lengths_ms[column])
         ticks = MaxNLocator(nbins=max(1, int(lengths_ms[column] * in_per_ms / 0.8)), steps=[1, 2, 2.5, 5, 10])
         grid[0][column].xaxis.set_major_locator(ticks)
-        if split:
-            heading = f"{directions[0]}  {_short(lengths_ms[column])} ms"
-            grid[0][column].set_title(heading, loc="left", fontsize=9)
-    figure.suptitle(f"{title}\n{_hidden(timelines)}", x=0.01, ha="left", fontsize=11)
+        grid[0][column].set_title(f"{direction}  {lengths_ms[column]:.3g} ms", loc="left", fontsize=9)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     kinds = "   ".join(f"{_letter(kind)} {kind}" for kind in sorted({span.kind for span in spans}))
     # In the widest panel: elsewhere a long label would part the panels.
     widest = grid[-1][lengths_ms.index(max(lengths_ms))]
@@ -148,9 +142,9 @@ def _figure(timelines: Sequence[Timeline], *, title: str, split: bool) -> Figure
     return figure
 
 
-def _from_zero(timeline: Timeline, directions: Sequence[str]) -> list[StageSpan]:
-    """The spans of these directions, from the begin of the first one on."""
-    spans = [span for span in timeline.spans if span.direction in directions]
+def _from_zero(timeline: Timeline, direction: str) -> list[StageSpan]:
+    """The spans of a direction, from the begin of the first one on."""
+    spans = [span for span in timeline.spans if span.direction == direction]
     zero = min((span.begin_us for span in spans), default=0.0)
     return [replace(span, begin_us=span.begin_us - zero, end_us=span.end_us - zero) for span in spans]
 
@@ -160,19 +154,17 @@ def _draw_bars(
 ) -> None:
     """Bars in one collection for each style, which is fast for tens of thousands of spans; then the names."""
     axes.set_ylim(len(lanes) - 0.5, -0.5)
-    bars: defaultdict[tuple[float, float, Any, float], list[tuple[float, float]]] = defaultdict(list)
+    bars: defaultdict[tuple[float, float, Any], list[tuple[float, float]]] = defaultdict(list)
     for span in spans:
         row, begin_ms = lanes.index(span.lane), span.begin_us / 1e3
         length_ms = (span.end_us - span.begin_us) / 1e3
         red, green, blue = fill = _fill(span)
         # A gap between neighbours: a white edge would cover narrow ones completely.
         bar = (begin_ms, length_ms - min(_SEAM_IN / in_per_ms, 0.2 * length_ms))
-        bars[row - _BAR / 2, _BAR, fill, 1.0].append(bar)
-        if _shows_backward(span):
-            bars[row + _BAR / 2 - _FOOT, _FOOT, _INK, 0.75].append(bar)
+        bars[row - _BAR / 2, _BAR, fill].append(bar)
         if len(layers) > 1:
             shade = _SHADES[layers.index(span.layer) % len(_SHADES)]
-            bars[row - _BAR / 2, _STRIP, shade, 1.0].append(bar)
+            bars[row - _BAR / 2, _STRIP, shade].append(bar)
         # The longest name that fits: the stage's, or its first letter with the chunk.
         for name in (span.stage, _letter(span.kind) + span.stage.partition(".")[2]):
             if len(name) * _LABEL_PT * 0.6 / 72 + 0.05 <= length_ms * in_per_ms:
@@ -180,46 +172,25 @@ def _draw_bars(
                 label = axes.text(begin_ms + length_ms / 2, row, name, color=_PAPER if is_dark else _INK)
                 label.set(ha="center", va="center_baseline", fontsize=_LABEL_PT, clip_on=True, zorder=4)
                 break
-    for (top, height, fill, alpha), pieces in bars.items():
-        zorder = 2 if height == _BAR else 3
-        axes.broken_barh(pieces, (top, height), facecolor=fill, alpha=alpha, linewidth=0, zorder=zorder)
+    for (top, height, fill), pieces in bars.items():
+        axes.broken_barh(pieces, (top, height), facecolor=fill, linewidth=0, zorder=2 + (height < _BAR))
 
 
 def _name_of(timeline: Timeline) -> str:
     """What stands left of a timeline's rows."""
-    layers = layers_of(timeline)
-    if timeline.is_predicted:
-        name, layers = PREDICTED, "one block" if len(_layers([timeline])) == 1 else layers
-    else:
-        name = f"rank {timeline.rank}"
-    lines = [name, layers]
+    lines = [PREDICTED if timeline.is_predicted else f"rank {timeline.rank}", layers_of(timeline)]
     if timeline.communication_us:
-        lines += [f"{timeline.hidden_share:.0%} hidden", f"of {_short(timeline.communication_us / 1e3)} ms"]
+        lines += [f"{timeline.hidden_share:.0%} hidden", f"of {timeline.communication_us / 1e3:.3g} ms"]
     return "\n".join(lines)
 
 
-def _hidden(timelines: Sequence[Timeline]) -> str:
-    """Second line of the picture; the share of a prediction comes after that of the recorded ranks."""
-    recorded = [timeline for timeline in timelines if not timeline.is_predicted]
-    total_us = sum(timeline.communication_us for timeline in recorded or timelines)
-    hidden_us = sum(timeline.hidden_us for timeline in recorded or timelines)
-    if not total_us:
-        return "no communication"
-    text = f"{hidden_us / total_us:.0%} of communication hidden under computation"
-    predicted = next((timeline for timeline in timelines if timeline.is_predicted), None)
-    return text + (f", {predicted.hidden_share:.0%} predicted" if recorded and predicted is not None else "")
-
-
 def _legend(spans: Sequence[StageSpan], layers: Sequence[int]) -> list[Any]:
-    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     chunks = sorted({span.chunk for span in spans if span.chunk is not None})
     handles: list[Any] = [Patch(facecolor=_colour(chunk), label=f"chunk {chunk}") for chunk in chunks]
     if any(span.chunk is None for span in spans):
         handles.append(Patch(facecolor=_WHOLE_BLOCK, label="whole block"))
-    if any(map(_shows_backward, spans)):
-        handles.append(Line2D([], [], color=_INK, alpha=0.75, linewidth=2.5, label="backward"))
     for place, shade in enumerate(_SHADES[: len(layers)] if len(layers) > 1 else ()):
         first, *others = layers[place :: len(_SHADES)]
         label = f"strip: layer {first}" + f" and {len(others)} more" * bool(others)
@@ -242,23 +213,6 @@ def _colour(chunk: int) -> str:
     return _PALETTE[chunk % len(_PALETTE)]
 
 
-def _shows_backward(span: StageSpan) -> bool:
-    """Whether the bar is marked as backward; a forward stage that the backward pass runs again is not."""
-    return span.direction == "backward" and not span.runs_again
-
-
-def _short(milliseconds: float) -> str:
-    return f"{milliseconds:.3g}" if milliseconds < 1000 else f"{milliseconds:.0f}"
-
-
 def _letter(kind: str) -> str:
     """The initial of a stage, where its name does not fit; counts and combine would share one."""
     return {"counts": "#", "reduce": "Σ", "reduce-experts": "Σ"}.get(kind, kind[:1].upper())
-
-
-def _write(figure: Figure, target: Path) -> None:
-    kind = target.suffix.removeprefix(".")
-    dpi = min(_PNG_DPI, _MAX_PNG_PIXELS / max(figure.get_size_inches()))
-    metadata = {"Date": None} if kind == "svg" else None
-    with outputs.atomic_file(target) as partial:
-        figure.savefig(partial, format=kind, dpi=dpi, metadata=metadata)

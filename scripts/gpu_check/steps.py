@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ BENCHMARKS = {
 }
 """By grid: cases, ranks, seconds."""
 _PROFILE_S, _DEVICE_S = 55, 60
-_RUN = "packaging", "yaml", "numpy", "torch", "megatron.core"
+_RUN = "packaging", "ruamel.yaml", "numpy", "torch", "megatron.core"
 _TEST = (*_RUN, "pytest", "pytest_timeout")
 COMPILER = "a C compiler with Python.h and triton"
 """What Triton needs to compile; all other needs are modules."""
@@ -114,10 +114,6 @@ class Done:
     said: str
     found: str | None
 
-    def as_json(self) -> dict[str, Any]:
-        """For ``summary.json``."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -134,10 +130,6 @@ class Device:
     torch: str
     cuda: str
     python: str
-
-    def as_json(self) -> dict[str, str]:
-        """For ``summary.json``."""
-        return asdict(self)
 
     @classmethod
     def ask(cls, environment: Mapping[str, str]) -> Device:
@@ -194,7 +186,7 @@ def plan(scratch: Path, output: Path) -> list[Step]:
             ),
             result=profile,
             limit_s=_PROFILE_S,
-            needs=(*_RUN, "rich"),
+            needs=(*_RUN, "rich", "tqdm"),
         )
     )
     ordered += [steps[name] for name in ("transformer engine", "compiled")]
@@ -207,7 +199,7 @@ def plan(scratch: Path, output: Path) -> list[Step]:
                 *("--repeats", "5", "--warmup", "1", "--json", str(file)),
             )
             name = f"bench {grid}, {link}"
-            ordered.append(Step("bench", name, command, file, limit_s, needs=(*_RUN, "rich")))
+            ordered.append(Step("bench", name, command, file, limit_s, needs=(*_RUN, "rich", "tqdm")))
     return ordered
 
 

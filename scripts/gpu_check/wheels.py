@@ -1,28 +1,25 @@
 """The wheels that a machine with torch and without a network lacks: packing here, unpacking there.
 
-Python's own library, and pip for packing alone. torch is not among them, nor what comes with torch. Compiled
-modules are left out on unpacking: the two there are have a pure Python stand-in or serve datasets only, which
-the check does not read. So one pack serves every Python from 3.12 on. Called by :mod:`.__main__`.
+Python's own library, and pip for packing alone. torch is not among them, nor what comes with torch. The one
+compiled module in them serves datasets, which the check does not read, so one pack serves every Python from
+3.12 on.
 """
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import zipfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from megatron_ampipe.errors import BadInput, RunFailed
-
-LIMIT_BYTES = 64 * 2**20
-"""What a machine may be willing to take along."""
 
 MODULES = {
     "megatron-core": "megatron",
     "packaging": "packaging",
     "ruamel.yaml": "ruamel.yaml",
     "rich": "rich",
+    "tqdm": "tqdm",
     "markdown-it-py": "markdown_it",
     "mdurl": "mdurl",
     "pygments": "pygments",
@@ -33,13 +30,8 @@ MODULES = {
 }
 """What is packed, with what each of them imports as. numpy comes with torch."""
 
-NOT_NEEDED = ("megatron/core/datasets/helpers_cpp",)
-"""The compiled modules in them, as far as their names are the same for every Python."""
-
 # Any wheel for the oldest Python that serves has the same files but for compiled ones.
 _PYTHON_VERSION = "3.12"
-_COMPILED = re.compile(r"(.*?)(\.[\w-]+)?\.(so|pyd|dylib)")
-_IN_SITE = re.compile(r"[^/]+\.data/(purelib|platlib)/")
 _CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 _PLATFORMS = (
     "manylinux_2_28_x86_64",
@@ -54,21 +46,14 @@ def pack(folder: Path) -> int:
     """Download the wheels.
 
     Args:
-        folder: Made where it is missing; may hold an earlier pack, which is replaced.
+        folder: Made where it is missing; wheels of an earlier pack are replaced.
 
     Returns:
         The size in bytes of all of them.
 
     Raises:
-        BadInput: The folder holds something else.
-        RunFailed: pip failed, it is more than :data:`LIMIT_BYTES`, or something in it is compiled that the
-            check may need.
+        RunFailed: pip failed.
     """
-    if folder.exists() and not folder.is_dir():
-        raise BadInput("--pack", folder, rule="is not a folder", remedy="Name one that does not exist yet.")
-    foreign = [path.name for path in folder.glob("*") if path.suffix != ".whl"] if folder.is_dir() else []
-    if foreign:
-        raise BadInput("--pack", folder, rule=f"holds {foreign[0]}", remedy="Name an empty folder.")
     folder.mkdir(parents=True, exist_ok=True)
     for earlier in folder.glob("*.whl"):
         earlier.unlink()
@@ -80,20 +65,11 @@ def pack(folder: Path) -> int:
         *(word for platform in (*_PLATFORMS, "any") for word in ("--platform", platform)),
         *("--dest", str(folder), *MODULES),
     )
-    wheels = sorted(folder.glob("*.whl"))
-    size_bytes = sum(path.stat().st_size for path in wheels)
-    if size_bytes > LIMIT_BYTES:
-        raise RunFailed(f"the wheels are {size_bytes / 2**20:.0f} MiB, more than {LIMIT_BYTES / 2**20:.0f}")
-    for wheel in wheels:
-        with zipfile.ZipFile(wheel) as archive:
-            needed = [name for name in archive.namelist() if _module(name) not in (None, *NOT_NEEDED)]
-        if needed:
-            raise RunFailed(f"{wheel.name} holds {needed[0]}, which is compiled for one Python alone")
-    return size_bytes
+    return sum(path.stat().st_size for path in folder.glob("*.whl"))
 
 
 def unpack(folder: Path, site: Path) -> None:
-    """Put what :func:`pack` downloaded, but for compiled modules, into a separate folder.
+    """Put what :func:`pack` downloaded into a separate folder.
 
     Raises:
         BadInput: there are no wheels, or something that is none.
@@ -104,29 +80,11 @@ def unpack(folder: Path, site: Path) -> None:
         raise BadInput("--wheels", folder, rule="holds no wheel", remedy=remedy)
     for wheel in wheels:
         try:
-            with zipfile.ZipFile(wheel) as archive:
-                for member in archive.infolist():
-                    _extract(archive, member, site)
-        except (zipfile.BadZipFile, ValueError) as error:
+            # It leaves out what would lead out of the folder.
+            zipfile.ZipFile(wheel).extractall(site)
+        except zipfile.BadZipFile as error:
             rule = f"holds {wheel.name}, which is damaged ({error})"
             raise BadInput("--wheels", folder, rule=rule, remedy=remedy) from error
-
-
-def _extract(archive: zipfile.ZipFile, member: zipfile.ZipInfo, site: Path) -> None:
-    name = PurePosixPath(_IN_SITE.sub("", member.filename))
-    if name.is_absolute() or ".." in name.parts:
-        raise ValueError(f"it names {member.filename}")
-    if member.is_dir() or _module(member.filename) is not None:
-        return
-    target = site / name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(archive.read(member))
-
-
-def _module(name: str) -> str | None:
-    """The module that a file of a wheel is compiled from, None if it is not compiled."""
-    found = _COMPILED.fullmatch(name)
-    return None if found is None else found[1]
 
 
 def _pip(*words: str) -> None:

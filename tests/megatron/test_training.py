@@ -422,4 +422,4 @@ def test_the_checker_of_routers_finds_what_is_wrong() -> None:
     assert all(text in done.stderr for text in wrong)
     assert "a change of token 0 changes the choice for token" in done.stdout
     assert "its routing computes a separate loss" in done.stdout
-    assert "not so, and the class says why: each expert chooses among all tokens" in done.stdout
+    assert "not compared in chunks, because each expert chooses among all tokens" in done.stdout

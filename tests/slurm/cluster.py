@@ -65,8 +65,7 @@ class Cluster:
     def submit(self, *words: str) -> None:
         done = self.ampipe_sbatch("--submit", *words)
         assert done.returncode == 0, done.stderr
-        self.submitted = done.stdout.count(f"Submitted batch job {self.job_id}\n")
-        assert self.submitted
+        assert f"Submitted batch job {self.job_id}\n" in done.stdout
 
     def next_job(self) -> None:
         self.job_id = _job_id_with_a_free_port(self.job_id + 1)

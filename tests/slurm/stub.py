@@ -30,7 +30,7 @@ PR_SET_CHILD_SUBREAPER = 36
 DIRECTIVES = re.findall(
     r"\S+",
     "--job-name --account --partition --nodes --ntasks-per-node --gpus-per-node --time --output --open-mode "
-    "--signal --qos --mem --gres --exclude --dependency --array",
+    "--signal --qos --mem --array",
 )
 SWITCHES = ["--exclusive", "--requeue"]
 SRUN_OPTIONS = ["--ntasks-per-node", "--kill-on-bad-exit", "--cpu-bind", "--output"]
@@ -135,9 +135,6 @@ def sbatch(words: list[str]) -> int:
     given = parser_of(DIRECTIVES, SWITCHES).parse_args([w for line in directives for w in shlex.split(line)])
     job_id = (SHARED / "job-id").read_text().strip()
     print(f"Submitted batch job {job_id}", flush=True)
-    if given.dependency == "singleton" and (SHARED / "script").exists():
-        # Would wait for the previous job.
-        return 0
     (SHARED / "script").write_text(script)
     if os.fork() == 0:
         os.setsid()

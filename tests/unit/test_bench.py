@@ -163,7 +163,7 @@ def test_defaults_and_axes(tmp_path: Path) -> None:
         ("cases:\n  - {name: a, speed: 3}\n", 3, "speed: is not a known key. Use one of"),
         ("cases:\n  - {topk: 1}\n", 3, "name: is missing"),
         ("cases:\n  - name: a\n    topk: two\n", 4, "topk 'two': must be a whole number"),
-        ("cases:\n- name: a\n  capacity: 0\n", 4, "capacity 0: must be above 0"),
+        ("cases:\n- name: a\n  capacity: 0\n", 4, "capacity 0: must be a number, above 0"),
         ("cases:\n  - name: a\n    dtype: fp8\n", 4, "dtype 'fp8': must be one of fp32"),
         ("cases:\n  - name: a\n    heads: 5\n", 4, "does not divide hidden 32"),
         ("cases: [{name: a}, {name: a}]\n", 1, "two have one name"),

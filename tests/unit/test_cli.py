@@ -17,12 +17,9 @@ from megatron_ampipe.tools import draw_command
 ROOT = Path(megatron_ampipe.__file__).parents[1]
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_help_with_every_tool(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert megatron_ampipe.__version__ in capsys.readouterr().out
-
-
-def test_help_lists_every_tool(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert all(f"{name} {summary}" in text for name, summary in TOOLS.items())
@@ -85,20 +82,3 @@ def test_a_closed_standard_output_ends_it_without_a_traceback(words: str) -> Non
     os.close(writer)
     assert done.returncode == 141
     assert b"BrokenPipe" not in done.stderr and b"Traceback" not in done.stderr
-
-
-def test_other_errors_are_not_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(arguments: object) -> int:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(draw_command, "run", fail)
-    with pytest.raises(ZeroDivisionError):
-        main(["draw", "x", "--output", "y"])
-
-
-def test_it_runs_as_a_module() -> None:
-    words = [sys.executable, "-m", "megatron_ampipe.cli", "draw", "/absent", "--output", "y"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert done.stderr.startswith("ampipe: trace /absent: cannot be read")
-    assert "Traceback" not in done.stderr

@@ -1,17 +1,18 @@
-"""``ampipe draw``: selection of spans, contents of the pictures, and refused input."""
+"""``ampipe draw``: selection of spans, contents of the pictures, predictions, and refused input."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ampipe.cli import main
-from megatron_ampipe.files.timeline import StageSpan, Timeline
+from megatron_ampipe.files.timeline import PREDICTED, StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
-from megatron_ampipe.tools.draw_command import sharing_layers
+from megatron_ampipe.tools.draw_command import compare, sharing_layers
 
 PNG = b"\x89PNG\r\n"
 
@@ -76,26 +77,17 @@ def test_default_is_the_last_iteration_and_the_first_layer_that_communicates(
         assert {(span.layer, span.iteration) for span in timeline.spans} == {(2, 2)}
         # One forward and one backward pass of five stages, though the iteration had two micro-batches.
         assert [span.direction for span in timeline.spans] == ["forward"] * 5 + ["backward"] * 5
-    assert drawn["split"] is True
-    for word in ("degree 2", "schedule a$b$", "iteration 2", "first of 2 passes"):
+    for word in ("degree 2", "schedule a$b$", "iteration 2"):
         assert word in drawn["title"]
     assert (
         "rank 0: 50% of 8.00 ms communication hidden under computation (layer 2)" in capsys.readouterr().out
     )
 
 
-def test_all_layers_of_a_chosen_iteration(traces: Path, tmp_path: Path, drawn: dict[str, Any]) -> None:
-    words = ["draw", str(traces / "rank1.trace.json"), "--output", str(tmp_path / "p")]
-    assert main([*words, "--iteration", "1", "--layer", "all"]) == 0
-    (timeline,) = drawn["timelines"]
-    assert timeline.spans == tuple(span for span in trace(1).spans if span.iteration == 1)
-    assert drawn["split"] is False
-
-
 def test_a_rank_without_the_layer_is_left_out(tmp_path: Path, drawn: dict[str, Any]) -> None:
     trace(0, layers=(1, 2)).write_chrome(tmp_path / "rank0.trace.json")
     trace(1, layers=(3, 4)).write_chrome(tmp_path / "rank1.trace.json")
-    for words, layers in ((["--layer", "4"], [4]), ([], [2, 3])):
+    for words, layers in ((["--layer", "4", "--iteration", "1"], [4]), ([], [2, 3])):
         assert main(["draw", str(tmp_path), "--output", str(tmp_path / "p"), *words]) == 0
         assert [timeline.spans[0].layer for timeline in drawn["timelines"]] == layers
 
@@ -129,7 +121,6 @@ def test_layers_that_share_a_schedule_are_drawn_together(
     assert {span.layer for span in timeline.spans} == layers
     assert {span.direction for span in timeline.spans} == {"forward", "backward"}
     assert f"(layers {min(layers)}-{max(layers)})" in capsys.readouterr().out
-    assert "passes" not in drawn["title"]
 
 
 def test_layers_one_after_another_share_no_schedule() -> None:
@@ -143,12 +134,9 @@ def test_layers_one_after_another_share_no_schedule() -> None:
     assert sharing_layers(2, [*spans, StageSpan("comm", "reduce.0", "forward", 1, 1, 17_000, 20_000)]) == {2}
 
 
-@pytest.mark.parametrize("layer", [[], ["--layer", "all"]])
-def test_pictures_are_written_whole_and_the_same_each_time(
-    traces: Path, tmp_path: Path, layer: list[str]
-) -> None:
+def test_pictures_are_written_whole_and_the_same_each_time(traces: Path, tmp_path: Path) -> None:
     def pictures() -> tuple[bytes, bytes]:
-        assert main(["draw", str(traces), "--output", str(tmp_path / "out" / "run.v1"), *layer]) == 0
+        assert main(["draw", str(traces), "--output", str(tmp_path / "out" / "run.v1")]) == 0
         assert {path.name for path in (tmp_path / "out").iterdir()} == {"run.v1.svg", "run.v1.png"}
         return (tmp_path / "out" / "run.v1.svg").read_bytes(), (tmp_path / "out" / "run.v1.png").read_bytes()
 
@@ -156,27 +144,23 @@ def test_pictures_are_written_whole_and_the_same_each_time(
     assert png.startswith(PNG)
     # Text is drawn as outlines; matplotlib writes each text into a comment next to them.
     texts = [line for text in re.findall(r"<!-- (.*?) -->", svg.decode(), re.S) for line in text.split("\n")]
-    expected = "rank 0, rank 1, compute, comm, chunk 0, chunk 1, whole block, backward, 50% hidden"
+    expected = "rank 0, rank 1, compute, comm, chunk 0, chunk 1, whole block, 50% hidden"
     assert set(expected.split(", ")) <= set(texts)
-    assert any("50% of communication hidden" in text for text in texts)
     assert (svg, png) == pictures()
 
 
 def test_stages_of_no_length_and_many_chunks_can_be_drawn(tmp_path: Path) -> None:
     spans = [StageSpan("compute", f"attention.{chunk}", "forward", 1, 1, 5.0, 5.0) for chunk in range(32)]
     Timeline(0, tuple(spans)).write_chrome(tmp_path / "rank0.trace.json")
-    for layer in ("1", "all"):
-        assert main(["draw", str(tmp_path), "--output", str(tmp_path / "p"), "--layer", layer]) == 0
+    assert main(["draw", str(tmp_path), "--output", str(tmp_path / "p")]) == 0
 
 
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        (["{traces}", "--output", "{here}/p.svg"], "use for example --output timeline"),
-        (["{traces}", "--output", "{here}"], "is a directory"),
-        (["{traces}", "--output", "{here}/p", "--iteration", "9"], "they hold 1, 2"),
-        (["{traces}", "--output", "{here}/p", "--layer", "9"], "they hold 1, 2, 3"),
-        (["{traces}", "--output", "{here}/p", "--layer", "one"], "invalid _layer_or_all value"),
+        (["{traces}", "--output", "{here}/p.svg"], "is no name to which .svg and .png can be added"),
+        (["{traces}", "--output", "{here}/p", "--iteration", "9"], "traces hold [1, 2] and [1, 2, 3]"),
+        (["{traces}", "--output", "{here}/p", "--layer", "9"], "traces hold [1, 2] and [1, 2, 3]"),
         (["{here}/absent", "--output", "{here}/p"], "cannot be read"),
         (["{here}", "--output", "{here}/p"], "holds no rank*.trace.json"),
         (["{traces}", "{here}/copy.json", "--output", "{here}/p"], "is a second trace of rank 0"),
@@ -191,3 +175,105 @@ def test_what_cannot_be_drawn_is_refused(
     assert main(["draw", *(word.format(**places) for word in words)]) == 2
     assert rule.format(**places) in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+# Predictions
+
+LABELS = {"degree": "2", "schedule": "a$b$"}
+
+
+def prediction(**labels: str) -> Timeline:
+    """The block of :func:`one_pass`, every stage in half the time."""
+    spans = one_pass(0, layer=1, direction="forward", iteration=0)
+    spans += one_pass(20_000, layer=1, direction="backward", iteration=0)
+    halved = [replace(span, begin_us=span.begin_us / 2, end_us=span.end_us / 2) for span in spans]
+    return Timeline(0, tuple(halved), {PREDICTED: "a model on a cluster", **LABELS, **labels})
+
+
+def draw(traces: Path, *words: str, predicted: Timeline | None = None) -> int:
+    file = traces / "predicted.json"
+    (predicted or prediction()).write_chrome(file)
+    return main(["draw", str(traces), "--predicted", str(file), "--output", str(traces.parent / "p"), *words])
+
+
+def test_every_rank_is_drawn_with_the_prediction_under_it(
+    traces: Path, drawn: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert draw(traces) == 0
+    assert [(one.rank, one.is_predicted) for one in drawn["timelines"]] == [
+        *((0, False), (0, True), (1, False), (0, True))
+    ]
+    shown = capsys.readouterr().out
+    assert "predicted: 50% of 4.00 ms (a model on a cluster)" in shown
+    rows = [" ".join(line.replace("\u2502", " ").split()) for line in shown.splitlines() if "\u2502" in line]
+    kinds = ("qkv 0.500 1.000", "attention 2.000 4.000", "dispatch 2.000 4.000", "first to last 4.000 8.000")
+    assert rows == [f"{direction} {kind} 2.00" for direction in ("forward", "backward") for kind in kinds]
+
+
+def figures_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are drawn, once for each file; the files are empty."""
+    figures: list[Any] = []
+
+    def keep(figure: Any, path: Path, **how: object) -> None:
+        figures.append(figure)
+        path.touch()
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", keep)
+    return figures
+
+
+def texts_of(figure: Any) -> set[str]:
+    lines = [*figure.texts, *(axes.yaxis.label for axes in figure.axes), *figure.legends[0].get_texts()]
+    return {line for text in lines for line in text.get_text().split("\n")}
+
+
+def test_the_picture_names_both_and_aligns_them(traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = figures_of(monkeypatch)
+    assert draw(traces) == 0
+    assert {"rank 0", "rank 1", "predicted", "layer 2", "layer 1", "50% hidden"} <= texts_of(figures[0])
+    # Two directions of four timelines. The longer of the two sets the scale: 8 ms of either direction.
+    assert [axes.get_xlim() for axes in figures[0].axes] == [(0, 8)] * 8
+    ends = [max(c.get_datalim(axes.transData).x1 for c in axes.collections) for axes in figures[0].axes]
+    assert ends == pytest.approx([8, 8, 4, 4] * 2, abs=0.05)
+
+
+def two_layers() -> Timeline:
+    one = prediction()
+    return replace(one, spans=one.spans + tuple(replace(span, layer=2) for span in one.spans))
+
+
+def test_layers_that_share_a_schedule_have_a_strip_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = figures_of(monkeypatch)
+    timeline_picture.draw([two_layers()], targets=[tmp_path / "a.png"], title="")
+    assert {"strip: layer 1", "strip: layer 2", "layers 1-2"} <= texts_of(figures[0])
+
+
+def test_the_mean_is_over_the_ranks_that_ran_a_direction() -> None:
+    slow = Timeline(1, (StageSpan("compute", "qkv", "forward", 1, 1, 0.0, 3000.0),), LABELS)
+    fast = Timeline(0, (StageSpan("compute", "qkv", "backward", 1, 1, 0.0, 9000.0),), LABELS)
+    for ran, times in (([slow, fast], ["3.000", "9.000"]), ([slow], ["3.000"])):
+        table = compare(prediction(), ran)
+        stages, measured = (list(table.columns[index].cells) for index in (1, 3))
+        assert [time for stage, time in zip(stages, measured, strict=True) if stage == "qkv"] == times
+
+
+@pytest.mark.parametrize(
+    ("predicted", "words", "rule"),
+    [
+        (prediction(degree="4"), [], "predicts degree 4, and rank 0 ran 2"),
+        (prediction(schedule="moe-only"), [], "Write it with ampipe plan --stack 1 --trace FILE --trace-of"),
+        (two_layers(), [], "can be compared only if layers share no schedule"),
+        # Layer 1 is dense.
+        (None, ["--layer", "1"], "than rank 0 recorded: attention.0, attention.1, dispatch.0, dispatch.1"),
+        (trace(0), [], "was recorded by a run, not predicted"),
+    ],
+    ids=["degree", "schedule", "layers", "stages", "recorded"],
+)
+def test_what_is_no_prediction_of_the_run_is_refused(
+    traces: Path, capsys: pytest.CaptureFixture[str], predicted: Timeline | None, words: list[str], rule: str
+) -> None:
+    assert draw(traces, *words, predicted=predicted) == 2
+    assert rule in capsys.readouterr().err
+    assert sorted(traces.parent.iterdir()) == [traces]

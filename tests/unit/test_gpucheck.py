@@ -22,7 +22,7 @@ from gpu_check import findings, steps, wheels
 from gpu_check.steps import Device, Done, Outcome, Step, plan, run
 from gpu_check.torch_trace import read_profile
 from megatron_ampipe.cli import build_parser
-from megatron_ampipe.errors import BadInput, RunFailed
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
 
 GPU = Device(gpu="NVIDIA Test", torch="2.11.0", cuda="13.0", python="3.12.3")
@@ -31,106 +31,46 @@ GPU = Device(gpu="NVIDIA Test", torch="2.11.0", cuda="13.0", python="3.12.3")
 # Wheels
 
 
-@pytest.fixture
-def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """Make pip write a wheel of a little more than 1 KiB for each requested name; returns the calls."""
+def make_wheel(folder: Path, name: str = "ampipe_probe") -> None:
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "VALUE = 3\n")
+        wheel.writestr("../outside.py", "")
+
+
+def test_packing_fetches_everything_but_torch_and_it_can_be_unpacked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[str, ...]] = []
+    pack, site = tmp_path / "pack", tmp_path / "site"
 
     def pip(*words: str) -> None:
         calls.append(words)
-        folder = Path(words[words.index("--dest") + 1])
-        for name in words[words.index("--dest") + 2 :]:
-            with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as wheel:
-                wheel.writestr(f"{name}.py", bytes(1024))
+        make_wheel(pack)
 
     monkeypatch.setattr(wheels, "_pip", pip)
-    return calls
-
-
-def test_packing_fetches_everything_but_torch(
-    tmp_path: Path,
-    downloads: list[tuple[str, ...]],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "old-1-py3-none-any.whl").touch()
-    assert command.main(["--pack", str(tmp_path)]) == 0
-    assert f"{len(wheels.MODULES)} wheels, 0.0 MiB" in capsys.readouterr().out
-    (words,) = downloads
+    pack.mkdir()
+    make_wheel(pack, "old")
+    assert command.main(["--pack", str(pack)]) == 0
+    assert f"1 wheels, 0.0 MiB, in {pack}" in capsys.readouterr().out
+    (words,) = calls
     assert "megatron-core" in words and not {"torch", "numpy"} & set(words)
     assert {"--no-deps", "--only-binary=:all:"} <= set(words)
-    assert not (tmp_path / "old-1-py3-none-any.whl").exists(), "an earlier pack is replaced"
-    monkeypatch.setattr(wheels, "LIMIT_BYTES", 5 * 1024)
-    with pytest.raises(RunFailed, match="more than"):
-        wheels.pack(tmp_path)
-    monkeypatch.setattr(wheels, "_pip", lambda *words: make_wheel(tmp_path, {"fast/core.abi3.so": "needed"}))
-    with pytest.raises(RunFailed, match=r"holds fast/core\.abi3\.so, which is compiled"):
-        wheels.pack(tmp_path)
+    wheels.unpack(pack, site)
+    assert {path.name for path in site.iterdir()} == {"ampipe_probe.py", "outside.py"}
+    (pack / "half-1-py3-none-any.whl").write_bytes(b"PK")
+    with pytest.raises(BadInput, match=r"holds half-1-py3-none-any.whl, which is damaged"):
+        wheels.unpack(pack, site)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--pack", "{folder}/mine"], "holds notes.txt"),
-        (["--pack", "{folder}/mine/notes.txt"], "is not a folder"),
-        (["--pack", "{folder}/new", "--wheels", "x"], "--wheels x: has no effect with --pack"),
-        (["--pack", "{folder}/new", "--budget", "60"], "--budget 60: has no effect with --pack"),
-        (["--budget", "0"], "--budget 0: must be at least 1 second"),
-        (["--wheels", "{folder}/mine"], "holds no wheel"),
-        (["--budget", "soon"], "invalid int value"),
-    ],
-)
-def test_wrong_arguments_end_with_2(
-    tmp_path: Path,
-    words: list[str],
-    said: str,
-    downloads: list[tuple[str, ...]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/notes.txt").touch()
-    try:
-        code: object = command.main([word.format(folder=tmp_path) for word in words])
-    except SystemExit as stop:
-        code = stop.code
-    assert code == 2
-    assert said in capsys.readouterr().err
-    assert downloads == []
+def test_a_folder_without_wheels_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--wheels", str(tmp_path)]) == 2
+    assert "holds no wheel" in capsys.readouterr().err
 
 
-def make_wheel(folder: Path, more: dict[str, str] | None = None, tag: str = "py3-none-any") -> None:
-    name = "ampipe_probe"
-    with zipfile.ZipFile(folder / f"{name}-1.0-{tag}.whl", "w") as wheel:
-        wheel.writestr(f"{name}.py", "VALUE = 3\n")
-        info = f"{name}-1.0.dist-info"
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        for path, text in (more or {}).items():
-            wheel.writestr(path, text)
-
-
-def test_a_pack_can_be_used_with_every_python(tmp_path: Path) -> None:
-    """Compiled modules are not unpacked, because they may be for another version."""
-    more = {
-        "yaml/__init__.py": "",
-        "yaml/_yaml.cpython-38-x86_64-linux-gnu.so": "for another",
-        "ampipe_probe-1.0.data/platlib/extra.py": "",
-    }
-    make_wheel(tmp_path, more, tag="cp38-cp38-manylinux_2_17_x86_64")
-    site = tmp_path / "site"
-    wheels.unpack(tmp_path, site)
-    files = {path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()}
-    assert files == {"ampipe_probe-1.0.dist-info/METADATA", "ampipe_probe.py", "extra.py", "yaml/__init__.py"}
-
-
-@pytest.mark.parametrize("path", ["../outside.py", "a/../../outside.py", "/tmp/ampipe-outside.py", None])
-def test_a_damaged_wheel_is_refused(tmp_path: Path, path: str | None) -> None:
-    if path is None:
-        (tmp_path / "half-1-py3-none-any.whl").write_bytes(b"PK")
-    else:
-        make_wheel(tmp_path, {path: ""})
-    with pytest.raises(BadInput, match=r"holds \S+\.whl, which is damaged"):
-        wheels.unpack(tmp_path, tmp_path / "site")
-    assert not (tmp_path / "outside.py").exists()
+def test_every_step_needs_modules_that_are_packed_or_come_with_torch(tmp_path: Path) -> None:
+    known = {*wheels.MODULES.values(), "torch", "numpy", "megatron.core", steps.COMPILER}
+    optional = {"transformer_engine.pytorch"}
+    assert {need for step in plan(tmp_path, tmp_path) for need in step.needs} <= known | optional
 
 
 def test_the_check_needs_no_compiled_modules_of_its_wheels(tmp_path: Path) -> None:
@@ -215,21 +155,12 @@ def run_it(
     return run(what, environment={}, lacking=lacking or {}, log=log, deadline=deadline)
 
 
-@pytest.mark.parametrize(
-    ("code", "outcome", "said"),
-    [
-        (0, Outcome.OK, ""),
-        (3, Outcome.FAILED, "the last words"),
-        (4, Outcome.DIFFERENT, "the last words"),
-    ],
-)
-def test_the_outcome_of_a_step_follows_its_exit_code(
-    tmp_path: Path, code: int, outcome: Outcome, said: str
-) -> None:
-    text = f"import sys; open('{tmp_path}/result', 'w').write('r'); print('the last words'); sys.exit({code})"
-    done = run_it(tmp_path, step(tmp_path, text))
-    assert (done.outcome, done.said, done.found) == (outcome, said, "r")
-    assert "== one\nthe last words" in (tmp_path / "log").read_text()
+def test_the_outcome_of_a_step_follows_its_exit_code(tmp_path: Path) -> None:
+    for code, outcome in ((0, Outcome.OK), (3, Outcome.FAILED), (4, Outcome.DIFFERENT)):
+        text = f"import sys; open('{tmp_path}/result', 'w').write('r'); print('last words'); sys.exit({code})"
+        done = run_it(tmp_path, step(tmp_path, text))
+        assert (done.outcome, done.said, done.found) == (outcome, "last words" if code else "", "r")
+        assert "== one\nlast words" in (tmp_path / "log").read_text()
 
 
 def test_a_step_over_its_time_limit_is_ended_with_its_child_processes(
@@ -294,7 +225,8 @@ def test_the_overlap_of_a_trace() -> None:
     )
     assert (found.communication_ms, found.compute_ms) == (1.5, 2.5)
     assert found.hidden_share == pytest.approx(1 / 3)
-    of_one_stream = trace(on_device("gemm", 7, 1000.0, 500.0), on_device("spin_kernel", 7, 1500.0, 500.0))
+    other_link = on_device("ampipe_spin_vectorized2_kernel", 7, 1500.0, 500.0)
+    of_one_stream = trace(on_device("gemm", 7, 1000.0, 500.0), other_link)
     assert read_profile(of_one_stream).hidden_share == 0
 
 
@@ -366,7 +298,7 @@ def finished(kind: str, found: object, outcome: Outcome = Outcome.OK, said: str 
 
 
 def rows(*done: Done) -> dict[str, tuple[Outcome, str]]:
-    found = findings.rows({"steps": [one.as_json() for one in done]})
+    found = findings.rows({"steps": [dataclasses.asdict(one) for one in done]})
     return {row.check: (row.outcome, row.finding) for row in found}
 
 
@@ -392,35 +324,22 @@ def test_findings_of_a_good_run() -> None:
     )
 
 
-def test_a_failed_parity_test_is_reported_as_different() -> None:
+def test_failed_and_skipped_cases_and_those_that_were_cut_have_rows() -> None:
     wrong = BF16 | {"outcome": "failed", "said": "off by 1"}
-    found = rows(finished("tests", lines(FP32, wrong), Outcome.FAILED, "1 failed"))
-    assert found["parity fp32"][0] is Outcome.OK
-    outcome, finding = found["parity bf16"]
-    assert outcome is Outcome.DIFFERENT
-    assert finding == "0 of 1 cases; first: test_equals_stock_in_bf16[2]: off by 1"
-    assert len(found) == 2
-
-
-def test_skipped_cases_are_counted_apart() -> None:
     skipped = {"outcome": "skipped", "said": "Skipped: flash-attn: not installed"}
     some = {"test": "test_attention_kernel_in_bf16[flash-attn]"} | skipped
     other = {"test": "test_attention_kernel_in_bf16[sdpa]"}
-    found = rows(finished("tests", lines(some, other, FP32 | skipped)))
+    # Cut while it wrote.
+    text = lines(FP32, wrong, some, other, planned=210) + '{"test": "test_equals'
+    found = rows(finished("tests", text, Outcome.CUT, "did not end within 9 s"))
+    assert found["parity fp32"] == (Outcome.OK, "1 of 1 cases")
+    said = "0 of 1 cases; first: test_equals_stock_in_bf16[2]: off by 1"
+    assert found["parity bf16"] == (Outcome.DIFFERENT, said)
     assert found["attention kernels"] == (
         Outcome.OK, "1 of 1 cases, 1 skipped (Skipped: flash-attn: not installed)",
     )  # fmt: skip
-    assert found["parity fp32"][0] is Outcome.SKIPPED
-
-
-def test_a_step_that_was_cut_still_reports_what_it_found() -> None:
-    wrong = BF16 | {"outcome": "failed", "said": "off by 1"}
-    # Cut while it wrote.
-    text = lines(FP32, wrong, planned=210) + '{"test": "test_equals'
-    found = rows(finished("tests", text, Outcome.CUT, "did not end within 9 s"))
-    assert found["parity fp32"] == (Outcome.OK, "1 of 1 cases")
-    assert found["parity bf16"][0] is Outcome.DIFFERENT
-    assert found["tests that did not end"] == (Outcome.CUT, "208 of 210")
+    assert found["tests that did not end"] == (Outcome.CUT, "206 of 210")
+    assert rows(finished("tests", lines(FP32 | skipped)))["parity fp32"][0] is Outcome.SKIPPED
 
 
 def test_the_plugin_writes_every_outcome_when_it_is_known(tmp_path: Path) -> None:
@@ -465,17 +384,13 @@ def test_a_profile_that_misses_a_requirement_is_reported_as_different(
     assert [name for name, (outcome, _) in found.items() if outcome is Outcome.DIFFERENT] == checks
 
 
-@pytest.mark.parametrize("outcome", [Outcome.CUT, Outcome.NO_TIME, Outcome.DIFFERENT])
-def test_a_step_without_a_result_has_a_row(outcome: Outcome) -> None:
-    assert rows(finished("bench", None, outcome, "why")) == {"the bench": (outcome, "why")}
-    assert rows(finished("bench", None)) == {"the bench": (Outcome.FAILED, "it wrote no result")}
-
-
 @pytest.mark.parametrize("kind", ["tests", "profile", "bench"])
-@pytest.mark.parametrize("text", ["", "{", "{}", "[]"])
-def test_a_result_that_cannot_be_read_has_a_row(kind: str, text: str) -> None:
-    ((name, (outcome, _)),) = rows(finished(kind, text)).items()
-    assert (name, outcome) == (f"the {kind}", Outcome.FAILED)
+def test_a_step_without_a_result_or_with_one_that_cannot_be_read_has_a_row(kind: str) -> None:
+    assert rows(finished(kind, None, Outcome.CUT, "why")) == {f"the {kind}": (Outcome.CUT, "why")}
+    assert rows(finished(kind, None)) == {f"the {kind}": (Outcome.FAILED, "it wrote no result")}
+    for text in ("", "{", "[]"):
+        ((name, (outcome, _)),) = rows(finished(kind, text)).items()
+        assert (name, outcome) == (f"the {kind}", Outcome.FAILED)
 
 
 @pytest.mark.parametrize(
@@ -504,8 +419,8 @@ def test_the_check_prints_a_table_writes_a_summary_and_returns_a_code(
     assert command.main(["--output", str(tmp_path / "out")]) == code
     shown = capsys.readouterr().out
     assert "NVIDIA Test · torch 2.11.0 · CUDA 13.0" in shown
-    assert findings.rows({"steps": [done[0].as_json()]})[0].check in shown
+    assert findings.rows({"steps": [dataclasses.asdict(done[0])]})[0].check in shown
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["format"] == findings.FORMAT
     assert summary["device"]["gpu"] == "NVIDIA Test"
-    assert summary["steps"] == [one.as_json() for one in done]
+    assert summary["steps"] == [dataclasses.asdict(one) for one in done]

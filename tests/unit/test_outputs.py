@@ -12,13 +12,13 @@ import pytest
 from megatron_ampipe import errors
 from megatron_ampipe.cli import main
 from megatron_ampipe.files import outputs
-from megatron_ampipe.tools import bench_command, doctor_command, plan_command, profile_command
+from megatron_ampipe.tools import bench_command, plan_command, profile_command
 
 PLAN = ["plan", "--model", "mixtral-8x7b", "--cluster", "dgx-h100"]
 SBATCH = ["sbatch", "--no-check", "--nodes", "1", "--gpus-per-node", "8"]
 NO_FILES = {
-    ".": "is a directory",
-    "": "is a directory",
+    ".": "is not a regular file",
+    "": "is not a regular file",
     "/proc/nope": "/proc cannot be written to",
     "/dev/null": "is not a regular file",
     "x" * 300: "File name too long",
@@ -27,7 +27,6 @@ NO_FILES = {
 """Paths that cannot be written, each with a part of its message. ``file`` is a regular file."""
 OUTPUTS = (
     ["bench", "--json"],
-    ["doctor", "--quick", "--json"],
     *([*PLAN, flag] for flag in ("--output", "--json", "--trace")),
     ["profile", "--output"],
     [*SBATCH, "--output"],
@@ -44,7 +43,6 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bench_command, "_measure", begun)
     monkeypatch.setattr(profile_command, "read_grid", begun)
-    monkeypatch.setattr(doctor_command, "examine", begun)
     monkeypatch.setattr(plan_command, "make_plans", begun)
 
 
@@ -67,31 +65,17 @@ def test_an_unwritable_output_is_refused_before_work_begins(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_the_check_leaves_no_file_and_does_not_change_an_existing_one(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    outputs.check(path, flag="--json")
-    assert not list(tmp_path.iterdir())
-    path.write_text("earlier")
-    outputs.check(path, flag="--json")
-    assert path.read_text() == "earlier" and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_missing_folder_is_created_only_for_the_file(tmp_path: Path) -> None:
+def test_a_file_is_checked_without_a_trace_and_written_atomically(tmp_path: Path) -> None:
     path = tmp_path / "a/b/x.json"
     outputs.check(path, flag="--json")
     assert not list(tmp_path.iterdir())
-    outputs.write_text(path, "x")
-    assert path.read_text() == "x"
-
-
-def test_a_file_is_written_atomically(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text("earlier")
+    outputs.write_text(path, "earlier")
+    outputs.check(path, flag="--json")
     with pytest.raises(ZeroDivisionError), outputs.atomic_file(path) as partial:
         partial.write_text("half")
         assert path.read_text() == "earlier"
         raise ZeroDivisionError
-    assert path.read_text() == "earlier" and list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == "earlier" and list(path.parent.iterdir()) == [path]
 
 
 def test_a_full_disk_ends_with_3_and_a_message(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_the_last_iterations_are_kept_and_nothing_while_paused(clock: list[float
     assert [span.iteration for span in kept] == [2, 2, 3, 3]
     one = recorder.timeline(rank=0, labels={}, iteration=3)
     assert [span.iteration for span in one.spans] == [3, 3]
-    assert (one.exposed_us, one.hidden_share) == (pytest.approx(1000), 0.0)
+    assert (one.communication_us, one.hidden_share) == (pytest.approx(1000), 0.0)
 
 
 def test_each_iteration_has_its_own_origin_event(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
