@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.dist.parameter_reads import ParameterReads
 
 NOTHING = {"early": {}, "never entered": [], "never read": []}
+
+
+class Product(torch.autograd.Function):
+    """A matrix product like that of Megatron's linear layers."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rows @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
 
 
 class Pair(torch.nn.Module):
@@ -28,13 +42,18 @@ class Pair(torch.nn.Module):
             return rows @ self.second.weight.data.t()[:, :2]
         if self.way == "called too late":
             return rows @ self.second.weight.t() + self.second(rows)
-        return rows
+        if self.way == "an autograd function":
+            return Product.apply(rows, self.second.weight)
+        with torch.no_grad():
+            more = self.second.forward(rows)
+        return rows + more
 
 
 def watched(way: str) -> dict[str, object]:
     module = Pair(way)
     with ParameterReads(module) as reads:
         module(torch.randn(2, 3)).sum().backward()
+    assert not module.first._forward_pre_hooks
     report = reads.report()
     assert report.pop("watched") == 3
     return report
@@ -44,7 +63,9 @@ def test_a_module_that_is_called_gives_no_finding() -> None:
     assert watched("called") == NOTHING
 
 
-@pytest.mark.parametrize("way", ["method", "a view of its weight"])
+@pytest.mark.parametrize(
+    "way", ["method", "a view of its weight", "an autograd function", "without gradients"]
+)
 def test_a_parameter_read_without_a_call_is_found(way: str) -> None:
     found = watched(way)
     assert found["early"].keys() == {"second.weight"}
@@ -59,4 +80,9 @@ def test_a_call_after_the_first_read_is_too_late() -> None:
 
 
 def test_a_module_that_is_not_used_is_found() -> None:
-    assert watched("not used") == NOTHING | {"never entered": ["second"], "never read": ["second.weight"]}
+    module = Pair("called")
+    with ParameterReads(module) as reads:
+        module.first(torch.randn(2, 3))
+    report = reads.report()
+    assert report["never entered"] == ["second"]
+    assert report["never read"] == ["second.weight"]
