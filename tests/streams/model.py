@@ -70,9 +70,6 @@ class ModelStream:
     def synchronize(self) -> None:
         HOST.waits_for(self.clock, "Stream.synchronize")
 
-    def query(self) -> bool:
-        return False
-
     def __enter__(self) -> None:
         """As in ``with stream:``."""
         self._before = DEVICE.current
@@ -105,21 +102,10 @@ class ModelEvent:
     def synchronize(self) -> None:
         HOST.waits_for(self.clock, "Event.synchronize")
 
-    def query(self) -> bool:
-        return False
-
-    def elapsed_time(self, _: ModelEvent) -> float:
-        return 0.0
-
 
 @dataclass(slots=True)
 class Host:
-    """The host thread.
-
-    Attributes:
-        clock: The operations that it knows to be complete.
-        waits: Its waits since :meth:`Device.reset`: stage and call.
-    """
+    """The host: the operations that it knows to be complete, and its waits, each with stage and call."""
 
     clock: Clock = field(default_factory=dict)
     waits: list[tuple[str, str]] = field(default_factory=list)
