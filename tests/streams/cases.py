@@ -92,10 +92,10 @@ def runs() -> Iterator[Run]:
         yield Run(f"recomputed-stack-random-{number}", case, issue=issue)
     for case in PARITY:
         # The split of the sequence and the attention kernel make no difference here. Stand-ins of DeepEP and
-        # HybridEP are of real ranks, and those of fused kernels no kernels; a ring, ids of tensor-parallel
-        # rows, and peers that share experts in another group are not modelled.
+        # HybridEP are of real ranks, and those of fused kernels no kernels; a ring and ids of tensor-parallel
+        # rows are not modelled.
         left_out = ("degree", "length", "kernel", "only", "flex", "fused", "gate-hash", "gate-ids")
-        told = case.name.startswith(left_out) or "tp-experts-ep" in case.name or case.pipeline.is_stock
+        told = case.name.startswith(left_out) or case.pipeline.is_stock
         told = told or "context_parallel_size" in case.parallel or case.world_size > RANKS_OF_NODES
         if case.executor == "thread" and not told:
             yield Run(f"parity-{case.name}", dataclasses.replace(case, executor="cuda", kernel="exact"))
