@@ -75,9 +75,9 @@ At any degree, with `--ampipe-router hash` or a class that derives from `TokenId
 NOT_BITWISE = """\
 ## Same distribution, but different random numbers
 
-Hidden and attention dropout, `--moe-input-jitter-eps`, `--moe-router-force-load-balancing` and the random
-logits of `--moe-router-force-biased` draw random numbers for each chunk. A run is reproducible from its seed,
-also with recompute, but differs from the stock run with the same seed.
+Hidden and attention dropout, `--moe-input-jitter-eps` and `--moe-router-force-load-balancing` draw random
+numbers for each chunk. A run is reproducible from its seed, also with recompute, but differs from the stock
+run with the same seed.
 """
 
 

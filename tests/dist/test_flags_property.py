@@ -18,6 +18,7 @@ import torch
 
 import megatron_ampipe
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch.failures import known_cause
 
 pytestmark = pytest.mark.ranks(2)
 NUM_LINES = 40
@@ -190,7 +191,11 @@ def outcome(line: str) -> str:
     try:
         with launched([*BASE, *shlex.split(line)]) as (args, stock, ours):
             compare(args, stock, ours, pipelined="--ampipe-degree 1" not in line)
-    except BadInput as error:
+    except Exception as raised:
+        # What Megatron refuses is translated where a launch ends.
+        error = known_cause(raised) or raised
+        if not isinstance(error, BadInput):
+            raise
         ended = "refused"
         assert error.exit_code == 2
         assert error.name and str(error.value) and error.rule and error.remedy, error

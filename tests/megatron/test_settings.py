@@ -166,7 +166,7 @@ def test_config_prints_a_command_line() -> None:
 def test_config_ends_with_2_on_a_wrong_flag_and_on_what_a_launch_would_refuse() -> None:
     refused = command("config", *TINY, "--num-layers", "two")
     assert refused["code"] == 2
-    assert refused["err"].startswith("ampipe: --num-layers 'two': invalid int value.")
+    assert refused["err"].startswith("ampipe: --num-layers: invalid int value: 'two'.")
     refused = command("config", "--ranks", "2", *TINY, "--mock-data", "--global-batch-size", "3")
     assert refused["code"] == 2
     assert "(refused by Megatron): " in refused["err"]

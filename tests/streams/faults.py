@@ -62,7 +62,7 @@ def _nodes_of_another_stream() -> contextlib.AbstractContextManager[object]:
     """Build data parallelism on the stream that Megatron chooses."""
     from tests.streams import run
 
-    return mock.patch.object(run, "accumulating_on_training_stream", contextlib.nullcontext)
+    return mock.patch.object(run, "on_training_stream", lambda construct: construct)
 
 
 FAULTS = {

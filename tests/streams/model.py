@@ -96,9 +96,6 @@ class ModelEvent:
         merge(stream.clock, HOST.clock)
         self.clock = dict(stream.clock)
 
-    def wait(self, stream: ModelStream | None = None) -> None:
-        (stream or DEVICE.current).wait_event(self)
-
     def synchronize(self) -> None:
         HOST.waits_for(self.clock, "Event.synchronize")
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.autograd.graph import _engine_run_backward
 
-from megatron_ampipe.launch.hooks import accumulating_on_training_stream
+from megatron_ampipe.launch.hooks import on_training_stream
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.gates import give_token_ids
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
@@ -154,8 +154,11 @@ def run_case(
 
 def _data_parallel(layer: Any, config: Any) -> DistributedDataParallel:
     """As Megatron's ``get_model`` makes it: on a separate stream."""
-    with accumulating_on_training_stream(), torch.cuda.stream(ModelStream(name="get_model")):
-        return DistributedDataParallel(config, DistributedDataParallelConfig(), layer)
+    with torch.cuda.stream(ModelStream(name="get_model")):
+        made: DistributedDataParallel = on_training_stream(DistributedDataParallel)(
+            config, DistributedDataParallelConfig(), layer
+        )
+        return made
 
 
 def _blocks(layer: Any) -> Iterator[BlockModules]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from tests.streams.cases import RANKS, RANKS_OF_NODES, Run, runs
 from tests.streams.faults import BLOCK, FAULTS
 
 pytestmark = pytest.mark.ranks(1)
-PAGE = Path(__file__).resolve().parents[2] / "docs/gpu.md"
 COUNTED = ("capacity", "parity-capacity", "parity-ranks", "parity-nodes", "parity-2dh", "random-nodes")
 """What is kept, or sent once, is counted, and the count is not waited for where rows are prepared."""
 
@@ -107,11 +105,9 @@ EXPERTS = {"1 expert per rank": 1, "2 experts per rank": 2, "4 experts per rank"
 
 
 @pytest.mark.parametrize("name", census.BLOCKS)
-def test_the_calls_of_the_host_are_as_the_docs_and_the_planner_say(name: str) -> None:
+def test_the_calls_of_the_host_are_as_the_planner_says(name: str) -> None:
     use_expert_ranks(Run(name, BLOCK))
     found = census.census(name)
-    row = census.row(name, found)
-    assert row in PAGE.read_text(encoding="utf-8"), f"python -m tests.streams.census prints it: {row}"
     # One wait for each chunk, for the token counts; none in a backward pass.
     place = "expert" if name == "all-gather dispatcher" else "dispatch"
     assert found[4]["waits"] == {f"forward {place}: Event.synchronize": 4}
