@@ -39,7 +39,7 @@ _READS = {
     "aten::_unique2",
 }  # fmt: skip
 """Operations for which the host waits for the device."""
-NO_GPU = compat.Gpu(capability=(0, 0), cudnn=0, torch_flash=False, deterministic=False)
+NO_GPU = compat.Gpu(capability=(0, 0), cudnn=0, deterministic=False)
 """What decides on kernels of attention: none of a GPU can be used."""
 
 

@@ -91,7 +91,7 @@ def start_ranks() -> Iterator[None]:
     from megatron_ampipe.tools.measuring.emulation import Emulation
 
     before = dist.all_gather_into_tensor, mappings.dist_all_gather_func
-    emulation = Emulation(clock="host", why_cycles=None)
+    emulation = Emulation()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     try:
         parallel_state.initialize_model_parallel(

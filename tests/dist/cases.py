@@ -177,7 +177,6 @@ PARITY = [
     *cases(
         "capacity-",
         {
-            "tight-top1-batch3": {"batch": 3, "model": TIGHT},
             "tight-top2-batch3": {"batch": 3, "model": TIGHT | TOP2},
             "loose-top2-batch3": {"batch": 3, "model": LOOSE | TOP2},
             "aux-z": {"model": TIGHT | AUX | Z | TOP2},
@@ -189,17 +188,14 @@ PARITY = [
         "stack",
         {
             "0-degree2-ampipe-thread": {"degree": 2},
-            "0-degree2-moe-only-thread": {"degree": 2, "schedule": "moe-only"},
             "0-degree2-sequential-sequential": SEQUENTIAL | {"degree": 2},
             "2-degree4-ampipe-thread": {"stack": 2},
-            "-dmdm": {"layers": "dmdm"},
             "-ddmm": {"layers": "ddmm", "stack": 2},
             "-two-degrees": {"layers": "mdm", "degree": 2, "backward_degree": 4},
             "-two-degrees-other-way": {
                 "layers": "mdm", "degree": 6, "backward_degree": 3, "sequence_length": 37,
             },
             "-shares": {"layers": "mm", "degree": 3, "shares": (0.5, 0.3, 0.2)},
-            "-mla": {"layers": "mdm", "model": LATENT | LARGE},
             "-mla-yarn": {"layers": "mdm", "model": YARN | LARGE},
             "-mla-tp": {"layers": "mdm", "parallel": TP, "model": LATENT | LARGE},
             "-mla-cp": {"layers": "mdm", "parallel": CP, "model": LATENT | LARGE},
@@ -212,7 +208,6 @@ PARITY = [
         {
             "degree3-3": {"degree": 3, "model": SEVERAL_AUX | Z},
             "degree2-4": {"degree": 2, "backward_degree": 4, "model": SEVERAL_AUX | Z},
-            "ep2-degree2-2": {"degree": 2, "parallel": TP, "model": SEVERAL_AUX},
             "capacity-degree2-2": {"degree": 2, "model": TIGHT},
             "moe-only": {"schedule": "moe-only", "layers": "mm", "batch": 1, "model": SEVERAL_AUX},
         },
@@ -235,23 +230,13 @@ PARITY = [
             "layernorm-bias": {"model": {"normalization": "LayerNorm", "add_bias_linear": True}},
             "qk-layernorm": {"model": {"qk_layernorm": True}},
             "mqa": {"kernel": "cpu-flash", "rope": True, "model": {"num_query_groups": 1}},
-            "window-sdpa": {"kernel": "sdpa", "model": {"window_size": (5, 0)}},
             "window-tp": {"parallel": TP, "model": {"window_size": (9, 0)}},
-            "mla-sdpa": {"kernel": "sdpa", "model": LATENT | LARGE},
-            "mla-yarn-no-q-compression": {"model": YARN},
-            "mla-tp": {"parallel": TP, "model": LATENT},
-            "mla-cp": {"parallel": CP, "model": LATENT},
             "fp32-residual": {"model": {"fp32_residual_connection": True}},
             "shared": {"model": SHARED | TOP2},
             "shared-gate-moe-only": {
                 "schedule": "moe-only", "model": SHARED | {"moe_shared_expert_gate": True},
             },
             "sigmoid-expert-bias": {"model": BIASED},
-            "pre-softmax-top2": {"model": TOP2 | {"moe_router_pre_softmax": True}},
-            "group-limited": {
-                "model": TOP2
-                | {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "num_moe_experts": 8},
-            },
             "scaling-factor": {
                 "model": BIASED | SHARED
                 | {
@@ -259,16 +244,13 @@ PARITY = [
                     "moe_router_num_groups": 4, "moe_router_group_topk": 2,
                 },
             },
-            "top8": {"model": {"num_moe_experts": 8, "moe_router_topk": 8}},
             "router-fp64": {"model": TOP2 | AUX | Z | {"moe_router_dtype": "fp64"}},
             "per-token-loss": {"model": SEVERAL_AUX | Z | {"calculate_per_token_loss": True}},
             "one-expert-each": {"model": {"num_moe_experts": 2}},
             "evaluation": {"training": False, "model": AUX},
             "ep1": {"world_size": 1, "model": AUX | Z | TOP2},
-            "ep1-capacity": {"world_size": 1, "model": TIGHT},
             "ep4-capacity-moe-only": {"world_size": 4, "schedule": "moe-only", "batch": 3, "model": TIGHT},
             "ep4-odd": {"world_size": 4, "degree": 3, "sequence_length": 19},
-            "allgather-ep": {"batch": 3, "model": LARGE | ALLGATHER},
             "allgather-ep-capacity": {"batch": 3, "model": LARGE | ALLGATHER | TIGHT},
             "allgather-tp-ep": {
                 "world_size": 4, "parallel": TP_EXPERTS_EP, "batch": 3, "model": LARGE | ALLGATHER,
@@ -281,7 +263,6 @@ PARITY = [
             "core-attn": {"model": LARGE | ATTENTION_AGAIN},
             "moe": {"model": LARGE | SHARED | MOE_AGAIN},
             "moe-expert-bias": {"model": BIASED | MOE_AGAIN},
-            "moe-allgather": {"model": LARGE | ALLGATHER | MOE_AGAIN},
             "shared-experts": {"model": SHARED | MOE_AGAIN | {"recompute_modules": ["shared_experts"]}},
             "mla-up-proj": {
                 "model": LATENT | MOE_AGAIN | {"recompute_modules": ["mla_up_proj", "core_attn"]},
@@ -292,7 +273,6 @@ PARITY = [
     *cases(
         "cuda-executor-",
         {
-            "ampipe-degree2": {"degree": 2},
             "ampipe-degree8": {"degree": 8},
             "moe-only-degree4": {"schedule": "moe-only"},
             "capacity": {"model": TIGHT | AUX},
@@ -356,7 +336,6 @@ PARITY = [
     *cases(
         "unequal-",
         {
-            "plain": {"batch": 3},
             "odd-length": {"sequence_length": 31},
             "capacity": {"model": TIGHT | AUX, "batch": 3},
             "cp": {"parallel": CP, "rope": True},
@@ -381,14 +360,10 @@ PARITY = [
         for degree, backward in ((4, 2), (2, 4), *(((4, 1), (1, 4), (3, 6)) if name == "ampipe" else ()))
     ),
     Case("backward-degree6-unequal", degree=3, backward_degree=6, shares=(0.5, 0.3, 0.2), model=LARGE),
-    Case(
-        "backward-degree2-unequal-tp", degree=4, backward_degree=2, shares=UNEQUAL, parallel=TP, model=LARGE
-    ),
     *cases(
         "stack-recompute-",
         {
             "degree4-ampipe-thread": {},
-            "degree2-moe-only-thread": {"degree": 2, "schedule": "moe-only"},
             "degree2-sequential-sequential": SEQUENTIAL | {"degree": 2},
             "alone": {"layers": "m", "stack": 1},
             "dense-first": {"layers": "ddmm", "stack": 2},
@@ -399,7 +374,6 @@ PARITY = [
             "shared": {"model": LARGE | SHARED},
             "expert-bias": {"model": BIASED},
             "allgather": {"model": LARGE | TIGHT | ALLGATHER, "batch": 3},
-            "latent": {"model": LATENT | LARGE},
             "tp": {"parallel": TP, "rope": True},
             "tp-experts-ep": {"parallel": TP_EXPERTS_EP, "world_size": 4},
             "cp": {"parallel": CP, "rope": True},
@@ -430,7 +404,6 @@ MEMORY = [
         ("keep/redispatch/rebuild/keep", "stack", IN_STACK),
         ("redispatch/keep/rebuild", "stack-cuda-executor", IN_STACK_ON_CUDA),
         ("offload", "thread", {"model": LARGE | TIGHT}),
-        ("offload", "tp-experts-ep", {"parallel": TP_EXPERTS_EP, "world_size": 4}),
         ("S2", "bias", {"model": LARGE | {"add_bias_linear": True}, "batch": 3}),
         ("S3", "sequential", SEQUENTIAL | {"degree": 3}),
         ("offload/S2/S3/keep", "stack", IN_STACK),
@@ -552,16 +525,13 @@ SCATTERED = [
     for name, settings in {
         "degree1-lancet": {"schedule": "lancet", "degree": 1},
         "degree8-two-degrees": {"degree": 8, "backward_degree": 2},
-        "moe-only": {"schedule": "moe-only", "backward_degree": 1, "degree": 2},
         "sequential": {"schedule": "sequential", "executor": "sequential", "shares": UNEQUAL},
         "order-from-before": {"degree": 2, "order": OLD_ORDER},
-        "cuda-lancet": {"schedule": "lancet", "executor": "cuda"},
         "stack-lancet": {"schedule": "lancet", "layers": "mdm", "stack": 0, "rope": True, "degree": 3},
         "stack-memory": {"memory": "rebuild/S3/redispatch/keep", "layers": "mmm", "stack": 0},
         "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "backward_degree": 2},
         "gate": {"model": BIAS | {"attention_output_gate": True, "num_query_groups": 2}, "kernel": "sdpa"},
         "latent-lancet": {"schedule": "lancet", "model": LATENT | {"add_bias_linear": True}},
-        "chosen": {"model": BIAS | {"moe_router_load_balancing_type": "quantile_balancing"}},
         "wide-residual": {"model": BIAS | {"fp32_residual_connection": True}},
         "evaluation": {"training": False},
         "ring": {"parallel": TP_CP, "world_size": 4, "rope": True},

@@ -4,48 +4,61 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import subprocess
-import sys
-from typing import Any
 
 import pytest
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch import failures, flags
 from megatron_ampipe.launch.refusals import REFUSALS, Refusal, refuse_unsupported
+from megatron_ampipe.schedule import Pipeline
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
-from tests.megatron.launcher import REPOSITORY, environment, launch
-from tests.megatron.refusal_flags import ACCEPTED
+from tests.megatron.launcher import launch
+from tests.megatron.refusal_flags import ACCEPTED, ALONE, COMPANIONS, VALUES
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("refusals") / "report.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.megatron.refusals_worker"],
-        cwd=REPOSITORY,
-        env=environment() | {"AMPIPE_TEST_REPORT": str(path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+def parser() -> argparse.ArgumentParser:
+    """Megatron's, with the flags of AMPipe."""
+    from megatron.core.extensions import kitchen
+    from megatron.training.arguments import add_megatron_arguments
+
+    # Megatron has the flags of this library only if it is installed; it is internal to NVIDIA.
+    kitchen.HAVE_KITCHEN = True
+    made: argparse.ArgumentParser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    failures.report_parser_errors(made)
+    flags.add_arguments(made)
+    return made
 
 
+def values_of(action: argparse.Action) -> list[list[str]]:
+    """Values of a flag that its row should refuse."""
+    if action.nargs == 0:
+        return [[]]
+    choices = [[str(choice)] for choice in action.choices or () if choice != action.default]
+    return choices or [["2"]]
+
+
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.setting.strip("-"))
-def test_a_row_applies_to_the_parsed_value_of_its_flag(row: Refusal, report: dict[str, Any]) -> None:
-    for refused in report[row.setting]:
-        assert refused["name"] == row.setting, refused
-        assert refused["code"] == 2
-        expected = BadInput(
-            row.setting, refused["value"], rule=f"with --ampipe-degree 4, {row.rule}", remedy=row.remedy
+def test_a_row_applies_to_the_parsed_value_of_its_flag(row: Refusal, parser: argparse.ArgumentParser) -> None:
+    actions = {flag: action for action in parser._actions for flag in action.option_strings}
+    alone = ALONE.get(row.setting)
+    tried = VALUES.get(row.setting) or values_of(actions[row.setting])
+    for values in [[]] if alone is not None else tried:
+        words = (
+            alone
+            if alone is not None
+            else [*ACCEPTED, row.setting, *values, *COMPANIONS.get(row.setting, [])]
         )
-        assert refused["message"] == str(expected)
-        given = list(itertools.takewhile(lambda word: not word.startswith("--"), refused["flags"][1:]))
-        assert not given or any(word.split(",")[0] in refused["value"] for word in given)
+        with pytest.raises(BadInput) as refused:
+            refuse_unsupported(AMPipeConfig(pipeline=Pipeline.of(4)), parser.parse_args(words))
+        error = refused.value
+        assert error.name == row.setting
+        assert error.exit_code == 2
+        rule = f"with --ampipe-degree 4, {row.rule}"
+        assert str(error) == str(BadInput(row.setting, error.value, rule=rule, remedy=row.remedy))
+        given = list(itertools.takewhile(lambda word: not word.startswith("--"), values))
+        assert not given or any(word.split(",")[0] in str(error.value) for word in given)
 
 
 def test_rows_have_the_right_form_and_none_applies_twice_or_at_degree_1() -> None:

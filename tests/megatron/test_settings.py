@@ -1,22 +1,22 @@
-"""Checks configuration files with Megatron's parser, and trains from them.
-
-One process imports Megatron and tests all inputs; the training runs are real launches.
-"""
+"""Checks configuration files with Megatron's parser and validation, and trains from them."""
 
 from __future__ import annotations
 
-import json
+import argparse
+import contextlib
+import io
 import shlex
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_ampipe import cli
 from megatron_ampipe.files.inputs import config_names
-from tests.megatron.launcher import REPOSITORY, environment, pretrain
-from tests.megatron.settings_worker import LAUNCHES
+from megatron_ampipe.launch import config_files, flags
+from tests.help_examples import help_examples
+from tests.megatron.launcher import pretrain
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -35,29 +35,79 @@ SHORT_SEQUENCE = ["--seq-length", "512"]
 SHORT = ["--mock-data", "--train-iters", "3", "--lr-warmup-iters", "1", *SHORT_SEQUENCE]
 
 
+LAUNCHES = {
+    "tiny": ("quickstart", 2, ["--train-iters", "30"]),
+    "gpt-moe-base": ("one-node", 8, []),
+    "gpt-moe-medium": ("one-node", 8, []),
+    "gpt-moe-large": ("one-node", 8, []),
+    "gpt-moe-xl": ("one-node", 8, []),
+    "mixtral-8x7b": ("one-node", 8, []),
+    "mixtral-8x22b": ("one-node", 8, []),
+    "deepseek-v2-lite": ("one-node", 8, []),
+    "deepseek-v3-like": ("one-node", 64, []),
+    "qwen3-30b-a3b-like": ("many-nodes", 64, []),
+}
+"""For every model: a run for it, the number of ranks, and further words."""
+TINY = ["--ampipe-config", "tiny", "quickstart"]
+
+
+def command(*words: str) -> dict[str, Any]:
+    """Run one ``ampipe`` command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(words)
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def every_flag(parser: argparse.ArgumentParser) -> list[str]:
+    """A command line with all flags of the parser that set a value, each with a valid value."""
+    words: list[str] = []
+    for action in parser._actions:
+        flag = action.option_strings[-1]
+        if flag not in ("--help", config_files.CONFIG_FLAG):
+            words.append(flag)
+            if action.nargs != 0:
+                several = {None: 1, "+": 2, "*": 2}.get(action.nargs, action.nargs)
+                words += [accepted_value(action)] * several
+    return words
+
+
+def accepted_value(action: argparse.Action) -> str:
+    """A valid value of the flag, as text."""
+    choices = [getattr(choice, "name", str(choice)) for choice in action.choices or ()]
+    for text in (*choices[-1:], "3", "0.5", "attn", "some text: # 1"):
+        with contextlib.suppress(Exception):
+            value = (action.type or str)(text)
+            if action.choices is None or value in action.choices:
+                return text
+    raise AssertionError(f"no value for {action.option_strings}")
+
+
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The report of one process."""
-    folder = tmp_path_factory.mktemp("settings")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.megatron.settings_worker", str(folder)],
-        cwd=REPOSITORY,
-        env=environment() | {"AMPIPE_TEST_REPORT": str(folder / "report.json")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
-    return found | {"folder": folder}
+def parser() -> argparse.ArgumentParser:
+    return flags.full_parser()
 
 
+def changed(words: Sequence[str], parser: argparse.ArgumentParser, folder: Path) -> list[list[str]]:
+    """Flags whose values change in a round trip through resolved.yaml."""
+    resolved = config_files.resolve(words, parser)
+    path = folder / "resolved.yaml"
+    path.write_text(config_files.as_yaml(resolved))
+    again = config_files.resolve(["--ampipe-config", str(path)], parser)
+    before, after = vars(parser.parse_args(resolved.words)), vars(parser.parse_args(again.words))
+    return [[name, str(before[name]), str(after[name])] for name in before if before[name] != after[name]]
+
+
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("model", LAUNCHES)
-def test_built_in_models_and_runs_pass_megatrons_checks(model: str, report: dict[str, Any]) -> None:
-    found = report["launches"][model]
+def test_built_in_models_and_runs_pass_megatrons_checks(
+    model: str, parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    run, ranks, words = LAUNCHES[model]
+    common = ["--ampipe-config", model, run, "--tokenizer-type", "NullTokenizer", "--mock-data", *words]
+    found = command("config", "--ranks", str(ranks), *common)
     assert found["code"] == 0, found["err"]
-    assert report["back"][model] == []
+    assert changed(["--ampipe-config", model], parser, tmp_path) == []
 
 
 def test_every_built_in_model_and_run_is_checked() -> None:
@@ -65,43 +115,62 @@ def test_every_built_in_model_and_run_is_checked() -> None:
     assert {run for run, _, _ in LAUNCHES.values()} == config_names("runs").keys()
 
 
-def test_every_flag_of_megatron_can_be_set_in_a_file(report: dict[str, Any]) -> None:
-    assert report["num_flags"] > 1000
-    assert report["every_flag"] == []
+@pytest.mark.ranks(1)
+def test_every_flag_of_megatron_can_be_set_in_a_file(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    words = every_flag(parser)
+    assert len(words) > 1000
+    assert changed(words, parser, tmp_path) == []
 
 
-def test_help_lists_every_flag(report: dict[str, Any]) -> None:
+@pytest.mark.ranks(1)
+def test_help_lists_every_flag(parser: argparse.ArgumentParser) -> None:
     """Megatron 0.19.2 itself fails: argparse raises an error for a percent sign in one of its help texts."""
-    assert "--ampipe-degree" in report["help"] and "--num-layers" in report["help"]
+    shown = parser.format_help()
+    assert "--ampipe-degree" in shown and "--num-layers" in shown
 
 
-def test_every_example_of_config_does_what_it_shows(report: dict[str, Any]) -> None:
-    assert len(report["examples"]) == 3
-    for words, found in report["examples"].items():
+@pytest.mark.ranks(1)
+def test_every_example_of_config_does_what_it_shows(tmp_path: Path) -> None:
+    """With a user's file if the example has one."""
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "run.yaml").write_text("mock-data: true\ntrain-iters: 100\n")
+    examples = help_examples("config")
+    assert len(examples) == 3
+    for words in examples:
+        with contextlib.chdir(tmp_path):
+            found = command(*words)
         assert found["code"] == 0, f"ampipe {words}\n{found['err']}"
         assert "num-layers" in found["out"]
 
 
-def test_config_shows_the_source_of_each_value(report: dict[str, Any]) -> None:
-    lines = report["as_yaml"]["out"].splitlines()
-    assert report["as_yaml"]["code"] == 0
+@pytest.mark.ranks(1)
+def test_config_shows_the_source_of_each_value() -> None:
+    found = command("config", *TINY, "--lr", "0.5", "--ampipe-degree", "4")
+    lines = found["out"].splitlines()
+    assert found["code"] == 0
     assert "num-layers: 4  # configs/models/tiny.yaml:3" in lines
     assert "lr: 0.5  # command line" in lines
     assert lines[-2:] == ["ampipe:", "  degree: 4  # command line"]
 
 
-def test_config_prints_a_command_line(report: dict[str, Any]) -> None:
-    words = shlex.split(report["as_command"]["out"].replace("\\\n", " "))
+@pytest.mark.ranks(1)
+def test_config_prints_a_command_line() -> None:
+    found = command("config", "--format", "command", *TINY, "--lr", "0.5")
+    words = shlex.split(found["out"].replace("\\\n", " "))
     assert words[:2] == ["--num-layers", "4"]
     assert words[-2:] == ["--lr", "0.5"]
     assert words.count("--lr") == 1
 
 
-def test_config_ends_with_2_on_a_wrong_flag_and_on_what_a_launch_would_refuse(report: dict[str, Any]) -> None:
-    assert report["refused"]["code"] == report["refused_launch"]["code"] == 2
-    assert report["refused"]["err"].startswith("ampipe: --num-layers: invalid int value: 'two'.")
-    assert "(refused by Megatron): " in report["refused_launch"]["err"]
-    assert "global_batch_size (3)" in report["refused_launch"]["err"]
+@pytest.mark.ranks(1)
+def test_config_ends_with_2_on_a_wrong_flag_and_on_what_a_launch_would_refuse() -> None:
+    refused = command("config", *TINY, "--num-layers", "two")
+    assert refused["code"] == 2
+    assert refused["err"].startswith("ampipe: --num-layers: invalid int value: 'two'.")
+    refused = command("config", "--ranks", "2", *TINY, "--mock-data", "--global-batch-size", "3")
+    assert refused["code"] == 2
+    assert "(refused by Megatron): " in refused["err"]
+    assert "global_batch_size (3)" in refused["err"]
 
 
 def test_yaml_trains_like_the_same_flags_and_resolved_yaml_repeats_the_run(tmp_path: Path) -> None:

@@ -102,12 +102,7 @@ class ModelEvent:
 
 @dataclass(slots=True)
 class Host:
-    """The host thread.
-
-    Attributes:
-        clock: The operations that it knows to be complete.
-        waits: Its waits since :meth:`Device.reset`: stage and call.
-    """
+    """The host: the operations that it knows to be complete, and its waits, each with stage and call."""
 
     clock: Clock = field(default_factory=dict)
     waits: list[tuple[str, str]] = field(default_factory=list)

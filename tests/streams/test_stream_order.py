@@ -36,11 +36,13 @@ def use_expert_ranks(run: Run) -> None:
     """Spread experts and rows over as many ranks as a run says."""
     from megatron.core import parallel_state
 
+    parallel = run.case.parallel or {"expert_model_parallel_size": run.case.world_size}
+    tensor = parallel.get("tensor_model_parallel_size", 1)
     sizes = {
-        "expert_model_parallel_size": run.case.world_size,
-        "expert_tensor_parallel_size": 1,
-        "tensor_model_parallel_size": 1,
-    } | run.case.parallel
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": tensor,
+        "tensor_model_parallel_size": tensor,
+    } | parallel
     if sizes != {
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from tests.dist.cases import PARITY
-from tests.supported import ROWS, flags_table, render
+from tests.supported import flags_table, render
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "supported.md"
 
@@ -18,7 +17,3 @@ def test_usage_has_the_table_of_settings() -> None:
     """With ``--ampipe-config``, which cannot stand in a file."""
     table = "\n".join(flags_table())
     assert f"\n{table}\n" in PAGE.with_name("usage.md").read_text(), "run: python -m tests.supported flags"
-
-
-def test_every_row_has_a_case() -> None:
-    assert [feature for feature, belongs in ROWS if not any(map(belongs, PARITY))] == []
