@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 from unittest import mock
 
-from megatron_ampipe.runtime import tape
+from megatron_ampipe.runtime import executors, tape
 from megatron_ampipe.runtime.streams import StreamPlan, stream_plan
 from tests.streams.cases import IssueOrder, block, lazy_issue
+from tests.streams.model import DEVICE, ModelStream
 
 BLOCK = block(degree=4)
 
@@ -62,6 +63,46 @@ def _replaced(change: Planned) -> Callable[[], contextlib.AbstractContextManager
     return lambda: mock.patch.object(tape, "stream_plan", planned)
 
 
+def _wrong_stream() -> contextlib.AbstractContextManager[object]:
+    """Run ``attention.1`` on the communication stream."""
+    issue = executors.CudaExecutor._issue
+
+    def issued(self: Any, calls: Any, run_call: Any, *rest: Any) -> None:
+        def run(call: Any) -> Any:
+            if str(call.stage) != "attention.1":
+                return run_call(call)
+            with DEVICE.using(self._streams["comm"]):
+                return run_call(call)
+
+        issue(self, calls, run, *rest)
+
+    return mock.patch.object(executors.CudaExecutor, "_issue", issued)
+
+
+@contextlib.contextmanager
+def _event_before_work() -> Iterator[None]:
+    """Record the events of the compute lane before a stage instead of after it."""
+    issue = executors.CudaExecutor._issue
+    record = ModelStream.record_event
+
+    def issued(self: Any, calls: Any, run_call: Any, *rest: Any) -> None:
+        def run(call: Any) -> Any:
+            early["event"] = record(DEVICE.current)
+            return run_call(call)
+
+        early: dict[str, Any] = {}
+
+        def recorded(stream: ModelStream, *_: Any) -> Any:
+            late = record(stream)
+            return early.pop("event", late) if stream is DEVICE.default else late
+
+        with mock.patch.object(ModelStream, "record_event", recorded):
+            issue(self, calls, run, *rest)
+
+    with mock.patch.object(executors.CudaExecutor, "_issue", issued):
+        yield
+
+
 def _nodes_of_another_stream() -> contextlib.AbstractContextManager[object]:
     """Build data parallelism on the stream that Megatron chooses."""
     from tests.streams import run
@@ -76,6 +117,7 @@ FAULTS = {
     "an early free": Fault(
         _replaced(_releases_early), r"allocated by forward route\.\d: .* was released and may be reused by"
     ),
+    "a wrong stream": Fault(_wrong_stream, r"attention\.1: .* reads what .*qkv\.1.* has used"),
     "a dropped hold": Fault(
         _replaced(_drops_computation),
         r"allocated by forward dispatch\.\d: new_empty was released .* not ordered after backward expert\.\d",
@@ -85,6 +127,9 @@ FAULTS = {
         _nodes_of_another_stream,
         r"backward expert\.1: a gradient on compute is accumulated on get_model",
         data_parallel=True,
+    ),
+    "a reordered pair": Fault(
+        _event_before_work, r"counts\.\d: .* reads what forward route\.\d: .* has used"
     ),
 }
 

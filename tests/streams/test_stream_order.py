@@ -6,6 +6,7 @@ docs/gpu.md lists what these tests cannot show.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.streams.cases import runs
 from tests.streams.faults import FAULTS
 
 PROCESSES = 2
+PAGE = Path(__file__).resolve().parents[2] / "docs/gpu.md"
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +124,8 @@ def test_the_planner_knows_the_calls_of_each_stage(
             if abs(made - expected[place]) > 0.06 * expected[place]
         }
         assert wrong == {}, "counted, and in plan/stage_costs.py"
+
+
+def test_the_table_of_calls_in_the_docs_is_up_to_date(reports: list[dict[str, Any]]) -> None:
+    table = census.table(reports[1]["census"])
+    assert table in PAGE.read_text(encoding="utf-8"), f"python -m tests.streams.census prints it:\n{table}"
