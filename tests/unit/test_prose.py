@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-COVERED = ("README.md", "CHANGELOG.md", "docs", "patches", "configs", "megatron_ampipe", "scripts", "tests")
+COVERED = ("README.md", "CHANGELOG.md", "docs", "configs", "megatron_ampipe", "scripts", "tests")
 WORDINGS = {
     r"\bh[eo]lds? (\w+ ){0,3}against\b": "checked against, compared with",
     r"\bhang(s|ing)? on (?!start|rank)": "depends on",
