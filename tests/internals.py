@@ -63,7 +63,6 @@ MIRRORED = {
     "_apply_aux_loss _apply_global_aux_loss _apply_seq_aux_loss",
     "core.transformer.moe.moe_utils.get_capacity": "",
     "core.transformer.moe.moe_utils.compute_routing_scores_for_aux_loss": "",
-    "core.transformer.moe.moe_utils.apply_biased_logits": "",
     "core.transformer.moe.moe_utils.apply_router_token_dropping": "",
     "core.transformer.moe.moe_utils.permute": "",
     "core.transformer.moe.moe_utils.sort_chunks_by_idxs": "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 
@@ -38,8 +39,8 @@ def print_startup_table(rows: Sequence[Row], adjustments: Sequence[Adjustment]) 
         table.add_row(*row)
     for index, adjustment in enumerate(adjustments):
         table.add_row("adjusted" if index == 0 else "", " ".join(adjustment.arguments), adjustment.reason)
-    for piece, reason in compat.missing_packages():
-        table.add_row(piece.name, reason, piece.fallback)
+    for piece in compat.missing_packages():
+        table.add_row(piece.name, "not installed", piece.fallback)
     # A log file has any width; only a terminal is limited.
     Console(width=None if Console().is_terminal else 140).print(table)
 
@@ -66,8 +67,8 @@ def pipelined_rows(
         rows.append(("layers per schedule", stack))
     else:
         rows.append(("layers per schedule", f"1, in place of {stack}", limit))
-    if (recompute := context.recompute) is not None:
-        layers = f"first {recompute.num_layers} of a stage" if recompute.method == "block" else "every layer"
+    if (count := context.recomputed_layers) > 0:
+        layers = "every layer" if math.isinf(count) else f"first {count} of a stage"
         rows.append(("full recompute", layers, "inside the schedules"))
     if memory is not None or pipeline.memory != KEEP:
         rows.append(("memory", pipeline.memory, "" if memory is None else memory.reason))

@@ -115,8 +115,6 @@ class ModelFlags(BaseModel):
     cp_comm_type: str | list[str] | None = None
     attention_dropout: Annotated[FiniteFloat, Field(ge=0)] = 0.1
     softmax_type: str = "vanilla"
-    qk_clip: _Switch = False
-    log_max_attention_logit: _Switch = False
     expert_tensor_parallel_size: _Size | None = None
     expert_model_parallel_size: _Size | None = None
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "allgather"

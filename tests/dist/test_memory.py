@@ -90,7 +90,7 @@ def stack(layers: str, what: str, *, model: str = "top1", executor: str = "threa
 
 
 TWO, FOUR = (stack(layers, "in a stack", executor="sequential") for layers in ("mm", "mmmm"))
-RECOMPUTED = stack("mmmm", "recomputed", recompute=("uniform", 1))
+RECOMPUTED = stack("mmmm", "recomputed", recompute=math.inf)
 RESTORING = [stack("mmmm", memory, memory=memory) for memory in ("rebuild", "redispatch", "offload")]
 STACKS = [
     (stack("mmmm", "block by block", executor="sequential", stack=1), FOUR),
@@ -143,7 +143,7 @@ class Measurements:
         from megatron.core.transformer.spec_utils import ModuleSpec
         from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-        from megatron_ampipe.layers.context import AMPipeContext, FullRecompute
+        from megatron_ampipe.layers.context import AMPipeContext
         from megatron_ampipe.layers.layer import pipelined
         from megatron_ampipe.schedule.pipeline import AMPipeConfig
         from megatron_ampipe.tools.measuring.blocks import KernelAttention, Layers
@@ -163,7 +163,7 @@ class Measurements:
             AMPipeConfig(pipeline=case.pipeline),
             executor=WatchedExecutor(EXECUTORS[case.executor](), self._meter),
             kernel=case.kernel,
-            recompute=None if case.recompute is None else FullRecompute(*case.recompute),
+            recomputed_layers=case.recompute,
         )
         torch.manual_seed(3 + torch.distributed.get_rank())
         stack = TransformerBlockSubmodules(layer_specs=specs)

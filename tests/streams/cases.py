@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -84,7 +85,7 @@ def runs() -> Iterator[Run]:
         yield Run(f"{name}-no-grad", case, gradients=False)
         yield Run(f"{name}-in-flight", case, in_flight=3)
         yield Run(f"{name}-late", case, issue=lazy_issue)
-    case = block(degree=4, layers="mdm", stack=0, recompute=("uniform", 1), model=LOSSES)
+    case = block(degree=4, layers="mdm", stack=0, recompute=math.inf, model=LOSSES)
     yield Run("recomputed-stack-in-flight", case, in_flight=3)
     yield Run("recomputed-stack-late", case, issue=lazy_issue)
     for number in range(5):
@@ -140,7 +141,7 @@ def runs_of_rows() -> Iterator[Run]:
     yield Run("rows-no-grad", rows, gradients=False)
     yield Run("rows-in-flight", rows, in_flight=3)
     yield Run("rows-late", rows, issue=lazy_issue)
-    yield Run("rows-recomputed", dataclasses.replace(rows, recompute=("uniform", 1)))
+    yield Run("rows-recomputed", dataclasses.replace(rows, recompute=math.inf))
     features = BlockFeatures(losses=True, chunked_qkv=True, row_links="network", gathers_rows=True)
     for number in range(10):
         yield random_run(f"rows-{number}", random.Random(number), rows, features, stack=0)
