@@ -6,11 +6,9 @@ before it shows as a wrong gradient.
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
-from tests.internals import MIRRORED, PAGE, RECORD, _uses_in, recorded, render, report_of, used
+from tests.internals import MIRRORED, PAGE, RECORD, recorded, render, report_of, used
 from tests.megatrons import at_hand, installed
 
 AGAIN = "then run: python -m tests.internals"
@@ -43,20 +41,3 @@ def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == "\n".join(render()) + "\n", (
         f"{RECORD.name} has changed, or imports have: {AGAIN}"
     )
-
-
-def test_imports_replacements_and_arguments_are_read_from_the_code() -> None:
-    code = (
-        "import megatron.core.transformer\n"
-        "from megatron.core.transformer.moe import moe_utils as utils\n"
-        "from megatron.core.models.backends import LocalSpecProvider\n"
-        "utils.permute(1, drop_and_pad=True)\n"
-        "utils.get_capacity = LocalSpecProvider.core_attention = None\n"
-    )
-    found = {(name, use.replaced, *use.keywords) for name, use in _uses_in(ast.parse(code))}
-    assert found >= {
-        ("core.transformer.moe.moe_utils", False),
-        ("core.transformer.moe.moe_utils.permute", False, "drop_and_pad"),
-        ("core.transformer.moe.moe_utils.get_capacity", True),
-        ("core.models.backends.LocalSpecProvider.core_attention", True),
-    }

@@ -26,7 +26,7 @@ from megatron_ampipe.schedule.dataflow import needs_of
 from megatron_ampipe.schedule.kinds import ATTEND, RERING, RING, step_of
 from megatron_ampipe.schedule.program import issue_order
 
-ROWS, BATCH, HEADS, GROUPS, SIZE, VALUE_SIZE = 48, 2, 4, 2, 8, 8
+ROWS, BATCH, HEADS, GROUPS, SIZE = 48, 2, 4, 2, 8
 NAMES = ("ampipe", "moe-only", "lancet", "sequential")
 
 

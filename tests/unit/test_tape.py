@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,28 +13,22 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.streams import stream_plan
 from megatron_ampipe.runtime.tape import Tapes
-from megatron_ampipe.schedule import Direction, SequenceLayout, StageKind
+from megatron_ampipe.schedule import Direction, SequenceLayout
 from tests import tapes
 from tests.golden.write import BLOCKS, pipelines, schedule_of
 
 ROWS = 64
 
 
-class Unnamed:
-    """Stands for the functions of a block whose tape does not run."""
-
-    recomputed: tuple[StageKind, ...] = ()
-    all_parameters: tuple[Any, ...] = ()
-    stage_parameters: Mapping[StageKind, Any] = {}
-
-    def run(self, kind: StageKind) -> tuple[int, None]:
-        """No function."""
-        return 0, None
-
-    differentiate = run
-
-    def weights_apart(self, kind: StageKind, products: Any) -> None:
-        """No context."""
+UNNAMED: Any = SimpleNamespace(
+    recomputed=(),
+    all_parameters=(),
+    stage_parameters={},
+    run=lambda kind: (0, None),
+    differentiate=lambda kind: (0, None),
+    weights_apart=lambda kind, products: None,
+)
+"""Stands for the functions of a block whose tape does not run."""
 
 
 def tapes_of(block: str, pipeline: dict[str, Any], *, threads: bool, keep_graph: bool = True) -> Tapes | None:
@@ -49,7 +43,7 @@ def tapes_of(block: str, pipeline: dict[str, Any], *, threads: bool, keep_graph:
         schedule,
         layers,
         chunks=chosen.chunks(ROWS * context, layout),
-        functions=[Unnamed()] * len(layers),
+        functions=[UNNAMED] * len(layers),
         keep_graph=keep_graph,
         host_waits=not threads,
         threads=threads,
