@@ -419,22 +419,5 @@ TOKEN_ID_REFUSALS: tuple[Refusal, ...] = (
         _OTHER_ROUTER,
         lambda args: (args.mlp_chunks_for_training or 1) > 1,
     ),
-    Refusal(
-        "--moe-token-drop-policy",
-        "all weights are equal, so which tokens have the lowest probability is not defined",
-        "Use --moe-token-drop-policy position.",
-        lambda args: (
-            args.ampipe_router == "hash" and has_capacity(args.all) and args.moe_token_drop_policy == "probs"
-        ),
-    ),
-    Refusal(
-        "--moe-router-load-balancing-type",
-        "experts are a fixed function of the id, which nothing can balance",
-        "Use --moe-router-load-balancing-type none.",
-        lambda args: (
-            args.ampipe_router == "hash" and load_balancing(args.all, "sinkhorn", "quantile_balancing")
-        ),
-    ),
 )
-"""What cannot be combined with a router that reads the ids of tokens, at any degree; the last two rows are
-about ``--ampipe-router hash`` alone."""
+"""What cannot be combined with a router that reads the ids of tokens, at any degree."""

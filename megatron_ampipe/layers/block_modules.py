@@ -17,14 +17,16 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.exchange.flex import FlexChunk
 from megatron_ampipe.exchange.hops import node_groups
 from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
-from megatron_ampipe.layers.chunk_attention import ChunkAttention, kernel_of, reads_mask
+from megatron_ampipe.layers.chunk_attention import ChunkAttention, reads_mask
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.linear_layers import Linear, Products, expert_products, linears_of, weights_apart
 from megatron_ampipe.runtime.block_functions import Function
@@ -161,8 +163,9 @@ class BlockModules:
 
     def _make_attention(self, on_gpu: bool, documents: bool) -> ChunkAttention:
         attention = self.attention_layer.self_attention
-        kernel = self.context.kernel or kernel_of(attention, on_gpu=on_gpu, documents=documents)
-        return ChunkAttention(attention, kernel=kernel)
+        local = isinstance(attention.core_attention, DotProductAttention)
+        chosen = choose_kernel(attention.config, local=local, on_gpu=on_gpu, documents=documents)
+        return ChunkAttention(attention, kernel=self.context.kernel or chosen.name)
 
     @cached_property
     def scatters_rows(self) -> bool:

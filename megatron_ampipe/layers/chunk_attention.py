@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.backends import EXACT_PIECES
-from megatron_ampipe.attention.kernels import KERNELS, Kernel, choose_kernel, has_sinks
+from megatron_ampipe.attention.kernels import KERNELS, Kernel, has_sinks
 from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.layers.linear_layers import replaced
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
@@ -307,9 +307,3 @@ def _scale(attention: Attention) -> float:
     # With query-key layer scaling, softmax_scale is divided by the layer number.
     again = core.layer_number if core.config.apply_query_key_layer_scaling else 1
     return float(core.softmax_scale * again)
-
-
-def kernel_of(attention: Attention, *, on_gpu: bool, documents: bool = False) -> str:
-    """The name of the kernel for a layer that has been built; see :func:`choose_kernel`."""
-    local = isinstance(attention.core_attention, DotProductAttention)
-    return choose_kernel(attention.config, local=local, on_gpu=on_gpu, documents=documents).name

@@ -18,7 +18,6 @@ from torch.nn.functional import normalize, softplus
 
 from megatron_ampipe.block.named_values import ROUTER_FLAG as FLAG
 from megatron_ampipe.block.named_values import class_path, import_class
-from megatron_ampipe.errors import BadInput
 
 
 def load_gate(name: str) -> type[TopKRouter]:
@@ -234,17 +233,10 @@ class TokenIds:
     def rows(self, num_rows: int, batch: int, *, ranks: int = 1) -> Tensor:
         """The ids ``[num_rows * ranks, B]``, int64, of the rows that tensor-parallel ranks hold.
 
-        ``batch`` sequences are side by side in the hidden states. Raises :class:`BadInput` without ids.
+        ``batch`` sequences are side by side in the hidden states.
         """
         ids = self._current
-        if ids is None:
-            raise BadInput(
-                "--ampipe-router",
-                "(reads token ids)",
-                rule="the model was called without input_ids",
-                remedy="Train with -m megatron_ampipe.pretrain_gpt, or use a router that reads hidden "
-                "states, such as --ampipe-router cosine.",
-            )
+        assert ids is not None, "a router reads the ids of tokens, and the model was called without input_ids"
         assert ids.numel() == num_rows * ranks * batch, (
             f"{tuple(ids.shape)} ids of {num_rows} rows on {ranks} ranks, {batch} sequences"
         )
