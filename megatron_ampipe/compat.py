@@ -44,7 +44,7 @@ class OptionalPackage:
         name: Its common name.
         distribution: Its name for pip.
         module: The module to import.
-        fallback: What is used instead, for the start-up table.
+        fallback: What is used instead.
         remedy: How to install it.
     """
 

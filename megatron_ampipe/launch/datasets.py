@@ -34,7 +34,7 @@ def check_data(args: argparse.Namespace, replace: Replace, *, of_script: bool = 
     """
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    for flag in () if of_script else ("--fim-data", "--logits-load-dir"):
+    for flag in () if of_script else ("--fim-data", "--logits-load-dir", "--hybrid-context-parallel"):
         if value := getattr(args, flag[2:].replace("-", "_")):
             remedy = "Run its pretrain_gpt.py with -m megatron_ampipe.launch."
             raise BadInput(flag, value, rule="is supported by the script of a checkout only", remedy=remedy)

@@ -61,7 +61,7 @@ class TrainingSession:
         """
         on_gpu = flags.import_megatron()
         words = list(self._words)
-        if config_files.names_files(words):
+        if any(word.partition("=")[0] == config_files.CONFIG_FLAG for word in words):
             parser = flags.full_parser()
             self._resolved = config_files.resolve(words, parser)
             flags.check_settings(self._resolved, parser)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import connections
@@ -38,8 +37,6 @@ def print_startup_table(rows: Sequence[Row], adjustments: Sequence[Adjustment]) 
         table.add_row(*row)
     for index, adjustment in enumerate(adjustments):
         table.add_row("adjusted" if index == 0 else "", " ".join(adjustment.arguments), adjustment.reason)
-    for piece, reason in compat.missing_packages():
-        table.add_row(piece.name, reason, piece.fallback)
     # A log file has any width; only a terminal is limited.
     Console(width=None if Console().is_terminal else 140).print(table)
 
