@@ -20,14 +20,13 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.utils import (
-    StragglerDetector,
     flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
     get_model_config,
 )
-from megatron.training import get_args, get_timers
+from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
@@ -50,8 +49,6 @@ PACKING_FIELDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 """The fields that a middle pipeline stage needs, to cut attention at the documents' ends."""
 SPIKE_FACTOR = 10
 """A loss this many times the largest seen counts as a spike under --check-for-spiky-loss."""
-
-straggler_timer = StragglerDetector()
 
 
 def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int | None) -> Batch:
@@ -136,22 +133,16 @@ def forward_step(
     data_iterator: Iterator[Any] | None, model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[..., Any]]:
     """One micro-batch through ``model``: its output, or its schedule plan, and the loss function for it."""
-    timers = get_timers()
-    timers("batch-generator", log_level=2).start()
-    with straggler_timer(bdata=True):
-        vp_stage = get_attr_wrapped_model(model, "vp_stage")
-        batch = get_batch(data_iterator, config=get_model_config(model), vp_stage=vp_stage)
-    packing = _packing(batch)
-    timers("batch-generator").stop()
-
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    batch = get_batch(data_iterator, config=get_model_config(model), vp_stage=vp_stage)
     inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
     targets = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
-    with straggler_timer:
-        if return_schedule_plan:
-            assert get_args().overlap_moe_expert_parallel_comm
-            output = model.build_schedule_plan(*inputs, **targets)
-        else:
-            output = model(*inputs, **targets, packed_seq_params=packing)
+    packing = _packing(batch)
+    if return_schedule_plan:
+        assert get_args().overlap_moe_expert_parallel_comm
+        output = model.build_schedule_plan(*inputs, **targets)
+    else:
+        output = model(*inputs, **targets, packed_seq_params=packing)
     return output, functools.partial(loss_func, batch["loss_mask"])
 
 
