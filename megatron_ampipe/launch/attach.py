@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import weakref
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ from megatron_ampipe.launch.refusals import (
     refuse_with_token_ids,
 )
 from megatron_ampipe.launch.trials import Choice
-from megatron_ampipe.layers.context import AMPipeContext, DocumentReader, FullRecompute
+from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
 from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, load_gate
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.runtime.recorder import Recorder
@@ -85,7 +86,7 @@ def make_context(
         context = AMPipeContext(
             config,
             recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 1),
-            recompute=take_over_recompute(args, config),
+            recomputed_layers=take_over_recompute(args, config),
             documents=DocumentReader(masked=startup.masks_documents(args)),
             gate=gate,
             wire=None if config.wire is None else load_wire(config.wire),
@@ -125,18 +126,20 @@ def make_context(
     return context
 
 
-def take_over_recompute(args: argparse.Namespace, config: AMPipeConfig) -> FullRecompute | None:
+def take_over_recompute(args: argparse.Namespace, config: AMPipeConfig) -> float:
     """Have the schedules recompute, where layers may share one, in place of Megatron's full recompute.
 
     It stays with Megatron where it spreads what is kept over tensor-parallel ranks, and in hybrid models.
+    Returns how many layers (``AMPipeContext.recomputed_layers``).
     """
     shares = config.automatic or config.pipeline.stack != 1
     if args.recompute_granularity != "full" or not shares:
-        return None
+        return 0
     if args.distribute_saved_activations or args.hybrid_layer_pattern is not None:
-        return None
+        return 0
     args.recompute_granularity, args.ampipe_recomputes = None, True
-    return FullRecompute(args.recompute_method, args.recompute_num_layers)
+    first: int = args.recompute_num_layers
+    return first if args.recompute_method == "block" else math.inf
 
 
 def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> list[host.Adjustment]:

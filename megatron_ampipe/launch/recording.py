@@ -41,7 +41,7 @@ from megatron_ampipe.plan.recorded_routing import (
     THRESHOLDS,
     LayerRouting,
     RoutingRecord,
-    places_of,
+    divisors,
 )
 from megatron_ampipe.schedule import Direction
 from megatron_ampipe.schedule.features import expert_tensor_ranks
@@ -237,7 +237,7 @@ class RoutingRecording(Hook):
             counts=_tuples(torch.stack([chunk.sum(dim=0) for chunk in chosen], dim=1).tolist()),
             arrivals={
                 places: _tuples(whole.unflatten(2, (places, -1)).any(dim=3).sum(dim=0).tolist())
-                for places in places_of(self._args.num_experts)
+                for places in divisors(self._args.num_experts)[1:-1]
             },
             rows_compared=compared,
             rows_left=dict(zip(self._thresholds, left, strict=True)),

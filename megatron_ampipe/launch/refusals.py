@@ -162,6 +162,11 @@ def _sends_rows(args: Any) -> bool:
     return args.moe_token_dispatcher_type in (None, "alltoall")
 
 
+def _keeps_no_scores(args: Any) -> bool:
+    is_local = args.transformer_impl in (None, "local")
+    return is_local or (args.context_parallel_size or 1) > 1 or packs_documents(args)
+
+
 def _recomputes_experts(args: Any) -> bool:
     return args.recompute_granularity == "full" or recomputes(args.all, "moe") is not None
 
@@ -171,6 +176,13 @@ _BF16 = "Leave it out and use --bf16."
 _QUANTIZED = "quantized layers update their weights if marked as the first micro-batch, which AMPipe undoes"
 _OFFLOADING = "activation offloading is not supported yet"
 _SHARDED = "fully sharded parameters are not supported"
+
+_SCORES = (
+    "only Transformer Engine's attention keeps the largest scores, which context-parallel layers and packed "
+    "documents do not use",
+    "Leave it out, or use --transformer-impl transformer_engine and --context-parallel-size 1, without --sft "
+    "and --dataloader-inter-document-masking.",
+)
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
@@ -203,6 +215,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "it needs the position ids of a multimodal model",
         "Use --position-embedding-type rope.",
         lambda args: args.position_embedding_type == "mrope",
+    ),
+    Refusal(
+        "--moe-router-force-biased",
+        "its bias of the experts is drawn for a whole sequence",
+        "Use --moe-router-force-load-balancing, or leave it out.",
+        lambda args: args.moe_router_force_biased is not None,
+    ),
+    Refusal("--qk-clip", *_SCORES, lambda args: bool(args.qk_clip) and _keeps_no_scores(args)),
+    Refusal(
+        "--log-max-attention-logit",
+        *_SCORES,
+        lambda args: bool(args.log_max_attention_logit) and _keeps_no_scores(args),
     ),
     Refusal("--cpu-offloading-num-layers", _OFFLOADING, _OFF),
     Refusal("--fine-grained-activation-offloading", _OFFLOADING, _OFF),

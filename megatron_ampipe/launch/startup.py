@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 
@@ -63,8 +64,8 @@ def pipelined_rows(
         rows.append(("layers per schedule", stack))
     else:
         rows.append(("layers per schedule", f"1, in place of {stack}", limit))
-    if (recompute := context.recompute) is not None:
-        layers = f"first {recompute.num_layers} of a stage" if recompute.method == "block" else "every layer"
+    if (count := context.recomputed_layers) > 0:
+        layers = "every layer" if math.isinf(count) else f"first {count} of a stage"
         rows.append(("full recompute", layers, "inside the schedules"))
     if memory is not None or pipeline.memory != KEEP:
         rows.append(("memory", pipeline.memory, "" if memory is None else memory.reason))

@@ -160,7 +160,7 @@ def examine() -> tuple[list[Component], Mapping[str, Any]]:
     Returns:
         The components, and what the probe found out about torch: ``error`` where it cannot be imported.
     """
-    absent = dict(compat.missing_packages())
+    absent = compat.missing_packages()
     optional = [package for package in compat.OPTIONAL_PACKAGES if package not in absent]
     modules = [TORCH, MEGATRON, *(package.module for package in optional)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -182,7 +182,8 @@ def examine() -> tuple[list[Component], Mapping[str, Any]]:
     for package in compat.OPTIONAL_PACKAGES:
         error = (answers.get(package.module) or {}).get("error")
         status = MISSING if package in absent else BROKEN if error else OK
-        found = absent.get(package) or error or str(compat.installed_version(package.distribution) or "-")
+        version = str(compat.installed_version(package.distribution) or "-")
+        found = "not installed" if package in absent else error or version
         without = f"a run uses {package.fallback}"
         components.append(Component(package.name, status, found, "optional", without, package.remedy))
     return components, torch

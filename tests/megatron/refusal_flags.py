@@ -45,6 +45,9 @@ VALUES = {
 
 COMPANIONS = {
     "--context-parallel-size": ["--sft"],
+    "--qk-clip": ["--transformer-impl", "local"],
+    "--log-max-attention-logit": ["--transformer-impl", "local"],
+    "--cp-comm-type": ["--context-parallel-size", "2"],
     "--moe-flex-dispatcher-backend": ["--moe-token-dispatcher-type", "flex"],
     "--skip-train": ["--ampipe-degree", "auto"],
     "--ampipe-wire": ["--moe-token-dispatcher-type", "allgather"],

@@ -95,7 +95,7 @@ def cluster_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for degree, ways in report["block"]["stages"].items()
     }
     path = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
-    cluster, _ = assemble(CASE, [report] * 2, ranks_per_node=2, description="of a test", source="a test")
+    cluster = assemble(CASE, [report] * 2, ranks_per_node=2, description="of a test", source="a test")
     write_cluster(cluster, path, head="test")
     return path
 

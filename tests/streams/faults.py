@@ -132,13 +132,3 @@ FAULTS = {
         _event_before_work, r"counts\.\d: .* reads what forward route\.\d: .* has used"
     ),
 }
-
-
-def races(name: str) -> tuple[list[str], list[str]]:
-    """The races reported with the fault, and without it, in the same run."""
-    from tests.streams.run import run_case
-
-    fault = FAULTS[name]
-    with fault.insert():
-        faulty = run_case(BLOCK, issue=fault.issue, data_parallel=fault.data_parallel).races
-    return list(faulty), list(run_case(BLOCK, issue=fault.issue, data_parallel=fault.data_parallel).races)

@@ -10,8 +10,8 @@ from megatron_ampipe.launch.startup import print_startup_table
 def test_reasons_are_shown_on_the_first_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [("attention", "cudnn", "flash-attn-3: not installed")]
+    rows = [("attention", "sdpa", "cudnn: not deterministic")]
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         print_startup_table(rows, [])
-        assert ("cudnn │ flash-attn-3: not installed" in capsys.readouterr().out) == (rank == "0")
+        assert ("sdpa │ cudnn: not deterministic" in capsys.readouterr().out) == (rank == "0")
