@@ -46,7 +46,6 @@ from megatron_ampipe.schedule import IN_ONE_CHUNK
 from megatron_ampipe.schedule.features import (
     expert_tensor_ranks,
     gather_lane,
-    ring_hindrance,
     uses_ring_attention,
 )
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
@@ -114,7 +113,14 @@ def make_context(
     if gate is not None and issubclass(gate, TokenIdRouter):
         hooks.add(TokenIdsOfModels())
     if config.routing_dir is not None:
-        _check_recorded_routing(args, config, Path(config.routing_dir))
+        refuse = functools.partial(SETTING["routing_dir"].refuse, config.routing_dir)
+        if not args.num_experts:
+            raise refuse("the model has no MoE layer", "Set --num-experts, or leave it out.")
+        if args.skip_train:
+            raise refuse("has no effect with --skip-train", "Leave it out: training iterations are recorded.")
+        if int(os.environ.get("RANK", "0")) == 0:
+            folder = Path(config.routing_dir)
+            outputs.check_folder(folder.absolute(), flag=SETTING["routing_dir"].flag, value=folder)
         hooks.add(RoutingRecording(args, config, context))
     startup.print_startup_table([("Megatron", compat.describe_megatron()), *rows], adjustments)
     return context
@@ -200,11 +206,10 @@ def _unfuse_rotary(args: argparse.Namespace) -> host.Adjustment | None:
 def _gather_keys_and_values(args: argparse.Namespace) -> host.Adjustment | None:
     """Report that context parallelism gathers where another method was asked for."""
     modes = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
-    others, why = [mode for mode in dict.fromkeys(modes) if mode != "all_gather"], ring_hindrance(args)
+    others = [mode for mode in dict.fromkeys(modes) if mode != "all_gather"]
     if args.context_parallel_size == 1 or not others or uses_ring_attention(args):
         return None
-    because = f" because of {why}" if why and "p2p" in others else ""
-    reason = f"in pipelined blocks, in place of {' and '.join(others)}{because}: the same function"
+    reason = f"in pipelined blocks, in place of {' and '.join(others)}: the same function"
     return host.Adjustment("--cp-comm-type", "all_gather", reason)
 
 
@@ -286,20 +291,3 @@ class TokenIdsOfModels(Hook):
         if model not in self._known:
             give_token_ids(model).watch(model)
             self._known.add(model)
-
-
-def _check_recorded_routing(args: argparse.Namespace, config: AMPipeConfig, folder: Path) -> None:
-    """Refuse a run in which nothing could be recorded."""
-    refuse = functools.partial(SETTING["routing_dir"].refuse, folder)
-    if not args.num_experts:
-        raise refuse("the model has no MoE layer", "Set --num-experts, or leave it out.")
-    if args.skip_train:
-        raise refuse("has no effect with --skip-train", "Leave it out: training iterations are recorded.")
-    if args.train_iters is not None and config.routing_interval > args.train_iters:
-        raise SETTING["routing_interval"].refuse(
-            config.routing_interval,
-            f"records none of the {args.train_iters} iterations of this training",
-            f"Use --ampipe-routing-interval {max(1, args.train_iters // 10)}.",
-        )
-    if int(os.environ.get("RANK", "0")) == 0:
-        outputs.check_folder(folder.absolute(), flag=SETTING["routing_dir"].flag, value=folder)

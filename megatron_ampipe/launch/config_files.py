@@ -71,11 +71,6 @@ class Resolved(NamedTuple):
         return BadInput(f"{source}: {error.name}", error.value, rule=error.rule, remedy=error.remedy)
 
 
-def names_files(words: Sequence[str]) -> bool:
-    """Whether a command line has ``--ampipe-config``."""
-    return any(word.partition("=")[0] == CONFIG_FLAG for word in words)
-
-
 def refuse_unread(args: argparse.Namespace) -> None:
     """Refuse parsed arguments that name files which were not read, or were read by Megatron alone.
 

@@ -19,6 +19,8 @@ from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.failures import reason_of
 
+_OF_SCRIPTS = ("--fim-data", "--hybrid-context-parallel", "--log-straggler", "--logits-load-dir")
+"""Flags of Megatron's that AMPipe's own entry does not serve."""
 _SAMPLED_BLOCKS, _SAMPLED_BLOCK_TOKENS = 64, 16384
 """How many tokens of a dataset are compared with the vocabulary."""
 
@@ -34,7 +36,7 @@ def check_data(args: argparse.Namespace, replace: Replace, *, of_script: bool = 
     """
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    for flag in () if of_script else ("--fim-data", "--logits-load-dir"):
+    for flag in () if of_script else _OF_SCRIPTS:
         if value := getattr(args, flag[2:].replace("-", "_")):
             remedy = "Run its pretrain_gpt.py with -m megatron_ampipe.launch."
             raise BadInput(flag, value, rule="is supported by the script of a checkout only", remedy=remedy)

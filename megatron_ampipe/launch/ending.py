@@ -48,7 +48,10 @@ def run_to_end(work: Callable[[], int]) -> int:
             signal.signal(signal.SIGINT, _interrupt)
         return work()
     except KeyboardInterrupt:
-        return end_interrupted()
+        if int(os.environ.get("RANK", "0")) == 0:
+            again = "A run that was started with --save continues from its last checkpoint with --load."
+            print(f"\ninterrupted. {again}", file=sys.stderr, flush=True)
+        return INTERRUPTED
     # Some exceptions of torch are no Exception.
     except BaseException as error:
         cause = failures.known_cause(error) or error
@@ -127,18 +130,6 @@ def end_after_failure(error: Exception) -> int:
         _leave_for_torchrun(trace)
     print(message, file=sys.stderr, flush=True)
     return RunFailed.exit_code
-
-
-def end_interrupted() -> int:
-    """Print on rank 0 that Ctrl-C ended the run, and return the exit code for that."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(
-            "\ninterrupted. A run that was started with --save continues from its last checkpoint "
-            "with --load.",
-            file=sys.stderr,
-            flush=True,
-        )
-    return INTERRUPTED
 
 
 def _leave_for_torchrun(message: str, *, later_s: int = 0) -> None:

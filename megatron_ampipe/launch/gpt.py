@@ -15,19 +15,18 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.parallel_state import get_context_parallel_group, get_hybrid_data_context_parallel_groups
+from megatron.core.parallel_state import get_context_parallel_group
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.utils import (
-    StragglerDetector,
     flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
     get_model_config,
 )
-from megatron.training import get_args, get_timers
+from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
@@ -44,16 +43,12 @@ FIELDS = (
     "cu_seqlens",
     "cu_seqlens_padded",
     "max_seqlen",
-    "local_cp_size",
-    "hybrid_cp_group",
 )
 """What a batch can hold; a field that this stage or this kind of data does not need is None."""
 PACKING_FIELDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 """The fields that a middle pipeline stage needs, to cut attention at the documents' ends."""
 SPIKE_FACTOR = 10
 """A loss this many times the largest seen counts as a spike under --check-for-spiky-loss."""
-
-straggler_timer = StragglerDetector()
 
 
 def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int | None) -> Batch:
@@ -74,7 +69,7 @@ def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=packed,
-        is_hybrid_cp=args.hybrid_context_parallel,
+        is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
@@ -92,9 +87,8 @@ def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int
         return {field: batch.get(field) if field in PACKING_FIELDS else None for field in FIELDS}
     return get_batch_on_this_cp_rank(
         batch,
-        is_hybrid_cp=args.hybrid_context_parallel,
+        is_hybrid_cp=False,
         cp_group=get_context_parallel_group(),
-        hybrid_cp_group_func=get_hybrid_data_context_parallel_groups,
         use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
     )
 
@@ -121,7 +115,6 @@ def _packing(batch: Batch) -> PackedSeqParams | None:
     # Megatron's kernels take the padded bounds in both places (its own open issue).
     bounds = padded if padded is not None else real
     longest = int(batch["max_seqlen"].item())
-    local_cp_size = batch["local_cp_size"]
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -130,8 +123,6 @@ def _packing(batch: Batch) -> PackedSeqParams | None:
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        local_cp_size=int(local_cp_size.item()) if local_cp_size is not None else None,
-        cp_group=batch["hybrid_cp_group"],
         # From it follows the document of every row, which Mamba layers ask for.
         total_tokens=int(bounds[-1].item()) if args.hybrid_layer_pattern is not None else None,
         tokens_per_sample=args.seq_length,
@@ -142,22 +133,16 @@ def forward_step(
     data_iterator: Iterator[Any] | None, model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[..., Any]]:
     """One micro-batch through ``model``: its output, or its schedule plan, and the loss function for it."""
-    timers = get_timers()
-    timers("batch-generator", log_level=2).start()
-    with straggler_timer(bdata=True):
-        vp_stage = get_attr_wrapped_model(model, "vp_stage")
-        batch = get_batch(data_iterator, config=get_model_config(model), vp_stage=vp_stage)
-    packing = _packing(batch)
-    timers("batch-generator").stop()
-
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    batch = get_batch(data_iterator, config=get_model_config(model), vp_stage=vp_stage)
     inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
     targets = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
-    with straggler_timer:
-        if return_schedule_plan:
-            assert get_args().overlap_moe_expert_parallel_comm
-            output = model.build_schedule_plan(*inputs, **targets)
-        else:
-            output = model(*inputs, **targets, packed_seq_params=packing)
+    packing = _packing(batch)
+    if return_schedule_plan:
+        assert get_args().overlap_moe_expert_parallel_comm
+        output = model.build_schedule_plan(*inputs, **targets)
+    else:
+        output = model(*inputs, **targets, packed_seq_params=packing)
     return output, functools.partial(loss_func, batch["loss_mask"])
 
 

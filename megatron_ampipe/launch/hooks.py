@@ -31,8 +31,8 @@ class Hook:
     def before_forward(self, model: Any) -> None:
         """Before the forward pass of a micro-batch through an unwrapped model; in evaluation too."""
 
-    def after_log(self, iteration: int) -> None:
-        """After Megatron's ``training_log`` of an iteration, counted from 1."""
+    def after_log(self) -> None:
+        """After Megatron's ``training_log`` of an iteration."""
 
     def at_end(self) -> None:
         """When the training has ended, in whatever way."""
@@ -100,13 +100,11 @@ class Hooks:
             hook.before_forward(unwrap_model(model))
 
     def _around_log(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(training_log)
-
         @functools.wraps(training_log)
         def log(*args: Any, **kwargs: Any) -> Any:
             result = training_log(*args, **kwargs)
             for hook in self._hooks:
-                hook.after_log(signature.bind(*args, **kwargs).arguments["iteration"])
+                hook.after_log()
             return result
 
         return log

@@ -272,10 +272,6 @@ def choose_memory(
             "more ranks.",
         )
     by_name = {choice.memory: choice for choice in kept}
-    slower = ""
-    if chosen.time_us is not None and chosen.memory != KEEP:
-        keeping = by_name[KEEP].time_us or chosen.time_us
-        slower = f", {chosen.time_us / keeping - 1:.1%} slower than keep"
     others = ", ".join(
         f"{name} {size_to_text(by_name[name].peak_bytes)}"
         for name in STRATEGIES
@@ -283,7 +279,7 @@ def choose_memory(
     )
     return Choice(
         replace(given, memory=chosen.memory),
-        f"{compared} within {budget}{slower}: predicted peak of the layers' activations "
+        f"{compared} within {budget}: predicted peak of the layers' activations "
         f"{size_to_text(chosen.peak_bytes)} ({others})",
     )
 

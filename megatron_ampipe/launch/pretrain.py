@@ -1,7 +1,7 @@
 """Pretraining of GPT and hybrid models through Megatron's ``pretrain``: from a command line to an exit code.
 
-Every flag of Megatron's GPT pretraining means here what it means there; AMPipe adds its own group and,
-when it is switched on, its layer specification. What one training step does is in :mod:`.gpt`.
+Every flag of Megatron's GPT pretraining means here what it means there, or is refused; AMPipe adds its own
+group and, when it is switched on, its layer specification. What one training step does is in :mod:`.gpt`.
 """
 
 import sys

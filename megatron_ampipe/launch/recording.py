@@ -87,8 +87,9 @@ class Recording(Hook):
         else:
             self._context.recorder.pause()
 
-    def after_log(self, iteration: int) -> None:
+    def after_log(self) -> None:
         """Write the metrics of a recorded iteration to all outputs of this run."""
+        iteration = self._args.curr_iteration + 1
         metrics = self._metrics(iteration) if self._is_logged(iteration) else []
         if not metrics:
             return

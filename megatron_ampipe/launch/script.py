@@ -167,9 +167,10 @@ def _set_up(session: TrainingSession, set_up: Callable[..., Any], *args: Any, **
     from megatron.core.utils import unwrap_model
 
     made = set_up(*args, **kwargs)
+    if not session.changes_layers:
+        return made
     kinds = {type(chunk) for chunk in unwrap_model(made[0])}
-    known = session.num_models > 0 and all(issubclass(kind, _models) for kind in kinds)
-    if session.changes_layers and not known:
+    if session.num_models == 0 or not all(issubclass(kind, _models) for kind in kinds):
         names = " and ".join(sorted(kind.__name__ for kind in kinds))
         raise session.refused_script(f"it trains a {names}, and only GPT and hybrid models can be pipelined")
     return made

@@ -61,7 +61,7 @@ class TrainingSession:
         """
         on_gpu = flags.import_megatron()
         words = list(self._words)
-        if config_files.names_files(words):
+        if any(word.partition("=")[0] == config_files.CONFIG_FLAG for word in words):
             parser = flags.full_parser()
             self._resolved = config_files.resolve(words, parser)
             flags.check_settings(self._resolved, parser)
@@ -113,18 +113,17 @@ class TrainingSession:
         )
         self._hooks.install(pipelined=self.context is not None)
         if is_active and int(os.environ.get("RANK", "0")) == 0:
-            if self._resolved is None:
-                parser = flags.full_parser()
-                self._resolved = config_files.resolve(self._words, parser)
+            resolved = self._resolved or config_files.resolve(self._words, flags.full_parser())
             added = [f"{' '.join(change.arguments)} ({change.reason})" for change in self._adjustments]
-            config_files.write_beside_logs(self._resolved, adjustments=added, script=self.script)
+            config_files.write_beside_logs(resolved, adjustments=added, script=self.script)
 
     def hooked(self, forward_step: ForwardStep) -> ForwardStep:
         """Megatron's forward step with the hooks of this run, which may be given before :meth:`accept`."""
 
         @functools.wraps(forward_step)
         def step(data_iterator: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
-            self._hooks.before_forward(model)
+            if self._hooks is not None:
+                self._hooks.before_forward(model)
             return forward_step(data_iterator, model, *rest, **kwargs)
 
         return step

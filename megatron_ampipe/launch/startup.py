@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import connections
@@ -39,8 +38,6 @@ def print_startup_table(rows: Sequence[Row], adjustments: Sequence[Adjustment]) 
         table.add_row(*row)
     for index, adjustment in enumerate(adjustments):
         table.add_row("adjusted" if index == 0 else "", " ".join(adjustment.arguments), adjustment.reason)
-    for piece in compat.missing_packages():
-        table.add_row(piece.name, "not installed", piece.fallback)
     # A log file has any width; only a terminal is limited.
     Console(width=None if Console().is_terminal else 140).print(table)
 

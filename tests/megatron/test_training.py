@@ -353,13 +353,6 @@ def test_evaluation_alone_equals_stock(runs: Runs) -> None:
     assert ours == digits(expected)
 
 
-def test_documents_matter(runs: Runs) -> None:
-    words = TRAININGS["documents"].lines("documents", runs.folder)["documents 0"]
-    packed = runs["documents 0"]
-    words.remove("--dataloader-inter-document-masking")
-    assert packed.lm_loss != digits(runs_of({"whole": words})["whole"].lm_loss)
-
-
 def test_conversations_train_like_stock(tmp_path: Path) -> None:
     """``--sft`` with the tokenizer of a folder; several conversations share a line and a sequence."""
     tokenizers = pytest.importorskip("tokenizers", reason="Megatron's SFT tokenizer needs it")

@@ -67,10 +67,6 @@ def wait_for_a_worker() -> int:
     raise RuntimeError("DataLoader timed out after 30 seconds")
 
 
-def wait_for_a_server() -> int:
-    raise TimeoutError("timeout: connection reset by peer, storage.example")
-
-
 def leave_as_megatron() -> int:
     text = "def train():\n    import sys; sys.exit()"
     training: dict[str, Any] = {"__name__": "megatron.training.training"}
@@ -122,7 +118,6 @@ WAYS: dict[str, Callable[[], int]] = {
     "run_out_of_memory_in_loading": run_out_of_memory_in_loading,
     "fail_by_ourselves_in_loading": fail_by_ourselves_in_loading,
     "wait_for_a_worker": wait_for_a_worker,
-    "wait_for_a_server": wait_for_a_server,
     "leave_as_megatron": leave_as_megatron,
     "leave_as_script": leave_as_script,
     "be_interrupted": be_interrupted,

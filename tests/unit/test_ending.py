@@ -95,7 +95,6 @@ def test_what_is_known_is_one_line_there_and_here(
         "fail_by_ourselves_in_loading",
         # No lost peer.
         "wait_for_a_worker",
-        "wait_for_a_server",
     ],
 )
 def test_another_failure_keeps_its_traceback_and_leaves_it_for_torchrun(

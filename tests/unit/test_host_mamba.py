@@ -70,24 +70,6 @@ def test_the_whole_mixer_equals_its_definition() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_documents_that_share_a_sequence_are_separate() -> None:
-    torch.manual_seed(3)
-    inner, shared, lengths = HEADS * WIDTH, 2 * GROUPS * STATE, (70, 1, 2, 77)
-    packed = torch.randn(1, ROWS, 2 * inner + shared + HEADS)
-    arrays = [torch.randn(inner + shared, 4), *map(torch.randn, (inner + shared, HEADS)), -torch.rand(HEADS)]
-    settings = {
-        "D": torch.randn(HEADS), "headdim": WIDTH, "ngroups": GROUPS, "activation": "silu",
-        "norm_before_gate": False, "chunk_size": 128,
-    }  # fmt: skip
-    numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
-    found = mamba_split_conv1d_scan(packed, *arrays, **settings, seq_idx=numbers.unsqueeze(0))
-    alone = [mamba_split_conv1d_scan(rows, *arrays, **settings) for rows in packed.split(lengths, dim=1)]
-    torch.testing.assert_close(found, torch.cat(alone, dim=1))
-    whole = mamba_split_conv1d_scan(packed, *arrays, **settings)
-    torch.testing.assert_close(found[:, :70], whole[:, :70])
-    assert not torch.isclose(found[:, 70], whole[:, 70]).all()
-
-
 def test_the_norm_is_of_each_group() -> None:
     norm = GroupedRMSNorm(6, eps=0.0, group_size=3, norm_before_gate=False)
     with torch.no_grad():

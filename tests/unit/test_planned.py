@@ -63,9 +63,7 @@ def test_with_a_cluster_the_fastest_by_simulation_is_chosen() -> None:
     budget = size_to_text((keep + rebuild) / 2)
     slow = choose_memory(run(), PIPELINE, budget, "a800x8-20gbps")
     assert set(of_chunks(slow.pipeline.memory)) == {"keep", "rebuild"}
-    assert re.match(
-        rf"the fastest by a800x8-20gbps within {re.escape(budget)}, -?\d+\.\d% slower than", slow.reason
-    )
+    assert slow.reason.startswith(f"the fastest by a800x8-20gbps within {budget}: predicted peak")
     tight = choose_memory(run(), PIPELINE, size_to_text(redispatch), "a800x8-20gbps")
     assert tight.pipeline.memory == "redispatch"
     with pytest.raises(BadInput, match="--ampipe-cluster nowhere: "):
@@ -90,7 +88,7 @@ def test_a_budget_that_only_a_copying_strategy_meets_selects_that_one(tmp_path: 
     least = str(error.value).partition("--ampipe-memory-budget ")[2].partition("Use at least")[2].split()[1]
     found = choose_memory(run(), pipeline, least.rstrip(","), file)
     assert {"S3"} <= set(of_chunks(found.pipeline.memory)) <= {"S3", "redispatch"}
-    assert "slower than keep: predicted peak of the layers' activations " + least.rstrip(",") in found.reason
+    assert "predicted peak of the layers' activations " + least.rstrip(",") in found.reason
     with pytest.raises(BadInput, match="is too small: the leanest strategy, redispatch,"):
         choose_memory(run(), pipeline, least.rstrip(","), "a800x8-20gbps")
 

@@ -55,8 +55,6 @@ def install() -> None:
         mamba_mixer.HAVE_MAMBA_SSM = True
         mamba_mixer.mamba_split_conv1d_scan_combined = mamba_split_conv1d_scan
         mamba_mixer.ExtendedRMSNorm = GroupedRMSNorm
-        # Of the versions of packages that the function stands in for.
-        mamba_mixer._check_mamba_sequence_packing_support = lambda **_: (True, None)
 
 
 def local_submodules() -> HybridStackSubmodules:
@@ -146,41 +144,29 @@ def mamba_split_conv1d_scan(
         headdim: P; None if ``D`` says it.
         ngroups: G.
         activation: After the convolution; always ``silu``.
-        seq_idx: ``[1, S]``, the document of every row, in order; None for whole sequences.
+        seq_idx: None, as packed documents need the kernels of a GPU.
         kernel: What has no effect here: the norm that follows is the caller's, and so are the pieces.
 
     Returns:
         ``[B, S, H * P]`` in the dtype of ``zxbcdt``, computed in fp32.
     """
-    assert activation == "silu", "Megatron's Mamba layers use no other"
-    if seq_idx is not None:
-        # Neither the convolution nor the state reaches beyond the document.
-        lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
-        settings: Any = {"D": D, "headdim": headdim, "ngroups": ngroups, "activation": activation}
-        documents = [
-            mamba_split_conv1d_scan(rows, conv1d_weight, conv1d_bias, dt_bias, A, **settings)
-            for rows in zxbcdt.split(lengths, dim=1)
-        ]
-        return torch.cat(documents, dim=1)
+    assert activation == "silu" and seq_idx is None
     num_heads = A.shape[0]
     width = headdim or D.shape[-1]
     inner = num_heads * width
     shared = zxbcdt.shape[-1] - 2 * inner - num_heads
     gate, convolved, dt = zxbcdt.split([inner, inner + shared, num_heads], dim=-1)
-    convolved = functional.silu(_causal_convolution(convolved, conv1d_weight, conv1d_bias))
+    # Each channel over its last rows.
+    channels, window = conv1d_weight.shape
+    padded, weight = functional.pad(convolved.transpose(1, 2), (window - 1, 0)), conv1d_weight.unsqueeze(1)
+    convolved = functional.conv1d(padded, weight, conv1d_bias, groups=channels).transpose(1, 2)
+    convolved = functional.silu(convolved)
     x, b, c = convolved.float().split([inner, shared // 2, shared // 2], dim=-1)
     x = x.unflatten(-1, (num_heads, width))
     b, c = (part.unflatten(-1, (ngroups, -1)).repeat_interleave(num_heads // ngroups, 2) for part in (b, c))
     dt = functional.softplus(dt.float() + dt_bias)
     y = state_space(x, dt, A, b, c) + x * D.view(num_heads, -1).float()
     return (y.flatten(-2) * functional.silu(gate.float())).to(zxbcdt.dtype)
-
-
-def _causal_convolution(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """``[B, S, C]``: each channel over its last rows, ``weight [C, W]``."""
-    channels, window = weight.shape
-    padded = functional.pad(rows.transpose(1, 2), (window - 1, 0))
-    return functional.conv1d(padded, weight.unsqueeze(1), bias, groups=channels).transpose(1, 2)
 
 
 def state_space(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import itertools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,6 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.overrides import TorchFunctionMode
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import KERNELS
@@ -98,17 +98,10 @@ def add_weight_gradient(inputs: Tensor, gradient: Tensor, main_grad: Tensor) -> 
         main_grad.add_(gradient.t() @ inputs)
 
 
-class _OrderedTopk(TorchFunctionMode):
-    """``torch.topk`` prefers the lower index among equal values, as on CUDA."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.topk:
-            return func(*args, **kwargs)
-        ordered = torch.sort(args[0], dim=kwargs["dim"], descending=True, stable=True)
-        return tuple(part.narrow(kwargs["dim"], 0, kwargs["k"]) for part in ordered)
+def _ordered_topk(values: Tensor, k: int, *, dim: int, **_options: object) -> tuple[Tensor, ...]:
+    """``torch.topk``, which prefers the lower index among equal values, as on CUDA."""
+    ordered = torch.sort(values, dim=dim, descending=True, stable=True)
+    return tuple(part.narrow(dim, 0, k) for part in ordered)
 
 
 def _with_ordered_topk(drop: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +111,7 @@ def _with_ordered_topk(drop: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def dropping(*args: Any, **kwargs: Any) -> Any:
-        with _OrderedTopk():
+        with mock.patch.object(torch, "topk", _ordered_topk):
             return drop(*args, **kwargs)
 
     return dropping
