@@ -371,7 +371,7 @@ def test_the_table(tmp_path: Path) -> None:
         "one │ stock │ │ 60.00 │ │",
         "control │ │ 50.00 │ 1.000 (spread 19.1%) │ 0.840-1.160",
         "ampipe │ 1 │ 60.00 │ 1.000 no difference seen │",
-        "ampipe │ 2 │ 20.00 │ 2.000 │ 2.000-3.600 │ 19.00 │ 95.0% │ 4.0 │ 2.04 │",
+        "ampipe │ 2 │ 20.00 │ 2.000 │ 2.000-3.600 │ 95.0% │ 4.0 │ 2.04 │",
     ):
         assert line in words
     assert not {"stack", "exchange"} & {*words.split("ms:")[0].split()}

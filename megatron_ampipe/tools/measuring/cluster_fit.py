@@ -208,24 +208,23 @@ def assemble(
             issue=overhead(found["issue"], found["issue"]),
             issue_of={kind: overhead(*times) for kind, times in issue_of.items()} or None,
             stage={"any": stage_overhead([(1.0, 0.0)] * 2)},
-            block=overhead(0.0, 0.0),
+            block=overhead(
+                *(statistics.median(of[way] for of in found["around"].values()) for way in Direction)
+            ),
             stock=overhead(0.0, 0.0),
         ),
         overlap=Overlap(**measured, **{name: _rounded(value) for name, value in slowdowns.items()}),
     )
     model = CostModel(block, cluster)
-    beyond = {way: found["stock"][way] - model.stock().of(way) for way in Direction}
     fits = _beyond_the_model(model, found["stages"])
     # By direction, the medians over kinds of factor and time.
     medians = [
         [statistics.median(each) for each in zip(*of, strict=True)] for of in zip(*fits.values(), strict=True)
     ]
-    around = [statistics.median(of[way] for of in found["around"].values()) for way in Direction]
     host = replace(
         cluster.host,
         stage={"any": stage_overhead(medians)} | {kind: stage_overhead(each) for kind, each in fits.items()},
-        block=overhead(*around),
-        stock=overhead(*(beyond[way] for way in Direction)),
+        stock=overhead(*(found["stock"][way] - model.stock().of(way) for way in Direction)),
     )
     return replace(cluster, host=host)
 
