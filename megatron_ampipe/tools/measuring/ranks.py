@@ -61,8 +61,6 @@ class RankJob:
     """How ranks are run; a subclass says what they do.
 
     Attributes:
-        num_ranks: Expert-parallel ranks.
-        link: What connects them.
         pretended: One process stands for all ranks; see :mod:`.emulation`.
         cores: One for each rank; empty when ranks are not pinned.
         seed: Of weights and inputs.
@@ -189,8 +187,7 @@ def run_ranks[Job: RankJob](
         What ``work`` has returned, by rank.
 
     Raises:
-        RunFailed: a rank failed or was lost, or none said anything for ``job.timeout_s``: says which rank,
-            and the last lines that it printed.
+        RunFailed: a rank failed or was lost, or none said anything for ``job.timeout_s``.
         EnvironmentMissing: the link cannot be made, or a rank raised it.
         DifferenceFound: a rank raised it.
     """
