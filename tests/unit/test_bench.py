@@ -18,9 +18,8 @@ from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput, RunFailed
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.plan.simulate import DirectionBound, direction_bound
+from megatron_ampipe.plan.simulate import direction_bound
 from megatron_ampipe.schedule import (
-    MOE_BLOCK,
     BlockFeatures,
     Direction,
     Exchange,
@@ -28,7 +27,6 @@ from megatron_ampipe.schedule import (
     Stage,
     build,
     dependencies,
-    kinds,
 )
 from megatron_ampipe.tools import bench_command
 from megatron_ampipe.tools.measuring import network, prediction, result, show, training
@@ -228,27 +226,6 @@ def test_only_what_differs_from_megatrons_layer_is_pipelined() -> None:
 
 
 # The bound
-
-
-def bound_of(durations: dict[Any, float], *, layers: int = 1, chunked_qkv: bool = False) -> DirectionBound:
-    """Of the forward pass in four chunks, in which stages take 1 if nothing else is said."""
-    blocks = [BlockFeatures(chunked_qkv=chunked_qkv)] * layers
-    needs = dependencies(blocks, degree=4, whole_attention=False, direction=Direction.FORWARD)
-    times = dict.fromkeys(MOE_BLOCK, 1.0) | {kinds.COUNTS: 0.0} | durations
-    return direction_bound({stage: times[stage.kind] for stage in needs}, needs)
-
-
-def test_a_bound_counts_lanes_waits_and_edges() -> None:
-    # qkv and four each of attention, route, expert, merge; four dispatches and combines. The first expert
-    # waits for qkv, attention, route and its tokens: 13, then experts and merges.
-    bound = bound_of({kinds.DISPATCH: 10.0})
-    assert bound == DirectionBound(
-        compute=17.0, compute_with_waits=21.0, communication=44.0, head=3.0, tail=1.0, chain=16.0
-    )
-    assert bound.time == 48.0
-    # Layers that share a schedule lose the edges once.
-    one, three = (bound_of({kinds.DISPATCH: 10.0}, chunked_qkv=True, layers=layers) for layers in (1, 3))
-    assert three.time == 3 * one.time - 2 * (one.head + one.tail)
 
 
 @pytest.mark.parametrize("name", ["ampipe", "moe-only", "sequential"])

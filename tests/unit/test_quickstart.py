@@ -92,6 +92,18 @@ def test_a_slow_run_is_no_failure(
     assert "largest relative difference 2.0e-07" in output
 
 
+def test_an_interrupted_run_ends_with_130(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quickstart.training, "run", interrupted)
+    monkeypatch.setattr(quickstart, "_ampipe", lambda *_: None)
+    assert quickstart.main(["--output", str(tmp_path), "--link", "none"]) == 130
+    assert capsys.readouterr().err == "quickstart: interrupted; run it again, the data is kept\n"
+
+
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         quickstart.main(["--iterations", "3"])
