@@ -207,7 +207,7 @@ def plan(scratch: Path, output: Path) -> list[Step]:
                 *("--repeats", "5", "--warmup", "1", "--json", str(file)),
             )
             name = f"bench {grid}, {link}"
-            ordered.append(Step("bench", name, command, file, limit_s, needs=(*_RUN, "rich")))
+            ordered.append(Step("bench", name, command, file, limit_s, needs=(*_RUN, "rich", "tqdm")))
     return ordered
 
 

@@ -23,6 +23,7 @@ MODULES = {
     "packaging": "packaging",
     "ruamel.yaml": "ruamel.yaml",
     "rich": "rich",
+    "tqdm": "tqdm",
     "markdown-it-py": "markdown_it",
     "mdurl": "mdurl",
     "pygments": "pygments",
