@@ -161,7 +161,7 @@ def test_a_known_cluster_comes_back(tmp_path: Path) -> None:
         found = cluster.host.stage[kind]  # type: ignore[index]
         assert (found.forward_us, found.backward_us) == pytest.approx((forward, backward), abs=2.0)
     assert cluster.host.block.backward_us == 1200.0
-    # With what Megatron's layer takes beyond its operations.
+    # What Megatron's layer takes beyond its operations is in its exchange.
     stock = CostModel(block_of_case(CASE, num_ranks=2, fused_gradients=True), cluster).stock()
     measured = sum(reports[0]["block"]["stock"].values())
     assert stock.forward + stock.backward == pytest.approx(measured, rel=1e-3)
