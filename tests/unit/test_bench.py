@@ -20,6 +20,7 @@ from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.simulate import direction_bound
 from megatron_ampipe.schedule import (
+    MOE_BLOCK,
     BlockFeatures,
     Direction,
     Exchange,
@@ -27,6 +28,7 @@ from megatron_ampipe.schedule import (
     Stage,
     build,
     dependencies,
+    kinds,
 )
 from megatron_ampipe.tools import bench_command
 from megatron_ampipe.tools.measuring import network, prediction, result, show, training
@@ -228,6 +230,24 @@ def test_only_what_differs_from_megatrons_layer_is_pipelined() -> None:
 # The bound
 
 
+def bound_of(durations: dict[Any, float], *, layers: int = 1, chunked_qkv: bool = False) -> float:
+    """Of the forward pass in four chunks, in which stages take 1 if nothing else is said."""
+    blocks = [BlockFeatures(chunked_qkv=chunked_qkv)] * layers
+    needs = dependencies(blocks, degree=4, whole_attention=False, direction=Direction.FORWARD)
+    times = dict.fromkeys(MOE_BLOCK, 1.0) | {kinds.COUNTS: 0.0} | durations
+    return direction_bound({stage: times[stage.kind] for stage in needs}, needs)
+
+
+def test_a_bound_counts_lanes_waits_and_edges() -> None:
+    # Four dispatches and combines after qkv, attention and route of one chunk, before a merge.
+    assert bound_of({kinds.DISPATCH: 10.0}) == 3 + 44 + 1
+    # The first expert waits for qkv, attention, route and its tokens; then four experts and merges.
+    assert bound_of({kinds.DISPATCH: 10.0, kinds.EXPERT: 12.0}) == 13 + 4 * 12 + 4
+    # Layers that share a schedule lose the edges once.
+    one, three = (bound_of({kinds.DISPATCH: 10.0}, chunked_qkv=True, layers=layers) for layers in (1, 3))
+    assert three == 3 * one - 2 * 4
+
+
 @pytest.mark.parametrize("name", ["ampipe", "moe-only", "sequential"])
 @pytest.mark.parametrize("communication", [0.0, 0.5, 9.0])
 @pytest.mark.parametrize("direction", list(Direction))
@@ -251,7 +271,7 @@ def test_no_schedule_beats_the_bound(
                 stage = stages.pop(0)
                 begin = max([free[lane], *(ended[needed] for needed in needs[stage])])
                 free[lane] = ended[stage] = begin + times[stage]
-    assert direction_bound(times, needs).time <= max(ended.values()) + 1e-9
+    assert direction_bound(times, needs) <= max(ended.values()) + 1e-9
 
 
 # The document

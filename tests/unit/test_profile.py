@@ -11,7 +11,7 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.plan.cluster import Cluster, read_cluster, write_cluster
-from megatron_ampipe.plan.predict import CostModel
+from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.stage_costs import issue_us
 from megatron_ampipe.schedule import Direction, build, even_chunks, kinds
 from megatron_ampipe.tools.measuring.cluster_fit import (
@@ -123,7 +123,7 @@ def report_of_truth() -> dict[str, Any]:
     stages = {"2": {way.value: {} for way in Direction}}
     report["block"]["stages"] = copy.deepcopy(stages)
     bare = assemble_bare(report)
-    model = CostModel(block_of_case(CASE, num_ranks=2, fused_gradients=True), bare)
+    model = Predictor(block_of_case(CASE, num_ranks=2, fused_gradients=True), bare)
     for stage, pair in model.stages(even_chunks(CASE.sequence_length, 2)).items():
         for position, way in enumerate(Direction):
             beyond = OVERHEADS.get(stage.kind.name, (0.0, 0.0))[position]
@@ -162,7 +162,7 @@ def test_a_known_cluster_comes_back(tmp_path: Path) -> None:
         assert (found.forward_us, found.backward_us) == pytest.approx((forward, backward), abs=2.0)
     assert cluster.host.block.backward_us == 1200.0
     # What Megatron's layer takes beyond its operations is in its exchange.
-    stock = CostModel(block_of_case(CASE, num_ranks=2, fused_gradients=True), cluster).stock()
+    stock = Predictor(block_of_case(CASE, num_ranks=2, fused_gradients=True), cluster).stock()
     measured = sum(reports[0]["block"]["stock"].values())
     assert stock.forward + stock.backward == pytest.approx(measured, rel=1e-3)
     assert cluster.overlap.compute_slowdown == 1.14

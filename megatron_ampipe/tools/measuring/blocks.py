@@ -53,7 +53,7 @@ class KernelAttention(torch.nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """``[S, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, C]`` to ``[S, B, H * C]``, causal."""
         whole = (Span(0, query.shape[0], 0),)
-        return self._kernel(query, key, value, spans=whole, scale=self._scale, dropout=0.0)
+        return self._kernel(query, key, value, spans=whole, scale=self._scale)
 
 
 class Layers(torch.nn.Module):

@@ -34,7 +34,7 @@ from megatron_ampipe.plan.cluster import (
     StageOverhead,
     TransferCost,
 )
-from megatron_ampipe.plan.predict import CostModel
+from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.stage_costs import issued_parts
 from megatron_ampipe.schedule import MOE_BLOCK, Direction, even_chunks
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case
@@ -221,7 +221,7 @@ def assemble(
         ),
         overlap=Overlap(**measured, **{name: _rounded(value) for name, value in slowdowns.items()}),
     )
-    model = CostModel(block, cluster)
+    model = Predictor(block, cluster)
     beyond = {way: found["stock"][way] - model.stock().of(way) for way in Direction}
     if not found["issue"]:
         # The ranks of a block do not begin together: what its operations do not explain is in the exchanges.
@@ -265,7 +265,7 @@ def _issued(block: Block, reports: Sequence[Mapping[str, Any]]) -> dict[IssuedKi
 
 
 def _beyond_the_model(
-    model: CostModel, stages: Mapping[str, Mapping[str, Mapping[str, float]]]
+    model: Predictor, stages: Mapping[str, Mapping[str, Mapping[str, float]]]
 ) -> dict[OverheadKind, list[tuple[float, float]]]:
     """By kind of stage and direction, what its stages of all degrees took beyond what the model counts."""
     expected: dict[tuple[str, Direction], list[float]] = {}

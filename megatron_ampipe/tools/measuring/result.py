@@ -197,5 +197,5 @@ def _bound_us(samples: StageSamples, needs: Any, *, stack: int) -> float:
             graphs.setdefault(stage.layer // stack, {})[stage] = tuple(map(stage_from_text, earlier))
         times = {stage_from_text(name): statistics.median(passes) for name, passes in stages.items()}
         for graph in graphs.values():
-            total += direction_bound({stage: times[stage] for stage in graph}, graph).time
+            total += direction_bound({stage: times[stage] for stage in graph}, graph)
     return total
