@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from megatron_ampipe.block.named_values import SHIPPED_WIRES, check_wire
 from megatron_ampipe.compat import has_fused_weight_gradients
-from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing
+from megatron_ampipe.errors import AMPipeError, BadInput
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
@@ -189,10 +189,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             if arguments.end_to_end:
                 rounds = arguments.rounds or ROUNDS
                 document |= {"format": training.FORMAT, "rounds": rounds}
-                document |= {
-                    "micro_batches": training.MICRO_BATCHES,
-                    "loss_tolerance": training.TOLERANCE,
-                }
+                document |= {"micro_batches": training.MICRO_BATCHES, "loss_tolerance": training.TOLERANCE}
                 for case in training.measure(job, rounds=rounds, on_iteration=bar.update):
                     finished(case)
             else:
@@ -284,29 +281,16 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
         timeout_s=arguments.timeout,
         cores=() if num_gpus else machine.cores_of(count),
     )
-    _check_link(job, end_to_end=end_to_end, gloo=arguments.gloo_all_to_all)
-    if 0 < num_gpus < count and not job.pretended:
-        raise EnvironmentMissing(
-            f"{count} ranks need as many GPUs, and there are {num_gpus}. Use --link emulated:RATE, "
-            "which pretends the missing ranks."
-        )
-    return replace(job, variants=_variants(arguments, job))
-
-
-def _check_link(job: BenchJob, *, end_to_end: bool, gloo: bool) -> None:
-    emulated, text = job.link.emulated, job.link.text
-    if end_to_end and (emulated or job.pretended):
+    if end_to_end and (link.emulated or job.pretended):
         rule = (
             "a training needs real ranks: what it learns depends on every token that arrives, and an "
             "emulated link would not slow its other collectives"
         )
-        flag, value = ("--link", text) if emulated else ("--pretend-peers", "")
+        flag, value = ("--link", link.text) if link.emulated else ("--pretend-peers", "")
         _refuse(flag, value, rule, "Use --link 200mbit, or --link none.")
-    if job.pretended and not emulated:
-        _refuse("--pretend-peers", "", f"--link {text} needs real ranks", "Use --link emulated:RATE.")
-    if gloo and (job.on_cuda or emulated):
-        rule = f"has no effect on GPUs or with --link {text}, where every all-to-all is the same"
-        _refuse("--gloo-all-to-all", "", rule, "Use --link 200mbit or, without GPUs, none; or leave it out.")
+    if job.pretended and not link.emulated:
+        _refuse("--pretend-peers", "", f"--link {link.text} needs real ranks", "Use --link emulated:RATE.")
+    return replace(job, variants=_variants(arguments, job))
 
 
 def _variants(arguments: argparse.Namespace, job: BenchJob) -> tuple[tuple[Variant, ...], ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least
 from megatron_ampipe.plan.cluster import write_cluster
@@ -92,11 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
         find_grid(arguments.grid), only=arguments.case, flag="--case", num_ranks=1 if started else count
     )
     num_gpus = 0 if link.kind is LinkKind.NETWORK else machine.num_gpus()
-    if not started and 0 < num_gpus < count:
-        raise EnvironmentMissing(
-            f"{count} ranks need as many GPUs, and there are {num_gpus}. Use --link RATE, which measures "
-            "on the processor, or run where there are more."
-        )
     job = ProfileJob(
         case=case,
         link=link,

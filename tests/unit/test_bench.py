@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import json
@@ -16,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from megatron_ampipe.cli import main
-from megatron_ampipe.errors import BadInput, DifferenceFound, RunFailed
+from megatron_ampipe.errors import BadInput, RunFailed
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.simulate import direction_bound
@@ -118,7 +117,6 @@ def test_a_slow_network_needs_root_and_iproute2(
         ("--exchange ranks --cases top1", "--exchange ranks: saves nothing"),
         ("--exchange once", "--exchange once: is not auto, or a list"),
         ("--pretend-peers", "--pretend-peers: --link none needs real ranks"),
-        ("--gloo-all-to-all --link emulated:1gbit", "--gloo-all-to-all: has no effect on GPUs"),
         ("--from /absent.json", "--from /absent.json: cannot be read"),
         ("--rounds 3", "--rounds 3: belongs to --end-to-end"),
         ("--end-to-end --link emulated:1gbit", "--link emulated:1gbit: a training needs real ranks"),
@@ -368,7 +366,7 @@ def test_the_table(tmp_path: Path) -> None:
         "one │ stock │ │ 60.00 │ │",
         "control │ │ 50.00 │ 1.000 (spread 19.1%) │ 0.840-1.160",
         "ampipe │ 1 │ 60.00 │ 1.000 no difference seen │",
-        "ampipe │ 2 │ 20.00 │ 2.000 │ 2.000-3.600 │ 19.00 │ 95.0% │ 4.0 │ 2.04 │",
+        "ampipe │ 2 │ 20.00 │ 2.000 │ 2.000-3.600 │ 95.0% │ 4.0 │ 2.04 │",
     ):
         assert line in words
     assert not {"stack", "exchange"} & {*words.split("ms:")[0].split()}
@@ -434,29 +432,6 @@ def test_rows_are_predicted_with_exchange_and_stack() -> None:
 # Runs that end early
 
 
-def run_that_ends_after_the_first_case(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, *words: str
-) -> int:
-    """Of two cases; ``error`` ends the ranks."""
-
-    def run_ranks(job: Any, _: object, *, on_message: Any, log: Path | None = None) -> None:
-        variants = job.variants[0]
-        for rank in (1, 0):
-            on_message(rank, "case", (0, report([[0.02] * 3] * len(variants), variants)))
-        raise error
-
-    def train(case: Case, *_: Any, **__: Any) -> Curve:
-        if case.name == "large":
-            raise error
-        return Curve((9.0, 8.0, 8.0), (2.0, 1.0, 0.5))
-
-    monkeypatch.setattr(bench_command, "run_ranks", run_ranks)
-    monkeypatch.setattr(training, "_train", train)
-    text = f"defaults: {FIGURES}\ncases: [{{name: small}}, {{name: large}}]\n".replace("'", "")
-    grid = read_text(tmp_path, text)
-    return main(["bench", "--grid", str(grid), "--degrees", "2", "--schedules", "ampipe", *words])
-
-
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
@@ -464,7 +439,6 @@ def run_that_ends_after_the_first_case(
         (KeyboardInterrupt, 130, "ampipe: interrupted; "),
     ],
 )
-@pytest.mark.parametrize("words", [(), ("--end-to-end", "--repeats", "2", "--warmup", "1")])
 def test_finished_cases_are_kept_when_a_run_ends_early(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -472,11 +446,18 @@ def test_finished_cases_are_kept_when_a_run_ends_early(
     error: Callable[[], BaseException],
     code: int,
     said: str,
-    words: tuple[str, ...],
 ) -> None:
-    path = tmp_path / "x.json"
-    words = (*words, "--json", str(path))
-    assert run_that_ends_after_the_first_case(tmp_path, monkeypatch, error(), *words) == code
+    def run_ranks(job: Any, _: object, *, on_message: Any) -> None:
+        variants = job.variants[0]
+        for rank in (1, 0):
+            on_message(rank, "case", (0, report([[0.02] * 3] * len(variants), variants)))
+        raise error()
+
+    monkeypatch.setattr(bench_command, "run_ranks", run_ranks)
+    text = f"defaults: {FIGURES}\ncases: [{{name: small}}, {{name: large}}]\n".replace("'", "")
+    grid, path = read_text(tmp_path, text), tmp_path / "x.json"
+    words = ["--degrees", "2", "--schedules", "ampipe", "--json", str(path)]
+    assert main(["bench", "--grid", str(grid), *words]) == code
     assert [case["name"] for case in json.loads(path.read_text())["cases"]] == ["small"]
     output = capsys.readouterr()
     assert output.err.startswith(said)
@@ -525,15 +506,6 @@ def test_trainings_are_run_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [job.gloo_all_to_all for job in jobs] == [False, False, True, False, False, True, False, False]
     assert [job.stock_attends_as for job in jobs] == ["fp32"] * 3 + [None] + ["fp32"] * 2 + [None, "fp32"]
     assert case["gloo_all_to_all"]["schedule"] == "stock-gloo"
-
-
-@pytest.mark.parametrize("loss", [2.0 * (1 + 9e-6), 2.0 * (1 + 2e-5), float("nan")])
-def test_losses_are_compared_with_stock(loss: float) -> None:
-    expected = contextlib.nullcontext()
-    if not loss < 2.00003:
-        expected = pytest.raises(DifferenceFound, match="the loss of X differs")  # type: ignore[assignment]
-    with expected:
-        training.check_same(curve(1, 1), curve(1, 1, loss=loss), what="the loss of X")
 
 
 def test_flags_of_a_training() -> None:

@@ -161,7 +161,7 @@ def test_a_known_cluster_comes_back(tmp_path: Path) -> None:
         found = cluster.host.stage[kind]  # type: ignore[index]
         assert (found.forward_us, found.backward_us) == pytest.approx((forward, backward), abs=2.0)
     assert cluster.host.block.backward_us == 1200.0
-    # With what Megatron's layer takes beyond its operations.
+    # What Megatron's layer takes beyond its operations is in its exchange.
     stock = Predictor(block_of_case(CASE, num_ranks=2, fused_gradients=True), cluster).stock()
     measured = sum(reports[0]["block"]["stock"].values())
     assert stock.forward + stock.backward == pytest.approx(measured, rel=1e-3)
@@ -198,9 +198,6 @@ def test_the_file_has_the_times_to_issue_a_stage_of_the_slowest_host(tmp_path: P
     ("words", "message"),
     [
         ("--output x.yaml --case top9", "--case top9: is not a case of"),
-        ("--output x.yaml --ranks 3", "--ranks 3: does not divide the 4 experts"),
-        ("--output x.yaml --link fast", "--link fast: "),
-        ("--output x.yaml --grid none-such", "--grid none-such: is neither a file nor"),
         ("--output x.yaml --link 200mbit", "--link 200mbit: is for ranks that the command starts itself"),
     ],
 )

@@ -161,12 +161,18 @@ def assemble(
         rounded = {name: _rounded(value) for name, value in values.items()}
         return kind(**rounded, **measured, r_squared=round(r_squared, 4))
 
-    def collectives(group: str) -> Any:
-        return {
+    def collectives(group: str, *, stock_factor: float = 1.0) -> Any:
+        """On a host also Megatron's own exchange, by the same functions: so many times as slow."""
+        figures: dict[str, TransferCost] = {
             family.partition(".")[2]: figure(TransferCost, family)
             for family in lines
             if family.startswith(f"{group}.")
-        } or None
+        }
+        if figures and not found["issue"]:
+            one = figures.get("direct_all_to_all", figures["all_to_all"])
+            alpha, beta = (_rounded(us * stock_factor) for us in (one.alpha_us, one.beta_us_per_mb))
+            figures["stock_all_to_all"] = replace(one, alpha_us=alpha, beta_us_per_mb=beta)
+        return figures or None
 
     def overhead(forward_us: float, backward_us: float) -> Overhead:
         """At least 0: an overhead cannot correct a model that counts too much."""
@@ -208,24 +214,31 @@ def assemble(
             issue=overhead(found["issue"], found["issue"]),
             issue_of={kind: overhead(*times) for kind, times in issue_of.items()} or None,
             stage={"any": stage_overhead([(1.0, 0.0)] * 2)},
-            block=overhead(0.0, 0.0),
+            block=overhead(
+                *(statistics.median(of[way] for of in found["around"].values()) for way in Direction)
+            ),
             stock=overhead(0.0, 0.0),
         ),
         overlap=Overlap(**measured, **{name: _rounded(value) for name, value in slowdowns.items()}),
     )
     model = Predictor(block, cluster)
     beyond = {way: found["stock"][way] - model.stock().of(way) for way in Direction}
+    if not found["issue"]:
+        # The ranks of a block do not begin together: what its operations do not explain is in the exchanges.
+        exchanges = model.stock_exchanges()
+        slower = 1 + max(0.0, sum(beyond.values())) / (exchanges.forward + exchanges.backward)
+        intra, inter = (collectives(group, stock_factor=slower) for group in ("intra", "inter"))
+        cluster = replace(cluster, intra=intra, inter=inter)
+        beyond = dict.fromkeys(Direction, 0.0)
     fits = _beyond_the_model(model, found["stages"])
     # By direction, the medians over kinds of factor and time.
     medians = [
         [statistics.median(each) for each in zip(*of, strict=True)] for of in zip(*fits.values(), strict=True)
     ]
-    around = [statistics.median(of[way] for of in found["around"].values()) for way in Direction]
     host = replace(
         cluster.host,
         stage={"any": stage_overhead(medians)} | {kind: stage_overhead(each) for kind, each in fits.items()},
-        block=overhead(*around),
-        stock=overhead(*(beyond[way] for way in Direction)),
+        stock=overhead(*beyond.values()),
     )
     return replace(cluster, host=host)
 

@@ -13,9 +13,8 @@ torch compiles the kernel that reads it (NVRTC).
 Pretended ranks are for one GPU: this process is rank 0 of N. Every other rank is its mirror image: it sends
 as many tokens to each of this rank's experts as this rank sends to the expert of the same place there, and
 these tokens are the ones that this rank sends it, with the opposite sign. This equals one rank with all
-experts, in which expert ``l`` of every other rank has the weights of this rank's expert ``l``, all negated.
-So no row is zero, every buffer holds other values, and outputs and gradients can be compared with those of
-that layer (the tests do).
+experts, in which expert ``l`` of every other rank has the weights of this rank's expert ``l``, all negated;
+the tests compare outputs and gradients with that.
 """
 
 from __future__ import annotations

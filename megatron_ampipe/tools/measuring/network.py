@@ -102,10 +102,8 @@ def enter(namespace: int) -> None:
 def burst_bytes(rate_bit_per_s: float) -> int:
     """The size of the token bucket: a quarter of a millisecond, at least 32 KB.
 
-    Small compared with a chunk, or an idle link would save up for the next one. But it has to hold the
-    segments that the kernel passes to the interface: tbf cuts larger ones into packets in software, which
-    costs the ranks more processor time than the rest of communication (docs/log). So segments are limited
-    to 28 KB, which fit in with their headers.
+    It has to hold the segments of 28 KB that the kernel passes to the interface: tbf cuts larger ones in
+    software, which costs the ranks more processor time than the rest of communication (docs/log).
     """
     return max(_BURST_BYTES, int(rate_bit_per_s / 8 * _BURST_S))
 

@@ -4,10 +4,9 @@
 stages, whole and cut into up to 16 chunks. All ranks measure at the same time, as they compute in training.
 
 **Collectives**, by the functions that training calls, and how they and computation slow each other. Sizes are
-what one rank sends to the others of its group. Within a node, that is all of its ranks. Between nodes,
-AMPipe's all-to-all is between the ranks of one place in all nodes, as in the first of two hops. The other
-collectives there are between all ranks of all nodes, and the size of an all-to-all is then what leaves the
-node. Every rank measures the same things in the same order.
+what one rank sends to the others of its group. Between nodes, AMPipe's all-to-all is between the ranks of one
+place in all nodes, as in the first of two hops; the other collectives there are between all ranks, and the
+size of an all-to-all is then what leaves the node.
 
 **A real block** (:func:`block_times`), stage by stage and as a whole, and Megatron's own: what they take
 beyond their operations. It is built, and its stages run alone, as in ``ampipe bench``.
@@ -57,12 +56,6 @@ _MINIMUM_ROUNDS, _MAXIMUM_ROUNDS = 3, 100
 def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int) -> dict[str, Any]:
     """Measure around one block, on a rank that has started Megatron; a message ``progress`` after each step.
 
-    Args:
-        rank: This rank.
-        case: Whose sizes are measured.
-        repeats: Timed calls of each operation.
-        ranks_per_node: Ranks on one node.
-
     Returns:
         ``samples``, ``slowdowns``, ``block`` and ``issue_of`` (:func:`block_times`), ``kernel`` and
         ``fused_gradients``.
@@ -93,12 +86,9 @@ def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int) -
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An operation of one size to be timed.
+    """An operation of one size to be timed; ``family`` and ``columns`` as in :class:`.Sample`.
 
     Attributes:
-        family: As in :class:`.Sample`.
-        columns: Likewise.
-        operation: What is timed.
         count: How many such operations it is; the time is divided by that.
         together: It is a collective: ranks meet before each call, so that no wait for a late one counts.
     """
@@ -183,7 +173,6 @@ class Operations:
         self._groups = case.query_groups or case.heads
 
     def computation(self) -> Iterator[Probe]:
-        """Products, passes over memory, permutation and copies of parts of the rows; attention of chunks."""
         case, tokens = self._case, self._case.sequence_length * self._case.batch
         shapes = {
             (case.hidden, (case.heads + 2 * self._groups) * self._head_size),
@@ -253,7 +242,6 @@ class Operations:
         yield _of_bytes("copy", tokens.nbytes, copy, count=2)
 
     def traffic(self, link: LinkGroups) -> Iterator[Probe]:
-        """Every collective over one class of links."""
         for rows in self._rows(link.exchange):
             yield self._exchange(f"{link.name}.all_to_all", link.exchange, rows)
         sizes = self._rows(link.all)
@@ -341,7 +329,7 @@ class Operations:
         return megabytes, exchange_us, communicating_us, max(1.0, computing_us / compute_us)
 
     def _rows(self, group: dist.ProcessGroup) -> list[int]:
-        """Rows that are exchanged for the block's tokens and their parts; each rank gets equally many."""
+        """Rows that are exchanged for parts of the block's tokens; each rank gets equally many."""
         ranks, tokens = group.size(), self._case.sequence_length * self._case.batch * self._case.topk
         return sorted({max(1, tokens // cut // ranks) * ranks for cut in CUTS})
 

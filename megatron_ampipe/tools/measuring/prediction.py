@@ -1,12 +1,7 @@
-"""What the planner predicts for every row of a result. Needs no torch.
-
-Also which row the planner would have chosen, and how much slower that is than the fastest one: so a result
-says how good predictions are, and choices made from them.
-"""
+"""What the planner predicts for every row of a result, and which row it would have chosen. Needs no torch."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,16 +12,12 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import KEEP, SCHEDULE_NAMES, Exchange, Pipeline, from_text
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case
 
-CLOSE = 0.03
-"""A choice that is slower than the best by no more than this counts as equal."""
-
 
 def predict(document: dict[str, Any], cluster: Cluster) -> None:
     """Add predictions to a result.
 
     Every row gets ``predicted_ms`` and ``error`` (predicted / measured - 1), every case ``choice``: the row
-    with the least predicted time, and ``loss``, by how much it is slower than the fastest row; the document
-    ``prediction``, a summary over all.
+    with the least predicted time, and ``loss``, by how much it is slower than the fastest row.
 
     Args:
         document: What ``ampipe bench --json`` holds; changed.
@@ -35,8 +26,8 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
     Raises:
         BadInput: the cluster has no figure for something that a block does.
     """
-    cases, layers = document["cases"], document["layers"]
-    for case in cases:
+    layers = document["layers"]
+    for case in document["cases"]:
         predictor = Predictor(block_of(case, document["ranks"]), cluster)
         case["predicted_stock_ms"] = round(_predicted_ms(Pipeline.of(1), predictor, layers=layers), 4)
         for row in case["rows"]:
@@ -46,16 +37,6 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
         loss = round(chosen["ms"] / min(row["ms"] for row in case["rows"]) - 1, 4)
         keys = ("schedule", "cut", "stack", "exchange")
         case["choice"] = {**{key: chosen.get(key) for key in keys}, "loss": loss}
-    errors = [abs(row["error"]) for case in cases for row in case["rows"]]
-    losses = [case["choice"]["loss"] for case in cases]
-    document["prediction"] = {
-        "cluster": cluster.description,
-        "median_error": round(statistics.median(errors), 4),
-        "worst_error": round(max(errors), 4),
-        "close_choices": sum(loss <= CLOSE for loss in losses),
-        "cases": len(losses),
-        "worst_loss": max(losses),
-    }
 
 
 def predict_peaks(document: dict[str, Any]) -> None:

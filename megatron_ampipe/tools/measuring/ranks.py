@@ -39,7 +39,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ampipe.errors import AMPipeError, DifferenceFound, EnvironmentMissing, RunFailed
-from megatron_ampipe.tools.measuring import network
+from megatron_ampipe.tools.measuring import machine, network
 from megatron_ampipe.tools.measuring.link import Link, LinkKind
 
 if TYPE_CHECKING:
@@ -61,8 +61,6 @@ class RankJob:
     """How ranks are run; a subclass says what they do.
 
     Attributes:
-        num_ranks: Expert-parallel ranks.
-        link: What connects them.
         pretended: One process stands for all ranks; see :mod:`.emulation`.
         cores: One for each rank; empty when ranks are not pinned.
         seed: Of weights and inputs.
@@ -189,8 +187,7 @@ def run_ranks[Job: RankJob](
         What ``work`` has returned, by rank.
 
     Raises:
-        RunFailed: a rank failed or was lost, or none said anything for ``job.timeout_s``: says which rank,
-            and the last lines that it printed.
+        RunFailed: a rank failed or was lost, or none said anything for ``job.timeout_s``.
         EnvironmentMissing: the link cannot be made, or a rank raised it.
         DifferenceFound: a rank raised it.
     """
@@ -200,6 +197,12 @@ def run_ranks[Job: RankJob](
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ampipe-ranks-")))
         stack.enter_context(signals_as_interrupts())
+        num_gpus = machine.num_gpus() if job.on_cuda else count
+        if num_gpus < count:
+            raise EnvironmentMissing(
+                f"{count} ranks need as many GPUs, and there are {num_gpus}. Use fewer --ranks, or "
+                "ampipe bench with --link emulated:RATE, which pretends the others."
+            )
         if job.link.kind is LinkKind.NETWORK:
             namespaces = [*stack.enter_context(network.connected(job.link, count))]
         logs = [log or folder / f"rank{rank}.log" for rank in range(count)]

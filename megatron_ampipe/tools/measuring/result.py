@@ -2,7 +2,8 @@
 
 The time of a pass is the maximum over ranks. The speedup is the median of the ratios stock / variant taken
 within each repeat, where the machine was in the same state for both; its spread is the range from the 10th to
-the 90th percentile of these ratios. What the machine itself contributes is :func:`spread_of`.
+the 90th percentile of these ratios. What the machine itself contributes is the spread of the control, which
+is Megatron's layer measured a second time, in turns with everything else.
 """
 
 from __future__ import annotations
@@ -53,11 +54,6 @@ def read(path: Path) -> dict[str, Any]:
     return inputs.parse_file(path, parse, what="--from", rule=rule, remedy=remedy)
 
 
-def megatrons_again(case: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The control, and Megatron's layers with gloo's all-to-all, if there are."""
-    return [case[key] for key in ("control", "gloo_all_to_all") if case.get(key) is not None]
-
-
 def percentile(values: Sequence[float], share: float) -> float:
     """Linear between the two nearest values; ``share`` from 0 to 1."""
     return float(np.percentile(values, 100 * share))
@@ -73,26 +69,18 @@ def speedup(stock: Sequence[float], samples: Sequence[float]) -> dict[str, float
     }
 
 
-def spread_of(control: Mapping[str, Any]) -> float:
-    """By how much Megatron's layer differs from itself: the spread of the control, 0.03 for 3 %.
-
-    The control is Megatron's layer measured a second time, in turns with everything else. The spread is how
-    far the 10th or the 90th percentile of stock / control within a repeat is from 1, whichever is further, as
-    a factor: max(p90, 1 / p10) - 1.
-    """
-    return round(max(control["speedup_p90"], 1 / control["speedup_p10"]) - 1, 4)
-
-
 def with_control(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The rows of all variants but stock as a case holds them.
 
     Returns:
-        ``control``, with its ``spread``; ``gloo_all_to_all``, None where that was not measured; and ``rows``,
-        all others, with ``difference_seen``: whether the speedup is further from 1 than the spread.
+        ``control``, with its ``spread``: how far the 10th or the 90th percentile of stock / control is from
+        1, whichever is further, as a factor (0.03 for 3 %). ``gloo_all_to_all``, None where that was not
+        measured. ``rows``, all others, with ``difference_seen``: whether the speedup is further from 1 than
+        the spread.
     """
     by_name = {row["schedule"]: row for row in rows}
     control = by_name[CONTROL]
-    spread = spread_of(control)
+    spread = round(max(control["speedup_p90"], 1 / control["speedup_p10"]) - 1, 4)
     others = [row for row in rows if row["schedule"] not in (CONTROL, STOCK_GLOO)]
     return {
         "control": control | {"spread": spread},

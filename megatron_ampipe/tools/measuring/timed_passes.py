@@ -48,11 +48,9 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
     """Measure one case; ``variants`` are what is compared, stock first.
 
     Returns:
-        ``kernel`` and ``fused_gradients``; and a list
-        ``variants`` with, for each: the fields of :class:`PassSample`, by repeat; ``stages``: microseconds of
-        every stage alone, and ``needs``: what each waits for (None where the layer is Megatron's own);
-        ``difference`` from stock; ``peak_bytes`` of tensors that a pass holds at once beyond weights and
-        input.
+        ``kernel`` and ``fused_gradients``; and a list ``variants`` with, for each: the fields of
+        :class:`PassSample`, by repeat; ``stages``: microseconds of every stage alone, and ``needs``: what
+        each waits for (None where the layer is Megatron's own); ``difference`` from stock; ``peak_bytes``.
 
     Raises:
         DifferenceFound: on every rank, if some variant differs from stock on some rank.
@@ -116,8 +114,7 @@ class PassSample(NamedTuple):
 
     Attributes:
         wall_s: Seconds it took.
-        backward_s: Those from the end of the forward part: on a CPU when the host has reached it, on a GPU
-            when the device has.
+        backward_s: Those from the end of the forward part, of the device if there is one.
         wire_bytes: What this rank put on the wire, headers included; None where it was not counted.
     """
 

@@ -127,16 +127,12 @@ def variant_flags(variant: Variant) -> tuple[str, ...]:
 
 
 def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[], object]) -> Iterator[dict[str, Any]]:
-    """Train every case with every variant, as often as there are rounds.
+    """Train every case with every variant in every round; yields the entries ``cases`` of the document.
 
     Args:
-        job: Cases, variants, link and ranks; ``warmup`` and ``repeats`` are iterations of a training that do
-            not and that do count.
+        job: ``warmup`` and ``repeats`` are iterations of a training that do not and that do count.
         rounds: Trainings of each variant.
         on_iteration: Called at every iteration.
-
-    Yields:
-        The entries ``cases`` of the document, each when it is measured.
 
     Raises:
         DifferenceFound: a loss differs from the stock training's.
@@ -198,7 +194,7 @@ def run[Job: TrainingJob](
         title: What an error calls it.
         on_iteration: Told the loss of every iteration.
         work: What each rank does; :func:`train` if None.
-        log: File to which what all ranks print is appended; None for temporary files, one for each rank.
+        log: As of :func:`.run_ranks`.
 
     Raises:
         RunFailed: a rank failed, or an iteration is missing.
