@@ -81,7 +81,8 @@ class Setting:
     def plain_help(self) -> str:
         """The text of ``--help``."""
         text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", self.help).replace("`", "")
-        return f"{text} (default: {self.shown_default if self.default is None else self.default})"
+        default = self.shown_default if self.default in (None, False) else self.default
+        return f"{text} (default: {default})"
 
     def refuse(self, value: object, rule: str, remedy: str) -> BadInput:
         """The error for a value of it."""
@@ -190,6 +191,15 @@ class Settings:
         "overlaps nothing. `lancet` and `joined` need `--transformer-impl local`",
         choices=("ampipe", "moe-only", "lancet", "joined", "sequential"),
         acts="chunks",
+        of_plan=True,
+    )
+    partner: bool = _row(
+        False,
+        shown_default="off",
+        help="run the backward pass of a micro-batch and the forward pass of the next one "
+        "[together](partners.md), at degree 1 too: neither is cut into chunks, the rest is",
+        type=bool,
+        with_auto="leaves nothing to try: passes with a partner are not cut into chunks",
         of_plan=True,
     )
     stack: str = _row(

@@ -107,6 +107,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "and the command line over all",
     )
     for setting in SETTING.values():
+        if setting.type is bool:
+            group.add_argument(setting.flag, action="store_true", default=None, help=setting.plain_help)
+            continue
         group.add_argument(
             setting.flag,
             type=setting.type,
@@ -196,7 +199,7 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
     elif plan is not None:
         if pipeline.is_stock:
             _refuse_without_effect(given, stock=True, plan=plan)
-    elif given.get("degree") != AUTO and pipeline.degree == 1 and not pipeline.splits_weights:
+    elif not given.get("partner") and given.get("degree") != AUTO and not pipeline.overlaps:
         _refuse_without_effect(given, stock=pipeline.exchange is Exchange.ROWS)
     given["ranks_per_node"] = ranks_per_node(args)
     return AMPipeConfig(pipeline=pipeline, **given)
