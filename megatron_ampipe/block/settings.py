@@ -115,6 +115,7 @@ _COMPARES = (
     "--ampipe-router-scope chunk compares the tokens of a chunk, which is another function for each degree, "
     "and later tokens of a chunk influence earlier ones"
 )
+_UNCUT = "runs together with a backward pass, both uncut; passes without a partner are cut"
 _CONDENSED = "another function than a stock run's; the log says how many tokens are not sent"
 
 
@@ -199,6 +200,7 @@ class Settings:
         help="run the backward pass of a micro-batch and the forward pass of the next one "
         "[together](partners.md), at degree 1 too: neither is cut into chunks, the rest is",
         type=bool,
+        startup=lambda own: ("partner", "the next micro-batch's forward pass", _UNCUT),
         with_auto="leaves nothing to try: passes with a partner are not cut into chunks",
         of_plan=True,
     )

@@ -34,10 +34,12 @@ from megatron_ampipe.schedule import (
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 _SAME_EXCHANGES = "AMPipe schedules the same all-to-alls inside each micro-batch"
+_PARTNER_FLAG = "--overlap-moe-expert-parallel-comm"
 _SAME_WEIGHTS = "it delays weight gradients for an overlap that AMPipe replaces"
 SWITCHED_OFF: Mapping[str, str] = {
     "--moe-shared-expert-overlap": "AMPipe schedules the shared experts itself",
-    "--overlap-moe-expert-parallel-comm": _SAME_EXCHANGES,
+    _PARTNER_FLAG: "--ampipe-partner does the same; with --ampipe-degree auto or a plan, which say how all "
+    "micro-batches run, the same all-to-alls are scheduled inside each",
     "--ep-overlap-early-attn-memory-release": _SAME_EXCHANGES,
     "--overlap-dispatch-backward-with-experts-wgrad": _SAME_WEIGHTS,
     "--delay-wgrad-compute": _SAME_WEIGHTS,
@@ -137,6 +139,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             if is_pipelined:
                 # Plain text: Megatron writes its arguments into checkpoints, which stock Megatron reads.
                 args.ampipe_put_aside = switch_off_overlaps(args)
+                is_open = args.ampipe_degree != AUTO and not (args.ampipe_plan or args.ampipe_save_plan)
+                if _PARTNER_FLAG in args.ampipe_put_aside and is_open:
+                    args.ampipe_partner = True
                 setattr(args, LIFTS_ONE_CONNECTION, True)
         if is_pipelined:
             connections.set_default()

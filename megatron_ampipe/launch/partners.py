@@ -1,9 +1,9 @@
 """``--ampipe-partner``: Megatron's loops run the forward pass of a micro-batch next to a backward pass.
 
-These are its loops for ``--overlap-moe-expert-parallel-comm``, without a pipeline or with an interleaved one
-(``megatron.core.pipeline_parallel.combined_1f1b``). They ask a model for a schedule plan, and run the plans of
-two micro-batches as one. Ours calls the model as Megatron does without that flag: its blocks meet those of the
-backward pass (``runtime.partners``).
+These are its loops for ``--overlap-moe-expert-parallel-comm``, without a pipeline or with an interleaved
+one (``megatron.core.pipeline_parallel.combined_1f1b``). They ask a model for a schedule plan, and run the
+plans of two micro-batches as one. Ours calls the model as Megatron does without that flag: its blocks meet
+those of the backward pass (``runtime.partners``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +22,10 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 from torch.autograd import Variable
 
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.flags import LIFTS_ONE_CONNECTION
 from megatron_ampipe.launch.hooks import Hook
+from megatron_ampipe.launch.startup import packs_documents
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule.partners import pipeline_of
 from megatron_ampipe.schedule.pipeline import Pipeline
@@ -48,7 +49,8 @@ class PartneredSteps(Hook):
         self._switch(models, on=True)
         self._models = models
         num_models, num_microbatches = len(models), get_num_microbatches()
-        group = self._args.microbatch_group_size_per_vp_stage if num_models > 1 else num_microbatches
+        config = get_model_config(models[0])
+        group = config.microbatch_group_size_per_vp_stage if num_models > 1 else num_microbatches
         self._pipelines = [
             pipeline_of(
                 self._context.pipeline,
@@ -70,6 +72,13 @@ class PartneredSteps(Hook):
             setattr(settings, LIFTS_ONE_CONNECTION, on)
 
     def _plan(self, model: Any, *args: Any, **kwargs: Any) -> MicroBatch:
+        if packs_documents(self._args) and kwargs.get("packed_seq_params") is None:
+            raise BadInput(
+                "script",
+                "its forward_step",
+                rule="gives a schedule plan no packed_seq_params, so documents would not be separated",
+                remedy="Start the run with -m megatron_ampipe.pretrain_gpt, or leave --ampipe-partner out.",
+            )
         pipeline = self._pipelines[self._num_plans]
         self._num_plans += 1
         return MicroBatch(self._context, model, pipeline, functools.partial(model, *args, **kwargs))

@@ -68,7 +68,9 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
         return
     pipeline = config.pipeline
     pipeline.chunks(arguments.seq_length)
-    if pipeline.degree > 1 or config.automatic:
+    if config.partner and pipeline.degree == 1:
+        flags, off = "--ampipe-partner", "no --ampipe-partner"
+    elif pipeline.degree > 1 or config.automatic:
         flags, off = f"--ampipe-degree {AUTO if config.automatic else pipeline.degree}", "--ampipe-degree 1"
     else:
         # AMPipe's layers in one chunk, because of their exchange.
@@ -163,7 +165,7 @@ def _sends_rows(args: Any) -> bool:
     return args.moe_token_dispatcher_type in (None, "alltoall")
 
 
-def _packs_documents(args: Any) -> bool:
+def packs_documents(args: Any) -> bool:
     """Whether sequences are packed from documents, which do not attend to one another."""
     return bool(args.sft or args.dataloader_inter_document_masking)
 
@@ -192,6 +194,17 @@ REFUSALS: tuple[Refusal, ...] = (
         " pipeline stage",
         "Use a pattern such as M*EM*E, or train with --ampipe-degree 1.",
         _without_pair,
+    ),
+    Refusal(
+        "--ampipe-partner",
+        "a pipeline stage without virtual stages waits for the next stage before every backward pass, so "
+        "that no other micro-batch can run next to it",
+        "Add --num-layers-per-virtual-pipeline-stage 1, or leave it out.",
+        lambda args: (
+            args.ampipe_partner
+            and (args.pipeline_model_parallel_size or 1) > 1
+            and args.virtual_pipeline_model_parallel_size is None
+        ),
     ),
     Refusal(
         "--tensor-model-parallel-size",
@@ -250,7 +263,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--context-parallel-size",
         "chunks of packed documents are not supported with context parallelism yet",
         "Use --context-parallel-size 1, or leave out --sft and --dataloader-inter-document-masking.",
-        lambda args: (args.context_parallel_size or 1) > 1 and _packs_documents(args),
+        lambda args: (args.context_parallel_size or 1) > 1 and packs_documents(args),
     ),
     Refusal(
         "--cp-comm-type",
@@ -384,7 +397,7 @@ REFUSALS: tuple[Refusal, ...] = (
             args.ampipe_condense is not None
             and (
                 not _sends_rows(args)
-                or _packs_documents(args)
+                or packs_documents(args)
                 or bool(args.moe_apply_probs_on_input or args.reset_attention_mask)
             )
         ),

@@ -69,7 +69,7 @@ def pipelined_rows(
     if memory is not None or pipeline.memory != KEEP:
         rows.append(("memory", pipeline.memory, "" if memory is None else memory.reason))
     rows += context.config.startup_rows(stock=False)
-    is_local, is_packed = args.transformer_impl == "local", _packs_documents(args)
+    is_local, is_packed = args.transformer_impl == "local", packs_documents(args)
     documents = is_packed or masks_documents(args)
     kernel = choose_kernel(args, local=is_local, on_gpu=on_gpu, documents=documents)
     rows.append(("attention", kernel.name, kernel.reason))
@@ -179,7 +179,7 @@ def reads_masks(args: argparse.Namespace) -> bool:
     )
 
 
-def _packs_documents(args: argparse.Namespace) -> bool:
+def packs_documents(args: argparse.Namespace) -> bool:
     """Whether a micro-batch comes with the bounds of its documents."""
     return bool(args.sft or getattr(args, "dataloader_inter_document_masking", False))
 

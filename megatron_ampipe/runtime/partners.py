@@ -2,8 +2,8 @@
 
 Both are what Megatron runs: a call of the model, and a call of torch's autograd. They run in two threads, of
 which one works at a time, and meet where each has come to the next blocks that share a schedule. There, both
-tapes run as one, merged by ``schedule.partners``. All else (embeddings, the loss, layers that are not pipelined)
-is as without a partner, and every rank does it in the same order.
+tapes run as one, merged by ``schedule.partners``. All else (embeddings, the loss, layers that are not
+pipelined) is as without a partner, and every rank does it in the same order.
 """
 
 from __future__ import annotations

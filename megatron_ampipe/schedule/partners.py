@@ -1,7 +1,7 @@
 """Partners: the backward pass of one micro-batch and the forward pass of the next one in one program.
 
-Each lane runs the stages of both passes, each pass in its own order: while the tokens of one micro-batch travel,
-the other one computes, also where neither is cut into chunks (DualPipe and Megatron's
+Each lane runs the stages of both passes, each pass in its own order: while the tokens of one micro-batch
+travel, the other one computes, also where neither is cut into chunks (DualPipe and Megatron's
 ``--overlap-moe-expert-parallel-comm`` do the same in one fixed order).
 """
 
@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_ampipe.schedule import kinds
-from megatron_ampipe.schedule.pipeline import Pipeline
 from megatron_ampipe.schedule.choices import of_chunks
+from megatron_ampipe.schedule.pipeline import Pipeline
 from megatron_ampipe.schedule.program import Stage
 from megatron_ampipe.schedule.stage_kind import Direction
 
@@ -38,8 +38,8 @@ class Task(NamedTuple):
 def together(tasks: Sequence[Task]) -> dict[str, list[int]]:
     """For each lane the order of its tasks, by list scheduling.
 
-    The tasks of each pass stay in their order in every lane. Of the two that may be next in a lane, the one that
-    can begin earlier does; of two that can begin at the same time, the one after which more has to follow.
+    The tasks of each pass stay in their order in every lane. Of the two that may be next in a lane, the one
+    that can begin earlier does; if both can, the one after which more has to follow.
     """
     queues: dict[tuple[str, bool], list[int]] = {}
     for number, task in enumerate(tasks):
@@ -90,7 +90,7 @@ _TIMES = {kinds.QKV: 1.0, kinds.ATTENTION: 2.0, kinds.EXPERT: 4.0, kinds.SHARED:
 
 
 def usual_time(stage: Stage, direction: Direction, *, weights_apart: bool) -> float:
-    """About how long a stage of the whole sequence takes, where nobody has measured it; its unit is arbitrary.
+    """About how long a stage of the whole sequence takes, where nobody has measured it, in any unit.
 
     Chosen so that the transfers of a block take about as long as half of its computation.
     """
@@ -116,6 +116,7 @@ def pipeline_of(
         return pipeline
     degree = 1 if forward_partner else pipeline.degree
     backward_degree = 1 if backward_partner else pipeline.backward_degree
+    keeps_memory = backward_degree == pipeline.backward_degree
     keeps_chunks = max(degree, backward_degree) == pipeline.num_chunks
     return replace(
         pipeline,
@@ -124,5 +125,5 @@ def pipeline_of(
         shares=pipeline.shares if keeps_chunks else None,
         schedule=schedule,
         order=None,
-        memory=pipeline.memory if backward_degree == pipeline.backward_degree else of_chunks(pipeline.memory)[0],
+        memory=pipeline.memory if keeps_memory else of_chunks(pipeline.memory)[0],
     )
