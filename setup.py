@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-DATA = ("configs", "patches")
+DATA = ("configs",)
 """Folders of the checkout that a wheel holds in the package; megatron_ampipe/files/inputs.py finds them."""
 
 

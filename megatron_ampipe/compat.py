@@ -31,9 +31,6 @@ MAIN_BRANCH, MAIN_BRANCH_COMMIT = "0.20", "d98e8a64ddf34856e74b24714e3bedb2f5a39
 """The state of Megatron's main branch that was tested by hand, and the version that it calls itself."""
 PRETRAIN_GPT_MEGATRON = "0.19"
 """The first version that builds a GPT model from a configuration, as megatron_ampipe.pretrain_gpt needs."""
-FLASH_ATTN_BOTTOM_RIGHT = "2.1"
-FLASH_ATTN_INTERNALS = "2.7"
-"""The first version whose internal functions have the signatures that AMPipe calls."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +59,6 @@ OPTIONAL_PACKAGES = (
         module="transformer_engine.pytorch",
         fallback="Megatron's local layers, with --transformer-impl local",
         remedy="pip install --no-build-isolation 'transformer-engine[pytorch]', needs the CUDA compiler",
-    ),
-    OptionalPackage(
-        name="flash-attn",
-        distribution="flash-attn",
-        module="flash_attn",
-        fallback="torch's attention kernels in local layers",
-        remedy="pip install --no-build-isolation 'flash-attn>=2.1', needs the CUDA compiler",
     ),
     OptionalPackage(
         name="apex",
@@ -232,13 +222,6 @@ def _release(found: Version) -> Version:
 
 
 @cache
-def has_flash_attn() -> bool:
-    """Whether flash-attn is installed and aligns causal masks to the bottom right."""
-    found = installed_version("flash-attn")
-    return found is not None and found >= Version(FLASH_ATTN_BOTTOM_RIGHT)
-
-
-@cache
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine is installed."""
     return importlib.util.find_spec("transformer_engine") is not None
@@ -295,17 +278,10 @@ def has_apex() -> bool:
     return any((Path(folder) / "optimizers").is_dir() for folder in folders)
 
 
-def missing_packages() -> list[tuple[OptionalPackage, str]]:
-    """The optional packages that cannot be used, each with the reason. Imports none."""
-    missing = []
-    for package, is_there in zip(
-        OPTIONAL_PACKAGES, (has_transformer_engine(), has_flash_attn(), has_apex()), strict=True
-    ):
-        if not is_there:
-            old = installed_version("flash-attn") if package.module == "flash_attn" else None
-            reason = f"{old} is older than {FLASH_ATTN_BOTTOM_RIGHT}" if old else "not installed"
-            missing.append((package, reason))
-    return missing
+def missing_packages() -> list[OptionalPackage]:
+    """The optional packages that are not installed. Imports none."""
+    installed = has_transformer_engine(), has_apex()
+    return [package for package, is_there in zip(OPTIONAL_PACKAGES, installed, strict=True) if not is_there]
 
 
 def has_fused_weight_gradients(*, on_gpu: bool) -> bool:
@@ -316,35 +292,6 @@ def has_fused_weight_gradients(*, on_gpu: bool) -> bool:
     return not on_gpu or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
-@cache
-def has_flash_attn_internals() -> bool:
-    """Whether flash-attn is installed and its internal functions have the signatures that AMPipe calls."""
-    found = installed_version("flash-attn")
-    return found is not None and found >= Version(FLASH_ATTN_INTERNALS)
-
-
-@cache
-def has_flash_attn_3() -> bool:
-    """Whether flash-attn-3 is installed and its operators take AMPipe's arguments. Imports it."""
-    if importlib.util.find_spec("flash_attn_3") is None:
-        return False
-    import torch
-
-    try:
-        importlib.import_module("flash_attn_3._C")
-        schemas = [getattr(torch.ops.flash_attn_3, name).default._schema for name in ("fwd", "bwd")]
-    except (ImportError, AttributeError):
-        return False
-    given = (
-        {"softmax_scale", "is_causal", "num_splits"},
-        {"dq", "dk", "dv", "softmax_scale", "is_causal", "deterministic"},
-    )
-    return all(
-        names <= {argument.name for argument in schema.arguments}
-        for names, schema in zip(given, schemas, strict=True)
-    )
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """The properties of the current device and of torch that decide which attention kernels can run.
@@ -352,13 +299,11 @@ class Gpu:
     Attributes:
         capability: CUDA compute capability, such as (9, 0); (0, 0) for AMD devices.
         cudnn: cuDNN version as torch gives it, such as 91501 for 9.15.1; 0 without cuDNN.
-        torch_flash: Whether torch was built with FlashAttention.
         deterministic: Whether torch is set to use deterministic algorithms only.
     """
 
     capability: tuple[int, int]
     cudnn: int
-    torch_flash: bool
     deterministic: bool
 
 
@@ -369,6 +314,5 @@ def current_gpu() -> Gpu:
     return Gpu(
         capability=(0, 0) if torch.version.hip else torch.cuda.get_device_capability(),
         cudnn=torch.backends.cudnn.version() or 0,  # type: ignore[no-untyped-call]
-        torch_flash=torch.backends.cuda.is_flash_attention_available(),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )

@@ -41,11 +41,11 @@ class BadInput(AMPipeError, ValueError):
         super().__init__(f"{given}: {rule}. {remedy}")
 
 
-def _shortened(value: str, most: int = 400) -> str:
+def _shortened(value: str) -> str:
     """The value, or its begin and end where it would hide the rest of a message."""
-    if len(value) <= most:
+    if len(value) <= 400:
         return value
-    return f"{value[: most // 2]} ... {value[-most // 2 :]} ({len(value)} characters)"
+    return f"{value[:200]} ... {value[-200:]} ({len(value)} characters)"
 
 
 class RunFailed(AMPipeError):

@@ -12,4 +12,10 @@ done
 # shellcheck source=scripts/lib/environment.sh
 . "$(dirname -- "$script")/lib/environment.sh"
 
+# Where tc is on many systems, and not on the path of an ordinary user.
+export PATH="$PATH:/usr/sbin:/sbin"
+# The root of a user namespace may make a network.
+if [ "$(id -u)" != 0 ] && unshare --user --map-root-user true 2>/dev/null; then
+    exec unshare --user --map-root-user -- "$python" -m megatron_ampipe.tools.quickstart "$@"
+fi
 exec "$python" -m megatron_ampipe.tools.quickstart "$@"

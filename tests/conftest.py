@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import on_ranks
+
 GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let tests with the mark ``ranks`` run on ranks."""
+    on_ranks(session.items)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA on which ``tests/gpu`` runs on a CPU: a pytest plugin for :mod:`tests.dist.gpu_worker`.
+"""Stand-ins for CUDA on which ``tests/gpu`` runs on a CPU; this module runs it.
 
 On top of the host platform, every tensor has a place, ``cpu`` or ``cuda``, as the calls that make it say, and
 ``Tensor.device`` and ``is_cuda`` tell it. What CUDA or NCCL would refuse is refused: operands in both places,
@@ -25,6 +25,8 @@ from megatron_ampipe import compat
 from megatron_ampipe.attention import backends
 from megatron_ampipe.launch.host.torch_calls import FACTORIES, TENSOR_FACTORIES
 from megatron_ampipe.schedule import Span
+from tests.dist.worker import report
+from tests.ranks import PLUGINS, Outcomes
 
 NAME = "cuda-stand-ins"
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -252,17 +254,13 @@ def _module_to(places: Places) -> Callable[..., torch.nn.Module]:
     return cuda
 
 
-class StandIns:
-    """The plugin: runs every test within :func:`stand_ins`, blocks under stress with small sizes.
-
-    Attributes:
-        outcomes: For each test, ``passed``, ``skipped: why`` or ``failed: how``.
-    """
+class StandIns(Outcomes):
+    """The plugin: runs every test within :func:`stand_ins`, blocks under stress with small sizes."""
 
     def __init__(self) -> None:
+        super().__init__()
         # By which pytest knows a plugin.
         self.__name__ = NAME
-        self.outcomes: dict[str, str] = {}
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtestloop(self) -> Iterator[None]:
@@ -295,9 +293,17 @@ class StandIns:
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        """Keep the outcome."""
-        if report.when == "call" or report.outcome != "passed":
-            why = report.longrepr[2] if report.skipped else report.longreprtext[-3000:]
-            name = report.nodeid.partition("::")[2]
-            self.outcomes[name] = report.outcome if report.passed else f"{report.outcome}: {why}"
+
+def main() -> None:
+    """Run the tests, and report the outcome of each."""
+    from megatron_ampipe.launch import host
+
+    host.install()
+    torch.set_num_threads(1)
+    plugin = StandIns()
+    pytest.main(["tests/gpu", "-q", *PLUGINS], plugins=[plugin])
+    report(plugin.outcomes)
+
+
+if __name__ == "__main__":
+    main()

@@ -63,7 +63,6 @@ MIRRORED = {
     "_apply_aux_loss _apply_global_aux_loss _apply_seq_aux_loss",
     "core.transformer.moe.moe_utils.get_capacity": "",
     "core.transformer.moe.moe_utils.compute_routing_scores_for_aux_loss": "",
-    "core.transformer.moe.moe_utils.apply_biased_logits": "",
     "core.transformer.moe.moe_utils.apply_router_token_dropping": "",
     "core.transformer.moe.moe_utils.permute": "",
     "core.transformer.moe.moe_utils.sort_chunks_by_idxs": "",
@@ -283,8 +282,8 @@ or if the code of a mirrored definition changes: it then names the files to read
 the versions that lack a name, or whose code differs from that of {installed}; `compat.py` handles those, or
 only AMPipe's entry point needs the name.
 
-| name | used in | how | other versions |
-|---|---|---|---|"""
+| name | how | other versions |
+|---|---|---|"""
 
 
 def render() -> Iterator[str]:
@@ -292,20 +291,23 @@ def render() -> Iterator[str]:
     yield HEAD.format(installed=installed())
     versions = recorded()
     sources = versions[installed()]["sources"]
+    others = []
     for name in sorted(used().keys() | MIRRORED.keys()):
         use = used().get(name, Use())
         how = ["replaced"] * use.replaced + ["mirrored"] * (name in MIRRORED)
         lacking = [version for version, of in versions.items() if name in of["lacks"]]
-        other = [
+        changed = [
             version
             for version, of in versions.items()
             if of["sources"].get(name, 0) not in (0, sources.get(name))
         ]
-        notes = [f"not in {', '.join(lacking)}"] * bool(lacking) + [f"differs in {', '.join(other)}"] * bool(
-            other
-        )
-        folders = ", ".join(f"`{one}`" for one in sorted({file.partition("/")[0] for file in use.files}))
-        yield f"| `{name}` | {folders} | {', '.join(how)} | {'; '.join(notes)} |"
+        parts = (("not in", lacking), ("differs in", changed))
+        notes = [f"{what} {', '.join(which)}" for what, which in parts if which]
+        if how or notes:
+            yield f"| `{name}` | {', '.join(how)} | {'; '.join(notes)} |"
+        else:
+            others.append(f"`{name}`")
+    yield "\nOnly imported or called, and in every version:\n\n" + ",\n".join(others)
 
 
 def main() -> None:

@@ -62,9 +62,9 @@ At any degree, with `--ampipe-router hash` or a class that derives from `TokenId
 NOT_BITWISE = """\
 ## Same distribution, but different random numbers
 
-Hidden and attention dropout, `--moe-input-jitter-eps`, `--moe-router-force-load-balancing` and the random
-logits of `--moe-router-force-biased` draw random numbers for each chunk. A run is reproducible from its seed,
-also with recompute, but differs from the stock run with the same seed.
+Hidden and attention dropout, `--moe-input-jitter-eps` and `--moe-router-force-load-balancing` draw random
+numbers for each chunk. A run is reproducible from its seed, also with recompute, but differs from the stock
+run with the same seed.
 """
 
 
@@ -140,13 +140,12 @@ ROWS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("latent experts", _model("moe_latent_size")),
     ("routing replay, and hooks of routers", lambda case: case.replay is not None),
     ("routers of `--ampipe-router`", lambda case: case.router is not None),
-    ("random routing with a bias of the experts", _model("moe_router_force_biased")),
     ("flex dispatcher, over stand-ins of DeepEP and HybridEP", _model("moe_token_dispatcher_type", "flex")),
     ("of these, HybridEP", _model("moe_flex_dispatcher_backend", "hybridep")),
     ("all-gather dispatcher", _model("moe_token_dispatcher_type", "allgather")),
     ("shared experts, with and without gate", _model("moe_shared_expert_intermediate_size")),
     ("selective recompute", _model("recompute_granularity", "selective")),
-    ("full recompute inside the schedule", lambda case: case.recompute is not None),
+    ("full recompute inside the schedule", lambda case: bool(case.recompute)),
     ("experts that keep less (`--ampipe-memory`)", lambda case: case.memory != KEEP),
     ("fp32 residual", _model("fp32_residual_connection", True)),
     ("evaluation", lambda case: not case.training),

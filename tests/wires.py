@@ -36,10 +36,3 @@ class EncodeOnlyWire:
 
     def encode(self, rows: Tensor, trip: Trip) -> Sequence[Tensor]:
         return (rows,)
-
-
-class ArgumentWire(HalvesWire):
-    """Wrong: cannot be made without an argument."""
-
-    def __init__(self, num_bits: int) -> None:
-        self.num_bits = num_bits

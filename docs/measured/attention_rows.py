@@ -1,6 +1,6 @@
 """Rows of tensor-parallel attention as stages against the same layers with these transfers inside.
 
-Four layers, two or four gloo ranks, over a network shaped as by ``ampipe bench``. Both kinds of layers are
+Four layers and gloo ranks, over a network shaped as by ``ampipe bench``. Both kinds of layers are
 run in the same processes, in turns; medians of the forward and backward pass together. Needs root, from the
 repository's root:
 
@@ -48,20 +48,15 @@ def main() -> None:
 
 def measure(ranks: int, text: str) -> dict[str, Any]:
     """What rank 0 found."""
-    link = parse_link(text, ranks_per_node=2)
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, network.connected(parse_link(text), ranks) as pids:
         folder = Path(name)
-        words = [sys.executable, __file__, "--rank"]
-        nodes = str(0 if link.nodes is None else link.nodes.ranks_per_node)
-        workers = [subprocess.Popen([*words, name, str(rank), str(ranks), nodes]) for rank in range(ranks)]
+        words = [sys.executable, __file__, "--rank", name]
+        workers = [
+            subprocess.Popen([*words, str(rank), str(ranks), str(pid)]) for rank, pid in enumerate(pids)
+        ]
         try:
-            while not all((folder / f"up{rank}").exists() for rank in range(ranks)):
-                time.sleep(0.05)
-            pids = [worker.pid for worker in workers]
-            with network.joined(pids, link):
-                (folder / "go").touch()
-                for worker in workers:
-                    worker.wait(timeout=TIMEOUT_S)
+            for worker in workers:
+                worker.wait(timeout=TIMEOUT_S)
         finally:
             for worker in workers:
                 worker.kill()
@@ -69,17 +64,14 @@ def measure(ranks: int, text: str) -> dict[str, Any]:
     return report
 
 
-def work(folder: Path, rank: int, ranks: int, ranks_per_node: int | None) -> None:
+def work(folder: Path, rank: int, ranks: int, namespace: int) -> None:
     """One rank, in a separate network."""
-    os.unshare(os.CLONE_NEWNET)
+    network.enter(namespace)
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": network.INTERFACE, "AMPIPE_TEST_RENDEZVOUS": str(folder / "rendezvous"),
         "AMPIPE_TEST_REPORT": str(folder / f"rank{rank}.json"),
     }  # fmt: skip
-    (folder / f"up{rank}").touch()
-    while not (folder / "go").exists():
-        time.sleep(0.02)
 
     from tests.dist.cases import LARGE, TP, Case
     from tests.dist.worker import report, start, use_groups
@@ -97,7 +89,7 @@ def work(folder: Path, rank: int, ranks: int, ranks_per_node: int | None) -> Non
     for name, stack in STACKS.items():
         case = Case(
             "rows", world_size=ranks, parallel=parallel, layers="mmmm", stack=stack, degree=4,
-            sequence_length=1024, model=LARGE | SHAPE, kernel="cpu-flash", ranks_per_node=ranks_per_node,
+            sequence_length=1024, model=LARGE | SHAPE, kernel="cpu-flash",
         )  # fmt: skip
         inputs = inputs_of(case, rank=rank, dtype=torch.float32)
         _, of_stages = build_layers(case)
@@ -128,7 +120,7 @@ def work(folder: Path, rank: int, ranks: int, ranks_per_node: int | None) -> Non
 
 if __name__ == "__main__":
     if sys.argv[1] == "--rank":
-        _, _, at, own, count, of_node = sys.argv
-        work(Path(at), int(own), int(count), int(of_node) or None)
+        _, _, at, own, count, namespace = sys.argv
+        work(Path(at), int(own), int(count), int(namespace))
     else:
         main()

@@ -140,7 +140,7 @@ def count(folder: Path) -> dict[str, Any]:
 def figures_of(routing: RecordedRouting, ranks: int) -> dict[str, Any]:
     """The simulation of some records."""
     sequences = [
-        busiest(layer.part_per_place(part, ranks))
+        busiest(part_per_place(layer, part, ranks))
         for record in routing.records
         for layer in record.layers
         for part in range(record.num_parts)

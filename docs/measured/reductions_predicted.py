@@ -52,7 +52,7 @@ def main() -> None:
         assert found is not None
         document[place] = {
             "forward_ms": predictor.pass_us(schedule, lengths).forward / 1e3,
-            **dataclasses.asdict(found),
+            **found,
         }
     Path(sys.argv[1]).write_text(json.dumps(document, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""What computes attention: functions of torch, and of the packages flash-attn and flash-attn-3.
+"""What computes attention: functions and operators of torch.
 
 Of three forms: attention of one span, differentiable (:data:`SpanFunction`); of one piece with its
 log-sum-exp, and its gradients (:class:`.pieces.PieceKernel`); and of several documents in one call,
@@ -9,17 +9,14 @@ a function that chooses by shape could choose another one for the first chunk. S
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_ampipe.attention.pieces import (
@@ -32,92 +29,80 @@ from megatron_ampipe.attention.pieces import (
 from megatron_ampipe.runtime.key_value_sums import sum_dtype
 from megatron_ampipe.schedule.chunks import DocumentRows, Span
 
-HEADS_FIRST, BATCH_FIRST = (1, 2, 0, 3), (1, 0, 2, 3)
-"""Layouts: torch's operators take ``[B, H, R, C]``, the packages ``[B, R, H, C]``."""
+HEADS_FIRST = (1, 2, 0, 3)
+"""The order of the dimensions ``[B, H, R, C]``, which most operators take."""
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """How scores become attention weights."""
+SpanFunction = Callable[..., Tensor]
+"""``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H, V]``; the last row sees the last key.
 
-    scale: float
-    """Factor on the scores."""
-    dropout: float = 0.0
-    """Probability of dropping an attention weight."""
-    window: int | None = None
-    """How many keys before its own position a query sees; None for all."""
-    sinks: Tensor | None = None
-    """``[H]``, the score of one more key that every query sees, whose value is zero (``--softmax-type``). For
-    :func:`exact` and :func:`sdpa` only."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is nothing but the scale."""
-        return self.dropout == 0.0 and self.window is None and self.sinks is None
-
-    @property
-    def window_of_flash_attn(self) -> tuple[int, int]:
-        """How many keys before and after its own position a query sees; -1 for all."""
-        return (-1, -1) if self.window is None else (self.window, 0)
+Keywords are ``scale``, a factor on the scores; ``dropout``, the probability of dropping a weight; ``window``,
+how many keys before its own position a query sees, None for all; and ``sinks`` ``[H]``, the score of one more
+key that every query sees, whose value is zero (``--softmax-type``)."""
 
 
-SpanFunction = Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]
-"""``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H, V]``; the last row sees the last."""
-
-
-def exact(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+def exact(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """The reference implementation, which the others are compared with. Softmax in the dtype of sums."""
-    scores = _scores(query, key, causal=True, scale=scoring.scale, window=scoring.window)
-    if scoring.sinks is not None:
-        of_rows = scoring.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    scores = _scores(query, key, causal=True, scale=scale, window=window)
+    if sinks is not None:
+        of_rows = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, of_rows], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[0]]
-    weights = F.dropout(weights.to(value.dtype), p=scoring.dropout)
+    weights = F.dropout(weights.to(value.dtype), p=dropout)
     return torch.einsum("bhrs,sbhv->rbhv", weights, repeat_heads(value, query.shape[2]))
 
 
-def sdpa(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention``; without a window, with its bottom-right bias."""
     bias: Any
-    if scoring.sinks is not None:
-        bias = _bias_with_sink(visible_keys(query, key, scoring.window), scoring.sinks)
+    if sinks is not None:
+        bias = _bias_with_sink(visible_keys(query, key, window), sinks)
         key, value = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, 1)) for x in (key, value))
-    elif scoring.window is None:
+    elif window is None:
         bias = causal_lower_right(query.shape[0], key.shape[0])
     else:
-        bias = visible_keys(query, key, scoring.window)
+        bias = visible_keys(query, key, window)
     tensors = (x.permute(HEADS_FIRST) for x in (query, key, value))
     shares_keys = query.shape[2] != key.shape[2]
     output = F.scaled_dot_product_attention(
-        *tensors, attn_mask=bias, dropout_p=scoring.dropout, scale=scoring.scale, enable_gqa=shares_keys
+        *tensors, attn_mask=bias, dropout_p=dropout, scale=scale, enable_gqa=shares_keys
     )
     return output.permute(2, 0, 1, 3)
 
 
-def sdpa_efficient(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """:func:`sdpa` on a GPU, for comparisons: always torch's memory-efficient kernel.
-
-    Key/value heads are repeated, because this kernel does not support GQA in older versions of torch.
-    """
-    key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        return sdpa(query, key, value, scoring)
+def torch_flash(query: Tensor, key: Tensor, value: Tensor, **scoring: Any) -> Tensor:
+    """torch's FlashAttention 2 on a GPU, also with dropout and a window."""
+    given = (x.transpose(0, 1) for x in (query, key, value))
+    return torch_flash_documents(*given, None, None, len(query), len(key), **scoring).transpose(0, 1)
 
 
-def flash_attn(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """The public function of flash-attn 2.1 or later: for dropout, windows and older versions."""
-    assert scoring.sinks is None, "another kernel is chosen for sinks"
-    from flash_attn import flash_attn_func
-
-    output: Tensor = flash_attn_func(
-        *(x.transpose(0, 1) for x in (query, key, value)),
-        dropout_p=scoring.dropout,
-        softmax_scale=scoring.scale,
-        causal=True,
-        window_size=scoring.window_of_flash_attn,
-    )
-    return output.transpose(0, 1)
+def torch_flash_documents(
+    *given: Any, scale: float, dropout: float = 0.0, window: int | None = None
+) -> Tensor:
+    """The same for several documents: see :data:`DocumentFunction`."""
+    output: Tensor = aten._flash_attention_forward(
+        *given, dropout, True, False, scale=scale, window_size_left=window
+    )[0]
+    return output
 
 
 def visible_keys(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
@@ -178,32 +163,15 @@ _TRIANGLE_ROWS = 128
 
 
 @functools.cache
-def _cut_for_cpu(span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
-    """A span in small causal triangles, and rectangles without a mask: those of backward, which merges
-    nothing, are as large as possible."""
+def _cut_for_cpu(span: Span) -> tuple[AttentionPiece, ...]:
+    """A span in small causal triangles, each with a rectangle of all earlier keys without a mask."""
     start, pieces = span.global_start, []
-    if not backward:
-        for first in range(0, span.length, _TRIANGLE_ROWS):
-            last = min(span.length, first + _TRIANGLE_ROWS)
-            pieces.append(AttentionPiece(first, last, start + first, start + last, causal=True))
-            if start + first:
-                pieces.append(AttentionPiece(first, last, 0, start + first, causal=False))
-        return tuple(pieces)
-    if start:
-        pieces.append(AttentionPiece(0, span.length, 0, start, causal=False))
-
-    def cut(first: int, last: int) -> None:
-        if last - first <= _TRIANGLE_ROWS:
-            pieces.append(AttentionPiece(first, last, start + first, start + last, causal=True))
-            return
-        # Half the rows, rounded up to a multiple of the triangle's.
-        half = first + -(-(last - first) // (2 * _TRIANGLE_ROWS)) * _TRIANGLE_ROWS
-        pieces.append(AttentionPiece(half, last, start + first, start + half, causal=False))
-        cut(first, half)
-        cut(half, last)
-
-    cut(0, span.length)
-    return tuple(reversed(pieces))
+    for first in range(0, span.length, _TRIANGLE_ROWS):
+        last = min(span.length, first + _TRIANGLE_ROWS)
+        pieces.append(AttentionPiece(first, last, start + first, start + last, causal=True))
+        if start + first:
+            pieces.append(AttentionPiece(first, last, 0, start + first, causal=False))
+    return tuple(pieces)
 
 
 def _cpu_forward(
@@ -295,127 +263,23 @@ def _cudnn_backward(*given: Any, causal: bool, scale: float) -> tuple[Tensor, ..
 TORCH_FLASH_2 = PieceKernel(all_visible_keys, _torch_2_forward, _torch_2_backward, HEADS_FIRST)
 CUDNN = PieceKernel(causal_then_earlier, _cudnn_forward, _cudnn_backward, HEADS_FIRST)
 
-# flash-attn 2.7 or later, through the two internal functions that its public function calls; flash-attn-3,
-# for Hopper, through its torch operators, whose schemas name all arguments.
 
-_PLAIN_2 = {
-    "dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None,
-}  # fmt: skip
+Bounds = tuple[Tensor, Tensor, int, int]
+"""Where the rows and keys of documents begin and end, ``[documents + 1]`` int32, and the largest numbers.
+
+The first document of a chunk may have begun in an earlier one, and then has more keys than queries.
+"""
+DocumentFunction = Callable[..., Tensor]
+"""``[rows, H, C]``, ``[keys, G, C]`` and ``[keys, G, V]`` of all documents, and their bounds, to
+``[rows, H, V]``; keywords as of a :data:`SpanFunction`."""
 
 
-def _flash_2_forward(*tensors: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
-    from flash_attn.flash_attn_interface import _flash_attn_forward
-
-    output, lse, _, random_state = _flash_attn_forward(
-        *tensors, softmax_scale=scale, causal=causal, return_softmax=False, **_PLAIN_2
+def bounds_of(documents: Sequence[DocumentRows], *, device: torch.device) -> Bounds:
+    """Of the rows of one call."""
+    lengths = [[rows.num_rows for rows in documents], [rows.num_keys for rows in documents]]
+    ends = torch.tensor(
+        [list(itertools.accumulate(parts, initial=0)) for parts in lengths], dtype=torch.int32
     )
-    return output, lse, random_state
-
-
-def _flash_2_backward(*given: Tensor, causal: bool, scale: float) -> list[Tensor]:
-    from flash_attn.flash_attn_interface import _flash_attn_backward
-
-    *tensors, lse, random_state = given
-    gradients = _empty_gradients(tensors)
-    _flash_attn_backward(
-        *tensors,
-        lse.contiguous(),
-        *gradients,
-        softmax_scale=scale,
-        causal=causal,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        rng_state=random_state,
-        **_PLAIN_2,
-    )
-    return gradients
-
-
-def _flash_3_forward(*tensors: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    output, lse, *_ = _flash_attn_3().fwd(*tensors, softmax_scale=scale, is_causal=causal, num_splits=1)
-    return output, lse
-
-
-def _flash_3_backward(*given: Tensor, causal: bool, scale: float) -> list[Tensor]:
-    *tensors, lse = given
-    gradients = _empty_gradients(tensors)
-    _flash_attn_3().bwd(
-        *tensors,
-        lse.contiguous(),
-        **dict(zip(("dq", "dk", "dv"), gradients, strict=True)),
-        softmax_scale=scale,
-        is_causal=causal,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-    return gradients
-
-
-def _flash_attn_3() -> Any:
-    """The operators, which the package's extension module registers when it is imported."""
-    importlib.import_module("flash_attn_3._C")
-    return torch.ops.flash_attn_3
-
-
-def _empty_gradients(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Contiguous memory for the gradients of query, key and value, which follow the output's gradient."""
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]]
-
-
-FLASH_ATTN_2 = PieceKernel(all_visible_keys, _flash_2_forward, _flash_2_backward, BATCH_FIRST)
-FLASH_ATTN_3 = PieceKernel(all_visible_keys, _flash_3_forward, _flash_3_backward, BATCH_FIRST)
-
-
-class Bounds(NamedTuple):
-    """Where the documents of one call begin and end, ``[documents + 1]`` int32, as all kernels name it.
-
-    The first document of a chunk may have begun in an earlier one, and then has more keys than queries.
-    """
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-    @classmethod
-    def of(cls, documents: Sequence[DocumentRows], *, device: torch.device) -> Bounds:
-        lengths = [[rows.num_rows for rows in documents], [rows.num_keys for rows in documents]]
-        ends = torch.tensor(
-            [list(itertools.accumulate(parts, initial=0)) for parts in lengths], dtype=torch.int32
-        )
-        if device.type == "cuda":
-            ends = ends.pin_memory().to(device, non_blocking=True)
-        return cls(ends[0], ends[1], max(lengths[0]), max(lengths[1]))
-
-
-DocumentFunction = Callable[[Tensor, Tensor, Tensor, Bounds, Scoring], Tensor]
-"""``[rows, H, C]``, ``[keys, G, C]`` and ``[keys, G, V]`` of all documents to ``[rows, H, V]``."""
-
-
-def torch_documents(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring) -> Tensor:
-    """torch's built-in FlashAttention 2."""
-    output: Tensor = aten._flash_attention_forward(
-        query, key, value, *bounds, 0.0, True, False, scale=scoring.scale
-    )[0]
-    return output
-
-
-def flash_2_documents(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring) -> Tensor:
-    """The public function of flash-attn 2.1 or later."""
-    from flash_attn import flash_attn_varlen_func
-
-    more = {"dropout_p": scoring.dropout, "window_size": scoring.window_of_flash_attn}
-    return _of_documents(flash_attn_varlen_func, (query, key, value), bounds, scoring, **more)
-
-
-def flash_3_documents(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring) -> Tensor:
-    """The public function of flash-attn-3."""
-    from flash_attn_interface import flash_attn_varlen_func
-
-    return _of_documents(flash_attn_varlen_func, (query, key, value), bounds, scoring)
-
-
-def _of_documents(
-    attend: Callable[..., Tensor], tensors: Sequence[Tensor], bounds: Bounds, scoring: Scoring, **more: Any
-) -> Tensor:
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    given = bounds._asdict() | more
-    return attend(*tensors, softmax_scale=scoring.scale, causal=True, deterministic=deterministic, **given)
+    if device.type == "cuda":
+        ends = ends.pin_memory().to(device, non_blocking=True)
+    return ends[0], ends[1], max(lengths[0]), max(lengths[1])

@@ -8,7 +8,6 @@ name stands for one backend; only for ``sdpa`` does torch choose it. Shapes as i
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,13 +17,12 @@ from torch import Tensor
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention import backends
-from megatron_ampipe.attention.backends import Bounds, DocumentFunction, Scoring, SpanFunction, visible_keys
+from megatron_ampipe.attention.backends import DocumentFunction, SpanFunction, bounds_of
 from megatron_ampipe.attention.pieces import (
     AddKeys,
     AttentionInPieces,
     PieceKernel,
     joined,
-    repeat_heads,
     split_spans,
 )
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
@@ -37,9 +35,9 @@ class Kernel:
     """One backend of attention."""
 
     span: SpanFunction | None = None
-    """None for a kernel that computes spans in pieces."""
-    pieces: PieceKernel = backends.EXACT_PIECES
-    """Of spans, or in a ring; of plain attention only."""
+    """None for a kernel of plain attention only."""
+    pieces: PieceKernel | None = None
+    """Of plain attention, also in a ring."""
     documents: DocumentFunction | None = None
     """None for one call per document."""
 
@@ -51,50 +49,49 @@ class Kernel:
         *,
         spans: tuple[Span, ...],
         scale: float,
-        dropout: float = 0.0,
-        window: int | None = None,
-        sinks: Tensor | None = None,
         documents: Documents | None = None,
         sums: KeyValueSums | None = None,
+        **beyond: Any,
     ) -> Tensor:
         """Attention of one chunk; differentiable.
 
         From ``query [R, B, H, C]``, the rows of the spans one after another, ``key [S, B, G, C]`` from the
-        start of the sequence and ``value [S, B, G, V]`` to ``[R, B, H * V]``. Scale, dropout, window and
-        sinks are of a :class:`~.backends.Scoring`; pieces have the scale alone. A kernel of pieces adds the
-        gradients of keys and values to ``sums`` and then returns None for both; other kernels ignore it.
+        start of the sequence and ``value [S, B, G, V]`` to ``[R, B, H * V]``. ``beyond`` are the other
+        keywords of a :data:`~.backends.SpanFunction`; without any, pieces are used if there are some. They
+        add the gradients of keys and values to ``sums``, and return None for both.
         """
-        scoring, tensors = Scoring(scale, dropout, window, sinks), (query, key, value)
+        tensors, scoring = (query, key, value), {"scale": scale, **beyond}
         if documents is None:
             return self._attend(tensors, spans, scoring, None if sums is None else sums.add)
         rows = documents.rows_of(spans)
         if self.documents is not None:
-            assert scoring.sinks is None and (scoring.is_plain or self.span is not None)
             queries = query.transpose(0, 1).flatten(0, 1)
             keys, values = (_keys_of_documents(x, rows) for x in (key, value))
-            output = self.documents(queries, keys, values, Bounds.of(rows, device=query.device), scoring)
+            bounds = bounds_of(rows, device=query.device)
+            output = self.documents(queries, keys, values, *bounds, **scoring)
             return output.reshape(query.shape[1], query.shape[0], -1).transpose(0, 1)
         return self._attend_one_by_one(tensors, rows, scoring, sums)
 
     def _attend(
-        self, tensors: Sequence[Tensor], spans: Sequence[Span], scoring: Scoring, add: AddKeys | None
+        self, tensors: Sequence[Tensor], spans: Sequence[Span], scoring: dict[str, Any], add: AddKeys | None
     ) -> Tensor:
-        if self.span is None:
-            assert scoring.is_plain, "pieces are of plain attention"
-            output: Tensor = AttentionInPieces.apply(*tensors, self.pieces, spans, scoring.scale, add)
+        if self.pieces is not None and len(scoring) == 1:
+            output: Tensor = AttentionInPieces.apply(*tensors, self.pieces, spans, scoring["scale"], add)
             return output
+        assert self.span is not None, "pieces are of plain attention"
         (query, key, value), outputs = tensors, []
         for rows, span in split_spans(query, spans):
-            first = 0 if scoring.window is None else max(0, span.global_start - scoring.window)
+            window = scoring.get("window")
+            first = 0 if window is None else max(0, span.global_start - window)
             seen = slice(first, span.global_end)
-            outputs.append(self.span(rows, key[seen], value[seen], scoring))
+            outputs.append(self.span(rows, key[seen], value[seen], **scoring))
         return joined(outputs).flatten(2)
 
     def _attend_one_by_one(
         self,
         tensors: Sequence[Tensor],
         documents: Sequence[DocumentRows],
-        scoring: Scoring,
+        scoring: dict[str, Any],
         sums: KeyValueSums | None,
     ) -> Tensor:
         query, *keys_and_values = tensors
@@ -125,67 +122,14 @@ def _keys_of_documents(tensor: Tensor, documents: Sequence[DocumentRows]) -> Ten
     return torch.cat([tensor[rows.first_key : rows.last_key, rows.sequence] for rows in documents])
 
 
-MOST_SCORES = 2**24
-"""Of :func:`largest_scores`, computed at a time: 64 MiB in fp32."""
-
-
-@torch.no_grad()
-def largest_scores(
-    query: Tensor,
-    key: Tensor,
-    *,
-    spans: tuple[Span, ...],
-    scale: float,
-    window: int | None = None,
-    documents: Documents | None = None,
-) -> Tensor:
-    """The largest score of each head that is not masked, scaled: ``[H]`` in fp32.
-
-    For ``--qk-clip`` and ``--log-max-attention-logit``, because only Transformer Engine's kernel returns it.
-    Computed for a few rows at a time. Arguments as of a :class:`Kernel`.
-    """
-    if documents is None:
-        parts = [(rows, key, span) for rows, span in split_spans(query, spans)]
-    else:
-        parts = [
-            (
-                query[rows.first_row : rows.last_row, rows.sequence : rows.sequence + 1],
-                key[rows.first_key : rows.last_key, rows.sequence : rows.sequence + 1],
-                rows.span,
-            )
-            for rows in documents.rows_of(spans)
-        ]
-    largest = query.new_full((query.shape[2],), -math.inf, dtype=torch.float32)
-    for of_span, keys_of_span, span in parts:
-        start = span.global_start
-        num_rows = MOST_SCORES // (of_span[0, ..., 0].numel() * len(keys_of_span))
-        for some in of_span.split(max(1, num_rows)):
-            first = 0 if window is None else max(0, start - window)
-            start += len(some)
-            keys = repeat_heads(keys_of_span[first:start], some.shape[2])
-            scores = torch.einsum("rbhc,sbhc->bhrs", some.float(), keys.float())
-            scores = scores.masked_fill_(~visible_keys(some, keys, window), -math.inf) * scale
-            largest = torch.maximum(largest, scores.amax(dim=(0, 2, 3)))
-    return largest
-
-
-_HOPPER = (9, 0)
 _MINIMUM_CUDNN = 91501
 """Older versions gave NaN or wrong gradients for lengths that are not multiples of 128."""
 
 
 def why_not(name: str, gpu: compat.Gpu, head_size: int) -> str | None:
     """Why this GPU cannot run a kernel of :data:`FLASH_KERNELS`; None if it can."""
-    largest = 256
-    if name == "flash-attn-3":
-        if gpu.capability != _HOPPER:
-            return "needs Hopper"
-        if not compat.has_flash_attn_3():
-            return "not installed"
-        if gpu.deterministic:
-            largest = 192
-    elif name == "cudnn":
-        if gpu.capability != _HOPPER and gpu.capability[0] != 10:
+    if name == "cudnn":
+        if gpu.capability != (9, 0) and gpu.capability[0] != 10:
             return "needs Hopper or Blackwell"
         if gpu.cudnn < _MINIMUM_CUDNN:
             return f"cuDNN {gpu.cudnn} is older than {_MINIMUM_CUDNN} (9.15.1)"
@@ -193,35 +137,26 @@ def why_not(name: str, gpu: compat.Gpu, head_size: int) -> str | None:
             return "not deterministic"
         largest = 128
     else:
-        if name == "flash-attn-2" and not compat.has_flash_attn_internals():
-            return f"needs flash-attn {compat.FLASH_ATTN_INTERNALS}"
-        if name == "torch-flash-2" and not gpu.torch_flash:
-            return "this torch was built without FlashAttention"
         if gpu.capability < (8, 0):
             return "needs Ampere or later"
         # The backward kernel does not support all larger head sizes on devices with less shared memory.
-        if gpu.capability != (8, 0) and gpu.capability[0] not in (9, 10):
-            largest = 192
+        largest = 256 if gpu.capability == (8, 0) or gpu.capability[0] in (9, 10) else 192
     if head_size % 8 or head_size > largest:
         return f"head size {head_size} is not a multiple of 8 up to {largest}"
     return None
 
 
 KERNELS: dict[str, Kernel] = {
-    "flash-attn-3": Kernel(pieces=backends.FLASH_ATTN_3, documents=backends.flash_3_documents),
     "cudnn": Kernel(pieces=backends.CUDNN),
-    "flash-attn-2": Kernel(pieces=backends.FLASH_ATTN_2, documents=backends.flash_2_documents),
-    "torch-flash-2": Kernel(pieces=backends.TORCH_FLASH_2, documents=backends.torch_documents),
-    "flash-attn": Kernel(backends.flash_attn, documents=backends.flash_2_documents),
+    "torch-flash-2": Kernel(backends.torch_flash, backends.TORCH_FLASH_2, backends.torch_flash_documents),
     "sdpa": Kernel(backends.sdpa),
-    "sdpa-efficient": Kernel(backends.sdpa_efficient),
     "cpu-flash": Kernel(pieces=backends.CPU_FLASH),
     "exact": Kernel(backends.exact),
-    "exact-pieces": Kernel(),
+    "exact-pieces": Kernel(pieces=backends.EXACT_PIECES),
 }
 """By the name that the start-up table and the benchmarks print."""
-FLASH_KERNELS = ("flash-attn-3", "cudnn", "flash-attn-2", "torch-flash-2")
-"""For plain attention on GPUs, the fastest first."""
+FLASH_KERNELS = ("cudnn", "torch-flash-2")
+"""For GPUs, the fastest first."""
 
 
 class KernelChoice(NamedTuple):
@@ -255,13 +190,14 @@ def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool =
         used, on_gpu=on_gpu, dtype=settings.params_dtype, head_size=settings.kv_channels, documents=documents
     )
     in_ring = uses_ring_attention(settings) and not documents
-    return choice._replace(name="exact-pieces") if in_ring and KERNELS[choice.name].span else choice
+    has_pieces = KERNELS[choice.name].pieces is not None
+    return choice._replace(name="exact-pieces") if in_ring and not has_pieces else choice
 
 
 def pinned_kernel(*, on_gpu: bool, dtype: torch.dtype, head_size: int | None = None) -> str:
     """The kernel for comparing local layers: its backend does not depend on the shape."""
     name = _fastest_kernel([], on_gpu=on_gpu, dtype=dtype, head_size=head_size).name
-    return "sdpa-efficient" if on_gpu and name == "sdpa" else name
+    return "exact-pieces" if name == "sdpa" else name
 
 
 def has_sinks(settings: Any) -> bool:
@@ -269,28 +205,30 @@ def has_sinks(settings: Any) -> bool:
     return getattr(settings, "softmax_type", "vanilla") != "vanilla"
 
 
+_OF_TORCH_FLASH = ("attention dropout", "sliding window")
+"""Features beyond plain attention that ``torch-flash-2`` also has."""
+
+
 def _fastest_kernel(
     used: Sequence[str], *, on_gpu: bool, dtype: torch.dtype, head_size: int | None, documents: bool = False
 ) -> KernelChoice:
     """Of the kernels of AMPipe; ``used`` are the features beyond plain attention."""
-    unsupported = f"no support for {' or '.join(used)}"
+    if not on_gpu and used:
+        return KernelChoice("sdpa", f"cpu-flash: no support for {' or '.join(used)}")
     if not on_gpu:
-        return KernelChoice("sdpa", f"cpu-flash: {unsupported}") if used else KernelChoice("cpu-flash")
+        return KernelChoice("cpu-flash")
     if dtype not in (torch.float16, torch.bfloat16):
         return KernelChoice("sdpa", f"flash kernels: do not support {str(dtype).removeprefix('torch.')}")
-    if used:
-        # The public function of flash-attn supports dropout and windows.
-        by_flash_attn = compat.has_flash_attn() and not {"latent attention", "attention sinks"} & {*used}
-        return KernelChoice("flash-attn" if by_flash_attn else "sdpa", f"merged flash kernels: {unsupported}")
     assert head_size is not None
-    gpu = compat.current_gpu()
-    reasons: list[str] = []
+    gpu, reasons = compat.current_gpu(), []
     for name in FLASH_KERNELS:
+        others = [part for part in used if name == "cudnn" or part not in _OF_TORCH_FLASH]
         reason = why_not(name, gpu, head_size)
+        if reason is None and others:
+            reason = f"no support for {' or '.join(others)}"
         if reason is None and documents and KERNELS[name].documents is None:
             reason = "one call for each document"
         if reason is None:
             return KernelChoice(name, "; ".join(reasons))
         reasons.append(f"{name}: {reason}")
-    name = "flash-attn" if compat.has_flash_attn() and gpu.capability >= (8, 0) else "sdpa"
-    return KernelChoice(name, "; ".join(reasons))
+    return KernelChoice("sdpa", "; ".join(reasons))

@@ -53,9 +53,9 @@ class PieceOutput(NamedTuple):
 class PieceKernel:
     """A flash kernel: attention of one piece, and its gradients."""
 
-    cut: Callable[..., tuple[AttentionPiece, ...]]
-    """``(span, backward=)`` to its pieces, in order. Every row has one causal piece, which comes first. In
-    forward, pieces that have a row in common have all rows in common and are adjacent."""
+    cut: Callable[[Span], tuple[AttentionPiece, ...]]
+    """A span to its pieces, in order. Every row has one causal piece, which comes first. Pieces that have a
+    row in common have all rows in common and are adjacent."""
     forward: Callable[..., tuple[Any, ...]]
     """``(query, key, value, causal=, scale=)`` to ``(output, lse, *state)``."""
     backward: Callable[..., Sequence[Tensor]]
@@ -91,7 +91,7 @@ class PieceKernel:
         return tuple(tensor.permute(order) for tensor in tensors)
 
 
-def causal_then_earlier(span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
+def causal_then_earlier(span: Span) -> tuple[AttentionPiece, ...]:
     """The keys of the span itself, causal, as many as queries; then all earlier keys, without a mask."""
     own = AttentionPiece(0, span.length, span.global_start, span.global_end, causal=True)
     if not span.global_start:
@@ -99,7 +99,7 @@ def causal_then_earlier(span: Span, *, backward: bool) -> tuple[AttentionPiece, 
     return own, AttentionPiece(0, span.length, 0, span.global_start, causal=False)
 
 
-def all_visible_keys(span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
+def all_visible_keys(span: Span) -> tuple[AttentionPiece, ...]:
     """All keys that the span sees, for a kernel whose causal mask is aligned to the bottom right."""
     return (AttentionPiece(0, span.length, 0, span.global_end, causal=True),)
 
@@ -107,8 +107,8 @@ def all_visible_keys(span: Span, *, backward: bool) -> tuple[AttentionPiece, ...
 class AttentionInPieces(torch.autograd.Function):
     """All spans of a chunk: ``(query, key, value, kernel, spans, scale, add)`` to ``[R, B, H * V]``.
 
-    Backward differentiates every piece with the merged output and log-sum-exp, which makes the sum exact, and
-    may use different pieces than forward. With ``add``, gradients of keys and values go there alone.
+    Backward differentiates every piece with the merged output and log-sum-exp, which makes the sum exact.
+    With ``add``, gradients of keys and values go there alone.
     """
 
     @staticmethod
@@ -146,7 +146,7 @@ def attend_in_pieces(
     """Attention of the rows of some spans ``[R, B, H, C]``, merged over the pieces of each row."""
     outputs, exponents, state = [], [], ()
     for rows, span in split_spans(query, spans):
-        pieces = kernel.cut(span, backward=False)
+        pieces = kernel.cut(span)
         for (first, last), same_rows in itertools.groupby(pieces, key=lambda x: (x.first_row, x.last_row)):
             parts = [
                 kernel.attend(
@@ -190,7 +190,7 @@ def differentiate_in_pieces(
     pieces: list[tuple[slice, AttentionPiece]] = []
     first_row = 0
     for span in spans:
-        for piece in kernel.cut(span, backward=True):
+        for piece in kernel.cut(span):
             pieces.append((slice(first_row + piece.first_row, first_row + piece.last_row), piece))
         first_row += span.length
     rows, piece = pieces[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import weakref
 from collections.abc import Sequence
@@ -21,26 +22,25 @@ from megatron_ampipe.launch import host, startup
 from megatron_ampipe.launch.auto import (
     Agreement,
     AutoDegree,
-    iterations_left,
     print_on_first_rank,
     save_choice,
 )
 from megatron_ampipe.launch.flags import SWITCHED_OFF
 from megatron_ampipe.launch.hooks import Hook, Hooks, PlacedReductions
 from megatron_ampipe.launch.partners import PartneredSteps
-from megatron_ampipe.launch.planned import choice_of_plan, choose_memory, layout_of_args, planner_of
+from megatron_ampipe.launch.planned import choice_of_plan, choose_memory, planner_of, rows_of_rank
 from megatron_ampipe.launch.recording import Recording, RoutingRecording
 from megatron_ampipe.launch.refusals import (
     exchanges_of,
     load_balancing,
+    packs_documents,
     refuse_unsupported,
     refuse_with_token_ids,
 )
 from megatron_ampipe.launch.trials import Choice
-from megatron_ampipe.layers.context import AMPipeContext, DocumentReader, FullRecompute
+from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
 from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, load_gate
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.plan.recorded_routing import files_of, read_record
 from megatron_ampipe.runtime.partners import Partners
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
@@ -82,14 +82,14 @@ def make_context(
             memory = choose_memory(
                 args, config.pipeline, config.memory_budget, config.cluster, automatic=config.automatic
             )
-            config = replace(config, pipeline=replace(config.pipeline, memory=memory.memory))
+            config = replace(config, pipeline=memory.pipeline)
         on_gpu = not host.installed()
         adjustments = [*adjustments, *adjust_arguments(args, on_gpu=on_gpu)]
         # Without a trace, only what the log says of an iteration is recorded.
         context = AMPipeContext(
             config,
             recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 1),
-            recompute=take_over_recompute(args, config),
+            recomputed_layers=take_over_recompute(args, config),
             documents=DocumentReader(masked=startup.masks_documents(args)),
             gate=gate,
             wire=None if config.wire is None else load_wire(config.wire),
@@ -126,18 +126,20 @@ def make_context(
     return context
 
 
-def take_over_recompute(args: argparse.Namespace, config: AMPipeConfig) -> FullRecompute | None:
+def take_over_recompute(args: argparse.Namespace, config: AMPipeConfig) -> float:
     """Have the schedules recompute, where layers may share one, in place of Megatron's full recompute.
 
     It stays with Megatron where it spreads what is kept over tensor-parallel ranks, and in hybrid models.
+    Returns how many layers (``AMPipeContext.recomputed_layers``).
     """
     shares = config.automatic or config.pipeline.stack != 1
     if args.recompute_granularity != "full" or not shares:
-        return None
+        return 0
     if args.distribute_saved_activations or args.hybrid_layer_pattern is not None:
-        return None
+        return 0
     args.recompute_granularity, args.ampipe_recomputes = None, True
-    return FullRecompute(args.recompute_method, args.recompute_num_layers)
+    first: int = args.recompute_num_layers
+    return first if args.recompute_method == "block" else math.inf
 
 
 def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> list[host.Adjustment]:
@@ -193,8 +195,7 @@ def _drop_attention_mask(args: argparse.Namespace) -> host.Adjustment | None:
 
 def _unfuse_rotary(args: argparse.Namespace) -> host.Adjustment | None:
     """Rotate latent attention without its fused kernel where rows of one index have several positions."""
-    packed = args.sft or getattr(args, "dataloader_inter_document_masking", False)
-    several = args.micro_batch_size > 1 and packed
+    several = args.micro_batch_size > 1 and packs_documents(args)
     if not (several and args.multi_latent_attention and args.apply_rope_fusion):
         return None
     args.apply_rope_fusion = False
@@ -224,8 +225,7 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
         planner = planner_of(
             args, config.cluster, stack=given.stack, memory=given.memory, exchanges=exchanges
         )
-    layout = layout_of_args(args)
-    shape = (args.seq_length // (layout.tensor_ranks * layout.context_ranks), args.micro_batch_size)
+    shape = (rows_of_rank(args), args.micro_batch_size)
     # Gradients of weights during transfers, where the user and the layers leave that open.
     is_open = args.ampipe_schedule is None and args.transformer_impl == "local"
     auto = AutoDegree(
@@ -235,7 +235,6 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
         in_one_chunk=IN_ONE_CHUNK if is_open else None,
         say=print_on_first_rank,
         keep=functools.partial(save_choice, args, config.save_plan, shape),
-        iterations_left=functools.partial(iterations_left, args),
     )
     choice = auto.start(shape)
     hooks.add(Agreement(context.pipeline))
@@ -243,11 +242,10 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
     return choice
 
 
-def find_gate(config: AMPipeConfig, args: argparse.Namespace, *, of_script: bool = False) -> type | None:
+def find_gate(config: AMPipeConfig, args: argparse.Namespace) -> type | None:
     """The class that a run's MoE layers use as their router (``--ampipe-router``); None for Megatron's own.
 
-    Raises :class:`BadInput` if it does not fit the other flags. ``of_script``: a script of a
-    checkout reads the data, not AMPipe's entry point.
+    Raises :class:`BadInput` if it does not fit the other flags.
     """
     name = config.router
     if name is None:
@@ -281,15 +279,6 @@ def find_gate(config: AMPipeConfig, args: argparse.Namespace, *, of_script: bool
         )
     if issubclass(gate, TokenIdRouter):
         refuse_with_token_ids(name, args)
-        if of_script and args.pipeline_model_parallel_size > 1:
-            raise BadInput(
-                "--pipeline-model-parallel-size",
-                args.pipeline_model_parallel_size,
-                rule=f"with {ROUTER_FLAG} {name}, every pipeline stage needs the ids of the tokens, and this "
-                "script reads them for the first one alone",
-                remedy="Start the run with -m megatron_ampipe.pretrain_gpt, or use a router that reads "
-                "hidden states, such as --ampipe-router cosine.",
-            )
     return gate
 
 
@@ -306,7 +295,7 @@ class TokenIdsOfModels(Hook):
 
 
 def _check_recorded_routing(args: argparse.Namespace, config: AMPipeConfig, folder: Path) -> None:
-    """Refuse a run in which nothing could be recorded, or a folder of another model."""
+    """Refuse a run in which nothing could be recorded."""
     refuse = functools.partial(SETTING["routing_dir"].refuse, folder)
     if not args.num_experts:
         raise refuse("the model has no MoE layer", "Set --num-experts, or leave it out.")
@@ -318,16 +307,5 @@ def _check_recorded_routing(args: argparse.Namespace, config: AMPipeConfig, fold
             f"records none of the {args.train_iters} iterations of this training",
             f"Use --ampipe-routing-interval {max(1, args.train_iters // 10)}.",
         )
-    if int(os.environ.get("RANK", "0")) != 0:
-        return
-    flag = SETTING["routing_dir"].flag
-    outputs.check_folder(folder.absolute(), flag=flag, value=folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in list(files_of(folder).values())[:1]:
-        earlier = read_record(path, flag=flag)
-        if (earlier.num_experts, earlier.hidden_size) != (args.num_experts, args.hidden_size):
-            raise refuse(
-                f"has the routing of another model, with {earlier.num_experts} experts and hidden size "
-                f"{earlier.hidden_size}",
-                "Name another folder, or remove its files.",
-            )
+    if int(os.environ.get("RANK", "0")) == 0:
+        outputs.check_folder(folder.absolute(), flag=SETTING["routing_dir"].flag, value=folder)

@@ -23,7 +23,15 @@ import torch.distributed as dist
 from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.launch.planned import plan_of_choice
-from megatron_ampipe.launch.trials import Choice, Planner, Shape, SizeRanges, Trials, candidates
+from megatron_ampipe.launch.trials import (
+    Choice,
+    Planner,
+    Shape,
+    SizeRanges,
+    Trials,
+    candidates,
+    most_iterations,
+)
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule import Direction, Exchange, Pipeline, to_text
 
@@ -41,8 +49,6 @@ class AutoDegree(Hook):
         in_one_chunk: Name of a second schedule that is tried at degree 1; none if None.
         say: Prints a line to the log; called on every rank.
         keep: Called with every new choice and its shape, on every rank.
-        iterations_left: Returns how many iterations the run has left, including the current one, or None if
-            that is unknown. A warning is logged if the run may end before the trials.
     """
 
     def __init__(
@@ -54,11 +60,10 @@ class AutoDegree(Hook):
         in_one_chunk: str | None = None,
         say: Callable[[str], None],
         keep: Callable[[Shape, Choice], None] = lambda shape, choice: None,
-        iterations_left: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._context, self._planner, self._say = context, planner, say
         self._exchanges, self._in_one_chunk = exchanges, in_one_chunk
-        self._keep, self._iterations_left = keep, iterations_left
+        self._keep = keep
         self._ranges = SizeRanges()
         self._choices: dict[Shape, Choice] = {}
         self._shape: Shape | None = None
@@ -135,7 +140,7 @@ class AutoDegree(Hook):
             self._begin_trials(shape, self._ranges.left(tokens, degrees))
 
     def _begin_trials(self, shape: Shape, degrees: Sequence[int]) -> None:
-        given, left = self._context.config.pipeline, self._iterations_left()
+        given = self._context.config.pipeline
         cut = [
             replace(given, degree=degree, backward_degree=degree, exchange=exchange)
             for exchange in self._exchanges
@@ -146,15 +151,13 @@ class AutoDegree(Hook):
             uncut = [
                 replace(pipeline, schedule=self._in_one_chunk) for pipeline in cut if pipeline.degree == 1
             ]
-        self._trials = Trials(list(dict.fromkeys([*uncut, *cut])), iterations_left=left)
-        tried = ", ".join(map(str, degrees))
-        self._say(f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, one per iteration")
-        needed = self._trials.most_iterations
-        if left is not None and left < needed:
-            self._say(
-                f"the run has {left} iterations left, and the trials take up to {needed}: it may end "
-                "before a degree is chosen. For a short run, set the degree: --ampipe-degree 4"
-            )
+        pipelines = list(dict.fromkeys([*uncut, *cut]))
+        self._trials = Trials(pipelines)
+        tried, most = ", ".join(map(str, degrees)), most_iterations(len(pipelines))
+        self._say(
+            f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, one per iteration, for "
+            f"up to {most} iterations; for a short run, set the degree: --ampipe-degree 4"
+        )
 
     def _settle(self, choice: Choice) -> None:
         assert self._shape is not None
@@ -226,13 +229,3 @@ def save_choice(
         plan_of_choice(args, choice).write(Path(path), head=head)
     except RunFailed as error:
         print_on_first_rank(f"a restart chooses again: {error}")
-
-
-def iterations_left(args: argparse.Namespace) -> int | None:
-    """Iterations of training up to the end of the run, including the current one; None if it is not known."""
-    done: int | None = getattr(args, "curr_iteration", None)
-    if done is None or not args.train_iters:
-        return None
-    left: int = args.train_iters - done
-    every = args.exit_interval
-    return min(left, every - done % every) if every else left

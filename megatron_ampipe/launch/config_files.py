@@ -17,9 +17,8 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ampipe import __version__, compat
 from megatron_ampipe.errors import BadInput, did_you_mean
@@ -40,38 +39,29 @@ _PLAIN = re.compile(r"(?!(?i:true|false|null)$)[\w./+][\w./+@%=-]*|-?[0-9.]+(e-?
 """Text that YAML needs no quotes for. Numbers are read as text, so they need none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlagValue:
-    """One flag and what it is set to.
-
-    Attributes:
-        flag: As it is on the command line; without ``no-`` if the parser has both.
-        value: True or False for a switch, a list for a flag of several values, None if a file sets it back to
-            Megatron's default. Numbers are text.
-        words: Its words on a command line; none for a switch that is off.
-        source: ``FILE:LINE``, or ``command line``.
-    """
+class FlagValue(NamedTuple):
+    """One flag and what it is set to."""
 
     flag: str
+    """As it is on the command line; without ``no-`` if the parser has both."""
     value: Any
+    """True or False for a switch, a list for a flag of several values, None if a file sets it back to
+    Megatron's default. Numbers are text."""
     words: tuple[str, ...]
+    """Its words on a command line; none for a switch that is off."""
     source: str
+    """``FILE:LINE``, or ``command line``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
-    """Files and a command line, put together.
-
-    Attributes:
-        settings: Those of the files in the order of their first appearance, then those of the command line.
-        words: The command line that Megatron will parse.
-        unknown: Those of its words that are not flags of the parser; it will refuse them, unless a training
-            script adds its own flags.
-    """
+class Resolved(NamedTuple):
+    """Files and a command line, put together."""
 
     settings: tuple[FlagValue, ...]
+    """Those of the files in the order of their first appearance, then those of the command line."""
     words: tuple[str, ...]
+    """The command line that Megatron will parse."""
     unknown: tuple[str, ...]
+    """Those of its words that are not flags of the parser, but of a training script, or refused."""
 
     def located(self, error: BadInput) -> BadInput:
         """The same error with file and line, if a file sets the flag that it is about."""
@@ -112,11 +102,11 @@ def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
         BadInput: a file is missing, or a key in it is wrong, or its value cannot be a flag's.
     """
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
-    groups = [(group[0].partition("=")[0], group) for group in _groups(words)]
+    groups = [(group[0].partition("=")[0], group) for group in groups_of(words)]
     # By the names under which the parser stores them, so that two spellings are one flag.
     files: dict[str, FlagValue] = {}
     for flag, group in groups:
-        for name in _values(group) if flag == CONFIG_FLAG else ():
+        for name in values_of(group) if flag == CONFIG_FLAG else ():
             path = find_config(name, folders=CONFIG_FOLDERS, flag=CONFIG_FLAG, what="configuration")
             files |= _from_file(path, actions)
     own = [(flag, group) for flag, group in groups if flag != CONFIG_FLAG]
@@ -206,22 +196,18 @@ def _words_of(place: str, flag: str, value: Any, action: argparse.Action) -> tup
         on = (flag, "true") if action.type is bool else (flag,)
         return on if value else (f"--no-{flag[2:]}",) if is_pair else ()
     values = value if isinstance(value, list) else [value]
-    if not all(isinstance(word, str) and word for word in values):
-        rule = "takes only numbers and text, and words such as true in quotes"
+    is_several = isinstance(value, list) and action.nargs is None
+    if is_several or not all(isinstance(word, str) and word for word in values):
+        rule = "takes numbers and text; words such as true, and patterns such as [0, 1], in quotes"
         shown_value = f"{flag[2:]}: {value or '(empty)'}"
         raise BadInput(f"{place}:", shown_value, rule=rule, remedy="Give one, or leave the key out.")
-    if isinstance(value, list) and action.nargs is None:
-        text = f"[{','.join(values)}]"
-        remedy = f'Write one value; a pattern of layers in quotes: "{text}".'
-        rule = "takes one value, and this is a list"
-        raise BadInput(f"{place}:", f"{flag[2:]}: {text}", rule=rule, remedy=remedy)
     # A word that begins with a dash would be taken for a flag.
     is_attached = len(values) == 1 and values[0].startswith("-")
     return (f"{flag}={values[0]}",) if is_attached else (flag, *values)
 
 
 def _from_command_line(group: Sequence[str], action: argparse.Action) -> FlagValue:
-    flag, values = group[0].partition("=")[0], _values(group)
+    flag, values = group[0].partition("=")[0], values_of(group)
     value: Any = values
     if isinstance(action, argparse.BooleanOptionalAction):
         flag = next(option for option in action.option_strings if not option.startswith("--no-"))
@@ -233,7 +219,7 @@ def _from_command_line(group: Sequence[str], action: argparse.Action) -> FlagVal
     return FlagValue(flag=flag, value=value, words=tuple(group), source=_COMMAND_LINE)
 
 
-def _groups(words: Sequence[str]) -> Iterator[list[str]]:
+def groups_of(words: Sequence[str]) -> Iterator[list[str]]:
     """Each flag with its values: the words up to the next flag."""
     group: list[str] = []
     for word in words:
@@ -245,7 +231,8 @@ def _groups(words: Sequence[str]) -> Iterator[list[str]]:
         yield group
 
 
-def _values(group: Sequence[str]) -> list[str]:
+def values_of(group: Sequence[str]) -> list[str]:
+    """The values of a flag."""
     flag, separator, attached = group[0].partition("=")
     values = [attached, *group[1:]] if separator else list(group[1:])
     if flag == CONFIG_FLAG and not values:
@@ -285,23 +272,20 @@ def _in_yaml(value: Any) -> str:
 
 def as_command(resolved: Resolved) -> str:
     """A command line for a shell, with one flag on each line."""
-    return " \\\n".join(map(shlex.join, _groups(resolved.words))) + "\n"
+    return " \\\n".join(map(shlex.join, groups_of(resolved.words))) + "\n"
 
 
 def write_beside_logs(resolved: Resolved, *, adjustments: Sequence[str], script: str | None) -> Path | None:
     """Write ``resolved.yaml`` into the folder where the run writes: a file that repeats this run.
 
-    Flags that a script adds to Megatron's are no settings of a file; they stand there as a comment.
-
-    ``adjustments``, what was added to the command line, stand there as comments too, so that the file also
-    fits a machine that needs none. ``script`` is what was run, where that is not AMPipe's entry.
+    Comments in it are what was added to the command line, ``adjustments``, and flags that are no settings.
+    ``script`` is what was run, None for AMPipe's entry.
 
     Returns:
         The file; None if the run has no such folder.
 
     Raises:
         BadInput: the folder cannot be made or written to.
-        RunFailed: writing failed.
     """
     folders = {setting.flag: str(setting.value or "") for setting in resolved.settings}
     # An object store is not a folder.

@@ -13,24 +13,12 @@ QUEUES = "32"
 """The most that CUDA has; more than a process of AMPipe's has busy streams."""
 EXPORT = f"export {VARIABLE}={QUEUES}"
 
-_is_ours = False
-
 
 def set_default() -> None:
     """Use :data:`QUEUES` where the user has not chosen, unless CUDA has been initialised already."""
-    global _is_ours
     torch = sys.modules.get("torch")
     if VARIABLE not in os.environ and (torch is None or not torch.cuda.is_initialized()):
         os.environ[VARIABLE] = QUEUES
-        _is_ours = True
-
-
-def unset_default() -> None:
-    """Undo :func:`set_default`, for a run that turns out to be Megatron's own."""
-    global _is_ours
-    if _is_ours:
-        os.environ.pop(VARIABLE, None)
-        _is_ours = False
 
 
 def meaning(value: str | None) -> tuple[str, str]:

@@ -9,10 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import os
-import shutil
-import subprocess
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +34,10 @@ def check_data(args: argparse.Namespace, replace: Replace, *, of_script: bool = 
     """
     from megatron.training.utils import get_blend_and_blend_per_split
 
+    for flag in () if of_script else ("--fim-data", "--logits-load-dir"):
+        if value := getattr(args, flag[2:].replace("-", "_")):
+            remedy = "Run its pretrain_gpt.py with -m megatron_ampipe.launch."
+            raise BadInput(flag, value, rule="is supported by the script of a checkout only", remedy=remedy)
     if args.mock_data:
         return
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -124,30 +124,5 @@ def use_built_helpers(replace: Replace) -> None:
     """Keep Megatron from running ``make`` for a helper that is already built, as it is in a wheel."""
     from megatron.core.datasets import utils
 
-    is_there = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
-    if is_there and not must_be_compiled(Path(utils.__file__).parent):
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         replace(utils, "compile_helpers", lambda: None)
-
-
-def must_be_compiled(folder: Path | None = None) -> bool:
-    """Whether a run would compile the helper: in a checkout, unless what is built is newer than its source.
-
-    ``folder`` is ``megatron/core/datasets``; where an import finds it when None.
-    """
-    if folder is None and (core := compat.megatron_folder()) is not None:
-        folder = core / "datasets"
-    if folder is None or not (folder / "Makefile").exists():
-        return False
-    built = folder / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
-    return not built.exists() or built.stat().st_mtime < (folder / "helpers.cpp").stat().st_mtime
-
-
-def missing_tools() -> list[str]:
-    """What keeps this machine from compiling the helper, as clauses; empty where nothing does."""
-    tools = ("make", "python3", "python3-config", (os.environ.get("CXX", "").split() or ["g++"])[0])
-    missing = [f"{tool} is not on the PATH" for tool in tools if shutil.which(tool) is None]
-    if shutil.which("python3") is not None:
-        command = ["python3", "-m", "pybind11", "--includes"]
-        if subprocess.run(command, capture_output=True, timeout=30).returncode != 0:
-            missing.append("the python3 on the PATH has no pybind11")
-    return missing

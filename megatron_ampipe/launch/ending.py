@@ -18,8 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 
 from megatron_ampipe.errors import AMPipeError, BadInput, RunFailed
 from megatron_ampipe.launch import failures
@@ -44,8 +43,10 @@ def run_to_end(work: Callable[[], int]) -> int:
     if _ERROR_FILE in os.environ:
         faulthandler.enable()
     try:
-        with _handling_interrupts():
-            return work()
+        # A background process of a shell ignores it, and still does.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _interrupt)
+        return work()
     except KeyboardInterrupt:
         return end_interrupted()
     # Some exceptions of torch are no Exception.
@@ -56,6 +57,13 @@ def run_to_end(work: Callable[[], int]) -> int:
         if not isinstance(cause, Exception):
             raise
         return end_after_failure(cause)
+
+
+def _interrupt(*_: object) -> None:
+    """End the run once: a second Ctrl-C, as torchrun sends it, and the logs of libraries are ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.disable()
+    raise KeyboardInterrupt
 
 
 def _wrong_rank_variable() -> BadInput | None:
@@ -89,16 +97,14 @@ def end_with(error: AMPipeError) -> int:
     """Print ``error`` once and return its exit code.
 
     torchrun ends all ranks as soon as one has exited. Rank 0 prints the message, so the other ranks wait
-    until they are ended. A rank that is not ended is the only one that failed: it prints the message itself,
-    the first rank of each node before the others.
+    until they are ended. One that is not ended has failed alone, and prints the message itself.
     """
     prints = int(os.environ.get("RANK", "0")) == 0
     if not prints:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(error.exit_code))
     _leave_for_torchrun(f"error: {error}")
     if not prints:
-        is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
-        time.sleep(PEER_GRACE_S if is_first else PEER_GRACE_S + PEER_LAG_S)
+        time.sleep(PEER_GRACE_S)
     # On a new line: another rank may have left one unfinished.
     print(f"\nerror: {error}", file=sys.stderr, flush=True)
     if prints and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -111,8 +117,9 @@ def end_after_failure(error: Exception) -> int:
     traceback.print_exception(error)
     trace, rank = "".join(traceback.format_exception(error)), os.environ.get("RANK", "0")
     if failures.lost_a_peer(error):
-        silent = failures.describe_silent_ranks() or "The cause is in that peer's output."
-        message = f"error: rank {rank} failed: it has lost a peer, see above. {silent}"
+        message = (
+            f"error: rank {rank} failed: it has lost a peer, see above. The cause is in that peer's output."
+        )
         # torchrun names the earliest failure as the cause, which is that of the peer.
         _leave_for_torchrun(trace + message, later_s=1)
     else:
@@ -143,25 +150,3 @@ def _leave_for_torchrun(message: str, *, later_s: int = 0) -> None:
     # The message is printed as well.
     with contextlib.suppress(OSError), open(path, "w") as file:
         json.dump({"message": {"message": message.splitlines()[-1], "extraInfo": extra}}, file)
-
-
-@contextlib.contextmanager
-def _handling_interrupts() -> Iterator[None]:
-    """Have Ctrl-C end the run once: a second one and the logs of libraries are ignored."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        logging.disable()
-        raise KeyboardInterrupt
-
-    # A background process of a shell ignores it, and still does.
-    is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not is_handled or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGINT) is interrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,20 +2,16 @@
 
 Megatron checks with assertions, some of them bare, with ``sys.exit()`` after a message, and by failing. What
 fails before training is bad input. A failure during training keeps its traceback, unless the exception does
-not say what has happened: a full disk, a silent rank, a checkpoint that cannot be read.
+not say what has happened: a full disk, a checkpoint that cannot be read.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
-import enum
 import errno
 import linecache
 import os
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,33 +21,12 @@ from typing import Any, NoReturn
 from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing, RunFailed, did_you_mean
 
 TRACKER = "latest_checkpointed_iteration.txt"
-HELPERS_REMEDY = (
-    "pip install pybind11, have make and a C++ compiler, and the python3 and python3-config of the "
-    "environment first on the PATH"
-)
-"""How to repair the compilation of the dataset helper of a checkout of Megatron."""
-ANSWER_S = 5.0
-"""How long a rank that has lost a peer waits for the others to say that they are alive."""
-_ALIVE = "megatron_ampipe/alive"
-_DATASETS = "megatron.core.datasets"
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _WRITER = ("PytorchStreamWriter", "unexpected pos")
 """Torch's messages where a write fails; they give no reason."""
 _LOST_PEER = ("timed out", "timeout", "connection closed by peer", "connection reset by peer")
 _GLOO = "gloo/transport"
 """Where gloo's errors come from, which are plain ``RuntimeError``; those of NCCL and stores have a type."""
-
-
-@contextlib.contextmanager
-def refuse_as_bad_input() -> Iterator[None]:
-    """Turn what Megatron raises while it checks arguments into :class:`BadInput`."""
-    try:
-        yield
-    except BaseException as error:
-        cause = known_cause(error)
-        if cause is None:
-            raise
-        raise cause from error
 
 
 def known_cause(error: BaseException) -> AMPipeError | None:
@@ -78,11 +53,6 @@ def known_cause(error: BaseException) -> AMPipeError | None:
     place = origin(error).tb_frame.f_code.co_filename, origin(error).tb_lineno
     at = f"The check is at {place[0]}:{place[1]}."
     if isinstance(error, SystemExit):
-        if error.code == 1 and _passed(error, f"{_DATASETS}.utils", "compile_helpers"):
-            return EnvironmentMissing(
-                "Megatron could not compile its dataset helper, see above. To repair it: "
-                f"{HELPERS_REMEDY}. What is built once is not built again."
-            )
         # With --help, the code is 0.
         if error.code is not None or not raised_in("megatron", error):
             return None
@@ -94,9 +64,6 @@ def known_cause(error: BaseException) -> AMPipeError | None:
         return None
     if raised_in("megatron_ampipe", error) or raised_in("torch", error):
         return None
-    if _passed(error, _DATASETS):
-        rule = f"the data cannot be used ({reason_of(error)})"
-        return BadInput("--data-path", "", rule=rule, remedy=f"Copy or make the data again. {at}")
     return _refused(reason_of(error), at)
 
 
@@ -137,37 +104,6 @@ def lost_a_peer(error: BaseException) -> bool:
     said = str(error).lower()
     is_of_a_group = _GLOO in said or any(kind.__name__ == "DistError" for kind in type(error).__mro__)
     return is_of_a_group and any(words in said for words in _LOST_PEER)
-
-
-def describe_silent_ranks() -> str | None:
-    """Ask which ranks are alive, and name those that do not answer, as a sentence; None where all do.
-
-    Every rank that has lost a peer calls this, at about the same time. One that is stopped or hangs does not.
-    """
-    if "torch" not in sys.modules:
-        return None
-    import torch
-
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return None
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    try:
-        store = torch.distributed.distributed_c10d._get_default_store()
-        store.set_timeout(datetime.timedelta(seconds=ANSWER_S))
-        store.set(f"{_ALIVE}/{rank}", "1")
-        time.sleep(ANSWER_S)
-        silent = [other for other in range(ranks) if not store.check([f"{_ALIVE}/{other}"])]
-    # The store lies in a process that may be the silent one.
-    except Exception:
-        return None
-    if not silent:
-        return None
-    minutes = getattr(_arguments(), "distributed_timeout_minutes", None)
-    limit = f", now {minutes}" if minutes is not None else ""
-    return (
-        f"No answer from rank {', '.join(map(str, silent))}: stopped, hung or gone. Look at its process and "
-        f"its node. How long ranks wait for each other is set by --distributed-timeout-minutes{limit}."
-    )
 
 
 def reason_of(error: BaseException) -> str:
@@ -235,7 +171,6 @@ def report_parser_errors(parser: argparse.ArgumentParser) -> None:
 
     parser.error = error  # type: ignore[method-assign]
     for action in parser._actions:
-        _name_choices(action)
         # Let --help work although a text of Megatron's has a single percent sign; argparse fails at it.
         try:
             (action.help or "") % vars(action)
@@ -245,35 +180,13 @@ def report_parser_errors(parser: argparse.ArgumentParser) -> None:
         parser.print_help = lambda file=None: None  # type: ignore[method-assign]
 
 
-def _name_choices(action: argparse.Action) -> None:
-    """Make a wrong name of an enum an error that names the flag; Megatron's is a bare KeyError."""
-    names = [choice.name for choice in action.choices or () if isinstance(choice, enum.Enum)]
-    convert = action.type
-    if not names or not callable(convert):
-        return
-
-    def named(text: str) -> object:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(names)})")
-        return convert(text)
-
-    action.type = named
-
-
 def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
     remedy = "Run with --help for the list."
-    if message.startswith("unrecognized arguments: "):
-        unknown = message.removeprefix("unrecognized arguments: ")
-        if not unknown.startswith("-"):
-            remedy = "A switch such as --swiglu takes no value, and a value with spaces needs quotes."
-            return BadInput("argument", unknown, rule="is unexpected", remedy=remedy)
-        known = [flag for action in parser._actions for flag in action.option_strings]
-        near = did_you_mean(unknown.split()[0].partition("=")[0], known)
-        return BadInput("argument", unknown, rule="there is no such flag", remedy=near or remedy)
     flag, separator, rule = message.removeprefix("argument ").partition(": ")
+    if flag == "unrecognized arguments":
+        known = [flag for action in parser._actions for flag in action.option_strings]
+        near = did_you_mean(rule.split()[0].partition("=")[0], known)
+        return BadInput("argument", rule, rule="there is no such flag", remedy=near or remedy)
     if not separator or not message.startswith("argument "):
         return BadInput("arguments", "(incomplete)", rule=message, remedy=remedy)
-    rule, _, choices = rule.partition(" (choose from ")
-    rule, _, value = rule.partition(": ")
-    remedy = f"Use one of: {choices.removesuffix(')')}." if choices else f"Write {flag} with a value."
-    return BadInput(flag, value or "(no value)", rule=rule, remedy=remedy)
+    return BadInput(flag, "", rule=rule, remedy=remedy)

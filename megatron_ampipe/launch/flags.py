@@ -7,6 +7,7 @@ What Megatron's flags exclude is in ``refusals.py``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -124,29 +125,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     @functools.wraps(parse)
     def parsing(*words: Any, **options: Any) -> Any:
-        args, rest = parse(*words, **options)
+        try:
+            args, rest = parse(*words, **options)
+        except KeyError as error:
+            # Of an enum of Megatron's.
+            parser.error(f"{error} is no choice of its flag")
         args.ampipe_put_aside = ()
-        if getattr(args, "yaml_cfg", None) is not None:
-            return args, rest
-        # Of files it is known once they are read, after torch is imported, which may initialise CUDA.
-        is_pipelined = args.ampipe_config is not None
-        if not is_pipelined:
-            try:
-                is_pipelined = config_from_args(args).pipelined
-            except BadInput:
-                # Reported by whoever parses: not all of these errors are of single flags.
-                return args, rest
-            if is_pipelined:
+        # Reported by whoever parses: not all of these errors are of single flags.
+        with contextlib.suppress(BadInput):
+            if config_from_args(args).pipelined:
                 # Plain text: Megatron writes its arguments into checkpoints, which stock Megatron reads.
                 args.ampipe_put_aside = switch_off_overlaps(args)
                 is_open = args.ampipe_degree != AUTO and not (args.ampipe_plan or args.ampipe_save_plan)
                 if _PARTNER_FLAG in args.ampipe_put_aside and is_open:
                     args.ampipe_partner = True
                 setattr(args, LIFTS_ONE_CONNECTION, True)
-        if is_pipelined:
-            connections.set_default()
-        else:
-            connections.unset_default()
+                connections.set_default()
         return args, rest
 
     parser.parse_known_args = parsing  # type: ignore[method-assign]

@@ -27,14 +27,11 @@ from megatron.core.utils import (
     get_batch_on_this_tp_rank,
     get_model_config,
 )
-from megatron.training import get_args, get_timers, print_rank_0
+from megatron.training import get_args, get_timers
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
-
-from megatron_ampipe.layers.gates import TokenIdRouter, load_gate
 
 Batch = dict[str, torch.Tensor | None]
 
@@ -65,8 +62,7 @@ def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int
     packed = args.sft or args.dataloader_inter_document_masking
     has_mtp = _has_mtp(config, vp_stage)
     is_edge_stage = is_first_or_last_pipeline_stage(vp_stage) or has_mtp
-    routes_by_ids = _routes_by_ids(args.ampipe_router)
-    if not is_edge_stage and not packed and not routes_by_ids:
+    if not is_edge_stage and not packed:
         return dict.fromkeys(FIELDS)
 
     tp_rank = mpu.get_tensor_model_parallel_rank()
@@ -75,7 +71,6 @@ def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int
         loaded = next(data_iterator)
         read = {field: loaded.get(field) for field in FIELDS}
         batch = {name: None if one is None else one.cuda(non_blocking=True) for name, one in read.items()}
-    tokens = batch.get("tokens")
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=packed,
@@ -92,15 +87,9 @@ def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    if routes_by_ids and args.pipeline_model_parallel_size > 1:
-        # Megatron drops them after the first stage.
-        batch["tokens"] = _of_first_tensor_rank(tokens)
     batch = flatten_batch_for_packed_sequences(batch)
     if not is_edge_stage:
-        kept = (*PACKING_FIELDS, "tokens") if routes_by_ids else PACKING_FIELDS
-        batch = {field: batch.get(field) if field in kept else None for field in FIELDS}
-        if not routes_by_ids:
-            return batch
+        return {field: batch.get(field) if field in PACKING_FIELDS else None for field in FIELDS}
     return get_batch_on_this_cp_rank(
         batch,
         is_hybrid_cp=args.hybrid_context_parallel,
@@ -108,23 +97,6 @@ def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int
         hybrid_cp_group_func=get_hybrid_data_context_parallel_groups,
         use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
     )
-
-
-@functools.cache
-def _routes_by_ids(router: str | None) -> bool:
-    """Whether ``--ampipe-router`` names a class that chooses by the ids of tokens."""
-    return router is not None and issubclass(load_gate(router), TokenIdRouter)
-
-
-def _of_first_tensor_rank(tokens: torch.Tensor | None) -> torch.Tensor:
-    """``[B, S]``, the ids that the first of the tensor-parallel ranks has read, on all of them."""
-    args = get_args()
-    if tokens is None:
-        shape = (args.micro_batch_size, args.seq_length)
-        tokens = torch.empty(shape, dtype=torch.int64, device=torch.cuda.current_device())
-    group = mpu.get_tensor_model_parallel_group()
-    torch.distributed.broadcast(tokens, mpu.get_tensor_model_parallel_src_rank(), group=group)
-    return tokens
 
 
 def _has_mtp(config: Any, vp_stage: int | None) -> bool:
@@ -186,48 +158,26 @@ def forward_step(
             output = model.build_schedule_plan(*inputs, **targets, packed_seq_params=packing)
         else:
             output = model(*inputs, **targets, packed_seq_params=packing)
-    return output, functools.partial(loss_func, batch["loss_mask"], model=model)
-
-
-@functools.cache
-def _distillation_loss() -> Callable[..., Any]:
-    """The loss against a teacher's stored log-probabilities; opens their reader once per process."""
-    from megatron.training.distillation import LossFuncCallable
-
-    args = get_args()
-    return LossFuncCallable(
-        logprobs_dir=args.logits_load_dir,
-        decode_threads=args.logits_load_decode_threads,
-        prefetch_factor=args.logits_load_prefetch_factor,
-        msc_prefetch_depth=args.logits_load_msc_prefetch_depth,
-        kd_loss_alpha=args.logits_load_kd_loss_alpha,
-        ignore_errors=args.logits_load_ignore_errors,
-    )
+    return output, functools.partial(loss_func, batch["loss_mask"])
 
 
 def loss_func(
-    loss_mask: torch.Tensor, output: torch.Tensor, model: Any = None
+    loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The sum of the token losses ``[B, S]`` of one micro-batch.
 
     Args:
         loss_mask: ``[B, S]``, 1 for tokens that count.
         output: Losses of the tokens, ``[B, S]``.
-        model: The model that made ``output``; needed for distillation.
 
     Returns:
         The loss (a sum), the number of tokens in it, and what to report: (sum, tokens) by name.
     """
-    args = get_args()
-    if args.logits_load_dir is not None:
-        loss, num_tokens, report = _distillation_loss()(loss_mask, output, model=model)
-    else:
-        mask = loss_mask.view(-1).float()
-        loss = (output.view(-1).float() * mask).sum()
-        num_tokens = mask.sum().detach().to(torch.int)
-        report = {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
+    mask = loss_mask.view(-1).float()
+    loss = (output.view(-1).float() * mask).sum()
     _check_loss(loss)
-    return loss, num_tokens, report
+    num_tokens = mask.sum().detach().to(torch.int)
+    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
 
 
 def _check_loss(loss: torch.Tensor) -> None:
@@ -259,14 +209,9 @@ def embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
 def datasets_provider(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
     """The training, validation and test datasets, of so many samples each."""
     args = get_args()
-    kind = GPTFIMDataset if args.fim_data else GPTDataset
-    if args.sft or args.mock_data:
-        kind = SFTDataset if args.sft else MockGPTDataset
-    print_rank_0("> building train, validation, and test datasets for GPT ...")
+    kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     is_needed_here = functools.partial(_is_dataset_needed_here, vp_stage)
-    datasets = BlendedMegatronDatasetBuilder(kind, num_samples, is_needed_here, _dataset_config(args)).build()
-    print_rank_0("> finished creating GPT datasets ...")
-    return datasets
+    return BlendedMegatronDatasetBuilder(kind, num_samples, is_needed_here, _dataset_config(args)).build()
 
 
 # Every rank calls the provider; the builder inside it decides who builds.
@@ -277,20 +222,19 @@ def _is_dataset_needed_here(vp_stage: int | None) -> bool:
     if mpu.get_tensor_model_parallel_rank() != 0:
         return False
     args = get_args()
-    # Packed samples carry the documents' ends, which every stage needs; so do routers that read ids.
-    if args.sft or _routes_by_ids(args.ampipe_router) or is_first_or_last_pipeline_stage(vp_stage):
+    # Packed samples carry the documents' ends, which every stage needs.
+    if args.sft or is_first_or_last_pipeline_stage(vp_stage):
         return True
     return _has_mtp(core_transformer_config_from_args(args), vp_stage)
 
 
 def _dataset_config(args: Any) -> GPTDatasetConfig:
-    kind = GPTFIMDatasetConfig if args.fim_data else GPTDatasetConfig
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     settings = {
         # Most fields are named as the arguments.
         **{
             field.name: getattr(args, field.name)
-            for field in dataclasses.fields(kind)
+            for field in dataclasses.fields(GPTDatasetConfig)
             if field.init and hasattr(args, field.name)
         },
         "tokenizer": build_tokenizer(args),
@@ -308,7 +252,4 @@ def _dataset_config(args: Any) -> GPTDatasetConfig:
     }
     if args.per_dataset_sequences_path is not None:
         settings["sequences_per_dataset"] = json.loads(Path(args.per_dataset_sequences_path).read_text())
-    if args.fim_data:
-        names = ("prefix", "middle", "suffix", "pad", "eod")
-        settings["fim_extra_tokens"] = {name: getattr(args, f"fim_{name}_token") for name in names}
-    return kind(**settings)
+    return GPTDatasetConfig(**settings)

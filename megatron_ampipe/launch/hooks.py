@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,13 +60,15 @@ class Hooks:
         Args:
             pipelined: Layers are AMPipe's, which ask for gradients on the training stream.
         """
+        from megatron.core.distributed import DistributedDataParallel
         from megatron.training import training
 
         if self._hooks:
             self.replace(training, "train_step", self.around_step(training.train_step))
             self.replace(training, "training_log", self._around_log(training.training_log))
         if pipelined:
-            self._restore.enter_context(accumulating_on_training_stream())
+            construct = on_training_stream(DistributedDataParallel.__init__)
+            self.replace(DistributedDataParallel, "__init__", construct)
 
     def remove(self) -> None:
         """Give Megatron its functions back, and end every hook."""
@@ -90,17 +92,12 @@ class Hooks:
 
         return step
 
-    def around_forward(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward step that a script gives to ``pretrain``, with its moment."""
+    def before_forward(self, model: Any) -> None:
+        """Before the forward step that a script gives to ``pretrain``, with a wrapped model."""
         from megatron.core.utils import unwrap_model
 
-        @functools.wraps(forward_step)
-        def step(data_iterator: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
-            for hook in self._hooks:
-                hook.before_forward(unwrap_model(model))
-            return forward_step(data_iterator, model, *rest, **kwargs)
-
-        return step
+        for hook in self._hooks:
+            hook.before_forward(unwrap_model(model))
 
     def _around_log(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(training_log)
@@ -115,28 +112,19 @@ class Hooks:
         return log
 
 
-@contextlib.contextmanager
-def accumulating_on_training_stream() -> Iterator[None]:
-    """Within it, gradients are accumulated on the stream that computes them.
+def on_training_stream(construct: Callable[..., Any]) -> Callable[..., Any]:
+    """A constructor of Megatron's ``DistributedDataParallel`` that accumulates where gradients are computed.
 
-    The accumulation nodes that Megatron's ``DistributedDataParallel`` keeps belong to the stream that is
-    current when it is built, and Megatron builds it on a separate stream. The gradients of every chunk would
-    cross to that stream by an event, a wait and ``record_stream``.
+    The accumulation nodes that it keeps belong to the stream that is current when it is built, and Megatron
+    builds it on a separate stream, to which the gradients of every chunk would cross.
     """
-    from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-
-    construct = DistributedDataParallel.__init__
 
     @functools.wraps(construct)
-    def constructing(*args: Any, **kwargs: Any) -> None:
+    def constructing(*args: Any, **kwargs: Any) -> Any:
         with torch.cuda.stream(torch.cuda.default_stream()):
-            construct(*args, **kwargs)
+            return construct(*args, **kwargs)
 
-    DistributedDataParallel.__init__ = constructing
-    try:
-        yield
-    finally:
-        DistributedDataParallel.__init__ = construct
+    return constructing
 
 
 class PlacedReductions(Hook):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +109,12 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
         raise refused(
             f"is not for the blocks of this model: its exchange {plan.exchange} has nothing to save there"
         )
-    layout = layout_of_args(args)
-    pipeline = plan.pipeline(rows=args.seq_length // (layout.tensor_ranks * layout.context_ranks))
+    pipeline = plan.pipeline(rows=rows_of_rank(args))
     try:
         # If layers share the order, two show whether it can be repeated.
         features = [_features_of(args, pipeline)] * (2 if _shares_schedule(args, pipeline) else 1)
         pipeline.schedule_of(features)
-        pipeline.chunks(args.seq_length, layout)
+        pipeline.chunks(args.seq_length, layout_of_args(args))
     except BadInput as error:
         if error.name == "--seq-length":
             raise
@@ -170,6 +169,13 @@ def layout_of_args(args: argparse.Namespace) -> SequenceLayout:
     )
 
 
+def rows_of_rank(args: argparse.Namespace) -> int:
+    """Rows of the residual stream that a rank holds."""
+    layout = layout_of_args(args)
+    rows: int = args.seq_length // (layout.tensor_ranks * layout.context_ranks)
+    return rows
+
+
 def features_of_args(args: argparse.Namespace, *, shares_schedule: bool = False) -> BlockFeatures:
     """The features of the blocks in training."""
     own = replace(settings_of(args), ranks_per_node=ranks_per_node(args))
@@ -209,14 +215,6 @@ def _model_of_args(args: argparse.Namespace) -> ModelFile:
     return ModelFile(Path("arguments"), values, {}, settings_of(args))
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryChoice:
-    """What is kept, as ``Pipeline.memory``, and why: one sentence, for the start-up table."""
-
-    memory: str
-    reason: str
-
-
 def choose_memory(
     args: argparse.Namespace,
     pipeline: Pipeline,
@@ -224,8 +222,8 @@ def choose_memory(
     cluster_file: str | None = None,
     *,
     automatic: bool = False,
-) -> MemoryChoice:
-    """The fastest combination of strategies whose predicted peak fits.
+) -> Choice:
+    """The pipeline with the fastest combination of strategies whose predicted peak fits.
 
     Counted are the activations of the layers of a pipeline stage, of all micro-batches that wait for their
     backward; not the embedding and the logits, weights, gradients and the optimizer.
@@ -238,7 +236,7 @@ def choose_memory(
     limit = parse_size(budget)
     block, layers = block_of_args(args), layers_of(_model_of_args(args))
     block = replace(block, exchange=pipeline.exchange)
-    num_layers, passes = layers.num_layers, in_flight(args)
+    num_layers, passes, given = layers.num_layers, in_flight(args), pipeline
     if automatic:
         pipeline = replace(pipeline, degree=2, backward_degree=2)
 
@@ -283,8 +281,8 @@ def choose_memory(
         for name in STRATEGIES
         if name in by_name and name != chosen.memory
     )
-    return MemoryChoice(
-        chosen.memory,
+    return Choice(
+        replace(given, memory=chosen.memory),
         f"{compared} within {budget}{slower}: predicted peak of the layers' activations "
         f"{size_to_text(chosen.peak_bytes)} ({others})",
     )

@@ -1,8 +1,7 @@
 """Pretraining of GPT and hybrid models through Megatron's ``pretrain``: from a command line to an exit code.
 
 Every flag of Megatron's GPT pretraining means here what it means there; AMPipe adds its own group and,
-when it is switched on, its layer specification. Whatever is wrong with the input is found before any process
-group exists. What a launch does is in :mod:`.session`, what one training step does in :mod:`.gpt`.
+when it is switched on, its layer specification. What one training step does is in :mod:`.gpt`.
 """
 
 import sys
@@ -12,10 +11,11 @@ from typing import Any
 
 from megatron_ampipe import compat
 from megatron_ampipe.launch.ending import run_to_end
-from megatron_ampipe.launch.failures import refuse_as_bad_input
+from megatron_ampipe.launch.failures import known_cause
 from megatron_ampipe.launch.flags import config_from_args
 from megatron_ampipe.launch.recipes import GPT, HYBRID, specification
 from megatron_ampipe.launch.refusals import refuse_unsupported
+from megatron_ampipe.launch.script import wrap_steps
 from megatron_ampipe.launch.session import TrainingSession
 
 PROGRAM_NAME = "pretrain_gpt"
@@ -29,7 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     session = TrainingSession(sys.argv[1:] if arguments is None else arguments)
 
     def train() -> int:
-        prepare_training(session)(start_time_s)
+        launch = prepare_training(session)
+        try:
+            launch(start_time_s)
+        finally:
+            session.end()
         return 0
 
     return run_to_end(train)
@@ -41,11 +45,12 @@ def prepare_training(session: TrainingSession) -> Callable[[float], None]:
     Returns a function of the start time (seconds since the epoch) that trains.
 
     Raises:
-        BadInput: Megatron or AMPipe refuses the arguments.
+        BadInput: AMPipe refuses the arguments.
         EnvironmentMissing: This Megatron cannot build a model from a configuration.
     """
     words = session.prepare_platform()
     compat.require_model_from_configuration()
+    wrap_steps(session)
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
     from megatron.training.argument_utils import (
@@ -58,30 +63,23 @@ def prepare_training(session: TrainingSession) -> Callable[[float], None]:
     from megatron_ampipe.launch import gpt
 
     sys.argv = [PROGRAM_NAME, *words]
-    with refuse_as_bad_input():
-        args = parse_and_validate_args(
-            extra_args_provider=session.add_arguments, args_defaults=TOKENIZER_DEFAULT
-        )
-        session.accept(args)
-        is_gpt = args.hybrid_layer_pattern is None
-        model_config = gpt_config_from_args(args) if is_gpt else hybrid_config_from_args(args)
-        use_pipelined_layers(model_config, session)
-        run_config = pretrain_cfg_container_from_args(args, model_config)
+    args = parse_and_validate_args(args_defaults=TOKENIZER_DEFAULT)
+    is_gpt = args.hybrid_layer_pattern is None
+    model_config = gpt_config_from_args(args) if is_gpt else hybrid_config_from_args(args)
+    use_pipelined_layers(model_config, session)
+    run_config = pretrain_cfg_container_from_args(args, model_config)
 
     def launch(start_time_s: float) -> None:
         set_startup_timestamps(program_start=start_time_s, main_entry=time.time())
         run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
-        try:
-            run(
-                run_config,
-                gpt.datasets_provider,
-                ModelType.encoder_or_decoder,
-                session.hooked(gpt.forward_step),
-                store=store,
-                get_embedding_ranks=gpt.embedding_ranks,
-            )
-        finally:
-            session.end()
+        run(
+            run_config,
+            gpt.datasets_provider,
+            ModelType.encoder_or_decoder,
+            gpt.forward_step,
+            store=store,
+            get_embedding_ranks=gpt.embedding_ranks,
+        )
 
     return launch
 
@@ -108,7 +106,9 @@ def check_launch(words: Sequence[str]) -> None:
 
     session = TrainingSession(words)
     sys.argv = [PROGRAM_NAME, *words]
-    with refuse_as_bad_input():
+    try:
         args = parse_args(session.add_arguments)
         validate_args(args, TOKENIZER_DEFAULT)
         refuse_unsupported(config_from_args(args), args)
+    except Exception as error:
+        raise known_cause(error) or error from error

@@ -7,14 +7,14 @@ already read the losses of the same iteration, so the host does not wait for the
 
 With ``--ampipe-routing-dir``, the routing of one micro-batch becomes a file, every Nth iteration. Forward
 hooks on the routers of a model see who goes where, while the micro-batch passes: on Megatron's own layers and
-on pipelined ones, whose routers see chunks. The counts go to one rank in one all-reduce. Which rows are
-similar is asked of a few of them: comparing all takes longer than a training step of a small model. A restart
-that goes on from an earlier iteration removes the files of later ones, which it will write again.
+on pipelined ones, whose routers see chunks. The counts go to one rank. Which rows are
+similar is asked of a few of them: comparing all takes longer than a training step of a small model.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import os
 import statistics
@@ -41,8 +41,7 @@ from megatron_ampipe.plan.recorded_routing import (
     THRESHOLDS,
     LayerRouting,
     RoutingRecord,
-    files_of,
-    places_of,
+    divisors,
 )
 from megatron_ampipe.schedule import Direction
 from megatron_ampipe.schedule.features import expert_tensor_ranks
@@ -95,8 +94,7 @@ class Recording(Hook):
             return
         tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
         tagged = {
-            "ampipe/" + name.replace(" (ms)", "-ms").replace("/", "-to-").replace(" ", "-"): value
-            for name, value, _ in metrics
+            "ampipe/" + name.replace(" (ms)", "-ms").replace(" ", "-"): value for name, value, _ in metrics
         }
         if tensorboard:
             for tag, value in tagged.items():
@@ -126,8 +124,6 @@ class Recording(Hook):
                 metrics.append((f"block {direction.value} (ms)", measured_ms, 2))
                 if predicted_ms:
                     metrics.append((f"block {direction.value} predicted (ms)", predicted_ms, 2))
-                    ratio = measured_ms / predicted_ms
-                    metrics.append((f"block {direction.value} measured/predicted", ratio, 2))
         return metrics
 
     def at_end(self) -> None:
@@ -150,10 +146,9 @@ class RoutingRecording(Hook):
     def __init__(self, args: argparse.Namespace, config: AMPipeConfig, context: AMPipeContext | None) -> None:
         assert config.routing_dir is not None
         self._args, self._interval, self._context = args, config.routing_interval, context
-        self._folder, self._is_first = Path(config.routing_dir), True
+        self._folder = Path(config.routing_dir)
         condensed = [] if config.condense is None else [config.condense]
         self._thresholds = tuple(sorted({*THRESHOLDS, *condensed}))
-        self._places = places_of(args.num_experts)
         self._handles: list[RemovableHandle] = []
         self._seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -162,18 +157,8 @@ class RoutingRecording(Hook):
         iteration: int = self._args.curr_iteration + 1
         return iteration
 
-    @property
-    def _num_chunks(self) -> int:
-        return 1 if self._context is None else self._context.pipeline.num_chunks
-
     def before_step(self, models: list[Any]) -> None:
         """Count, in every Nth step. Routers of multi-token prediction are left out."""
-        if self._is_first and dist.get_rank() == 0:
-            # An interrupted run may have recorded more iterations than this one begins with.
-            for iteration, path in files_of(self._folder).items():
-                if iteration >= self._iteration:
-                    path.unlink(missing_ok=True)
-        self._is_first = False
         # Only this group is asked in the end.
         if self._iteration % self._interval or parallel_state.get_expert_data_parallel_rank() > 0:
             return
@@ -209,76 +194,66 @@ class RoutingRecording(Hook):
             return
         for handle in self._handles:
             handle.remove()
-        group = parallel_state.get_expert_tensor_and_model_parallel_group()
-        joined = torch.zeros(
-            (self._args.num_layers, group.size(), sum(self._widths)),
-            dtype=torch.int64,
-            device=torch.cuda.current_device(),
-        )
-        for layer in {layer for layer, _ in self._seen}:
-            chunks = [self._seen[place] for place in sorted(self._seen) if place[0] == layer]
-            # A MoE layer of a hybrid model that is not pipelined sees no chunks.
-            if len(chunks) == self._num_chunks:
-                joined[layer - 1, group.rank()] = self._counted(chunks)
+        rank = parallel_state.get_expert_tensor_and_model_parallel_group().rank()
+        counted = [(rank, *self._counted(layer)) for layer in {layer for layer, _ in self._seen}]
         self._handles, self._seen = [], {}
-        dist.all_reduce(joined)
-        record = self._record(joined.cpu()) if dist.get_rank() == 0 else None
-        if record is not None:
-            try:
-                record.write(self._folder)
-            except RunFailed as error:
-                # Training is worth more than its statistics.
-                print_on_first_rank(f"the routing of iteration {self._iteration} was not recorded: {error}")
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(counted, gathered if dist.get_rank() == 0 else None)
+        if dist.get_rank() != 0:
+            return
+        num_chunks = 1 if self._context is None else self._context.pipeline.num_chunks
+        tokens, parts = (), collections.defaultdict(list)
+        for _, lengths, part in sorted((one for each in gathered for one in each), key=lambda one: one[0]):
+            # A MoE layer of a hybrid model that is not pipelined sees no chunks.
+            if len(lengths) == num_chunks:
+                tokens = lengths
+                parts[part.layer].append(part)
+        if not parts:
+            return
+        args = self._args
+        try:
+            RoutingRecord(
+                iteration=self._iteration,
+                num_experts=args.num_experts,
+                ranks=parallel_state.get_expert_model_parallel_world_size(),
+                batch=args.micro_batch_size,
+                ranks_per_sequence=args.tensor_model_parallel_size * args.context_parallel_size,
+                hidden_size=args.hidden_size,
+                tokens=tokens,
+                layers=tuple(_joined(parts[layer]) for layer in sorted(parts)),
+            ).write(self._folder)
+        except RunFailed as error:
+            # Training is worth more than its statistics.
+            print_on_first_rank(f"the routing of iteration {self._iteration} was not recorded: {error}")
 
-    @property
-    def _widths(self) -> list[int]:
-        """Numbers of one layer on one rank: counts, arrivals, tokens of a chunk, rows compared, rows left."""
-        batch = self._args.micro_batch_size
-        counts = batch * self._num_chunks * self._args.num_experts
-        arrivals = (batch * places for places in self._places)
-        return [counts, *arrivals, self._num_chunks, 1, len(self._thresholds)]
-
-    def _counted(self, chunks: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """The numbers of one layer on one rank, of chunks ``[R, B, E]``, in the order of ``_widths``."""
-        chosen, rows = zip(*chunks, strict=True)
-        counts = torch.stack([chunk.sum(dim=0) for chunk in chosen], dim=1)
+    def _counted(self, layer: int) -> tuple[tuple[int, ...], LayerRouting]:
+        """The tokens of each chunk that this rank has seen of a layer, and their routing."""
+        chosen, rows = zip(*(self._seen[at] for at in sorted(self._seen) if at[0] == layer), strict=True)
         whole = torch.cat(chosen)
-        arrivals = [whole.unflatten(2, (count, -1)).any(dim=3).sum(dim=0) for count in self._places]
-        tokens = counts.new_tensor([len(chunk) for chunk in chosen])
-        return torch.cat([part.flatten() for part in (counts, *arrivals, tokens, sum(rows))])
-
-    def _record(self, joined: Tensor) -> RoutingRecord | None:
-        """The record of ``joined [layers, P, widths]``; layers whose routers saw nothing are left out."""
-        args, layers, tokens = self._args, [], ()
-        for index, layer in enumerate(joined):
-            if not layer.any():
-                continue
-            counts, *arrivals, of_chunks, compared, left = layer.split(self._widths, dim=1)
-            tokens = tuple(of_chunks[0].tolist())
-            layers.append(
-                LayerRouting(
-                    layer=index + 1,
-                    counts=_tuples(counts.reshape(-1, self._num_chunks, args.num_experts).tolist()),
-                    arrivals={
-                        places: _tuples(arrival.reshape(-1, places).tolist())
-                        for places, arrival in zip(self._places, arrivals, strict=True)
-                    },
-                    rows_compared=int(compared.sum()),
-                    rows_left=dict(zip(self._thresholds, left.sum(dim=0).tolist(), strict=True)),
-                )
-            )
-        if not layers:
-            return None
-        return RoutingRecord(
-            iteration=self._iteration,
-            num_experts=args.num_experts,
-            ranks=parallel_state.get_expert_model_parallel_world_size(),
-            batch=args.micro_batch_size,
-            ranks_per_sequence=args.tensor_model_parallel_size * args.context_parallel_size,
-            hidden_size=args.hidden_size,
-            tokens=tokens,
-            layers=tuple(layers),
+        compared, *left = sum(rows).tolist()
+        routing = LayerRouting(
+            layer=layer,
+            counts=_tuples(torch.stack([chunk.sum(dim=0) for chunk in chosen], dim=1).tolist()),
+            arrivals={
+                places: _tuples(whole.unflatten(2, (places, -1)).any(dim=3).sum(dim=0).tolist())
+                for places in divisors(self._args.num_experts)[1:-1]
+            },
+            rows_compared=compared,
+            rows_left=dict(zip(self._thresholds, left, strict=True)),
         )
+        return tuple(map(len, chosen)), routing
+
+
+def _joined(parts: Sequence[LayerRouting]) -> LayerRouting:
+    """The routing of one layer, of what the ranks have seen of it, in their order."""
+    first = parts[0]
+    return LayerRouting(
+        layer=first.layer,
+        counts=sum((part.counts for part in parts), ()),
+        arrivals={places: sum((part.arrivals[places] for part in parts), ()) for places in first.arrivals},
+        rows_compared=sum(part.rows_compared for part in parts),
+        rows_left={one: sum(part.rows_left[one] for part in parts) for one in first.rows_left},
+    )
 
 
 def _tuples(nested: Any) -> Any:

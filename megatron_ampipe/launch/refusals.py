@@ -110,6 +110,11 @@ def recomputes(arguments: Any, *modules: str) -> str | None:
     return next((module for module in chosen if module in modules), None)
 
 
+def packs_documents(arguments: Any) -> bool:
+    """Whether sequences are packed from documents, which do not attend to one another."""
+    return bool(arguments.sft or getattr(arguments, "dataloader_inter_document_masking", False))
+
+
 def exchanges_of(arguments: Any) -> tuple[Exchange, ...]:
     """What the layers can choose from, by Megatron's arguments."""
     return useful_exchanges(
@@ -150,12 +155,6 @@ def _saves_nothing(args: Any) -> bool:
     return chosen not in (None, AUTO) and chosen not in exchanges_of(args.all)
 
 
-def _unknown_comm_type(args: Any) -> str | None:
-    kinds = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
-    unknown = (kind for kind in kinds if kind not in (None, *_CP_COMM_TYPES))
-    return next(unknown, None) if (args.context_parallel_size or 1) > 1 else None
-
-
 def _in_flex(args: Any) -> bool:
     return bool(args.moe_token_dispatcher_type == "flex")
 
@@ -165,21 +164,27 @@ def _sends_rows(args: Any) -> bool:
     return args.moe_token_dispatcher_type in (None, "alltoall")
 
 
-def packs_documents(args: Any) -> bool:
-    """Whether sequences are packed from documents, which do not attend to one another."""
-    return bool(args.sft or args.dataloader_inter_document_masking)
+def _keeps_no_scores(args: Any) -> bool:
+    is_local = args.transformer_impl in (None, "local")
+    return is_local or (args.context_parallel_size or 1) > 1 or packs_documents(args)
 
 
 def _recomputes_experts(args: Any) -> bool:
     return args.recompute_granularity == "full" or recomputes(args.all, "moe") is not None
 
 
-_CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _OFF = "Leave it out, or train with --ampipe-degree 1."
 _BF16 = "Leave it out and use --bf16."
 _QUANTIZED = "quantized layers update their weights if marked as the first micro-batch, which AMPipe undoes"
 _OFFLOADING = "activation offloading is not supported yet"
 _SHARDED = "fully sharded parameters are not supported"
+
+_SCORES = (
+    "only Transformer Engine's attention keeps the largest scores, which context-parallel layers and packed "
+    "documents do not use",
+    "Leave it out, or use --transformer-impl transformer_engine and --context-parallel-size 1, without --sft "
+    "and --dataloader-inter-document-masking.",
+)
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
@@ -213,27 +218,6 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: (args.tensor_model_parallel_size or 1) > 1 and not args.sequence_parallel,
     ),
     Refusal(
-        "--moe-router-topk",
-        "is larger than the number of experts",
-        "Use at most the value of --num-experts.",
-        lambda args: (args.moe_router_topk or 1) > (args.num_experts or args.moe_router_topk or 1),
-    ),
-    Refusal(
-        "--moe-apply-probs-on-input",
-        "probabilities can be applied to the input only if every token has a single expert",
-        "Use --moe-router-topk 1, or leave it out.",
-        lambda args: args.moe_router_topk != 1 and bool(args.moe_apply_probs_on_input),
-    ),
-    Refusal(
-        "--fp32-residual-connection",
-        "Megatron's local layers do not support a residual in a different precision",
-        "Use --transformer-impl transformer_engine, or leave it out.",
-        lambda args: (
-            bool(args.fp32_residual_connection and (args.bf16 or args.fp16))
-            and args.transformer_impl in (None, "local")
-        ),
-    ),
-    Refusal(
         "--ampipe-schedule",
         "only the linear layers of --transformer-impl local can compute gradients of weights apart",
         "Use --transformer-impl local, or --ampipe-schedule ampipe and --ampipe-degree 4.",
@@ -244,6 +228,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "it needs the position ids of a multimodal model",
         "Use --position-embedding-type rope.",
         lambda args: args.position_embedding_type == "mrope",
+    ),
+    Refusal(
+        "--moe-router-force-biased",
+        "its bias of the experts is drawn for a whole sequence",
+        "Use --moe-router-force-load-balancing, or leave it out.",
+        lambda args: args.moe_router_force_biased is not None,
+    ),
+    Refusal("--qk-clip", *_SCORES, lambda args: bool(args.qk_clip) and _keeps_no_scores(args)),
+    Refusal(
+        "--log-max-attention-logit",
+        *_SCORES,
+        lambda args: bool(args.log_max_attention_logit) and _keeps_no_scores(args),
     ),
     Refusal("--cpu-offloading-num-layers", _OFFLOADING, _OFF),
     Refusal("--fine-grained-activation-offloading", _OFFLOADING, _OFF),
@@ -264,12 +260,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "chunks of packed documents are not supported with context parallelism yet",
         "Use --context-parallel-size 1, or leave out --sft and --dataloader-inter-document-masking.",
         lambda args: (args.context_parallel_size or 1) > 1 and packs_documents(args),
-    ),
-    Refusal(
-        "--cp-comm-type",
-        "there is no such exchange of keys and values",
-        f"Use one of: {', '.join(_CP_COMM_TYPES)}.",
-        _unknown_comm_type,
     ),
     Refusal(
         "--moe-flex-dispatcher-backend",
@@ -414,6 +404,12 @@ REFUSALS: tuple[Refusal, ...] = (
 _OTHER_ROUTER = "Leave it out, or use a router that reads hidden states, such as --ampipe-router cosine."
 
 TOKEN_ID_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "--pipeline-model-parallel-size",
+        "the ids of tokens are read for the first pipeline stage alone",
+        "Use --pipeline-model-parallel-size 1, or a router that reads hidden states: --ampipe-router cosine.",
+        lambda args: (args.pipeline_model_parallel_size or 1) > 1,
+    ),
     Refusal(
         "--mtp-num-layers",
         "layers of multi-token prediction embed later tokens than those whose ids a router is told",

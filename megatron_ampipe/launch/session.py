@@ -1,8 +1,7 @@
 """One launch of training, from its command line to its trace: what every way to launch does, in this order.
 
-There are three entry points, each of which calls a :class:`TrainingSession` from other places in Megatron:
-:mod:`.pretrain` (our entry), :mod:`.script` (a script of a checkout) and :mod:`.patched` (a patched
-Megatron). What is checked, printed and recorded is decided here and is the same for all of them.
+The steps of Megatron that call a :class:`TrainingSession` are in :mod:`.script`. What is checked, printed and
+recorded is the same for our entry (:mod:`.pretrain`), a script of a checkout, and a patched Megatron.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import config_files, flags, host
-from megatron_ampipe.launch.failures import refuse_as_bad_input, report_parser_errors
+from megatron_ampipe.launch.failures import report_parser_errors
 from megatron_ampipe.launch.flags import LIFTS_ONE_CONNECTION, config_from_args
 
 ForwardStep = Callable[..., Any]
@@ -34,8 +34,8 @@ class TrainingSession:
 
     def __init__(self, words: Sequence[str], *, script: str | None = None, is_patch: bool = False) -> None:
         self._words = list(words)
-        self._script = script
-        self._is_patch = is_patch
+        self.script = script
+        self.is_patch = is_patch
         self._resolved: config_files.Resolved | None = None
         self._adjustments: list[host.Adjustment] = []
         self._hooks: Any = None
@@ -72,18 +72,13 @@ class TrainingSession:
         return words
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Megatron's ``extra_args_provider``: AMPipe's flags, and errors that are reported in our form."""
-        report_parser_errors(parser)
-        return flags.add_arguments(parser)
+        """Megatron's ``extra_args_provider``: AMPipe's flags, and errors that are reported in our form.
 
-    def check_parsed(self, args: Any) -> None:
-        """Refuse AMPipe's flags where a ``--yaml-cfg`` has replaced them; without them it is not our concern.
-
-        Raises:
-            BadInput: They were replaced.
+        Without AMPipe's flags, what is wrong with a command line of a patched tree is Megatron's to say.
         """
-        if any(word.startswith("--ampipe") for word in sys.argv):
-            config_from_args(args)
+        if not self.is_patch or names_own_flags():
+            report_parser_errors(parser)
+        return flags.add_arguments(parser)
 
     def accept(self, args: Any) -> None:
         """Check a run, settle how its blocks are pipelined, print the table, write ``resolved.yaml``.
@@ -98,47 +93,41 @@ class TrainingSession:
         from megatron_ampipe.launch.ending import keep_signal_from_children
         from megatron_ampipe.launch.hooks import Hooks
 
-        with refuse_as_bad_input():
-            config = config_from_args(args)
-            if config.pipelined:
-                # Validated: see there.
-                setattr(args, LIFTS_ONE_CONNECTION, False)
-            own = (config.router, config.routing_dir)
-            is_active = config.pipelined or own != (None, None) or not self._is_patch
-            self._hooks = Hooks()
-            if is_active:
-                use_built_helpers(self._hooks.replace)
-                check_data(args, self._hooks.replace, of_script=self._script is not None)
-            keep_signal_from_children(args)
-            self.args = args
-            self.gate = find_gate(config, args, of_script=self._script is not None)
-            self.context = make_context(
-                args, config, gate=self.gate, hooks=self._hooks, adjustments=self._adjustments
-            )
-            self._hooks.install(pipelined=self.context is not None)
+        if self.is_patch:
+            compat.require_peers()
+        config = config_from_args(args)
+        if config.pipelined:
+            # Validated: see there.
+            setattr(args, LIFTS_ONE_CONNECTION, False)
+        own = (config.router, config.routing_dir)
+        is_active = config.pipelined or own != (None, None) or not self.is_patch
+        self._hooks = Hooks()
+        if is_active:
+            use_built_helpers(self._hooks.replace)
+            check_data(args, self._hooks.replace, of_script=self.script is not None)
+        keep_signal_from_children(args)
+        self.args = args
+        self.gate = find_gate(config, args)
+        self.context = make_context(
+            args, config, gate=self.gate, hooks=self._hooks, adjustments=self._adjustments
+        )
+        self._hooks.install(pipelined=self.context is not None)
         if is_active and int(os.environ.get("RANK", "0")) == 0:
             if self._resolved is None:
                 parser = flags.full_parser()
                 self._resolved = config_files.resolve(self._words, parser)
             added = [f"{' '.join(change.arguments)} ({change.reason})" for change in self._adjustments]
-            config_files.write_beside_logs(self._resolved, adjustments=added, script=self._script)
+            config_files.write_beside_logs(self._resolved, adjustments=added, script=self.script)
 
     def hooked(self, forward_step: ForwardStep) -> ForwardStep:
-        """Megatron's forward step with the hooks of this run.
-
-        Called where Megatron's training begins, which may be before :meth:`accept`.
-        """
-        step: ForwardStep | None = None
+        """Megatron's forward step with the hooks of this run, which may be given before :meth:`accept`."""
 
         @functools.wraps(forward_step)
-        def first_step(*args: Any, **kwargs: Any) -> Any:
-            nonlocal step
-            if step is None:
-                self.require_pipelined_model()
-                step = self._hooks.around_forward(forward_step)
-            return step(*args, **kwargs)
+        def step(data_iterator: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
+            self._hooks.before_forward(model)
+            return forward_step(data_iterator, model, *rest, **kwargs)
 
-        return first_step
+        return step
 
     @property
     def changes_layers(self) -> bool:
@@ -173,23 +162,17 @@ class TrainingSession:
             )
         return changed
 
-    def require_pipelined_model(self) -> None:
-        """Refuse a run that was to be pipelined and has built no GPT or hybrid model of Megatron's.
-
-        Raises:
-            BadInput: Nothing is pipelined.
-        """
-        if self.changes_layers and self.num_models == 0:
-            raise self.refused_script(
-                "it builds no GPT or hybrid model of Megatron's, so nothing is pipelined"
-            )
-
     def refused_script(self, rule: str, remedy: str | None = None) -> BadInput:
         """The error that this script cannot be run with AMPipe."""
         other = "Use a script that trains a GPT or hybrid model through megatron.training.pretrain."
-        return BadInput("script", self._script or "(not given)", rule=rule, remedy=remedy or other)
+        return BadInput("script", self.script or "(not given)", rule=rule, remedy=remedy or other)
 
     def end(self) -> None:
         """Give Megatron its functions back, and write this rank's trace; also after a failure."""
         if self._hooks is not None:
             self._hooks.remove()
+
+
+def names_own_flags() -> bool:
+    """Whether the command line of the process has flags of AMPipe."""
+    return any(word.startswith("--ampipe") for word in sys.argv)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 
@@ -14,12 +15,12 @@ from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.host import Adjustment
-from megatron_ampipe.launch.planned import MemoryChoice, layout_of_args
+from megatron_ampipe.launch.planned import layout_of_args, rows_of_rank
 from megatron_ampipe.launch.recording import has_expert_communication
-from megatron_ampipe.launch.refusals import exchanges_of
+from megatron_ampipe.launch.refusals import exchanges_of, packs_documents
 from megatron_ampipe.launch.trials import Choice, candidates
-from megatron_ampipe.layers.context import AMPipeContext, FullRecompute
-from megatron_ampipe.schedule import KEEP, Pipeline, stack_to_text
+from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.schedule import KEEP, stack_to_text
 from megatron_ampipe.schedule.features import boundary, uses_ring_attention
 
 Row = tuple[str, ...]
@@ -38,8 +39,8 @@ def print_startup_table(rows: Sequence[Row], adjustments: Sequence[Adjustment]) 
         table.add_row(*row)
     for index, adjustment in enumerate(adjustments):
         table.add_row("adjusted" if index == 0 else "", " ".join(adjustment.arguments), adjustment.reason)
-    for piece, reason in compat.missing_packages():
-        table.add_row(piece.name, reason, piece.fallback)
+    for piece in compat.missing_packages():
+        table.add_row(piece.name, "not installed", piece.fallback)
     # A log file has any width; only a terminal is limited.
     Console(width=None if Console().is_terminal else 140).print(table)
 
@@ -49,7 +50,7 @@ def pipelined_rows(
     context: AMPipeContext,
     choice: Choice | None,
     *,
-    memory: MemoryChoice | None,
+    memory: Choice | None,
     on_gpu: bool,
 ) -> list[Row]:
     """All rows of a pipelined run, of Megatron's arguments as they are validated and adjusted.
@@ -59,13 +60,16 @@ def pipelined_rows(
     pipeline = context.pipeline
     rows = _choice_rows(args, context, choice)
     if (pattern := HybridPattern.of_arguments(args)) is not None:
-        reason = "an attention layer and the MoE layer right after it; other layers run as Megatron's"
-        rows.append(
-            ("hybrid layers", f"{pattern.num_pairs} pairs of {sum(map(len, pattern.stages))} layers", reason)
-        )
-    rows.append(_stack_row(args, pipeline))
-    if context.recompute is not None:
-        rows.append(_recompute_row(context.recompute))
+        rows.append(("hybrid layers", f"{pattern.num_pairs} pairs of {sum(map(len, pattern.stages))} layers"))
+    limit = boundary(args, whole_attention=pipeline.whole_attention)
+    stack = stack_to_text(pipeline.stack)
+    if pipeline.stack == 1 or limit is None:
+        rows.append(("layers per schedule", stack))
+    else:
+        rows.append(("layers per schedule", f"1, in place of {stack}", limit))
+    if (count := context.recomputed_layers) > 0:
+        layers = "every layer" if math.isinf(count) else f"first {count} of a stage"
+        rows.append(("full recompute", layers, "inside the schedules"))
     if memory is not None or pipeline.memory != KEEP:
         rows.append(("memory", pipeline.memory, "" if memory is None else memory.reason))
     rows += context.config.startup_rows(stock=False)
@@ -74,12 +78,9 @@ def pipelined_rows(
     kernel = choose_kernel(args, local=is_local, on_gpu=on_gpu, documents=documents)
     rows.append(("attention", kernel.name, kernel.reason))
     if uses_ring_attention(args):
-        ranks = args.context_parallel_size
-        reason = f"keys and values of {ranks} ranks in {ranks} steps, each sent during the step before it"
-        rows.append(("context", "ring", reason))
+        rows.append(("context", f"ring of {args.context_parallel_size} ranks"))
     if documents:
-        reason = "a token attends to its own document only"
-        rows.append(("documents", "packed" if is_packed else "masked", reason))
+        rows.append(("documents", "packed" if is_packed else "masked"))
     rows.append(("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"))
     return rows + connections_row(on_gpu=on_gpu) + _notes(args)
 
@@ -91,9 +92,9 @@ def reason_rows(choice: Choice) -> list[Row]:
 
 def _choice_rows(args: argparse.Namespace, context: AMPipeContext, choice: Choice | None) -> list[Row]:
     """Degree, schedule and exchange, or what the first iterations choose from."""
-    pipeline, config, layout = context.pipeline, context.config, layout_of_args(args)
+    pipeline, config = context.pipeline, context.config
     if config.automatic and choice is None:
-        tried = candidates(args.seq_length // (layout.tensor_ranks * layout.context_ranks))
+        tried = candidates(rows_of_rank(args))
         return [
             ("degree", f"auto: the first iterations try {', '.join(map(str, tried))}, the fastest stays"),
             ("schedule", pipeline.schedule),
@@ -102,7 +103,7 @@ def _choice_rows(args: argparse.Namespace, context: AMPipeContext, choice: Choic
     degree = str(pipeline.degree)
     if pipeline.backward_degree != pipeline.degree:
         degree += f" forward, {pipeline.backward_degree} backward"
-    ends = [chunk.hidden[-1].local_end for chunk in pipeline.chunks(args.seq_length, layout)]
+    ends = [chunk.hidden[-1].local_end for chunk in pipeline.chunks(args.seq_length, layout_of_args(args))]
     boundaries = f"{' '.join(map(str, [0, *ends]))} of the {ends[-1]} rows of a rank"
     return [
         ("degree", degree),
@@ -111,32 +112,6 @@ def _choice_rows(args: argparse.Namespace, context: AMPipeContext, choice: Choic
         ("chunk boundaries", boundaries),
         *(reason_rows(choice) if choice is not None else []),
     ]
-
-
-def _stack_row(args: argparse.Namespace, pipeline: Pipeline) -> Row:
-    """How many layers share a schedule, and where the boundaries between schedules are."""
-    name, reason = "layers per schedule", boundary(args, whole_attention=pipeline.whole_attention)
-    if pipeline.stack == 1:
-        return name, "1", "layer by layer; --ampipe-stack all lets consecutive layers share a schedule"
-    if reason is not None:
-        value = f"1, in place of {stack_to_text(pipeline.stack)}"
-        return name, value, f"a boundary after every layer: {reason}"
-    is_virtual = args.virtual_pipeline_model_parallel_size is not None
-    where = "virtual pipeline stages" if is_virtual else "pipeline stages"
-    if pipeline.stack != 0:
-        where += f", and after every {pipeline.stack} layers"
-    if args.hybrid_layer_pattern is not None:
-        where += ", and at layers that are not in pairs"
-    if args.mtp_num_layers:
-        where += "; each MTP layer has its own schedule"
-    return name, stack_to_text(pipeline.stack), f"boundaries between {where}"
-
-
-def _recompute_row(recompute: FullRecompute) -> Row:
-    """Which layers are recomputed inside the schedules."""
-    layers = f"first {recompute.num_layers} of a stage" if recompute.method == "block" else "every layer"
-    reason = "inside the schedules, during the backward pass of the layer above; a layer keeps its input"
-    return "full recompute", layers, reason
 
 
 def _notes(args: argparse.Namespace) -> list[Row]:
@@ -149,17 +124,9 @@ def _notes(args: argparse.Namespace) -> list[Row]:
             "use --ampipe-degree 1"
         )
         notes.append(("note", note))
-    rates = {"attention": args.attention_dropout, "hidden": args.hidden_dropout}
-    drawing = " ".join(f"--{name}-dropout {rate:g}" for name, rate in rates.items() if rate > 0)
-    if drawing:
-        note = (
-            f"{drawing}: every degree draws other random numbers, so losses differ from those of a stock "
-            "run but mean the same; to compare runs digit by digit use 0 for both"
-        )
+    if args.attention_dropout > 0 or args.hidden_dropout > 0:
+        note = "dropout: every degree draws other random numbers; to compare losses digit by digit, use 0"
         notes.append(("note", note))
-    if args.moe_router_force_load_balancing or getattr(args, "moe_router_force_biased", None) is not None:
-        note = "routing is random, which is for benchmarks. Each chunk draws its own numbers"
-        notes.append(("warning", note))
     return notes
 
 
@@ -177,11 +144,6 @@ def reads_masks(args: argparse.Namespace) -> bool:
         and args.context_parallel_size == 1
         and (args.window_size is None or args.window_attn_skip_freq is not None)
     )
-
-
-def packs_documents(args: argparse.Namespace) -> bool:
-    """Whether a micro-batch comes with the bounds of its documents."""
-    return bool(args.sft or getattr(args, "dataloader_inter_document_masking", False))
 
 
 def connections_row(*, on_gpu: bool) -> list[Row]:

@@ -25,12 +25,6 @@ MINIMUM_ROWS = 8
 ROUNDS = 3
 """How often every candidate is timed, after one round of warmup that is not counted."""
 
-MOST_ROUNDS = 9
-"""How often those are timed that stay close to the best one."""
-
-CLOSE_FACTOR = 1.1
-"""A candidate that takes more than this times the best time is not close to it."""
-
 DROPPED_FACTOR = 1.5
 """A candidate is dropped if it takes more than this times the best time in both directions."""
 
@@ -65,32 +59,22 @@ def candidates(rows: int) -> tuple[int, ...]:
     return tuple(degree for degree in CANDIDATES if degree == 1 or rows >= degree * MINIMUM_ROWS)
 
 
-def most_iterations(count: int, *, thorough: bool = False) -> int:
+def most_iterations(count: int) -> int:
     """The most iterations that trials of ``count`` pipelines take, including the one that shows the shape."""
     # Each gets one more of warmup. The best pipeline and the best pair of degrees come last.
-    return 1 + (1 + (MOST_ROUNDS if thorough else ROUNDS)) * (count + 2)
+    return 1 + (1 + ROUNDS) * (count + 2)
 
 
 class Trials:
     """Tries every pipeline, then the best pair of degrees, and chooses one.
 
-    Single iterations vary, so whatever is close to the best is timed more often than the rest, in a run that
-    is long enough for it.
-
     Args:
         pipelines: What to try; of two that are about as fast, the one with the lower degree or, at the same
             degree, the first is chosen. The schedule of the last is that of pairs of degrees.
-        iterations_left: Of the run; None if it has no end.
     """
 
-    def __init__(self, pipelines: Sequence[Pipeline], *, iterations_left: int | None = None) -> None:
+    def __init__(self, pipelines: Sequence[Pipeline]) -> None:
         self._times_us: dict[Pipeline, list[tuple[float, float]]] = {}
-        most = most_iterations(len(pipelines), thorough=True)
-        self._rounds = MOST_ROUNDS
-        if iterations_left is not None and iterations_left < most:
-            self._rounds, most = ROUNDS, most_iterations(len(pipelines))
-        self.most_iterations = most
-        """How many iterations the trials take at most."""
         self._steps = self._all_steps(pipelines)
         self.choice: Choice | None = None
         self.pipeline = next(self._steps)
@@ -120,12 +104,7 @@ class Trials:
         self._times_us = {}
         yield from pipelines
         left = list(pipelines)
-        for round_index in range(self._rounds):
-            if round_index >= ROUNDS:
-                limit = CLOSE_FACTOR * min(map(self._total_us, left))
-                left = [pipeline for pipeline in left if self._total_us(pipeline) <= limit]
-                if len(left) == 1:
-                    break
+        for round_index in range(ROUNDS):
             # The order changes each round, so that a machine that becomes slower affects all equally.
             start = round_index % len(left)
             for pipeline in left[start:] + left[:start]:

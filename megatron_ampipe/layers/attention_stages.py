@@ -96,8 +96,8 @@ def qkv(state: BlockPass, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ..
 
 
 def attend_backward(
-    state: BlockPass,
     step: int,
+    state: BlockPass,
     chunk: int | None,
     gradients: Sequence[Tensor | None],
     recalled: Sequence[Tensor],
@@ -116,8 +116,8 @@ def attend_backward(
 
 @runs(kinds.ATTEND, backward=attend_backward)
 def attend(
-    state: BlockPass,
     step: int,
+    state: BlockPass,
     chunk: int | None,
     query: Tensor,
     key: Tensor,

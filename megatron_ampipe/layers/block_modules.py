@@ -64,7 +64,7 @@ class StageFunction:
 
 
 FUNCTIONS: dict[StageKind, StageFunction] = {}
-"""By kind; what computes a kind with steps takes the number of the step after the state."""
+"""By kind; what computes a kind with steps takes the number of the step first."""
 
 
 def runs[F: Function](
@@ -245,7 +245,6 @@ class BlockModules:
             or config.hidden_dropout
             or config.moe_input_jitter_eps
             or config.moe_router_force_load_balancing
-            or getattr(config, "moe_router_force_biased", None)
             or self.context.gate
         )
 
@@ -363,11 +362,5 @@ class BlockModules:
 
 def _bound(function: Function, kind: StageKind) -> Function:
     """The function; what computes all steps of a kind as that of one step."""
-    if kind.step_of is None or not kind.lane.computes:
-        return function
-
-    @functools.wraps(function)
-    def of_step(state: Any, *args: Any) -> Any:
-        return function(state, kind.step, *args)
-
-    return of_step
+    has_steps = kind.step_of is not None and kind.lane.computes
+    return functools.partial(function, kind.step) if has_steps else function

@@ -14,7 +14,7 @@ from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.exchange.codecs import Condensed
 from megatron_ampipe.exchange.transports import RowTransfers
 from megatron_ampipe.layers.block_modules import BlockModules
-from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, has_gate
+from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, has_gate, random_states
 from megatron_ampipe.schedule import BlockFeatures, Chunk
 from megatron_ampipe.schedule.chunks import Documents
 
@@ -35,9 +35,7 @@ class RandomStates:
             states = self._states.pop(key, None)
             if states is None:
                 return function(*args, **kwargs)
-            # Afterwards the states of now go on.
-            with random._fork_rng():
-                random._set_all_rng_states(*states)
+            with random_states(states):
                 return function(*args, **kwargs)
 
         return run
@@ -105,7 +103,6 @@ class BlockPass:
         second.is_again = True
         second._begin()
         if not self.block.dense:
-            second.routing.forced_bias = self.routing.forced_bias
             for dispatcher, of_second in zip(self.dispatchers, second.dispatchers, strict=True):
                 of_second.told = dispatcher.told
         return second

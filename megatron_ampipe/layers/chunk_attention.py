@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -24,15 +25,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ampipe import compat
-from megatron_ampipe.attention.backends import Scoring
-from megatron_ampipe.attention.kernels import KERNELS, Kernel, choose_kernel, has_sinks, largest_scores
+from megatron_ampipe.attention.backends import EXACT_PIECES
+from megatron_ampipe.attention.kernels import KERNELS, Kernel, choose_kernel, has_sinks
 from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.layers.linear_layers import replaced
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.moves import take_rows
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.schedule.chunks import Documents
-from megatron_ampipe.schedule.features import reads_largest_scores
 
 RotaryEmbedding = Tensor | tuple[Tensor, Tensor]
 
@@ -186,17 +186,17 @@ class ChunkAttention:
         self._scale = _scale(attention)
         self._recompute = bool(attention.checkpoint_core_attention)
         self._sequence_parallel = config.sequence_parallel
-        self._window: int | None = None
-        self._dropout, self._has_sinks, self._keeps_largest_scores = 0.0, False, False
+        self._dropout, self._has_sinks = 0.0, False
+        self._beyond: dict[str, Any] = {}
         if kernel == "te":
-            # Transformer Engine's attention does these itself, the last over its calls.
+            # Transformer Engine's attention does these itself.
             return
         self._dropout, self._has_sinks = config.attention_dropout, has_sinks(config)
-        self._keeps_largest_scores = reads_largest_scores(config)
         if _has_window(attention):
             left, right = config.window_size
             assert right == 0, "start-up refuses windows that look ahead"
-            self._window = left if left >= 0 else None
+            if left >= 0:
+                self._beyond["window"] = left
 
     def __call__(
         self,
@@ -209,20 +209,14 @@ class ChunkAttention:
         sums: KeyValueSums | None = None,
     ) -> Tensor:
         """``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H * V]``."""
-        if self._keeps_largest_scores:
-            # Megatron reads the maximum ``[H]``, and clears it, after every iteration (``clip_qk``).
-            largest = largest_scores(
-                query, key, spans=spans, scale=self._scale, window=self._window, documents=documents
-            )
-            earlier = getattr(self._core, "current_max_attn_logits", None)
-            self._core.current_max_attn_logits = (
-                largest if earlier is None else torch.maximum(earlier, largest)
-            )
         dropout = self._dropout if self._core.training else 0.0
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             # As in DotProductAttention: tensor-parallel ranks need different dropout masks.
             forks = dropout > 0 and not self._sequence_parallel
+            beyond = self._beyond | ({"dropout": dropout} if dropout else {})
+            if self._has_sinks:
+                beyond["sinks"] = _read_sinks(self._core)
             with tensor_parallel.get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext():
                 return self._kernel(
                     query,
@@ -230,24 +224,23 @@ class ChunkAttention:
                     value,
                     spans=spans,
                     scale=self._scale,
-                    dropout=dropout,
-                    window=self._window,
-                    sinks=_read_sinks(self._core) if self._has_sinks else None,
                     documents=documents,
                     sums=sums,
+                    **beyond,
                 )
 
         if self._recompute and torch.is_grad_enabled():
             # Megatron's checkpoint function calls ``backward`` inside its backward, which fails under
             # ``torch.autograd.grad``, and stages are differentiated with that.
-            states = tensor_parallel.get_cuda_rng_tracker().get_states()
+            states = random._get_all_rng_states()
             output: Tensor = checkpoint(
                 attend,
                 query,
                 key,
                 value,
                 use_reentrant=False,
-                context_fn=lambda: (contextlib.nullcontext(), _rng_states(states)),
+                preserve_rng_state=False,
+                context_fn=lambda: (contextlib.nullcontext(), random_states(states)),
             )
             return output
         return attend(query, key, value)
@@ -255,10 +248,10 @@ class ChunkAttention:
     def ring(self, ranks: dist.ProcessGroup) -> RingAttention:
         """Attention of one pass to the keys of one rank after another."""
         return RingAttention(
-            self._kernel.pieces, scale=self._scale, rank=ranks.rank(), num_ranks=ranks.size()
+            self._kernel.pieces or EXACT_PIECES, scale=self._scale, rank=ranks.rank(), num_ranks=ranks.size()
         )
 
-    def _transformer_engine(self, query: Tensor, key: Tensor, value: Tensor, _: Scoring) -> Tensor:
+    def _transformer_engine(self, query: Tensor, key: Tensor, value: Tensor, **_: float) -> Tensor:
         """Megatron's TE attention module with a bottom-right causal mask, for the rows of one span."""
         with compat.backend_of_shape((id(self._core), query.shape, key.shape)):
             output: Tensor = self._core(
@@ -268,15 +261,11 @@ class ChunkAttention:
 
 
 @contextlib.contextmanager
-def _rng_states(states: dict[str, Tensor]) -> Iterator[None]:
-    """Within it, Megatron's random states are these."""
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    now = tracker.get_states()
-    tracker.set_states(states)
-    try:
+def random_states(states: tuple[Any, ...]) -> Iterator[None]:
+    """Within it, the random states are these; afterwards those of now go on."""
+    with random._fork_rng():
+        random._set_all_rng_states(*states)
         yield
-    finally:
-        tracker.set_states(now)
 
 
 def _read_sinks(core_attention: torch.nn.Module) -> Tensor:

@@ -19,24 +19,6 @@ from megatron_ampipe.schedule.chunks import Documents
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 
-@dataclass(frozen=True, slots=True)
-class FullRecompute:
-    """Megatron's full recompute, run inside the schedule: which layers keep only what they are given."""
-
-    method: str
-    """``uniform`` for every layer, ``block`` for the first ones of a pipeline stage."""
-    num_layers: int
-    """How many layers ``block`` recomputes. Every layer keeps its own input, also under ``uniform``."""
-
-    def covers(self, place: int | None) -> bool:
-        """Whether a layer is recomputed.
-
-        ``place`` counts from 0 in its (virtual) pipeline stage; None for one of multi-token prediction, which
-        Megatron skips under ``block``.
-        """
-        return self.method == "uniform" or (place is not None and place < self.num_layers)
-
-
 class DocumentReader:
     """Reads where documents begin from what Megatron passes to a layer, once per micro-batch for all layers.
 
@@ -108,7 +90,9 @@ class AMPipeContext:
     Attributes:
         executor: Runs the stages; if None, made by the first layer that runs.
         kernel: Name of the attention kernel; if None, chosen by each layer.
-        recompute: Full recompute inside the schedules; None where Megatron does it, or nobody.
+        recomputed_layers: Of Megatron's full recompute inside the schedules: how many first layers of a
+            (virtual) pipeline stage keep only what they are given; infinity for all, also of multi-token
+            prediction.
         reductions: Of gradients, held back for stages of the backward passes; None where data parallelism
             starts them itself.
         partners: Where the passes of two micro-batches meet (``--ampipe-partner``); None where they do not.
@@ -124,7 +108,7 @@ class AMPipeContext:
     recorder: Recorder = field(default_factory=Recorder)
     executor: Executor | None = None
     kernel: str | None = None
-    recompute: FullRecompute | None = None
+    recomputed_layers: float = 0
     documents: DocumentReader = field(default_factory=DocumentReader)
     reductions: Reductions | None = None
     partners: Partners | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -56,8 +57,8 @@ class AMPipeTransformerLayer(TransformerLayer):
         # A layer of multi-token prediction is built from the specification of another layer.
         if not joins_run or self.is_mtp_layer:
             ampipe.run_being_built = LayerRun(ampipe)
-        recompute, place = ampipe.recompute, None if self.is_mtp_layer else kwargs.get("layer_number", 1) - 1
-        recomputed = recompute is not None and recompute.covers(place)
+        number = math.inf if self.is_mtp_layer else kwargs.get("layer_number", 1)
+        recomputed = number <= ampipe.recomputed_layers
         self._block = BlockModules(self, self, ampipe, recomputed=recomputed)
         self._stack = ampipe.run_being_built.add(self._block)
 

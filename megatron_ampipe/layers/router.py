@@ -14,7 +14,6 @@ from functools import partialmethod
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import (
     apply_router_token_dropping,
     compute_routing_scores_for_aux_loss,
@@ -121,12 +120,8 @@ class BlockRouting:
     first_tokens: Sequence[int]
     prescribed: Tensor | None
     """The experts that a routing replay prescribes, ``[T, K]``; None without."""
-    forced_std: float | None
-    """``--moe-router-force-biased``, or None."""
     losses: dict[int, ChunkLosses] = field(default_factory=dict)
     """By chunk, what its losses are computed from."""
-    forced_bias: Tensor | None = None
-    """``[E]``, drawn with that deviation and added to the logits of all tokens; None before."""
     parts: dict[object, dict[int, tuple[Tensor, ...]]] = field(default_factory=dict)
     """What :meth:`join` keeps."""
 
@@ -226,8 +221,6 @@ class ChunkRouting:
 
     _noted: ChunkLosses | None = None
     """Where the losses of the chunk that is being routed are noted; None outside."""
-    _block: BlockRouting | None = None
-    """The block of the chunk that is being routed; None outside."""
 
     def begin_block(
         self, num_tokens: int, *, per_chunk: bool, first_tokens: Sequence[int] = (0,)
@@ -237,14 +230,13 @@ class ChunkRouting:
         Its chunks begin with ``first_tokens``. With ``per_chunk``, every chunk has a separate capacity.
         """
         config, capacity = self.config, None
-        # Older versions have neither.
+        # Older versions have none.
         replay = getattr(self, "router_replay", None)
-        forced_std = getattr(config, "moe_router_force_biased", None)
         if config.moe_expert_capacity_factor is not None:
             at_once = per_chunk or config.moe_token_drop_policy == "probs"
             capacity = Capacity(config, self.topk, None if at_once else num_tokens)
         prescribed = None if replay is None else prescribed_by(replay)
-        return BlockRouting(capacity, num_tokens, first_tokens, prescribed, forced_std)
+        return BlockRouting(capacity, num_tokens, first_tokens, prescribed)
 
     def forward(
         self,
@@ -273,13 +265,13 @@ class ChunkRouting:
         assert not args and not kwargs, "chunks are routed by their hidden states alone"
         losses = block.losses[chunk] = ChunkLosses()
         config, replay = self.config, getattr(self, "router_replay", None)
-        kept: dict[str, Any] = {"config": config, "_noted": None, "_block": None}
+        kept: dict[str, Any] = {"config": config, "_noted": None}
         # Not by ``setattr``, which looks for parameters and modules first.
-        vars(self).update(_noted=losses, _block=block)
-        if config.moe_expert_capacity_factor is not None or block.forced_std is not None:
-            # The class's ``forward`` drops no token and draws no bias of the experts.
+        vars(self).update(_noted=losses)
+        if config.moe_expert_capacity_factor is not None:
+            # The class's ``forward`` drops no token.
             self.config = copy.copy(config)
-            self.config.moe_expert_capacity_factor = self.config.moe_router_force_biased = None
+            self.config.moe_expert_capacity_factor = None
         if replay is not None:
             kept["router_replay"] = replay
             self.router_replay = ChunkReplay(replay, block, chunk)
@@ -300,20 +292,6 @@ class ChunkRouting:
         if losses.counts_experts:
             super()._apply_expert_bias(counted)
         return probs, routing_map, losses.packed(hidden)
-
-    def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As in Megatron; in a chunk with the random numbers of ``--moe-router-force-biased``.
-
-        Every token draws logits; the bias of the experts is drawn once for a block.
-        """
-        block = self._block
-        if block is not None and block.forced_std is not None:
-            logits = moe_utils.apply_random_logits(logits)
-            if block.forced_bias is None:
-                zeros, std = logits.new_zeros(logits.shape[-1]), block.forced_std
-                block.forced_bias = moe_utils.RandomSTEShared.apply(zeros, std, self.layer_number)
-            logits = logits + block.forced_bias
-        return super().routing(logits, *args, **kwargs)
 
     def register_forward_hook(self, hook: Hook, **options: Any) -> RemovableHandle:
         """As in torch; the hook is called once for all chunks of a block, with what a stock router gets.

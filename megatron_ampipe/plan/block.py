@@ -62,7 +62,6 @@ class Block:
         rows_seen: Rows of a token for numbers of places, see :meth:`rows_to`, as a training recorded them;
             for others, experts are evenly used.
         condense: The threshold of ``--ampipe-condense``; None if every token is sent.
-        condensed: Share of the rows that are not sent because of it, 0 to 1.
         replicas: Ranks over which gradients of all parameters but those of experts are reduced.
         shards_optimizer: A rank gets a share of the reduced gradients.
         places_reductions: Gradients are reduced in stages (``--ampipe-grad-reduce placed``).
@@ -110,7 +109,6 @@ class Block:
     splits_weights: bool = False
     rows_seen: tuple[tuple[int, float], ...] = ()
     condense: float | None = _of_plan("--ampipe-condense", default=None)
-    condensed: float = 0.0
     replicas: int = 1
     expert_replicas: int = 1
     shards_optimizer: bool = False
@@ -136,14 +134,9 @@ class Block:
         """Rows of the rank with the most, divided by the mean."""
         return self.imbalance if self.capacity is None else min(self.capacity, self.imbalance)
 
-    @property
-    def kept(self) -> float:
-        """Share of the rows that are sent where similar tokens go once."""
-        return 1 - self.condensed
-
     def received(self, rows: int) -> float:
         """Rows that the local experts compute for so many of the residual stream."""
-        return rows * self.batch * self.topk * self.load * self.expert_tensor * self.kept
+        return rows * self.batch * self.topk * self.load * self.expert_tensor
 
     def row_bytes(self, probabilities: int) -> int:
         """Of a row that travels with so many probabilities."""
@@ -156,7 +149,7 @@ class Block:
 
     @property
     def rows_per_token(self) -> float:
-        """Rows that experts' ranks receive for a token, its own rank included, if none is condensed."""
+        """Rows that experts' ranks receive for a token, its own rank included."""
         return self.topk if self.exchange.sends_every_copy else self.rows_to(self.expert)
 
     def rows_to(self, places: int) -> float:
@@ -223,7 +216,7 @@ class Block:
     @property
     def stock(self) -> Block:
         """The same block as Megatron's own layer runs it: padding fills every expert's capacity."""
-        plain = replace(self, exchange=Exchange.ROWS, ring=False, condense=None, condensed=0.0)
+        plain = replace(self, exchange=Exchange.ROWS, ring=False, condense=None)
         if self.capacity is None or not self.padded:
             return plain
         return replace(plain, capacity=None, imbalance=self.capacity)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 from megatron_ampipe.plan.operation_times import OperationTimes, tensors_of
 from megatron_ampipe.plan.predict import Predictor
@@ -30,51 +30,6 @@ OVERLAPPED = "gradients"
 """The lane of reductions that have no place in a schedule."""
 
 
-Reductions = Sequence[tuple[float, float]]
-"""Microseconds of reducing the gradients that are complete with each layer, in the order of the pass.
-
-First those of experts, complete when the backward pass comes to attention; then all others, complete when it
-has ended the layer. (A bucket that ends within an MLP or shared experts is complete earlier, which is not
-counted.)"""
-
-
-@dataclass(frozen=True, slots=True)
-class Reducing:
-    """One way to reduce the gradients of all layers.
-
-    Attributes:
-        bucket_size: ``--ddp-bucket-size``; None if there are no buckets, or they have Megatron's default.
-        pass_ms: The backward pass of all layers, with what reductions delay.
-        left_ms: What is reduced when the pass has ended.
-        saves: By how much the two together are less than with everything after the pass, as a share.
-    """
-
-    name: str
-    bucket_size: int | None
-    pass_ms: float
-    left_ms: float
-    saves: float
-
-
-@dataclass(frozen=True, slots=True)
-class GradientPlan:
-    """What was compared.
-
-    Attributes:
-        parameters: Of one layer with experts on one rank, those whose gradients are reduced.
-        reduction_ms: What their reduction takes alone.
-        without_ms: The backward pass of all layers without reductions.
-        ways: All that were compared.
-        chosen: The name of the simplest way unless another saves more than predictions are exact.
-    """
-
-    parameters: int
-    reduction_ms: float
-    without_ms: float
-    ways: tuple[Reducing, ...]
-    chosen: str
-
-
 def plan_gradients(
     predictor: Predictor,
     schedule: Schedule,
@@ -82,7 +37,7 @@ def plan_gradients(
     *,
     num_layers: int,
     bucket_size: int | None = None,
-) -> GradientPlan | None:
+) -> dict[str, Any] | None:
     """Compare the ways to reduce the gradients of a plan's layers; None if nothing is reduced.
 
     Args:
@@ -91,6 +46,13 @@ def plan_gradients(
         lengths: Rows of one rank in each chunk.
         num_layers: Of the pipeline stage, all with experts if they do not all share the schedule.
         bucket_size: ``--ddp-bucket-size``; the best of several if None.
+
+    Returns:
+        ``parameters`` of one layer with experts on one rank whose gradients are reduced, and what that takes
+        alone (``reduction_ms``); the backward pass of all layers without it (``without_ms``); ``ways``: for
+        each the pass with what reductions delay (``pass_ms``), what is reduced after it (``left_ms``), and by
+        which share the two together are less than with everything after the pass (``saves``); the name of
+        the ``chosen`` one, the simplest unless another saves more than predictions are exact.
 
     Raises:
         BadInput: the cluster has no figure for the reductions.
@@ -104,14 +66,14 @@ def plan_gradients(
     if len(predictor.layers) == num_layers:
         dense = [features.dense for features in reversed(predictor.layers)]
     tensors = [tensors_of(work, dense=is_dense) for is_dense in dense]
-    times = OperationTimes(work, predictor.cluster)
+    times = predictor.times
     backward = ReducedPass(predictor, schedule, lengths, num_layers=num_layers)
     after_us = backward.without_us + sum(
         times.reduction_us(sum(itertools.chain(*buffers)), experts=experts)
         for experts, buffers in zip((True, False), zip(*tensors, strict=True), strict=True)
     )
 
-    def way(name: str, size: int | None = None) -> Reducing:
+    def way(name: str, size: int | None = None) -> dict[str, Any]:
         if name == AFTER:
             computed, total = backward.without_us, after_us
         else:
@@ -124,31 +86,37 @@ def plan_gradients(
             ]
             computed, reduced = backward.times(reductions, overlapped=name == STOCK)
             total = reduced + reductions[-1][1]
-        return Reducing(name, size, computed / 1e3, (total - computed) / 1e3, 1 - total / after_us)
+        return {
+            "name": name,
+            "bucket_size": size,
+            "pass_ms": computed / 1e3,
+            "left_ms": (total - computed) / 1e3,
+            "saves": 1 - total / after_us,
+        }
 
     # Megatron's default, and parts of what a layer has in each of the two buffers, the largest first.
     buffers = {math.ceil(sum(buffer)) for layer in tensors for buffer in layer if buffer}
     parts = {math.ceil(size / count) for size in buffers for count in PARTS}
     sizes = (None, *sorted(parts, reverse=True)) if bucket_size is None else (bucket_size,)
-    ways = (way(AFTER), *(_simplest(way(name, size) for size in sizes) for name in (STOCK, PLACED)))
+    ways = [way(AFTER), *(_simplest([way(name, size) for size in sizes]) for name in (STOCK, PLACED))]
     alone = (times.reduction_us(sum(with_experts[not of]), experts=of) for of in (True, False))
-    return GradientPlan(
-        parameters=round(parameters),
-        reduction_ms=sum(alone) / 1e3,
-        without_ms=backward.without_us / 1e3,
-        ways=ways,
-        chosen=_simplest(ways).name,
-    )
+    return {
+        "parameters": round(parameters),
+        "reduction_ms": sum(alone) / 1e3,
+        "without_ms": backward.without_us / 1e3,
+        "ways": ways,
+        "chosen": _simplest(ways)["name"],
+    }
 
 
 def _reduction_us(times: OperationTimes, buckets: Sequence[float], experts: bool) -> float:
     return sum(times.reduction_us(size, experts=experts) for size in buckets)
 
 
-def _simplest(ways: Iterable[Reducing]) -> Reducing:
+def _simplest(ways: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The first one unless another saves more than predictions are exact."""
-    total = {way: way.pass_ms + way.left_ms for way in ways}
-    return next(way for way in total if total[way] * (1 - MINIMUM_SAVING) <= min(total.values()))
+    both = [way["pass_ms"] + way["left_ms"] for way in ways]
+    return next(way for way, ms in zip(ways, both, strict=True) if ms * (1 - MINIMUM_SAVING) <= min(both))
 
 
 def completed(layers: Sequence[Sequence[float]], bucket_size: float) -> list[list[float]]:
@@ -190,9 +158,8 @@ class ReducedPass:
         self.without_us, shared = 0.0, min(len(predictor.layers), num_layers)
         first = num_layers
         while first:
-            # The last layers may be fewer. A single one has other stages, so it goes with those below it.
-            count = first % shared or shared
-            count += shared if count == 1 < shared else 0
+            # Those that are left over share the schedule of the last layers.
+            count = shared + (first % shared if first == num_layers else 0)
             first -= count
             part = predictor if count == len(predictor.layers) else predictor.of_layers(count)
             self.without_us += part.pass_us(schedule, lengths).backward
@@ -225,7 +192,7 @@ class ReducedPass:
 
     def _compiled(self, lanes: dict[str, list[Stage]], needs: Needs) -> Compiled:
         program = Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items() if stages))
-        return compile_program(program, needs, on_host=self._predictor.cluster.trains_on_host)
+        return compile_program(program, needs)
 
     def _with_overlap(self, lanes: dict[str, list[Stage]], needs: Needs) -> Compiled:
         """The pass with reductions in a separate lane, for which nothing waits."""
@@ -244,13 +211,17 @@ class ReducedPass:
         if (work.expert * work.expert_tensor > near) == (work.replicas * work.tensor > near):
             return compiled
         own = [(lane, stages) for lane, stages in compiled.lanes if lane != OVERLAPPED]
-        contended = contention(own, compiled.stages, on_host=cluster.trains_on_host)
+        contended = contention(own, compiled.stages)
         return dataclasses.replace(compiled, contended=contended)
 
-    def times(self, reductions: Reductions, *, overlapped: bool) -> tuple[float, float]:
+    def times(self, reductions: Sequence[tuple[float, float]], *, overlapped: bool) -> tuple[float, float]:
         """Microseconds until all other stages have ended, and until all reductions during the pass have too.
 
-        Either reductions start when gradients are complete, or they are stages of the schedule.
+        Args:
+            reductions: Microseconds of reducing the gradients that are complete with each layer, in the order
+                of the pass: of experts, complete when it comes to attention, then of all others, complete
+                when it has ended the layer.
+            overlapped: Reductions start when gradients are complete; else they are stages of the schedule.
         """
         compiled = self._overlapped if overlapped else self._placed
         times = {**self._times, **dict.fromkeys((*self._above, *self._last), 0.0)}

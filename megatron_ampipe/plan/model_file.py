@@ -115,8 +115,6 @@ class ModelFlags(BaseModel):
     cp_comm_type: str | list[str] | None = None
     attention_dropout: Annotated[FiniteFloat, Field(ge=0)] = 0.1
     softmax_type: str = "vanilla"
-    qk_clip: _Switch = False
-    log_max_attention_logit: _Switch = False
     expert_tensor_parallel_size: _Size | None = None
     expert_model_parallel_size: _Size | None = None
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "allgather"
@@ -306,7 +304,7 @@ def block_of(
         expert_replicas=max(1, of_stage // (expert * expert_tensor)),
         shards_optimizer=flags.use_distributed_optimizer,
     )
-    _check(model, flags, block, ranks)
+    _check(model, block, ranks)
     for key, near in model.misspelt().items():
         place = f"{model.path}:{model.lines[key]}"
         assumed.append(f"{key} ({place}) is not read by the planner; did you mean {near}?")
@@ -348,34 +346,18 @@ def _dtype(flags: ModelFlags, cluster: Cluster | None, assumed: list[str]) -> Dt
     return dtype
 
 
-def _check(model: ModelFile, flags: ModelFlags, block: Block, ranks: int) -> None:
+def _check(model: ModelFile, block: Block, ranks: int) -> None:
     """What a value must be because of others."""
     slices = block.tensor * block.context * (2 if block.context > 1 else 1)
-    hidden, heads, experts, length = block.hidden, block.heads, block.experts, block.sequence_length
-    needed = block.expert * block.expert_tensor
+    experts, length, needed = block.experts, block.sequence_length, block.expert * block.expert_tensor
+    if length % slices:
+        model.refuse("seq-length", f"must be a multiple of {slices}: {-(-length // slices) * slices}")
+    if block.topk > experts:
+        model.refuse("moe-router-topk", f"is above num-experts {experts}")
+    if experts % block.expert or needed > ranks:
+        rule = f"must divide {experts} experts, shared by {needed} ranks of --ranks {ranks}"
+        model.refuse("expert-model-parallel-size", rule)
     busiest = block.expert * min(1.0, block.local_experts / block.topk)
-    rules: dict[str, tuple[bool, str]] = {
-        "num-attention-heads": (
-            flags.kv_channels is None and hidden % heads > 0,
-            f"does not divide hidden-size {hidden}, and kv-channels is not given",
-        ),
-        "num-query-groups": (
-            not block.latent and heads % flags.groups > 0,
-            f"does not divide num-attention-heads {heads}",
-        ),
-        "seq-length": (
-            length % slices > 0,
-            f"must be a multiple of {slices}: {-(-length // slices) * slices}",
-        ),
-        "moe-router-topk": (block.topk > experts, f"is above num-experts {experts}"),
-        "expert-model-parallel-size": (
-            experts % block.expert > 0 or needed > ranks,
-            f"must divide {experts} experts, shared by {needed} ranks of --ranks {ranks}",
-        ),
-    }
-    for key, (wrong, rule) in rules.items():
-        if wrong:
-            model.refuse(key, rule)
     if not 1 <= block.imbalance <= busiest * (1 + 1e-9):
         rule = f"the busiest of {block.expert} expert-parallel ranks has 1 to {busiest:g} times the mean"
         raise BadInput("--imbalance", f"{block.imbalance:g}", rule=rule, remedy=f"Use {busiest:g}.")

@@ -113,7 +113,7 @@ class OperationTimes:
     Args:
         block: The block: sizes of its tensors, and its groups of ranks.
         cluster: The figures.
-        features: What is in the block; those of the block if None.
+        features: What is in the block.
         stock: Of Megatron's own layer, whose all-to-alls can be other operations.
 
     Raises:
@@ -124,12 +124,11 @@ class OperationTimes:
         self,
         block: Block,
         cluster: Cluster,
+        features: BlockFeatures,
         *,
-        features: BlockFeatures | None = None,
         stock: bool = False,
     ) -> None:
-        self.block, self.cluster, self._stock = block, cluster, stock
-        self.features = block.features if features is None else features
+        self.block, self.cluster, self.features, self._stock = block, cluster, features, stock
         self._gemm = cluster.gemm(block.dtype)
         # Models in fp8 compute attention in bf16.
         dtype: Dtype = "bf16" if block.dtype == "fp8" else block.dtype
@@ -152,7 +151,7 @@ class OperationTimes:
         return rows.hidden * self.block.batch
 
     def sent(self, rows: Rows) -> float:
-        """Rows that their rank sends for a chunk, if similar tokens are sent too."""
+        """Rows that their rank sends for a chunk."""
         places = self.block.rows_per_token
         if self.nodes is not None and not self.block.exchange.sends_every_copy:
             places = self.block.rows_to(self.nodes.num_nodes)
@@ -160,7 +159,7 @@ class OperationTimes:
 
     def arriving(self, rows: Rows) -> float:
         """Rows of a chunk that arrive at the ranks of the experts."""
-        return self.tokens(rows) * self.block.rows_per_token * self.block.load * self.block.kept
+        return self.tokens(rows) * self.block.rows_per_token * self.block.load
 
     def key_sums(self, keys: float) -> Pair:
         """The gradients of the keys and values that a chunk attended to are added to sums in fp32."""

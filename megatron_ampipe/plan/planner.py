@@ -353,8 +353,8 @@ def equation_10_us(predictor: Predictor, *, degree: int) -> Mapping[str, float]:
     """The same of one of so many chunks; copies are not slowed (``eta`` is 1), transfers by the cluster."""
     work, cluster = predictor.block, predictor.cluster
     lengths, copies = even_chunks(work.rows, degree), cluster.compute.copy
-    dispatch = predictor.model.stages(lengths)[Stage(kinds.DISPATCH, 0)]
-    both = predictor.model.times.all_products(expert_products(work, lengths[0]), chunked=False)
+    dispatch = predictor.stages(lengths)[Stage(kinds.DISPATCH, 0)]
+    both = predictor.times.all_products(expert_products(work, lengths[0]), chunked=False)
     size = expert_bytes(work, lengths[0], local=cluster.trains_on_host, inner=False)
     return equation_10(
         product=both.forward / 2,

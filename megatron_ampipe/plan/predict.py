@@ -1,6 +1,5 @@
 """Predicts one block, or several that share a schedule, on one cluster: the time of a schedule, its timeline.
 
-:class:`CostModel` says how long each stage takes alone, :class:`Predictor` simulates a schedule of them.
 Times are microseconds of one forward or backward pass of all of these blocks and one micro-batch, on the rank
 with the most tokens. Not modelled: caches, clock throttling, and the time that a rank waits for a slower one.
 """
@@ -12,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_ampipe.files.timeline import COMPUTE, StageSpan, Timeline
+from megatron_ampipe.files.timeline import StageSpan, Timeline
 from megatron_ampipe.plan.block import Block, Rows, chunk_rows
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.memory import peak_bytes
@@ -40,13 +39,14 @@ from megatron_ampipe.schedule import (
 from megatron_ampipe.schedule.kinds import REDUCE
 
 
-class CostModel:
-    """Times of the stages of one block on one cluster: each stage alone, with its overhead.
+class Predictor:
+    """Predictions for one block, or several that share a schedule, on one cluster.
 
     Args:
         block: The block.
         cluster: The times of its operations.
-        shares_schedule: The block shares its schedule with other layers.
+        num_layers: How many such blocks share a schedule.
+        dense: Which of them have no experts, counted from 0.
         memory: What the experts keep for their backward, see ``Pipeline.memory``.
 
     Raises:
@@ -54,24 +54,40 @@ class CostModel:
     """
 
     def __init__(
-        self, block: Block, cluster: Cluster, *, shares_schedule: bool = False, memory: str = KEEP
+        self,
+        block: Block,
+        cluster: Cluster,
+        *,
+        num_layers: int = 1,
+        dense: Collection[int] = (),
+        memory: str = KEEP,
     ) -> None:
-        self.block, self.cluster, self._shares_schedule = block, cluster, shares_schedule
+        self.block, self.cluster, self.memory, self._dense = block, cluster, memory, dense
+        shares = num_layers > 1
         # Where layers share a schedule, they recompute as a part of it.
-        features = replace(
-            block.features_of(shares_schedule=shares_schedule),
-            recomputed=shares_schedule and block.recomputes,
-        )
+        features = replace(block.features_of(shares_schedule=shares), recomputed=shares and block.recomputes)
         self.features = with_memory(with_exchange(features, block.exchange), memory)
-        self.dense_features = self.features.without_experts
-        (self._sequence,) = chunk_rows(block, (block.rows,))
-        self.times = OperationTimes(block, cluster, features=self.features)
-        self._dense_times = OperationTimes(block, cluster, features=self.dense_features)
-        # A search comes back to the same lengths many times: what was computed is kept, by kind and rows.
-        self._chunk_rows = functools.lru_cache(maxsize=4096)(
-            functools.partial(chunk_rows, block, shares_schedule=shares_schedule)
+        without_experts = self.features.without_experts
+        self.layers: tuple[BlockFeatures, ...] = tuple(
+            without_experts if layer in dense else self.features for layer in range(num_layers)
         )
-        self._known: dict[object, Pair] = {}
+        """Of each block that shares the schedule."""
+        self.times = OperationTimes(block, cluster, self.features)
+        self._dense_times = OperationTimes(block, cluster, without_experts)
+        (self._sequence,) = chunk_rows(block, (block.rows,))
+        # A search comes back to the same lengths many times: what was computed is kept.
+        self._chunk_rows = functools.lru_cache(maxsize=4096)(
+            functools.partial(chunk_rows, block, shares_schedule=shares)
+        )
+        self._stage_times: dict[object, Pair] = {}
+        self._costs = functools.lru_cache(maxsize=4096)(self.stages)
+        self._direction_times: dict[object, float] = {}
+        kinds = {kind for features in {*self.layers} for kind in data_flow(features).kinds}
+        kinds |= {kind for kind in WEIGHTS.values() if kind.weights_of in kinds}
+        self._issue_us = {
+            way: {kind: issue_us(kind, way, block, cluster.host, others=kinds) for kind in kinds}
+            for way in Direction
+        }
 
     def stages(
         self,
@@ -117,13 +133,13 @@ class CostModel:
     def _time(self, kind: StageKind, rows: Sequence[Rows], *, chunked: bool, dense: bool) -> Pair:
         """The time of one stage of some chunks."""
         # Chunks are computed one by one; a single collective sends the rows of all of them.
-        parts = rows if kind.lane.computes or len(rows) == 1 else (_joined(rows),)
+        parts = rows if kind.lane.computes else (_joined(rows),)
         by_position, times = facts_of(kind).by_position, []
         for part in parts:
             key = (kind, chunked, dense, part if by_position else part.hidden)
-            if key not in self._known:
-                self._known[key] = self._stage(kind, Work(part, chunked=chunked), dense=dense)
-            times.append(self._known[key])
+            if key not in self._stage_times:
+                self._stage_times[key] = self._stage(kind, Work(part, chunked=chunked), dense=dense)
+            times.append(self._stage_times[key])
         return times[0] if len(times) == 1 else sum(times, ZERO)
 
     def _products(self, kind: StageKind, rows: Rows) -> Sequence[Product]:
@@ -168,81 +184,26 @@ class CostModel:
             pair.backward * overhead.backward_factor + overhead.backward_us,
         )
 
-    def stock(self, *, dense: bool = False) -> Pair:
-        """The time of Megatron's own layer: the same work without chunks and without overlap."""
-        work = Work(self._sequence, chunked=False)
-        features = self._stock.features.without_experts if dense else self._stock.features
-        stages = (kind.row for kind in data_flow(features).kinds if not kind.of_parameters)
-        total = sum((COSTS[kind](self._stock, work) for kind in stages), ZERO)
-        overhead = self.cluster.host.stock
-        return total + Pair(overhead.forward_us, overhead.backward_us)
+    def stock(self) -> Pair:
+        """Time of Megatron's own layers: the same work without chunks and without overlap."""
+        work, overhead = Work(self._sequence, chunked=False), self.cluster.host.stock
+        total = ZERO
+        for features in self.layers:
+            own = self._stock.features.without_experts if features.dense else self._stock.features
+            stages = (kind.row for kind in data_flow(own).kinds if not kind.of_parameters)
+            total += sum((COSTS[kind](self._stock, work) for kind in stages), ZERO)
+            total += Pair(overhead.forward_us, overhead.backward_us)
+        return self._recomputed(*total)
 
     def stock_exchanges(self) -> Pair:
-        """The part of :meth:`stock` that its two all-to-alls take."""
+        """The part of :meth:`stock` that the two all-to-alls of a block take."""
         one = exchange(self._stock, Work(self._sequence, chunked=False))
         return one + one
 
     @functools.cached_property
     def _stock(self) -> OperationTimes:
-        return OperationTimes(self.block.stock, self.cluster, stock=True)
-
-    def edges(self) -> float:
-        """Rows from Megatron's tensor-parallel ranks to those of the chunks, and back, around a stack."""
-        work = self.block
-        if not self._shares_schedule or work.tensor == 1:
-            return 0.0
-        moved = work.rows * work.batch * work.hidden * work.element_bytes * (work.tensor - 1) / work.tensor
-        figure = self.times.figure("all_to_all", work.tensor)
-        return 2 * (figure.time_us(moved) + self.times.move(work.rows * work.batch).forward)
-
-
-def _joined(chunks: Sequence[Rows]) -> Rows:
-    """The rows of adjacent chunks."""
-    if len(chunks) == 1:
-        return chunks[0]
-    return Rows(
-        hidden=sum(chunk.hidden for chunk in chunks),
-        pairs=sum(chunk.pairs for chunk in chunks),
-        keys=chunks[-1].keys,
-        merged=sum(chunk.merged for chunk in chunks),
-    )
-
-
-class Predictor:
-    """Predictions for one block, or several that share a schedule, on one cluster.
-
-    Args:
-        num_layers: How many such blocks share a schedule.
-        dense: Which of them have no experts, counted from 0.
-
-    The others are those of :class:`CostModel`.
-    """
-
-    def __init__(
-        self,
-        block: Block,
-        cluster: Cluster,
-        *,
-        num_layers: int = 1,
-        dense: Collection[int] = (),
-        memory: str = KEEP,
-    ) -> None:
-        self.block, self.cluster, self.memory, self._dense = block, cluster, memory, dense
-        self.model = CostModel(block, cluster, shares_schedule=num_layers > 1, memory=memory)
-        self.features = self.model.features
-        self.layers: tuple[BlockFeatures, ...] = tuple(
-            self.model.dense_features if layer in dense else self.features for layer in range(num_layers)
-        )
-        """Of each block that shares the schedule."""
-        self._times: dict[object, float] = {}
-        kinds = {kind for features in {*self.layers} for kind in data_flow(features).kinds}
-        kinds |= {kind for kind in WEIGHTS.values() if kind.weights_of in kinds}
-        self._costs = functools.lru_cache(maxsize=4096)(self.model.stages)
-        self._issue_us = {
-            way: {kind: issue_us(kind, way, block, cluster.host, others=kinds) for kind in kinds}
-            for way in Direction
-        }
-        self._latency = {kind: facts_of(kind).latency(self.model.times) for kind in kinds}
+        stock = self.block.stock
+        return OperationTimes(stock, self.cluster, stock.features, stock=True)
 
     def with_exchange(self, exchange: Exchange) -> Predictor:
         """A predictor of the same layers with another exchange."""
@@ -258,11 +219,6 @@ class Predictor:
         """A predictor of another number of the same blocks; ``changes`` are fields of the block."""
         block, memory = replace(self.block, **changes), self.memory if memory is None else memory
         return Predictor(block, self.cluster, num_layers=num_layers, dense=dense, memory=memory)
-
-    def stock(self) -> Pair:
-        """Time of Megatron's own layers."""
-        total = sum((self.model.stock(dense=features.dense) for features in self.layers), ZERO)
-        return self._recomputed(*total)
 
     def peak_bytes(self, schedule: Schedule | None, *, memory: str | None = None) -> float:
         """Peak of the activations of a block with a schedule; None for Megatron's own layer."""
@@ -280,7 +236,7 @@ class Predictor:
         with_experts = sum(not features.dense for features in self.layers)
         return with_experts * sum(
             cost.total
-            for stage, cost in self.model.stages((self.block.rows,)).items()
+            for stage, cost in self.stages((self.block.rows,)).items()
             if stage.is_communication and not stage.kind.copies
         )
 
@@ -312,23 +268,23 @@ class Predictor:
         compiled, durations, _ = self.inputs(schedule, lengths, direction)
         times = dict(zip(compiled.stages, durations, strict=True))
         bound = direction_bound(times, needs_of(schedule, self.layers, direction))
-        return bound.time + self._block(direction)
+        return bound + self._block(direction)
 
     def direction_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
         """Time of one direction of a schedule of all of the layers, without a recompute."""
         # Schedules of two degrees share a direction with those of one.
         program, degree = schedule.program(direction), schedule.degree_of(direction)
         key = (program, degree, schedule.whole_attention, tuple(lengths))
-        if key not in self._times:
+        if key not in self._direction_times:
             compiled, durations, pace = self.inputs(schedule, lengths, direction)
-            self._times[key] = max(run(compiled, durations, pace)[1]) + self._block(direction)
-        return self._times[key]
+            self._direction_times[key] = max(run(compiled, durations, pace)[1]) + self._block(direction)
+        return self._direction_times[key]
 
     def inputs(
         self, schedule: Schedule, lengths: Sequence[int], direction: Direction
     ) -> tuple[Compiled, list[float], Pace]:
         """Inputs of :func:`~.simulate.run`: the program, the time of each stage alone, and its pace."""
-        compiled = compile_named(schedule, self.layers, direction, on_host=self.cluster.trains_on_host)
+        compiled = compile_named(schedule, self.layers, direction)
         parts = len(lengths) // schedule.degree_of(direction)
         weights, whole = schedule.backward.weights, schedule.backward.whole
         if direction is Direction.FORWARD:
@@ -367,22 +323,10 @@ class Predictor:
         return compiled, durations, self.pace(compiled, issue)
 
     def pace(self, compiled: Compiled, issue_us: Sequence[float] | None) -> Pace:
-        """What the simulation of a program depends on, with the host's times to issue its stages.
-
-        On the CPU, a collective starts before the previous one has ended
-        (``runtime.executors.ThreadExecutor``); on a stream of a GPU they run one after another.
-        """
-        latency = None
-        if self.cluster.trains_on_host:
-            in_comm = {stage for lane, stages in compiled.lanes if lane != COMPUTE for stage in stages}
-            latency = [
-                self._latency[stage.kind] if index in in_comm else 0.0
-                for index, stage in enumerate(compiled.stages)
-            ]
+        """What the simulation of a program depends on, with the host's times to issue its stages."""
         overlap = self.cluster.overlap
         return Pace(
             issue_us=issue_us,
-            latency_us=latency,
             compute_slowdown=overlap.compute_slowdown,
             communication_slowdown=overlap.communication_slowdown,
             busy_latency_us=overlap.latency_us,
@@ -416,8 +360,16 @@ class Predictor:
         return Timeline(rank=0, spans=ordered, labels=dict(labels or {}))
 
     def _block(self, direction: Direction) -> float:
-        # Every layer of a stack makes its own call.
-        return self.cluster.host.block.of(direction) * len(self.layers) + self.model.edges()
+        """What is no stage: the call of every layer, and what moves around a stack."""
+        work, edges = self.block, 0.0
+        if len(self.layers) > 1 and work.tensor > 1:
+            # Rows from Megatron's tensor-parallel ranks to those of the chunks, and back.
+            moved = (
+                work.rows * work.batch * work.hidden * work.element_bytes * (work.tensor - 1) / work.tensor
+            )
+            figure = self.times.figure("all_to_all", work.tensor)
+            edges = 2 * (figure.time_us(moved) + self.times.move(work.rows * work.batch).forward)
+        return self.cluster.host.block.of(direction) * len(self.layers) + edges
 
     def _in_pass(self, forward: float, backward: float) -> Pair:
         """With what Megatron recomputes around a layer; layers that share a schedule recompute in it."""
@@ -430,3 +382,13 @@ class Predictor:
 @functools.lru_cache(maxsize=256)
 def _unrolled(schedule: Schedule, layers: tuple[BlockFeatures, ...]) -> Schedule:
     return unrolled(period(schedule), layers)
+
+
+def _joined(chunks: Sequence[Rows]) -> Rows:
+    """The rows of adjacent chunks."""
+    return Rows(
+        hidden=sum(chunk.hidden for chunk in chunks),
+        pairs=sum(chunk.pairs for chunk in chunks),
+        keys=chunks[-1].keys,
+        merged=sum(chunk.merged for chunk in chunks),
+    )

@@ -9,10 +9,10 @@ import dataclasses
 import json
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -21,7 +21,6 @@ from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import parse_file
 from megatron_ampipe.plan.block import Block
 
-FORMAT = "ampipe-routing-2"
 THRESHOLDS = (0.9, 0.95, 0.97, 0.99, 0.999)
 """Cosines for which every file says how many rows would be left (``--ampipe-condense``)."""
 _Count = Annotated[int, Field(strict=True, ge=0)]
@@ -29,9 +28,9 @@ _Size = Annotated[int, Field(strict=True, ge=1)]
 _NAME = re.compile(r"iteration-(\d{8})\.json")
 
 
-def places_of(num_experts: int) -> tuple[int, ...]:
-    """Numbers of ranks or nodes between which experts can be divided, without one and without all apart."""
-    return tuple(places for places in range(2, num_experts) if num_experts % places == 0)
+def divisors(num_experts: int) -> tuple[int, ...]:
+    """Numbers of ranks or nodes between which experts can be divided."""
+    return tuple(places for places in range(1, num_experts + 1) if num_experts % places == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +52,14 @@ class LayerRouting:
     rows_compared: _Count
     rows_left: Mapping[float, _Count]
 
-    def per_expert(self, chunk: int | None = None) -> list[int]:
-        """Tokens of all parts for each expert; of one chunk, or of all."""
-        chunks = [one for part in self.counts for one in (part if chunk is None else part[chunk : chunk + 1])]
+    def per_expert(self) -> list[int]:
+        """Tokens of all parts for each expert."""
+        chunks = [chunk for part in self.counts for chunk in part]
         return [sum(column) for column in zip(*chunks, strict=True)]
 
-    def per_place(self, places: int, chunk: int | None = None) -> list[int]:
+    def per_place(self, places: int) -> list[int]:
         """Rows for the experts at each of so many places, between which they are divided in order."""
-        rows = self.per_expert(chunk)
+        rows = self.per_expert()
         size = len(rows) // places
         return [sum(rows[first : first + size]) for first in range(0, len(rows), size)]
 
@@ -99,6 +98,7 @@ class RoutingRecord:
     hidden_size: _Size
     tokens: Annotated[tuple[_Size, ...], Field(min_length=1)]
     layers: Annotated[tuple[LayerRouting, ...], Field(min_length=1)]
+    format: Literal["ampipe-routing-2"] = "ampipe-routing-2"
 
     @property
     def num_parts(self) -> int:
@@ -107,8 +107,8 @@ class RoutingRecord:
 
     def write(self, folder: Path) -> None:
         """Write the file of this iteration; it appears under its name only when it is whole."""
-        content = {"format": FORMAT, **dataclasses.asdict(self)}
-        outputs.write_text(folder / f"iteration-{self.iteration:08}.json", json.dumps(content) + "\n")
+        text = json.dumps(dataclasses.asdict(self))
+        outputs.write_text(folder / f"iteration-{self.iteration:08}.json", f"{text}\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,24 +126,10 @@ class RecordedRouting:
         """Rows of the place with the most over the mean, of a micro-batch; averaged over layers and files."""
         return statistics.fmean(busiest(one.per_place(places)) for one in self._layers)
 
-    def chunk_imbalance(self, places: int) -> float:
-        """The same of one chunk, as the training cut its sequences."""
-        return statistics.fmean(
-            busiest(layer.per_place(places, chunk))
-            for record in self.records
-            for layer in record.layers
-            for chunk in range(len(record.tokens))
-        )
-
     def rows_to(self, places: int) -> float:
         """Rows of a token if each place that has experts of it gets one (``Block.rows_to``)."""
-        if places == 1:
-            return 1.0
         arrived = sum(
-            sum(layer.arriving(part, places))
-            for record in self.records
-            for layer in record.layers
-            for part in range(record.num_parts)
+            sum(one.arriving(part, places)) for one in self._layers for part in range(len(one.counts))
         )
         return arrived / sum(len(one.layers) * one.num_parts * sum(one.tokens) for one in self.records)
 
@@ -152,13 +138,8 @@ class RecordedRouting:
 
         An estimate from the rows that were compared.
         """
-        share = share_condensed(self._layers, threshold)
-        assert share is not None
-        return share
-
-    def condensed_of(self, layer: int, threshold: float) -> float | None:
-        """The same of the layer with this number; None if no rows of it were compared."""
-        return share_condensed([one for one in self._layers if one.layer == layer], threshold)
+        left = sum(one.rows_left[threshold] for one in self._layers)
+        return 1 - left / sum(one.rows_compared for one in self._layers)
 
     @property
     def thresholds(self) -> list[float]:
@@ -175,13 +156,6 @@ class RecordedRouting:
 def busiest(rows: Sequence[int]) -> float:
     """The most over the mean; 1 for nothing at all."""
     return max(rows) * len(rows) / sum(rows) if any(rows) else 1.0
-
-
-def share_condensed(layers: Iterable[LayerRouting], threshold: float) -> float | None:
-    """Share of the compared rows that would not be sent, 0 to 1; None if there are none."""
-    found = [(one.rows_left[threshold], one.rows_compared) for one in layers]
-    left, compared = (sum(column) for column in zip(*found, strict=True))
-    return 1 - left / compared if compared else None
 
 
 def files_of(folder: Path) -> dict[int, Path]:
@@ -212,37 +186,25 @@ def read_routing(folder: Path, *, flag: str) -> RecordedRouting:
 
 def read_record(path: Path, *, flag: str) -> RoutingRecord:
     """One file that :meth:`RoutingRecord.write` wrote; BadInput if it is not."""
-
-    def parse(text: str) -> RoutingRecord:
-        content = json.loads(text)
-        record = TypeAdapter(RoutingRecord).validate_python(content)
-        if content["format"] != FORMAT:
-            raise ValueError(FORMAT)
-        return record
-
-    return parse_file(path, parse, what=flag, rule="is not a file of a recorded routing", remedy=_REMEDY)
+    parse, rule = TypeAdapter(RoutingRecord).validate_json, "is not a file of a recorded routing"
+    return parse_file(path, parse, what=flag, rule=rule, remedy=_REMEDY)
 
 
-def with_routing(block: Block, folder: Path, *, condense: float | None) -> tuple[Block, tuple[str, ...]]:
+def with_routing(block: Block, folder: Path) -> tuple[Block, tuple[str, ...]]:
     """A block whose experts are used as in a training, and a sentence for each figure that was taken.
 
     Args:
         block: The block.
         folder: The value of ``--routing``.
-        condense: The value of ``--condense``; None if every token is sent.
 
     Raises:
-        BadInput: there is no such recording, or it is of another number of experts or other thresholds.
+        BadInput: there is no such recording, or it is of another number of experts.
     """
     routing = read_routing(folder, flag="--routing")
     if routing.num_experts != block.experts:
         rule = f"is of {routing.num_experts} experts, and the model has {block.experts}"
         raise BadInput("--routing", folder, rule=rule, remedy="Give the model that was trained.")
-    if condense is not None and condense not in routing.thresholds:
-        known = ", ".join(f"{threshold:g}" for threshold in routing.thresholds) or "none"
-        remedy = f"Use one of {known}, or record a training with --ampipe-condense."
-        raise BadInput("--condense", f"{condense:g}", rule="is no recorded threshold", remedy=remedy)
-    places = (*places_of(block.experts), block.experts)
+    places = divisors(block.experts)[1:]
     rows = tuple((count, routing.rows_to(count)) for count in places)
     block = dataclasses.replace(block, imbalance=routing.imbalance(block.expert), rows_seen=rows)
     said = [
@@ -251,10 +213,4 @@ def with_routing(block: Block, folder: Path, *, condense: float | None) -> tuple
     ]
     if block.expert in places:
         said.append(f"{block.rows_to(block.expert):.3f} ranks get a token, from the same")
-    if condense is not None:
-        block = dataclasses.replace(block, condense=condense, condensed=routing.condensed(condense))
-        said.append(
-            f"{block.condensed:.1%} of the rows are not sent with --ampipe-condense {condense:g}, from the "
-            f"same; they were compared in {len(routing.records[-1].tokens)} chunks"
-        )
     return block, tuple(said)

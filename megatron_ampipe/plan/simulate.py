@@ -25,7 +25,7 @@ from megatron_ampipe.schedule import (
     stream_of,
 )
 from megatron_ampipe.schedule.program import merge_lanes, read_by_host
-from megatron_ampipe.schedule.stage_kind import COMPUTE, COMPUTE_LANE, COPY_LANE
+from megatron_ampipe.schedule.stage_kind import COMPUTE
 
 NOT_YET = float("inf")
 ROUNDING_US = 1e-6
@@ -35,7 +35,6 @@ Lanes = tuple[tuple[int, ...], ...]
 """The order of the stages of each lane."""
 Needs = Mapping[Stage, tuple[Stage, ...]]
 """Every stage with those that it waits for directly (:func:`megatron_ampipe.schedule.dependencies`)."""
-Edges = Mapping[Stage, Iterable[Stage]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,8 @@ class Compiled:
     For each stage there are its direct dependencies (``needs``), those that depend on it directly
     (``followers``), whether it is a transfer, the stage that the host waits for before issuing it, or -1, and
     the number of its resource if several lanes use that, else -1. Lanes have a name and their stages in
-    order; the compute lane comes first. ``queues`` are the stages of each lane, and ``streams`` of each
-    stream of a device (``schedule.stream_of``), last first. ``issued`` is the order in which a host issues
+    order; the compute lane comes first. ``streams`` are the stages of each stream of a device
+    (``schedule.stream_of``), last first. ``issued`` is the order in which a host issues
     the stages to a device, ``positions`` has each stage's place in it.
     """
 
@@ -57,7 +56,6 @@ class Compiled:
     host_needs: tuple[int, ...]
     contended: tuple[int, ...]
     lanes: tuple[tuple[str, tuple[int, ...]], ...]
-    queues: Lanes = ()
     streams: Lanes = ()
     issued: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
@@ -65,9 +63,8 @@ class Compiled:
     def in_order(self, lanes: Lanes, *, issued: bool = True) -> Compiled | None:
         """The same stages in another order of each lane; None if a host cannot issue them to a device."""
         named = tuple((name, order) for (name, _), order in zip(self.lanes, lanes, strict=True))
-        queues = tuple(order[::-1] for order in lanes)
         if not issued:
-            return replace(self, lanes=named, queues=queues, positions=(-1,) * len(self.stages))
+            return replace(self, lanes=named, positions=(-1,) * len(self.stages))
         merged = merge_lanes(
             dict(named),
             dict(enumerate(self.needs)),
@@ -85,21 +82,17 @@ class Compiled:
             for stage in stages:
                 streams.setdefault(stream_of(name, self.stages[stage]), []).append(stage)
         last_first = tuple(tuple(reversed(stages)) for stages in streams.values())
-        changed = replace(self, lanes=named, queues=queues, streams=last_first)
-        return replace(changed, issued=order, positions=tuple(positions))
+        return replace(self, lanes=named, streams=last_first, issued=order, positions=tuple(positions))
 
 
 @functools.lru_cache(maxsize=512)
-def compile_named(
-    schedule: Schedule, layers: tuple[BlockFeatures, ...], direction: Direction, *, on_host: bool = False
-) -> Compiled:
+def compile_named(schedule: Schedule, layers: tuple[BlockFeatures, ...], direction: Direction) -> Compiled:
     """One direction of a schedule. Cached, because a search uses the same schedules repeatedly."""
-    needs = needs_of(schedule, layers, direction)
-    return compile_program(schedule.program(direction), needs, on_host=on_host)
+    return compile_program(schedule.program(direction), needs_of(schedule, layers, direction))
 
 
-def compile_program(program: Program, needs: Needs, *, on_host: bool = False) -> Compiled:
-    """Number the stages of a checked program; ``on_host`` as in :func:`contention`."""
+def compile_program(program: Program, needs: Needs) -> Compiled:
+    """Number the stages of a checked program."""
     stages = program.stages
     number = {stage: index for index, stage in enumerate(stages)}
     followers: list[list[int]] = [[] for _ in stages]
@@ -115,26 +108,19 @@ def compile_program(program: Program, needs: Needs, *, on_host: bool = False) ->
         host_needs=tuple(
             -1 if (counts := read_by_host(stage, needs)) is None else number[counts] for stage in stages
         ),
-        contended=contention(lanes, stages, on_host=on_host),
+        contended=contention(lanes, stages),
         lanes=lanes,
     ).in_order(tuple(order for _, order in lanes))
     assert compiled is not None, "the program was not checked"
     return compiled
 
 
-def contention(
-    lanes: Sequence[tuple[str, Sequence[int]]], stages: Sequence[Stage], *, on_host: bool = False
-) -> tuple[int, ...]:
+def contention(lanes: Sequence[tuple[str, Sequence[int]]], stages: Sequence[Stage]) -> tuple[int, ...]:
     """For each stage the number of its resource if several lanes use that, else -1.
 
-    The compute lane does not count: a transfer in it does not run concurrently with a computation. With
-    ``on_host``, copies to host memory are computed by the processor that runs the compute lane.
+    The compute lane does not count: a transfer in it does not run concurrently with a computation.
     """
     resources = [stage.kind.lane.resource for stage in stages]
-    if on_host and COPY_LANE.resource in resources:
-        return tuple(
-            0 if resource in (COPY_LANE.resource, COMPUTE_LANE.resource) else -1 for resource in resources
-        )
     users: dict[str, set[str]] = {}
     for lane, numbers in lanes:
         for number in numbers:
@@ -149,16 +135,12 @@ class Pace:
 
     Attributes:
         issue_us: The host's time to issue each stage; None for training on the CPU.
-        latency_us: The part of each collective that overlaps with the previous collective of its lane, if it
-            is ready by then. It does not slow computation down. None if a collective begins only after the
-            previous one has ended.
         compute_slowdown: Factor on the time of a computation during a transfer; likewise for transfers.
         busy_latency_us: Added to a collective that begins during a computation; at most the rest of that
             computation.
     """
 
     issue_us: Sequence[float] | None = None
-    latency_us: Sequence[float] | None = None
     compute_slowdown: float = 1.0
     communication_slowdown: float = 1.0
     busy_latency_us: float = 0.0
@@ -172,24 +154,18 @@ def run(
     They are infinite for stages that never run because lanes deadlock. One loop with few calls: it runs
     several hundred times in every search.
     """
-    issue_us, latency_us, busy_latency_us = pace.issue_us, pace.latency_us, pace.busy_latency_us
+    issue_us, busy_latency_us = pace.issue_us, pace.busy_latency_us
     compute_slowdown, communication_slowdown = pace.compute_slowdown, pace.communication_slowdown
     waiting = list(map(len, compiled.needs))
     followers, communicates = compiled.followers, compiled.communicates
     begin, end = [0.0] * len(durations), [NOT_YET] * len(durations)
     # By lane: its remaining stages, last first; the running stage, or -1; and the remaining time of that.
-    queues = list(map(list, compiled.queues if issue_us is None else compiled.streams))
+    queues = [list(order) for order in compiled.streams]
+    if issue_us is None:
+        queues = [list(order[::-1]) for _, order in compiled.lanes]
     current, left = [-1] * len(queues), [0.0] * len(queues)
     lanes, slowness = range(len(queues)), [1.0] * len(queues)
-    ready_at, last_begin = [0.0] * len(durations), [0.0] * len(queues)
     slows = compute_slowdown > 1.0 or communication_slowdown > 1.0
-    # By stage, the share of its time in which data is transferred.
-    sending = [float(communicates[stage]) for stage in range(len(durations))]
-    if latency_us is not None:
-        sending = [
-            share * max(0.0, 1.0 - latency / duration) if duration else 0.0
-            for share, latency, duration in zip(sending, latency_us, durations, strict=True)
-        ]
     contended = compiled.contended
     contends = max(contended, default=-1) >= 0
     issued, positions, host_needs = compiled.issued, compiled.positions, compiled.host_needs
@@ -215,7 +191,7 @@ def run(
             num_issued += 1
             if num_issued < len(issued):
                 issued_at += issue_us[issued[num_issued]]
-        computing, transferring = 0.0, 0.0
+        computing, transferring = 0.0, False
         for lane in lanes:
             stage = current[lane]
             if stage < 0:
@@ -225,26 +201,16 @@ def run(
                 stage = current[lane] = queue.pop()
                 left[lane], begin[stage] = durations[stage], now
                 if communicates[stage] and durations[stage]:
-                    # The compute lane comes first, so its stage is known. The latency lasts at most until its
-                    # end.
-                    latency = min(busy_latency_us, computing)
-                    left[lane] += latency
-                    if latency_us is not None:
-                        # Its latency has overlapped with the previous collective of the lane since it was
-                        # ready.
-                        passed = now - max(ready_at[stage], last_begin[lane])
-                        left[lane] = max(0.0, left[lane] - min(latency_us[stage] + latency, passed))
-                last_begin[lane] = now
+                    # The compute lane comes first, so its stage is known.
+                    left[lane] += min(busy_latency_us, computing)
             # Without max(): its calls took a tenth of a search.
             if communicates[stage]:
-                if sending[stage] > transferring:
-                    transferring = sending[stage]
+                transferring = True
             elif left[lane] > computing:
                 computing = left[lane]
         slow_compute = slow_communication = 1.0
         if slows and computing and transferring:
-            slow_compute += (compute_slowdown - 1.0) * transferring
-            slow_communication += (communication_slowdown - 1.0) * transferring
+            slow_compute, slow_communication = compute_slowdown, communication_slowdown
         if contends:
             users = Counter(contended[stage] for stage in current if stage >= 0)
         for lane in lanes:
@@ -270,42 +236,20 @@ def run(
                     remaining -= 1
                     for follower in followers[stage]:
                         waiting[follower] -= 1
-                        ready_at[follower] = now
     return begin, end
 
 
-@dataclass(frozen=True, slots=True)
-class DirectionBound:
-    """The time that no order of the stages of one direction can beat, in the unit of their times.
+def direction_bound(times: Mapping[Stage, float], needs: Needs) -> float:
+    """The time that no order of the stages of one direction can beat, from what every stage takes alone.
 
-    The compute lane needs the sum of all compute stages (``compute``). Those that depend on a transfer cannot
-    start before some transfer has arrived, and those that a transfer depends on have ended before some last
-    transfer travels: while too little else is left to compute, the lane stands still
-    (``compute_with_waits``). A resource (``Lane.resource``), such as the network, is not used before all that
-    some first transfer over it depends on has run (``head``), and after some last one all that depends on it
-    still has to run (``tail``); ``communication`` is the sum over the resource for which the three together
-    are largest. ``chain`` is the longest chain of stages that wait for one another.
+    Stages that use the processor or a link run one after another (``Lane.resource``). The first of them
+    begins when all that it waits for has ended, and after the last one runs what waits for it; the least of
+    both counts. Compute stages that depend on a transfer, and those that a transfer depends on, are compared
+    alone too: without enough others, the lane stands still.
 
-    Head, tail and waits are the smallest possible, and count once where several blocks share a schedule.
     Times must be of stages that run alone: without the wait for a peer, losses of an overlapped run, or what
     a GPU waits for its host.
     """
-
-    compute: float
-    compute_with_waits: float
-    communication: float
-    head: float
-    tail: float
-    chain: float
-
-    @property
-    def time(self) -> float:
-        """No order is faster."""
-        return max(self.compute_with_waits, self.head + self.communication + self.tail, self.chain)
-
-
-def direction_bound(times: Mapping[Stage, float], needs: Needs) -> DirectionBound:
-    """The bound of one direction, from the time that every stage takes alone."""
     assert times.keys() == needs.keys(), times.keys() ^ needs.keys()
     followers: dict[Stage, list[Stage]] = {stage: [] for stage in needs}
     for stage, earlier in needs.items():
@@ -314,42 +258,26 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> DirectionBoun
     order = list(TopologicalSorter(needs).static_order())
     before, fed = _towards_end(times, needs, order)
     behind, feeding = _towards_end(times, followers, order[::-1])
-    transfers: dict[str, list[Stage]] = {}
-    for stage in times:
-        if stage.is_communication:
-            transfers.setdefault(stage.kind.lane.resource, []).append(stage)
-
-    def computing(stages: Iterable[Stage]) -> float:
-        return sum(times[stage] for stage in stages if not stage.is_communication)
-
-    def least(stages: Iterable[Stage], edges: Edges, chain: Mapping[Stage, float]) -> float:
-        """The least time that one of the stages must wait for all that ``edges`` leads to from it."""
-        return min(max(computing(_reachable(stage, edges)), chain[stage]) for stage in stages)
-
-    first = min((before[stage] for stage in fed), default=0.0)
-    last = min((behind[stage] for stage in feeding), default=0.0)
-    waits = [computing(times), first + computing(fed), computing(feeding) + last]
-    if both := fed & feeding:
-        waits.append(first + computing(both) + last)
-    parts = [
-        (sum(map(times.__getitem__, of)), least(of, needs, before), least(of, followers, behind))
-        for of in transfers.values()
-    ]
-    communication, head, tail = max(parts, key=sum, default=(0.0, 0.0, 0.0))
-    return DirectionBound(
-        compute=computing(times),
-        compute_with_waits=max(waits),
-        communication=communication,
-        head=head,
-        tail=tail,
-        chain=max(before[stage] + times[stage] for stage in times),
+    computing = {stage for stage in times if not stage.is_communication}
+    in_turn = [computing, computing & fed, computing & feeding, computing & fed & feeding]
+    links = {stage.kind.lane.resource for stage in times.keys() - computing}
+    in_turn += ({stage for stage in times if stage.kind.lane.resource == link} for link in links)
+    return max(
+        *(before[stage] + times[stage] for stage in times),
+        *(
+            min(map(before.__getitem__, stages))
+            + sum(map(times.__getitem__, stages))
+            + min(map(behind.__getitem__, stages))
+            for stages in in_turn
+            if stages
+        ),
     )
 
 
 def _towards_end(
-    times: Mapping[Stage, float], edges: Edges, order: Iterable[Stage]
+    times: Mapping[Stage, float], edges: Mapping[Stage, Iterable[Stage]], order: Iterable[Stage]
 ) -> tuple[dict[Stage, float], set[Stage]]:
-    """The longest chain that ``edges`` leads to from each stage; the compute stages from which to a transfer.
+    """The longest chain that ``edges`` leads to from each stage, and the stages from which to a transfer.
 
     ``order`` has each stage after those that ``edges`` leads to from it.
     """
@@ -359,16 +287,4 @@ def _towards_end(
         longest[stage] = max((times[other] + longest[other] for other in edges[stage]), default=0.0)
         if any(other.is_communication or other in with_transfer for other in edges[stage]):
             with_transfer.add(stage)
-    return longest, {stage for stage in with_transfer if not stage.is_communication}
-
-
-def _reachable(stage: Stage, edges: Edges) -> set[Stage]:
-    """Everything that ``stage`` leads to, without itself."""
-    reached: set[Stage] = set()
-    waiting = list(edges[stage])
-    while waiting:
-        following = waiting.pop()
-        if following not in reached:
-            reached.add(following)
-            waiting.extend(edges[following])
-    return reached
+    return longest, with_transfer

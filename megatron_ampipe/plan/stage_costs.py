@@ -2,7 +2,7 @@
 
 One function for each kind, under the decorator :class:`CostOf`; a new kind needs nothing else. Each adds up
 what the stage computes and copies, forward and backward, from :mod:`.operation_times`. Times are in
-microseconds, without the overheads that :class:`.predict.CostModel` adds.
+microseconds, without the overheads that a prediction adds.
 
 The host needs some time for every call, independent of the size of the tensors, so above some degree the
 device waits for the host. Calls were counted on real blocks (``tests/streams/census.py``; its test compares
@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 from megatron_ampipe.plan.block import Block, Rows
-from megatron_ampipe.plan.cluster import Host, Operation
+from megatron_ampipe.plan.cluster import Host
 from megatron_ampipe.plan.memory import expert_bytes
 from megatron_ampipe.plan.operation_times import (
     ZERO,
@@ -61,7 +61,6 @@ class CostOf:
         part_of: A kind that does the same in blocks without this one, with the calls of both.
         products: The products with weights for a number of rows of one rank. Their weight gradients can be a
             separate stage.
-        latency: The part of a transfer that does not depend on its size; 0 if None.
         measured_as: The kind whose overhead it has, because no profile has one of this kind.
         by_position: The time depends on the position of the chunk, not only on its length.
     """
@@ -71,7 +70,6 @@ class CostOf:
     calls: tuple[float, float] | Callable[[Block], tuple[float, float]] | None = None
     part_of: StageKind | None = None
     products: Callable[[Block, int], Sequence[Product]] | None = None
-    latency: Callable[[OperationTimes], float] = lambda times: 0.0
     measured_as: StageKind | None = None
     by_position: bool = False
 
@@ -90,11 +88,6 @@ def facts_of(kind: StageKind) -> CostOf:
     return FACTS.get(kind.row) or CostOf(kind)
 
 
-def _latency(operation: Operation, ranks: Callable[[Block], int]) -> Callable[[OperationTimes], float]:
-    """Of a collective of a group that is spread over so many ranks; over one means within a node."""
-    return lambda times: times.figure(operation, ranks(times.block)).alpha_us
-
-
 # Attention.
 
 
@@ -103,8 +96,8 @@ def input_norm(times: OperationTimes, work: Work) -> Pair:
     return times.pass_over(2 * times.tokens(work.rows) * times.block.hidden)
 
 
-@CostOf(kinds.GATHER_ROWS, calls=(3, 3), latency=_latency("all_gather", lambda sizes: sizes.tensor))
-@CostOf(kinds.REGATHER_ROWS, calls=(0, 3), latency=_latency("all_gather", lambda sizes: sizes.tensor))
+@CostOf(kinds.GATHER_ROWS, calls=(3, 3))
+@CostOf(kinds.REGATHER_ROWS, calls=(0, 3))
 def gather_rows(times: OperationTimes, work: Work) -> Pair:
     """Rows of all tensor-parallel ranks gathered; backward, gradients added and scattered."""
     return times.gather(times.tokens(work.rows) * times.block.hidden, times.block.tensor)
@@ -137,8 +130,8 @@ def attend(times: OperationTimes, work: Work) -> Pair:
     return times.attend(gflops, queries * sizes.value_size) + times.key_sums(keys)
 
 
-@CostOf(kinds.RING, latency=_latency("all_to_all", lambda sizes: sizes.context * sizes.tensor))
-@CostOf(kinds.RERING, latency=_latency("all_to_all", lambda sizes: sizes.context * sizes.tensor))
+@CostOf(kinds.RING)
+@CostOf(kinds.RERING)
 def ring(times: OperationTimes, work: Work) -> Pair:
     """Keys and values of one rank to the next; backward, their gradients."""
     sizes = times.block
@@ -164,7 +157,7 @@ def attention(times: OperationTimes, work: Work) -> Pair:
     return total + scatter_rows(times, work) + add_norm(times, work)
 
 
-@CostOf(kinds.SCATTER_ROWS, calls=(3, 3), latency=_latency("reduce_scatter", lambda sizes: sizes.tensor))
+@CostOf(kinds.SCATTER_ROWS, calls=(3, 3))
 def scatter_rows(times: OperationTimes, work: Work) -> Pair:
     """The projection added over tensor-parallel ranks, and scattered; backward, gradients to all."""
     gathered = gather_rows(times, work)
@@ -229,12 +222,7 @@ def merge(times: OperationTimes, work: Work) -> Pair:
 # Tokens on their way to the experts and back.
 
 
-def _counts_latency(times: OperationTimes) -> float:
-    ranks = times.block.expert * times.block.expert_tensor
-    return times.figure("all_gather", ranks).alpha_us if ranks > 1 else 0.0
-
-
-@CostOf(kinds.COUNTS, calls=(5, 0), latency=_counts_latency)
+@CostOf(kinds.COUNTS, calls=(5, 0))
 def counts(times: OperationTimes, work: Work) -> Pair:
     sizes = times.block
     ranks = sizes.expert * sizes.expert_tensor
@@ -243,17 +231,9 @@ def counts(times: OperationTimes, work: Work) -> Pair:
     return Pair(times.figure("all_gather", ranks).time_us(COUNT_BYTES * sizes.experts * (ranks - 1)), 0.0)
 
 
-def _exchange_latency(times: OperationTimes) -> float:
-    if times.block.expert == 1:
-        return 0.0
-    if times.block.dispatcher == "allgather":
-        return _counts_latency(times)
-    return max(figure.alpha_us for figure, _ in times.links())
-
-
-@CostOf(kinds.DISPATCH, calls=(4, 4), latency=_exchange_latency)
-@CostOf(kinds.COMBINE, calls=(2, 2), latency=_exchange_latency)
-@CostOf(kinds.REDISPATCH, latency=_exchange_latency)
+@CostOf(kinds.DISPATCH, calls=(4, 4))
+@CostOf(kinds.COMBINE, calls=(2, 2))
+@CostOf(kinds.REDISPATCH)
 def exchange(times: OperationTimes, work: Work) -> Pair:
     """The forward and the backward pass send the same number of bytes."""
     sizes = times.block
@@ -266,15 +246,15 @@ def exchange(times: OperationTimes, work: Work) -> Pair:
     # A row leaves its rank with a probability for each expert that it may be for.
     near = 1 if times.nodes is None else times.nodes.ranks_per_node
     probabilities = 1 if sizes.exchange.sends_every_copy else near * sizes.local_experts
-    sent = times.sent(work.rows) * sizes.kept * sizes.row_bytes(probabilities)
+    sent = times.sent(work.rows) * sizes.row_bytes(probabilities)
     # Links within a node and between nodes transfer at the same time.
     time = max(figure.time_us(sent * share) for figure, share in times.links())
     return Pair(time, time)
 
 
-@CostOf(kinds.SPREAD, latency=_latency("all_to_all", lambda sizes: 1))
-@CostOf(kinds.COLLECT, latency=_latency("all_to_all", lambda sizes: 1))
-@CostOf(kinds.RESPREAD, latency=_latency("all_to_all", lambda sizes: 1))
+@CostOf(kinds.SPREAD)
+@CostOf(kinds.COLLECT)
+@CostOf(kinds.RESPREAD)
 def hop(times: OperationTimes, work: Work) -> Pair:
     """A hop within nodes, and the copies, sums or order there; the same bytes in both directions."""
     assert times.nodes is not None
@@ -290,14 +270,14 @@ def _over_shares(times: OperationTimes, work: Work, probabilities: int) -> Pair:
     return times.gather(elements, sizes.expert_tensor)
 
 
-@CostOf(kinds.GATHER, calls=(6, 10), latency=_latency("all_gather", lambda sizes: sizes.expert_tensor))
-@CostOf(kinds.REGATHER, latency=_latency("all_gather", lambda sizes: sizes.expert_tensor))
+@CostOf(kinds.GATHER, calls=(6, 10))
+@CostOf(kinds.REGATHER)
 def gather(times: OperationTimes, work: Work) -> Pair:
     """Rows and probabilities to all ranks that share an expert; backward, their gradients added."""
     return _over_shares(times, work, times.block.arriving_probabilities)
 
 
-@CostOf(kinds.SCATTER, calls=(5, 3), latency=_latency("reduce_scatter", lambda sizes: sizes.expert_tensor))
+@CostOf(kinds.SCATTER, calls=(5, 3))
 def scatter(times: OperationTimes, work: Work) -> Pair:
     """Expert outputs added over the ranks that share an expert; backward, gradients to all of them."""
     gathered = _over_shares(times, work, 0)

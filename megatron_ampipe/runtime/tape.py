@@ -1,6 +1,6 @@
 """A schedule made ready to run: a flat list of calls, whose steps are bound to numbered slots.
 
-Printed (``ampipe plan --tape``), it is what one debugs with.
+Printed, it is what one debugs with.
 """
 
 from __future__ import annotations

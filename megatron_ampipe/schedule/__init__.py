@@ -34,5 +34,5 @@ from megatron_ampipe.schedule.orders import IN_ONE_CHUNK, SCHEDULE_NAMES, build
 from megatron_ampipe.schedule.passes import period, unrolled
 from megatron_ampipe.schedule.pipeline import Pipeline
 from megatron_ampipe.schedule.program import LaneOrder, Program, Schedule, Stage, issue_order, stream_of
-from megatron_ampipe.schedule.stage_kind import Direction, Lane, Layout, Scope, StageKind, Value
+from megatron_ampipe.schedule.stage_kind import Direction, Layout, StageKind, Value
 from megatron_ampipe.schedule.text import check, from_text, stage_from_text, to_text

@@ -114,7 +114,6 @@ def chunk_sequence(
     degree: int,
     shares: Sequence[float] | None = None,
     layout: SequenceLayout | None = None,
-    flag: str = "--ampipe-chunks",
 ) -> tuple[Chunk, ...]:
     """Split a sequence of so many rows into ``degree`` chunks.
 
@@ -129,7 +128,6 @@ def chunk_sequence(
         degree: Number of chunks.
         shares: Of the sequence in each chunk, with a sum of 1.
         layout: The rows of this rank; the whole sequence if None.
-        flag: The flag that gave the shares, for error messages.
 
     Raises:
         BadInput: a chunk would be empty, or the sequence cannot be split evenly over the ranks.
@@ -147,7 +145,7 @@ def chunk_sequence(
         raise BadInput(
             "--ampipe-degree", degree, rule=rule, remedy=f"Use --ampipe-degree {min(4, num_rows)}."
         )
-    lengths = even_chunks(num_rows, degree) if shares is None else _shared_out(num_rows, shares, flag)
+    lengths = even_chunks(num_rows, degree) if shares is None else _shared_out(num_rows, shares)
     chunks = []
     for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
         if layout.by_chunk:
@@ -185,7 +183,7 @@ def even_chunks(num_rows: int, degree: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def _shared_out(num_rows: int, shares: Sequence[float], flag: str) -> tuple[int, ...]:
+def _shared_out(num_rows: int, shares: Sequence[float]) -> tuple[int, ...]:
     """Rows of each chunk with these shares."""
     lengths = _nearest(num_rows, shares, 1)
     shortest = min(lengths)
@@ -193,7 +191,7 @@ def _shared_out(num_rows: int, shares: Sequence[float], flag: str) -> tuple[int,
         rule = f"chunk {lengths.index(shortest)} would have none of the {num_rows} rows of a rank"
         remedy = f"Give every chunk a share of at least {math.ceil(1e6 / num_rows) / 1e6:.6g}."
         text = ",".join(f"{share:.6g}" for share in shares)
-        raise BadInput(flag, text, rule=rule, remedy=remedy)
+        raise BadInput("--ampipe-chunks", text, rule=rule, remedy=remedy)
     return _nearest(num_rows, shares, TILE_ROWS) if shortest >= ALIGNED_TILES * TILE_ROWS else lengths
 
 

@@ -213,14 +213,7 @@ def ring_hindrance(settings: Any) -> str | None:
         return "an attention window"
     if getattr(settings, "softmax_type", "vanilla") != "vanilla":
         return "attention sinks"
-    if reads_largest_scores(settings):
-        return "the largest score of each head"
     return None
-
-
-def reads_largest_scores(settings: Any) -> bool:
-    """Whether Megatron reads the largest attention score of each head after every iteration."""
-    return any(getattr(settings, name, False) for name in ("qk_clip", "log_max_attention_logit"))
 
 
 def boundary(settings: Any, *, whole_attention: bool) -> str | None:

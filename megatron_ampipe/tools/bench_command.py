@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
+from tqdm import tqdm
 
 from megatron_ampipe.block.named_values import SHIPPED_WIRES, check_wire
-from megatron_ampipe.block.settings import AUTO
 from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing
 from megatron_ampipe.files import outputs
@@ -33,10 +32,9 @@ from megatron_ampipe.schedule import (
     check_memory,
     of_chunks,
     parse_exchanges,
-    parse_shares,
     parse_stack,
 )
-from megatron_ampipe.tools.measuring import machine, network, prediction, result, show, training
+from megatron_ampipe.tools.measuring import machine, prediction, result, show, training
 from megatron_ampipe.tools.measuring.bench_job import (
     CONTROL,
     STOCK,
@@ -46,8 +44,14 @@ from megatron_ampipe.tools.measuring.bench_job import (
     every_way,
 )
 from megatron_ampipe.tools.measuring.grid import block_of_case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import LinkKind, add_link_arguments, link_of, num_ranks
-from megatron_ampipe.tools.measuring.ranks import Rank, progress_bar, run_ranks
+from megatron_ampipe.tools.measuring.link import (
+    NO_LINK,
+    RANKS,
+    LinkKind,
+    add_link_arguments,
+    parse_link,
+)
+from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
 UNCHANGED = "none"
 """The value of ``--wire`` with which rows travel as they are."""
@@ -62,8 +66,6 @@ examples:
       the same without root: every all-to-all, of both layers, takes as much longer
   ampipe bench --grid paper --link emulated:20GB/s --json paper.json
       on one GPU: the paper's cases; the other ranks are only pretended, and the output says so
-  ampipe bench --link inter=50mbit,intra=400mbit --nodes 2 --ranks-per-node 2 --exchange rows,ranks
-      a slow network between two nodes and a faster one within each
   ampipe bench --end-to-end --link 100mbit --schedules ampipe --degrees 4 --json training.json
       iterations per second of Megatron's whole training loop, and whether the losses are the same
   ampipe bench --from bench.json --predict cluster.yaml
@@ -95,9 +97,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cases", "NAME,NAME", "only these cases of the grid (default: all)")
     add_link_arguments(parser, fewest_ranks=1)
     add("--degrees", "N,N", "numbers of chunks; 4:2 is 4 forward and 2 backward", default="1,2,4,8")
-    shares = "also measure chunks of these shares of the sequence (0.4,0.3,0.3); can be repeated"
-    add("--chunks", "SHARE,SHARE", shares, action="append")
-    add("--planned", "CLUSTER", "also measure what the planner chooses for each case on this cluster")
     add("--schedules", "S,S", f"of {', '.join(SCHEDULE_NAMES)}", default="moe-only,ampipe")
     add("--repeats", "N", "timed passes of each layer", type=positive, default=10)
     add("--warmup", "N", "passes before those", type=at_least(0), default=2)
@@ -119,10 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stack", "N,N", stacks, default="1,all")
     memory = f"what the experts keep for their backward: {memories}, or one for each chunk (keep/rebuild)"
     add("--memory", "M,M", memory, default=KEEP)
-    exchange = (
-        "how the all-to-all groups copies of a token: rows, ranks, nodes, 2dh, or auto for all; each is "
-        "measured in cases where it saves something"
-    )
+    exchange = "how the all-to-all groups copies of a token: rows, or ranks where that saves something"
     add("--exchange", "E,E", exchange, default="rows")
     wires = f"how rows are cast for the transfer: {UNCHANGED}, {', '.join(SHIPPED_WIRES)} or a class"
     add("--wire", "W,W", wires, default=UNCHANGED)
@@ -152,34 +148,20 @@ def run(arguments: argparse.Namespace) -> int:
         prediction.predict_peaks(document)
     if cluster is not None:
         prediction.predict(document, cluster)
-    try:
-        if arguments.json is not None:
-            result.write(document, arguments.json)
-    finally:
-        # Also if the disk has become full meanwhile.
-        _show(document)
+    # A table in a file or a pipe may be wider than this terminal.
+    show.show(document, Console(width=None if sys.stdout.isatty() else 170))
     if arguments.json is not None:
+        result.write(document, arguments.json)
         print(f"wrote {arguments.json}{' (emulated link)' * document['emulated']}")
     return 0
 
 
-def _show(document: dict[str, Any]) -> None:
-    # A table in a file or a pipe may be wider than this terminal.
-    show.show(document, Console(width=None if sys.stdout.isatty() else 170))
-
-
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Check everything and run the ranks; the document.
-
-    It is written whenever a case is finished. If the run ends early, what is finished is shown, and a note of
-    the exception says what is missing.
-    """
+    """Check everything and run the ranks; the document, which is written whenever a case is finished."""
     job = _job(arguments)
-    if job.link.kind is LinkKind.NETWORK:
-        network.check_usable()
     document: dict[str, Any] = {
         "format": result.FORMAT,
-        "command": shlex.join(["ampipe", *sys.argv[1:]]),
+        "command": arguments.command_line,
         "begin": _now(),
         "end": None,
         "grid": Path(arguments.grid).stem,
@@ -192,32 +174,32 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         },
         "versions": machine.versions(),
         "hardware": machine.hardware(),
-        "missing_cases": [case.name for case in job.cases],
         "cases": [],
     }
 
     def finished(case: dict[str, Any]) -> None:
         document["cases"].append(case)
-        document["missing_cases"].remove(case["name"])
         document["end"] = _now()
         document["hardware"]["load_average_after"] = machine.hardware()["load_average"]
         if arguments.json is not None:
             result.write(document, arguments.json)
 
     try:
-        if arguments.end_to_end:
-            rounds = arguments.rounds or ROUNDS
-            document |= {"format": training.FORMAT, "rounds": rounds, "micro_batches": training.MICRO_BATCHES}
-            document |= {"loss_tolerance": training.TOLERANCE}
-            _train(job, rounds=rounds, finished=finished)
-        else:
-            _time_blocks(job, document["hardware"], finished=finished)
+        with tqdm(leave=False, disable=None, unit=" passes") as bar:
+            if arguments.end_to_end:
+                rounds = arguments.rounds or ROUNDS
+                document |= {"format": training.FORMAT, "rounds": rounds}
+                document |= {
+                    "micro_batches": training.MICRO_BATCHES,
+                    "loss_tolerance": training.TOLERANCE,
+                }
+                for case in training.measure(job, rounds=rounds, on_iteration=bar.update):
+                    finished(case)
+            else:
+                _time_blocks(job, document["hardware"], on_pass=bar.update, finished=finished)
     except (AMPipeError, KeyboardInterrupt) as error:
-        if document["cases"]:
-            _show(document)
-            missing = ",".join(document["missing_cases"])
-            others = f" Measure the others with --cases {missing} and another --json file." if missing else ""
-            error.add_note(f"The table, and the file of --json, have the finished cases.{others}")
+        if document["cases"] and arguments.json is not None:
+            error.add_note(f"{arguments.json} has the cases that were finished.")
         raise
     return document
 
@@ -227,27 +209,27 @@ def _now() -> str:
 
 
 def _time_blocks(
-    job: BenchJob, hardware: dict[str, Any], *, finished: Callable[[dict[str, Any]], None]
+    job: BenchJob,
+    hardware: dict[str, Any],
+    *,
+    on_pass: Callable[[], object],
+    finished: Callable[[dict[str, Any]], None],
 ) -> None:
     """Time blocks; ``finished`` is given each entry of ``cases``."""
     reports: list[dict[int, Any]] = [{} for _ in job.cases]
-    with progress_bar(job.num_passes) as bar:
 
-        def on_message(rank: int, event: str, value: Any) -> None:
-            if event == "case":
-                index, report = value
-                reports[index][rank] = report
-                if len(reports[index]) == job.num_processes:
-                    of_ranks = [reports[index][each] for each in sorted(reports[index])]
-                    finished(result.case_result(job, index, of_ranks))
-            elif rank == 0 and event == "gpu":
-                hardware.update(value)
-            elif rank == 0 and event == "begin":
-                bar(value, advance=0)
-            elif rank == 0:
-                bar()
+    def on_message(rank: int, event: str, value: Any) -> None:
+        if event == "case":
+            index, report = value
+            reports[index][rank] = report
+            if len(reports[index]) == (1 if job.pretended else job.num_ranks):
+                finished(result.case_result(job, index, [reports[index][n] for n in sorted(reports[index])]))
+        elif rank == 0 and event == "gpu":
+            hardware.update(value)
+        elif rank == 0:
+            on_pass()
 
-        run_ranks(job, measure_blocks, on_message=on_message)
+    run_ranks(job, measure_blocks, on_message=on_message)
 
 
 def measure_blocks(rank: Rank[BenchJob]) -> None:
@@ -256,27 +238,14 @@ def measure_blocks(rank: Rank[BenchJob]) -> None:
     # Imports Megatron, which must not come before the link is emulated.
     import torch
 
-    from megatron_ampipe.tools.measuring import blocks, timed_passes
+    from megatron_ampipe.tools.measuring import timed_passes
 
-    # All of them before the first is measured.
-    for case in job.cases:
-        blocks.require(case, on_cuda=job.on_cuda)
     if job.on_cuda:
         rank.say("gpu", {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)})
     for index, case in enumerate(job.cases):
-        rank.say("begin", case.name)
         if emulation is not None:
             emulation.num_experts = case.experts
-        report = timed_passes.measure(rank, case, job.variants[index])
-        rank.say("case", (index, report | {"clock": emulation and emulation.clock}))
-
-
-def _train(job: BenchJob, *, rounds: int, finished: Callable[[dict[str, Any]], None]) -> None:
-    """Train whole models; ``finished`` is given each entry of ``cases``."""
-    trainings = sum(map(len, job.variants)) * rounds
-    with progress_bar(trainings * (job.warmup + job.repeats)) as bar:
-        for case in training.measure(job, rounds=rounds, on_iteration=bar):
-            finished(case)
+        rank.say("case", (index, timed_passes.measure(rank, case, job.variants[index])))
 
 
 def _refuse(flag: str, value: object, rule: str, remedy: str) -> NoReturn:
@@ -285,27 +254,22 @@ def _refuse(flag: str, value: object, rule: str, remedy: str) -> NoReturn:
 
 def _check_together(arguments: argparse.Namespace) -> None:
     """Refuse flags that could have no effect together."""
-    given = {"--from": arguments.source, "--predict": arguments.predict, "--planned": arguments.planned,
-             "--gloo-all-to-all": "" if arguments.gloo_all_to_all else None}  # fmt: skip
     if arguments.end_to_end:
-        for flag in ("--from", "--predict", "--planned"):
-            if given[flag] is not None:
+        for flag, value in (("--from", arguments.source), ("--predict", arguments.predict)):
+            if value is not None:
                 rule = "works with results of blocks, not with --end-to-end"
-                _refuse(flag, given[flag], rule, f"Leave {flag} out; --json holds every sample.")
+                _refuse(flag, value, rule, f"Leave {flag} out; --json holds every sample.")
     elif arguments.rounds is not None:
         rule = "belongs to --end-to-end: without it, nothing is trained"
         _refuse("--rounds", arguments.rounds, rule, "Add --end-to-end, or leave --rounds out.")
-    for flag in ("--planned", "--gloo-all-to-all"):
-        if arguments.source is not None and given[flag] is not None:
-            rule = "is for what will be measured, and --from measures nothing"
-            _refuse(flag, given[flag], rule, "Leave one of the two out.")
-    if arguments.wire != UNCHANGED and (arguments.end_to_end or arguments.planned or arguments.predict):
+    if arguments.wire != UNCHANGED and (arguments.end_to_end or arguments.predict):
         rule = "changes the losses of trainings, and predictions do not know it"
-        _refuse("--wire", arguments.wire, rule, "Leave out --end-to-end, --planned and --predict.")
+        _refuse("--wire", arguments.wire, rule, "Leave out --end-to-end and --predict.")
 
 
 def _job(arguments: argparse.Namespace) -> BenchJob:
-    link, count, end_to_end = link_of(arguments), num_ranks(arguments), arguments.end_to_end
+    link, end_to_end = parse_link(arguments.link or NO_LINK), arguments.end_to_end
+    count = arguments.ranks or RANKS
     num_gpus = 0 if link.kind is LinkKind.NETWORK or end_to_end else machine.num_gpus()
     job = BenchJob(
         cases=read_grid(find_grid(arguments.grid), only=arguments.cases, num_ranks=count),
@@ -321,14 +285,11 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
         cores=() if num_gpus else machine.cores_of(count),
     )
     _check_link(job, end_to_end=end_to_end, gloo=arguments.gloo_all_to_all)
-    if 0 < num_gpus < job.num_processes:
+    if 0 < num_gpus < count and not job.pretended:
         raise EnvironmentMissing(
             f"{count} ranks need as many GPUs, and there are {num_gpus}. Use --link emulated:RATE, "
             "which pretends the missing ranks."
         )
-    if end_to_end and any(case.expert_kind != "sequential" for case in job.cases):
-        rule = "needs a GPU in a training of cases with another expert_kind than sequential"
-        _refuse("--end-to-end", "", rule, "Choose other --cases, or write expert_kind: sequential.")
     return replace(job, variants=_variants(arguments, job))
 
 
@@ -349,24 +310,17 @@ def _check_link(job: BenchJob, *, end_to_end: bool, gloo: bool) -> None:
 
 
 def _variants(arguments: argparse.Namespace, job: BenchJob) -> tuple[tuple[Variant, ...], ...]:
-    """What is compared in each case: stock, its control, every schedule in every way, what was planned."""
-    cuts = _cuts(arguments.degrees, arguments.chunks or ())
-    stacks = _each(arguments.stack, lambda word: _stack(word, job.layers))
+    """What is compared in each case: stock, its control, and every schedule in every way."""
+    cuts = _each(arguments.degrees, _cut)
     exchanges = parse_exchanges(arguments.exchange, flag="--exchange")
     ways = every_way(
         cuts,
         schedules=_each(arguments.schedules, _schedule),
-        stacks=stacks,
+        stacks=_each(arguments.stack, lambda word: _stack(word, job.layers)),
         memories=_each(arguments.memory, lambda word: _memory(word, cuts)),
         exchanges=exchanges,
         wires=_each(arguments.wire, _wire),
     )
-    per_node = job.link.ranks_per_node
-    two_hops = [exchange for exchange in exchanges if exchange.has_two_hops]
-    if two_hops and per_node is None and arguments.exchange != AUTO:
-        remedy = "Use --link inter=50mbit,intra=400mbit --nodes 2 --ranks-per-node 2."
-        _refuse("--exchange", ",".join(two_hops), f"--link {job.link.text} has no nodes", remedy)
-    cluster = None if arguments.planned is None else read_cluster(find_cluster(arguments.planned))
     megatrons = (STOCK, CONTROL, *[STOCK_GLOO] * arguments.gloo_all_to_all)
     fused = has_fused_weight_gradients(on_gpu=job.on_cuda)
     found = []
@@ -375,34 +329,25 @@ def _variants(arguments: argparse.Namespace, job: BenchJob) -> tuple[tuple[Varia
             if cut.num_chunks > case.sequence_length:
                 rule = f"is above the {case.sequence_length} rows of case {case.name}"
                 _refuse("--degrees", cut.num_chunks, rule, "Use --degrees 1,2,4.")
-            cut.chunks(case.sequence_length)
-        block = block_of_case(case, num_ranks=job.num_ranks, fused_gradients=fused)
-        useful = block.exchanges(per_node)
+        useful = block_of_case(case, num_ranks=job.num_ranks, fused_gradients=fused).exchanges(None)
         chosen = [variant for variant in ways if variant.pipeline.exchange in useful]
-        if not set(useful) & set(exchanges) and len(job.cases) == 1:
-            rule = f"saves nothing in case {case.name}: no rank gets a token twice"
-            remedy = "Use cases with several experts per token and rank, or --exchange rows."
+        if not set(useful) & set(exchanges):
+            rule = f"saves nothing in case {case.name}: no rank gets a token twice, or there are no nodes"
+            remedy = "Choose --cases with several experts per token and rank, or --exchange rows,ranks."
             _refuse("--exchange", ",".join(exchanges), rule, remedy)
-        plans = cluster and prediction.planned(block, cluster, stacks=stacks, exchanges=exchanges)
-        found.append((*map(Variant, megatrons), *chosen, *(plans or ())))
+        found.append((*map(Variant, megatrons), *chosen))
     return tuple(found)
 
 
-def _cuts(degrees: str, chunks: Sequence[str]) -> list[Pipeline]:
-    """The values of ``--degrees`` (``4``, or ``4:2``) and ``--chunks``, each once."""
-    cuts = []
-    for word in degrees.split(","):
-        parts = re.fullmatch(r"([1-9]\d{0,8})(?::([1-9]\d{0,8}))?", word, re.ASCII)
-        forward, backward = (int(part or parts[1]) for part in parts.groups()) if parts else (0, 0)
-        if parts is None or max(forward, backward) % min(forward, backward):
-            rule = "is not a list of whole numbers of at least 1, or pairs of which one divides the other"
-            remedy = "Use --degrees 1,2,4,8, or 4:2 for a backward pass of degree 2."
-            _refuse("--degrees", degrees or "(empty)", rule, remedy)
-        cuts.append(Pipeline.of(forward, backward_degree=backward))
-    for text in chunks:
-        shares = parse_shares(text, flag="--chunks")
-        cuts.append(Pipeline.of(len(shares), shares=shares))
-    return list(dict.fromkeys(cuts))
+def _cut(word: str) -> Pipeline:
+    """A value of ``--degrees``: ``4``, or ``4:2``."""
+    parts = re.fullmatch(r"([1-9]\d{0,8})(?::([1-9]\d{0,8}))?", word, re.ASCII)
+    forward, backward = (int(part or parts[1]) for part in parts.groups()) if parts else (0, 0)
+    if parts is None or max(forward, backward) % min(forward, backward):
+        rule = "is not a list of whole numbers of at least 1, or pairs of which one divides the other"
+        remedy = "Use --degrees 1,2,4,8, or 4:2 for a backward pass of degree 2."
+        _refuse("--degrees", word or "(empty)", rule, remedy)
+    return Pipeline.of(forward, backward_degree=backward)
 
 
 def _each[Value](text: str, parse: Callable[[str], Value]) -> list[Value]:
@@ -417,7 +362,7 @@ def _schedule(word: str) -> str:
     return word
 
 
-def _memory(word: str, cuts: Sequence[Pipeline]) -> str:
+def _memory(word: str, cuts: list[Pipeline]) -> str:
     """Strategies of single chunks must be for one of the cuts."""
     degrees = {cut.backward_degree for cut in cuts}
     fits = len(of_chunks(word)) in {1, *degrees}

@@ -26,8 +26,7 @@ from packaging.version import Version
 from megatron_ampipe import compat
 from megatron_ampipe.errors import AMPipeError, EnvironmentMissing, RunFailed
 from megatron_ampipe.files import outputs
-from megatron_ampipe.launch import connections, datasets
-from megatron_ampipe.launch.failures import HELPERS_REMEDY
+from megatron_ampipe.launch import connections
 
 TORCH, MEGATRON = "torch", "Megatron"
 OK, MISSING, TOO_OLD, BROKEN, UNTESTED = "ok", "missing", "too old", "broken", "untested"
@@ -161,14 +160,13 @@ def examine() -> tuple[list[Component], Mapping[str, Any]]:
     Returns:
         The components, and what the probe found out about torch: ``error`` where it cannot be imported.
     """
-    absent = dict(compat.missing_packages())
+    absent = compat.missing_packages()
     optional = [package for package in compat.OPTIONAL_PACKAGES if package not in absent]
     modules = [TORCH, MEGATRON, *(package.module for package in optional)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         answers = dict(zip(modules, pool.map(_probe, modules), strict=True))
     torch = answers[TORCH] or {}
     gpus = torch.get("gpus")
-    cannot_compile = datasets.missing_tools()
     components = [
         required_package(TORCH, answers[TORCH]),
         Component(
@@ -180,20 +178,12 @@ def examine() -> tuple[list[Component], Mapping[str, Any]]:
             "a GPU, its driver, and a torch that is built for CUDA",
         ),
         required_package("megatron-core", answers[MEGATRON]),
-        Component(
-            "dataset helper",
-            MISSING if cannot_compile else OK,
-            "; ".join(cannot_compile) or "built, or can be compiled",
-            "a checkout of Megatron-LM compiles it at start; a wheel has it",
-            "a checkout that was never compiled does not train",
-            HELPERS_REMEDY,
-            required=datasets.must_be_compiled(),
-        ),
     ]
     for package in compat.OPTIONAL_PACKAGES:
         error = (answers.get(package.module) or {}).get("error")
         status = MISSING if package in absent else BROKEN if error else OK
-        found = absent.get(package) or error or str(compat.installed_version(package.distribution) or "-")
+        version = str(compat.installed_version(package.distribution) or "-")
+        found = "not installed" if package in absent else error or version
         without = f"a run uses {package.fallback}"
         components.append(Component(package.name, status, found, "optional", without, package.remedy))
     return components, torch

@@ -1,42 +1,27 @@
 """``ampipe patch``: puts AMPipe's flags into a Megatron-LM tree, or removes them.
 
-What is inserted, and the checksums of every touched file before and after, lie in ``patches/`` by version of
-Megatron; the inserted lines call :mod:`megatron_ampipe.launch.patched`. A file that is neither the release's
-nor the patched one is never written. Imports neither torch nor Megatron.
+A patch is two lines at the end of ``megatron/training/__init__.py``, the same in every version of Megatron.
+They wrap the steps of a training (:mod:`megatron_ampipe.launch.script`). Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import os
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
-from megatron_ampipe import compat
-from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.files import outputs
 
 _EPILOG = """\
 examples:
-  ampipe patch check Megatron-LM       whether it fits, or was applied already
+  ampipe patch check Megatron-LM       whether it was applied
   ampipe patch apply Megatron-LM       after this, pretrain_gpt.py --ampipe-degree 4 needs no launcher
   ampipe patch revert Megatron-LM      restores the release exactly
 
 Without a patch, -m megatron_ampipe.launch PATH/pretrain_gpt.py does the same. docs/checkout.md has both.
 """
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-PATCHES = (_PACKAGE if (_PACKAGE / "patches").is_dir() else _PACKAGE.parent) / "patches"
-"""In the package of an installed wheel, else next to it in a checkout."""
-_NO_PATCH_NEEDED = "launch with -m megatron_ampipe.launch PATH/pretrain_gpt.py, which needs no patch"
-
-
-Sums = dict[str, str]
-"""SHA-256 of every file that a patch touches, by path in the tree."""
+FILE = "megatron/training/__init__.py"
+LINES = "from megatron_ampipe.launch import script as ampipe\nampipe.wrap_steps()\n"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         choices=("apply", "check", "revert"),
-        help="apply puts it in, revert removes it, check only says whether it was applied or fits",
+        help="apply puts it in, revert removes it, check only says whether it was applied",
     )
     parser.add_argument(
         "path", type=Path, metavar="PATH", help="a Megatron-LM checkout, the folder with megatron/ in it"
@@ -57,83 +42,20 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         BadInput: The tree cannot be written to.
-        EnvironmentMissing: There is no git, or the patches were not installed.
     """
     tree, action = arguments.path, arguments.action
-    version, original, patched = _patch_of(arguments)
-    found = {name: _checksum(tree / name) for name in original}
-    if found not in (original, patched):
-        changed = [name for name in found if found[name] not in (original[name], patched[name])]
-        rule = f"is not as in the releases of {version} that were tested: {', '.join(changed)}"
-        if not changed:
-            rule = "has only a part of the patch in it"
-        arguments.refuse(f"{tree} {rule}. Restore the files (git checkout), or {_NO_PATCH_NEEDED}")
-    is_in = found == patched
+    path = tree / FILE
+    if not path.is_file():
+        arguments.refuse(f"there is no {FILE} in {tree}; name the folder that pretrain_gpt.py lies in")
+    text = path.read_text()
+    is_in = LINES in text
     if action == "check":
-        state = "is in" if is_in else "fits, and is not in"
-        print(f"ampipe: the patch for Megatron {version} {state} {tree}")
+        print(f"ampipe: the patch {'is' if is_in else 'is not'} in {tree}")
         return 0
     if is_in is (action == "apply"):
         arguments.refuse(f"the patch is {'in it already' if is_in else 'not in it'}: {tree}")
-    for folder in {(tree / name).absolute().parent for name in original} | {tree.absolute()}:
-        outputs.check_folder(folder, flag="PATH", value=tree)
-    _write(PATCHES / version / "ampipe.patch", tree, original if is_in else patched, revert=is_in)
-    print(f"ampipe: {'taken out of' if is_in else 'put into'} {tree}:")
-    for name in original:
-        print(f"    {name}")
+    outputs.check_folder(path.parent.absolute(), flag="PATH", value=tree)
+    changed = text.replace(LINES, "") if is_in else text + LINES
+    outputs.write_text(path, changed, mode=path.stat().st_mode & 0o777)
+    print(f"ampipe: {'taken out of' if is_in else 'put into'} {path}")
     return 0
-
-
-def _patch_of(arguments: argparse.Namespace) -> tuple[str, Sums, Sums]:
-    """Version, and checksums without and with the patch, of the Megatron in a tree."""
-    if not PATCHES.is_dir():
-        raise EnvironmentMissing(
-            "This installation has no patches. In a checkout of AMPipe, run: pip install -e ."
-        )
-    tree: Path = arguments.path
-    try:
-        version = compat.megatron_version(tree / "megatron" / "core")
-    except (EnvironmentMissing, OSError) as error:
-        arguments.refuse(
-            f"there is no release of Megatron in {tree} ({error}); name the folder of the checkout, the one "
-            "that pretrain_gpt.py lies in"
-        )
-    name = f"{version.major}.{version.minor}"
-    known = sorted(folder.name for folder in PATCHES.iterdir() if folder.is_dir())
-    if name not in known:
-        arguments.refuse(
-            f"{tree} holds Megatron {version}, and there are patches for {', '.join(known)} alone. Use one "
-            f"of these, or for a newer one {_NO_PATCH_NEEDED}"
-        )
-    files = json.loads((PATCHES / name / "files.json").read_text())
-    original, patched = (
-        {file: sums[state] for file, sums in files.items()} for state in ("original", "patched")
-    )
-    return name, original, patched
-
-
-def _write(diff: Path, tree: Path, expected: Sums, *, revert: bool) -> None:
-    """Put a patch in or take it out, in a copy of the touched files that then replace those of ``tree``."""
-    if shutil.which("git") is None:
-        raise EnvironmentMissing("git is needed to apply a patch, and is not on PATH. Install it.")
-    # In the tree itself, so that a file can be moved into its place at once.
-    with tempfile.TemporaryDirectory(prefix=".ampipe-patch-", dir=tree) as folder:
-        copy = Path(folder)
-        for name in expected:
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(tree / name, copy / name)
-        # The copy is no part of the repository that it may lie in.
-        subprocess.run(
-            ["git", "apply", "--unidiff-zero", *(["--reverse"] if revert else []), str(diff.resolve())],
-            cwd=copy,
-            env={**os.environ, "GIT_CEILING_DIRECTORIES": str(copy.parent.resolve())},
-            check=True,
-        )
-        found = {name: _checksum(copy / name) for name in expected}
-        assert found == expected, "a patch and its files.json do not match"
-        for name in expected:
-            os.replace(copy / name, tree / name)
-
-
-def _checksum(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "(not there)"

@@ -1,45 +1,42 @@
 """``ampipe plan``: predicts a model's blocks on a cluster, and chooses how to run them.
 
-Needs neither torch nor a GPU, except for ``--tape``. Shows what :mod:`megatron_ampipe.plan` predicts; decides
-nothing itself.
+Needs neither torch nor a GPU. Shows what :mod:`megatron_ampipe.plan` predicts; decides nothing itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from megatron_ampipe.block.settings import AUTO
-from megatron_ampipe.errors import EnvironmentMissing
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least, value_of
 from megatron_ampipe.files.timeline import PREDICTED
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
+from megatron_ampipe.plan.gradients import PLACED, STOCK, plan_gradients
 from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.plan.planner import make_plans, sharing_layers
+from megatron_ampipe.plan.planner import Plans, equation_10_us, make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.recorded_routing import with_routing
-from megatron_ampipe.plan.search import DEGREES
+from megatron_ampipe.plan.search import DEGREES, candidates, in_one_chunk
 from megatron_ampipe.schedule import (
+    KEEP,
+    STRATEGIES,
     Exchange,
     Pipeline,
-    StageKind,
+    even_chunks,
     parse_exchanges,
     parse_stack,
 )
-from megatron_ampipe.tools import timeline_picture
-from megatron_ampipe.tools.plan_answer import answer_of, show
 
-DRAWN_LAYERS = 4
-"""Of layers that share a schedule, the number that a picture shows: those that follow repeat them."""
 _MOST_CHUNKS = 64
 """A schedule of thousands of chunks would take minutes to build."""
 _EPILOG = """\
@@ -48,8 +45,8 @@ examples:
       which degree, how much it is predicted to save, and why
   ampipe plan --model deepseek-v2-lite --cluster dgx-h100 --ranks 64 --set expert-model-parallel-size=16
       another layout than the model file names
-  ampipe plan --model mixtral-8x7b --cluster measured.yaml --output plan.yaml --picture timeline
-      on figures measured on your machines; writes the plan, and a picture of the predicted timeline
+  ampipe plan --model mixtral-8x7b --cluster measured.yaml --output plan.yaml --trace predicted.json
+      on figures measured on your machines; writes the plan, and the predicted timeline for ampipe draw
 
 A model is a YAML file of Megatron's flags without dashes, a cluster a YAML file of fitted times; both are
 also found by name in configs/models and configs/clusters.
@@ -74,24 +71,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a Megatron flag that replaces the model file's, for example seq-length=8192; repeatable",
     )
     add("--ranks", type=at_least(1), metavar="N", help="ranks of the whole run (default: those of one node)")
-    add(
+    unevenness = parser.add_mutually_exclusive_group()
+    unevenness.add_argument(
         "--imbalance",
         type=float,
+        default=1.0,
         metavar="X",
         help="tokens of the busiest rank over the mean (default: 1, experts evenly used)",
     )
-    add(
+    unevenness.add_argument(
         "--routing",
         type=Path,
         metavar="DIR",
-        help="take from a training that ran with --ampipe-routing-dir how unevenly experts are used, how "
-        "many ranks or nodes get a token, and how many tokens are similar",
-    )
-    add(
-        "--condense",
-        type=float,
-        metavar="THRESHOLD",
-        help="plan for --ampipe-condense THRESHOLD, with the share that --routing has for it",
+        help="take from a training that ran with --ampipe-routing-dir how unevenly experts are used, and "
+        "how many ranks or nodes get a token",
     )
     add(
         "--degrees",
@@ -118,28 +111,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, metavar="FILE", help="write the plan, for --ampipe-plan FILE")
     add("--json", metavar="FILE", help="write the answer as JSON; - for stdout, in place of the table")
     add(
-        "--picture",
-        type=Path,
-        metavar="NAME",
-        help=f"draw the predicted timeline as NAME.svg and NAME.png, of the first {DRAWN_LAYERS} layers",
-    )
-    add(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="write the predicted timeline in the form of a run's, for ampipe draw --predicted FILE",
+        help="write the predicted timeline in the form of a run's, for ampipe draw",
     )
     add(
         "--trace-of",
         type=at_least(1, at_most=_MOST_CHUNKS),
         metavar="N",
-        help="degree that --trace, --picture and --tape show, in equal chunks (default: the choice)",
-    )
-    add(
-        "--tape",
-        type=Path,
-        metavar="FILE",
-        help="write what a rank runs: calls with what each takes, gives, waits for and frees (needs torch)",
+        help="degree that --trace shows, in equal chunks (default: the choice)",
     )
 
 
@@ -163,27 +144,23 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         BadInput: a file or a setting is wrong.
-        EnvironmentMissing: what a picture or a tape needs is absent.
         RunFailed: an output cannot be written.
     """
-    _check_outputs(arguments)
+    for name in ("output", "trace", "json"):
+        if (path := getattr(arguments, name)) not in (None, "-"):
+            outputs.check(Path(path), flag=f"--{name}")
+    if arguments.trace_of is not None and arguments.trace is None:
+        arguments.refuse("--trace-of needs --trace FILE")
     stack = parse_stack(arguments.stack, flag="--stack")
     exchanges = parse_exchanges(arguments.exchange, flag="--exchange")
     cluster = read_cluster(find_cluster(arguments.cluster))
     model = read_model(find_model(arguments.model), overrides=dict(arguments.set))
-    imbalance = 1.0 if arguments.imbalance is None else arguments.imbalance
-    block, assumed = block_of(model, cluster, ranks=arguments.ranks, imbalance=imbalance)
+    block, assumed = block_of(model, cluster, ranks=arguments.ranks, imbalance=arguments.imbalance)
     if arguments.routing is not None:
-        if arguments.imbalance is not None:
-            arguments.refuse("--routing says what --imbalance is; leave one of the two out")
-        block, recorded = with_routing(block, arguments.routing, condense=arguments.condense)
+        block, recorded = with_routing(block, arguments.routing)
         assumed += recorded
-    elif arguments.condense is not None:
-        arguments.refuse("--condense needs to know how many tokens are similar; add --routing DIR")
     layers = layers_of(model)
     predictor = Predictor(block, cluster, num_layers=layers.num_layers, dense=layers.dense)
-    if block.condense is not None and not all(exchange.sends_every_copy for exchange in exchanges):
-        arguments.refuse("--exchange: with --condense, a row is of several experts; leave one of the two out")
     if not set(exchanges) & set(block.exchanges(cluster.ranks_per_node)):
         arguments.refuse(
             f"--exchange {arguments.exchange} saves nothing in this layout: no rank or node gets a token "
@@ -195,35 +172,21 @@ def run(arguments: argparse.Namespace) -> int:
     predictor = predictor.with_exchange(plan.exchange)
     answer = answer_of(predictor, plans, arguments, list(assumed))
     text = json.dumps(answer, indent=1) + "\n"
-    if arguments.trace is not None or arguments.picture is not None or arguments.tape is not None:
-        _write_timeline(predictor, plan, arguments)
-    if arguments.json not in (None, "-"):
-        outputs.write_text(Path(arguments.json), text)
+    if arguments.trace is not None:
+        _write_trace(predictor, plan, arguments)
     if arguments.output is not None:
         head = f"ampipe plan --model {arguments.model} --cluster {arguments.cluster}"
         plan.write(arguments.output, head=head)
     if arguments.json == "-":
         print(text, end="")
-    else:
-        show(answer, plan, Console())
+        return 0
+    if arguments.json is not None:
+        outputs.write_text(Path(arguments.json), text)
+    show(answer, plan, Console())
     return 0
 
 
-def _check_outputs(arguments: argparse.Namespace) -> None:
-    json_file = None if arguments.json in (None, "-") else Path(arguments.json)
-    files = {name: getattr(arguments, name) for name in ("output", "trace", "tape")} | {"json": json_file}
-    for name, path in files.items():
-        if path is not None:
-            outputs.check(path, flag=f"--{name}")
-    if arguments.picture is not None:
-        suffixes = timeline_picture.SUFFIXES
-        outputs.check_prefix(arguments.picture, suffixes=suffixes, flag="--picture")
-    elif arguments.trace_of is not None and arguments.trace is None and arguments.tape is None:
-        arguments.refuse("--trace-of needs --trace FILE, --picture NAME or --tape FILE")
-
-
-def _write_timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> None:
-    """Write what ``--trace``, ``--picture`` and ``--tape`` show."""
+def _write_trace(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> None:
     rows = predictor.block.rows
     pipeline = plan.pipeline(rows=rows)
     if arguments.trace_of is not None:
@@ -231,58 +194,173 @@ def _write_timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namesp
     if pipeline.num_chunks > rows:
         arguments.refuse(f"--trace-of is more chunks than the {rows} rows of a rank; use {rows} or less")
     shown = sharing_layers(predictor, pipeline.stack)
-    if arguments.tape is not None:
-        outputs.write_text(arguments.tape, tape_text(shown, pipeline))
     lengths = tuple(sum(span.length for span in chunk.hidden) for chunk in pipeline.chunks(rows))
     labels = {PREDICTED: f"{arguments.model} on {arguments.cluster}", **pipeline.labels}
-    timeline = shown.timeline(pipeline.schedule_of(shown.layers), lengths, labels=labels)
-    if arguments.trace is not None:
-        timeline.write_chrome(arguments.trace)
-    if (name := arguments.picture) is not None:
-        spans = tuple(span for span in timeline.spans if span.layer <= DRAWN_LAYERS)
-        targets = [name.with_name(name.name + suffix) for suffix in timeline_picture.SUFFIXES]
-        drawn = dataclasses.replace(timeline, spans=spans)
-        timeline_picture.draw([drawn], targets=targets, title=f"predicted, {pipeline}", split=True)
+    schedule = pipeline.schedule_of(shown.layers)
+    shown.timeline(schedule, lengths, labels=labels).write_chrome(arguments.trace)
 
 
-class Unnamed:
-    """Stands for the functions of a block whose tape is only printed."""
-
-    recomputed: tuple[StageKind, ...] = ()
-    all_parameters: tuple[Any, ...] = ()
-    stage_parameters: Mapping[StageKind, Any] = {}
-
-    def run(self, kind: StageKind) -> tuple[int, None]:
-        """No function."""
-        return 0, None
-
-    differentiate = run
-
-    def weights_apart(self, kind: StageKind, products: Any) -> None:
-        """No context."""
-
-
-def tape_text(predictor: Predictor, pipeline: Pipeline) -> str:
-    """The tapes of both passes of all layers of a predictor, as text.
-
-    Raises:
-        EnvironmentMissing: torch is absent.
-    """
+def answer_of(
+    predictor: Predictor, plans: Plans, arguments: argparse.Namespace, assumed: list[str]
+) -> dict[str, Any]:
+    """Everything that is shown, as plain data; ``predictor`` is of all layers of a pipeline stage."""
+    plan = plans.chosen
     try:
-        # By name: planning itself needs no torch.
-        compiler = importlib.import_module("megatron_ampipe.runtime.compile")
-    except ModuleNotFoundError as error:
-        raise EnvironmentMissing(
-            f"--tape needs {error.name}, which is not installed. Install torch, or leave --tape out."
-        ) from error
-    layers = predictor.layers
-    tapes = compiler.compiled(
-        pipeline.schedule_of(layers),
-        layers,
-        chunks=pipeline.chunks(predictor.block.rows),
-        functions=[Unnamed()] * len(layers),
-        keep_graph=True,
-        host_waits=True,
-        threads=False,
+        gradients = _gradients(predictor, plan)
+    except BadInput as error:
+        # Nothing else of the plan needs this figure.
+        gradients = None
+        assumed.append(f"reductions of gradients are not predicted: {error.value} {error.rule}")
+    block = predictor.of_layers(1)
+    return {
+        "model": arguments.model,
+        "cluster": arguments.cluster,
+        "assumed": assumed,
+        "stock_ms": plan.stock_ms,
+        "degrees": _rows(block, arguments.degrees),
+        "stacks": _stacks(predictor, plans),
+        "gradients": gradients,
+        "forward_degree": plan.forward_degree,
+        "backward_degree": plan.backward_degree,
+        "stack": plan.stack,
+        "num_layers": plan.num_layers,
+        "shares": list(plan.shares),
+        "schedule": plan.schedule.name,
+        "exchange": plan.exchange,
+        "predicted_ms": plan.predicted_ms,
+        "predicted_speedup": plan.predicted_speedup,
+        "hidden_share": plan.hidden_share,
+        "memory_gib": plan.memory_gib,
+        "device_memory_gib": predictor.cluster.device_memory_gib,
+        "helps": plan.helps,
+        "reason": plan.reason,
+        "memory_strategies": _memory_strategies(block, plan) if plan.helps else None,
+    }
+
+
+def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Megatron's layer, and the named schedules at each degree in equal chunks."""
+    stock = predictor.stock()
+    ways = [("stock", 1, stock, 0.0, {KEEP: predictor.peak_bytes(None, memory=KEEP)})]
+    whole = in_one_chunk(predictor)
+    for way in (*([] if whole is None else [whole]), *candidates(predictor, degrees)):
+        hidden = predictor.timeline(way.schedule, way.lengths).hidden_share
+        memory = {strategy: predictor.peak_bytes(way.schedule, memory=strategy) for strategy in STRATEGIES}
+        ways.append((way.schedule.name, way.schedule.degree, way.time, hidden, memory))
+    return [
+        {
+            "degree": degree,
+            "schedule": name,
+            "forward_ms": time.forward / 1e3,
+            "backward_ms": time.backward / 1e3,
+            "predicted_ms": time.total / 1e3,
+            "speedup": stock.total / time.total,
+            "hidden_share": hidden,
+            "memory_gib": memory[KEEP] / 2**30,
+            # By what the experts keep, for --ampipe-memory.
+            "memory_gib_by_strategy": {strategy: size / 2**30 for strategy, size in memory.items()},
+        }
+        for name, degree, time, hidden, memory in ways
+    ]
+
+
+def _memory_strategies(predictor: Predictor, plan: Plan) -> dict[str, Any]:
+    """What MPipeMoE's equation 10 chooses of its strategies, and which is fastest by simulation."""
+    degree = plan.backward_degree
+    costs_us = equation_10_us(predictor, degree=degree)
+    times = {}
+    for name in (KEEP, *costs_us):
+        of_memory = predictor.of_layers(1, memory=name)
+        schedule = Pipeline.of(degree, memory=name).schedule_of(of_memory.layers)
+        times[name] = of_memory.pass_us(schedule, even_chunks(predictor.block.rows, degree)).total / 1e3
+    return {
+        "degree": degree,
+        "equation_10": min(costs_us, key=lambda name: costs_us[name]),
+        "equation_10_ms": {name: cost / 1e3 for name, cost in costs_us.items()},
+        "simulated": min(costs_us, key=lambda name: times[name]),
+        "simulated_ms": times,
+    }
+
+
+def _stacks(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
+    """The layers of a pipeline stage block by block, and sharing a schedule; empty if they cannot."""
+    shared = plans.shared
+    if shared is None:
+        return []
+    assert shared.stock_ms is not None and shared.predicted_ms is not None
+    lengths = [round(share * predictor.block.rows) for share in shared.shares]
+    bound = sharing_layers(predictor, shared.stack).bound_us(shared.schedule, lengths)
+    blocks, together = (
+        {
+            "stack": plan.stack,
+            "layers": shared.num_layers,
+            "forward_degree": plan.forward_degree,
+            "backward_degree": plan.backward_degree,
+            "schedule": plan.schedule.name if plan.helps else "stock",
+            "predicted_ms": time_ms,
+            "speedup": shared.stock_ms / time_ms,
+        }
+        for plan, time_ms in ((plans.alone, plans.blocks_ms), (shared, shared.predicted_ms))
     )
-    return f"{tapes}\n"
+    together["share_of_bound"] = bound.total / 1e3 / shared.predicted_ms
+    return [blocks, together]
+
+
+def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
+    """How gradients are reduced with the chosen plan; None without a plan or without anything to reduce."""
+    if not plan.helps:
+        return None
+    running = sharing_layers(predictor, plan.stack)
+    lengths = [round(share * predictor.block.rows) for share in plan.shares]
+    with_experts = sum(not features.dense for features in predictor.layers)
+    num_layers = len(running.layers) if running is predictor else with_experts
+    return plan_gradients(running, plan.schedule, lengths, num_layers=num_layers)
+
+
+def _table(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
+    """A table of rows; ``columns`` are their headings, and formats of a row."""
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*(text.format_map(row) for text in columns.values()))
+    return table
+
+
+def show(answer: Mapping[str, Any], plan: Plan, console: Console) -> None:
+    """Print an answer of :func:`answer_of` and the chosen plan."""
+    ways = {"degree": "{degree}", "schedule": "{schedule}"}
+    directions = {name: f"{{{name}_ms:.3f}}" for name in ("forward", "backward", "predicted")}
+    gains = {"speedup": "{speedup:.2f}", "hidden": "{hidden_share:.1%}"}
+    rows = answer["degrees"]
+    console.print(_table("one block, one micro-batch, predicted ms", rows, ways | directions | gains))
+    sizes = [{name: f"{size:.2f}" for name, size in row["memory_gib_by_strategy"].items()} for row in rows]
+    rows = [dict.fromkeys(STRATEGIES, "") | row | size for row, size in zip(rows, sizes, strict=True)]
+    title = "GiB of activations, one block, by --ampipe-memory"
+    console.print(_table(title, rows, ways | {name: f"{{{name}}}" for name in STRATEGIES}))
+    for sentence in answer["assumed"]:
+        console.print(f"assumed: {sentence}", style="dim", soft_wrap=True)
+    if (gradients := answer["gradients"]) is not None:
+        console.print(_advice_on_gradients(gradients), soft_wrap=True)
+    if (memory := answer["memory_strategies"]) is not None:
+        times = ", ".join(f"{name} {time_ms:.3f}" for name, time_ms in memory["simulated_ms"].items())
+        console.print(
+            f"to hold less, degree {memory['degree']}: {memory['equation_10']} by MPipeMoE's equation 10, "
+            f"{memory['simulated']} by simulation (ms of the block: {times})",
+            soft_wrap=True,
+        )
+    choice = "degree 1, Megatron's own layers"
+    if plan.helps:
+        choice = f"{plan.pipeline()}: {plan.predicted_ms:.3f} ms, {plan.predicted_speedup:.2f} times as fast"
+    console.print(f"choice: {choice}", soft_wrap=True)
+    console.print(answer["reason"], soft_wrap=True)
+
+
+def _advice_on_gradients(gradients: Mapping[str, Any]) -> str:
+    ways, name = {way["name"]: way for way in gradients["ways"]}, gradients["chosen"]
+    both = {name: way["pass_ms"] + way["left_ms"] for name, way in ways.items()}
+    compared = f"placed {both[PLACED]:.3f} ms, stock {both[STOCK]:.3f} ms"
+    if name not in (STOCK, PLACED):
+        return f"gradients: overlapping their reductions saves nothing ({compared})"
+    flags, size = "--overlap-grad-reduce", ways[name]["bucket_size"]
+    flags += "" if name == STOCK else f" --ampipe-grad-reduce {PLACED}"
+    flags += "" if size is None else f" --ddp-bucket-size {size}"
+    return f"gradients: use {flags} ({compared}); {ways[name]['left_ms']:.3f} ms are left after the pass"

@@ -7,31 +7,28 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from tqdm import tqdm
 
-from megatron_ampipe.errors import EnvironmentMissing
+from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import LARGEST_SEED, at_least
-from megatron_ampipe.plan.cluster import Cluster, write_cluster
-from megatron_ampipe.tools.measuring import machine, network
-from megatron_ampipe.tools.measuring.cluster_fit import Line, assemble
+from megatron_ampipe.plan.cluster import write_cluster
+from megatron_ampipe.tools.measuring import machine
+from megatron_ampipe.tools.measuring.cluster_fit import assemble
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.link import (
+    NO_LINK,
+    RANKS,
     LinkKind,
     add_link_arguments,
-    link_of,
-    num_ranks,
-    refuse_own_ranks,
+    parse_link,
 )
-from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, progress_bar, run_ranks
+from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
 
 NUM_STEPS, WARMUP = 3, 2
 """Steps of a measurement before the rounds of a real block (computation, collectives, both concurrently), and
@@ -41,8 +38,6 @@ _EPILOG = """\
 examples:
   ampipe profile --link 200mbit --output cluster.yaml
       two ranks of this machine over a real 200 Mbit/s network between network namespaces (needs root)
-  ampipe profile --link inter=50mbit,intra=400mbit --nodes 2 --ranks-per-node 2 --output cluster.yaml
-      four ranks of this machine as two nodes; the file has figures of both classes of links
   torchrun --nproc-per-node 8 -m megatron_ampipe.cli profile --grid mixtral --output cluster.yaml
       the ranks that will train, on one node or several
 
@@ -87,15 +82,15 @@ def run(arguments: argparse.Namespace) -> int:
     """
     outputs.check(arguments.output, flag="--output")
     started = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
-    if started:
-        refuse_own_ranks(arguments)
-    link = link_of(arguments)
-    count = int(os.environ["WORLD_SIZE"]) if started else num_ranks(arguments)
+    for flag, value in (("--link", arguments.link), ("--ranks", arguments.ranks)):
+        if started and value is not None:
+            rule = "is for ranks that the command starts itself, and torchrun has started these"
+            raise BadInput(flag, value, rule=rule, remedy=f"Leave {flag} out.")
+    link = parse_link(arguments.link or NO_LINK)
+    count = int(os.environ["WORLD_SIZE"]) if started else arguments.ranks or RANKS
     case, *_ = read_grid(
         find_grid(arguments.grid), only=arguments.case, flag="--case", num_ranks=1 if started else count
     )
-    if link.kind is LinkKind.NETWORK:
-        network.check_usable()
     num_gpus = 0 if link.kind is LinkKind.NETWORK else machine.num_gpus()
     if not started and 0 < num_gpus < count:
         raise EnvironmentMissing(
@@ -111,14 +106,15 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         timeout_s=arguments.timeout,
         cores=() if num_gpus or started else machine.cores_of(count),
-        ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]) if started else link.ranks_per_node or count,
+        ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]) if started else count,
     )
     is_first = not started or os.environ["RANK"] == "0"
-    with progress_bar(NUM_STEPS + WARMUP + arguments.repeats, quiet=not is_first) as bar:
+    steps = NUM_STEPS + WARMUP + arguments.repeats
+    with tqdm(total=steps, leave=False, disable=None if is_first else True) as bar:
 
         def on_message(rank: int, event: str, _: Any) -> None:
             if rank == 0 and event == "progress":
-                bar("measuring")
+                bar.update()
 
         if started:
             reports = _measure_here(job, int(os.environ["RANK"]), on_message)
@@ -128,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     hardware, torch_version = machine.hardware(), machine.versions()["torch"]
     kernel = reports[0]["kernel"]
-    cluster, lines = assemble(
+    cluster = assemble(
         case,
         reports,
         ranks_per_node=job.ranks_per_node,
@@ -137,10 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
         source="measured by ampipe profile; medians of the slowest rank",
         device_memory_gib=reports[0]["device_memory_gib"],
     )
-    try:
-        write_cluster(cluster, arguments.output, head=shlex.join(["ampipe", *sys.argv[1:]]))
-    finally:
-        _show(cluster, lines)
+    write_cluster(cluster, arguments.output, head=arguments.command_line)
     print(f"wrote {arguments.output}")
     return 0
 
@@ -151,14 +144,10 @@ def measure_rank(rank: Rank[ProfileJob]) -> dict[str, Any]:
     # Imports Megatron, which must not come before the link is emulated.
     import torch
 
-    from megatron_ampipe.tools.measuring import blocks, operations
+    from megatron_ampipe.tools.measuring import operations
 
     job = rank.job
-    blocks.require(job.case, on_cuda=job.on_cuda)
-    turns = 1 if job.cores or job.on_cuda else machine.ranks_per_core(job.ranks_per_node)
-    found = operations.measure(
-        rank, job.case, repeats=job.repeats, ranks_per_node=job.ranks_per_node, turns=turns
-    )
+    found = operations.measure(rank, job.case, repeats=job.repeats, ranks_per_node=job.ranks_per_node)
     memory = (
         torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if job.on_cuda else None
     )
@@ -174,18 +163,3 @@ def _measure_here(job: ProfileJob, number: int, on_message: Callable[[int, str, 
     dist.all_gather_object(reports, report)
     dist.destroy_process_group()
     return reports
-
-
-def _show(cluster: Cluster, lines: Mapping[str, Line]) -> None:
-    table = Table(title="what was fitted", caption="worst: the largest relative error of a measured size")
-    for column in ("operation", "figures", "r^2", "worst"):
-        table.add_column(column)
-    for family, line in lines.items():
-        figures = ", ".join(f"{name} {value:.4g}" for name, value in line.figures.items())
-        table.add_row(family, figures, f"{line.r_squared:.4f}", f"{line.worst:.0%}")
-    overlap = cluster.overlap
-    slower = (
-        f"computation {overlap.compute_slowdown:.2f}x, communication {overlap.communication_slowdown:.2f}x"
-    )
-    table.add_row("concurrent", f"{slower} and {overlap.latency_us:.4g} us")
-    Console(width=None if sys.stdout.isatty() else 120).print(table)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -19,15 +18,16 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 
 from megatron_ampipe.errors import AMPipeError, RunFailed
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least, configs_folder
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.tools.measuring import machine, training
-from megatron_ampipe.tools.measuring.link import Link, LinkKind
-from megatron_ampipe.tools.measuring.network import LinkChoice, choose_link
-from megatron_ampipe.tools.measuring.ranks import progress_bar, signals_as_interrupts
+from megatron_ampipe.tools.measuring.link import Link, LinkKind, parse_link
+from megatron_ampipe.tools.measuring.network import NetworkUnavailable, connected
+from megatron_ampipe.tools.measuring.ranks import signals_as_interrupts
 from megatron_ampipe.tools.measuring.training import TrainingJob, loss_difference
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -40,7 +40,6 @@ NUM_RANKS = 2
 CONFIGS = [str(configs_folder() / name) for name in ("models/tiny.yaml", "runs/quickstart.yaml")]
 """What both runs train and how."""
 
-_MODULE = "megatron_ampipe.tools.quickstart"
 _TIMEOUT_S = 300.0
 _AS_FAST = 0.05
 """Speeds that differ by less are called equal."""
@@ -57,16 +56,10 @@ next:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run both trainings, print them side by side, write ``summary.json``; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    chosen = _parser().parse_args(words)
+    chosen = _parser().parse_args(arguments)
     try:
         with signals_as_interrupts():
-            choice = choose_link(chosen.link or LINK, may_emulate=chosen.link is None)
-            if choice.prefix:
-                # This process becomes the root of a user namespace and begins again, knowing its link.
-                command = [*choice.prefix, sys.executable, "-m", _MODULE, *words, "--link", choice.link.text]
-                os.execvp(command[0], command)
-            return _compare(choice, chosen)
+            return _compare(*choose_link(chosen.link), chosen)
     except AMPipeError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return error.exit_code
@@ -97,12 +90,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _compare(choice: LinkChoice, chosen: argparse.Namespace) -> int:
+def choose_link(wanted: str | None) -> tuple[Link, str | None]:
+    """The link that is wanted, or by default one of :data:`LINK`; and why that is emulated, if it is.
+
+    Raises:
+        BadInput: ``wanted`` is not a link.
+        EnvironmentMissing: it cannot be made here.
+    """
+    link = parse_link(wanted or LINK)
+    if link.kind is not LinkKind.NETWORK:
+        return link, None
+    try:
+        with connected(link, NUM_RANKS):
+            return link, None
+    except NetworkUnavailable as error:
+        if wanted is not None:
+            raise
+        return parse_link(f"emulated:{LINK}"), error.reason
+
+
+def _compare(link: Link, why_emulated: str | None, chosen: argparse.Namespace) -> int:
     folder, degree, iterations = chosen.output.resolve(), chosen.degree, chosen.iterations
-    before, link = machine.hardware(), choice.link
     print(f"link: {_name(link)}")
-    if choice.why_emulated is not None:
-        print(f"    No real slow network can be made here: {choice.why_emulated}.")
+    if why_emulated is not None:
+        print(f"    No real slow network can be made here: {why_emulated}.")
     if link.emulated:
         print("    Emulated: every all-to-all takes longer by the time its bytes need at this rate.")
         print("    Nothing else is slowed, gradient reduction included.")
@@ -132,10 +143,10 @@ def _compare(choice: LinkChoice, chosen: argparse.Namespace) -> int:
     ):
         log = folder / f"{name}.log"
         log.unlink(missing_ok=True)
-        with progress_bar(iterations) as bar:
+        with tqdm(total=iterations, desc=title, leave=False, disable=None) as bar:
 
-            def on_iteration(loss: float, bar: Any = bar, title: str = title) -> None:
-                bar(f"{title}, loss {loss:.4f}")
+            def on_iteration(_: float, bar: tqdm[Any] = bar) -> None:
+                bar.update()
 
             curve = training.run(job, iterations=iterations, title=title, on_iteration=on_iteration, log=log)
         median_ms = statistics.median(curve.ms[WARMUP:])
@@ -149,7 +160,7 @@ def _compare(choice: LinkChoice, chosen: argparse.Namespace) -> int:
         "link": {
             "kind": "real" if link.kind is LinkKind.NETWORK else str(link.kind),
             "rate_mbit_per_s": None if link.rate_bit_per_s is None else link.rate_bit_per_s / 1e6,
-            "why_emulated": choice.why_emulated,
+            "why_emulated": why_emulated,
         },
         **runs,
         "warmup": WARMUP,
@@ -158,8 +169,6 @@ def _compare(choice: LinkChoice, chosen: argparse.Namespace) -> int:
         "degree": degree,
         "hidden_share": Timeline.read_chrome(traces / "rank0.trace.json").hidden_share,
         "timeline": str(timeline.with_suffix(".png")),
-        "load_average_before": before["load_average"][0],
-        "usable_cores": before["usable_cores"],
     }
     path = folder / "summary.json"
     outputs.write_text(path, json.dumps(summary, indent=2) + "\n")
@@ -171,8 +180,6 @@ def _compare(choice: LinkChoice, chosen: argparse.Namespace) -> int:
     print(f"    losses: largest relative difference {difference:.1e}")
     print(f"    communication that ran during computation: {summary['hidden_share']:.0%}")
     print("    Both runs use the same all-to-all and attention kernel: what AMPipe gains is overlap.")
-    if summary["load_average_before"] > summary["usable_cores"] / 2:
-        print(f"    The machine was busy before (load average {summary['load_average_before']}).")
     print(f"\ntimeline: {summary['timeline']}\nsummary: {path}\n{_NEXT.rstrip()}")
     return 0
 
@@ -190,11 +197,10 @@ def _show_runs(summary: Mapping[str, Any]) -> None:
     """Print the losses and times of both trainings next to each other."""
     table = Table("iteration", "Megatron", f"AMPipe, degree {summary['degree']}", "relative difference")
     stock, ampipe = summary["baseline"], summary["ampipe"]
-    pairs = list(zip(stock["losses"], ampipe["losses"], strict=True))
-    for index in sorted({*range(0, len(pairs), max(1, len(pairs) // _ROWS)), len(pairs) - 1}):
-        expected, actual = pairs[index]
+    pairs = list(enumerate(zip(stock["losses"], ampipe["losses"], strict=True), 1))
+    for number, (expected, actual) in pairs[:: max(1, len(pairs) // _ROWS)]:
         difference = f"{abs(expected - actual) / expected:.1e}"
-        table.add_row(str(index + 1), f"{expected:.6f}", f"{actual:.6f}", difference)
+        table.add_row(str(number), f"{expected:.6f}", f"{actual:.6f}", difference)
     table.add_section()
     table.add_row("ms, median", f"{stock['median_ms']:.0f}", f"{ampipe['median_ms']:.0f}")
     Console().print(table)

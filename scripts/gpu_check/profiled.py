@@ -116,7 +116,6 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
         "case": case.name,
         "link": job.link.text,
         "kernel": factory.kernel,
-        "clock": emulation.clock,
         "degree": DEGREE,
         "peak_bytes": peaks,
         "allocator": allocator,

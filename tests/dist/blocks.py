@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.launch.host.megatron import HostDotProductAttention
-from megatron_ampipe.layers.context import AMPipeContext, DocumentReader, FullRecompute
+from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
 from megatron_ampipe.layers.gates import give_token_ids, load_gate
 from megatron_ampipe.layers.layer import pipelined, with_gate
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, SequentialExecutor, ThreadExecutor
@@ -31,7 +31,7 @@ from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import Exchange
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from megatron_ampipe.tools.measuring.blocks import Layers
-from tests.dist import changed_functions, logged_losses, routing_records, score_records
+from tests.dist import changed_functions, logged_losses, routing_records
 from tests.dist.cases import Case
 from tests.reference_pieces import REFERENCE_KERNELS
 
@@ -108,7 +108,7 @@ def build_layers(
         documents=DocumentReader(masked=case.masked),
         gate=gate,
         wire=None if case.wire is None else load_wire(case.wire),
-        recompute=None if case.recompute is None else FullRecompute(*case.recompute),
+        recomputed_layers=case.recompute,
     )
     of_stock = dataclasses.replace(config, **case.stock)
     torch.manual_seed(11)
@@ -236,9 +236,9 @@ def run(
         # Noise that is drawn chunk by chunk on a CPU continues a series.
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    with routing_records.watched(layer, case) as records, score_records.watched(layer, case) as scores:
+    with routing_records.watched(layer, case) as records:
         output, hidden = run_pass(layer, inputs)
-    found = {**records, **scores, "output": output.detach(), "input gradient": hidden.grad}
+    found = {**records, "output": output.detach(), "input gradient": hidden.grad}
     for name, parameter in layer.named_parameters():
         gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         if getattr(parameter, "sequence_parallel", False):

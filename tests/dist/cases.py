@@ -5,6 +5,7 @@ Read by the tests (one test per case) and by the worker processes (all cases of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +41,8 @@ class Case:
     """How many layers share a schedule; 0 for all."""
     layers: str = "m"
     """The layers, one after the other: ``m`` with experts, ``d`` dense."""
-    recompute: tuple[str, int] | None = None
-    """Full recompute inside the schedule: method and number of layers."""
+    recompute: float = 0
+    """How many layers are recomputed as a whole inside the schedule."""
     memory: str = KEEP
     """What the experts keep; other values than the default are also compared with it, bit by bit."""
     documents: tuple[tuple[int, ...], ...] = ()
@@ -138,7 +139,7 @@ CP = {"context_parallel_size": 2, "expert_model_parallel_size": 2}
 CP4 = {"context_parallel_size": 4, "expert_model_parallel_size": 4}
 TP_CP = {**TP, "context_parallel_size": 2}
 UNEQUAL = (0.45, 0.3, 0.15, 0.1)
-UNIFORM = ("uniform", 1)
+UNIFORM = math.inf
 SEQUENTIAL = {"schedule": "sequential", "executor": "sequential"}
 
 
@@ -391,7 +392,7 @@ PARITY = [
             "degree2-sequential-sequential": SEQUENTIAL | {"degree": 2},
             "alone": {"layers": "m", "stack": 1},
             "dense-first": {"layers": "ddmm", "stack": 2},
-            "block": {"layers": "mmmm", "recompute": ("block", 2)},
+            "block": {"layers": "mmmm", "recompute": 2},
             "two-degrees": {"layers": "mdm", "degree": 2, "backward_degree": 4},
             "losses-alone": {"only_losses": True, "model": SEVERAL_AUX | Z},
             "capacity": {"model": TIGHT | AUX, "batch": 3},
@@ -722,10 +723,6 @@ LAUNCHES = cases(
         "capacity-padded-expert-bias": {
             "model": LOOSE | BIASED | {"moe_pad_expert_input_to_capacity": True},
         },
-        "routing-forced-biased": {
-            "layers": "mm", "stack": 0, "batch": 1, "recompute": UNIFORM,
-            "model": TOP2 | {"moe_router_force_biased": 1.5},
-        },
         "choice-sinkhorn-two-degrees": {
             "degree": 2, "backward_degree": 4, "model": SINKHORN | Z | SHARED,
         },
@@ -738,15 +735,6 @@ LAUNCHES = cases(
         "choice-probs-lancet": {"schedule": "lancet", "model": DROPS | SEVERAL_AUX | TOP2},
         "choice-probs-sequential-ranks": SEQUENTIAL
         | {"exchange": Exchange.RANKS, "model": WIDE | DROPS | SEVERAL_AUX},
-        "scores-clipped": {
-            "rope": True, "kernel": "sdpa",
-            "model": GQA | {"qk_clip": True, "qk_clip_threshold": 0.05, "window_size": (5, 0)},
-        },
-        "scores-cp": {"parallel": CP, "batch": 1, "rope": True, "model": {"log_max_attention_logit": True}},
-        "scores-documents-recompute": {
-            "documents": MANY, "rope": True, "kernel": "cpu-flash",
-            "model": ATTENTION_AGAIN | {"log_max_attention_logit": True},
-        },
         "losses-negative": {
             "model": {
                 "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_z_loss_coeff": -0.1,

@@ -1,76 +1,172 @@
-"""Ranks with different clocks and loads always choose the same degree."""
+"""``--ampipe-degree auto`` on ranks whose clocks and loads differ randomly: they choose the same degree."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import random
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from tests.dist.launch import run_workers
+from tests.dist.cases import AUX, Case
+from tests.dist.worker import use_groups
 
 RANKS = 4
+LONG, SHORT = 64, 16
+pytestmark = pytest.mark.ranks(RANKS)
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_workers("tests.dist.auto_worker", [], world_size=RANKS, folder=tmp_path_factory.mktemp("auto"))
+@pytest.fixture(autouse=True, scope="module")
+def _groups() -> None:
+    use_groups()
 
 
-def test_all_ranks_run_the_same_pipelines(reports: list[Any]) -> None:
-    for runs in zip(*(report["runs"] for report in reports), strict=True):
-        for run in runs[1:]:
-            assert run["ran"] == runs[0]["ran"]
-            assert run["said"] == runs[0]["said"]
+def around(hook: Any, train_step: Callable[..., object]) -> Callable[..., object]:
+    """A training step with one hook."""
+    from megatron_ampipe.launch.hooks import Hooks
+
+    hooks = Hooks()
+    hooks.add(hook)
+    return hooks.around_step(train_step)
 
 
-def test_each_rank_alone_would_have_chosen_differently(reports: list[Any]) -> None:
-    """Shows that the noise is large enough: with their own measurements, the ranks would disagree."""
-    runs = zip(*(report["runs"] for report in reports), strict=True)
-    assert any(len({run["alone"] for run in of_ranks}) > 1 for of_ranks in runs)
+def of_ranks(found: Any) -> list[Any]:
+    """What each rank has found."""
+    gathered: list[Any] = [None] * RANKS
+    torch.distributed.all_gather_object(gathered, found)
+    return gathered
 
 
-def test_degree_1_is_megatrons_own_layer_and_timed_like_the_others(reports: list[Any]) -> None:
-    for report in reports:
-        for run in report["runs"]:
-            assert run["megatrons"] == [1]
-            assert run["timed"] == [[1, True], [2, True], [4, True], [8, True]]
+class _Clock:
+    """A clock with a random rate and random jumps, so that the measurements of the ranks differ widely."""
+
+    def __init__(self, noise: random.Random) -> None:
+        self._noise, self._pace, self._jitter_s = noise, 1 + noise.random(), noise.random() * 5e-3
+
+    def perf_counter(self) -> float:
+        return time.perf_counter() * self._pace + self._noise.random() * self._jitter_s
 
 
-def test_it_chooses_once_for_each_shape(reports: list[Any]) -> None:
-    for run in reports[0]["runs"]:
-        said = run["said"]
-        assert [line.split(":")[0] for line in said] == [
-            "input of 64 rows x 1",
-            "input of 64 rows x 1",
-            "input of 16 rows x 1",
-            "input of 16 rows x 1",
-        ], said
-        assert {"1:1", "2:2", "4:4", "8:8"} <= set(run["ran"][:26])
-        assert set(run["ran"][27:38]) <= {"1:1", "2:2", "1:2", "2:1"}
+def _layer() -> tuple[torch.nn.Module, Any]:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_ampipe.layers.context import AMPipeContext
+    from megatron_ampipe.layers.layer import pipelined
+    from megatron_ampipe.schedule.pipeline import AMPipeConfig
+    from tests.dist.blocks import transformer_config
+
+    config = transformer_config(Case("auto", world_size=RANKS, model=AUX))
+    context = AMPipeContext(AMPipeConfig(degree="auto"), kernel="exact")
+    torch.manual_seed(7)
+    spec = pipelined(get_gpt_layer_local_spec(4, False, normalization="RMSNorm"), context)
+    return build_module(spec, config=config, layer_number=1), context
+
+
+def test_it_chooses_once_for_each_shape_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three shapes, of which the third is already known. Trials do not change results."""
+    from megatron_ampipe.launch import auto as module
+    from megatron_ampipe.launch.trials import Trials, candidates
+    from megatron_ampipe.runtime import recorder
+    from megatron_ampipe.schedule import Direction, Pipeline
+
+    # Shapes are compared in every iteration.
+    monkeypatch.setattr(module, "SHAPE_INTERVAL", 1)
+    rank, differ = torch.distributed.get_rank(), []
+    for seed in (1, 2):
+        noise = random.Random(1000 * seed + rank)
+        monkeypatch.setattr(recorder, "time", _Clock(noise))
+        layer, context = _layer()
+        said: list[str] = []
+        auto = module.AutoDegree(context, planner=None, say=said.append)
+        passes = context.recorder.passes
+        outputs: dict[int, torch.Tensor] = {}
+        alone = Trials([Pipeline.of(degree) for degree in candidates(LONG)])
+        megatrons: set[int] = set()
+        layer.mlp.register_forward_pre_hook(
+            lambda *_, context=context, megatrons=megatrons: megatrons.add(context.pipeline.num_chunks)
+        )
+        timed: set[tuple[int, bool]] = set()
+        ran: list[str] = []
+
+        def train_step(
+            rows: int, layer=layer, context=context, noise=noise, outputs=outputs, ran=ran
+        ) -> None:
+            ran.append(f"{context.pipeline.degree}:{context.pipeline.backward_degree}")
+            time.sleep(noise.random() * 3e-3)
+            generator = torch.Generator().manual_seed(rank)
+            hidden = torch.randn(rows, 1, 32, generator=generator).requires_grad_()
+            output, _ = layer(hidden_states=hidden, attention_mask=None)
+            output.sum().backward()
+            both = torch.cat([output.detach(), hidden.grad])
+            first = outputs.setdefault(rows, both)
+            assert (both - first).abs().max() <= 1e-5 * first.abs().max()
+
+        step = around(auto, train_step)
+        for iteration, rows in enumerate([LONG] * 26 + [SHORT] * 12 + [LONG] * 2):
+            step(rows)
+            times = [passes.sum_us(direction) for direction in Direction]
+            if 0 < iteration < 5:  # every degree once
+                timed.add((context.pipeline.num_chunks, all(times)))
+            if 0 < iteration < 26:
+                alone.add_times(*(each + noise.random() * 1e3 for each in times))
+        # Degree 1 is Megatron's own layer, and timed like the others.
+        assert megatrons == {1}
+        assert timed == {(1, True), (2, True), (4, True), (8, True)}
+        inputs = [line.split(":")[0] for line in said]
+        assert inputs == [f"input of {rows} rows x 1" for rows in (LONG, LONG, SHORT, SHORT)], said
+        assert {"1:1", "2:2", "4:4", "8:8"} <= set(ran[:26])
+        assert set(ran[27:38]) <= {"1:1", "2:2", "1:2", "2:1"}
         # The first iteration of a shape still runs with the previous choice; the next one with its own.
-        assert run["ran"][-1] == run["ran"][26]
+        assert ran[-1] == ran[26]
+        assert of_ranks([ran, said]) == [[ran, said]] * RANKS
+        differ.append(len({*of_ranks(str(alone.choice))}) > 1)
+    assert any(differ), "the noise is too small: with their own measurements, the ranks would not disagree"
 
 
-def test_trials_do_not_change_results(reports: list[Any]) -> None:
-    for report in reports:
-        assert all(run["difference"] <= 1e-5 for run in report["runs"])
+def test_nothing_is_reduced_in_every_iteration_once_a_pipeline_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron_ampipe.launch import auto as module
+    from megatron_ampipe.launch.trials import Choice
+    from megatron_ampipe.schedule import Pipeline
+
+    interval, reduce = module.SHAPE_INTERVAL, module._largest_over_ranks
+    iterations: list[int] = []
+
+    def counted(numbers: list[float]) -> list[float]:
+        iterations.append(iteration)
+        return reduce(numbers)
+
+    monkeypatch.setattr(module, "_largest_over_ranks", counted)
+    found = []
+    for planner in (None, lambda shape: Choice(Pipeline.of(2), "a plan")):
+        layer, context = _layer()
+        auto = module.AutoDegree(context, planner=planner, say=lambda line: None)
+        auto.start((SHORT, 1))
+        step = around(auto, functools.partial(layer, attention_mask=None))
+        iterations.clear()
+        for iteration in range(2 * interval + 20):
+            step(hidden_states=torch.randn(SHORT if iteration < interval + 5 else 2 * SHORT, 1, 32))
+        found.append([*iterations])
+    tried, planned = found
+    assert planned == [0, interval, 2 * interval]
+    # Degrees 1 and 2 of 16 rows are tried at first; those of 32 rows once shapes have been compared.
+    chosen = tried.index(tried[-1]) + 1
+    assert tried == sorted({*tried}) and chosen < 60
+    assert {after - before for before, after in itertools.pairwise(tried)} == {1, interval}
 
 
-def test_nothing_is_reduced_in_every_iteration_once_a_pipeline_is_chosen(reports: list[Any]) -> None:
-    from megatron_ampipe.launch.auto import SHAPE_INTERVAL
+def test_ranks_that_read_different_plans_all_stop() -> None:
+    from megatron_ampipe.errors import RunFailed
+    from megatron_ampipe.launch.auto import Agreement
+    from megatron_ampipe.schedule import Pipeline
 
-    for report in reports:
-        planned, tried = report["reduced"]["planned"], report["reduced"]["tried"]
-        assert planned == [0, SHAPE_INTERVAL, 2 * SHAPE_INTERVAL]
-        # Degrees 1 and 2 of 16 rows are tried at first; those of 32 rows once shapes have been compared.
-        chosen = tried.index(tried[-1]) + 1
-        assert tried == sorted({*tried}) and chosen < 60
-        gaps = [after - before for before, after in itertools.pairwise(tried)]
-        assert sorted({*gaps}) == [1, SHAPE_INTERVAL]
-
-
-def test_ranks_that_read_different_plans_all_stop(reports: list[Any]) -> None:
-    for report in reports:
-        assert report["refusal"].startswith("rank 3 runs 'degree 4, schedule ampipe' and rank 0 'degree 2")
-        assert "Put the file where every rank can read it" in report["refusal"]
+    agreement = Agreement(Pipeline.of(4 if torch.distributed.get_rank() == 3 else 2))
+    said = r"^rank 3 runs 'degree 4, schedule ampipe' and rank 0 'degree 2.* where every rank can read it"
+    with pytest.raises(RunFailed, match=said):
+        agreement.before_step([])

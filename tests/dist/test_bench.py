@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ruamel.yaml import YAML
 
-from megatron_ampipe.schedule import from_text
 from megatron_ampipe.tools.measuring import network, training
 from megatron_ampipe.tools.measuring.link import parse_link
 from tests.dist.launch import REPOSITORY
@@ -104,37 +101,23 @@ def check_document(document: dict[str, Any], *, link: str, rows: list[tuple[str,
         assert [(row["schedule"], row["degree"], row["stack"]) for row in case["rows"]] == rows
         for row in case["rows"]:
             assert len(row["samples_ms"]) == 2
-            assert min(row["ms"], row["speedup"], row["busy_cores"], row["peak_bytes"]) > 0
+            assert min(row["ms"], row["speedup"], row["peak_bytes"]) > 0
             assert row["difference_from_stock"] <= (1e-4 if row["degree"] > 1 else 0.0)
             assert (row["bound_share"] is None) == (row["degree"] == 1)
             if row["bound_share"] is not None:
                 assert row["bound_share"] > 0
 
 
-def free_cluster(folder: Path) -> Path:
-    """A cluster with slow communication and no overhead of chunks, so that every block is pipelined."""
-    text = (REPOSITORY / "docs" / "measured" / "profile-100mbit.yaml").read_text()
-    text = re.sub(r"(alpha_us|forward_us|backward_us|latency_us): .*", r"\1: 0", text)
-    text = re.sub(r"(forward_factor|backward_factor|compute_slowdown): .*", r"\1: 1", text)
-    figures = YAML(typ="safe", pure=True).load(text)
-    for figure in figures["intra"].values():
-        figure["beta_us_per_mb"] *= 100
-        figure.pop("table", None)
-    cluster = folder / "cluster.yaml"
-    cluster.write_text(json.dumps(figures))
-    return cluster
-
-
-def test_layers_block_by_block_together_and_planned(tmp_path: Path) -> None:
-    cluster = str(free_cluster(tmp_path))
+def test_layers_block_by_block_and_together(tmp_path: Path) -> None:
+    cluster = str(REPOSITORY / "docs" / "measured" / "profile-100mbit.yaml")
     words = ["--layers", "3", "--degrees", "1,3", "--schedules", "sequential,ampipe", "--repeats", "2"]
-    document, shown = bench(tmp_path, *words, "--planned", cluster, "--predict", cluster)
+    document, shown = bench(tmp_path, *words, "--predict", cluster)
     assert "3 layers" in shown and "emulated" not in shown
     for case in document["cases"]:
-        again, *rows, block, stack = case["rows"]
         # A thread of gloo may keep a buffer for a moment after a collective.
-        assert again["peak_bytes"] == pytest.approx(case["stock_peak_bytes"], rel=0.1)
-        for row in rows:
+        assert case["rows"][0]["peak_bytes"] == pytest.approx(case["stock_peak_bytes"], rel=0.1)
+        for row in case["rows"]:
+            assert row["predicted_ms"] > 0
             if row["degree"] > 1:
                 needs = row["stage_needs"]["forward"]
                 # The second layer takes what the first returns within the schedule, or from Megatron.
@@ -143,14 +126,6 @@ def test_layers_block_by_block_together_and_planned(tmp_path: Path) -> None:
                 )
                 # The same transfers in all.
                 assert len(needs) == 3 * len([name for name in needs if "@" not in name])
-        for planned, size in ((block, 1), (stack, 3)):
-            assert (planned["schedule"], planned["stack"]) == ("planned", size)
-            schedule = from_text(planned["order"])
-            assert (schedule.degree, schedule.repeats) == (planned["degree"], size > 1)
-            assert planned["difference_from_stock"] <= 1e-4
-            by_hand = [row["predicted_ms"] for row in rows if row["stack"] == size]
-            assert planned["predicted_ms"] <= min(by_hand)
-        case["rows"] = [again, *rows]
     one, together = ("sequential", 1, 1), [("sequential", 3, 1), ("sequential", 3, 3)]
     both = [one, *together, *(("ampipe", *row[1:]) for row in (one, *together))]
     check_document(document, link="none", rows=both)
@@ -164,7 +139,8 @@ def test_over_a_real_network(tmp_path: Path) -> None:
     assert "stock-gloo" in shown and "wire MB" in shown
     for case in document["cases"]:
         assert case["gloo_all_to_all"]["difference_from_stock"] == 0.0
-        assert case["stock_wire_bytes"] == pytest.approx(case["stock_expected_wire_bytes"], rel=0.5)
+        # Of the smaller case, more than the rows of one direction without headers.
+        assert case["stock_wire_bytes"] > 64 * 32 * 4
 
 
 def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:
@@ -234,35 +210,12 @@ def test_different_results_are_refused_before_timing() -> None:
 # The network alone
 
 
-@contextlib.contextmanager
-def namespaces(count: int) -> Iterator[list[int]]:
-    """Processes with a network namespace each."""
-    holders = [
-        subprocess.Popen(
-            ["unshare", "--net", "sh", "-c", "echo; exec cat"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        for _ in range(count)
-    ]
-    try:
-        for holder in holders:
-            assert holder.stdout is not None
-            holder.stdout.readline()
-        yield [holder.pid for holder in holders]
-    finally:
-        for holder in holders:
-            holder.kill()
-            holder.communicate()
-
-
 RECEIVE = """
 import socket
 server = socket.create_server(("10.77.0.1", 5555))
 print("ready", flush=True)
 for _ in range({senders}):
     connection, _ = server.accept()
-    connection.recv(1, socket.MSG_WAITALL)
     connection.recv({size}, socket.MSG_WAITALL)
     connection.sendall(b"x")
     control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
@@ -272,7 +225,7 @@ SEND = """
 import socket, time
 connection = socket.create_connection(("10.77.0.1", 5555))
 begin = time.perf_counter()
-connection.sendall(bytes({size} + 1))
+connection.sendall(bytes({size}))
 connection.recv(1)
 print(time.perf_counter() - begin)
 control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
@@ -281,36 +234,33 @@ assert control.rstrip(bytes(1)) == b"cubic", control
 
 
 @needs_network
-def test_a_network_has_its_rates() -> None:
-    """Every rank sends to the first, over the interface of its class, at that class's rate."""
-    size, rates = 500_000, {"ampipe0": 40e6, "ampipe1": 160e6}
-    interfaces = ["ampipe1", "ampipe0", "ampipe0"]
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_network_has_its_rate(num_ranks: int) -> None:
+    """Every rank sends to the first at the rate of the link: two have one cable, more a bridge."""
+    size, rate = 500_000, 40e6
 
     def inside(pid: int, *words: str) -> subprocess.Popen[str]:
         command = ["nsenter", f"--net=/proc/{pid}/ns/net", *words]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
-    def sent(pid: int) -> dict[str, int]:
+    def sent(pid: int) -> int:
         lines = inside(pid, "cat", "/proc/self/net/dev").communicate(timeout=30)[0].splitlines()
-        found = {line.split(":")[0].strip(): line.split(":")[1].split() for line in lines if ":" in line}
-        return {name: int(found[name][8]) for name in rates if name in found}
+        (columns,) = (line.split(":")[1].split() for line in lines if network.INTERFACE in line)
+        return int(columns[8])
 
-    link = parse_link("inter=40mbit,intra=160mbit", ranks_per_node=2)
-    with namespaces(1 + len(interfaces)) as pids, network.joined(pids, link):
-        receive = RECEIVE.format(size=size, senders=len(interfaces))
+    with network.connected(parse_link("40mbit"), num_ranks) as pids:
+        receive = RECEIVE.format(size=size, senders=num_ranks - 1)
         receiver = inside(pids[0], sys.executable, "-c", receive)
         assert receiver.stdout is not None
         assert receiver.stdout.readline() == "ready\n"
-        for pid, used in zip(pids[1:], interfaces, strict=True):
+        for pid in pids[1:]:
             before = sent(pid)
             sender = inside(pid, sys.executable, "-c", SEND.format(size=size))
             taken_s = float(sender.communicate(timeout=30)[0])
             assert sender.returncode == 0
-            after = sent(pid)
             # The token bucket allows a small burst; a busy machine can only be slower.
-            assert taken_s >= 0.85 * (size - network.burst_bytes(rates[used])) * 8 / rates[used]
-            assert size < after[used] - before[used] < 1.02 * size
-            assert sum(after.values()) - sum(before.values()) < 1.02 * size, "and nothing over the other"
+            assert taken_s >= 0.85 * (size - network.burst_bytes(rate)) * 8 / rate
+            assert size < sent(pid) - before < 1.02 * size
         receiver.communicate(timeout=30)
         assert receiver.returncode == 0
 
@@ -391,10 +341,16 @@ def networks_of(pids: list[int]) -> set[str]:
 def check_nothing_is_left(folder: Path, ranks: list[int], networks: set[str]) -> None:
     until(lambda: not any(map(alive, ranks)), "the end of the ranks", timeout_s=10)
     assert not list(folder.glob("*result.json*")), "a half-written result"
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            # No other process uses the ranks' namespaces, so the kernel removes them with their contents.
-            assert network_of(int(process.name)) not in networks
+
+    def used() -> set[str]:
+        found = set()
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                found.add(network_of(int(process.name)))
+        return found & networks
+
+    # No other process uses the ranks' namespaces, so the kernel removes them with their contents.
+    until(lambda: not used(), "the end of the namespaces", timeout_s=10)
     interfaces = (
         subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout if not NO_NETWORK else ""
     )

@@ -160,7 +160,7 @@ def test_the_survivor_of_a_killed_rank_ends_with_a_message(tmp_path: Path) -> No
     said = logs[0].read_text()
     assert code == 3, said[-4000:]
     assert "error: rank 0 failed" in said
-    assert "it has lost a peer, see above. No answer from rank 1: stopped, hung or gone." in said
+    assert "it has lost a peer, see above." in said
     assert "Traceback" in said, "the traceback of the failed collective"
 
 

@@ -6,7 +6,7 @@ the launch; if it is accepted, a stock and an AMPipe model train for one step on
 
 from __future__ import annotations
 
-import json
+import functools
 import random
 import shlex
 import zlib
@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import megatron_ampipe
-from tests.dist.launch import run_workers
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch.failures import known_cause
 
+pytestmark = pytest.mark.ranks(2)
 NUM_LINES = 40
 SOURCES = sorted(Path(megatron_ampipe.__file__).parent.rglob("*.py"))
 """The lines are those of a version of the package."""
-LOSS_TOLERANCE = 1e-5
-GRADIENT_TOLERANCE = 1e-4
-
 BASE = shlex.split(
     "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 4 --lr 1e-3 --eval-iters 0 --eval-interval 100 "
@@ -182,58 +182,42 @@ LAYOUT_LINES = [
 LINES = [random_line(CHOOSER) for _ in range(NUM_LINES)]
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By rank, the answer for each line."""
-    lines = {line: [*BASE, *shlex.split(line)] for line in (*LAYOUT_LINES, *LINES)}
-    folder = tmp_path_factory.mktemp("flags")
-    return run_workers("tests.dist.flags_worker", [json.dumps(lines)], world_size=2, folder=folder)
-
-
-def outcome(line: str, reports: list[dict[str, Any]]) -> str:
+@functools.cache
+def outcome(line: str) -> str:
     """``refused`` or ``trained``; anything else fails."""
-    answers = [report[line] for report in reports]
-    errors = [f"rank {rank}:\n{answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
-    assert not errors, "\n".join(errors)
-    kinds = {"refused" if "refused" in answer else "trained" for answer in answers}
-    assert len(kinds) == 1, f"the ranks disagree: {answers}"
-    for rank, answer in enumerate(answers):
-        if "refused" in answer:
-            _assert_proper_refusal(answer)
-        else:
-            _assert_parity(answer, rank=rank, pipelined="--ampipe-degree 1" not in line)
-    return kinds.pop()
+    from tests.dist.command_lines import compare, launched
 
-
-def _assert_proper_refusal(answer: dict[str, Any]) -> None:
-    name, value, rule, remedy = answer["parts"]
-    assert answer["code"] == 2
-    assert name and value and rule and remedy, answer
-    assert answer["refused"] == f"{name} {value}: {rule}. {remedy}"
-    assert "\n" not in name + value
-
-
-def _assert_parity(answer: dict[str, Any], *, rank: int, pipelined: bool) -> None:
-    assert answer["stock keys"]
-    # A pipeline stage may have dense layers only.
-    assert (pipelined and answer["has routers"]) == (answer["pipelined"] > 0), answer["pipelined"]
-    for expected, found in zip(*answer["losses"], strict=True):
-        assert abs(expected - found) <= LOSS_TOLERANCE * abs(expected), f"rank {rank}: loss {found}"
-    wrong = {name: value for name, value in answer["differences"].items() if not value <= GRADIENT_TOLERANCE}
-    assert not wrong, f"rank {rank} differs from stock: {wrong}"
+    ended = "trained"
+    try:
+        with launched([*BASE, *shlex.split(line)]) as (args, stock, ours):
+            compare(args, stock, ours, pipelined="--ampipe-degree 1" not in line)
+    except Exception as raised:
+        # What Megatron refuses is translated where a launch ends.
+        error = known_cause(raised) or raised
+        if not isinstance(error, BadInput):
+            raise
+        ended = "refused"
+        assert error.exit_code == 2
+        assert error.name and str(error.value) and error.rule and error.remedy, error
+        assert str(error) == f"{error.name} {error.value}: {error.rule}. {error.remedy}"
+        assert "\n" not in f"{error.name}{error.value}"
+    of_ranks: list[Any] = [None, None]
+    torch.distributed.all_gather_object(of_ranks, ended)
+    assert of_ranks == [ended] * 2, "the ranks disagree"
+    return ended
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_every_command_line_is_refused_or_trains_like_stock(line: str, reports: list[dict[str, Any]]) -> None:
-    outcome(line, reports)
+def test_every_command_line_is_refused_or_trains_like_stock(line: str) -> None:
+    outcome(line)
 
 
-def test_lines_are_refused_and_trained(reports: list[dict[str, Any]]) -> None:
-    refused = sum("refused" in reports[0][line] for line in LINES)
+def test_lines_are_refused_and_trained() -> None:
+    refused = [outcome(line) for line in LINES].count("refused")
     assert NUM_LINES // 5 <= refused <= NUM_LINES * 4 // 5
 
 
 @pytest.mark.parametrize("line", LAYOUT_LINES)
-def test_every_layout_trains(line: str, reports: list[dict[str, Any]]) -> None:
+def test_every_layout_trains(line: str) -> None:
     """Otherwise random command lines could be refused because of their layout only."""
-    assert outcome(line, reports) == "trained"
+    assert outcome(line) == "trained"

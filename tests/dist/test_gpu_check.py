@@ -7,10 +7,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
 from tests.dist.launch import REPOSITORY, run_workers
 
@@ -27,15 +28,9 @@ def without_gpu() -> dict[str, str]:
     return kept | {"CUDA_VISIBLE_DEVICES": "", "PATH": path, "OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(scope="module")
-def gpu_tests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All of ``tests/gpu``, run on stand-ins for CUDA."""
-    (found,) = run_workers("tests.dist.gpu_worker", [], world_size=1, folder=tmp_path_factory.mktemp("gpu"))
-    return found
-
-
-def test_the_gpu_tests_pass_on_stand_ins_for_cuda(gpu_tests: dict[str, Any]) -> None:
-    outcomes = gpu_tests["outcomes"]
+def test_the_gpu_tests_pass_on_stand_ins_for_cuda(tmp_path: Path) -> None:
+    (found,) = run_workers("tests.cuda_standin", [], world_size=1, folder=tmp_path)
+    outcomes = {name.partition("::")[2]: how for name, how in found.items()}
     assert {name: how for name, how in outcomes.items() if how.startswith("failed")} == {}
     passed = {name for name, how in outcomes.items() if how == "passed"}
     layers = {name for name in outcomes if name.startswith("test_every_layer_case_in_fp32")}
@@ -52,18 +47,29 @@ def test_the_gpu_tests_pass_on_stand_ins_for_cuda(gpu_tests: dict[str, Any]) -> 
     }
 
 
-def test_the_stand_ins_refuse_what_a_gpu_refuses(gpu_tests: dict[str, Any]) -> None:
-    assert gpu_tests["refused"] == [
-        "aten::add: operands on cuda and on the CPU",
-        "aten::index_add: operands on cuda and on the CPU",
-        "a tensor of the device has no numpy array",
-        "called a synchronizing CUDA operation: tolist",
-        "called a synchronizing CUDA operation: aten::_local_scalar_dense",
-        "called a synchronizing CUDA operation: aten::index",
-        "called a synchronizing CUDA operation: copy from or to the host",
-        "called a synchronizing CUDA operation: torch.tensor",
-        "called a synchronizing CUDA operation: aten::copy_",
-    ]
+def refused_by_a_gpu() -> Iterator[tuple[str, Callable[[], object]]]:
+    """What is said, and a call."""
+    on_device = torch.ones(2, device="cuda")
+    yield "aten::add: operands on cuda and on the CPU", lambda: on_device + torch.ones(2)
+    waits = "called a synchronizing CUDA operation: "
+    yield "a tensor of the device has no numpy array", on_device.numpy
+    torch.cuda.set_sync_debug_mode("error")
+    yield waits + "tolist", on_device.tolist
+    yield waits + "aten::_local_scalar_dense", lambda: on_device.sum().item()
+    yield waits + "aten::index", lambda: on_device[on_device > 0]
+    yield waits + "copy from or to the host", on_device.cpu
+    yield waits + "torch.tensor", lambda: torch.tensor([1.0], device="cuda")
+    yield waits + "aten::copy_", lambda: on_device.copy_(torch.ones(2))
+
+
+@pytest.mark.ranks(1)
+def test_the_stand_ins_refuse_what_a_gpu_refuses() -> None:
+    from tests.cuda_standin import stand_ins
+
+    with stand_ins():
+        for said, call in refused_by_a_gpu():
+            with pytest.raises((RuntimeError, AssertionError), match=said):
+                call()
 
 
 def test_without_a_gpu_it_ends_with_1_and_one_line(tmp_path: Path) -> None:

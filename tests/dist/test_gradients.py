@@ -1,155 +1,519 @@
 """One gradient per parameter and micro-batch, and one order of reductions on all ranks.
 
-Other cases also equal the stock layer (fp32, two expert-parallel ranks, degree 4).
+Under autograd and Megatron's DDP, compared with a stock layer (fp32, two expert-parallel ranks, degree 4).
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.dist.gradients_worker import CASES, FROZEN
-from tests.dist.launch import run_workers
+from tests.dist.cases import AUX, TIGHT, Case, Z
+from tests.dist.worker import empty_is_nan, use_groups
+
+pytestmark = pytest.mark.ranks(2)
 
 TOLERANCE = 1e-5
 """Relative difference; measured: 5e-7."""
-MICRO_BATCHES = 6
-"""Micro-batches: two iterations of three."""
+SEQUENCE, BATCH = 32, 2
+BASE: dict[str, Any] = {"moe_router_topk": 2, **AUX, **Z}
+STACK = "mdm"
+"""Layers that share a schedule: with experts, dense, with experts."""
+EXECUTORS = ("thread", "sequential")
+FROZEN: dict[str, tuple[str, Callable[[str], bool]]] = {
+    "router": ("m", lambda name: "router" in name),
+    "attention": ("m", lambda name: "self_attention" in name),
+    "one-expert": ("m", lambda name: "local_experts.0" in name),
+    "all-but-router": ("m", lambda name: "router" not in name),
+    "everything": ("m", lambda name: True),
+    "everything-of-stack": (STACK, lambda name: True),
+    "first-layer": (STACK, lambda name: name.startswith("layers.0.")),
+    "all-but-second-layer": (STACK, lambda name: not name.startswith("layers.1.")),
+}
+"""The layers, and which of their parameters are not trained."""
+ROUTINGS: dict[str, Callable[[int, int], int]] = {
+    # (rank, row) to expert; experts 0 and 1 are on rank 0, 2 and 3 on rank 1.
+    "rank-1-receives-nothing": lambda rank, row: 0 if rank == 0 else row % 2,
+    "one-expert-for-all": lambda rank, row: 2,
+    "changes-from-chunk-to-chunk": lambda rank, row: (
+        row * 4 // SEQUENCE if rank == 0 else 3 - row * 4 // SEQUENCE
+    ),
+    "ranks-exchange-all": lambda rank, row: 2 + row % 2 if rank == 0 else row % 2,
+}
+IDLE = {
+    ("rank-1-receives-nothing", 1): [0, 1],
+    ("one-expert-for-all", 0): [0, 1],
+    ("one-expert-for-all", 1): [1],
+    ("ranks-exchange-all", 0): [],
+}
+"""The experts of a rank that get no token."""
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("gradients")
-    return run_workers("tests.dist.gradients_worker", list(CASES), world_size=2, folder=folder, timeout_s=280)
+@pytest.fixture(autouse=True, scope="module")
+def _groups() -> None:
+    use_groups()
 
 
-PLACED = ["placed", "placed-sharded-lancet", "placed-sharded-fp32"]
-HANDED_OVER = [name for name in CASES if name.startswith("handed-over")]
-HOOKED = ["parameter-hooks-thread", "parameter-hooks-sequential"]
-OTHERWISE = {"twice", "layer-hooks", "same-products", "same-products-fused", *PLACED, *HANDED_OVER, *HOOKED}
-"""Cases that compare something else, or bit by bit."""
+def make_hidden(seed: int) -> Tensor:
+    """``[S, B, D]``, different for every seed and rank."""
+    from tests.dist.blocks import HIDDEN
+
+    generator = torch.Generator().manual_seed(1000 * seed + torch.distributed.get_rank())
+    return torch.randn((SEQUENCE, BATCH, HIDDEN), generator=generator).requires_grad_()
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in OTHERWISE])
-def test_equals_stock(name: str, reports: list[dict[str, Any]]) -> None:
-    for rank, results in enumerate(reports):
-        result = results[name]
-        assert "error" not in result, f"rank {rank}:\n{result['error']}"
-        assert result["differences"]
-        wrong = {key: value for key, value in result["differences"].items() if not value <= TOLERANCE}
-        assert not wrong, f"rank {rank} differs from stock: {wrong}"
+def forward(layer: Any, hidden: Tensor) -> Tensor:
+    """The layer's output."""
+    output: Tensor = layer(hidden_states=hidden, attention_mask=None)[0]
+    return output
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("ddp")])
-def test_ddp_sees_every_parameter_once_per_micro_batch(name: str, reports: list[dict[str, Any]]) -> None:
-    for results in reports:
-        result = results[name]
-        assert len(result["fired"]) >= 8
-        assert result["fired"] == {parameter: [1] * MICRO_BATCHES for parameter in result["fired"]}
-        assert result["fired"] == result["stock fired"]
-        # Query-key-value, projection, and two layers of two experts; of a dense layer its two layers.
-        in_layers = 6 + 4 + 6 if "stack" in name else 6
-        assert result["written by fused layers"] == (in_layers if "fused" in name else 0)
+def gradients(layer: Any, *inputs: Tensor) -> dict[str, Tensor | None]:
+    """Clones of all gradients that are set, by name."""
+    found = {f"input {index}": tensor.grad for index, tensor in enumerate(inputs)}
+    found |= {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {name: None if gradient is None else gradient.clone() for name, gradient in found.items()}
 
 
-@pytest.mark.parametrize("name", ["same-products", "same-products-fused"])
-def test_weight_gradients_apart_are_bitwise_the_same(name: str, reports: list[dict[str, Any]]) -> None:
-    for results in reports:
-        assert results[name]["unequal"] == []
+def assert_equal(stock: dict[str, Tensor | None], ours: dict[str, Tensor | None]) -> None:
+    """Within the tolerance; and both have the same tensors."""
+    from tests.dist.blocks import differences
+
+    assert {name for name in stock if stock[name] is None} == {name for name in ours if ours[name] is None}
+    found = differences(*({k: v for k, v in each.items() if v is not None} for each in (stock, ours)))
+    assert {name: value for name, value in found.items() if not value <= TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("name", HANDED_OVER)
-def test_a_gradient_is_handed_over_without_a_copy(name: str, reports: list[dict[str, Any]]) -> None:
+def layers(kinds: str = "m", *, reductions: Any = None, **settings: Any) -> tuple[Any, Any]:
+    """A stock layer, or several, and AMPipe's with the same weights, which share a schedule.
+
+    ``settings`` are fields of a case, or of Megatron's configuration.
+    """
+    from tests.dist import logged_losses
+    from tests.dist.blocks import build_layers
+
+    # Megatron keeps the losses of as many layers as the first model has.
+    logged_losses.clear()
+    fields = {name: settings.pop(name) for name in ("executor", "schedule", "degree") if name in settings}
+    case = Case(
+        "gradients",
+        batch=BATCH,
+        sequence_length=SEQUENCE,
+        layers=kinds,
+        stack=0 if len(kinds) > 1 else 1,
+        model=BASE | settings,
+        **fields,
+    )
+    return build_layers(case, reductions=reductions)
+
+
+def hook_accumulation(layer: Any, hook: Callable[[str], Callable[..., None]]) -> list[Any]:
+    """Hook the accumulation node of each parameter, by its name; returns what must be kept."""
+    accumulators = []
+    for name, parameter in layer.named_parameters():
+        accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        accumulator.register_hook(hook(name))
+        accumulators.append(accumulator)
+    return accumulators
+
+
+def train(
+    layer: Any, inputs: list[list[Tensor]], *, reductions: Any = None, sharded: bool = False, **settings: Any
+) -> tuple[dict[str, Tensor | None], dict[str, list[int]]]:
+    """Run iterations of micro-batches under DDP; returns the reduced gradients and counts of hook calls.
+
+    With ``reductions``, the bucket groups ask there before they reduce.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from megatron_ampipe.launch.hooks import hold_back
+
+    config = DistributedDataParallelConfig(
+        overlap_grad_reduce=True,
+        use_distributed_optimizer=sharded,
+        grad_reduce_in_fp32=True,
+        bucket_size=4000,
+        **settings,
+    )
+    model = DistributedDataParallel(getattr(layer, "layers", [layer])[0].config, config, layer)
+    for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
+        if reductions is not None:
+            hold_back(group, reductions)
+    fired: dict[str, list[int]] = defaultdict(list)
+    counts: dict[str, int] = defaultdict(int)
+
+    def counting(name: str) -> Callable[..., None]:
+        def count(*_: Any) -> None:
+            counts[name] += 1
+
+        return count
+
+    kept = hook_accumulation(layer, counting)
+    main_grads: dict[str, Tensor | None] = {}
+    for iteration, micro_batches in enumerate(inputs):
+        model.zero_grad_buffer()
+        for index, hidden in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                forward(model, hidden).square().sum().backward()
+            for name, _ in layer.named_parameters():
+                fired[name].append(counts.pop(name, 0))
+        model.finish_grad_sync()
+        for name, parameter in layer.named_parameters():
+            main_grads[f"{name} in iteration {iteration}"] = parameter.main_grad.clone()
+    assert len(kept) >= 8
+    return main_grads, dict(fired)
+
+
+FUSED_SHARDED = {"fusion": True, "sharded": True, "kinds": STACK}
+DDP: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fused": {"fusion": True},
+    "sharded": {"sharded": True},
+    "skewed": {"routing": "rank-1-receives-nothing"},
+    "fused-skewed": {"fusion": True, "routing": "one-expert-for-all"},
+    "fused-first-writes": {"fusion": True, "first_writes": True},
+    "fused-first-writes-recompute": {
+        "fusion": True, "first_writes": True, "recompute_granularity": "selective",
+        "recompute_modules": ["moe"],
+    },
+    "stack": {"kinds": STACK},
+    "stack-fused-sharded": FUSED_SHARDED,
+    "lancet": {"routing": "one-expert-for-all", "schedule": "lancet", "degree": 1},
+    "stack-fused-sharded-lancet": FUSED_SHARDED | {"schedule": "lancet", "degree": 1},
+    "joined": {"routing": "one-expert-for-all", "schedule": "joined", "degree": 4},
+    "stack-fused-sharded-joined": FUSED_SHARDED | {"schedule": "joined", "degree": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DDP)
+def test_ddp_sees_every_parameter_once_per_micro_batch(name: str) -> None:
+    settings = dict(DDP[name])
+    # Linear layers add their weights' gradients to main_grad; or overwrite it in the first micro-batch.
+    fusion, first_writes = (settings.pop(key, False) for key in ("fusion", "first_writes"))
+    sharded, routing = settings.pop("sharded", False), settings.pop("routing", None)
+    with empty_is_nan() if fusion else contextlib.nullcontext():
+        pair = layers(settings.pop("kinds", "m"), gradient_accumulation_fusion=fusion, **settings)
+        found = []
+        for layer in pair:
+            if first_writes:
+                from tests.dist.first_writes import use_first_writes
+
+                use_first_writes(layer)
+            if routing is not None:
+                route_by_direction(layer)
+            inputs = [
+                [
+                    make_hidden(10 * iteration + index) if routing is None else routed_hidden(routing)
+                    for index in range(3)
+                ]
+                for iteration in range(2)
+            ]
+            found.append(train(layer, inputs, sharded=sharded))
+        written = sum(getattr(p, "grad_added_to_main_grad", False) for p in pair[1].parameters())
+    (expected, stock_fired), (main_grads, fired) = found
+    assert_equal(expected, main_grads)
+    assert fired == {parameter: [1] * 6 for parameter in fired} == stock_fired
+    # Query-key-value, projection, and two layers of two experts; of a dense layer its two layers.
+    assert written == (0 if not fusion else 6 + 4 + 6 if "stack" in name else 6)
+
+
+@pytest.mark.parametrize("fusion", [False, True])
+def test_weight_gradients_apart_are_bitwise_the_same(fusion: bool) -> None:
+    found = []
+    for schedule in ("ampipe", "lancet"):
+        with empty_is_nan() if fusion else contextlib.nullcontext():
+            _, layer = layers(STACK, schedule=schedule, degree=2, gradient_accumulation_fusion=fusion)
+            found.append(train(layer, [[make_hidden(1)]])[0])
+    assert [name for name, value in found[0].items() if not value.equal(found[1][name])] == []
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(("schedule", "degree"), [("ampipe", 4), ("lancet", 1), ("joined", 2)])
+def test_a_gradient_is_handed_over_without_a_copy(schedule: str, degree: int, executor: str) -> None:
     """Those of the experts, of the layers above the first, and what the node itself returns."""
-    for results in reports:
-        computed, found = results[name]["computed"], results[name]["found"]
-        assert computed.keys() == found.keys()
-        copied = [parameter for parameter, place in computed.items() if found[parameter] != place]
-        assert copied == []
+    from megatron_ampipe.runtime.segment import GradientSums
+
+    _, layer = layers(STACK, schedule=schedule, degree=degree, executor=executor)
+    names = {parameter: name for name, parameter in layer.named_parameters()}
+    computed: dict[str, int] = {}
+    take = GradientSums.take
+
+    def noted(sums: GradientSums, number: int) -> Any:
+        total = take(sums, number)
+        if total is not None:
+            computed[names[sums.parameters[number]]] = total.data_ptr()
+        return total
+
+    with mock.patch.object(GradientSums, "take", noted):
+        forward(layer, make_hidden(1)).square().sum().backward()
+    assert computed == {name: p.grad.data_ptr() for name, p in layer.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", PLACED)
-def test_placed_reductions_give_the_same_gradients(name: str, reports: list[dict[str, Any]]) -> None:
-    """Bit by bit; what is complete in time starts in a stage of the schedule, in one order on all ranks."""
-    first, second = (results[name] for results in reports)
-    assert first["begun"] == second["begun"]
-    for result in (first, second):
-        assert result["unequal"] == []
-        assert result["fired"] == {parameter: [1] * MICRO_BATCHES for parameter in result["fired"]}
-        # In the last micro-batch of the second and third iteration: in the first, Megatron counts hooks.
-        in_turn = ["reduce-experts@2", "reduce@1", "reduce", "reduce-experts"]
-        assert [where for where, _ in result["begun"]] == in_turn * 2
-        assert sum(number for _, number in result["begun"]) >= 4
+@pytest.mark.parametrize(
+    ("schedule", "degree", "sharded", "fp32"),
+    [("ampipe", 2, False, False), ("lancet", 1, True, False), ("lancet", 1, True, True)],
+)
+def test_placed_reductions_give_the_same_gradients(
+    schedule: str, degree: int, sharded: bool, fp32: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit; what is complete in time starts in a stage of the schedule, in one order on all ranks.
+
+    In fp32 Megatron adds what it has received itself, in the wait.
+    """
+    from megatron.core.distributed import param_and_grad_buffer
+
+    from megatron_ampipe.runtime.collectives import Transfer
+    from megatron_ampipe.runtime.reductions import Reductions
+
+    # Megatron sets it for the whole process.
+    reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
+    monkeypatch.setattr(param_and_grad_buffer, "dist_reduce_scatter_func", reduce_scatter)
+    begun: list[tuple[str, int]] = []
+    now = ""
+
+    def enter(stage: Any) -> None:
+        nonlocal now
+        now = str(stage)
+
+    class Noted(Reductions):
+        """Notes what each stage begins: on another thread, when nothing else is in flight."""
+
+        def start_until(self, mark: int) -> Transfer:
+            where, transfer = now, super().start_until(mark)
+            if transfer.begin is None:
+                return transfer
+
+            def begin() -> Any:
+                works = transfer.begin()
+                begun.append((where, len(works)))
+                return works
+
+            return Transfer((), begin=begin)
+
+    found = []
+    for reductions in (None, Noted(on_cuda=False, of_experts=True)):
+        _, layer = layers(STACK, schedule=schedule, degree=degree, reductions=reductions)
+        inputs = [[make_hidden(10 * iteration + index) for index in range(2)] for iteration in range(3)]
+        with executed_stages(enter):
+            more = {"reduce_scatter_with_fp32_accumulation": True} if fp32 else {}
+            main_grads, fired = train(layer, inputs, reductions=reductions, sharded=sharded, **more)
+        found.append(main_grads)
+    assert [name for name, value in found[0].items() if not value.equal(found[1][name])] == []
+    assert fired == {parameter: [1] * 6 for parameter in fired}
+    # In the last micro-batch of the second and third iteration: in the first, Megatron counts hooks.
+    in_turn = ["reduce-experts@2", "reduce@1", "reduce", "reduce-experts"]
+    assert [where for where, _ in begun] == in_turn * 2
+    assert sum(number for _, number in begun) >= 4
+    of_ranks: list[Any] = [None, None]
+    torch.distributed.all_gather_object(of_ranks, begun)
+    assert of_ranks[0] == of_ranks[1]
 
 
-def test_a_second_backward_is_refused(reports: list[dict[str, Any]]) -> None:
-    for results in reports:
-        assert "differentiated twice" in results["twice"]["message"]
+@pytest.mark.parametrize("kinds", ["m", STACK])
+def test_two_micro_batches_are_in_flight(kinds: str) -> None:
+    """Forward a, forward b, backward a, backward b, in the same layers."""
+    found = []
+    for layer in layers(kinds):
+        a, b = make_hidden(1), make_hidden(2)
+        for output in (forward(layer, a), forward(layer, b)):
+            output.square().sum().backward()
+        found.append(gradients(layer, a, b))
+    assert_equal(*found)
+
+
+def test_a_second_backward_is_refused() -> None:
+    _, ours = layers()
+    output = forward(ours, make_hidden(1)).sum()
+    output.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        output.backward()
 
 
 @pytest.mark.parametrize("which", FROZEN)
-def test_frozen_parameters_get_no_gradient(which: str, reports: list[dict[str, Any]]) -> None:
-    for results in reports:
-        with_input, without = results[f"frozen-{which}"], results[f"frozen-{which}-constant-input"]
-        assert with_input["requires"] == [True, True]
-        assert without["requires"] == [not which.startswith("everything")] * 2
-        # The output is always reported, the gradient of the input only if it is required.
-        assert with_input["with gradient"] == without["with gradient"] + 1
-        assert without["with gradient"] >= (1 if which.startswith("everything") else 2)
+def test_frozen_parameters_get_no_gradient(which: str) -> None:
+    kinds, is_frozen = FROZEN[which]
+    with_gradient = {}
+    for input_needs_gradient in (True, False):
+        found = []
+        for layer in layers(kinds):
+            for name, parameter in layer.named_parameters():
+                parameter.requires_grad_(not is_frozen(name))
+            hidden = make_hidden(1).detach().requires_grad_(input_needs_gradient)
+            output = forward(layer, hidden)
+            assert output.requires_grad == (input_needs_gradient or not which.startswith("everything"))
+            if output.requires_grad:
+                output.square().sum().backward()
+            found.append(gradients(layer, hidden) | {"output": output.detach()})
+        assert_equal(*found)
+        with_gradient[input_needs_gradient] = sum(value is not None for value in found[1].values())
+    # The output is always there, the gradient of the input only if it is required.
+    assert with_gradient[True] == with_gradient[False] + 1
+    assert with_gradient[False] >= (1 if which.startswith("everything") else 2)
 
 
-@pytest.mark.parametrize("executor", ["thread", "sequential"])
-def test_gradients_of_a_layer_arrive_before_the_backward_of_the_layer_below_ends(
-    executor: str, reports: list[dict[str, Any]]
-) -> None:
+@pytest.mark.parametrize("kinds", ["m", STACK])
+def test_without_gradients_nothing_is_kept(kinds: str) -> None:
+    """Evaluation saves nothing for backward, and keeps no tensor alive."""
+    from megatron_ampipe.runtime.segment import Segment
+    from megatron_ampipe.runtime.stack_call import StackCall
+    from megatron_ampipe.runtime.steps import Pass
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(thing, Pass | StackCall | Segment) for thing in gc.get_objects())
+
+    saved = 0
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal saved
+        saved += 1
+        return tensor
+
+    stock, ours = layers(kinds)
+    hidden = make_hidden(1)
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        with torch.no_grad():
+            expected = forward(stock, hidden)
+            saved = 0
+            output = forward(ours, hidden)
+        assert (saved, alive(), output.requires_grad) == (0, 0, False)
+        with_graph = forward(ours, hidden)
+    assert saved and alive() and with_graph.requires_grad, "otherwise this would find nothing in any case"
+    del with_graph
+    assert alive() == 0, "a reference cycle holds the activations"
+    assert_equal({"output": expected}, {"output": output})
+
+
+def test_hooks_on_layers_that_share_a_schedule_are_refused() -> None:
+    """Hooks of other layers are not, nor hooks of what is inside of a layer."""
+    from megatron_ampipe.errors import BadInput
+
+    def run(layer: Any, model: Any, register: str) -> None:
+        handle = getattr(layer, register)(lambda *_: None)
+        try:
+            forward(model, make_hidden(1)).sum().backward()
+        finally:
+            handle.remove()
+
+    registers = [
+        *("register_forward_pre_hook", "register_forward_hook"),
+        *("register_full_backward_pre_hook", "register_full_backward_hook"),
+    ]
+    _, stack = layers("mm")
+    for register in registers:
+        with pytest.raises(
+            BadInput, match=r"layers that share a schedule run as one.*--ampipe-stack 1"
+        ) as said:
+            run(stack.layers[1], stack, register)
+        assert str(said.value).startswith(f"hook of layer 2 {__name__}.")
+    run(stack.layers[1].mlp.router, stack, "register_forward_hook")
+    _, alone = layers()
+    for register in registers:
+        run(alone, alone, register)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_gradients_of_a_layer_arrive_before_the_backward_of_the_layer_below_ends(executor: str) -> None:
     """So that Megatron reduces them while the layers below still compute. Each hook fires once.
 
     Those of experts, and of a dense MLP, arrive before the attention of the same layer is differentiated.
     """
-    for results in reports:
-        events = results[f"parameter-hooks-{executor}"]["events"]
-        fired = [name for _, name, _ in events if name is not None]
-        assert sorted(fired) == sorted(results[f"parameter-hooks-{executor}"]["parameters"])
-        last_stage = {layer: place for place, (layer, name, _) in enumerate(events) if name is None}
-        hooks: dict[tuple[int, bool], list[int]] = {}
-        for place, (layer, name, _) in enumerate(events):
-            if name is not None:
-                is_early = "mlp." in name and "router" not in name and "norm" not in name
-                hooks.setdefault((layer, is_early), []).append(place)
-        for layer in (2, 1):
-            assert last_stage[layer] < min(hooks[layer, False]), "a gradient that is not complete"
-            assert max(hooks[layer, False]) < last_stage[layer - 1]
-        for layer in (2, 1, 0):
-            feed_forward, attention = (
-                [place for place, (of, _, one) in enumerate(events) if of == layer and one in kinds]
-                for kinds in (("expert", "mlp"), ("attention",))
-            )
-            assert max(feed_forward) < min(hooks[layer, True]), "a gradient that is not complete"
-            assert max(hooks[layer, True]) < max(attention)
+    _, ours = layers(STACK, executor=executor)
+    events: list[tuple[int, str | None, str | None]] = []
+    """Layer, and the parameter of a hook or the kind of a stage."""
+    kept = hook_accumulation(
+        ours, lambda name: lambda *_: events.append((int(name.split(".")[1]), name, None))
+    )
+    output = forward(ours, make_hidden(1)).sum()
+    with executed_stages(lambda stage: events.append((stage.layer, None, stage.kind.name))):
+        output.backward()
+    fired = [name for _, name, _ in events if name is not None]
+    assert sorted(fired) == sorted(name for name, _ in ours.named_parameters()) and len(fired) == len(kept)
+    last_stage = {layer: place for place, (layer, name, _) in enumerate(events) if name is None}
+    hooks: dict[tuple[int, bool], list[int]] = {}
+    for place, (layer, name, _) in enumerate(events):
+        if name is not None:
+            is_early = "mlp." in name and "router" not in name and "norm" not in name
+            hooks.setdefault((layer, is_early), []).append(place)
+    for layer in (2, 1):
+        assert last_stage[layer] < min(hooks[layer, False]), "a gradient that is not complete"
+        assert max(hooks[layer, False]) < last_stage[layer - 1]
+    for layer in (2, 1, 0):
+        feed_forward, attention = (
+            [place for place, (of, _, one) in enumerate(events) if of == layer and one in kinds]
+            for kinds in (("expert", "mlp"), ("attention",))
+        )
+        assert max(feed_forward) < min(hooks[layer, True]), "a gradient that is not complete"
+        assert max(hooks[layer, True]) < max(attention)
 
 
-def test_hooks_on_layers_that_share_a_schedule_are_refused(reports: list[dict[str, Any]]) -> None:
-    for results in reports:
-        found = results["layer-hooks"]
-        for message in found["refused"]:
-            assert message.startswith("hook of layer 2 __main__."), message
-            assert "layers that share a schedule run as one" in message and "--ampipe-stack 1" in message
-        assert found["inside"] is None and found["allowed"] == [None] * 4
+@contextlib.contextmanager
+def executed_stages(tell: Callable[[Any], None]) -> Iterator[None]:
+    """Calls ``tell`` with every stage before an executor runs it."""
+    from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
+
+    def telling(original: Callable[..., None]) -> Callable[..., None]:
+        def execute(self: Any, tape: Any, run_call: Callable[[Any], Any], *rest: Any) -> None:
+            def run(call: Any) -> Any:
+                tell(call.stage)
+                return run_call(call)
+
+            original(self, tape, run, *rest)
+
+        return execute
+
+    with contextlib.ExitStack() as stack:
+        for kind in (SequentialExecutor, ThreadExecutor):
+            stack.enter_context(mock.patch.object(kind, "execute", telling(kind.execute)))
+        yield
 
 
-@pytest.mark.parametrize("name", ["no-grad", "no-grad-stack"])
-def test_without_gradients_nothing_is_kept(name: str, reports: list[dict[str, Any]]) -> None:
-    for results in reports:
-        result = results[name]
-        assert result["without"] == {"saved": 0, "alive": 0, "requires grad": False}
-        assert min(result["with"].values()) > 0, "otherwise the check would find nothing in any case"
-        assert result["left when the output is gone"] == 0, "a reference cycle holds the activations"
+def route_by_direction(layer: Any) -> None:
+    """Make the router select an expert by the direction of the token's vector."""
+    with torch.no_grad():
+        weight = layer.mlp.router.weight
+        weight.mul_(0.01)
+        weight[:, :4] += 3 * torch.eye(4)
 
 
-def test_the_routings_leave_experts_idle(reports: list[dict[str, Any]]) -> None:
-    """Otherwise they would be compared on easy data only."""
-    assert reports[1]["routed-rank-1-receives-nothing"]["idle experts"] == [0, 1]
-    assert reports[0]["routed-one-expert-for-all"]["idle experts"] == [0, 1]
-    assert reports[1]["routed-one-expert-for-all"]["idle experts"] == [1]
-    assert reports[0]["routed-ranks-exchange-all"]["idle experts"] == []
+def routed_hidden(routing: str) -> Tensor:
+    """Hidden states whose tokens are routed as in ``ROUTINGS`` (see :func:`route_by_direction`)."""
+    hidden = make_hidden(3).detach()
+    hidden[..., :4] = 0
+    for row in range(SEQUENCE):
+        hidden[row, :, ROUTINGS[routing](torch.distributed.get_rank(), row)] = 60
+    return hidden.requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("routing", "model"),
+    [
+        *((routing, {}) for routing in ROUTINGS),
+        ("one-expert-for-all", TIGHT),
+        ("rank-1-receives-nothing", TIGHT),
+    ],
+)
+def test_routings_that_leave_experts_idle(routing: str, model: dict[str, Any]) -> None:
+    found = []
+    for layer in layers(moe_router_topk=1, moe_router_pre_softmax=True, **model):
+        route_by_direction(layer)
+        hidden = routed_hidden(routing)
+        output = forward(layer, hidden)
+        output.square().sum().backward()
+        found.append(gradients(layer, hidden) | {"output": output.detach()})
+    assert_equal(*found)
+    idle = [
+        int(name.split("local_experts.")[1].split(".")[0])
+        for name, gradient in found[1].items()
+        if "local_experts" in name and "linear_fc1.weight" in name and not gradient.abs().max() > 0
+    ]
+    assert idle == IDLE.get((routing, torch.distributed.get_rank()), idle) or model

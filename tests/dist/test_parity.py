@@ -5,121 +5,105 @@ Output, input gradient, all parameter gradients, router buffers and logged losse
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
+from unittest import mock
 
 import pytest
+import torch
 
-from tests.dist.cases import MEMORY, PARITY, SCATTERED, Case
-from tests.dist.launch import run_workers
+from megatron_ampipe.files.timeline import COMPUTE, StageSpan
+from megatron_ampipe.schedule import KEEP
+from tests import deep_ep_standin, te_permutation_standin
+from tests.dist.cases import PARITY, SCATTERED, Case
+from tests.dist.worker import use_groups
 from tests.golden.write import FOLDER
 
 TOLERANCE = 1e-5
-WRITES = os.environ.get("AMPIPE_TEST_WRITE") == "1"
-"""Whether the golden collectives are written instead of compared."""
-
-PER_LAUNCH = 80
-"""Cases that share processes."""
-
-
-class Reports:
-    """The ranks' reports of the selected cases, of which several share one launch of processes."""
-
-    def __init__(self, folders: pytest.TempPathFactory, selected: set[str]) -> None:
-        self._folders, self._reports = folders, dict[str, list[Any]]()
-        self._launches = dict[str, list[str]]()
-        for world_size in {case.world_size for case in PARITY}:
-            cases = [case for case in PARITY if case.world_size == world_size and case.name in selected]
-            # New process groups take longer than most cases.
-            names = [case.name for case in sorted(cases, key=lambda case: str(case.parallel))]
-            for shared in (names[i : i + PER_LAUNCH] for i in range(0, len(names), PER_LAUNCH)):
-                self._launches |= dict.fromkeys(shared, shared)
-
-    def __getitem__(self, case: Case) -> list[Any]:
-        """What each rank reported of a case's launch, by names of cases."""
-        if case.name not in self._reports:
-            shared = self._launches[case.name]
-            reports = run_workers(
-                "tests.dist.parity_worker",
-                shared,
-                world_size=case.world_size,
-                folder=self._folders.mktemp(f"parity{case.world_size}"),
-            )
-            self._reports |= dict.fromkeys(shared, reports)
-        return self._reports[case.name]
+COLLECTIVES = FOLDER / "collectives.json"
+"""By case, what :func:`collectives` finds; written in place of compared if the environment asks for it."""
+# New process groups take longer than most cases.
+CASES = sorted(PARITY, key=lambda case: str(case.parallel))
 
 
-@pytest.fixture(scope="module")
-def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    parameters = [getattr(item, "callspec", None) for item in request.session.items]
-    cases = [one.params.get("case") for one in parameters if one is not None]
-    return Reports(tmp_path_factory, {case.name for case in cases if isinstance(case, Case)})
+@pytest.fixture(autouse=True, scope="module")
+def _stand_ins() -> None:
+    deep_ep_standin.install()
+    te_permutation_standin.install()
 
 
-@pytest.mark.parametrize("case", PARITY, ids=lambda case: case.name)
-def test_equals_stock(case: Case, reports: Reports) -> None:
-    for rank, results in enumerate(reports[case]):
-        result = results[case.name]
-        assert "error" not in result, f"rank {rank}:\n{result['error']}"
-        assert result["same state_dict"]
-        stock = case.pipeline.is_stock
-        assert result["classes"] == ["TransformerLayer" if stock else "AMPipeTransformerLayer"]
-        wrong = {name: value for name, value in result["differences"].items() if not value <= TOLERANCE}
-        assert not wrong, f"rank {rank} differs from stock: {wrong}"
-
-
-@pytest.fixture(scope="module")
-def stored_collectives() -> Iterator[dict[str, Any]]:
-    """By case, what :func:`tests.dist.parity_worker.collectives` found; rewritten at the end if asked for."""
-    path = FOLDER / "collectives.json"
-    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    yield stored
-    if WRITES:
-        of_cases = {name: stored[name] for name in sorted(stored) if name in {case.name for case in PARITY}}
-        path.write_text(json.dumps(of_cases, indent=1) + "\n", encoding="utf-8")
+def collectives(spans: Sequence[StageSpan]) -> dict[str, str]:
+    """By direction and lane, the transfers of a pass in their order; the layer follows an ``@``."""
+    found: dict[str, list[str]] = {}
+    for span in spans:
+        if span.lane != COMPUTE:
+            found.setdefault(f"{span.direction} {span.lane}", []).append(f"{span.stage}@{span.layer}")
+    return {lane: " ".join(names) for lane, names in sorted(found.items())}
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in PARITY if case.executor == "thread"], ids=lambda case: case.name
+    "case", [pytest.param(case, id=case.name, marks=pytest.mark.ranks(case.world_size)) for case in CASES]
 )
-def test_collectives_have_the_known_order_on_every_rank(
-    case: Case, reports: Reports, stored_collectives: dict[str, Any]
-) -> None:
-    found = [results[case.name]["collectives"] for results in reports[case]]
-    if WRITES:
-        stored_collectives[case.name] = found[0]
-    assert found == [stored_collectives[case.name]] * case.world_size
+def test_equals_stock(case: Case) -> None:
+    from megatron_ampipe.layers.block_modules import BlockModules
+    from megatron_ampipe.runtime.recorder import Recorder
+    from tests.dist.blocks import build_layers, differences, forward, inputs_of, run
+    from tests.dist.parameter_reads import ParameterReads
 
-
-@pytest.mark.parametrize("case", PARITY, ids=lambda case: case.name)
-def test_modules_are_called_before_their_parameters_are_read(case: Case, reports: Reports) -> None:
-    """Megatron's forward pre-hooks wait for the parameters of their module (``--overlap-param-gather``)."""
-    for results in reports[case]:
-        assert_called_before_read(results[case.name]["parameter reads"])
-
-
-def assert_called_before_read(found: dict[str, Any]) -> None:
-    """Also checks that all parameters are used; otherwise nothing would have been watched."""
+    if use_groups(**case.parallel):
+        deep_ep_standin.forget_groups()
+    rank = torch.distributed.get_rank()
+    recorder = Recorder(num_iterations=1 if case.executor == "thread" else 0)
+    recorder.start_iteration(1)
+    stock, ours = build_layers(case, recorder)
+    # Ranks make groups in one order, so all are made before the first batch.
+    late = AssertionError("a process group is made in a pass")
+    with mock.patch.object(torch.distributed, "new_group", side_effect=late):
+        expected, found = run(stock, case, rank=rank), run(ours, case, rank=rank)
+    wrong = {name: value for name, value in differences(expected, found).items() if not value <= TOLERANCE}
+    assert not wrong, f"differs from stock: {wrong}"
+    assert list(stock.state_dict()) == list(ours.state_dict())
+    layer = "TransformerLayer" if case.pipeline.is_stock else "AMPipeTransformerLayer"
+    assert {type(layer).__name__ for layer in getattr(ours, "layers", [ours])} == {layer}
+    if case.executor == "thread":
+        assert_known_order(case, collectives(recorder.timeline(rank=rank, labels={}).spans))
+    if case.only_losses:
+        # The comparison would also pass with zeros.
+        routers = [value for name, value in expected.items() if name.endswith("mlp.router.weight")]
+        assert len(routers) == case.layers.count("m")
+        assert min(value.abs().max() for value in routers) > 1e-6
+    # In a separate pass, so that the comparison runs without this mode.
+    with ParameterReads(ours) as reads:
+        forward(ours, inputs_of(case, rank=rank, dtype=torch.float32))
+    report = reads.report()
     # Norms, QKV, output projection, router, and the two linear layers of an expert.
-    assert found["watched"] >= 7
-    assert found["early"] == {}, "read before the pre-hook of its module"
-    assert found["never entered"] == [], "a hook that never runs leaves an all-gather unfinished"
-    assert found["never read"] == []
+    assert report.pop("watched") >= 7
+    # A hook that never runs leaves an all-gather unfinished (--overlap-param-gather).
+    assert report == {"early": {}, "never entered": [], "never read": []}
+    if case.memory != KEEP:
+        assert_same_bits(dataclasses.replace(case, memory=KEEP), found)
+    if case in SCATTERED:
+        # Linear layers that exchange the rows inside.
+        with mock.patch.object(BlockModules, "scatters_rows", False):
+            assert_same_bits(case, found)
 
 
-@pytest.mark.parametrize("case", [case for case in PARITY if case.only_losses], ids=lambda case: case.name)
-def test_router_losses_alone_give_the_router_a_gradient(case: Case, reports: Reports) -> None:
-    """The comparison above would also pass with zeros: with only the losses, this gradient is not zero."""
-    for results in reports[case]:
-        largest = results[case.name]["largest"]
-        routers = [value for name, value in largest.items() if name.endswith("mlp.router.weight")]
-        assert len(routers) == case.layers.count("m") and min(routers) > 1e-6
+def assert_same_bits(case: Case, found: dict[str, torch.Tensor]) -> None:
+    """AMPipe's layer of a case computes this."""
+    from tests.dist.blocks import build_layers, run
+
+    kept = run(build_layers(case)[1], case, rank=torch.distributed.get_rank())
+    assert [name for name, value in kept.items() if not torch.equal(value, found[name])] == []
 
 
-@pytest.mark.parametrize("case", [*SCATTERED, *MEMORY], ids=lambda case: case.name)
-def test_rows_in_stages_and_memory_strategies_change_no_bit(case: Case, reports: Reports) -> None:
-    """Compared with linear layers that exchange the rows inside, and with experts that keep everything."""
-    for results in reports[case]:
-        assert results[case.name]["changed"] == []
+def assert_known_order(case: Case, found: dict[str, str]) -> None:
+    """Every rank has the collectives of the golden file, in their order."""
+    stored = json.loads(COLLECTIVES.read_text(encoding="utf-8"))
+    if os.environ.get("AMPIPE_TEST_WRITE") != "1":
+        assert found == stored[case.name]
+    elif torch.distributed.get_rank() == 0:
+        kept = {case.name: stored[case.name] for case in PARITY if case.name in stored}
+        text = json.dumps(kept | {case.name: found}, indent=1, sort_keys=True)
+        COLLECTIVES.write_text(text + "\n", encoding="utf-8")

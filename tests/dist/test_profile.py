@@ -7,19 +7,17 @@ whatever the load is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_ampipe.cli import main
-from megatron_ampipe.plan.cluster import TransferCost, read_cluster
+from megatron_ampipe.plan.cluster import read_cluster
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import Exchange, build
 from megatron_ampipe.tools import profile_command
-from megatron_ampipe.tools.measuring import cluster_fit, network
+from megatron_ampipe.tools.measuring import cluster_fit
 from megatron_ampipe.tools.measuring.grid import block_of_case, read_grid
-from tests.dist.test_bench import needs_network
 from tests.megatron.launcher import execute, torchrun_command
 
 pytestmark = pytest.mark.alone
@@ -31,12 +29,12 @@ GRID = (
 RATE_BIT_PER_US = 50
 LATENCY_US = 3000
 LINK = f"emulated:{RATE_BIT_PER_US}mbit:{LATENCY_US // 1000}ms"
-INTER_BIT_PER_US = 10
 WITHOUT_LIMITS = """
-import sys
+import os, sys
 from megatron_ampipe.cli import main
 from megatron_ampipe.tools.measuring import cluster_fit
 cluster_fit.LEAST_R_SQUARED = -1e9
+os.environ["LOCAL_WORLD_SIZE"] = "2"
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -60,10 +58,6 @@ def test_a_cluster_file_from_ranks_that_it_starts(
     # Tokens and probabilities are two exchanges, each with the link's latency.
     exchange = cluster.collective("all_to_all", across_nodes=False)
     assert exchange.time_us(0) == pytest.approx(2 * LATENCY_US, rel=0.5)
-    assert_times(
-        cluster.collective("stock_all_to_all", across_nodes=False),
-        at_least_us=lambda size: 2 * LATENCY_US + 8 * size / RATE_BIT_PER_US,
-    )
     assert {"qkv", "attention", "route", "shared", "expert", "merge", "any"} == set(cluster.host.stage)
     assert cluster.overlap.compute_slowdown >= 1
     (case,) = read_grid(grid)
@@ -88,48 +82,27 @@ def test_times_that_do_not_fit_end_with_3_and_write_nothing(
     assert not output.exists()
 
 
-def test_as_one_of_torchruns_ranks(grid: Path, tmp_path: Path) -> None:
-    """Every rank measures, and the first one writes."""
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_as_one_of_torchruns_ranks(grid: Path, tmp_path: Path, num_ranks: int) -> None:
+    """Every rank measures, and the first one writes.
+
+    Four ranks are told to be on two nodes: the file has figures of both classes of links, with which two hops
+    can be predicted.
+    """
     output = tmp_path / "cluster.yaml"
     words = ["profile", "--grid", str(grid), "--repeats", "3", "--output", str(output)]
     program = tmp_path / "without_limits.py"
     program.write_text(WITHOUT_LIMITS)
-    run = execute(torchrun_command(str(program), *words))
+    run = execute(torchrun_command(str(program), *words, num_ranks=num_ranks))
     assert run.exit_code == 0, run.output[-3000:]
     assert run.output.count(f"wrote {output}") == 1
-    assert read_cluster(output).ranks_per_node == 2
-
-
-@needs_network
-def test_two_classes_of_links(grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four ranks on two nodes: the file has figures of both, with which two hops can be predicted."""
-    monkeypatch.setattr(cluster_fit, "LEAST_R_SQUARED", -1e9)
-    output = tmp_path / "cluster.yaml"
-    words = ["--grid", str(grid), "--link", f"inter={INTER_BIT_PER_US}mbit,intra=80mbit", "--nodes", "2"]
-    words += ["--ranks-per-node", "2", "--repeats", "3", "--output", str(output)]
-    assert main(["profile", *words]) == 0
     cluster = read_cluster(output)
     assert cluster.ranks_per_node == 2
-    exchanges = {"all_to_all", "stock_all_to_all"}
-    assert exchanges <= set(cluster.intra or ())
-    assert exchanges | {"direct_all_to_all"} <= set(cluster.inter or ())
-    # Beyond what an idle link has saved up, a message takes at least the time of its bytes.
-    assert_times(
-        cluster.collective("stock_all_to_all", across_nodes=True),
-        at_least_us=lambda size: 8 * (size - network.burst_bytes(INTER_BIT_PER_US * 1e6)) / INTER_BIT_PER_US,
-    )
-    (case,) = read_grid(grid)
-    block = block_of_case(case, num_ranks=4, fused_gradients=True)
-    predictor = Predictor(block, cluster).with_exchange(Exchange.NODES)
-    schedule = build("ampipe", degree=2, features=predictor.features)
-    assert predictor.pass_us(schedule, (128, 128)).forward > 0
-
-
-def assert_times(figure: TransferCost, *, at_least_us: Callable[[float], float]) -> None:
-    """Compare every measured time with the least that a link allows for so many bytes, and the largest size's
-    with ten times as much."""
-    assert figure.table is not None and len(figure.table) >= 4
-    limits = [at_least_us(point.mb * 1e6) for point in figure.table]
-    # Links are limited to within a few percent.
-    assert all(point.us >= 0.95 * limit for point, limit in zip(figure.table, limits, strict=True))
-    assert 0 < figure.table[-1].us < 10 * limits[-1]
+    assert "all_to_all" in (cluster.intra or ())
+    if num_ranks == 4:
+        assert {"all_to_all", "direct_all_to_all"} <= set(cluster.inter or ())
+        (case,) = read_grid(grid)
+        block = block_of_case(case, num_ranks=4, fused_gradients=True)
+        predictor = Predictor(block, cluster).with_exchange(Exchange.NODES)
+        schedule = build("ampipe", degree=2, features=predictor.features)
+        assert predictor.pass_us(schedule, (128, 128)).forward > 0

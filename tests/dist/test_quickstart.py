@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe.tools.measuring.network import IN_USER_NAMESPACE
 from megatron_ampipe.tools.quickstart import verdict
 from tests.dist.launch import REPOSITORY
 from tests.dist.test_bench import NO_NETWORK, check_nothing_is_left, environment, networks_of, ranks_of, until
@@ -27,14 +26,16 @@ Of the fastest iterations: other work slows some of them, and rarely all.
 """
 
 CHOOSE = """
-from megatron_ampipe.tools.measuring.network import choose_link
-found = choose_link("100mbit", may_emulate=True)
-print(found.link.text, *found.prefix, found.why_emulated, sep="|")
+from megatron_ampipe.tools.quickstart import choose_link
+link, why = choose_link(None)
+print(link.text, why, sep="|")
 """
+IN_USER_NAMESPACE = ("unshare", "--user", "--map-root-user", "--")
+"""As in scripts/quickstart.sh."""
 WITHOUT_RIGHTS = ("setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all", "--")
 """Root's files and none of its rights, except that without which it may not be mapped to root."""
 NO_NAMESPACES = (
-    *IN_USER_NAMESPACE,
+    *("unshare", "--user", "--map-root-user", "--net", "--"),
     *("sh", "-c", 'echo 0 >/proc/sys/user/max_net_namespaces && exec "$@"', "sh"),
 )
 """Root of a user namespace in which the kernel makes no network namespaces."""
@@ -131,7 +132,8 @@ def possible(*command: str) -> bool:
     not possible(*WITHOUT_RIGHTS, *IN_USER_NAMESPACE), reason="no user namespaces without rights"
 )
 def test_without_rights_a_real_network_is_made_in_a_user_namespace() -> None:
-    assert chosen(*WITHOUT_RIGHTS) == ["100mbit", *IN_USER_NAMESPACE, "None"]
+    assert chosen(*WITHOUT_RIGHTS, *IN_USER_NAMESPACE) == ["100mbit", "None"]
+    assert " ".join(IN_USER_NAMESPACE) in (REPOSITORY / "scripts" / "quickstart.sh").read_text()
 
 
 @pytest.mark.skipif(not possible(*NO_NAMESPACES), reason="no user namespace can be limited here")

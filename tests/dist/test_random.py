@@ -2,43 +2,135 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import statistics
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.dist.launch import run_workers
+from tests.dist.cases import AUX, Case
+from tests.dist.worker import empty_is_nan, use_groups
 
+pytestmark = pytest.mark.ranks(2)
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_workers("tests.dist.random_worker", [], world_size=2, folder=tmp_path_factory.mktemp("random"))
-
-
-@pytest.mark.parametrize("name", ["dropout", "recomputed core attention", "input jitter"])
-def test_the_same_seed_gives_the_same_random_numbers(name: str, reports: list[dict[str, Any]]) -> None:
-    for rank in reports:
-        found = rank["dropout"][name]
-        assert max(found["again"].values()) == 0
-        assert max(found["recomputed"].values()) <= 1e-6
-        assert found["another seed"] > 1e-3
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.1, "moe_router_topk": 2, **AUX}
+JITTER = {"moe_input_jitter_eps": 0.1, "moe_router_topk": 2}
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+NUM_DRAWS = 150
 
 
-@pytest.mark.parametrize("name", ["dropout", "two degrees", "input jitter", "no random numbers"])
-def test_layers_that_are_recomputed_in_their_schedule_give_the_same_bits(
-    name: str, reports: list[dict[str, Any]]
-) -> None:
-    for rank in reports:
-        assert set(rank["dropout"]["stack"][name].values()) == {0.0}
+@pytest.fixture(autouse=True, scope="module")
+def _groups() -> None:
+    use_groups()
 
 
-def test_dropout_has_the_same_mean_as_stock(reports: list[dict[str, Any]]) -> None:
-    for rank in reports:
-        # 1 for equal distributions; wrong scaling or masking would change every element.
-        assert rank["dropout"]["z-score of the mean"] < 1.3
+def passes(layer: Any, case: Case, *, recompute: bool = False, seed: int = 7) -> dict[str, Tensor]:
+    """One forward and backward from a given random state; with ``recompute``, under Megatron's checkpoint."""
+    from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from tests.dist.blocks import run
+
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(seed + rank)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    if not recompute:
+        return run(layer, case, rank=rank, seed=None)
+
+    def checkpointed(hidden_states: Any, **nothing: None) -> tuple[Any, None]:
+        assert set(nothing.values()) == {None}
+
+        def whole(hidden: Any) -> Any:
+            return layer(hidden_states=hidden, attention_mask=None)[0]
+
+        return tensor_parallel.checkpoint(whole, False, hidden_states), None
+
+    for name in ("parameters", "named_parameters", "named_buffers"):
+        setattr(checkpointed, name, getattr(layer, name))
+    return run(checkpointed, case, rank=rank, seed=None)
+
+
+@pytest.mark.parametrize("model", [DROPOUT, DROPOUT | RECOMPUTED, JITTER])
+def test_the_same_seed_gives_the_same_random_numbers(model: dict[str, Any]) -> None:
+    """Also under Megatron's recompute."""
+    from tests.dist.blocks import build_layers, differences
+
+    case = Case("random", kernel="sdpa", model=model)
+    _, ours = build_layers(case)
+    first = passes(ours, case)
+    assert max(differences(first, passes(ours, case)).values()) == 0
+    assert max(differences(first, passes(ours, case, recompute=True)).values()) <= 1e-6
+    assert differences(first, passes(ours, case, seed=8))["output"] > 1e-3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": DROPOUT | {"moe_router_topk": 1, "moe_router_pre_softmax": True}},
+        {"model": DROPOUT, "degree": 2, "backward_degree": 4},
+        {"model": JITTER},
+        {"model": AUX},
+    ],
+    ids=["dropout", "two degrees", "input jitter", "no random numbers"],
+)
+def test_layers_that_are_recomputed_in_their_schedule_give_the_same_bits(settings: dict[str, Any]) -> None:
+    """Uninitialized memory is NaN: the combine does not run again, and nothing may need its values."""
+    from tests.dist.blocks import build_layers, differences
+
+    plain = Case("stack", kernel="sdpa", layers="mdm", stack=0, **settings)
+    results = []
+    for case in (plain, dataclasses.replace(plain, recompute=math.inf)):
+        _, ours = build_layers(case)
+        with empty_is_nan():
+            results.append(passes(ours, case))
+    assert set(differences(*results).values()) == {0.0}
+
+
+def test_dropout_has_the_same_mean_as_stock() -> None:
+    """Root mean square of the difference of two means, in units of its standard error: 1 if they agree.
+
+    Wrong scaling or masking would change every element.
+    """
+    from tests.dist.blocks import build_layers
+
+    model = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+    case = Case("mean", kernel="exact", sequence_length=16, model=model)
+    stock, ours = (
+        torch.stack([passes(layer, case, seed=100 + draw)["output"] for draw in range(NUM_DRAWS)])
+        for layer in build_layers(case)
+    )
+    error = ((stock.var(0) + ours.var(0)) / NUM_DRAWS).clamp_min(1e-12).sqrt()
+    assert statistics.fmean((((stock.mean(0) - ours.mean(0)) / error) ** 2).flatten().tolist()) ** 0.5 < 1.3
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
-def test_capacity_per_chunk_equals_stock_called_per_chunk(policy: str, reports: list[dict[str, Any]]) -> None:
-    for rank in reports:
-        assert rank["chunk capacity"][policy] <= 1e-5
-        assert rank["chunk capacity"][f"{policy}, another function than the whole sequence"] > 1e-3
+def test_capacity_per_chunk_equals_stock_called_per_chunk(policy: str) -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_ampipe.layers.context import AMPipeContext
+    from megatron_ampipe.layers.layer import pipelined
+    from megatron_ampipe.schedule import Pipeline
+    from megatron_ampipe.schedule.pipeline import AMPipeConfig
+    from tests.dist.blocks import HIDDEN, transformer_config
+
+    drops = {"moe_expert_capacity_factor": 0.7, "moe_token_drop_policy": policy}
+    config = transformer_config(Case(policy, model={"moe_router_topk": 2} | drops))
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, False, normalization="RMSNorm")
+    context = AMPipeContext(AMPipeConfig(pipeline=Pipeline.of(2), capacity_scope="chunk"), kernel="exact")
+    torch.manual_seed(1)
+    stock = build_module(spec, config=config, layer_number=1)
+    ours = build_module(pipelined(spec, context), config=config, layer_number=1)
+    ours.load_state_dict(stock.state_dict())
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    hidden = torch.randn(32, 2, HIDDEN, generator=generator)
+    with torch.no_grad():
+        attended, _ = stock._forward_attention(hidden, attention_mask=None)
+        expected = torch.cat([stock._forward_mlp(rows) for rows in attended.chunk(2)])
+        whole = stock._forward_mlp(attended)
+        output, _ = ours(hidden_states=hidden, attention_mask=None)
+    assert (output - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (whole - expected).abs().max() > 1e-3, "another function than the whole sequence"

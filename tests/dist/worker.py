@@ -49,17 +49,28 @@ def start_alone(world_size: int, **sizes: int) -> None:
     use_groups(**sizes)
 
 
-def use_groups(**sizes: int) -> None:
-    """Replace Megatron's process groups by groups of these sizes; without any, all are expert-parallel."""
+def use_groups(**sizes: int) -> bool:
+    """Use Megatron's process groups of these sizes, without any, all ranks are expert-parallel.
+
+    Returns whether they are new.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-        end_groups()
+    global _sizes
     sizes = sizes or {"expert_model_parallel_size": int(os.environ["WORLD_SIZE"])}
-    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+    made = sizes != _sizes or not parallel_state.model_parallel_is_initialized()
+    if made:
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+            end_groups()
+        parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+        _sizes = sizes
     model_parallel_cuda_manual_seed(123, force_reset_rng=True)
+    return made
+
+
+_sizes: dict[str, int] = {}
 
 
 def end_groups() -> None:

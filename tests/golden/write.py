@@ -36,7 +36,6 @@ SETTINGS: Mapping[str, Any] = {
     "cp_comm_type": None,
     "attention_dropout": 0.0,
     "window_size": None,
-    "qk_clip": False,
 }
 """Of a block whose router has no losses, with Megatron's names."""
 

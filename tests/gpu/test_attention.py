@@ -23,12 +23,8 @@ pytestmark = pytest.mark.gpu
 BOUND = 2**-6
 """Relative to the largest value: a few roundings of bf16 (2**-8 each)."""
 MARKS = {
-    "flash-attn-3": "FlashAttnFwdSm90",
     "cudnn": "cudnn",
-    "flash-attn-2": "flash_fwd",
     "torch-flash-2": "flash_fwd",
-    "flash-attn": "flash_fwd",
-    "sdpa-efficient": "fmha_cutlass",
 }
 """For each kernel, a part of the names of its device kernels."""
 LATER = (Span(0, 1024, 3072),)
@@ -71,8 +67,6 @@ def usable(kernel: str, *, head_size: int) -> None:
     objection = None
     if kernel in FLASH_KERNELS:
         objection = why_not(kernel, compat.current_gpu(), head_size)
-    elif kernel == "flash-attn" and not compat.has_flash_attn():
-        objection = "not installed"
     if objection is not None:
         pytest.skip(f"{kernel}: {objection}")
 

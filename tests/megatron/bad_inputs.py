@@ -72,10 +72,13 @@ YAML = {
         "{line}2: persistent-save-interval: sets the same as --save-interval at {line}1. Keep one of the",
     ),
     # Values.
-    "word-for-number": ("lr: fast", "{line}1: --lr 'fast': invalid float value. Write --lr with a value."),
-    "switch-for-number": ("num-layers: true", "num-layers: True: takes only numbers and text, and words"),
-    "choice": ("attention-backend: flsh", "--attention-backend 'flsh': invalid choice. Use one of: flash,"),
-    "list-for-pattern": ("moe-layer-freq: [0, 1]", "[0,1]: takes one value, and this is a list. Write one"),
+    "word-for-number": ("lr: fast", "{line}1: --lr: invalid float value: 'fast'. Run with --help"),
+    "switch-for-number": ("num-layers: true", "num-layers: True: takes numbers and text; words such"),
+    "choice": ("attention-backend: flsh", "arguments (incomplete): 'flsh' is no choice of its flag. Run"),
+    "list-for-pattern": (
+        "moe-layer-freq: [0, 1]",
+        "['0', '1']: takes numbers and text; words",
+    ),
     # Sections.
     "own-at-top": ("degree: 4", "degree: there is no such flag. Write it below 'ampipe:', indented."),
     "own-degree-0": ("ampipe:\n  degree: 0", "{line}2: --ampipe-degree 0: must be a whole number"),
@@ -108,7 +111,7 @@ TOOLS = {
 _AUTO = "--ampipe-degree auto "
 TRAIN = {
     "degree-0": ("--ampipe-degree 0", "--ampipe-degree 0: must be a whole number"),
-    "degree-two-words": ("--ampipe-degree 4 4", "argument 4: is unexpected. A switch such as"),
+    "degree-two-words": ("--ampipe-degree 4 4", "argument 4: there is no such flag. Run with"),
     "degree-above-sequence": (
         "--ampipe-degree 65",
         "65: must be between 1 and the number of rows of the sequence on one rank (64). Use",

@@ -18,8 +18,6 @@ ALONE = {"--num-experts": DENSE}
 
 VALUES = {
     "--tensor-model-parallel-size": [["2"]],
-    "--moe-router-topk": [["5"]],
-    "--cp-comm-type": [["ring"]],
     "--position-embedding-type": [["mrope", "--mrope-section", "2", "3", "3"]],
     "--window-size": [["8,8"]],
     "--hybrid-layer-pattern": [["E*-"], ["*|E", "--pipeline-model-parallel-size", "2"]],
@@ -46,9 +44,9 @@ VALUES = {
 """Refused values; for other flags the worker uses all choices except the default, or 2."""
 
 COMPANIONS = {
-    "--moe-apply-probs-on-input": ["--moe-router-topk", "2"],
-    "--fp32-residual-connection": ["--bf16", "--transformer-impl", "local"],
     "--context-parallel-size": ["--sft"],
+    "--qk-clip": ["--transformer-impl", "local"],
+    "--log-max-attention-logit": ["--transformer-impl", "local"],
     "--cp-comm-type": ["--context-parallel-size", "2"],
     "--moe-flex-dispatcher-backend": ["--moe-token-dispatcher-type", "flex"],
     "--skip-train": ["--ampipe-degree", "auto"],

@@ -95,27 +95,19 @@ def cluster_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for degree, ways in report["block"]["stages"].items()
     }
     path = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
-    cluster, _ = assemble(CASE, [report] * 2, ranks_per_node=2, description="of a test", source="a test")
+    cluster = assemble(CASE, [report] * 2, ranks_per_node=2, description="of a test", source="a test")
     write_cluster(cluster, path, head="test")
     return path
 
 
 def assert_log_holds_prediction(run: Run) -> None:
-    """Every logged iteration has measured and predicted times of both directions, and their ratio."""
+    """Every logged iteration has measured and predicted times of both directions."""
     lines = [line for line in run.output.splitlines() if line.startswith(" ampipe at iteration")]
     assert lines, run.output[-3000:]
     for line in lines:
         for way in ("forward", "backward"):
-            found = re.search(
-                rf"block {way} \(ms\): ([\d.]+) \| block {way} predicted \(ms\): ([\d.]+) "
-                rf"\| block {way} measured/predicted: ([\d.]+)",
-                line,
-            )
-            assert found, line
-            measured, predicted, ratio = map(float, found.groups())
-            # The log is rounded, and the predicted times on this cluster are small.
-            assert predicted > 0
-            assert ratio == pytest.approx(measured / predicted, rel=0.01 + 0.006 / predicted), line
+            found = re.search(rf"block {way} \(ms\): [\d.]+ \| block {way} predicted \(ms\): ([\d.]+)", line)
+            assert found and float(found[1]) > 0, line
 
 
 def test_a_plan_is_made_at_start_up_from_a_cluster_file(stock: Run, cluster_file: Path) -> None:

@@ -143,7 +143,6 @@ def test_settings_of_a_file_are_used_and_recorded(name: str, trace: str, launche
     [
         ([], "script (not given): is not a script. Name it before all flags"),
         (["--ampipe-degree", "4"], "script --ampipe-degree: is not a script"),
-        (["tests"], "script tests: is a folder. Name the script in it: tests/pretrain_gpt.py"),
     ],
 )
 def test_a_script_is_needed(words: list[str], expected: str, capfd: pytest.CaptureFixture[str]) -> None:

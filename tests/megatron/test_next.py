@@ -7,13 +7,11 @@ Skipped without it. With it, these run too: ``tests/dist/test_versions.py`` (blo
 from __future__ import annotations
 
 import shlex
-import shutil
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from tests.megatron.launcher import MOCK_DATA, REPOSITORY, TINY_GPT, TINY_MOE, Run, execute, torchrun_command
+from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, execute, torchrun_command
 from tests.megatron.pairs import assert_same_digits
 from tests.megatrons import NEXT, folder_of, needs_checkout
 
@@ -53,23 +51,3 @@ def test_its_scripts_train_like_stock(script: str, added: str) -> None:
     ours = run_of(script, added)
     assert_same_digits(run_of(script, ""), ours, iterations=4)
     assert f"Megatron {NEXT}" in " ".join(ours.table.replace("│", " ").split())
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_its_scripts_take_the_flags_once_patched(script: str, tmp_path: Path) -> None:
-    """Launched without AMPipe's launcher, in a copy of the checkout."""
-    from megatron_ampipe.cli import main
-
-    folder = folder_of(NEXT)
-    assert folder is not None
-    ignored = shutil.ignore_patterns("__pycache__", ".git")
-    shutil.copytree(folder / "megatron", tmp_path / "megatron", ignore=ignored)
-    for path in folder.glob("*.py"):
-        shutil.copy(path, tmp_path)
-    assert main(["patch", "apply", str(tmp_path)]) == 0
-    words = [*COMMON, *shlex.split(SCRIPTS[script]), *shlex.split(ADDED[0])]
-    by_hand = str(REPOSITORY / "tests" / "megatron" / "checkout" / "by_hand.py")
-    run = execute(torchrun_command(by_hand, str(tmp_path / script), *words))
-    assert run.exit_code == 0, run.output[-6000:]
-    assert "layers per schedule" in run.table
-    assert_same_digits(run_of(script, ""), run, iterations=4)

@@ -2,32 +2,99 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.recipes import switch_on
-from tests.dist.launch import run_workers
+from tests.dist.worker import use_groups
+
+LENGTH, VOCABULARY = 32, 64
+SETTINGS = {
+    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_moe_experts": 4, "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 1e-2, "moe_router_load_balancing_type": "aux_loss", "add_bias_linear": False,
+    "moe_token_dispatcher_type": "alltoall", "attention_dropout": 0.0, "hidden_dropout": 0.0,
+    "normalization": "RMSNorm", "transformer_impl": "local", "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False, "persist_layer_norm": False, "moe_shared_expert_overlap": True,
+    "moe_shared_expert_intermediate_size": 16, "expert_model_parallel_size": 2,
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    folder: Path = tmp_path_factory.mktemp("recipes")
-    return run_workers("tests.megatron.recipes_worker", [], world_size=2, folder=folder)
+def configuration(name: str) -> Any:
+    """As a recipe makes it; with a function of the user's, or with the specification of a hybrid stack."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.training.models.gpt import GPTModelConfig
+    from megatron.training.models.hybrid import HybridModelConfig
+
+    def of_the_user(config: Any) -> Any:
+        """Takes the configuration alone, as those of Megatron-Bridge may."""
+        return get_gpt_decoder_block_spec(config.transformer, use_transformer_engine=False)
+
+    sizes = {"vocab_size": VOCABULARY, "seq_length": LENGTH}
+    if name.startswith("hybrid"):
+        transformer = TransformerConfig(**SETTINGS | {"num_layers": 5}, is_hybrid_model=True)
+        transformer.mamba_head_dim = transformer.mamba_state_dim = 16
+        transformer.mamba_num_groups = 2
+        given = {"hybrid_stack_spec": hybrid_stack_spec} if name == "hybrid-spec" else {}
+        return HybridModelConfig(transformer=transformer, hybrid_layer_pattern="*EM*E", **sizes, **given)
+    given = {"transformer_layer_spec": of_the_user} if name == "gpt-function" else {}
+    return GPTModelConfig(transformer=TransformerConfig(**SETTINGS), **sizes, **given)
 
 
+def gradients(
+    config: Any, weights_of: torch.nn.Module | None = None
+) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A model of a configuration, with the weights of another one; the loss and all gradients."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.models.gpt import GPTModelBuilder
+    from megatron.training.models.hybrid import HybridModelBuilder
+
+    builder = HybridModelBuilder if hasattr(config, "hybrid_stack_spec") else GPTModelBuilder
+    torch.manual_seed(7)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = builder(config).build_model(groups, pre_process=True, post_process=True)
+    if weights_of is not None:
+        model.load_state_dict(weights_of.state_dict(), strict=True)
+    generator = torch.Generator().manual_seed(100 + torch.distributed.get_rank())
+    tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
+    loss = model(tokens, torch.arange(LENGTH).expand(2, -1), None, labels=tokens.roll(-1, 1))
+    loss.mean().backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return model, {"loss": loss.detach()} | {k: v for k, v in found.items() if v is not None}
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["gpt", "gpt-function", "hybrid", "hybrid-spec"])
-def test_models_of_configurations_equal_stock(name: str, reports: list[Any]) -> None:
-    for results in reports:
-        result = results[name]
-        assert result["switched off"]
-        assert {"AMPipeTransformerLayer", "HybridAttentionLayer"} & set(result["layers"])
-        assert any("router" in name for name in result["differences"])
-        wrong = {name: value for name, value in result["differences"].items() if not value <= 1e-5}
-        assert not wrong
+def test_models_of_configurations_equal_stock(name: str) -> None:
+    use_groups()
+    # Megatron keeps losses for as many layers as the first model has.
+    from tests.dist import logged_losses
+
+    logged_losses.clear()
+    stock, chosen = configuration(name), configuration(name)
+    # A recipe has the model among other parts.
+    switch_on(SimpleNamespace(model=chosen), degree=4)
+    if name == "gpt":
+        pickle.loads(pickle.dumps(chosen.transformer_layer_spec))
+    assert not chosen.transformer.moe_shared_expert_overlap
+    stock.transformer.moe_shared_expert_overlap = False
+    of_stock, expected = gradients(stock)
+    model, found = gradients(chosen, weights_of=of_stock)
+    layers = {type(layer).__name__ for layer in model.decoder.layers}
+    assert {"AMPipeTransformerLayer", "HybridAttentionLayer"} & layers
+    assert expected.keys() == found.keys() and any("router" in name for name in expected)
+    wrong = {
+        name: difference
+        for name, value in expected.items()
+        if not (difference := (found[name] - value).norm() / value.norm().clamp(min=1e-30)) <= 1e-5
+    }
+    assert not wrong
 
 
 def stock_layers(config: Any, vp_stage: int | None = None) -> str:

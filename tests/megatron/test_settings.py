@@ -99,7 +99,7 @@ def test_config_prints_a_command_line(report: dict[str, Any]) -> None:
 
 def test_config_ends_with_2_on_a_wrong_flag_and_on_what_a_launch_would_refuse(report: dict[str, Any]) -> None:
     assert report["refused"]["code"] == report["refused_launch"]["code"] == 2
-    assert report["refused"]["err"].startswith("ampipe: --num-layers 'two': invalid int value.")
+    assert report["refused"]["err"].startswith("ampipe: --num-layers: invalid int value: 'two'.")
     assert "(refused by Megatron): " in report["refused_launch"]["err"]
     assert "global_batch_size (3)" in report["refused_launch"]["err"]
 

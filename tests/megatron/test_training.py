@@ -30,7 +30,6 @@ from tests.megatron.checkout.layout import lay_out
 from tests.megatron.launcher import MOCK_DATA, REPOSITORY, Run, environment
 from tests.megatron.pairs import assert_resumed, assert_same_digits, digits, runs_of
 from tests.megatron.trainings import (
-    BLOCK,
     BLOCKS,
     COMMON,
     CP,
@@ -250,18 +249,14 @@ DEEP = (
     + ROPE
     + ("--global-batch-size 8 --ampipe-router hash --eval-iters 1 --eval-interval 4 ")
 )
-INTERLEAVED = PP + "--num-layers-per-virtual-pipeline-stage 1 "
 MOE_AGAIN = "--recompute-granularity selective --recompute-modules moe "
 LAYOUTS = {
-    "interleaved stock": INTERLEAVED + FULL,
-    "interleaved": INTERLEAVED + BLOCKS + FULL,
-    "one after the other": PP + BLOCK + MOE_AGAIN,
     "rows over ranks": WHOLE_EXPERTS + EP + BLOCKS + FULL + "--micro-batch-size 2",
     "rows over ranks, stock": WHOLE_EXPERTS + EP + MOE_AGAIN,
     "context": CP + EP + BLOCKS,
     "overlapped gathers": EP + OVERLAPS,
 }
-"""Flags of runs that must log the digits of one pipeline stage in which every rank has whole sequences."""
+"""Flags of runs that must log the digits of ranks that have whole sequences."""
 
 
 def test_every_layout_reads_the_ids_of_its_rows(tmp_path: Path) -> None:
@@ -296,7 +291,7 @@ def test_ranks_of_a_context_log_the_digits_of_one_rank(tmp_path: Path) -> None:
     }
     found = train(lines, num_ranks=4)
     assert_same_digits(stock, *found.values())
-    assert "context ring keys and values of 4 ranks in 4 steps" in found["ring"].table
+    assert "context ring of 4 ranks" in found["ring"].table
     said = "--cp-comm-type all_gather in pipelined blocks, in place of"
     assert f"{said} a2a+p2p:" in found["gathered"].table and f"{said} a2a:" in found["a2a"].table
 
@@ -331,7 +326,6 @@ def test_what_differs_by_rounding_or_at_random(tmp_path: Path) -> None:
     skipped = "number of skipped iterations:   0"
     assert stock.output.count(skipped) == ours.output.count(skipped)
     stock, ours = found["random"], found["random ours"]
-    assert "routing is random, which is for benchmarks" in ours.table
     assert sum(ours.load_balancing_loss) == pytest.approx(sum(stock.load_balancing_loss), rel=0.05)
     assert sum(ours.lm_loss) == pytest.approx(sum(stock.lm_loss), rel=0.01)
     exact = found["learnt"]

@@ -10,14 +10,12 @@ from pathlib import Path
 from megatron_ampipe.cli import main
 
 WORDS = ["attention", "experts", "route", "tokens", "to", "ranks", "and", "back", "in", "chunks"]
-THREE_FILES = ("_header_value_parser.py", "headerregistry.py", "message.py")
 
 
 def write(folder: Path, dataset: str) -> None:
     """Write ``folder/dataset.bin`` and ``.idx``: each text file is a document.
 
-    ``text`` has the sources of a Python package, ``three-files`` three of them, ``documents`` texts of 20
-    to 22 bytes.
+    ``text`` has the sources of a Python package, ``documents`` texts of 20 to 22 bytes.
     """
     texts = folder / f"texts of {dataset}"
     texts.mkdir()
@@ -30,8 +28,5 @@ def write(folder: Path, dataset: str) -> None:
             total += length
     else:
         for source in Path(email.__file__).parent.glob("*.py"):
-            if dataset == "text" or source.name in THREE_FILES:
-                shutil.copy(source, texts)
-    # The three files become a few documents, as a user's would.
-    whole = [] if dataset == "three-files" else ["--document-bytes", "0"]
-    assert main(["data", str(texts), "--output", str(folder / dataset), *whole]) == 0
+            shutil.copy(source, texts)
+    assert main(["data", str(texts), "--output", str(folder / dataset), "--document-bytes", "0"]) == 0

@@ -90,7 +90,6 @@ STACKS = (STACK, "--ampipe-degree 4 --ampipe-stack 2 --ampipe-backward-degree 2"
 PLACED = "--ampipe-grad-reduce placed"
 PARTNER = "--ampipe-degree 2 --ampipe-partner "
 REDISPATCH, REBUILD = (f"{STACK}--ampipe-memory {two}" for two in ("redispatch/S3", "rebuild/offload"))
-OF_STAGES = "boundaries between pipeline stages"
 
 REAL_TEXT = (
     EP + LLAMA + "--seed 7 --seq-length 64 --ffn-hidden-size 96 --untie-embeddings-and-output-weights "
@@ -123,10 +122,6 @@ TRAININGS: dict[str, Training] = {
         moments=True,
         bias=True,
     ),
-    # Three files, and the split that the documentation recommends.
-    "three-files": Training(
-        flags=EP + "--split 99,1,0 --eval-iters 1 --eval-interval 2 --vocab-size 256", text="three-files"
-    ),
     # Data-parallel experts and dense parameters, buckets that are gathered and reduced during a pass.
     "sharded": Training(
         flags=REAL_TEXT + OVERLAPS + "--global-batch-size 12", text="text", moments=True, num_ranks=4
@@ -137,8 +132,7 @@ TRAININGS: dict[str, Training] = {
         ours=tuple(f"{BLOCKS} --ddp-bucket-size {size}" for size in (1, 40_000_000)),
     ),
     # Combined parallelism.
-    "tp2-pp2-ep2": Training(flags=WHOLE_EXPERTS + PP + EP, num_ranks=4),
-    "dp2-pp2-ep2": Training(flags=PP + EP + OVERLAPS + LLAMA, num_ranks=4),
+    "tp2-pp2-ep2": Training(flags=WHOLE_EXPERTS + PP + EP + OVERLAPS + LLAMA, num_ranks=4),
     "cp2-ep2": Training(
         flags=CP + EP + LLAMA,
         ours=(f"{BLOCKS} --ampipe-stack all",),
@@ -179,7 +173,7 @@ TRAININGS: dict[str, Training] = {
         flags=FOUR_LAYERS + EP,
         ours=(REDISPATCH, REBUILD),
         restarts=((0, 1), (2, 1)),
-        said=("layers per schedule all", OF_STAGES),
+        said=("layers per schedule all",),
     ),
     # Layers of the user's own specification.
     "own-layers": Training(
@@ -189,12 +183,12 @@ TRAININGS: dict[str, Training] = {
     "interleaved": Training(
         flags=PP + "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2",
         ours=(STACK, f"{REBUILD} --overlap-grad-reduce {PLACED}", f"{PARTNER}--overlap-grad-reduce"),
-        said=("layers per schedule all", "boundaries between virtual pipeline stages"),
+        said=("layers per schedule all",),
     ),
     "recompute-dense-first-mtp": Training(
         flags=FOUR_LAYERS + EP + LLAMA + FULL + "--moe-layer-freq [0,1,1,1] --mtp-num-layers 1",
         ours=(STACK, PARTNER),
-        said=("full recompute every layer", "each MTP layer has its own schedule"),
+        said=("full recompute every layer",),
     ),
     "recompute-interleaved": Training(
         flags=PP + FULL_BLOCK + OVERLAPS + "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2 "
@@ -219,14 +213,14 @@ TRAININGS: dict[str, Training] = {
         "--vocab-size 256 --split 100,0,0 --micro-batch-size 2 "
         "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-1",
         ours=(f"{BLOCKS} --ampipe-stack all", "--ampipe-partner"),
-        said=("documents packed a token attends to its own document only",),
+        said=("documents packed",),
         text="documents",
     ),
     "documents-masked": Training(
         flags=EP + ROPE + "--seq-length 64 --vocab-size 256 --split 100,0,0 --reset-attention-mask "
         "--reset-position-ids --eod-mask-loss --micro-batch-size 2 --window-size 16,0 "
         "--window-attn-skip-freq 2",
-        said=("documents masked a token attends to its own document only",),
+        said=("documents masked",),
         text="documents",
     ),
     "records": Training(
@@ -235,11 +229,6 @@ TRAININGS: dict[str, Training] = {
         stock="--moe-routing-trace-path {folder}/records-of-stock",
         ours=(f"{BLOCKS} --ampipe-stack all --moe-routing-trace-path {{folder}}/records",),
         said=("records of the routing need Megatron's order of the rows",),
-    ),
-    "padded": Training(
-        flags=EP + ROPE + "--moe-expert-capacity-factor 1.25 --moe-token-drop-policy position "
-        "--moe-pad-expert-input-to-capacity --moe-router-score-function sigmoid "
-        "--moe-router-enable-expert-bias --moe-aux-loss-coeff -0.1 --moe-z-loss-coeff -0.001",
     ),
 }
 
@@ -279,7 +268,7 @@ HYBRIDS: dict[str, Training] = {
     "hybrid-dense-layers": Training(
         flags=EP + HYBRID + "*-*E-*EE*",
         ours=(STACK,),
-        said=("2 pairs of 9 layers", "and at layers that are not in pairs"),
+        said=("2 pairs of 9 layers",),
     ),
     "hybrid-mamba": Training(
         flags=EP + HYBRID + "M*EM*-*EM",
@@ -287,15 +276,12 @@ HYBRIDS: dict[str, Training] = {
         said=("2 pairs of 9 layers",),
         restarts=((0, 2), (2, 0)),
     ),
-    "hybrid-recompute": Training(
-        flags=EP + FULL + HYBRID + "*EM*E", ours=(STACK,), said=("2 pairs of 5 layers",)
-    ),
     "hybrid-mtp": Training(flags=EP + HYBRID + "*E*E/*E", ours=(STACK, PARTNER), said=("hybrid layers",)),
     "hybrid-of-tensor-ranks": Training(
         flags=WHOLE_EXPERTS + EP + HYBRID + "*E*EM*E", ours=(STACK,), said=("3 pairs of 7 layers",)
     ),
     "hybrid-stages": Training(
-        flags=PP + NO_LOSS + HYBRID + "*EM*E|*E*-E --ampipe-router hash",
+        flags=PP + NO_LOSS + HYBRID + "*EM*E|*E*-E",
         ours=(STACK,),
         said=("3 pairs of 10 layers",),
     ),

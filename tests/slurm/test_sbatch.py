@@ -210,7 +210,7 @@ def test_megatron_refuses_a_value_of_a_file_with_its_line(
     (folder / "run.yaml").write_text("train-iters: 10\nlr: abc\n")
     assert main([*NODES, *GPUS, "--model", "mixtral-8x7b", "--run", "run.yaml"]) == 2
     shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.startswith("ampipe: run.yaml:2: --lr 'abc': invalid float value. ")
+    assert shown.out == "" and shown.err.startswith("ampipe: run.yaml:2: --lr: invalid float value: 'abc'. ")
     assert shown.err.endswith("To submit it anyway, add --no-check.\n")
 
 

@@ -1,17 +1,13 @@
-"""Counts what the host does for a block: device calls, and waits for the device.
-
-``python -m tests.streams.census`` prints it as the table of docs/gpu.md.
-"""
+"""Counts what the host does for a block: device calls, and waits for the device."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import Any
 
 from megatron_ampipe.schedule import Exchange
 from tests.dist.cases import AUX, TIGHT
-from tests.dist.worker import start_alone
-from tests.streams.cases import RANKS, RECOMPUTE, SHARED, VARIANTS, block
+from tests.streams.cases import ALLGATHER, RECOMPUTE, SHARED, block
 
 DEGREES = (2, 4, 8)
 SEQUENCE_LENGTH = 64
@@ -26,56 +22,24 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "local_experts": 2, "exchange": Exchange.RANKS, "model": {"moe_router_topk": 2}
     },
     "recompute of experts": {"model": RECOMPUTE},
-    "all-gather dispatcher": {"local_experts": 2, "model": VARIANTS["allgather"]},
+    "all-gather dispatcher": {"local_experts": 2, "model": ALLGATHER},
 }  # fmt: skip
 
 
-def census() -> dict[str, dict[str, Any]]:
-    """For each block and degree (0: Megatron's layer): ``calls`` per direction, stage and kind; ``waits``."""
+def census(name: str) -> dict[int, dict[str, Any]]:
+    """By degree the ``calls`` of each stage and the ``waits``."""
     from tests.streams.run import run_case
 
-    found: dict[str, dict[str, Any]] = {}
-    for name, fields in BLOCKS.items():
-        case = block(kernel="cpu-flash", sequence_length=SEQUENCE_LENGTH, **fields)
-        found[name] = {"0": _counted(run_case(case, stock=True, warm=True))}
-        for degree in DEGREES:
-            ours = block(kernel="cpu-flash", sequence_length=SEQUENCE_LENGTH, degree=degree, **fields)
-            found[name][str(degree)] = _counted(run_case(ours, warm=True))
+    found = {}
+    for degree in DEGREES:
+        case = block(kernel="cpu-flash", sequence_length=SEQUENCE_LENGTH, degree=degree, **BLOCKS[name])
+        run = run_case(case, warm=True)
+        calls: dict[str, int] = Counter()
+        stages = Counter(place.partition(".")[0] for place in run.issued)
+        for place, made in run.issued.items():
+            calls[place.partition(".")[0]] += sum(made.values())
+        found[degree] = {
+            "calls": {kind: number / stages[kind] for kind, number in calls.items() if kind},
+            "waits": Counter(f"{place.partition('.')[0]}: {call}" for place, call in run.waits),
+        }
     return found
-
-
-def _counted(run: Any) -> dict[str, Any]:
-    calls: dict[str, Counter[str]] = defaultdict(Counter)
-    stages: Counter[str] = Counter()
-    for place, made in run.issued.items():
-        kind = place.partition(".")[0]
-        stages[kind] += 1
-        calls[kind].update(made)
-    waits: Counter[str] = Counter(f"{place.partition('.')[0]}: {call}" for place, call in run.waits)
-    return {
-        "calls": {kind: sum(made.values()) / stages[kind] for kind, made in calls.items() if kind},
-        "all": sum(sum(made.values()) for made in calls.values()),
-        "waits": dict(waits),
-    }
-
-
-def table(found: dict[str, dict[str, Any]]) -> str:
-    """The calls, and waits in parentheses, of a forward and a backward pass together, as a table."""
-    degrees = ("0", *map(str, DEGREES))
-    head = "| block | " + " | ".join("Megatron" if d == "0" else f"degree {d}" for d in degrees) + " |"
-    rows = [
-        f"| {name} | "
-        + " | ".join(f"{by_degree[d]['all']} ({sum(by_degree[d]['waits'].values())})" for d in degrees)
-        + " |"
-        for name, by_degree in found.items()
-    ]
-    return "\n".join([head, "|" + "---|" * (len(degrees) + 1), *rows])
-
-
-def main() -> None:
-    start_alone(RANKS, expert_model_parallel_size=RANKS)
-    print(table(census()))
-
-
-if __name__ == "__main__":
-    main()

@@ -107,7 +107,7 @@ def _nodes_of_another_stream() -> contextlib.AbstractContextManager[object]:
     """Build data parallelism on the stream that Megatron chooses."""
     from tests.streams import run
 
-    return mock.patch.object(run, "accumulating_on_training_stream", contextlib.nullcontext)
+    return mock.patch.object(run, "on_training_stream", lambda construct: construct)
 
 
 FAULTS = {
@@ -132,13 +132,3 @@ FAULTS = {
         _event_before_work, r"counts\.\d: .* reads what forward route\.\d: .* has used"
     ),
 }
-
-
-def races(name: str) -> tuple[list[str], list[str]]:
-    """The races reported with the fault, and without it, in the same run."""
-    from tests.streams.run import run_case
-
-    fault = FAULTS[name]
-    with fault.insert():
-        faulty = run_case(BLOCK, issue=fault.issue, data_parallel=fault.data_parallel).races
-    return list(faulty), list(run_case(BLOCK, issue=fault.issue, data_parallel=fault.data_parallel).races)

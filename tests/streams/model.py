@@ -70,9 +70,6 @@ class ModelStream:
     def synchronize(self) -> None:
         HOST.waits_for(self.clock, "Stream.synchronize")
 
-    def query(self) -> bool:
-        return False
-
     def __enter__(self) -> None:
         """As in ``with stream:``."""
         self._before = DEVICE.current
@@ -99,17 +96,8 @@ class ModelEvent:
         merge(stream.clock, HOST.clock)
         self.clock = dict(stream.clock)
 
-    def wait(self, stream: ModelStream | None = None) -> None:
-        (stream or DEVICE.current).wait_event(self)
-
     def synchronize(self) -> None:
         HOST.waits_for(self.clock, "Event.synchronize")
-
-    def query(self) -> bool:
-        return False
-
-    def elapsed_time(self, _: ModelEvent) -> float:
-        return 0.0
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.autograd.graph import _engine_run_backward
 
-from megatron_ampipe.launch.hooks import accumulating_on_training_stream
+from megatron_ampipe.launch.hooks import on_training_stream
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.gates import give_token_ids
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
@@ -26,7 +26,6 @@ from tests.dist.cases import Case
 from tests.streams import model
 from tests.streams.cases import IssueOrder
 from tests.streams.model import DEVICE, HOST, ModelEvent, ModelStream
-from tests.streams.peers import Peers
 from tests.streams.tracker import HostCalls, Tracker, of_numpy, pinned
 
 
@@ -43,6 +42,47 @@ class RunResult(NamedTuple):
     def num_operations(self) -> int:
         """How many operations were tracked."""
         return sum(calls.get("operation", 0) for calls in self.issued.values())
+
+
+def _collective(outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: bool) -> None:
+    """As NCCL's, on the current stream; peers send copies of this rank's rows, so that values are realistic.
+
+    So torch runs them from 2.8 on. Before, each process group has a separate stream for them, which waits for
+    the current one, as that does for it.
+    """
+    assert not async_op, "on CUDA, a lane has its own stream, which orders its collectives"
+    DEVICE.note("collective")
+    stream = DEVICE.current
+    stream.inside_a_call = True
+    try:
+        for output in outputs:
+            if input.shape[0]:
+                output.copy_(input[torch.arange(output.shape[0]) % input.shape[0]])
+            else:
+                output.zero_()
+    finally:
+        stream.inside_a_call = False
+
+
+def _of_one(output: torch.Tensor, input: torch.Tensor, *_: Any, async_op: bool = False, **__: Any) -> None:
+    _collective([output], input, async_op=async_op)
+
+
+def _of_several(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any = None, async_op: bool = False
+) -> None:
+    # Of a gather: every rank is sent the same.
+    assert all(one is inputs[0] for one in inputs)
+    _collective(outputs, inputs[0], async_op=async_op)
+
+
+PEERS = {
+    "all_to_all_single": _of_one,
+    "all_to_all": _of_several,
+    "all_gather_into_tensor": _of_one,
+    "reduce_scatter_tensor": _of_one,
+}
+"""Collectives of emulated peers: one process is rank 0 of several."""
 
 
 @contextlib.contextmanager
@@ -66,7 +106,8 @@ def modelled_device() -> Iterator[Tracker]:
         stack.enter_context(mock.patch.object(torch, "empty", pinned(tracker)))
         stack.enter_context(mock.patch.object(segment, "_engine_run_backward", tracker.differentiate))
         stack.enter_context(mock.patch.object(torch, "from_numpy", of_numpy(tracker)))
-        stack.enter_context(Peers().pretended())
+        for name, peers in PEERS.items():
+            stack.enter_context(mock.patch.object(torch.distributed, name, peers))
         stack.enter_context(tracker)
         stack.enter_context(HostCalls(tracker))
         yield tracker
@@ -113,8 +154,11 @@ def run_case(
 
 def _data_parallel(layer: Any, config: Any) -> DistributedDataParallel:
     """As Megatron's ``get_model`` makes it: on a separate stream."""
-    with accumulating_on_training_stream(), torch.cuda.stream(ModelStream(name="get_model")):
-        return DistributedDataParallel(config, DistributedDataParallelConfig(), layer)
+    with torch.cuda.stream(ModelStream(name="get_model")):
+        made: DistributedDataParallel = on_training_stream(DistributedDataParallel)(
+            config, DistributedDataParallelConfig(), layer
+        )
+        return made
 
 
 def _blocks(layer: Any) -> Iterator[BlockModules]:

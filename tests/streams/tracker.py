@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -279,12 +279,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        yield from _of_each(value)
-
-
-def _of_each(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        yield from _tensors(value)
+        for one in value:
+            yield from _tensors(one)
 
 
 def _same(tensor: Tensor, other: Tensor) -> bool:

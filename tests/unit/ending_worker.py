@@ -5,7 +5,6 @@ One process imports torch and forks a child for each. Run by :mod:`.test_ending`
 
 from __future__ import annotations
 
-import datetime
 import errno
 import json
 import os
@@ -108,17 +107,8 @@ def refuse_on_another_rank() -> int:
     return refuse()
 
 
-def meet(rank: int) -> int:
-    """Two ranks, of which the second stops before the first has communicated with it."""
-    store = f"file://{FOLDER}/rendezvous"
-    torch.distributed.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=2)
-    )
-    torch.distributed.all_reduce(torch.ones(1))
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    torch.distributed.all_reduce(torch.ones(1))
-    return 0
+def lose_a_peer() -> int:
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [10.0.0.1]:1")
 
 
 WAYS: dict[str, Callable[[], int]] = {
@@ -137,8 +127,7 @@ WAYS: dict[str, Callable[[], int]] = {
     "leave_as_script": leave_as_script,
     "be_interrupted": be_interrupted,
     "finish": lambda: 0,
-    "silent": lambda: meet(0),
-    "stopped": lambda: meet(1),
+    "lose_a_peer": lose_a_peer,
 }
 
 
@@ -150,8 +139,7 @@ def start(name: str) -> int:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(FOLDER / f"{name}.json")
-    failures.ANSWER_S = 1.0
-    arguments = SimpleNamespace(save=str(FOLDER), load="/loaded", distributed_timeout_minutes=10)
+    arguments = SimpleNamespace(save=str(FOLDER), load="/loaded")
     failures._arguments = lambda: arguments
     code: Any = 99
     try:
@@ -166,14 +154,12 @@ def start(name: str) -> int:
 def main() -> None:
     (FOLDER / "latest_checkpointed_iteration.txt").write_text("40")
     children = {name: start(name) for name in WAYS}
-    stopped, waiting = children.pop("stopped"), children["refuse_on_another_rank"]
+    waiting = children["refuse_on_another_rank"]
     while not (FOLDER / "refuse_on_another_rank.json").exists():
         time.sleep(0.05)
     time.sleep(0.5)
     os.kill(waiting, signal.SIGTERM)
     codes = {name: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for name, pid in children.items()}
-    os.kill(stopped, signal.SIGKILL)
-    os.waitpid(stopped, 0)
     (FOLDER / "codes.json").write_text(json.dumps(codes))
 
 

@@ -1,4 +1,4 @@
-"""The arguments that start-up changes for pipelined blocks on a GPU; launches test the others."""
+"""The arguments that start-up changes for pipelined blocks; launches test the others."""
 
 import argparse
 from typing import Any
@@ -7,78 +7,67 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_ampipe.launch.attach import (
-    _drop_attention_mask,
-    _prioritize_exchanges,
-    _unfuse_rotary,
-)
+from megatron_ampipe.launch.attach import adjust_arguments
+
+MASK, ROTARY = "--no-create-attention-mask-in-dataloader", "--no-rope-fusion"
+IN_LOADER = {"create_attention_mask_in_dataloader": True, "reset_attention_mask": True}
+WINDOW = {"window_size": (8, 0)}
+PACKED = {"sft": True, "micro_batch_size": 2, "multi_latent_attention": True, "apply_rope_fusion": True}
+
+
+def adjusted(*, on_gpu: bool = False, **changed: Any) -> dict[str, str | None]:
+    of_run = {
+        "create_attention_mask_in_dataloader": False,
+        "sft": False,
+        "multi_latent_attention": False,
+        "moe_pad_expert_input_to_capacity": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "context_parallel_size": 1,
+        "cp_comm_type": None,
+        "attention_dropout": 0.0,
+        "transformer_impl": "local",
+        "window_size": None,
+        "window_attn_skip_freq": None,
+        "micro_batch_size": 1,
+    }
+    args = argparse.Namespace(**of_run | changed)
+    return {change.flag: change.value for change in adjust_arguments(args, on_gpu=on_gpu)}
 
 
 def test_exchanges_run_at_high_priority_and_nothing_is_taken_away() -> None:
     groups = ["dp_cp", "ep"]
-    args = argparse.Namespace(
-        high_priority_stream_groups=groups,
-        context_parallel_size=1,
-        moe_token_dispatcher_type="alltoall",
-        expert_model_parallel_size=2,
-        expert_tensor_parallel_size=1,
-    )
-    row = _prioritize_exchanges(args)
-    assert row is not None
-    assert args.high_priority_stream_groups is groups
-    assert groups == ["dp_cp", "ep", "tp_ep_mp"]
-    assert row.flag == "--high-priority-stream-groups"
-    assert row.value == "dp_cp ep tp_ep_mp"
-    assert _prioritize_exchanges(args) is None
-    args.context_parallel_size, args.attention_dropout, args.window_size = 2, 0.0, None
-    _prioritize_exchanges(args)
+
+    def prioritized(**changed: Any) -> dict[str, str | None]:
+        return adjusted(on_gpu=True, high_priority_stream_groups=groups, **changed)
+
+    assert prioritized() == {"--high-priority-stream-groups": "dp_cp ep tp_ep_mp"}
+    assert prioritized() == {}
+    prioritized(context_parallel_size=2)
     assert groups == ["dp_cp", "ep", "tp_ep_mp", "cp"], "a ring"
-    args.expert_tensor_parallel_size = 2
-    _prioritize_exchanges(args)
+    prioritized(expert_tensor_parallel_size=2)
     assert groups == ["dp_cp", "ep", "tp_ep_mp", "cp", "ep_tp"], "ranks that share an expert"
 
 
 @pytest.mark.parametrize(
-    ("changed", "reads"),
+    ("changed", "flags"),
     [
-        ({}, True),
-        ({"window_size": (8, 0), "window_attn_skip_freq": 2}, True),
-        ({"window_size": (8, 0)}, False),
-        ({"transformer_impl": "transformer_engine"}, False),
-        ({"multi_latent_attention": True}, False),
-        ({"context_parallel_size": 2}, False),
+        # Some stock layer reads the mask.
+        (IN_LOADER, []),
+        (IN_LOADER | WINDOW | {"window_attn_skip_freq": 2}, []),
+        (IN_LOADER | WINDOW, [MASK]),
+        (IN_LOADER | {"transformer_impl": "transformer_engine"}, [MASK]),
+        (IN_LOADER | {"multi_latent_attention": True, "apply_rope_fusion": False}, [MASK]),
+        # Several packed sequences of latent attention.
+        (PACKED, [ROTARY]),
+        (PACKED | {"sft": False, "dataloader_inter_document_masking": True}, [ROTARY]),
+        (PACKED | {"sft": False}, []),
+        (PACKED | {"micro_batch_size": 1}, []),
+        (PACKED | {"apply_rope_fusion": False}, []),
     ],
-    ids=str,
 )
-def test_a_mask_that_no_stock_layer_reads_is_not_built(changed: dict[str, Any], reads: bool) -> None:
-    args = argparse.Namespace(
-        create_attention_mask_in_dataloader=True,
-        reset_attention_mask=True,
-        transformer_impl="local",
-        multi_latent_attention=False,
-        context_parallel_size=1,
-        window_size=None,
-        window_attn_skip_freq=None,
-    )
-    vars(args).update(changed)
-    row = _drop_attention_mask(args)
-    assert args.create_attention_mask_in_dataloader is reads
-    assert row is None if reads else "in a stock run neither" in row.reason
-
-
-def test_latent_attention_of_several_packed_sequences_is_rotated_without_its_fused_kernel() -> None:
-    def adjusted(**changed: Any) -> bool:
-        args = argparse.Namespace(
-            sft=True, micro_batch_size=2, multi_latent_attention=True, apply_rope_fusion=True
-        )
-        vars(args).update(changed)
-        before = args.apply_rope_fusion
-        changed_it = _unfuse_rotary(args) is not None
-        assert changed_it is (before and not args.apply_rope_fusion)
-        return changed_it
-
-    assert adjusted()
-    assert adjusted(sft=False, dataloader_inter_document_masking=True)
-    for one in ({"sft": False}, {"micro_batch_size": 1}, {"multi_latent_attention": False}):
-        assert not adjusted(**one)
-    assert not adjusted(apply_rope_fusion=False)
+def test_masks_and_fused_rotations_that_do_not_fit_are_switched_off(
+    changed: dict[str, Any], flags: list[str]
+) -> None:
+    assert [*adjusted(**changed)] == flags

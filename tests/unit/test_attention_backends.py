@@ -4,9 +4,7 @@ the packages as fakes with their documented signatures. Their results on a GPU a
 
 from __future__ import annotations
 
-import sys
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import Span
@@ -23,7 +20,7 @@ from tests import reference_pieces
 LATER = (Span(0, 24, 40),)
 WHOLE = (Span(0, 64, 0),)
 SEVERAL = (Span(0, 24, 16), Span(24, 8, 56))
-GPU_KERNELS = ("cudnn", "torch-flash-2", "flash-attn-2", "flash-attn-3")
+GPU_KERNELS = ("cudnn", "torch-flash-2")
 aten = torch.ops.aten
 
 
@@ -123,102 +120,6 @@ def test_torch_accepts_the_calls_and_all_chunks_use_the_same_kernel(
     assert called.calls == [*pieces, *backward]
 
 
-@pytest.fixture
-def flash_attn_2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The internal functions of flash-attn from 2.7 on; older ones returned more values."""
-    random_state = torch.tensor([3, 5])
-
-    plain = {
-        "dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0,
-        "alibi_slopes": None,
-    }  # fmt: skip
-
-    def _flash_attn_forward(
-        q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, **given: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        assert given == plain | {"return_softmax": False}
-        rows_first = (x.transpose(0, 1) for x in (q, k, v))
-        output, lse = reference_pieces.forward(*rows_first, causal=causal, scale=softmax_scale)
-        return output.transpose(0, 1), lse, torch.empty(0), random_state
-
-    def _flash_attn_backward(*tensors: Tensor, softmax_scale: float, causal: bool, **given: Any) -> Tensor:
-        *taken, softmax_lse, dq, dk, dv = tensors
-        assert given == plain | {"deterministic": False, "rng_state": random_state}
-        _write_gradients(taken, softmax_lse, (dq, dk, dv), causal=causal, scale=softmax_scale)
-        return torch.empty(0)
-
-    interface = types.ModuleType("flash_attn.flash_attn_interface")
-    vars(interface).update(_flash_attn_forward=_flash_attn_forward, _flash_attn_backward=_flash_attn_backward)
-    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
-    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
-
-
-def _write_gradients(
-    given: Sequence[Tensor], lse: Tensor, into: Sequence[Tensor | None], *, causal: bool, scale: float
-) -> None:
-    assert lse.is_contiguous() and lse.dtype == torch.float32
-    gradient, query, key, value, output = (x.transpose(0, 1) for x in given)
-    found = reference_pieces.backward(gradient, query, key, value, output, lse, causal=causal, scale=scale)
-    for target, part in zip(into, found, strict=True):
-        assert target is not None and target.is_contiguous()
-        target.copy_(part.transpose(0, 1))
-
-
-FA3_FORWARD = (
-    "fwd(Tensor q, Tensor k, Tensor v, Tensor? seqused_k=None,"
-    " float? softmax_scale=None, bool is_causal=False,"
-    " int window_size_left=-1, int window_size_right=-1, int num_splits=0, int sm_margin=0)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
-)
-FA3_BACKWARD = (
-    "bwd(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None,"
-    " Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, float? softmax_scale=None, bool is_causal=False,"
-    " int window_size_left=-1, int window_size_right=-1, bool deterministic=False, int sm_margin=0)"
-    " -> (Tensor)"
-)
-"""The arguments that AMPipe passes, in their positions, and some with defaults; one has a different name."""
-
-
-def _register_flash_attn_3(monkeypatch: pytest.MonkeyPatch, forward: str) -> torch.library.Library:
-    library = torch.library.Library("flash_attn_3", "DEF")
-    library.define(forward)
-    library.define(FA3_BACKWARD)
-    package = types.ModuleType("flash_attn_3")
-    package.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
-    monkeypatch.setitem(sys.modules, "flash_attn_3", package)
-    monkeypatch.setitem(sys.modules, "flash_attn_3._C", types.ModuleType("flash_attn_3._C"))
-    compat.has_flash_attn_3.cache_clear()
-    return library
-
-
-@pytest.fixture
-def flash_attn_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The operators of flash-attn-3."""
-
-    def fwd(
-        q: Tensor, k: Tensor, v: Tensor, seqused_k: Any = None, softmax_scale: Any = None,
-        is_causal: bool = False, left: int = -1, right: int = -1, num_splits: int = 0, **others: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        assert softmax_scale is not None and num_splits == 1
-        rows_first = (x.transpose(0, 1) for x in (q, k, v))
-        output, lse = reference_pieces.forward(*rows_first, causal=is_causal, scale=softmax_scale)
-        return output.transpose(0, 1).contiguous(), lse, torch.empty(0), torch.empty(0)
-
-    def bwd(*given: Any, deterministic: bool = False, **others: Any) -> Tensor:
-        *taken, softmax_lse, dq, dk, dv, softmax_scale, is_causal = given[:11]
-        assert softmax_scale is not None and not deterministic
-        _write_gradients(taken, softmax_lse, (dq, dk, dv), causal=is_causal, scale=softmax_scale)
-        return torch.empty(0)
-
-    library = _register_flash_attn_3(monkeypatch, FA3_FORWARD)
-    library.impl("fwd", fwd, "CompositeExplicitAutograd")
-    library.impl("bwd", bwd, "CompositeExplicitAutograd")
-    yield
-    library._destroy()
-    compat.has_flash_attn_3.cache_clear()
-
-
-@pytest.mark.usefixtures("flash_attn_2", "flash_attn_3")
 @pytest.mark.parametrize("lse_dimensions", [3, 4])
 @pytest.mark.parametrize("spans", [LATER, WHOLE, SEVERAL], ids=["later", "whole", "several"])
 @pytest.mark.parametrize("kernel", GPU_KERNELS)
@@ -246,15 +147,3 @@ def test_cudnn_refuses_a_single_key() -> None:
     inputs = tensors((Span(0, 1, 40),), device="meta")
     with pytest.raises(AssertionError, match="cuDNN attends to two keys or more"):
         KERNELS["cudnn"](*inputs, spans=(Span(0, 1, 40),), scale=0.3)
-
-
-@pytest.mark.parametrize("name", ["is_causal", "causal"])
-def test_flash_attention_3_is_used_if_its_operators_take_our_arguments(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = _register_flash_attn_3(monkeypatch, FA3_FORWARD.replace("is_causal", name))
-    try:
-        assert compat.has_flash_attn_3() is (name == "is_causal")
-    finally:
-        library._destroy()
-        compat.has_flash_attn_3.cache_clear()

@@ -17,43 +17,7 @@ from megatron_ampipe.schedule.features import boundary, features_of_settings
 from tests.golden.write import SETTINGS
 from tests.unit.test_plan_block import PLAIN
 
-CASES: dict[str, tuple[dict[str, Any], bool]] = {
-    "none": ({"type": "none", "aux": 0.0, "z": None}, False),
-    "none with a coefficient": ({"type": "none", "aux": 0.1, "z": None}, False),
-    "z-loss of 0": ({"type": "none", "aux": 0.0, "z": 0.0}, True),
-    "z-loss": ({"type": "none", "aux": 0.0, "z": 0.1}, True),
-    "aux loss of 0": ({"type": "aux_loss", "aux": 0.0, "z": None}, False),
-    "aux loss": ({"type": "aux_loss", "aux": 0.1, "z": None}, True),
-    "negative aux loss": ({"type": "aux_loss", "aux": -0.1, "z": None}, False),
-    "two, one off": ({"type": ["aux_loss", "seq_aux_loss"], "aux": [0.0, 0.1], "z": None}, True),
-    "two, both off": ({"type": ["aux_loss", "seq_aux_loss"], "aux": [0.0, 0.0], "z": None}, False),
-    "the coefficient of another kind": (
-        {"type": ["seq_aux_loss", "none"], "aux": [0.0, 0.1], "z": None},
-        False,
-    ),
-}
-
 WHOLE = Settings()
-
-
-@pytest.fixture(params=CASES, ids=str)
-def case(request: pytest.FixtureRequest) -> tuple[dict[str, Any], bool]:
-    return CASES[request.param]
-
-
-def test_a_model_file_and_arguments_give_it(case: tuple[dict[str, Any], bool], tmp_path: Path) -> None:
-    given, expected = case
-    path = tmp_path / "model.yaml"
-    path.write_text(PLAIN)
-    settings = {"moe-router-load-balancing-type": given["type"], "moe-aux-loss-coeff": given["aux"]}
-    if given["z"] is not None:
-        settings["moe-z-loss-coeff"] = given["z"]
-    cluster = read_cluster(find_cluster("dgx-h100"))
-    block, _ = block_of(read_model(path, overrides=settings), cluster)
-    assert block.features.losses is expected
-
-    settings = {name.replace("-", "_"): value for name, value in settings.items()}
-    assert features_of_settings(arguments(**settings), WHOLE).losses is expected
 
 
 def arguments(**settings: Any) -> argparse.Namespace:
@@ -74,7 +38,8 @@ LOCAL_TENSOR = {
 WHOLE_QKV = {"chunked_qkv": False}
 RING = {"context_parallel_size": 2, "attention_dropout": 0.0, "cp_comm_type": "p2p"}
 CAPACITY, POSITION = {"moe_expert_capacity_factor": 1.25}, {"moe_token_drop_policy": "position"}
-ORDERED, CHOOSING = {"ordered_routing": True}, {"chooses": True}
+ORDERED, CHOOSING, LOSSES = {"ordered_routing": True}, {"chooses": True}, {"losses": True}
+TWO = {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "shared experts": ({"moe_shared_expert_intermediate_size": 64}, {"shared": True}),
@@ -102,7 +67,11 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gathered keys of a window": (RING | {"window_size": (8, 0)}, WHOLE_QKV),
     "gathered keys, dropped weights": (RING | {"attention_dropout": 0.1}, WHOLE_QKV),
     "latent attention": ({"multi_latent_attention": True}, {}),
-    "z-loss of 0": ({"moe_z_loss_coeff": 0.0}, {"losses": True}),
+    "z-loss of 0": ({"moe_z_loss_coeff": 0.0}, LOSSES),
+    "aux loss": ({"moe_aux_loss_coeff": 0.1}, LOSSES),
+    "no aux loss": ({"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1}, {}),
+    "two aux losses, one off": (TWO | {"moe_aux_loss_coeff": [0.0, 0.1]}, LOSSES),
+    "two aux losses, both off": (TWO | {"moe_aux_loss_coeff": [0.0, 0.0]}, {}),
 }  # fmt: skip
 """Settings, and what differs from a block whose queries are projected chunk by chunk."""
 
@@ -146,52 +115,30 @@ def test_features_are_the_same_from_every_source(
     assert evaluated == dataclasses.replace(expected, losses=False)
 
 
-def test_megatron_s_router_gives_it(case: tuple[dict[str, Any], bool]) -> None:
-    """Megatron's own decision for each, without building a router."""
-    pytest.importorskip("megatron.core")
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    given, expected = case
-    router = TopKRouter.__new__(TopKRouter)
-    # Without torch's bookkeeping of modules, which would want a whole one.
-    router.__dict__["routing_type"] = given["type"]
-    router.__dict__["config"] = argparse.Namespace(
-        moe_aux_loss_coeff=given["aux"],
-        moe_z_loss_coeff=given["z"],
-        moe_router_load_balancing_type=given["type"],
-    )
-    assert (TopKRouter.is_aux_loss_enabled(router) or given["z"] is not None) is expected
-
-
 TENSOR = {"tensor_model_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("settings", "schedule", "expected"),
     [
-        ({}, None),
-        ({"multi_latent_attention": True}, None),
-        ({"moe_expert_capacity_factor": 1.25}, None),
-        (TENSOR, None),
-        (TENSOR | {"moe_expert_capacity_factor": 1.25}, "which tokens a capacity drops"),
-        (TENSOR | {"moe_expert_capacity_factor": -1.0}, None),
-        ({"context_parallel_size": 2}, "needs keys and values"),
-        ({"recompute_granularity": "selective"}, None),
-        ({"recompute_granularity": "full"}, "full recompute works around one layer"),
+        ({}, "ampipe", None),
+        ({}, "moe-only", None),
+        ({"multi_latent_attention": True}, "ampipe", None),
+        ({"moe_expert_capacity_factor": 1.25}, "ampipe", None),
+        (TENSOR, "ampipe", None),
+        # A stack spreads each chunk over the tensor-parallel ranks: all chunks together are not in order.
+        (TENSOR, "moe-only", "attention of the whole sequence"),
+        (TENSOR | {"moe_expert_capacity_factor": 1.25}, "ampipe", "which tokens a capacity drops"),
+        (TENSOR | {"moe_expert_capacity_factor": -1.0}, "ampipe", None),
+        ({"context_parallel_size": 2}, "ampipe", "needs keys and values"),
+        ({"recompute_granularity": "selective"}, "ampipe", None),
+        ({"recompute_granularity": "full"}, "ampipe", "full recompute works around one layer"),
     ],
 )
-def test_where_layers_cannot_share_a_schedule(settings: dict[str, Any], expected: str | None) -> None:
+def test_where_layers_cannot_share_a_schedule(
+    settings: dict[str, Any], schedule: str, expected: str | None
+) -> None:
     """Only where projections of a chunk need other chunks, and under full recompute."""
     args = arguments(**settings)
-    reason = boundary(args, whole_attention=False)
+    reason = boundary(args, whole_attention=Pipeline.of(4, schedule=schedule).whole_attention)
     assert reason is None if expected is None else expected in str(reason)
-    if args.recompute_granularity != "full":
-        assert features_of_settings(args, WHOLE, shares_schedule=True).chunked_qkv is (reason is None)
-
-
-def test_attention_of_the_whole_sequence_is_a_boundary_under_tensor_parallelism() -> None:
-    """A stack spreads each chunk over the tensor-parallel ranks: all chunks together are not in order."""
-    args = arguments(**TENSOR)
-    assert boundary(args, whole_attention=Pipeline.of(4, schedule="ampipe").whole_attention) is None
-    assert boundary(args, whole_attention=Pipeline.of(4, schedule="moe-only").whole_attention) is not None
-    assert boundary(arguments(), whole_attention=True) is None

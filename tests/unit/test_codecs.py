@@ -70,7 +70,6 @@ def test_what_cannot_be_divided_over_ranks_is_refused() -> None:
         ("nowhere.at_all:Wire", "No module named 'nowhere'"),
         ("tests.wires:Nothing", "has no attribute 'Nothing'"),
         ("tests.wires:EncodeOnlyWire", "is no class with the methods encode"),
-        ("tests.wires:ArgumentWire", "cannot be made without arguments: TypeError"),
     ],
 )
 def test_other_names_are_refused(name: str, message: str) -> None:

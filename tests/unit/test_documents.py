@@ -1,11 +1,8 @@
-"""Documents that share a sequence, and the largest scores of chunks: every kernel against a mask."""
+"""Documents that share a sequence: every kernel against a mask."""
 
 from __future__ import annotations
 
 import math
-import sys
-import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe import compat
-from megatron_ampipe.attention import kernels
-from megatron_ampipe.attention.kernels import KERNELS, choose_kernel, largest_scores
+from megatron_ampipe.attention.kernels import KERNELS, Kernel, choose_kernel
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
 from megatron_ampipe.schedule.chunks import Documents
@@ -59,42 +55,24 @@ def masked(query: Tensor, key: Tensor, value: Tensor, spans: tuple[Span, ...]) -
     return torch.einsum("bhrs,sbhv->rbhv", weights, value).flatten(2)
 
 
-def fake_varlen(**settings: Any) -> Callable[..., Tensor]:
-    """A flash kernel of several documents with a package's argument names, computed one by one."""
-
-    def function(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-        assert given.pop("causal") is True
-        bounds = [given.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
-        longest = [given.pop(name) for name in ("max_seqlen_q", "max_seqlen_k")]
-        assert longest == [int(ends.diff().max()) for ends in bounds]
-        assert all(ends.dtype == torch.int32 for ends in bounds)
-        assert given.pop("softmax_scale") == 0.3 and given == settings
-        outputs = []
-        for (first, last), (begin, end) in zip(
-            *(ends.unfold(0, 2, 1).tolist() for ends in bounds), strict=True
-        ):
-            span = Span(0, last - first, end - begin - (last - first))
-            parts = (x.unsqueeze(1) for x in (query[first:last], key[begin:end], value[begin:end]))
-            outputs.append(KERNELS["exact"](*parts, spans=(span,), scale=0.3).squeeze(1))
-        return torch.cat(outputs).view(len(query), query.shape[1], -1)
-
-    return function
+def documents_one_by_one(query: Tensor, key: Tensor, value: Tensor, *bounds: Any, scale: float) -> Tensor:
+    """As torch's operator for documents of different lengths."""
+    *ends, most_rows, most_keys = bounds
+    assert [most_rows, most_keys] == [int(one.diff().max()) for one in ends]
+    assert all(one.dtype == torch.int32 for one in ends)
+    outputs = []
+    for (first, last), (begin, end) in zip(*(one.unfold(0, 2, 1).tolist() for one in ends), strict=True):
+        span = Span(0, last - first, end - begin - (last - first))
+        parts = (x.unsqueeze(1) for x in (query[first:last], key[begin:end], value[begin:end]))
+        outputs.append(KERNELS["exact"](*parts, spans=(span,), scale=scale).squeeze(1))
+    return torch.cat(outputs).view(len(query), query.shape[1], -1)
 
 
-@pytest.fixture
-def packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn and flash-attn-3, whose functions compute on a CPU."""
-    second, third = types.ModuleType("flash_attn"), types.ModuleType("flash_attn_interface")
-    second.flash_attn_varlen_func = fake_varlen(dropout_p=0.0, window_size=(-1, -1), deterministic=False)
-    third.flash_attn_varlen_func = fake_varlen(deterministic=False)
-    monkeypatch.setitem(sys.modules, "flash_attn", second)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", third)
-
-
-@pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize("with_sums", [True, False])
-@pytest.mark.parametrize("name", ["exact", "sdpa", "cpu-flash", "flash-attn", "flash-attn-2", "flash-attn-3"])
-def test_kernels_equal_a_mask(name: str, with_sums: bool) -> None:
+@pytest.mark.parametrize("name", ["exact", "sdpa", "cpu-flash", "torch-flash-2"])
+def test_kernels_equal_a_mask(name: str, with_sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "torch-flash-2":
+        monkeypatch.setitem(KERNELS, name, Kernel(documents=documents_one_by_one))
     torch.manual_seed(1)
     shapes = ((LENGTH, 3, 4, 8), (LENGTH, 3, 2, 8), (LENGTH, 3, 2, 8))
     query, key, value = (torch.randn(shape, requires_grad=True) for shape in shapes)
@@ -126,18 +104,21 @@ def test_kernels_equal_a_mask(name: str, with_sums: bool) -> None:
         torch.testing.assert_close(found_one, one)
 
 
-def test_torch_accepts_the_call_of_its_kernel() -> None:
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "many"])
+@pytest.mark.parametrize("beyond", [{}, {"window": 5, "dropout": 0.1}], ids=["plain", "window"])
+def test_torch_accepts_the_calls_of_its_kernel(beyond: dict[str, Any], documents: Documents | None) -> None:
     """On the meta device, where torch's operator checks its arguments; it gives a gradient."""
     shapes = ((24, 3, 4, 16), (34, 3, 2, 16), (34, 3, 2, 16))
     inputs = [torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-    output = KERNELS["torch-flash-2"](*inputs, spans=(Span(0, 24, 10),), documents=DOCUMENTS, scale=0.3)
+    spans = (Span(0, 24, 10),)
+    output = KERNELS["torch-flash-2"](*inputs, spans=spans, documents=documents, scale=0.3, **beyond)
     assert output.shape == (24, 3, 64)
     found = torch.autograd.grad(output, inputs, torch.empty_like(output))
     assert [one.shape for one in found] == [one.shape for one in inputs]
 
 
 def test_a_kernel_that_takes_all_documents_at_once_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = compat.Gpu(capability=(10, 0), cudnn=92000, deterministic=False, torch_flash=True)
+    gpu = compat.Gpu(capability=(10, 0), cudnn=92000, deterministic=False)
     monkeypatch.setattr(compat, "current_gpu", lambda: gpu)
     settings = settings_of_plain_attention()
     assert choose_kernel(settings, local=False, on_gpu=True).name == "te"
@@ -145,54 +126,3 @@ def test_a_kernel_that_takes_all_documents_at_once_is_preferred(monkeypatch: pyt
     chosen = choose_kernel(settings, local=False, on_gpu=True, documents=True)
     assert chosen.name == "torch-flash-2"
     assert "cudnn: one call for each document" in chosen.reason
-
-
-ROWS, BATCH, HEADS, GROUPS = 24, 3, 4, 2
-WHOLE = (Span(0, ROWS, 0),)
-SPANS = [(Span(0, 10, 0),), (Span(10, 7, 10), Span(17, 7, 17))]
-
-
-def tensors() -> tuple[Any, Any]:
-    generator = torch.Generator().manual_seed(3)
-    return (
-        torch.randn(ROWS, BATCH, HEADS, 8, generator=generator),
-        torch.randn(ROWS, BATCH, GROUPS, 8, generator=generator),
-    )
-
-
-def plain(query: Any, key: Any, *, window: int | None, starts: Any) -> Any:
-    found = torch.full((HEADS,), -torch.inf)
-    for batch in range(BATCH):
-        for row in range(ROWS):
-            first = max(start for start in starts[batch] if start <= row)
-            if window is not None:
-                first = max(first, row - window)
-            for head in range(HEADS):
-                scores = key[first : row + 1, batch, head * GROUPS // HEADS] @ query[row, batch, head]
-                found[head] = max(found[head], scores.max() * 0.3)
-    return found
-
-
-@pytest.mark.parametrize("most", [1, 100, 2**24])
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("starts", [((0,),) * 3, ((0, 4, 19), (0, 23), (0, 1, 2, 11))], ids=["one", "many"])
-def test_chunks_have_the_scores_of_the_sequence(
-    most: int, window: int | None, starts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "MOST_SCORES", most)
-    query, key = tensors()
-    documents = None if len(starts[0]) == 1 else Documents(starts, ROWS, own_positions=True)
-    parts = [
-        largest_scores(
-            query[spans[0].global_start : spans[-1].global_end],
-            key,
-            spans=spans,
-            scale=0.3,
-            window=window,
-            documents=documents,
-        )
-        for spans in SPANS
-    ]
-    expected = plain(query, key, window=window, starts=starts)
-    torch.testing.assert_close(torch.stack(parts).amax(dim=0), expected)
-    assert not torch.equal(parts[0], parts[1])

@@ -13,7 +13,6 @@ from megatron_ampipe.block.settings import SETTING, given_settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags
 from megatron_ampipe.launch.flags import config_from_args
-from megatron_ampipe.launch.refusals import REFUSALS
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
     ALL_LAYERS,
@@ -221,43 +220,3 @@ def test_expert_parallel_ranks_are_spread_over_nodes(
     one = useful_exchanges(experts=expert, topk=1, dispatcher="alltoall", **sizes)
     assert one == (Exchange.ROWS, Exchange.TWO_DIMENSIONAL)[: 1 + (layout is not None)]
     assert useful_exchanges(experts=expert, topk=2, dispatcher="allgather", **sizes) == (Exchange.ROWS,)
-
-
-TENSOR_2 = {"tensor_model_parallel_size": 2}
-
-
-@pytest.mark.parametrize(
-    ("exchange", "changes", "is_refused"),
-    [
-        ("2dh", {}, False),
-        ("2dh", {"ampipe_ranks_per_node": 4}, True),
-        # As many ranks share an expert as share attention, where no flag says otherwise.
-        ("2dh", {"ampipe_ranks_per_node": 4, "expert_tensor_parallel_size": None} | TENSOR_2, False),
-        ("nodes", {"moe_router_topk": 1}, True),
-    ],
-)
-def test_an_exchange_is_refused_where_it_saves_nothing(
-    exchange: str, changes: dict[str, Any], is_refused: bool
-) -> None:
-    """Four expert-parallel ranks on two nodes."""
-    arguments = argparse.Namespace(
-        **{
-            "ampipe_exchange": exchange,
-            "ampipe_ranks_per_node": 2,
-            "expert_model_parallel_size": 4,
-            "expert_tensor_parallel_size": 1,
-            "num_experts": 8,
-            "moe_router_topk": 2,
-            "moe_token_dispatcher_type": "alltoall",
-        }
-        | changes
-    )
-    (row,) = (row for row in REFUSALS if row.setting == "--ampipe-exchange")
-    assert (row.applies(arguments) is not None) == is_refused
-
-
-def test_rows_of_two_hops_are_encoded_between_nodes() -> None:
-    words = ("--ampipe-degree", "4", "--ampipe-wire", "fp8", "--ampipe-exchange")
-    for exchange, where in (("ranks", ""), ("nodes", " between nodes"), ("2dh", " between nodes")):
-        (row,) = parse(*words, exchange).startup_rows(stock=False)
-        assert row[2].startswith(f"rows and their gradients are cast{where}, so losses differ")

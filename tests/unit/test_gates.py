@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from megatron_ampipe.block.named_values import class_path
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.attach import TokenIdsOfModels, find_gate
+from megatron_ampipe.launch.attach import TokenIdsOfModels
 from megatron_ampipe.launch.refusals import TOKEN_ID_REFUSALS, refuse_with_token_ids
 from megatron_ampipe.layers.gates import HashRouter, TokenIds, hashed_experts
-from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 
 @pytest.mark.parametrize(
@@ -163,6 +162,7 @@ def test_a_step_watches_each_model_once() -> None:
 
 
 SET = {
+    "pipeline_model_parallel_size": 2,
     "mtp_num_layers": 1,
     "overlap_moe_expert_parallel_comm": True,
     "cuda_graph_impl": "local",
@@ -181,13 +181,3 @@ def test_rows_about_ids_refuse_at_any_degree(name: str) -> None:
     refuse_with_token_ids("hash", argparse.Namespace(**common))
     with pytest.raises(BadInput, match=f"{flag} .*: with --ampipe-router hash, "):
         refuse_with_token_ids("hash", argparse.Namespace(**common | {name: SET[name]}))
-
-
-def test_later_stages_of_a_script_have_no_ids() -> None:
-    config = AMPipeConfig(router="hash")
-    args = argparse.Namespace(num_experts=4, pipeline_model_parallel_size=2, ampipe_router="hash")
-    assert find_gate(config, args) is not None
-    with pytest.raises(BadInput, match=r"--pipeline-model-parallel-size 2: .* every pipeline stage needs"):
-        find_gate(config, args, of_script=True)
-    args.pipeline_model_parallel_size = 1
-    assert find_gate(config, args, of_script=True) is not None

@@ -282,14 +282,11 @@ def trace(*events: dict[str, Any]) -> dict[str, Any]:
     return {"traceEvents": [{"ph": "M", "name": "process_name"}, *marks, *events]}
 
 
-@pytest.mark.parametrize(
-    "link_kernel", ["void at::cuda::spin_kernel(long)", "ampipe_spin_vectorized2_kernel"]
-)
-def test_the_overlap_of_a_trace(link_kernel: str) -> None:
+def test_the_overlap_of_a_trace() -> None:
     found = read_profile(
         trace(
             on_device("gemm", 7, 1000.0, 2000.0),
-            on_device(link_kernel, 20, 2500.0, 1000.0),
+            on_device("ampipe_spin_vectorized2_kernel", 20, 2500.0, 1000.0),
             # A copy on the link's stream counts as communication.
             on_device("Memcpy DtoD", 20, 3500.0, 500.0, "gpu_memcpy"),
             on_device("gemm", 7, 5000.0, 500.0),
@@ -348,7 +345,6 @@ PROFILE = {
     "host_waits": {"forward": {"cudaEventSynchronize": 4}, "backward": {}},
 }
 BENCH = {
-    "schedules": ["ampipe"],
     "cases": [
         {
             "name": "mixtral-8k",
@@ -465,9 +461,8 @@ def test_the_plugin_writes_every_outcome_when_it_is_known(tmp_path: Path) -> Non
 def test_a_profile_that_misses_a_requirement_is_reported_as_different(
     changes: dict[str, Any], checks: list[str]
 ) -> None:
-    found = rows(finished("profile", PROFILE | changes | {"clock": "cycles"}))
+    found = rows(finished("profile", PROFILE | changes))
     assert [name for name, (outcome, _) in found.items() if outcome is Outcome.DIFFERENT] == checks
-    assert found["overlap"][1].endswith("the link counts clock cycles, see log.txt")
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CUT, Outcome.NO_TIME, Outcome.DIFFERENT])

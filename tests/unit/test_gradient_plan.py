@@ -1,32 +1,22 @@
-"""How gradients are reduced with a plan: buckets, the pass with reductions, the advice."""
+"""How gradients are reduced with a plan: buckets, a pass with reductions. Golden plans hold the figures."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_ampipe.cli import main
-from megatron_ampipe.plan.cluster import read_cluster
 from megatron_ampipe.plan.gradients import (
-    AFTER,
-    PLACED,
-    STOCK,
     ReducedPass,
     completed,
-    plan_gradients,
 )
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import build, even_chunks, period
-from megatron_ampipe.tools.measuring.grid import block_of_case, find_grid, read_grid
+from megatron_ampipe.schedule import build
 from tests.plan_cases import cluster, sized_block, without_device
 from tests.unit.test_plan_block import PLAIN
-
-# Buckets.
 
 
 @pytest.mark.parametrize(
@@ -47,70 +37,29 @@ def test_a_bucket_is_complete_with_a_layer(
     assert completed(layers, bucket_size) == expected
 
 
-# The pass with reductions.
-
-
 def test_a_reduction_that_shares_the_network_doubles_the_time_of_each_transfer() -> None:
     """In one chunk nothing else overlaps: each of two layers waits for two transfers."""
     work = sized_block(replicas=8, expert=4, expert_replicas=2)
     predictor = Predictor(work, without_device(cluster()))
     schedule = build("ampipe", degree=1, features=predictor.features)
+    transfer = next(
+        span.end_us - span.begin_us
+        for span in predictor.timeline(schedule, [work.rows]).spans
+        if (span.kind, span.direction) == ("dispatch", "backward")
+    )
     run = ReducedPass(predictor, schedule, [work.rows], num_layers=3)
     assert run.without_us == pytest.approx(3 * predictor.pass_us(schedule, [work.rows]).backward)
-    spans = predictor.timeline(schedule, [work.rows]).spans
-    of_dispatch = [span for span in spans if (span.kind, span.direction) == ("dispatch", "backward")]
-    transfer = of_dispatch[0].end_us - of_dispatch[0].begin_us
+
+    def computed(others: float, experts: float = 0.0) -> float:
+        """With reductions of the first of three layers."""
+        return run.times([(experts, others), (0.0, 0.0), (0.0, 0.0)], overlapped=True)[0]
+
     endless = 1e9
-    computed, _ = run.times(of_layers(endless, 0.0, 0.0), overlapped=True)
-    assert computed == pytest.approx(run.without_us + 2 * 2 * transfer)
+    assert computed(endless) == pytest.approx(run.without_us + 2 * 2 * transfer)
     # Gradients of experts are complete before the second transfer of their layer.
-    earlier, _ = run.times(of_layers(experts=(endless, 0.0, 0.0)), overlapped=True)
-    assert earlier == pytest.approx(run.without_us + 5 * transfer)
+    assert computed(0.0, endless) == pytest.approx(run.without_us + 5 * transfer)
     # The reduction and the transfer each get half of the network until the reduction has ended.
-    longer, shorter = (
-        run.times(of_layers(transfer * share, 0.0, 0.0), overlapped=True)[0] for share in (0.75, 0.5)
-    )
-    assert longer - shorter == pytest.approx(0.25 * transfer)
-
-
-def of_layers(*others: float, experts: Sequence[float] = (0.0, 0.0, 0.0)) -> list[tuple[float, float]]:
-    """Reductions of three layers."""
-    return list(zip(experts, others or (0.0, 0.0, 0.0), strict=True))
-
-
-@pytest.mark.parametrize(("num_layers", "tensor"), [(4, 1), (5, 2)])
-def test_stacks_follow_one_another(num_layers: int, tensor: int) -> None:
-    """Two layers share a schedule; of five, three do."""
-    work = sized_block(replicas=8, tensor=tensor, recomputes=True)
-    predictor = Predictor(work, cluster("dgx-h100"), num_layers=2)
-    schedule = period(build("ampipe", degree=2, features=predictor.features))
-    lengths = even_chunks(work.rows, 2)
-    run = ReducedPass(predictor, schedule, lengths, num_layers=num_layers)
-    each = [predictor.of_layers(count) for count in ((2,) * (num_layers // 2), (2, 3))[num_layers % 2]]
-    assert run.without_us == pytest.approx(sum(one.pass_us(schedule, lengths).backward for one in each))
-    assert run.times([(50.0, 0.0)] * num_layers, overlapped=False)[0] >= run.without_us
-
-
-# The plan.
-
-
-@pytest.mark.parametrize(("schedule", "degree", "layers"), [("lancet", 1, 1), ("ampipe", 4, 4)])
-def test_the_best_way_is_chosen(schedule: str, degree: int, layers: int) -> None:
-    (case,) = read_grid(find_grid("cpu-small"), only="top1")
-    measured = replace(read_cluster(Path("docs/measured/profile-200mbit.yaml")), ranks_per_node=4)
-    block = block_of_case(case, num_ranks=2, fused_gradients=True)
-    block = replace(block, replicas=4, expert_replicas=2)
-    predictor = Predictor(block, measured, num_layers=layers)
-    order = build(schedule, degree=degree, features=predictor.features)
-    found = plan_gradients(predictor, order, even_chunks(block.rows, degree), num_layers=4)
-    assert found is not None
-    total = {way.name: way.pass_ms + way.left_ms for way in found.ways}
-    assert total[AFTER] > total[STOCK] and total[AFTER] > total[PLACED]
-    for way in found.ways:
-        assert way.saves == pytest.approx(1 - total[way.name] / total[AFTER])
-        # Those of experts are complete within the first layer.
-        assert way.left_ms >= found.reduction_ms * 0.25
-    assert total[found.chosen] * 0.99 <= min(total.values())
+    assert computed(0.75 * transfer) - computed(0.5 * transfer) == pytest.approx(0.25 * transfer)
 
 
 def test_the_plan_compares_ways_to_reduce(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,18 +18,11 @@ from megatron_ampipe.attention.kernels import (
 from megatron_ampipe.compat import Gpu
 from tests.reference_pieces import settings_of_plain_attention
 
-HOPPER = Gpu(capability=(9, 0), cudnn=91501, torch_flash=True, deterministic=False)
+HOPPER = Gpu(capability=(9, 0), cudnn=91501, deterministic=False)
 BLACKWELL = dataclasses.replace(HOPPER, capability=(10, 0))
 AMPERE = dataclasses.replace(HOPPER, capability=(8, 0))
 ADA = dataclasses.replace(HOPPER, capability=(8, 9))
 TURING = dataclasses.replace(HOPPER, capability=(7, 5))
-NO_2, NO_3 = "flash-attn-2: needs flash-attn 2.7", "flash-attn-3: not installed"
-
-
-@pytest.fixture(autouse=True)
-def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("has_flash_attn", "has_flash_attn_internals", "has_flash_attn_3"):
-        monkeypatch.setattr(compat, name, lambda: False)
 
 
 def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -> KernelChoice:
@@ -38,52 +31,23 @@ def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -
 
 
 @pytest.mark.parametrize(
-    ("gpu", "installed", "name", "reasons"),
+    ("gpu", "name", "reasons"),
     [
-        (HOPPER, {"has_flash_attn_3", "has_flash_attn_internals"}, "flash-attn-3", []),
-        (HOPPER, {"has_flash_attn_internals"}, "cudnn", [NO_3]),
+        (HOPPER, "cudnn", []),
         (
             dataclasses.replace(HOPPER, cudnn=91002),
-            set(),
             "torch-flash-2",
-            [NO_3, "cudnn: cuDNN 91002 is older than 91501 (9.15.1)", NO_2],
+            ["cudnn: cuDNN 91002 is older than 91501 (9.15.1)"],
         ),
-        (
-            dataclasses.replace(HOPPER, deterministic=True),
-            set(),
-            "torch-flash-2",
-            [NO_3, "cudnn: not deterministic", NO_2],
-        ),
-        (BLACKWELL, {"has_flash_attn_3"}, "cudnn", ["flash-attn-3: needs Hopper"]),
-        (
-            dataclasses.replace(AMPERE, torch_flash=False),
-            {"has_flash_attn"},
-            "flash-attn",
-            [
-                "flash-attn-3: needs Hopper",
-                "cudnn: needs Hopper or Blackwell",
-                NO_2,
-                "torch-flash-2: this torch was built without FlashAttention",
-            ],
-        ),
-        (
-            TURING,
-            {"has_flash_attn", "has_flash_attn_internals"},
-            "sdpa",
-            [
-                "flash-attn-3: needs Hopper",
-                "cudnn: needs Hopper or Blackwell",
-                "flash-attn-2: needs Ampere or later",
-                "torch-flash-2: needs Ampere or later",
-            ],
-        ),
+        (dataclasses.replace(HOPPER, deterministic=True), "torch-flash-2", ["cudnn: not deterministic"]),
+        (BLACKWELL, "cudnn", []),
+        (AMPERE, "torch-flash-2", ["cudnn: needs Hopper or Blackwell"]),
+        (TURING, "sdpa", ["cudnn: needs Hopper or Blackwell", "torch-flash-2: needs Ampere or later"]),
     ],
 )
 def test_the_fastest_usable_kernel_is_chosen(
-    gpu: Gpu, installed: set[str], name: str, reasons: list[str], monkeypatch: pytest.MonkeyPatch
+    gpu: Gpu, name: str, reasons: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for package in installed:
-        monkeypatch.setattr(compat, package, lambda: True)
     assert chosen(gpu, monkeypatch) == KernelChoice(name, "; ".join(reasons))
     assert name in KERNELS
 
@@ -107,7 +71,6 @@ def test_head_sizes(gpu: Gpu, head_size: int, name: str, monkeypatch: pytest.Mon
     assert refused == {"cudnn": 0, "torch-flash-2": gpu is HOPPER, "sdpa": 1 + (gpu is HOPPER)}[name]
 
 
-@pytest.mark.parametrize("has_flash_attn", [False, True])
 @pytest.mark.parametrize(
     ("feature", "setting"),
     [
@@ -117,14 +80,19 @@ def test_head_sizes(gpu: Gpu, head_size: int, name: str, monkeypatch: pytest.Mon
         ("attention sinks", {"softmax_type": "learnable"}),
     ],
 )
-def test_features_that_merged_kernels_do_not_support_are_named(
-    feature: str, setting: dict[str, Any], has_flash_attn: bool, monkeypatch: pytest.MonkeyPatch
+def test_features_that_flash_kernels_do_not_support_are_named(
+    feature: str, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "has_flash_attn", lambda: has_flash_attn)
-    for on_gpu, reason in ((True, "merged flash kernels"), (False, "cpu-flash")):
-        choice = choose_kernel(settings_of_plain_attention(**setting), local=True, on_gpu=on_gpu)
-        fast = on_gpu and has_flash_attn and feature in ("attention dropout", "sliding window")
-        assert choice == KernelChoice("flash-attn" if fast else "sdpa", f"{reason}: no support for {feature}")
+    monkeypatch.setattr(compat, "current_gpu", lambda: HOPPER)
+    settings, unsupported = settings_of_plain_attention(**setting), f"no support for {feature}"
+    assert choose_kernel(settings, local=True, on_gpu=False) == KernelChoice(
+        "sdpa", f"cpu-flash: {unsupported}"
+    )
+    choice = choose_kernel(settings, local=True, on_gpu=True)
+    if feature in ("attention dropout", "sliding window"):
+        assert choice == KernelChoice("torch-flash-2", f"cudnn: {unsupported}")
+    else:
+        assert choice == KernelChoice("sdpa", f"cudnn: {unsupported}; torch-flash-2: {unsupported}")
 
 
 def test_what_no_flash_kernel_computes() -> None:
@@ -159,5 +127,5 @@ def test_the_pinned_kernel_never_lets_torch_choose(monkeypatch: pytest.MonkeyPat
         pinned_kernel(on_gpu=True, dtype=dtype, head_size=head_size)
         for dtype, head_size in ((torch.bfloat16, 128), (torch.bfloat16, 100), (torch.float32, 128))
     ]
-    assert names == ["cudnn", "sdpa-efficient", "sdpa-efficient"]
+    assert names == ["cudnn", "exact-pieces", "exact-pieces"]
     assert pinned_kernel(on_gpu=False, dtype=torch.float32, head_size=16) == "cpu-flash"

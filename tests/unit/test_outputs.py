@@ -30,7 +30,6 @@ OUTPUTS = (
     ["doctor", "--quick", "--json"],
     *([*PLAN, flag] for flag in ("--output", "--json", "--trace")),
     ["profile", "--output"],
-    ["routing", "recorded", "--json"],
     [*SBATCH, "--output"],
 )
 """Command lines that end with the path of an output file."""

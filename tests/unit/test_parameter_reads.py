@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from tests.dist.parameter_reads import ParameterReads
-
-NOTHING = {"early": {}, "never entered": [], "never read": []}
 
 
 class Product(torch.autograd.Function):
@@ -19,70 +18,46 @@ class Product(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rows @ weight.t()
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
 
 class Pair(torch.nn.Module):
-    """Two linear layers; ``way`` selects how the second one is used."""
+    """Two linear layers; ``use`` is how the second one is used."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, use: Callable[[torch.nn.Module, torch.Tensor], Any]) -> None:
         super().__init__()
         self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3, bias=False)
-        self.way = way
+        self.use = use
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        rows = self.first(rows)
-        if self.way == "called":
-            return self.second(rows)
-        if self.way == "method":
-            return self.second.forward(rows)
-        if self.way == "a view of its weight":
-            return rows @ self.second.weight.data.t()[:, :2]
-        if self.way == "called too late":
-            return rows @ self.second.weight.t() + self.second(rows)
-        if self.way == "an autograd function":
-            return Product.apply(rows, self.second.weight)
-        with torch.no_grad():
-            more = self.second.forward(rows)
-        return rows + more
+    def forward(self, rows: torch.Tensor) -> Any:
+        return self.use(self.second, self.first(rows))
 
 
-def watched(way: str) -> dict[str, object]:
-    module = Pair(way)
-    with ParameterReads(module) as reads:
-        module(torch.randn(2, 3)).sum().backward()
-    assert not module.first._forward_pre_hooks
-    report = reads.report()
-    assert report.pop("watched") == 3
-    return report
+def without_gradients(layer: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return layer.forward(rows)
 
 
-def test_a_module_that_is_called_gives_no_finding() -> None:
-    assert watched("called") == NOTHING
+EARLY = {"early": ["second.weight"]}
+NEVER_ENTERED = {"never entered": ["second"]}
 
 
 @pytest.mark.parametrize(
-    "way", ["method", "a view of its weight", "an autograd function", "without gradients"]
+    ("use", "findings"),
+    [
+        (lambda layer, rows: layer(rows), {}),
+        (lambda layer, rows: layer.forward(rows), EARLY | NEVER_ENTERED),
+        (lambda layer, rows: rows @ layer.weight.data.t()[:, :2], EARLY | NEVER_ENTERED),
+        (lambda layer, rows: Product.apply(rows, layer.weight), EARLY | NEVER_ENTERED),
+        (without_gradients, EARLY | NEVER_ENTERED),
+        (lambda layer, rows: rows @ layer.weight.t() + layer(rows), EARLY),
+        (lambda layer, rows: rows, NEVER_ENTERED | {"never read": ["second.weight"]}),
+    ],
+    ids=["called", "method", "view", "function", "no_grad", "called too late", "not used"],
 )
-def test_a_parameter_read_without_a_call_is_found(way: str) -> None:
-    found = watched(way)
-    assert found["early"].keys() == {"second.weight"}
-    assert found["never entered"] == ["second"]
-    assert found["never read"] == []
-
-
-def test_a_call_after_the_first_read_is_too_late() -> None:
-    found = watched("called too late")
-    assert found == NOTHING | {"early": found["early"]}
-    assert found["early"].keys() == {"second.weight"}
-
-
-def test_a_module_that_is_not_used_is_found() -> None:
-    module = Pair("called")
+def test_a_parameter_that_is_read_without_a_call_is_found(use: Any, findings: dict[str, Any]) -> None:
+    module = Pair(use)
     with ParameterReads(module) as reads:
-        module.first(torch.randn(2, 3))
+        module(torch.randn(2, 3))
+    assert not module.first._forward_pre_hooks
     report = reads.report()
-    assert report["never entered"] == ["second"]
-    assert report["never read"] == ["second.weight"]
+    nothing = {"early": [], "never entered": [], "never read": []}
+    assert report | {"early": [*report["early"]]} == {"watched": 3} | nothing | findings

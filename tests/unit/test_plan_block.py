@@ -66,11 +66,6 @@ def test_an_error_is_reported_with_its_line(line: str, parts: list[str], tmp_pat
         ({"num-expert": 4}, "--set num-expert 4: has no effect: .* Did you mean num-experts\\?"),
         ({"expert-model-parallel-size": 3}, "--set expert-model-parallel-size 3: must divide 8 experts"),
         ({"moe-router-topk": 9}, "--set moe-router-topk 9: is above num-experts 8"),
-        ({"num-attention-heads": 7}, "--set num-attention-heads 7: does not divide hidden-size 1024"),
-        (
-            {"group-query-attention": True, "num-query-groups": 5},
-            "--set num-query-groups 5: does not divide num-attention-heads 16",
-        ),
         ({"num-experts": 64, "expert-model-parallel-size": 64}, "shared by 64 ranks of --ranks 8"),
     ],
 )

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ampipe.plan.cluster import Overhead
 from megatron_ampipe.plan.planner import plan_of
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import (
@@ -35,7 +34,7 @@ from megatron_ampipe.schedule import (
     issue_order,
 )
 from tests.core_speed import executed_lines
-from tests.plan_cases import NONE, cluster, sized_block, without_device
+from tests.plan_cases import cluster, sized_block, without_device
 
 TIMES = st.one_of(
     st.integers(0, 6).map(float), st.integers(0, 8000).map(lambda thousandths: thousandths / 1000)
@@ -186,20 +185,6 @@ def test_a_degree_is_chosen_in_10_ms_and_a_plan_is_made_in_a_second() -> None:
     assert executed_lines(lambda: choose_degree(predictor, DEGREES)) < 0.010 * 25e6
     predictor = Predictor(block, cluster())
     assert executed_lines(lambda: full_plan(predictor, (16,))) < 25e6
-
-
-def test_fewer_chunks_are_chosen_for_a_slower_host() -> None:
-    """More chunks do not help a device that waits for its host; without grouped GEMM there are more calls."""
-    block = sized_block(sequence_length=32768, experts=32)
-    device = cluster()
-    degrees = []
-    for issue_us in (10, 300, 3000):
-        issue = Overhead(forward_us=issue_us, backward_us=issue_us, **NONE)
-        host = dataclasses.replace(device.host, issue=issue)
-        predictor = Predictor(block, dataclasses.replace(device, host=host))
-        degrees.append(choose_degree(predictor).schedule.degree)
-    assert degrees == sorted(degrees, reverse=True)
-    assert degrees[0] > degrees[-1]
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -42,9 +42,7 @@ def ends(
     issue = settings.pop("issue", None)
     issues = None if issue is None else [issue] * len(compiled.stages)
     durations = [times[stage.kind] for stage in compiled.stages]
-    latency = settings.pop("latency", None)
-    latencies = None if latency is None else [latency * stage.is_communication for stage in compiled.stages]
-    begin, end = run(compiled, durations, Pace(issue_us=issues, latency_us=latencies, **settings))
+    begin, end = run(compiled, durations, Pace(issue_us=issues, **settings))
     return {str(stage): (begin[index], end[index]) for index, stage in enumerate(compiled.stages)}
 
 

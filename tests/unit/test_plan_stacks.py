@@ -104,16 +104,3 @@ def test_a_stack_is_not_slower_than_block_by_block(block: object, device: bool) 
     for layers in (1, 2, 5):
         features = [predictor.features] * layers
         check(unrolled(found.schedule, features), features)
-
-
-def test_full_recompute_is_a_part_of_the_shared_schedule() -> None:
-    plain, repeated = (
-        Predictor(sized_block(recomputes=recomputes), cluster(), num_layers=3) for recomputes in (False, True)
-    )
-    found = full_plan(repeated, (2,))
-    again = sum(stage.again for stage in repeated.whole(found.schedule).backward.stages)
-    assert again and not any(stage.again for stage in found.schedule.backward.stages)
-    # In the schedule, instead of before it: their transfers can be hidden too.
-    once, twice = (one.pass_us(found.schedule, found.lengths) for one in (plain, repeated))
-    both = once.backward + once.forward
-    assert twice.forward == once.forward and 0.9 * both < twice.backward < 1.02 * both

@@ -1,15 +1,19 @@
-"""Sums of the chunks' gradients: their values and their allocations."""
+"""Segments: what they keep and release, and sums of the chunks' gradients: values and allocations."""
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, Segment
+from megatron_ampipe.runtime.saved_tensors import DroppedRows
+from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, Segment, WeightProducts
 
 
 class Allocations(TorchDispatchMode):
@@ -17,30 +21,29 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[Tensor] = []
 
-    def sizes_bytes(self, *known: torch.Tensor) -> list[int]:
+    def sizes_bytes(self, *known: Tensor) -> list[int]:
         """Sizes of the memory of all results, without that of ``known``."""
         memories = [tensor.untyped_storage() for tensor in self._kept]
-        found = {memory.data_ptr(): memory.nbytes() for memory in memories}
+        sizes = {memory.data_ptr(): memory.nbytes() for memory in memories}
         for tensor in known:
-            found.pop(tensor.untyped_storage().data_ptr(), None)
-        return list(found.values())
+            sizes.pop(tensor.untyped_storage().data_ptr(), None)
+        return [*sizes.values()]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        self._kept.append(result)
-        return result
+        self._kept.append(function(*args, **(kwargs or {})))
+        return self._kept[-1]
 
 
-def chunk_gradients(dtype: torch.dtype, *, count: int = 4) -> list[torch.Tensor]:
+def chunk_gradients(dtype: torch.dtype, *, count: int = 4) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(40, 30, generator=generator).to(dtype) for _ in range(count)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_a_sum_is_allocated_once(dtype: torch.dtype) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(40, 30, dtype=dtype))
+    parameter = Parameter(torch.zeros(40, 30, dtype=dtype))
     gradients = chunk_gradients(dtype)
     before = [gradient.clone() for gradient in gradients]
     sums = GradientSums(BlockParameters([], [parameter]))
@@ -60,7 +63,7 @@ def test_a_sum_is_allocated_once(dtype: torch.dtype) -> None:
 
 
 def test_a_single_gradient_is_returned_without_a_copy() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(40, 30))
+    parameter = Parameter(torch.zeros(40, 30))
     (gradient,) = chunk_gradients(torch.float32, count=1)
     sums = GradientSums(BlockParameters([], [parameter]))
     with Allocations() as allocations:
@@ -75,12 +78,12 @@ class Look(torch.autograd.Function):
     """The identity; its backward notes whether a tensor is still alive."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, notes: list[object]) -> torch.Tensor:
+    def forward(ctx: Any, tensor: Tensor, notes: list[object]) -> Tensor:
         ctx.notes = notes
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         watched = ctx.notes[0]
         ctx.notes.append(watched() is not None)
         return gradient, None
@@ -89,16 +92,16 @@ class Look(torch.autograd.Function):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("releases", [False, True])
 def test_a_gradient_is_released_after_its_first_use(releases: bool, recompute: bool) -> None:
-    weight, inputs = torch.nn.Parameter(torch.randn(3, 3)), torch.randn(4, 3)
+    weight, inputs = Parameter(torch.randn(3, 3)), torch.randn(4, 3)
     notes: list[Any] = []
 
-    def stage(tensor: torch.Tensor) -> tuple[torch.Tensor]:
+    def stage(tensor: Tensor) -> tuple[Tensor]:
         return (Look.apply(tensor @ weight, notes) * 2,)
 
     segment = Segment(stage, [inputs], recompute=recompute, releases=releases)
     gradient = torch.randn(4, 3)
     expected, of_weight = gradient * 2 @ weight.t(), inputs.t() @ (gradient * 2)
-    gradients: list[torch.Tensor | None] = [gradient]
+    gradients: list[Tensor | None] = [gradient]
     notes.append(weakref.ref(gradient.untyped_storage()))
     del gradient
     sums = GradientSums(BlockParameters([], [weight]))
@@ -106,3 +109,66 @@ def test_a_gradient_is_released_after_its_first_use(releases: bool, recompute: b
     assert notes[1:] == [not releases]
     assert torch.equal(found, expected) and torch.equal(sums.take(0), of_weight)
     assert gradients == []
+
+
+def project(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Two products of the rows, one of which sees them as a view."""
+    return rows @ weight, (rows.flatten(0, 1) @ weight).view(rows.shape)
+
+
+def test_gathered_rows_are_not_kept_and_come_back() -> None:
+    weight = Parameter(torch.randn(4, 4))
+    owned = torch.randn(3, 2, 4)
+    gathered = torch.cat([owned, 2 * owned])
+    copy = gathered.clone().requires_grad_()
+    expected = torch.autograd.grad([out.sum() for out in project(copy, weight)], [copy, weight])
+    rows = DroppedRows(owned)
+
+    def stage(tensor: Tensor) -> tuple[Tensor, ...]:
+        with rows.dropped(tensor):
+            return project(tensor, weight)
+
+    segment = Segment(stage, [gathered])
+    outputs, segment.values = segment.values, ()
+    alive = weakref.ref(gathered.untyped_storage())
+    del gathered
+    gc.collect()
+    assert alive() is None, "the graph keeps what was gathered"
+
+    again = torch.cat([owned, 2 * owned])
+    rows.give_back(again)
+    alive = weakref.ref(again.untyped_storage())
+    del again
+    sums = GradientSums(BlockParameters([], [weight]))
+    gradients: list[Tensor | None] = [torch.ones_like(output) for output in outputs]
+    (of_input,) = segment.backward(gradients, parameters=[0], sums=sums)
+    torch.testing.assert_close((of_input, sums.take(0)), expected, rtol=0, atol=0)
+    gc.collect()
+    assert alive() is None, "what was gathered again is kept after its use"
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        # Two further sums of the weight's 128 numbers, or 24 numbers of each row.
+        ((3, 3, 4), [10]),
+        ((4, 0, 7), [4, 0, 7]),
+        ((3,), [3]),
+    ],
+)
+def test_joined_chunks_are_one_product_where_that_moves_less(rows: list[int], expected: list[int]) -> None:
+    weight = Parameter(torch.zeros(16, 8))
+    called: list[int] = []
+
+    def product(inputs: Tensor, gradient: Tensor) -> Tensor:
+        called.append(len(inputs))
+        return gradient.t() @ inputs
+
+    inputs, gradients = torch.randn(sum(rows), 1, 8), torch.randn(sum(rows), 1, 16)
+    chunks = [WeightProducts() for _ in rows]
+    for chunk, *of_chunk in zip(chunks, inputs.split(rows), gradients.split(rows), strict=True):
+        chunk.keep(weight, product, *of_chunk)
+    joined, sums = WeightProducts.joined(chunks), GradientSums(BlockParameters([], [weight]))
+    joined.add_to(sums)
+    assert called == expected and joined.tensors == []
+    torch.testing.assert_close(sums.take(0), gradients[:, 0].t() @ inputs[:, 0])

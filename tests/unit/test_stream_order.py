@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,27 +16,26 @@ from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
 from tests.streams.model import DEVICE, ModelEvent, ModelStream
 
 
-def test_memory_is_kept_until_every_stream_with_remaining_work_is_after_its_use() -> None:
-    plan = stream_plan(["compute", "comm", "compute", "comm", "comm"], [(), (), (1,), (), ()])
-    # Before the third call, compute waits for the use on comm; comm always was after it.
-    assert plan.waits == ((), (), (1,), (), ())
-    assert plan.releases == ((), (), (1,), (), (3,))
+@pytest.mark.parametrize(
+    ("streams", "needs", "waits", "releases"),
+    [
+        # Before the third call, a waits for the use on b; b always was after it.
+        ("ababb", [(), (), (1,), (), ()], [(), (), (1,), (), ()], [(), (), (1,), (), (3,)]),
+        # a never waits for b, whose memory is kept; b has nothing left to allocate.
+        ("baaa", [()] * 4, [()] * 4, [(), (), (1,), (2,)]),
+        # What another wait implies is not waited for.
+        ("abcac", [(), (0,), (1, 0), (), (0,)], [(), (0,), (1,), (), ()], None),
+    ],
+)
+def test_streams_wait_once_and_memory_is_released_when_all_are_after_its_use(
+    streams: str, needs: list[tuple[int, ...]], waits: list[tuple[int, ...]], releases: Any
+) -> None:
+    plan = stream_plan(streams, needs)
+    assert plan.waits == tuple(waits)
+    assert releases is None or plan.releases == tuple(releases)
 
 
-def test_a_stream_without_remaining_calls_does_not_delay_a_release() -> None:
-    plan = stream_plan(["comm", "compute", "compute", "compute"], [(), (), (), ()])
-    # Compute never waits for comm, so what comm has used is kept; comm has nothing left to allocate.
-    assert plan.releases == ((), (), (1,), (2,))
-    assert stream_plan(["comm", "comm"], [(), ()]).releases == ((), (0,))
-
-
-def test_waits_are_transitive_and_not_repeated() -> None:
-    plan = stream_plan(["a", "b", "c", "a", "c"], [(), (0,), (1, 0), (), (0,)])
-    assert plan.waits == ((), (0,), (1,), (), ())
-    assert plan.records == {0, 1}
-
-
-def test_only_tensors_of_collectives_and_their_views_are_reported() -> None:
+def test_memory_of_collectives_and_its_views_is_reported_until_it_is_released() -> None:
     crossing = Crossing()
     received, other = torch.zeros(4, 2), torch.zeros(4, 2)
     crossing.note_transfer([received])
@@ -43,14 +44,6 @@ def test_only_tensors_of_collectives_and_their_views_are_reported() -> None:
     assert len(references) == len(crossing.take()) == 1
     crossing.note_backward(references)
     assert [storage._cdata for storage in crossing.take()] == [received.untyped_storage()._cdata]
-
-
-def test_released_memory_is_not_kept_again() -> None:
-    crossing = Crossing()
-    received = torch.zeros(4)
-    crossing.note_transfer([received])
-    references = crossing.note_use([received])
-    crossing.take()
     del received
     crossing.note_backward(references)
     assert crossing.take() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,12 +13,28 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.streams import stream_plan
 from megatron_ampipe.runtime.tape import Tapes
-from megatron_ampipe.schedule import Direction, SequenceLayout
-from megatron_ampipe.tools.plan_command import Unnamed
+from megatron_ampipe.schedule import Direction, SequenceLayout, StageKind
 from tests import tapes
 from tests.golden.write import BLOCKS, pipelines, schedule_of
 
 ROWS = 64
+
+
+class Unnamed:
+    """Stands for the functions of a block whose tape does not run."""
+
+    recomputed: tuple[StageKind, ...] = ()
+    all_parameters: tuple[Any, ...] = ()
+    stage_parameters: Mapping[StageKind, Any] = {}
+
+    def run(self, kind: StageKind) -> tuple[int, None]:
+        """No function."""
+        return 0, None
+
+    differentiate = run
+
+    def weights_apart(self, kind: StageKind, products: Any) -> None:
+        """No context."""
 
 
 def tapes_of(block: str, pipeline: dict[str, Any], *, threads: bool, keep_graph: bool = True) -> Tapes | None:

@@ -11,14 +11,14 @@ is a GPU, and comes *before* Megatron is imported:
     torch.distributed.init_process_group("gloo")
 """
 
-import importlib.util
 import logging
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch.config_files import groups_of, values_of
 
 _installed = False
 
@@ -36,24 +36,12 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Install the replacements; a second call does nothing.
-
-    Raises:
-        EnvironmentMissing: A GPU is present, or Megatron was imported before this call.
-    """
+    """Install the replacements; a second call does nothing."""
     global _installed
     if _installed:
         return
-    if gpu_available():
-        raise EnvironmentMissing(
-            "The host platform replaces a missing GPU, but this machine has one. "
-            "Run without it, or hide the GPU with CUDA_VISIBLE_DEVICES=''."
-        )
-    if "megatron.core" in sys.modules:
-        raise EnvironmentMissing(
-            "The host platform must be installed before megatron.core is imported, because the import binds "
-            "names of torch.compile and torch.cuda. Call megatron_ampipe.launch.host.install() first."
-        )
+    assert not gpu_available(), "the host platform replaces a missing GPU, and this machine has one"
+    assert "megatron.core" not in sys.modules, "its import binds names of torch.compile and torch.cuda"
     from megatron_ampipe.launch.host import all_to_all, torch_calls
 
     torch_calls.install()
@@ -141,9 +129,10 @@ def adjust(arguments: Sequence[str]) -> tuple[list[str], list[Adjustment]]:
     Raises:
         BadInput: A flag requests something that needs a GPU.
     """
-    given = _values_by_flag(arguments)
+    # Of a repeated flag the last counts, as in argparse.
+    given = {group[0].partition("=")[0]: values_of(group) for group in groups_of(arguments)}
     for flag, values in given.items():
-        rule, remedy = _objection(flag, values, given)
+        rule, remedy = _objection(flag, values)
         if rule:
             raise BadInput(flag, " ".join(values) or "(set)", rule=rule, remedy=remedy)
     chosen = [adjustment for adjustment in ADDED_FLAGS if adjustment.flag not in given]
@@ -151,36 +140,12 @@ def adjust(arguments: Sequence[str]) -> tuple[list[str], list[Adjustment]]:
     return [*arguments, *added], chosen
 
 
-def _objection(flag: str, values: Sequence[str], given: dict[str, list[str]]) -> tuple[str, str]:
+def _objection(flag: str, values: Sequence[str]) -> tuple[str, str]:
     """Why a flag cannot be used here, and what to do; two empty texts if it can."""
     supported = SUPPORTED_VALUES.get(flag, values)
     if not set(values) <= set(supported):
         return _NO_GPU, f"Use {flag} {' or '.join(supported)}."
-    if flag in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
-        letters = {letter for value in values for letter in value}
-        if letters & set("GD"):
-            rule = "gated delta net (G) and sparse attention (D) exist as GPU kernels only"
-            return rule, "Use the layers * + E - and M."
-        if "M" in letters and importlib.util.find_spec("einops") is None:
-            rule = "Megatron's Mamba layers (M) need the package einops, and it is not installed"
-            return rule, "Run: pip install einops."
-    if flag == "--profile" and "--use-pytorch-profiler" not in given:
-        return "it uses the CUDA profiler, and there is no GPU", "Add --use-pytorch-profiler."
-    if flag == "--yaml-cfg":
-        rule = "a YAML file replaces the command line, so flags that a CPU needs would be ignored"
-        return rule, "Leave it out."
+    if flag.startswith("--hybrid-") and flag.endswith("-pattern") and set("GD") & set("".join(values)):
+        rule = "gated delta net (G) and sparse attention (D) exist as GPU kernels only"
+        return rule, "Use the layers * + E - and M."
     return (_NO_GPU, "Leave it out.") if flag in GPU_ONLY_FLAGS else ("", "")
-
-
-def _values_by_flag(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """The values after each flag; for a repeated flag those of the last one, as in argparse."""
-    values_by_flag: dict[str, list[str]] = {}
-    values: list[str] = []
-    for argument in arguments:
-        if argument.startswith("--"):
-            flag, separator, value = argument.partition("=")
-            values = [value] if separator else []
-            values_by_flag[flag] = values
-        else:
-            values.append(argument)
-    return values_by_flag

@@ -125,18 +125,17 @@ def _with_ordered_topk(drop: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_uneven_gather(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Megatron's ``_gather_along_first_dim`` with uneven splits, which gloo lacks: pads to the longest."""
+    """Megatron's ``_gather_along_first_dim`` with uneven splits, which gloo lacks."""
 
     def gathering(
         tensor: Tensor, group: Any, output_split_sizes: Sequence[int] | None = None, *options: Any
     ) -> Tensor:
         if output_split_sizes is None or group.size() == 1:
             return gather(tensor, group, output_split_sizes, *options)
-        longest = max(output_split_sizes)
-        received = tensor.new_empty((group.size() * longest, *tensor.shape[1:]))
-        dist.all_gather_into_tensor(received, _pad_rows(tensor, longest), group=group)
-        parts = received.split([longest] * group.size())
-        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+        received = tensor.new_empty((sum(output_split_sizes), *tensor.shape[1:]))
+        sent, sizes = torch.cat([tensor] * group.size()), [len(tensor)] * group.size()
+        dist.all_to_all_single(received, sent, output_split_sizes, sizes, group=group)
+        return received
 
     return gathering
 
@@ -149,18 +148,13 @@ def _with_uneven_scatter(scatter: Callable[..., Tensor]) -> Callable[..., Tensor
     ) -> Tensor:
         if input_split_sizes is None or group.size() == 1:
             return scatter(tensor, group, input_split_sizes, *options)
-        longest = max(input_split_sizes)
-        parts = [_pad_rows(part, longest) for part in tensor.split(list(input_split_sizes))]
-        received = tensor.new_empty((longest, *tensor.shape[1:]))
-        dist.reduce_scatter_tensor(received, torch.cat(parts), group=group)
-        return received[: input_split_sizes[group.rank()]]
+        size = input_split_sizes[group.rank()]
+        received = tensor.new_empty((group.size(), size, *tensor.shape[1:]))
+        sizes = [size] * group.size()
+        dist.all_to_all_single(received.flatten(0, 1), tensor, sizes, input_split_sizes, group=group)
+        return received.sum(dim=0)
 
     return scattering
-
-
-def _pad_rows(tensor: Tensor, length: int) -> Tensor:
-    missing = tensor.new_zeros((length - tensor.shape[0], *tensor.shape[1:]))
-    return torch.cat([tensor, missing])
 
 
 def build_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_unused: object) -> Module:

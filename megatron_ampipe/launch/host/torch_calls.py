@@ -103,13 +103,8 @@ def _install_cuda() -> None:
         "get_device_capability": _always((10, 0)),
         "get_device_name": _always("cpu"),
         # report_memory and the memory lines of the training log.
-        "memory_allocated": _always(0),
-        "memory_reserved": _always(0),
-        "max_memory_allocated": _always(0),
-        "max_memory_reserved": _always(0),
         "device_memory_used": _always(0),
         "memory_stats": lambda *_args: defaultdict(int),
-        "empty_cache": _always(None),
         "reset_peak_memory_stats": _always(None),
         # Recompute and the optimizer step check this before they set random states.
         "is_current_stream_capturing": _always(False),

@@ -11,9 +11,9 @@ from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, of_chunks
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.ranks import RankJob
 
-STOCK, CONTROL, STOCK_GLOO, PLANNED = "stock", "control", "stock-gloo", "planned"
-"""Names among the variants: Megatron's own layer, the same measured a second time, the same with gloo's own
-all-to-all (``launch.host.all_to_all``), and what the planner chooses for a case."""
+STOCK, CONTROL, STOCK_GLOO = "stock", "control", "stock-gloo"
+"""Names among the variants: Megatron's own layer, the same measured a second time, and the same with gloo's
+own all-to-all (``launch.host.all_to_all``)."""
 PEAK_PASSES = 2
 """Passes of each variant whose memory is watched. The highest counts: with threads, the overlap varies."""
 
@@ -48,14 +48,6 @@ class Variant:
         return f"{self.pipeline}" + (f", wire {self.wire}" if self.wire else "")
 
 
-def cut_of(pipeline: Pipeline) -> str:
-    """Where the sequence is cut, as it stands after ``--degrees`` or ``--chunks``."""
-    if pipeline.shares is not None:
-        return ",".join(f"{share:.4g}" for share in pipeline.shares)
-    backward = pipeline.backward_degree
-    return str(pipeline.degree) + (f":{backward}" if backward != pipeline.degree else "")
-
-
 def every_way(
     cuts: Sequence[Pipeline],
     *,
@@ -65,7 +57,7 @@ def every_way(
     exchanges: Sequence[Exchange] = (Exchange.ROWS,),
     wires: Sequence[str | None] = (None,),
 ) -> list[Variant]:
-    """Every schedule in every way: a cut (degrees and shares), a stack, a memory, an exchange and a wire.
+    """Every schedule in every way: degrees, a stack, a memory, an exchange and a wire.
 
     Strategies of the chunks of another degree are left out.
     """
@@ -102,13 +94,3 @@ class BenchJob(RankJob):
     repeats: int
     warmup: int
     layers: int = 1
-
-    @property
-    def num_passes(self) -> int:
-        """Passes of a rank: compared, watched for their memory, warm-up and timed.
-
-        A pipelined variant has twice as many of the last two: as a whole, and with its stages one by one.
-        """
-        of_cases = [(len(each), sum(variant.pipelined for variant in each)) for each in self.variants]
-        once, timed = 1 + PEAK_PASSES, self.warmup + self.repeats
-        return sum(once * count + timed * (count + pipelined) for count, pipelined in of_cases)

@@ -53,7 +53,7 @@ class KernelAttention(torch.nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """``[S, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, C]`` to ``[S, B, H * C]``, causal."""
         whole = (Span(0, query.shape[0], 0),)
-        return self._kernel(query, key, value, spans=whole, scale=self._scale, dropout=0.0)
+        return self._kernel(query, key, value, spans=whole, scale=self._scale)
 
 
 class Layers(torch.nn.Module):
@@ -97,7 +97,6 @@ class BlockFactory:
         on_cuda: Where the layers shall be.
         seed: Of the weights; the same on every rank.
         layers: How many such blocks follow one another, each with its own weights.
-        ranks_per_node: As in ``AMPipeConfig``.
 
     Attributes:
         stock: Megatron's own :class:`Layers`.
@@ -114,9 +113,8 @@ class BlockFactory:
         on_cuda: bool,
         seed: int,
         layers: int = 1,
-        ranks_per_node: int | None = None,
     ) -> None:
-        self._on_cuda, self._ranks_per_node = on_cuda, ranks_per_node
+        self._on_cuda = on_cuda
         self._config = _transformer_config(case, layers=layers, num_ranks=num_ranks, on_cuda=on_cuda)
         self.kernel = pinned_kernel(
             on_gpu=on_cuda, dtype=DTYPES[case.dtype], head_size=self._config.kv_channels
@@ -147,11 +145,8 @@ class BlockFactory:
 
         ``recorder`` records every stage, and ``executor`` is in place of the one that a user gets.
         """
-        config = AMPipeConfig(
-            pipeline=variant.pipeline, wire=variant.wire, ranks_per_node=self._ranks_per_node
-        )
         context = AMPipeContext(
-            config,
+            AMPipeConfig(pipeline=variant.pipeline, wire=variant.wire),
             recorder=recorder or Recorder(),
             executor=executor,
             kernel=self.kernel,
@@ -221,30 +216,20 @@ def _transformer_config(case: Case, *, layers: int, num_ranks: int, on_cuda: boo
     )
 
 
-def require(case: Case, *, on_cuda: bool) -> None:
-    """Refuse experts that this machine cannot run.
+def _use_experts(spec: ModuleSpec, case: Case) -> None:
+    """Put the case's kind of experts into a layer's specification.
 
     Raises:
-        EnvironmentMissing: a package is missing or too old.
+        EnvironmentMissing: Transformer Engine is not there.
     """
-    missing = None
-    if case.expert_kind == "grouped" and not (on_cuda and compat.has_transformer_engine()):
-        missing = (
-            "needs a GPU and Transformer Engine. Write expert_kind: torch-grouped, which needs torch alone"
-        )
-    elif case.expert_kind == "torch-grouped" and not hasattr(F, "grouped_mm"):
-        missing = "needs torch.nn.functional.grouped_mm, a newer torch. Write expert_kind: sequential"
-    elif case.expert_kind == "torch-grouped" and on_cuda and case.dtype != "bf16":
-        missing = f"takes no {case.dtype} on a GPU. Write dtype: bf16, or expert_kind: sequential"
-    if missing is not None:
-        raise EnvironmentMissing(f"expert_kind {case.expert_kind} (case {case.name}) {missing}")
-
-
-def _use_experts(spec: ModuleSpec, case: Case) -> None:
-    """Put the case's kind of experts into a layer's specification."""
     if case.expert_kind == "sequential":
         return
     if case.expert_kind == "grouped":
+        if not compat.has_transformer_engine():
+            raise EnvironmentMissing(
+                f"expert_kind grouped (case {case.name}) needs a GPU and Transformer Engine. Write "
+                "expert_kind: torch-grouped, which needs torch alone"
+            )
         # As Megatron's specification for Transformer Engine has them.
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 

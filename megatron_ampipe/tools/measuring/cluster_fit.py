@@ -31,11 +31,10 @@ from megatron_ampipe.plan.cluster import (
     Overhead,
     OverheadKind,
     Overlap,
-    Point,
     StageOverhead,
     TransferCost,
 )
-from megatron_ampipe.plan.predict import CostModel
+from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.stage_costs import issued_parts
 from megatron_ampipe.schedule import MOE_BLOCK, Direction, even_chunks
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case
@@ -46,9 +45,6 @@ TOLERATED = 0.25
 """With all relative errors this small the line is accepted: where size hardly matters, r^2 says nothing."""
 PRICE_OF_A_FACTOR = 0.02
 """The penalty of a factor over a time in :func:`factor_and_rest`: enough to decide between them, no more."""
-STOCK_EXCHANGE = ".stock_all_to_all"
-"""Of whole blocks, one tensor after the other: the file has the time of every size. In a block, where ranks
-do not begin together, it is slower still, by a factor taken from Megatron's own layer."""
 HOST_NOISE_US = 200.0
 """Times of the same transfer differ by so much where the host computes: threads run in another order."""
 KINDS: tuple[OverheadKind, ...] = ("qkv", "attention", "route", "shared", "expert", "merge")
@@ -82,28 +78,17 @@ def slowest(reports: Sequence[Any]) -> Any:
     return max(reports)
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """What was fitted.
-
-    Attributes:
-        figures: By the name of a figure of the cluster file, its value, at least 0.
-        r_squared: Share of the spread of the times that the line explains, at least 0.
-        worst: The largest relative error over the samples.
-    """
-
-    figures: dict[str, float]
-    r_squared: float
-    worst: float
-
-
-def fit(samples: Sequence[Sample], *, noise_us: float = 0.0) -> Line:
+def fit(samples: Sequence[Sample], *, noise_us: float = 0.0) -> tuple[dict[str, float], float]:
     """The line through the samples of one family; a larger error than ``noise_us`` counts.
 
+    Returns:
+        By the name of a figure of the cluster file, its value, at least 0; and the share of the spread of the
+        times that the line explains, at least 0.
+
     Raises:
-        RunFailed: no line fits; says which sample. Megatron's exchange need not have one.
+        RunFailed: no line fits; says which sample.
     """
-    family, names = samples[0].family, list(samples[0].columns)
+    names = list(samples[0].columns)
     columns = np.array([[sample.columns[name] for name in names] for sample in samples])
     times = np.array([sample.us for sample in samples])
     weights = times**-0.5
@@ -113,15 +98,14 @@ def fit(samples: Sequence[Sample], *, noise_us: float = 0.0) -> Line:
     r_squared = max(0.0, 1 - float(((times - predicted) ** 2).sum()) / spread) if spread else 1.0
     errors = np.abs(predicted / times - 1)
     farthest = int(errors.argmax())
-    worst, us, line_us = float(errors[farthest]), float(times[farthest]), float(predicted[farthest])
-    far = worst > TOLERATED and abs(us - line_us) > noise_us and not family.endswith(STOCK_EXCHANGE)
-    if r_squared < LEAST_R_SQUARED and far:
+    us, line_us = float(times[farthest]), float(predicted[farthest])
+    if r_squared < LEAST_R_SQUARED and errors[farthest] > TOLERATED and abs(us - line_us) > noise_us:
         raise RunFailed(
-            f"{family}: no line fits the times (r^2 {r_squared:.3f}, and at least {LEAST_R_SQUARED} is "
-            f"needed). Farthest off is {dict(samples[farthest].columns)}: {us:.0f} us, where the line has "
-            f"{line_us:.0f} us. Close other work and measure again, with more --repeats."
+            f"{samples[0].family}: no line fits the times (r^2 {r_squared:.3f}, and at least "
+            f"{LEAST_R_SQUARED} is needed). Farthest off is {dict(samples[farthest].columns)}: {us:.0f} us, "
+            f"where the line has {line_us:.0f} us. Close other work and measure again, with more --repeats."
         )
-    return Line({name: float(value) for name, value in zip(names, figures, strict=True)}, r_squared, worst)
+    return {name: float(value) for name, value in zip(names, figures, strict=True)}, r_squared
 
 
 def factor_and_rest(expected: Sequence[float], took: Sequence[float]) -> tuple[float, float]:
@@ -147,8 +131,8 @@ def assemble(
     description: str,
     source: str,
     device_memory_gib: float | None = None,
-) -> tuple[Cluster, dict[str, Line]]:
-    """Reduce, fit, and put together.
+) -> Cluster:
+    """Reduce, fit, and put together: what goes into the file.
 
     Args:
         case: The block around which was measured.
@@ -158,11 +142,8 @@ def assemble(
         source: Where the figures come from; stored with each of them.
         device_memory_gib: Of one rank, on GPUs.
 
-    Returns:
-        What goes into the file, and by operation, what was fitted.
-
     Raises:
-        RunFailed: no line fits the times of some operation that the planner needs.
+        RunFailed: no line fits the times of some operation.
     """
     samples, found, slowdowns = (
         slowest([report[key] for report in reports]) for key in ("samples", "block", "slowdowns")
@@ -174,22 +155,15 @@ def assemble(
     lines = {family: fit(of_family, noise_us=noise_us) for family, of_family in families.items()}
     measured: dict[str, Any] = {"basis": "measured", "source": source}
 
-    def figure(kind: type[Any], family: str, *, factor: float = 1.0) -> Any:
+    def figure(kind: type[Any], family: str) -> Any:
         """The figures of one operation."""
-        line = lines[family]
-        values: dict[str, Any] = {name: _rounded(value * factor) for name, value in line.figures.items()}
-        if family.endswith(STOCK_EXCHANGE):
-            times = {sample.columns["beta_us_per_mb"]: sample.us for sample in families[family]}
-            values["table"] = tuple(
-                Point(mb=_rounded(mb), us=_rounded(us * factor)) for mb, us in sorted(times.items())
-            )
-        return kind(**values, **measured, r_squared=round(line.r_squared, 4))
+        values, r_squared = lines[family]
+        rounded = {name: _rounded(value) for name, value in values.items()}
+        return kind(**rounded, **measured, r_squared=round(r_squared, 4))
 
-    def collectives(group: str, *, stock_factor: float = 1.0) -> Any:
+    def collectives(group: str) -> Any:
         return {
-            family.partition(".")[2]: figure(
-                TransferCost, family, factor=stock_factor if family.endswith(STOCK_EXCHANGE) else 1.0
-            )
+            family.partition(".")[2]: figure(TransferCost, family)
             for family in lines
             if family.startswith(f"{group}.")
         } or None
@@ -239,14 +213,8 @@ def assemble(
         ),
         overlap=Overlap(**measured, **{name: _rounded(value) for name, value in slowdowns.items()}),
     )
-    model = CostModel(block, cluster)
+    model = Predictor(block, cluster)
     beyond = {way: found["stock"][way] - model.stock().of(way) for way in Direction}
-    if any(family.endswith(STOCK_EXCHANGE) for family in lines):
-        exchanges = model.stock_exchanges()
-        slower = 1 + max(0.0, sum(beyond.values())) / (exchanges.forward + exchanges.backward)
-        intra, inter = (collectives(group, stock_factor=slower) for group in ("intra", "inter"))
-        cluster = replace(cluster, intra=intra, inter=inter)
-        beyond = dict.fromkeys(Direction, 0.0)
     fits = _beyond_the_model(model, found["stages"])
     # By direction, the medians over kinds of factor and time.
     medians = [
@@ -259,7 +227,7 @@ def assemble(
         block=overhead(*around),
         stock=overhead(*(beyond[way] for way in Direction)),
     )
-    return replace(cluster, host=host), lines
+    return replace(cluster, host=host)
 
 
 def _issued(block: Block, reports: Sequence[Mapping[str, Any]]) -> dict[IssuedKind, list[float]]:
@@ -284,7 +252,7 @@ def _issued(block: Block, reports: Sequence[Mapping[str, Any]]) -> dict[IssuedKi
 
 
 def _beyond_the_model(
-    model: CostModel, stages: Mapping[str, Mapping[str, Mapping[str, float]]]
+    model: Predictor, stages: Mapping[str, Mapping[str, Mapping[str, float]]]
 ) -> dict[OverheadKind, list[tuple[float, float]]]:
     """By kind of stage and direction, what its stages of all degrees took beyond what the model counts."""
     expected: dict[tuple[str, Direction], list[float]] = {}

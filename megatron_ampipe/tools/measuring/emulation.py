@@ -8,7 +8,7 @@ or receives from others, whichever is more. The small exchange of counts takes n
 has not been run yet.
 
 A GPU changes its clock rate, so a number of cycles is not a time. Its ``%globaltimer`` counts nanoseconds;
-torch compiles the kernel that reads it (NVRTC). Where that fails, or the timer is wrong, cycles are counted.
+torch compiles the kernel that reads it (NVRTC).
 
 Pretended ranks are for one GPU: this process is rank 0 of N. Every other rank is its mirror image: it sends
 as many tokens to each of this rank's experts as this rank sends to the expert of the same place there, and
@@ -23,16 +23,15 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.launch.host import all_to_all
 from megatron_ampipe.tools.measuring.link import Link
-
-Clock = Literal["nanoseconds", "cycles"]
 
 SPIN_SOURCE = """
 template <typename T>
@@ -47,7 +46,6 @@ T ampipe_spin(T unused, T nanoseconds) {
 """
 """What each thread does for one element: wait, and return how long it waited."""
 
-_CALIBRATION_CYCLES = 20_000_000
 _TRIAL_S = 5e-3
 _ALLOWED_ERROR = 0.05
 """Of the trial, compared with CUDA's events: far above the time of a launch, far below another unit."""
@@ -57,15 +55,11 @@ class Emulation:
     """What was installed.
 
     Attributes:
-        clock: The clock of the emulated link.
-        why_cycles: Why clock cycles are counted, if they are.
         num_experts: Of the layer that runs, over all ranks; to be set before it runs where ranks are
             pretended, which have to know which counts are of their experts.
     """
 
-    def __init__(self, *, clock: Literal["host"] | Clock, why_cycles: str | None) -> None:
-        self.clock, self.why_cycles = clock, why_cycles
-        self.num_experts: int | None = None
+    num_experts: int | None = None
 
     def gather_counts(
         self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
@@ -94,11 +88,15 @@ def _rotation(ranks: int, experts: int, device: torch.device) -> Tensor:
 
 
 def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
-    """Patch ``all_to_all_single``, and ``all_gather_into_tensor`` where ranks are pretended."""
-    emulation = Emulation(clock="host", why_cycles=None)
+    """Patch ``all_to_all_single``, and ``all_gather_into_tensor`` where ranks are pretended.
+
+    Raises:
+        EnvironmentMissing: the device cannot wait for a given time.
+    """
+    emulation = Emulation()
     occupy: Callable[[float], object] = time.sleep
     if on_cuda:
-        occupy, emulation.clock, emulation.why_cycles = device_spin()
+        occupy = device_spin()
     else:
         # What the link slows; the host platform, which is installed later, must not replace the slowed one.
         all_to_all.install()
@@ -191,25 +189,12 @@ def _foreign_bytes(tensor: Tensor, splits: Sequence[int] | None, group: dist.Pro
     return (rows - own) * (tensor.numel() // max(rows, 1)) * tensor.element_size()
 
 
-def device_spin() -> tuple[Callable[[float], object], Clock, str | None]:
+def device_spin() -> Callable[[float], object]:
     """A function that keeps the current stream busy for a number of seconds.
 
-    Returns:
-        The function; what it counts; and why that is cycles, if it is.
+    Raises:
+        EnvironmentMissing: the device's timer does not keep time.
     """
-    try:
-        spin = _by_nanoseconds()
-    except (RuntimeError, AttributeError, OSError) as error:
-        reason = f"the kernel cannot be compiled ({str(error).strip().splitlines()[0]})"
-        return _by_cycles(), "cycles", reason
-    measured_s = _seconds(lambda: spin(_TRIAL_S))
-    if abs(measured_s / _TRIAL_S - 1) > _ALLOWED_ERROR:
-        reason = f"the timer let {measured_s * 1e3:.2f} ms pass for {_TRIAL_S * 1e3:.2f} ms"
-        return _by_cycles(), "cycles", reason
-    return spin, "nanoseconds", None
-
-
-def _by_nanoseconds() -> Callable[[float], object]:
     kernel = torch.cuda.jiterator._create_jit_fn(SPIN_SOURCE, nanoseconds=0)
     # One element, so one thread waits.
     element = torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -219,20 +204,15 @@ def _by_nanoseconds() -> Callable[[float], object]:
 
     # The first launch compiles.
     spin(0.0)
-    return spin
-
-
-def _by_cycles() -> Callable[[float], object]:
-    cycles_per_s = _CALIBRATION_CYCLES / _seconds(lambda: torch.cuda._sleep(_CALIBRATION_CYCLES))
-    return lambda seconds: torch.cuda._sleep(int(seconds * cycles_per_s))
-
-
-def _seconds(launch: Callable[[], object]) -> float:
-    """How long the device needs for what ``launch`` launches, by events; the second time, warm."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    launch()
     begin.record()
-    launch()
+    spin(_TRIAL_S)
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    measured_s = begin.elapsed_time(end) / 1e3
+    if abs(measured_s / _TRIAL_S - 1) > _ALLOWED_ERROR:
+        raise EnvironmentMissing(
+            f"this GPU cannot emulate a link: its timer let {measured_s * 1e3:.2f} ms pass for "
+            f"{_TRIAL_S * 1e3:.2f} ms"
+        )
+    return spin

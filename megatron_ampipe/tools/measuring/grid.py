@@ -1,8 +1,8 @@
 """Grids: YAML files that say which blocks to measure.
 
 A grid holds ``cases`` (a list), or ``axes`` (a list of lists: every combination of one entry of each is a
-case, named by joining the entries' names). ``defaults`` hold what an entry does not give. ``fits`` leaves out
-cases that would not have fitted some memory.
+case, named by joining the entries' names, unless its name is in ``without``). ``defaults`` hold what an entry
+does not give.
 """
 
 from __future__ import annotations
@@ -94,26 +94,6 @@ def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fits:
-    """Keeps a case if ``blocks * 2 bytes * tokens * hidden * (fixed + per_expert * topk)`` fits in memory.
-
-    Each of ``blocks`` blocks keeps so many tensors of ``tokens * hidden``: ``fixed`` outside the experts, and
-    ``per_expert`` for each expert of a token.
-    """
-
-    memory_gib: float = field(metadata=_ABOVE_0)
-    blocks: float = field(metadata=_ABOVE_0)
-    fixed: float = field(metadata=_ABOVE_0)
-    per_expert: float = field(metadata=_ABOVE_0)
-
-    def holds(self, case: Case) -> bool:
-        """Whether the case fits."""
-        tensors = self.fixed + self.per_expert * case.topk
-        size = self.blocks * 2 * case.sequence_length * case.batch * case.hidden * tensors
-        return size <= self.memory_gib * 2**30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _GridFile:
     """The form of the file; see the head of this module."""
 
@@ -121,7 +101,7 @@ class _GridFile:
     defaults: LinedMapping | None = None
     cases: tuple[LinedMapping, ...] | None = None
     axes: tuple[tuple[LinedMapping, ...], ...] | None = None
-    fits: Fits | None = None
+    without: tuple[str, ...] = ()
 
 
 def find_grid(text: str) -> Path:
@@ -154,7 +134,7 @@ def read_grid(
         refuse(path, top.line, "cases", "exactly one of cases and axes must be given", "Give cases.")
     axes = found.axes or (found.cases or (),)
     cases = [_case(path, found.defaults, parts) for parts in itertools.product(*axes)]
-    cases = [case for case in cases if found.fits is None or found.fits.holds(case)]
+    cases = [case for case in cases if case.name not in found.without]
     by_name = {case.name: case for case in cases}
     if not cases or len(by_name) < len(cases):
         refuse(path, top.line, "cases", "none is left, or two have one name", "Give each another name.")

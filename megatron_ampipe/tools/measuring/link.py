@@ -12,10 +12,10 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import at_least
 
 NO_LINK, RANKS = "none", 2
-"""Where ``--link`` is not given, and where neither ``--ranks`` nor ``--nodes`` is."""
+"""Where ``--link`` and ``--ranks`` are not given."""
 
-SPIN_KERNELS = ("ampipe_spin", "spin_kernel")
-"""An emulated link's kernels in a GPU's trace: by nanoseconds (:mod:`.emulation`), torch's by cycles."""
+SPIN_KERNEL = "ampipe_spin"
+"""An emulated link's kernel in a GPU's trace (:mod:`.emulation`)."""
 
 # Bits per second. The units of bits are those of tc. 'GB/s', the unit of accelerator links, is in bytes.
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12,
@@ -23,15 +23,10 @@ _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12,
 _LATENCY_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _MINIMUM_BIT_PER_S = 100e3
 _RATE, _TIME = (rf"\d+(?:\.\d+)?(?:{'|'.join(units)})" for units in (_RATE_UNITS, _LATENCY_UNITS))
-_LINK = re.compile(
-    rf"(?P<rate>{_RATE})|emulated:(?P<emulated>{_RATE})(:(?P<latency>{_TIME}))?"
-    rf"|inter=(?P<inter>{_RATE}),intra=(?P<intra>{_RATE})"
-)
+_LINK = re.compile(rf"(?P<rate>{_RATE})|emulated:(?P<emulated>{_RATE})(:(?P<latency>{_TIME}))?")
 _REMEDY = (
-    "Write none, a rate (200mbit, 25MB/s), emulated:RATE or emulated:RATE:LATENCY "
-    "(emulated:20GB/s:10us), or inter=RATE,intra=RATE with --nodes and --ranks-per-node."
+    "Write none, a rate (200mbit, 25MB/s), emulated:RATE or emulated:RATE:LATENCY (emulated:20GB/s:10us)."
 )
-_EXAMPLE = "--link inter=50mbit,intra=400mbit --nodes 2 --ranks-per-node 2"
 
 
 class LinkKind(StrEnum):
@@ -51,19 +46,14 @@ class Link:
 
     Attributes:
         text: As the user wrote it.
-        rate_bit_per_s: Of each rank, in each direction; None without a limit. With nodes, between them.
+        rate_bit_per_s: Of each rank, in each direction; None without a limit.
         latency_s: Added to every all-to-all of an emulated link.
-        ranks_per_node: Ranks of a node, which follow one another; None where all ranks have one network.
-        within_node_bit_per_s: The rate of the network that ranks of a node have among themselves, which is
-            used at the same time as the other.
     """
 
     text: str
     kind: LinkKind
     rate_bit_per_s: float | None = None
     latency_s: float = 0.0
-    ranks_per_node: int | None = None
-    within_node_bit_per_s: float | None = None
 
     @property
     def emulated(self) -> bool:
@@ -76,8 +66,8 @@ class Link:
         return self.latency_s + size_bytes * 8 / self.rate_bit_per_s
 
 
-def parse_link(text: str, *, ranks_per_node: int | None = None) -> Link:
-    """Read the value of ``--link``, with that of ``--ranks-per-node`` for two classes of links.
+def parse_link(text: str) -> Link:
+    """Read the value of ``--link``.
 
     Raises:
         BadInput: it has none of the forms, or a rate is too low.
@@ -85,19 +75,14 @@ def parse_link(text: str, *, ranks_per_node: int | None = None) -> Link:
     if text == NO_LINK:
         return Link(text, LinkKind.NONE)
     found = _LINK.fullmatch(text)
-    if found is None or (found["inter"] and ranks_per_node is None):
+    if found is None:
         raise BadInput("--link", text or "(empty)", rule="is not a link", remedy=_REMEDY)
-    rate = _quantity(found["rate"] or found["emulated"] or found["inter"], _RATE_UNITS)
-    if found["inter"]:
-        text, within = f"{text},ranks-per-node={ranks_per_node}", _quantity(found["intra"], _RATE_UNITS)
-        link = Link(text, LinkKind.NETWORK, rate, 0.0, ranks_per_node, within)
-    elif found["emulated"]:
-        link = Link(text, LinkKind.EMULATED, rate, _quantity(found["latency"] or "0s", _LATENCY_UNITS))
-    else:
-        link = Link(text, LinkKind.NETWORK, rate)
-    if min(rate, link.within_node_bit_per_s or rate) < _MINIMUM_BIT_PER_S:
+    rate = _quantity(found["rate"] or found["emulated"], _RATE_UNITS)
+    if rate < _MINIMUM_BIT_PER_S:
         raise BadInput("--link", text, rule="is below 100kbit, at which no run would end", remedy=_REMEDY)
-    return link
+    if found["emulated"]:
+        return Link(text, LinkKind.EMULATED, rate, _quantity(found["latency"] or "0s", _LATENCY_UNITS))
+    return Link(text, LinkKind.NETWORK, rate)
 
 
 def _quantity(text: str, units: Mapping[str, float]) -> float:
@@ -106,58 +91,11 @@ def _quantity(text: str, units: Mapping[str, float]) -> float:
 
 
 def add_link_arguments(parser: argparse.ArgumentParser, *, fewest_ranks: int) -> None:
-    """Declare ``--link``, ``--ranks``, ``--nodes`` and ``--ranks-per-node``."""
-    add = parser.add_argument
+    """Declare ``--link`` and ``--ranks``; both are None where they are not given."""
     link = (
-        "none; a rate (200mbit) for a real network between namespaces; inter=RATE,intra=RATE for one between "
-        f"nodes and one within each; or emulated:RATE[:LATENCY] (default: {NO_LINK})"
+        "none, a rate (200mbit) for a real network between namespaces, or emulated:RATE[:LATENCY] "
+        f"(default: {NO_LINK})"
     )
-    ranks = f"expert-parallel ranks (default: {RANKS}, or those of all nodes)"
-    nodes = "with --link inter=RATE,intra=RATE: how many nodes there are; ranks of a node follow one another"
-    add("--link", metavar="L", help=link)
-    add("--ranks", metavar="N", type=at_least(fewest_ranks), help=ranks)
-    add("--nodes", metavar="N", type=at_least(2), help=nodes)
-    add("--ranks-per-node", metavar="N", type=at_least(2), help="ranks of a node, with --nodes")
-
-
-def link_of(arguments: argparse.Namespace) -> Link:
-    """The link that the flags describe.
-
-    Raises:
-        BadInput: it is not a link, or the flags about nodes do not go together with it.
-    """
-    text = arguments.link or NO_LINK
-    for flag, value in (("--nodes", arguments.nodes), ("--ranks-per-node", arguments.ranks_per_node)):
-        if (value is None) == ("=" in text):
-            rule = f"is needed with two classes of links, and only there: --link is {text}"
-            raise BadInput(flag, value or "", rule=rule, remedy=f"Use for example {_EXAMPLE}.")
-    return parse_link(text, ranks_per_node=arguments.ranks_per_node)
-
-
-def num_ranks(arguments: argparse.Namespace) -> int:
-    """The value of ``--ranks``, or how many there are without.
-
-    Raises:
-        BadInput: it is not the number of ranks of all nodes.
-    """
-    ranks: int = arguments.ranks or RANKS
-    if arguments.nodes is None:
-        return ranks
-    on_nodes: int = arguments.nodes * arguments.ranks_per_node
-    if arguments.ranks not in (None, on_nodes):
-        rule = f"is not {arguments.nodes} nodes of {arguments.ranks_per_node} ranks"
-        raise BadInput("--ranks", ranks, rule=rule, remedy=f"Leave it out: there are {on_nodes}.")
-    return on_nodes
-
-
-def refuse_own_ranks(arguments: argparse.Namespace) -> None:
-    """Refuse these flags where torchrun has started the ranks.
-
-    Raises:
-        BadInput: one of them is given.
-    """
-    for flag in ("--link", "--ranks", "--nodes", "--ranks-per-node"):
-        value = getattr(arguments, flag[2:].replace("-", "_"))
-        if value is not None:
-            rule = "is for ranks that the command starts itself, and torchrun has started these"
-            raise BadInput(flag, value, rule=rule, remedy=f"Leave {flag} out.")
+    ranks = f"expert-parallel ranks (default: {RANKS})"
+    parser.add_argument("--link", metavar="L", help=link)
+    parser.add_argument("--ranks", metavar="N", type=at_least(fewest_ranks), help=ranks)

@@ -1,8 +1,7 @@
-"""The machine that measures: processor, cores, GPUs, memory, versions. Called by the commands."""
+"""The machine that measures: processor, cores, GPUs, memory, versions."""
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import subprocess
@@ -53,12 +52,6 @@ def cores_of(num_ranks: int) -> tuple[int, ...]:
         return ()
     usable = sorted(os.sched_getaffinity(0))
     return tuple(usable[:num_ranks]) if len(usable) >= num_ranks else ()
-
-
-def ranks_per_core(num_ranks: int) -> int:
-    """How many ranks share a core that this process may use; 1 where there are enough."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return math.ceil(num_ranks / usable)
 
 
 def _commit() -> str | None:

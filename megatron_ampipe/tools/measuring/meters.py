@@ -10,8 +10,7 @@ that of its kernels, not of their launches.
 is freed, so the number is the same on every machine; what a kernel allocates internally is not seen. Watching
 slows a pass down, so a pass that is watched is not timed. On a GPU, torch's allocator counts.
 
-**Bytes**: by counters of the network interface (:func:`sent_bytes`), and those that the routing maps of
-Megatron's own routers ask for (:class:`Routings`).
+**Bytes**: by counters of the network interface (:func:`sent_bytes`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import statistics
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,17 +30,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ampipe.exchange.codecs import Trip, load_wire
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import Executor, RunCall, finish, run_on_host
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.saved_tensors import is_host_memory
 from megatron_ampipe.runtime.streams import Crossing
 from megatron_ampipe.runtime.tape import Call, Tape
-from megatron_ampipe.schedule import Direction, Exchange, Stage, stage_from_text
-from megatron_ampipe.tools.measuring.network import INTERFACE, WITHIN_NODE
+from megatron_ampipe.schedule import Stage, stage_from_text
+from megatron_ampipe.tools.measuring.network import INTERFACE
 
 _FIRST_S, _LEAST_S, _MOST_S = 5e-3, 2e-4, 1e-2
+_SENT_COLUMN = 8
 _CYCLES_PER_S = 2e9
 """At least as many as a GPU has, so that a time does not become shorter."""
 
@@ -262,105 +261,10 @@ def peak_bytes(
     return max(found)
 
 
-_COUNTERS = Path("/proc/self/net/dev")
-"""Of the interfaces in this process's network namespace."""
-_SENT_COLUMN = 8
-_EXCHANGES = 4
-"""Dispatch and combine, forward and backward."""
-_WITH_PROBABILITIES = 2
-"""Of those, how many carry probabilities or their gradients: the dispatches."""
-
-
-CLASSES = {"inter": INTERFACE, "intra": WITHIN_NODE}
-"""Classes of links by name: between nodes, and within one. Without nodes, all is of the first."""
-
-
-def sent_bytes() -> dict[str, int]:
-    """What this rank has sent so far, headers included, by class of links."""
-    found = {}
-    for line in _COUNTERS.read_text().splitlines():
-        name, colon, columns = line.partition(":")
-        if colon:
-            found[name.strip()] = int(columns.split()[_SENT_COLUMN])
-    sent = {name: found[interface] for name, interface in CLASSES.items() if interface in found}
-    assert sent, f"this process has no interface {INTERFACE}"
-    return sent
-
-
-class Routings:
-    """The routing of the latest pass through Megatron's layers.
-
-    Args:
-        layers: Megatron's own ``blocks.Layers``, whose routers are watched until :meth:`stop`.
-    """
-
-    def __init__(self, layers: torch.nn.Module) -> None:
-        self._found: dict[int, tuple[Tensor, Tensor, int]] = {}
-        self._num_local_experts = layers.layers[0].mlp.num_local_experts
-        self._hooks = [
-            layer.mlp.router.register_forward_hook(self._keep(number))
-            for number, layer in enumerate(layers.layers)
-        ]
-
-    def _keep(self, number: int) -> Any:
-        def keep(_module: torch.nn.Module, arguments: tuple[Tensor, ...], result: tuple[Tensor, ...]) -> None:
-            (hidden, *_), (probs, routing_map) = arguments, result
-            row = hidden.new_zeros(1, hidden.shape[-1])
-            self._found[number] = routing_map, row, probs.element_size()
-
-        return keep
-
-    def stop(self) -> None:
-        """Keep what was found, and watch no longer."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def expected_bytes(
-        self, exchange: Exchange, *, wire: str | None = None, rank: int, ranks_per_node: int | None
-    ) -> dict[str, int]:
-        """What sending this rank's tokens to other ranks, and the experts' outputs back, takes in a pass.
-
-        By class of links. Rows and probabilities with their gradients, without headers and without the
-        exchange of counts. Half of it is sent by this rank, the other half by those of the experts.
-
-        Args:
-            exchange: How the all-to-all groups copies of a token.
-            wire: What rows become while they travel, as ``--ampipe-wire``.
-            rank: Of this process, in the order of the experts.
-            ranks_per_node: Ranks of a node; None where there is one class of links.
-        """
-        local, copies = self._num_local_experts, exchange.sends_every_copy
-        inter = intra = 0
-        for routing_map, row, probability_bytes in self._found.values():
-            parts: Sequence[Tensor] = [row]
-            if wire is not None:
-                parts = load_wire(wire).encode(row, Trip(1, 0, "dispatch", Direction.FORWARD))
-            sent_bytes_of_row = sum(part.nbytes for part in parts)
-
-            def size(row_bytes: int, experts: int, probability_bytes: int = probability_bytes) -> int:
-                """Of a row with its probabilities, to a place with so many experts."""
-                probabilities = _WITH_PROBABILITIES * (1 if copies else experts) * probability_bytes
-                return _EXCHANGES * row_bytes + probabilities
-
-            def rows_to(experts: int, routing_map: Tensor = routing_map) -> Tensor:
-                """By place with so many experts, how many rows it gets."""
-                places = routing_map.unflatten(1, (-1, experts))
-                return (places.sum(dim=2) if copies else places.any(dim=2)).sum(dim=0)
-
-            to_ranks = rows_to(local)
-            peers = torch.arange(len(to_ranks), device=to_ranks.device)
-            if exchange.has_two_hops:
-                assert ranks_per_node is not None
-                of_node = ranks_per_node * local
-                others = rows_to(of_node)
-                others[rank // ranks_per_node] = 0
-                inter += int(others.sum()) * size(sent_bytes_of_row, of_node)
-                # Handed on within the node, as they are, by the rank that has this rank's place there.
-                handed_on = (peers - rank) % ranks_per_node != 0
-                intra += int(to_ranks[handed_on].sum()) * size(row.nbytes, local)
-                continue
-            to_ranks[rank] = 0
-            near = peers // ranks_per_node == rank // ranks_per_node if ranks_per_node else peers < 0
-            inter += int(to_ranks[~near].sum()) * size(sent_bytes_of_row, local)
-            intra += int(to_ranks[near].sum()) * size(sent_bytes_of_row, local)
-        return {"inter": inter, "intra": intra} if ranks_per_node is not None else {"inter": inter}
+def sent_bytes() -> int:
+    """What this rank has sent so far over its link, headers included."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, columns = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(columns.split()[_SENT_COLUMN])
+    raise AssertionError(f"this process has no interface {INTERFACE}")

@@ -1,8 +1,7 @@
 """What ``ampipe profile`` times on every rank, and how: computation, collectives, and a real block.
 
 **Computation**: matrix products, core attention, passes over memory, permutation, in the sizes of a block's
-stages, whole and cut into up to 16 chunks. All ranks measure at the same time, as they compute in training,
-or those that share a core in turns.
+stages, whole and cut into up to 16 chunks. All ranks measure at the same time, as they compute in training.
 
 **Collectives**, by the functions that training calls, and how they and computation slow each other. Sizes are
 what one rank sends to the others of its group. Within a node, that is all of its ranks. Between nodes,
@@ -55,7 +54,7 @@ _SIGN_S = 1.0
 _MINIMUM_ROUNDS, _MAXIMUM_ROUNDS = 3, 100
 
 
-def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int, turns: int) -> dict[str, Any]:
+def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int) -> dict[str, Any]:
     """Measure around one block, on a rank that has started Megatron; a message ``progress`` after each step.
 
     Args:
@@ -63,7 +62,6 @@ def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int, t
         case: Whose sizes are measured.
         repeats: Timed calls of each operation.
         ranks_per_node: Ranks on one node.
-        turns: In how many turns ranks time their computation: as many as share a core.
 
     Returns:
         ``samples``, ``slowdowns``, ``block`` and ``issue_of`` (:func:`block_times`), ``kernel`` and
@@ -75,13 +73,8 @@ def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int, t
     )
     operations = Operations(rank, case, repeats=repeats, kernel=factory.kernel)
     links = link_groups(ranks_per_node)
-    samples = []
-    for turn in range(turns):
-        meet(on_cuda=job.on_cuda)
-        if rank.number % turns == turn:
-            # Ranks that share a core would be timed together or alone by chance. What sharing costs is in the
-            # stages of the block, which all ranks run at the same time.
-            samples = timed(rank, list(operations.computation()), repeats=repeats)
+    meet(on_cuda=job.on_cuda)
+    samples = timed(rank, list(operations.computation()), repeats=repeats)
     meet(on_cuda=job.on_cuda)
     rank.progress()
     samples += timed(rank, [each for link in links for each in operations.traffic(link)], repeats=repeats)
@@ -267,12 +260,6 @@ class Operations:
         if link.near > 1:
             for rows in sizes:
                 yield self._exchange(f"{link.name}.direct_all_to_all", link.all, rows, near=link.near)
-        if not self._on_cuda:
-            # With NCCL, both call the same. Megatron's layer sends whole blocks: of half as many tokens as
-            # this one, up to twice as many.
-            for multiple in (1, 2, 3, 4):
-                family = f"{link.name}.stock_all_to_all"
-                yield self._exchange(family, link.all, multiple * sizes[-2], near=link.near, as_stock=True)
         ranks = link.all.size()
         for rows in (1, *(rows // ranks for rows in sizes)):
             part = self._random(rows, self._case.hidden)
@@ -287,23 +274,14 @@ class Operations:
             yield _of_bytes(f"{link.name}.all_gather", sent, gather, together=True)
             yield _of_bytes(f"{link.name}.reduce_scatter", sent, reduce, together=True)
 
-    def _exchange(
-        self, family: str, group: dist.ProcessGroup, rows: int, *, near: int = 1, as_stock: bool = False
-    ) -> Probe:
-        """An all-to-all of tokens and probabilities, as Megatron's or AMPipe's layer does it.
-
-        Its size is what goes to others than ``near`` ranks.
-        """
+    def _exchange(self, family: str, group: dist.ProcessGroup, rows: int, *, near: int = 1) -> Probe:
+        """An all-to-all of tokens and probabilities; its size is what goes to others than ``near`` ranks."""
         ranks = group.size()
         tensors = [self._random(rows, self._case.hidden), torch.zeros(rows, device=self._device)]
         splits = [rows // ranks] * ranks
 
         def exchange() -> None:
-            if not as_stock:
-                exchange_rows(tensors, send=splits, receive=splits, group=group).wait()
-                return
-            for tensor in tensors:
-                dist.all_to_all_single(torch.empty_like(tensor), tensor, splits, splits, group=group)
+            exchange_rows(tensors, send=splits, receive=splits, group=group).wait()
 
         sent = sum(tensor.nbytes for tensor in tensors) * (ranks - near) / ranks
         return _of_bytes(family, sent, exchange, together=True)

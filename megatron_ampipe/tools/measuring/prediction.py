@@ -1,4 +1,4 @@
-"""What the planner chooses for cases, and what it predicts for every row of a result. Needs no torch.
+"""What the planner predicts for every row of a result. Needs no torch.
 
 Also which row the planner would have chosen, and how much slower that is than the fastest one: so a result
 says how good predictions are, and choices made from them.
@@ -7,17 +7,14 @@ says how good predictions are, and choices made from them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.plan.planner import make_plans
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import KEEP, SCHEDULE_NAMES, Exchange, Pipeline, from_text
-from megatron_ampipe.tools.measuring.bench_job import PLANNED, Variant
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case
 
 CLOSE = 0.03
@@ -77,34 +74,6 @@ def predict_peaks(document: dict[str, Any]) -> None:
             row["predicted_peak_bytes"] = predicted(pipeline_of(row))
 
 
-def planned(
-    block: Block, cluster: Cluster, *, stacks: Sequence[int], exchanges: Sequence[Exchange]
-) -> tuple[Variant, ...]:
-    """What the planner chooses for a block, for each number of layers that share a schedule.
-
-    Args:
-        block: Of all layers.
-        cluster: Measured on the same machine and link.
-        stacks: These numbers.
-        exchanges: Those that are compared.
-
-    Raises:
-        BadInput: the cluster has no figure for something that the block does.
-    """
-    predictor = Predictor(block, cluster)
-    variants = []
-    for size in stacks:
-        # All layers under one schedule if possible, also where that is not predicted to help.
-        plans = make_plans(predictor.of_layers(size), exchanges=exchanges)
-        plan = plans.shared or plans.alone
-        pipeline = Pipeline.of(1)
-        if plan.helps:
-            pipeline = plan.pipeline(rows=block.rows)
-            pipeline = replace(pipeline, stack=pipeline.stack_of(size))
-        variants.append(Variant(PLANNED, pipeline))
-    return tuple(dict.fromkeys(variants))
-
-
 def _predicted_ms(pipeline: Pipeline, predictor: Predictor, *, layers: int) -> float:
     """Of one pass through so many layers; ``predictor`` is of one."""
     predictor = predictor.with_exchange(pipeline.exchange)
@@ -128,7 +97,7 @@ def pipeline_of(row: Mapping[str, Any]) -> Pipeline:
     return Pipeline.of(
         row["degree"],
         backward_degree=row["backward_degree"],
-        shares=tuple(row["shares"]) if row["shares"] else None,
+        shares=tuple(row["shares"]) if row.get("shares") else None,
         schedule=row["schedule"] if row["schedule"] in SCHEDULE_NAMES else "ampipe",
         order=from_text(row["order"]) if row.get("order") else None,
         stack=row.get("stack", 1),

@@ -15,8 +15,7 @@ pickled.
 
 Ranks are processes that ``multiprocessing`` spawns, each in a separate session: Ctrl-C reaches only the
 command, which then kills them, and the kernel kills them if the command dies itself. Not torch's elastic
-agent: a real link is made between processes that exist and have not begun, and ranks in network namespaces
-cannot reach the agent's TCP store.
+agent: ranks in network namespaces cannot reach its TCP store.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -77,11 +76,6 @@ class RankJob:
     cores: tuple[int, ...] = ()
     seed: int = 1
     timeout_s: float = 300.0
-
-    @property
-    def num_processes(self) -> int:
-        """How many processes there are."""
-        return 1 if self.pretended else self.num_ranks
 
     @property
     def on_cuda(self) -> bool:
@@ -135,8 +129,6 @@ class Rank[Job: RankJob]:
 
             # Before Megatron is imported, which keeps references to collectives.
             emulation = install(job.link, on_cuda=job.on_cuda, pretended=job.pretended)
-            if emulation.why_cycles is not None:
-                print(f"the emulated link counts clock cycles: {emulation.why_cycles}", file=sys.stderr)
         if not job.on_cuda:
             from megatron_ampipe.launch import host
 
@@ -202,17 +194,25 @@ def run_ranks[Job: RankJob](
         EnvironmentMissing: the link cannot be made, or a rank raised it.
         DifferenceFound: a rank raised it.
     """
-    results: list[Any] = [None] * job.num_processes
+    count = 1 if job.pretended else job.num_ranks
+    results: list[Any] = [None] * count
+    namespaces: list[int | None] = [None] * count
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ampipe-ranks-")))
         stack.enter_context(signals_as_interrupts())
-        ranks = stack.enter_context(_Processes(job, work, folder, log))
-        for _ in ranks.messages("placed"):
-            pass
         if job.link.kind is LinkKind.NETWORK:
-            stack.enter_context(network.joined(ranks.pids, job.link))
-        ranks.go()
-        for rank, event, value in ranks.messages("done"):
+            namespaces = [*stack.enter_context(network.connected(job.link, count))]
+        logs = [log or folder / f"rank{rank}.log" for rank in range(count)]
+        processes: dict[Connection, SpawnProcess] = {}
+        stack.callback(_end, processes)
+        spawn = multiprocessing.get_context("spawn")
+        for rank, namespace in enumerate(namespaces):
+            pipe, of_rank = spawn.Pipe()
+            arguments = (work, job, rank, folder, logs[rank], namespace, os.getpid(), of_rank)
+            processes[pipe] = spawn.Process(target=_run_rank, args=arguments)
+            processes[pipe].start()
+            of_rank.close()
+        for rank, event, value in _messages(processes, logs, timeout_s=job.timeout_s):
             if event == "done":
                 results[rank] = value
             else:
@@ -220,119 +220,75 @@ def run_ranks[Job: RankJob](
     return results
 
 
-class _Processes:
-    """The processes of a job; they are killed when the context ends."""
+def _end(processes: Mapping[Connection, SpawnProcess]) -> None:
+    for process in processes.values():
+        # Before the rank has made its session, there is no group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()
+    for pipe, process in processes.items():
+        process.join()
+        pipe.close()
 
-    def __init__(self, job: RankJob, work: Callable[[Any], Any], folder: Path, log: Path | None) -> None:
-        self._job, self._work, self._folder, self._log = job, work, folder, log
-        self._processes: list[SpawnProcess] = []
-        self._pipes: dict[Connection, int] = {}
-        self._failures: dict[int, tuple[str, int]] = {}
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid or 0 for process in self._processes]
+def _messages(
+    processes: Mapping[Connection, SpawnProcess], logs: Sequence[Path], *, timeout_s: float
+) -> Iterator[tuple[int, str, Any]]:
+    """Messages with their rank, until every rank has said ``done``.
 
-    def __enter__(self) -> _Processes:
-        # Temporary files of libraries are removed with the folder.
-        environment = {"TMPDIR": str(self._folder)}
-        if not self._job.on_cuda:
-            environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        try:
-            with _inherited(environment):
-                for rank in range(self._job.num_processes):
-                    self._start(rank)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+    Raises:
+        AMPipeError: a rank failed or was lost, or all were silent for too long.
+    """
+    pipes = {pipe: rank for rank, pipe in enumerate(processes)}
+    missing = dict(enumerate(processes.values()))
+    failures: dict[int, tuple[str, int]] = {}
+    last_sign, failing_since = time.monotonic(), 0.0
+    while missing:
+        for pipe in wait(list(pipes), timeout=_GRACE_S if failing_since else _POLL_S):
+            assert isinstance(pipe, Connection)
+            rank = pipes[pipe]
+            try:
+                event, value = pipe.recv()
+            except (EOFError, OSError):
+                del pipes[pipe]
+                continue
+            last_sign = time.monotonic()
+            if event == "failed":
+                failures[rank] = value
+                continue
+            if event == "done":
+                del missing[rank], pipes[pipe]
+            yield rank, event, value
+        # A process that a rank has started may keep the pipe of a rank open that is gone.
+        codes = {rank: process.exitcode for rank, process in missing.items() if process.exitcode is not None}
+        if codes or failures:
+            failing_since = failing_since or time.monotonic()
+            if time.monotonic() - failing_since > _GRACE_S:
+                raise _first_cause(codes, failures, logs)
+        elif time.monotonic() - last_sign > timeout_s:
+            raise RunFailed(f"no rank answered for {timeout_s:g} s; all were ended.{_tail(0, logs)}")
 
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            # Before the rank has made its session, there is no group.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid or 0, signal.SIGKILL)
-            process.kill()
-        for process in self._processes:
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
 
-    def _start(self, rank: int) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        pipe, of_rank = spawn.Pipe()
-        process = spawn.Process(
-            target=_run_rank,
-            args=(self._work, self._job, rank, self._folder, self._log, os.getpid(), of_rank),
-        )
-        process.start()
-        of_rank.close()
-        self._processes.append(process)
-        self._pipes[pipe] = rank
+def _first_cause(
+    codes: Mapping[int, int], failures: Mapping[int, tuple[str, int]], logs: Sequence[Path]
+) -> AMPipeError:
+    """Peers of a rank that was killed or that failed lose their connection to it, and fail too."""
+    for rank, code in codes.items():
+        if code < 0:
+            return RunFailed(f"rank {rank} was killed by {signal.Signals(-code).name}; the others were ended")
+    for message, exit_code in failures.values():
+        if exit_code in _KINDS:
+            return _KINDS[exit_code](message)
+    for rank, (message, _) in failures.items():
+        return RunFailed(f"rank {rank} failed: {message}{_tail(rank, logs)}")
+    rank, code = next(iter(codes.items()))
+    return RunFailed(f"rank {rank} ended with exit code {code}{_tail(rank, logs)}")
 
-    def go(self) -> None:
-        """Let the ranks begin. A rank that has ended is noticed when messages are read."""
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):
-                pipe.send("go")
 
-    def messages(self, last: str) -> Iterator[tuple[int, str, Any]]:
-        """Messages with their rank, until every rank has said ``last``.
-
-        Raises:
-            AMPipeError: a rank failed or was lost, or all were silent for too long.
-        """
-        missing = set(range(len(self._processes)))
-        last_sign, failing_since = time.monotonic(), 0.0
-        pipes = dict(self._pipes)
-        while missing:
-            for pipe in wait(list(pipes), timeout=_GRACE_S if failing_since else _POLL_S):
-                assert isinstance(pipe, Connection)
-                rank = pipes[pipe]
-                try:
-                    event, value = pipe.recv()
-                except (EOFError, OSError):
-                    del pipes[pipe]
-                    continue
-                last_sign = time.monotonic()
-                if event == "failed":
-                    self._failures[rank] = value
-                    continue
-                if event == last:
-                    missing.discard(rank)
-                    del pipes[pipe]
-                yield rank, event, value
-            # A process that a rank has started may keep the pipe of a rank open that is gone.
-            lost = any(self._processes[rank].exitcode is not None for rank in missing)
-            if lost or self._failures:
-                failing_since = failing_since or time.monotonic()
-                if time.monotonic() - failing_since > _GRACE_S:
-                    raise self._failure(missing)
-            elif time.monotonic() - last_sign > self._job.timeout_s:
-                raise RunFailed(
-                    f"no rank answered for {self._job.timeout_s:g} s; all were ended.{self._log_tail(0)}"
-                )
-
-    def _failure(self, missing: set[int]) -> AMPipeError:
-        """The first cause: peers of a rank that was killed or that failed lose their connection to it."""
-        codes = {rank: self._processes[rank].exitcode for rank in sorted(missing)}
-        for rank, code in codes.items():
-            if code is not None and code < 0:
-                name = signal.Signals(-code).name
-                return RunFailed(f"rank {rank} was killed by {name}; the others were ended")
-        for message, exit_code in self._failures.values():
-            if exit_code in _KINDS:
-                return _KINDS[exit_code](message)
-        rank = next(iter(self._failures), None)
-        if rank is None:
-            rank = next(rank for rank, code in codes.items() if code is not None)
-            return RunFailed(f"rank {rank} ended with exit code {codes[rank]}{self._log_tail(rank)}")
-        return RunFailed(f"rank {rank} failed: {self._failures[rank][0]}{self._log_tail(rank)}")
-
-    def _log_tail(self, rank: int) -> str:
-        log = self._log or self._folder / f"rank{rank}.log"
-        lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
-        return "".join(f"\n  {line}" for line in ["", f"last lines of rank {rank}:", *lines] if lines)
+def _tail(rank: int, logs: Sequence[Path]) -> str:
+    log = logs[rank]
+    lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
+    return "".join(f"\n  {line}" for line in ["", f"last lines of rank {rank}:", *lines] if lines)
 
 
 def _run_rank(
@@ -340,7 +296,8 @@ def _run_rank(
     job: RankJob,
     number: int,
     folder: Path,
-    log: Path | None,
+    log: Path,
+    namespace: int | None,
     parent: int,
     pipe: Connection,
 ) -> None:
@@ -351,7 +308,7 @@ def _run_rank(
     # It may have ended before this was set.
     if os.getppid() != parent:
         os._exit(1)
-    output = os.open(log or folder / f"rank{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(output, 1)
     os.dup2(output, 2)
     # Ranks share a log. Under PYTHONUNBUFFERED, print() would write text and line end apart.
@@ -362,12 +319,14 @@ def _run_rank(
     ranks = str(job.num_ranks)
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
     os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    # Temporary files of libraries are removed with the folder.
+    os.environ["TMPDIR"] = str(folder)
+    if not job.on_cuda:
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     code = 1
     try:
-        if job.link.kind is LinkKind.NETWORK:
-            network.enter_namespace()
-        pipe.send(("placed", None))
-        assert pipe.recv() == "go"
+        if namespace is not None:
+            network.enter(namespace)
         if job.cores:
             # Before torch starts its threads, which inherit it.
             os.sched_setaffinity(0, {job.cores[number]})
@@ -390,20 +349,6 @@ def _run_rank(
 
 
 @contextlib.contextmanager
-def _inherited(environment: Mapping[str, str]) -> Iterator[None]:
-    """What processes inherit that start meanwhile; Ctrl-C is blocked until they have their own session."""
-    before = dict(os.environ)
-    os.environ.update(environment)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-@contextlib.contextmanager
 def signals_as_interrupts() -> Iterator[None]:
     """SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, so that everything is cleaned up."""
 
@@ -416,21 +361,3 @@ def signals_as_interrupts() -> Iterator[None]:
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def progress_bar(total: int, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """A bar on the terminal, nothing elsewhere; yields what counts a step, and takes a description."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    quiet = quiet or not console.is_terminal
-    # Drawn when something has happened: a thread that draws would take time from the ranks.
-    with Progress(console=console, transient=True, auto_refresh=False, disable=quiet) as bar:
-        task = bar.add_task("starting ranks", total=total)
-
-        def step(description: str | None = None, *, advance: int = 1) -> None:
-            bar.update(task, advance=advance, description=description, refresh=True)
-
-        yield step

@@ -18,8 +18,8 @@ import numpy as np
 
 from megatron_ampipe.files import inputs, outputs
 from megatron_ampipe.plan.simulate import direction_bound
-from megatron_ampipe.schedule import Stage, stage_from_text, to_text
-from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK_GLOO, BenchJob, Variant, cut_of
+from megatron_ampipe.schedule import Stage, stage_from_text
+from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK_GLOO, BenchJob, Variant
 
 FORMAT = "ampipe-bench-1"
 
@@ -47,10 +47,7 @@ def read(path: Path) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(text)
         if document["format"] != FORMAT:
             raise ValueError("another format")
-        document = {"layers": 1, "missing_cases": [], "pretended": False} | document
-        for case in document["cases"]:
-            case.setdefault("possible_speedup", possible_speedup(case["stock_ms"], case["rows"]))
-        return document
+        return {"layers": 1, "pretended": False} | document
 
     rule, remedy = "is not a result of ampipe bench", "Give a file that ampipe bench --json wrote for blocks."
     return inputs.parse_file(path, parse, what="--from", rule=rule, remedy=remedy)
@@ -111,29 +108,17 @@ def slowest_rank(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
     return [max(samples) for samples in zip(*samples_by_rank, strict=True)]
 
 
-def busy_cores(
-    wall_by_rank: Sequence[Sequence[float]], processor_by_rank: Sequence[Sequence[float]]
-) -> float:
-    """How many cores the slowest rank kept busy: median over repeats of processor time over time.
-
-    A rank of one core that is busy all the time cannot be made faster by another order of the same work.
-    """
-    repeats = zip(zip(*wall_by_rank, strict=True), zip(*processor_by_rank, strict=True), strict=True)
-    slowest = (max(zip(*repeat, strict=True)) for repeat in repeats)
-    return round(statistics.median(worked / wall for wall, worked in slowest), 4)
-
-
 def case_result(job: BenchJob, index: int, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One entry of ``cases`` in the document.
 
     Args:
         job: What was measured.
         index: Of the case.
-        reports: What each rank found (:func:`.timed_passes.measure`), and its ``clock``.
+        reports: What each rank found (:func:`.timed_passes.measure`).
     """
     case, variants = job.cases[index], job.variants[index]
     by_variant = list(zip(*(report["variants"] for report in reports), strict=True))
-    stock, *figures = (_figures(of_ranks, on_cuda=job.on_cuda) for of_ranks in by_variant)
+    stock, *figures = map(_figures, by_variant)
     rows = [
         {
             **described(variant, job),
@@ -150,9 +135,8 @@ def case_result(job: BenchJob, index: int, reports: Sequence[Mapping[str, Any]])
         "emulated": job.link.emulated,
         "layers": job.layers,
         **{f"stock_{key}": value for key, value in stock.items()},
-        **{key: reports[0][key] for key in ("kernel", "fused_gradients", "clock")},
+        **{key: reports[0][key] for key in ("kernel", "fused_gradients")},
         "block": asdict(case),
-        "possible_speedup": possible_speedup(stock["ms"], rows),
         **with_control(rows),
     }
 
@@ -166,9 +150,7 @@ def described(variant: Variant, job: BenchJob) -> dict[str, Any]:
         "degree": pipeline.degree,
         # None where it is the forward pass's, as in the files of earlier versions.
         "backward_degree": None if backward == pipeline.degree else backward,
-        "shares": pipeline.shares,
-        "cut": cut_of(pipeline),
-        "order": None if pipeline.order is None else to_text(pipeline.order),
+        "cut": str(pipeline.degree) + f":{backward}" * (backward != pipeline.degree),
         "layers": job.layers,
         "stack": pipeline.stack,
         "memory": pipeline.memory,
@@ -177,22 +159,12 @@ def described(variant: Variant, job: BenchJob) -> dict[str, Any]:
     }
 
 
-def possible_speedup(stock_ms: float, rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """The speedup over Megatron's layer at the lowest bound; None where nothing was cut.
-
-    No order of the stages of these rows is faster, so a larger speedup needs another link, block or cut.
-    """
-    found = [row["bound_ms"] for row in rows if row["bound_ms"] is not None]
-    return round(stock_ms / min(found), 4) if found else None
-
-
-def _figures(of_ranks: Sequence[Mapping[str, Any]], *, on_cuda: bool) -> dict[str, Any]:
+def _figures(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the document holds of every variant, stock included.
 
     ``backward_ms`` is from the end of the forward pass of a rank. ``peak_bytes`` is of the rank that holds
-    most, beyond weights and input. ``wire_bytes`` (None where nothing was counted) and
-    ``expected_wire_bytes`` are of all ranks together, by the kernel's counters and by the routing; where
-    there are two classes of links, also both ``by_class``.
+    most, beyond weights and input. ``wire_bytes`` (None where nothing was counted) are of all ranks together,
+    by the kernel's counters.
     """
 
     def ms(key: str) -> list[list[float]]:
@@ -200,27 +172,15 @@ def _figures(of_ranks: Sequence[Mapping[str, Any]], *, on_cuda: bool) -> dict[st
 
     by_rank = ms("wall_s")
     samples = slowest_rank(by_rank)
-    worked = None if on_cuda else ms("processor_s")
-    expected = [rank["expected_wire_bytes"] for rank in of_ranks]
-    repeats = list(zip(*(rank["wire_bytes"] for rank in of_ranks), strict=True))
-    by_class: dict[str, dict[str, int]] = {
-        "wire_bytes": {
-            name: round(statistics.median(sum(rank[name] for rank in ranks) for ranks in repeats))
-            for name in repeats[0][0] or ()
-        },
-        "expected_wire_bytes": {name: sum(rank[name] for rank in expected) for name in expected[0]},
-    }
-    two_classes = len(expected[0]) > 1
+    sent = zip(*(rank["wire_bytes"] for rank in of_ranks), strict=True)
+    of_repeats = [sum(repeat) for repeat in sent if None not in repeat]
     return {
         "ms": round(statistics.median(samples), 4),
         "backward_ms": round(statistics.median(slowest_rank(ms("backward_s"))), 4),
         "samples_ms": samples,
         "samples_ms_by_rank": by_rank,
-        "processor_ms_by_rank": worked,
-        "busy_cores": worked and busy_cores(by_rank, worked),
         "peak_bytes": max(rank["peak_bytes"] for rank in of_ranks),
-        **{key: sum(parts.values()) if parts else None for key, parts in by_class.items()},
-        **({f"{key}_by_class": parts for key, parts in by_class.items()} if two_classes else {}),
+        "wire_bytes": round(statistics.median(of_repeats)) if of_repeats else None,
     }
 
 
@@ -249,5 +209,5 @@ def _bound_us(samples: StageSamples, needs: Any, *, stack: int) -> float:
             graphs.setdefault(stage.layer // stack, {})[stage] = tuple(map(stage_from_text, earlier))
         times = {stage_from_text(name): statistics.median(passes) for name, passes in stages.items()}
         for graph in graphs.values():
-            total += direction_bound({stage: times[stage] for stage in graph}, graph).time
+            total += direction_bound({stage: times[stage] for stage in graph}, graph)
     return total

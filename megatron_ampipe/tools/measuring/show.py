@@ -16,19 +16,18 @@ Record = Mapping[str, Any]
 
 _BLOCKS = (
     "ms: forward + backward of all layers, median over repeats of the slowest rank. of bound: the least "
-    "possible time as a share of this time. busy: cores that the slowest rank kept busy. MiB: the most that "
-    "a pass holds at once, beyond weights and input. wire MB: sent by all ranks, by the kernel's counters, "
-    "and how much more that is than rows and probabilities by the routing. degree 1 is stock again. "
+    "possible time as a share of this time. MiB: the most that a pass holds at once, beyond weights and "
+    "input. wire MB: sent by all ranks, by the kernel's counters. degree 1 is stock again. "
 )
 _TRAININGS = (
     "ms: an iteration (all layers, optimizer and gradient reduction included) by Megatron's log, median. "
     "loss difference: the largest of all iterations, relative to stock. "
 )
 _BOTH = (
-    "speedup: median of stock / this within a repeat, and the 10th to 90th percentile; for stock, what no "
-    "order of these stages can exceed. control: stock once more. Its spread: how far the 10th or 90th "
-    "percentile of stock / control is from 1, as a factor. A speedup nearer to 1 is marked 'no difference "
-    "seen'. stock-gloo: stock with gloo's own all-to-all; all other rows have the host platform's."
+    "speedup: median of stock / this within a repeat, and the 10th to 90th percentile. control: stock once "
+    "more. Its spread: how far the 10th or 90th percentile of stock / control is from 1, as a factor. A "
+    "speedup nearer to 1 is marked 'no difference seen'. stock-gloo: stock with gloo's own all-to-all; all "
+    "other rows have the host platform's."
 )
 
 
@@ -70,15 +69,13 @@ def _heading(document: Record) -> str:
     link = f"link {document['link']}" + " (emulated)" * document["emulated"]
     ranks = f"{document['ranks']} ranks" + ", all but one pretended" * document["pretended"]
     layers = f", {document['layers']} layers" * (document["layers"] > 1)
-    missing = ", ".join(document["missing_cases"])
-    unfinished = f" · unfinished, without {missing}" if missing else ""
-    return f"grid {document['grid']}{layers} · {link} · {ranks}{unfinished}"
+    return f"grid {document['grid']}{layers} · {link} · {ranks}"
 
 
 def _stock(case: Record) -> dict[str, Any]:
     """The figures of stock, as a row without speedup."""
     figures = {key.removeprefix("stock_"): value for key, value in case.items() if key.startswith("stock_")}
-    return {"schedule": "stock", "possible": case.get("possible_speedup"), **figures, **case.get("stock", {})}
+    return {"schedule": "stock", **figures, **case.get("stock", {})}
 
 
 def _figure(key: str, form: str, factor: float = 1) -> Callable[[Record], str]:
@@ -93,16 +90,9 @@ def _choice(key: str, usual: object) -> Callable[[Record], str]:
 def _speedup(row: Record) -> str:
     """The speedup, with what the control says of it."""
     if "speedup" not in row:
-        return "" if row.get("possible") is None else f"at most {row['possible']:.2f}"
+        return ""
     said = f" (spread {row['spread']:.1%})" if "spread" in row else ""
     return f"{row['speedup']:.3f}" + (said if row.get("difference_seen", True) else " no difference seen")
-
-
-def _wire_mb(row: Record) -> str:
-    if not row.get("wire_bytes"):
-        return ""
-    sent, expected = row["wire_bytes"], row["expected_wire_bytes"]
-    return f"{sent / 1e6:.2f} ({sent / expected - 1:+.1%})"
 
 
 _COLUMNS: dict[str, Callable[[Record], str]] = {
@@ -119,10 +109,9 @@ _COLUMNS: dict[str, Callable[[Record], str]] = {
     ),
     "bound ms": _figure("bound_ms", "{:.2f}"),
     "of bound": _figure("bound_share", "{:.1%}"),
-    "busy": _figure("busy_cores", "{:.2f}"),
     "MiB": _figure("peak_bytes", "{:.1f}", 2**-20),
     "predicted MiB": _figure("predicted_peak_bytes", "{:.1f}", 2**-20),
-    "wire MB": _wire_mb,
+    "wire MB": _figure("wire_bytes", "{:.2f}", 1e-6),
     "difference": lambda row: f"{row['difference_from_stock']:.1e}" if row.get("wire") else "",
     "loss difference": _figure("loss_difference", "{:.1e}"),
     "predicted": _figure("predicted_ms", "{:.2f}"),

@@ -27,7 +27,6 @@ from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.link import LinkKind
 from megatron_ampipe.tools.measuring.meters import (
-    Routings,
     TensorMeter,
     WatchedExecutor,
     peak_bytes,
@@ -49,11 +48,11 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
     """Measure one case; ``variants`` are what is compared, stock first.
 
     Returns:
-        ``kernel``, ``attention`` (which backend computes which part) and ``fused_gradients``; and a list
+        ``kernel`` and ``fused_gradients``; and a list
         ``variants`` with, for each: the fields of :class:`PassSample`, by repeat; ``stages``: microseconds of
         every stage alone, and ``needs``: what each waits for (None where the layer is Megatron's own);
         ``difference`` from stock; ``peak_bytes`` of tensors that a pass holds at once beyond weights and
-        input; ``expected_wire_bytes``, by the routing.
+        input.
 
     Raises:
         DifferenceFound: on every rank, if some variant differs from stock on some rank.
@@ -66,14 +65,11 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
         on_cuda=job.on_cuda,
         seed=job.seed,
         layers=job.layers,
-        ranks_per_node=job.link.ranks_per_node,
     )
     on_network, rate = job.link.kind is LinkKind.NETWORK, job.link.rate_bit_per_s
     passes = Passes(rank, case, counts_wire=on_network)
-    routings = Routings(factory.stock)
     layers = [factory.stock, *(factory.build(variant) for variant in variants[1:])]
     difference = compare(passes, layers, variants, rank=rank.number, case=case)
-    routings.stop()
     saved_bytes = burst_bytes(rate) if on_network and rate else 0
     timed = [
         factory.build_timed(variant, num_passes=job.repeats, saved_bytes=saved_bytes)
@@ -102,24 +98,16 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
                 passes.run(build.layers)
                 build.recorder.pause()
 
-    found = []
-    for place, (variant, build) in enumerate(zip(variants, timed, strict=True)):
-        expected = routings.expected_bytes(
-            variant.pipeline.exchange,
-            wire=variant.wire,
-            rank=rank.number,
-            ranks_per_node=job.link.ranks_per_node,
-        )
-        found.append(
-            {
-                **dict(zip(PassSample._fields, zip(*samples[place], strict=True), strict=True)),
-                "stages": build and stage_times(build.recorder),
-                "needs": build and build.timer.needs,
-                "difference": difference[place],
-                "peak_bytes": peaks[place],
-                "expected_wire_bytes": expected,
-            }
-        )
+    found = [
+        {
+            **dict(zip(PassSample._fields, zip(*of_variant, strict=True), strict=True)),
+            "stages": build and stage_times(build.recorder),
+            "needs": build and build.timer.needs,
+            "difference": difference[place],
+            "peak_bytes": peaks[place],
+        }
+        for place, (of_variant, build) in enumerate(zip(samples, timed, strict=True))
+    ]
     return {"kernel": factory.kernel, "fused_gradients": factory.fused_gradients, "variants": found}
 
 
@@ -130,16 +118,12 @@ class PassSample(NamedTuple):
         wall_s: Seconds it took.
         backward_s: Those from the end of the forward part: on a CPU when the host has reached it, on a GPU
             when the device has.
-        processor_s: Seconds that processors worked for it: all threads of this process, and the kernel on
-            their behalf.
-        wire_bytes: What this rank put on the wire, headers included, by class of links; None where it was not
-            counted.
+        wire_bytes: What this rank put on the wire, headers included; None where it was not counted.
     """
 
     wall_s: float
     backward_s: float
-    processor_s: float
-    wire_bytes: dict[str, int] | None
+    wire_bytes: int | None
 
     @property
     def by_direction_us(self) -> dict[Direction, float]:
@@ -204,21 +188,21 @@ class Passes:
         gc.collect()
         gc.disable()
         try:
-            sent_before = sent_bytes() if self._counts_wire else {}
+            sent_before = sent_bytes() if self._counts_wire else 0
             meet(on_cuda=self.on_cuda)
             with gloo_all_to_all() if layer.gloo_all_to_all else contextlib.nullcontext():
-                begin, worked = time.perf_counter(), time.process_time()
+                begin = time.perf_counter()
                 output, _ = layer(hidden_states=hidden, attention_mask=None)
                 between = Clock(on_cuda=self.on_cuda)
                 output.backward(self._gradient)
                 backward_s = between.passed_s()
-                wall_s, processor_s = time.perf_counter() - begin, time.process_time() - worked
+                wall_s = time.perf_counter() - begin
             wire_bytes = None
             if self._counts_wire:
                 # A rank may have what it waited for while a peer still receives.
                 meet(on_cuda=self.on_cuda)
-                wire_bytes = {name: sent - sent_before[name] for name, sent in sent_bytes().items()}
-            return PassSample(wall_s, backward_s, processor_s, wire_bytes), output, hidden
+                wire_bytes = sent_bytes() - sent_before
+            return PassSample(wall_s, backward_s, wire_bytes), output, hidden
         finally:
             gc.enable()
             self._progress()

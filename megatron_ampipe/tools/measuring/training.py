@@ -24,7 +24,7 @@ from megatron_ampipe.schedule import Exchange
 from megatron_ampipe.tools.measuring.bench_job import STOCK_GLOO, BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks, signals_as_interrupts
-from megatron_ampipe.tools.measuring.result import described, percentile, speedup, with_control
+from megatron_ampipe.tools.measuring.result import described, speedup, with_control
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,22 +120,20 @@ def variant_flags(variant: Variant) -> tuple[str, ...]:
     if not one.overlaps:
         return ("--ampipe-degree", "1", *exchange)
     flags = ["--ampipe-degree", str(one.degree)]
-    if one.shares is not None:
-        flags = ["--ampipe-chunks", ",".join(map(repr, one.shares))]
     if one.backward_degree != one.degree:
         flags += ["--ampipe-backward-degree", str(one.backward_degree)]
     flags += ["--ampipe-schedule", variant.schedule, "--ampipe-stack", str(one.stack)]
     return (*flags, "--ampipe-memory", one.memory, *exchange)
 
 
-def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[], object]) -> Iterator[dict[str, Any]]:
     """Train every case with every variant, as often as there are rounds.
 
     Args:
         job: Cases, variants, link and ranks; ``warmup`` and ``repeats`` are iterations of a training that do
             not and that do count.
         rounds: Trainings of each variant.
-        on_iteration: Called at every iteration with what is trained.
+        on_iteration: Called at every iteration.
 
     Yields:
         The entries ``cases`` of the document, each when it is measured.
@@ -164,7 +162,7 @@ def _flags(case: Case, job: BenchJob) -> tuple[str, ...]:
     )
 
 
-def _train(case: Case, variant: Variant, job: BenchJob, *, on_iteration: Callable[[str], None]) -> Curve:
+def _train(case: Case, variant: Variant, job: BenchJob, *, on_iteration: Callable[[], object]) -> Curve:
     """One training, on newly started ranks."""
     training = TrainingJob(
         flags=(*_flags(case, job), *variant_flags(variant)),
@@ -179,7 +177,7 @@ def _train(case: Case, variant: Variant, job: BenchJob, *, on_iteration: Callabl
         training,
         iterations=job.warmup + job.repeats,
         title=f"case {case.name}: the training of {variant}",
-        on_iteration=lambda _: on_iteration(f"{case.name}, {variant}"),
+        on_iteration=lambda _: on_iteration(),
     )
 
 
@@ -188,7 +186,7 @@ def run[Job: TrainingJob](
     *,
     iterations: int,
     title: str,
-    on_iteration: Callable[[float], None] = lambda _: None,
+    on_iteration: Callable[[float], object] = lambda _: None,
     work: Callable[[Rank[Job]], None] | None = None,
     log: Path | None = None,
 ) -> Curve:
@@ -273,12 +271,7 @@ def case_result(
 
 def _speed(samples_ms: Sequence[float]) -> dict[str, float]:
     median = statistics.median(samples_ms)
-    return {
-        "ms": round(median, 2),
-        "ms_p10": round(percentile(samples_ms, 0.1), 2),
-        "ms_p90": round(percentile(samples_ms, 0.9), 2),
-        "iterations_per_s": round(1e3 / median, 4),
-    }
+    return {"ms": round(median, 2), "iterations_per_s": round(1e3 / median, 4)}
 
 
 def train(rank: Rank[TrainingJob]) -> None:

@@ -1,0 +1,94 @@
+"""Tests that run on several ranks: those with the mark ``ranks(n)``, of a module in one launch.
+
+On a rank a test is an ordinary one, after :func:`tests.dist.worker.start`; all ranks run the same tests in
+the same order. It has passed if it has on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MOST = 80
+"""Tests that share processes."""
+PLUGINS = [word for name in ("cacheprovider", "xdist", "warnings") for word in ("-p", f"no:{name}")]
+"""Options that leave out what ranks do not need."""
+
+
+class Outcomes:
+    """A plugin: for each test, ``passed``, ``skipped: why`` or ``failed: how``."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Keep the outcome."""
+        if report.when == "call" or report.outcome != "passed":
+            why = report.longrepr[2] if report.skipped else report.longreprtext[-3000:]
+            self.outcomes[report.nodeid] = report.outcome if report.passed else f"{report.outcome}: {why}"
+
+
+class RankTest(pytest.Item):
+    """A test whose outcomes the ranks report."""
+
+    launch: Callable[[], list[dict[str, str]]]
+
+    def runtest(self) -> None:
+        """Start the ranks, if no other test has."""
+        for rank, outcomes in enumerate(self.launch()):
+            outcome = outcomes.get(self.nodeid, "did not run")
+            if outcome.startswith("skipped"):
+                pytest.skip(outcome)
+            assert outcome == "passed", f"rank {rank} {outcome}"
+
+    def repr_failure(self, excinfo: Any, style: Any = None) -> str:
+        """What the rank said."""
+        return str(excinfo.value)
+
+
+def on_ranks(items: list[pytest.Item]) -> None:
+    """Replace marked tests, except on a rank."""
+    launches: dict[tuple[Path, int], list[RankTest]] = defaultdict(list)
+    for place, item in enumerate(items):
+        mark = item.get_closest_marker("ranks")
+        if mark is not None and "AMPIPE_TEST_REPORT" not in os.environ:
+            items[place] = test = RankTest.from_parent(item.parent, name=item.name)
+            test.own_markers = list(item.iter_markers())
+            launches[item.path, *mark.args].append(test)
+    for (_, num_ranks), tests in launches.items():
+        for shared in itertools.batched(tests, MOST):
+            launch = functools.cache(
+                functools.partial(_launched, [test.nodeid for test in shared], num_ranks)
+            )
+            for test in shared:
+                test.launch = launch
+
+
+def _launched(tests: list[str], num_ranks: int) -> list[dict[str, str]]:
+    from tests.dist.launch import run_workers
+
+    with tempfile.TemporaryDirectory() as folder:
+        return run_workers("tests.ranks", tests, world_size=num_ranks, folder=Path(folder))
+
+
+def main() -> None:
+    """Run the tests that the arguments name, as one of the ranks."""
+    from tests.dist.worker import report, start
+
+    start()
+    found = Outcomes()
+    pytest.main(["-q", *PLUGINS, *sys.argv[1:]], plugins=[found])
+    report(found.outcomes)
+
+
+if __name__ == "__main__":
+    main()
