@@ -39,13 +39,14 @@ class Partners:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._forward_turn, self._backward_turn = threading.Semaphore(0), threading.Semaphore(0)
-        self._meets = self._failed = False
+        self._meets = self._abandoned = False
+        self._ended: Future[None] = Future()
         self._waiting: StackCall | None = None
         self._ahead: tuple[StackCall, Tensor] | None = None
         self._output: Tensor | None = None
 
     def run[Result](self, forward: Callable[[], Result], backward: Callable[[], None]) -> Result:
-        """Run both to their ends, and return what ``forward`` does.
+        """Run both to their ends, and return what ``forward`` does; a failure of one ends both.
 
         The backward pass runs up to its first blocks, then the forward pass up to its first blocks. Those of
         as many layers run together. Of others, the pass with fewer layers runs them alone.
@@ -53,9 +54,8 @@ class Partners:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="ampipe-backward", daemon=True)
             self._thread.start()
-        ended: Future[None] = Future()
-        self._meets, self._failed = True, False
-        self._jobs.put(functools.partial(self._run_backward, backward, ended, torch.cuda.current_stream()))
+        self._meets, self._abandoned, self._ended = True, False, Future()
+        self._jobs.put(functools.partial(self._run_backward, backward, torch.cuda.current_stream()))
         try:
             self._forward_turn.acquire()
             output = forward()
@@ -63,14 +63,11 @@ class Partners:
             if self._waiting is not None:
                 self._resume(None)
         except BaseException:
-            self._meets, self._failed = False, True
+            self._meets, self._abandoned = False, True
             if self._waiting is not None:
                 self._resume(None)
-            if ended.done():
-                # The cause, if the forward pass was told to stop.
-                ended.result()
             raise
-        ended.result()
+        self._ended.result()
         return output
 
     def forward(self, call: StackCall, hidden: Tensor) -> Tensor:
@@ -80,11 +77,12 @@ class Partners:
             if num_layers < others:
                 break
             self._resume((call, hidden) if num_layers == others else None)
-            if num_layers == others:
+            if num_layers == others and self._output is not None:
                 output, self._output = self._output, None
-                if output is None:
-                    raise RuntimeError("the backward pass of the micro-batch before has failed")
                 return output
+        if self._meets and self._ended.done():
+            # Other ranks wait for the collectives of both passes, if it has failed.
+            self._ended.result()
         return call.forward(hidden)
 
     def backward(self, call: StackCall, gradient: Tensor) -> list[Tensor | None]:
@@ -93,8 +91,8 @@ class Partners:
             self._waiting = call
             self._forward_turn.release()
             self._backward_turn.acquire()
-        if self._failed:
-            raise RuntimeError("the forward pass of the micro-batch after has failed")
+        if self._abandoned:
+            raise RuntimeError("the forward pass of the next micro-batch has failed")
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return call.backward(gradient)
@@ -111,16 +109,14 @@ class Partners:
         while True:
             self._jobs.get()()
 
-    def _run_backward(
-        self, backward: Callable[[], None], ended: Future[None], stream: torch.cuda.Stream
-    ) -> None:
+    def _run_backward(self, backward: Callable[[], None], stream: torch.cuda.Stream) -> None:
         try:
             with torch.cuda.stream(stream):
                 backward()
         except BaseException as error:
-            ended.set_exception(error)
+            self._ended.set_exception(error)
         else:
-            ended.set_result(None)
+            self._ended.set_result(None)
         self._waiting = None
         self._forward_turn.release()
 
