@@ -44,6 +44,8 @@ class Setting:
         check: Refuses a value that has another form.
         acts: Where it has an effect: ``always``, in ``layers`` of AMPipe, or only in ``chunks``.
         with_auto: Why it cannot be given with ``--ampipe-degree auto``; None if it can.
+        of_chunks: The value with which it is a function of the tokens of a chunk; ``...`` for every value. It
+            cannot be given with ``--ampipe-partner``, where not all passes are cut.
         of_plan: A plan file says it, so it cannot be given next to one.
         requires: Settings of which one must be given too, as the user would add them. ``auto`` must be the
             value there, other values are examples.
@@ -62,6 +64,7 @@ class Setting:
     check: Callable[[Any], object] | None = None
     acts: Literal["always", "layers", "chunks"] = "always"
     with_auto: str | None = None
+    of_chunks: object = None
     of_plan: bool = False
     requires: tuple[str, ...] = ()
     requires_for: object = None
@@ -265,6 +268,7 @@ class Settings:
         help="tokens over which an expert's capacity counts: `sequence` drops the tokens that Megatron "
         "drops; `chunk` gives each chunk its share, which is another function",
         choices=("sequence", "chunk"),
+        of_chunks="chunk",
         acts="layers",
     )
     router: str | None = _row(
@@ -283,6 +287,7 @@ class Settings:
         "those of a chunk, which is another function; `sequence` refuses it, except Megatron's sinkhorn, "
         "which runs after all attention",
         choices=("sequence", "chunk"),
+        of_chunks="chunk",
         acts="layers",
         startup=lambda own: ("warning", _COMPARES),
     )
@@ -303,6 +308,7 @@ class Settings:
         "0.9: another function",
         type=float,
         check=check_threshold,
+        of_chunks=...,
         acts="layers",
         with_auto=_DIFFERS,
         startup=lambda own: ("condensed tokens", f"{own.condense:g}", _CONDENSED),
@@ -378,5 +384,8 @@ def check_given(given: dict[str, Any]) -> None:
         if setting.with_auto is not None and given.get("degree") == AUTO:
             remedy = f"Leave {setting.flag} out, or name the degree: --ampipe-degree 4."
             raise setting.refuse(value, setting.with_auto, remedy)
+        if given.get("partner") and setting.of_chunks in (..., value):
+            rule = "passes with a partner are one chunk, so it would be another function in them"
+            raise setting.refuse(value, rule, f"Leave {setting.flag} or --ampipe-partner out.")
     for name in given:
         SETTING[name].check_required(given)

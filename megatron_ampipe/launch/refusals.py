@@ -187,16 +187,6 @@ _SCORES = (
 )
 
 
-def _of_chunks(flag: str, is_given: Callable[[Any], bool]) -> Refusal:
-    """A function of the tokens of a chunk, which would differ between the passes of a step with partners."""
-    return Refusal(
-        flag,
-        "passes with a partner are one chunk, so it would be another function there",
-        "Leave it or --ampipe-partner out.",
-        lambda args: args.ampipe_partner and is_given(args),
-    )
-
-
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--num-experts",
@@ -211,9 +201,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use a pattern such as M*EM*E, or train with --ampipe-degree 1.",
         _without_pair,
     ),
-    _of_chunks("--ampipe-condense", lambda args: bool(args.ampipe_condense)),
-    _of_chunks("--ampipe-capacity-scope", lambda args: args.ampipe_capacity_scope == "chunk"),
-    _of_chunks("--ampipe-router-scope", lambda args: args.ampipe_router_scope == "chunk"),
     Refusal(
         "--ampipe-partner",
         "a pipeline stage without virtual stages waits for the next stage before every backward pass, so "
