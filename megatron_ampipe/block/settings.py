@@ -44,6 +44,8 @@ class Setting:
         check: Refuses a value that has another form.
         acts: Where it has an effect: ``always``, in ``layers`` of AMPipe, or only in ``chunks``.
         with_auto: Why it cannot be given with ``--ampipe-degree auto``; None if it can.
+        of_chunks: The value with which it is a function of the tokens of a chunk; ``...`` for every value. It
+            cannot be given with ``--ampipe-partner``, where not all passes are cut.
         of_plan: A plan file says it, so it cannot be given next to one.
         requires: Settings of which one must be given too, as the user would add them. ``auto`` must be the
             value there, other values are examples.
@@ -62,6 +64,7 @@ class Setting:
     check: Callable[[Any], object] | None = None
     acts: Literal["always", "layers", "chunks"] = "always"
     with_auto: str | None = None
+    of_chunks: object = None
     of_plan: bool = False
     requires: tuple[str, ...] = ()
     requires_for: object = None
@@ -81,7 +84,8 @@ class Setting:
     def plain_help(self) -> str:
         """The text of ``--help``."""
         text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", self.help).replace("`", "")
-        return f"{text} (default: {self.shown_default if self.default is None else self.default})"
+        default = self.shown_default if self.default in (None, False) else self.default
+        return f"{text} (default: {default})"
 
     def refuse(self, value: object, rule: str, remedy: str) -> BadInput:
         """The error for a value of it."""
@@ -114,6 +118,7 @@ _COMPARES = (
     "--ampipe-router-scope chunk compares the tokens of a chunk, which is another function for each degree, "
     "and later tokens of a chunk influence earlier ones"
 )
+_UNCUT = "runs together with a backward pass, both uncut; passes without a partner are cut"
 _CONDENSED = "another function than a stock run's; the log says how many tokens are not sent"
 
 
@@ -192,6 +197,16 @@ class Settings:
         acts="chunks",
         of_plan=True,
     )
+    partner: bool = _row(
+        False,
+        shown_default="off",
+        help="run the backward pass of a micro-batch and the forward pass of the next one "
+        "[together](partners.md), at degree 1 too: neither is cut into chunks, the rest is",
+        type=bool,
+        startup=lambda own: ("partner", "the next micro-batch's forward pass", _UNCUT),
+        with_auto="leaves nothing to try: passes with a partner are not cut into chunks",
+        of_plan=True,
+    )
     stack: str = _row(
         "all",
         help="consecutive layers that [share a schedule](#several-layers-in-one-schedule): `all` of a "
@@ -253,6 +268,7 @@ class Settings:
         help="tokens over which an expert's capacity counts: `sequence` drops the tokens that Megatron "
         "drops; `chunk` gives each chunk its share, which is another function",
         choices=("sequence", "chunk"),
+        of_chunks="chunk",
         acts="layers",
     )
     router: str | None = _row(
@@ -271,6 +287,7 @@ class Settings:
         "those of a chunk, which is another function; `sequence` refuses it, except Megatron's sinkhorn, "
         "which runs after all attention",
         choices=("sequence", "chunk"),
+        of_chunks="chunk",
         acts="layers",
         startup=lambda own: ("warning", _COMPARES),
     )
@@ -291,6 +308,7 @@ class Settings:
         "0.9: another function",
         type=float,
         check=check_threshold,
+        of_chunks=...,
         acts="layers",
         with_auto=_DIFFERS,
         startup=lambda own: ("condensed tokens", f"{own.condense:g}", _CONDENSED),
@@ -366,5 +384,8 @@ def check_given(given: dict[str, Any]) -> None:
         if setting.with_auto is not None and given.get("degree") == AUTO:
             remedy = f"Leave {setting.flag} out, or name the degree: --ampipe-degree 4."
             raise setting.refuse(value, setting.with_auto, remedy)
+        if given.get("partner") and setting.of_chunks in (..., value):
+            rule = "passes with a partner are one chunk, so it would be another function in them"
+            raise setting.refuse(value, rule, f"Leave {setting.flag} or --ampipe-partner out.")
     for name in given:
         SETTING[name].check_required(given)

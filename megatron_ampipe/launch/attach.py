@@ -27,6 +27,7 @@ from megatron_ampipe.launch.auto import (
 )
 from megatron_ampipe.launch.flags import SWITCHED_OFF
 from megatron_ampipe.launch.hooks import Hook, Hooks, PlacedReductions
+from megatron_ampipe.launch.partners import PartneredSteps
 from megatron_ampipe.launch.planned import choice_of_plan, choose_memory, planner_of, rows_of_rank
 from megatron_ampipe.launch.recording import Recording, RoutingRecording
 from megatron_ampipe.launch.refusals import (
@@ -40,6 +41,7 @@ from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
 from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, load_gate
 from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.runtime.partners import Partners
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import IN_ONE_CHUNK
@@ -96,6 +98,10 @@ def make_context(
             ranks_of_experts = args.expert_model_parallel_size * expert_tensor_ranks(args)
             context.reductions = Reductions(on_cuda=on_gpu, of_experts=ranks_of_stage > ranks_of_experts)
             hooks.add(PlacedReductions(context.reductions))
+        if config.partner:
+            context.partners = Partners()
+            is_open = args.ampipe_schedule is None and args.transformer_impl == "local"
+            hooks.add(PartneredSteps(context, args, schedule=IN_ONE_CHUNK if is_open else config.schedule))
         hooks.add(Recording(context, args))
     choice = None
     if config.plan is not None:

@@ -35,10 +35,12 @@ from megatron_ampipe.schedule import (
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 _SAME_EXCHANGES = "AMPipe schedules the same all-to-alls inside each micro-batch"
+_PARTNER_FLAG = "--overlap-moe-expert-parallel-comm"
 _SAME_WEIGHTS = "it delays weight gradients for an overlap that AMPipe replaces"
 SWITCHED_OFF: Mapping[str, str] = {
     "--moe-shared-expert-overlap": "AMPipe schedules the shared experts itself",
-    "--overlap-moe-expert-parallel-comm": _SAME_EXCHANGES,
+    _PARTNER_FLAG: "--ampipe-partner does the same; with --ampipe-degree auto or a plan, which say how all "
+    "micro-batches run, the same all-to-alls are scheduled inside each",
     "--ep-overlap-early-attn-memory-release": _SAME_EXCHANGES,
     "--overlap-dispatch-backward-with-experts-wgrad": _SAME_WEIGHTS,
     "--delay-wgrad-compute": _SAME_WEIGHTS,
@@ -108,6 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "and the command line over all",
     )
     for setting in SETTING.values():
+        if setting.type is bool:
+            group.add_argument(setting.flag, action="store_true", default=None, help=setting.plain_help)
+            continue
         group.add_argument(
             setting.flag,
             type=setting.type,
@@ -131,6 +136,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             if config_from_args(args).pipelined:
                 # Plain text: Megatron writes its arguments into checkpoints, which stock Megatron reads.
                 args.ampipe_put_aside = switch_off_overlaps(args)
+                is_open = args.ampipe_degree != AUTO and not (args.ampipe_plan or args.ampipe_save_plan)
+                if _PARTNER_FLAG in args.ampipe_put_aside and is_open:
+                    args.ampipe_partner = True
                 setattr(args, LIFTS_ONE_CONNECTION, True)
                 connections.set_default()
         return args, rest
@@ -190,7 +198,7 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
     elif plan is not None:
         if pipeline.is_stock:
             _refuse_without_effect(given, stock=True, plan=plan)
-    elif given.get("degree") != AUTO and pipeline.degree == 1 and not pipeline.splits_weights:
+    elif not given.get("partner") and given.get("degree") != AUTO and not pipeline.overlaps:
         _refuse_without_effect(given, stock=pipeline.exchange is Exchange.ROWS)
     given["ranks_per_node"] = ranks_per_node(args)
     return AMPipeConfig(pipeline=pipeline, **given)

@@ -140,7 +140,7 @@ def forward_step(
     packing = _packing(batch)
     if return_schedule_plan:
         assert get_args().overlap_moe_expert_parallel_comm
-        output = model.build_schedule_plan(*inputs, **targets)
+        output = model.build_schedule_plan(*inputs, **targets, packed_seq_params=packing)
     else:
         output = model(*inputs, **targets, packed_seq_params=packing)
     return output, functools.partial(loss_func, batch["loss_mask"])

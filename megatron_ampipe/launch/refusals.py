@@ -68,7 +68,9 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
         return
     pipeline = config.pipeline
     pipeline.chunks(arguments.seq_length)
-    if pipeline.degree > 1 or config.automatic:
+    if config.partner and pipeline.degree == 1:
+        flags, off = "--ampipe-partner", "no --ampipe-partner"
+    elif pipeline.degree > 1 or config.automatic:
         flags, off = f"--ampipe-degree {AUTO if config.automatic else pipeline.degree}", "--ampipe-degree 1"
     else:
         # AMPipe's layers in one chunk, because of their exchange.
@@ -184,6 +186,7 @@ _SCORES = (
     "and --dataloader-inter-document-masking.",
 )
 
+
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--num-experts",
@@ -197,6 +200,17 @@ REFUSALS: tuple[Refusal, ...] = (
         " pipeline stage",
         "Use a pattern such as M*EM*E, or train with --ampipe-degree 1.",
         _without_pair,
+    ),
+    Refusal(
+        "--ampipe-partner",
+        "a pipeline stage without virtual stages waits for the next stage before every backward pass, so "
+        "that no other micro-batch can run next to it",
+        "Add --num-layers-per-virtual-pipeline-stage 1, or leave it out.",
+        lambda args: (
+            args.ampipe_partner
+            and (args.pipeline_model_parallel_size or 1) > 1
+            and args.virtual_pipeline_model_parallel_size is None
+        ),
     ),
     Refusal(
         "--tensor-model-parallel-size",

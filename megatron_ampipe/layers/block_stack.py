@@ -143,6 +143,7 @@ class BlockStack:
             parameters=parameters,
             keep_graph=keep_graph,
             reductions=context.reductions if keep_graph else None,
+            partners=context.partners,
         )
         return call.run(hidden)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_ampipe.exchange.codecs import Condenser, Wire
 from megatron_ampipe.runtime.executors import Executor
+from megatron_ampipe.runtime.partners import Partners
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import KEEP, Pipeline
@@ -94,6 +95,7 @@ class AMPipeContext:
             prediction.
         reductions: Of gradients, held back for stages of the backward passes; None where data parallelism
             starts them itself.
+        partners: Where the passes of two micro-batches meet (``--ampipe-partner``); None where they do not.
         gate: The router class of ``--ampipe-router``; None for Megatron's own.
         wire: Around the transfers of tokens (``--ampipe-wire``); None to send them as they are.
         condenser: Chooses which of similar tokens are sent (``--ampipe-condense``); None to send all.
@@ -109,6 +111,7 @@ class AMPipeContext:
     recomputed_layers: float = 0
     documents: DocumentReader = field(default_factory=DocumentReader)
     reductions: Reductions | None = None
+    partners: Partners | None = None
     gate: type | None = None
     wire: Wire | None = None
     condenser: Condenser | None = field(init=False, default=None)
@@ -125,7 +128,7 @@ class AMPipeContext:
     def runs_megatron_layers(self) -> bool:
         """Whether blocks are Megatron's own layers at present: a schedule would only repeat what they do."""
         # A gate may give a token any number of experts, which Megatron's layer does not take.
-        changes = self.gate, self.reductions, self.wire, self.condenser
+        changes = self.gate, self.reductions, self.wire, self.condenser, self.partners
         return (
             self.pipeline.is_stock
             and self.pipeline.memory == KEEP

@@ -54,6 +54,8 @@ class Recorder:
         """Whether stages that run now are recorded."""
         self.layers: Sequence[int] = (1,)
         """Numbers of the layers of the pass that runs."""
+        self.layers_ahead: Sequence[int] = ()
+        """Those of the forward pass of the next micro-batch, where it shares a program with this pass."""
         self.direction = Direction.FORWARD
         """Of the pass that runs."""
         self.passes = PassTimer()
@@ -71,8 +73,8 @@ class Recorder:
         """Stop recording until the next call of :meth:`start_iteration`."""
         self.recording = False
 
-    def enter(self, layers: Sequence[int], direction: Direction) -> None:
-        self.layers, self.direction = layers, direction
+    def enter(self, layers: Sequence[int], direction: Direction, *, ahead: Sequence[int] = ()) -> None:
+        self.layers, self.direction, self.layers_ahead = layers, direction, ahead
         if self.recording:
             self._iterations[-1].num_passes += 1
 
@@ -91,8 +93,10 @@ class Recorder:
     def add(self, lane: str, stage: Stage, begin: Timestamp, end: Timestamp) -> None:
         """Record a stage that was timed by the caller."""
         if self.recording:
-            kept, layer = self._iterations[-1], self.layers[stage.layer]
-            kept.marks.append(_Mark(lane, stage.name, self.direction, layer, kept.num_passes, begin, end))
+            direction = Direction.FORWARD if stage.ahead else self.direction
+            layer = (self.layers_ahead if stage.ahead else self.layers)[stage.layer]
+            kept = self._iterations[-1]
+            kept.marks.append(_Mark(lane, stage.name, direction, layer, kept.num_passes, begin, end))
 
     def timeline(self, *, rank: int, labels: dict[str, str], iteration: int | None = None) -> Timeline:
         """The timeline of one iteration, or of all recorded ones. On CUDA this waits for the device."""

@@ -6,7 +6,9 @@ takes what the one below it has written so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +27,9 @@ from megatron_ampipe.runtime.tape import Call, Tapes
 from megatron_ampipe.schedule import Direction, StageKind
 from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
 
+if TYPE_CHECKING:
+    from megatron_ampipe.runtime.partners import Partners
+
 # S sequence rows, B batch, D hidden size.
 
 
@@ -37,6 +42,7 @@ class StackCall:
         executor: Runs it, and tells ``recorder`` of every stage.
         keep_graph: Whether there will be a backward pass.
         reductions: Of gradients, if stages of the backward pass start them.
+        partners: With whom a pass may share a program; None for nobody.
     """
 
     def __init__(
@@ -50,10 +56,12 @@ class StackCall:
         parameters: Sequence[BlockParameters],
         keep_graph: bool,
         reductions: Reductions | None = None,
+        partners: Partners | None = None,
     ) -> None:
-        self._tapes, self._executor, self._recorder, self._numbers = tapes, executor, recorder, numbers
+        self.tapes, self.executor, self.recorder, self.numbers = tapes, executor, recorder, numbers
         self._reductions, self._keeps_graph, self._parameters = reductions, keep_graph, parameters
-        self._state = Pass(tapes.num_slots, blocks, parameters, Crossing() if executor.host_waits else None)
+        self.partners = partners
+        self.state = Pass(tapes.num_slots, blocks, parameters, Crossing() if executor.host_waits else None)
         # How many reductions were asked for when the gradients were complete that a stage waits for.
         self._asked: dict[tuple[StageKind, int], int] = {}
 
@@ -67,19 +75,10 @@ class StackCall:
         return output
 
     def forward(self, hidden: Tensor) -> Tensor:
-        state, tapes = self._state, self._tapes
-        state.slots[tapes.hidden] = hidden.detach()
-
-        def end(layer: int) -> None:
-            if layer in tapes.again:
-                state.run_again(layer)
-
-        self._execute(Direction.FORWARD, end)
-        if self._reductions is not None:
-            self._reductions.expect(self)
-        output: Tensor = state.slots[tapes.output]
-        state.slots[tapes.output] = None
-        return output
+        """The forward pass alone."""
+        self.begin_forward(hidden)
+        self._execute(Direction.FORWARD)
+        return self.end_forward()
 
     def backward(self, gradient: Tensor) -> list[Tensor | None]:
         """From the gradient of the output to those of ``hidden`` and the other parameters of the first layer.
@@ -87,22 +86,36 @@ class StackCall:
         Those of later layers, and of the feed-forward half of the first one, are complete before the pass
         ends, and are handed to their accumulation nodes then: the hooks there start their reduction.
         """
-        state, tapes = self._state, self._tapes
-        state.slots[tapes.above] = gradient
-        state.slots[ZERO] = torch.zeros((), device=gradient.device)
+        self.begin_backward(gradient)
         del gradient
-        self._note_asked(REDUCE, len(state.blocks) - 1)
+        self._execute(Direction.BACKWARD)
+        return self.end_backward()
 
-        def end(layer: int) -> None:
-            if layer:
-                self._hand_over(layer, half=False)
-            self._note_asked(REDUCE, layer - 1)
+    def begin_forward(self, hidden: Tensor) -> None:
+        """Before the first call of the forward pass."""
+        self.state.slots[self.tapes.hidden] = hidden.detach()
 
-        def end_half(layer: int) -> None:
-            self._hand_over(layer, half=True)
-            self._note_asked(REDUCE_EXPERTS, layer)
+    def end_forward(self) -> Tensor:
+        """After its last call: the output."""
+        state, tapes = self.state, self.tapes
+        self._end_layers(Direction.FORWARD)
+        if self._reductions is not None:
+            self._reductions.expect(self)
+        output: Tensor = state.slots[tapes.output]
+        state.slots[tapes.output] = None
+        return output
 
-        self._execute(Direction.BACKWARD, end, end_half)
+    def begin_backward(self, gradient: Tensor) -> None:
+        """Before the first call of the backward pass, with the gradient of the output."""
+        slots = self.state.slots
+        slots[self.tapes.above] = gradient
+        slots[ZERO] = torch.zeros((), device=gradient.device)
+        self._note_asked(REDUCE, len(self.state.blocks) - 1)
+
+    def end_backward(self) -> list[Tensor | None]:
+        """After its last call: what :meth:`backward` returns."""
+        state, tapes = self.state, self.tapes
+        self._end_layers(Direction.BACKWARD)
         if self._reductions is not None:
             self._reductions.passed(self)
         run_moves(tapes.finish, state.slots)
@@ -113,7 +126,7 @@ class StackCall:
 
     def _gradients(self, layer: int, *, half: bool) -> tuple[Sequence[Parameter], list[Tensor | None]]:
         """The parameters of the feed-forward half of a layer, or all others, and their gradients."""
-        parameters, sums = self._parameters[layer], self._state.sums[layer]
+        parameters, sums = self._parameters[layer], self.state.sums[layer]
         chosen = parameters.feed_forward if half else parameters.others
         first = 0 if half else len(parameters.feed_forward)
         return chosen, [sums.take(number) for number in range(first, first + len(chosen))]
@@ -130,42 +143,56 @@ class StackCall:
         if self._reductions is not None:
             self._asked[kind, layer] = self._reductions.mark
 
-    def _execute(
-        self, direction: Direction, end: Callable[[int], None], end_half: Callable[[int], None] | None = None
-    ) -> None:
-        state, tape = self._state, self._tapes.passes[direction]
+    def run_call(self, direction: Direction, call: Call) -> Transfer | None:
+        """Run one call of a pass; a transfer is only started."""
+        state = self.state
+        if not call.steps and call.stage.kind.of_parameters:
+            assert self._reductions is not None, "this pass was not given what its schedule reduces"
+            return self._reductions.start_until(self._asked[call.stage.kind, call.stage.layer])
+        transfer = None
+        for step in call.steps:
+            try:
+                transfer = step.run(state)
+            except Exception as error:
+                names, slots = self.tapes.names, state.slots
+                shapes = [
+                    f"{names[slot]} {list(slots[slot].shape)}"
+                    for slot in dict.fromkeys((*step.taken, *step.given))
+                    if isinstance(slots[slot], Tensor)
+                ]
+                text = f"{step.text(names)}\nthere are {', '.join(shapes) or 'no tensors'}"
+                error.add_note(f"{direction} pass, call {call.position}: {text}")
+                raise
+        if call.ends_half:
+            self._hand_over(call.stage.layer, half=True)
+            self._note_asked(REDUCE_EXPERTS, call.stage.layer)
+        if call.ends:
+            self._end_layer(direction, call.stage.layer)
+        return transfer
 
-        def run(call: Call) -> Transfer | None:
-            if not call.steps and call.stage.kind.of_parameters:
-                assert self._reductions is not None, "this pass was not given what its schedule reduces"
-                return self._reductions.start_until(self._asked[call.stage.kind, call.stage.layer])
-            transfer = None
-            for step in call.steps:
-                try:
-                    transfer = step.run(state)
-                except Exception as error:
-                    names, slots = self._tapes.names, state.slots
-                    shapes = [
-                        f"{names[slot]} {list(slots[slot].shape)}"
-                        for slot in dict.fromkeys((*step.taken, *step.given))
-                        if isinstance(slots[slot], Tensor)
-                    ]
-                    text = f"{step.text(names)}\nthere are {', '.join(shapes) or 'no tensors'}"
-                    error.add_note(f"{direction} pass, call {call.position}: {text}")
-                    raise
-            if call.ends_half and end_half is not None:
-                end_half(call.stage.layer)
-            if call.ends:
-                end(call.stage.layer)
-            return transfer
+    def _end_layer(self, direction: Direction, layer: int) -> None:
+        """All stages of a layer have run."""
+        if direction is Direction.FORWARD:
+            if layer in self.tapes.again:
+                self.state.run_again(layer)
+            return
+        if layer:
+            self._hand_over(layer, half=False)
+        self._note_asked(REDUCE, layer - 1)
 
-        self._recorder.enter(self._numbers, direction)
+    def _end_layers(self, direction: Direction) -> None:
+        """The pass has ended: so have the layers of which no call was the last."""
+        left = set(range(len(self.state.blocks))) - self.tapes.passes[direction].ended
+        for layer in sorted(left, reverse=direction is Direction.BACKWARD):
+            self._end_layer(direction, layer)
+
+    def _execute(self, direction: Direction) -> None:
+        state, recorder = self.state, self.recorder
+        recorder.enter(self.numbers, direction)
         # Once for all segments. All else works on tensors without a graph.
-        with self._recorder.passes.timed(direction), torch.set_grad_enabled(self._keeps_graph):
-            self._executor.execute(tape, run, self._recorder, state.crossing)
-        with_the_pass = set(range(len(state.blocks))) - {call.stage.layer for call in tape.calls if call.ends}
-        for layer in sorted(with_the_pass, reverse=direction is Direction.BACKWARD):
-            end(layer)
+        with recorder.passes.timed(direction), torch.set_grad_enabled(self._keeps_graph):
+            run = functools.partial(self.run_call, direction)
+            self.executor.execute(self.tapes.passes[direction], run, recorder, state.crossing)
 
 
 class _Blocks(torch.autograd.Function):
@@ -174,7 +201,7 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: StackCall, anchor: Tensor, hidden: Tensor, *_: Parameter) -> Tensor:
         ctx.call = call
-        return call.forward(hidden)
+        return call.forward(hidden) if call.partners is None else call.partners.forward(call, hidden)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -183,4 +210,6 @@ class _Blocks(torch.autograd.Function):
                 "an AMPipe block was differentiated twice; its graph is gone after the first time"
             )
         call, ctx.call = ctx.call, None
+        if call.partners is not None:
+            return None, None, *call.partners.backward(call, gradient)
         return None, None, *call.backward(gradient)

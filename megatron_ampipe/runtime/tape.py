@@ -58,6 +58,11 @@ class Tape:
         )
 
     @cached_property
+    def ended(self) -> frozenset[int]:
+        """The blocks of which some call is the last."""
+        return frozenset(call.stage.layer for call in self.calls if call.ends)
+
+    @cached_property
     def streams(self) -> tuple[str, ...]:
         """The stream of a device on which each call runs."""
         return tuple(stream_of(call.lane, call.stage) for call in self.calls)

@@ -229,4 +229,4 @@ class AMPipeConfig(Settings):
     @property
     def pipelined(self) -> bool:
         """Whether MoE layers are built as AMPipe's; Megatron's own otherwise."""
-        return self.automatic or not self.pipeline.is_stock
+        return self.automatic or self.partner or not self.pipeline.is_stock

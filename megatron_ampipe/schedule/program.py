@@ -26,12 +26,15 @@ class Stage:
             that the pass has gone through before.
         again: It is the stage of the forward pass, run again in the backward pass
             (:attr:`~.features.BlockFeatures.recomputed`).
+        ahead: It is a stage of the forward pass of the next micro-batch, in the program of a backward pass
+            (:mod:`.partners`).
     """
 
     kind: StageKind
     chunk: int | None = None
     layer: int = 0
     again: bool = False
+    ahead: bool = False
 
     @property
     def name(self) -> str:

@@ -44,6 +44,7 @@ VALUES = {
 """Refused values; for other flags the worker uses all choices except the default, or 2."""
 
 COMPANIONS = {
+    "--ampipe-partner": ["--pipeline-model-parallel-size", "2", "--num-layers", "4"],
     "--context-parallel-size": ["--sft"],
     "--qk-clip": ["--transformer-impl", "local"],
     "--log-max-attention-logit": ["--transformer-impl", "local"],

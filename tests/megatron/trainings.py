@@ -88,6 +88,7 @@ BLOCKS, BLOCK = "--ampipe-degree 4 ", "--ampipe-degree 4 --ampipe-stack 1 "
 STACK = "--ampipe-degree 2 --ampipe-stack all "
 STACKS = (STACK, "--ampipe-degree 4 --ampipe-stack 2 --ampipe-backward-degree 2")
 PLACED = "--ampipe-grad-reduce placed"
+PARTNER = "--ampipe-degree 2 --ampipe-partner "
 REDISPATCH, REBUILD = (f"{STACK}--ampipe-memory {two}" for two in ("redispatch/S3", "rebuild/offload"))
 
 REAL_TEXT = (
@@ -101,10 +102,11 @@ TRAININGS: dict[str, Training] = {
         ours=(
             f"{BLOCKS} --ampipe-trace-dir {{folder}}/trace",
             f"{BLOCKS} --ampipe-schedule joined",
+            PARTNER,
         ),
         text="text",
         # The trace is that of the unbroken run.
-        restarts=((0, 1), (2, 0)),
+        restarts=((0, 1), (2, 0), (3, 1)),
         moments=True,
     ),
     # Odd lengths and degrees, biases, a loss of each sequence, one expert per token.
@@ -147,7 +149,8 @@ TRAININGS: dict[str, Training] = {
         ),
         said=(
             "--moe-shared-expert-overlap switched off: ",
-            "--overlap-moe-expert-parallel-comm switched off: ",
+            "--overlap-moe-expert-parallel-comm switched off: --ampipe-partner does the same",
+            "partner the next micro-batch's forward pass",
             "--delay-wgrad-compute switched off: ",
         ),
     ),
@@ -157,7 +160,13 @@ TRAININGS: dict[str, Training] = {
     "stack": Training(
         flags=FOUR_LAYERS + EP + OVERLAPS + "--seed 7 --ddp-bucket-size 1000 --eval-iters 1 "
         "--eval-interval 2",
-        ours=(*STACKS, REDISPATCH, f"{STACK}{PLACED}", f"--ampipe-schedule lancet {PLACED}"),
+        ours=(
+            *STACKS,
+            REDISPATCH,
+            f"{STACK}{PLACED}",
+            f"--ampipe-schedule lancet {PLACED}",
+            f"{PARTNER}{PLACED}",
+        ),
     ),
     # The experts keep more after the restart than before.
     "stack-restarts": Training(
@@ -173,18 +182,18 @@ TRAININGS: dict[str, Training] = {
     # Several micro-batches wait for their backward at the same time.
     "interleaved": Training(
         flags=PP + "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2",
-        ours=(STACK, f"{REBUILD} --overlap-grad-reduce {PLACED}"),
+        ours=(STACK, f"{REBUILD} --overlap-grad-reduce {PLACED}", f"{PARTNER}--overlap-grad-reduce"),
         said=("layers per schedule all",),
     ),
     "recompute-dense-first-mtp": Training(
         flags=FOUR_LAYERS + EP + LLAMA + FULL + "--moe-layer-freq [0,1,1,1] --mtp-num-layers 1",
-        ours=(STACK,),
+        ours=(STACK, PARTNER),
         said=("full recompute every layer",),
     ),
     "recompute-interleaved": Training(
         flags=PP + FULL_BLOCK + OVERLAPS + "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2 "
         "--ddp-bucket-size 1000",
-        ours=(f"{STACK}{PLACED}",),
+        ours=(f"{STACK}{PLACED}", f"{PARTNER}{PLACED}"),
         said=("full recompute first 1 of a stage",),
         num_ranks=4,
     ),
@@ -193,7 +202,8 @@ TRAININGS: dict[str, Training] = {
         flags=SHARED + "--expert-model-parallel-size 4 --num-experts 8 --moe-router-topk 4 "
         "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position",
         ours=tuple(
-            f"{BLOCKS} --ampipe-ranks-per-node 2 --ampipe-exchange {kind}" for kind in ("nodes", "2dh")
+            f"{BLOCKS} --ampipe-ranks-per-node 2 --ampipe-exchange {kind}"
+            for kind in ("nodes", "2dh", "nodes --ampipe-partner")
         ),
         num_ranks=4,
     ),
@@ -202,7 +212,7 @@ TRAININGS: dict[str, Training] = {
         flags=WHOLE_EXPERTS + EP + ROPE + GQA + "--seq-length 64 --dataloader-inter-document-masking "
         "--vocab-size 256 --split 100,0,0 --micro-batch-size 2 "
         "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-1",
-        ours=(f"{BLOCKS} --ampipe-stack all",),
+        ours=(f"{BLOCKS} --ampipe-stack all", "--ampipe-partner"),
         said=("documents packed",),
         text="documents",
     ),
@@ -266,7 +276,7 @@ HYBRIDS: dict[str, Training] = {
         said=("2 pairs of 9 layers",),
         restarts=((0, 2), (2, 0)),
     ),
-    "hybrid-mtp": Training(flags=EP + HYBRID + "*E*E/*E", ours=(STACK,), said=("hybrid layers",)),
+    "hybrid-mtp": Training(flags=EP + HYBRID + "*E*E/*E", ours=(STACK, PARTNER), said=("hybrid layers",)),
     "hybrid-of-tensor-ranks": Training(
         flags=WHOLE_EXPERTS + EP + HYBRID + "*E*EM*E", ours=(STACK,), said=("3 pairs of 7 layers",)
     ),

@@ -1,0 +1,178 @@
+"""``--ampipe-partner``: Megatron's loops run the forward pass of a micro-batch next to a backward pass.
+
+These are its loops for ``--overlap-moe-expert-parallel-comm``, without a pipeline or with an interleaved
+one (``megatron.core.pipeline_parallel.combined_1f1b``). They ask a model for a schedule plan, and run the
+plans of two micro-batches as one. Ours calls the model as Megatron does without that flag: its blocks meet
+those of the backward pass (``runtime.partners``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor
+from torch.autograd import Variable
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch.flags import LIFTS_ONE_CONNECTION
+from megatron_ampipe.launch.hooks import Hook
+from megatron_ampipe.launch.refusals import packs_documents
+from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.schedule.partners import pipeline_of
+from megatron_ampipe.schedule.pipeline import Pipeline
+
+
+class PartneredSteps(Hook):
+    """Has Megatron run training steps with partners.
+
+    Args:
+        context: That of the layers.
+        schedule: Name of the order of the stages of passes with a partner.
+    """
+
+    def __init__(self, context: AMPipeContext, args: argparse.Namespace, *, schedule: str) -> None:
+        self._context, self._args, self._schedule = context, args, schedule
+        self._pipelines: list[Pipeline] = []
+        self._num_plans = 0
+
+    def before_step(self, models: list[Any]) -> None:
+        """Switch Megatron's overlap on, which its models are built without."""
+        self._switch(models, on=True)
+        self._models = models
+        num_models, num_microbatches = len(models), get_num_microbatches()
+        config = get_model_config(models[0])
+        group = config.microbatch_group_size_per_vp_stage if num_models > 1 else num_microbatches
+        self._pipelines = [
+            pipeline_of(
+                self._context.pipeline,
+                schedule=self._schedule,
+                forward_partner=forward,
+                backward_partner=backward,
+            )
+            for forward, backward in partners_of(num_microbatches, num_models, group)
+        ]
+        self._num_plans = 0
+        for model in models:
+            unwrap_model(model).build_schedule_plan = functools.partial(self._plan, model)
+
+    def after_step(self) -> None:
+        self._switch(self._models, on=False)
+
+    def _switch(self, models: list[Any], *, on: bool) -> None:
+        for settings in (self._args, *map(get_model_config, models)):
+            setattr(settings, LIFTS_ONE_CONNECTION, on)
+
+    def _plan(self, model: Any, *args: Any, **kwargs: Any) -> MicroBatch:
+        if packs_documents(self._args) and kwargs.get("packed_seq_params") is None:
+            raise BadInput(
+                "script",
+                "its forward_step",
+                rule="gives a schedule plan no packed_seq_params, so documents would not be separated",
+                remedy="Start the run with -m megatron_ampipe.pretrain_gpt, or leave --ampipe-partner out.",
+            )
+        pipeline = self._pipelines[self._num_plans]
+        self._num_plans += 1
+        return MicroBatch(self._context, model, pipeline, functools.partial(model, *args, **kwargs))
+
+
+def partners_of(num_microbatches: int, num_models: int, group_size: int) -> list[tuple[bool, bool]]:
+    """For each forward pass of a step on this rank, whether it and its backward pass have a partner.
+
+    Args:
+        num_microbatches: Of the step.
+        num_models: Virtual pipeline stages of this rank.
+        group_size: Consecutive micro-batches of one virtual stage.
+    """
+    table = get_schedule_table(num_microbatches, num_models, group_size)
+    # One before the first backward pass, so that it has a partner.
+    num_alone = 1
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        _, _, num_alone, _ = get_pp_rank_microbatches(
+            num_microbatches, num_models, group_size, overlap_moe_expert_parallel_comm=True
+        )
+    backward = {
+        (microbatch, num_models - 1 - model): place for place, (microbatch, model) in enumerate(table)
+    }
+    return [
+        (place >= num_alone, backward[microbatch] < len(table) - num_alone)
+        for place, microbatch in enumerate(table)
+    ]
+
+
+class MicroBatch(AbstractSchedulePlan):
+    """One micro-batch through a model, which Megatron's loops run next to the backward pass of another."""
+
+    def __init__(
+        self, context: AMPipeContext, model: Any, pipeline: Pipeline, call: Callable[[], Tensor]
+    ) -> None:
+        self._context, self._pipeline, self._call = context, pipeline, call
+        inner = unwrap_model(model)
+        self._input: Tensor | None = inner.decoder.input_tensor
+        self._output: Tensor | None = None
+        self.vp_stage = inner.vp_stage
+        self.event = torch.cuda.Event()
+
+    @staticmethod
+    def run(
+        f_schedule_plan: MicroBatch | None,
+        b_schedule_plan: MicroBatch | None,
+        b_grad: Tensor | None = None,
+        pre_forward: Callable[[int | None], Any] | None = None,
+        pre_backward: Callable[[int | None], Any] | None = None,
+        post_forward: Callable[[Tensor, int | None], Any] | None = None,
+        post_backward: Callable[[Tensor | None, int | None], Any] | None = None,
+    ) -> Tensor | None:
+        """See ``TransformerModelChunkSchedulePlan.run``. Returns the output of the forward pass."""
+        ahead, behind = f_schedule_plan, b_schedule_plan
+        if ahead is not None and pre_forward is not None:
+            pre_forward(ahead.vp_stage)
+        if behind is not None and pre_backward is not None:
+            pre_backward(behind.vp_stage)
+        output = None
+        if ahead is None:
+            behind.backward(b_grad)
+        elif behind is None:
+            output = ahead.forward()
+        else:
+            output = ahead._context.partners.run(ahead.forward, functools.partial(behind.backward, b_grad))
+        if ahead is not None and post_forward is not None:
+            post_forward(output, ahead.vp_stage)
+        if behind is not None and post_backward is not None:
+            post_backward(None if behind._input is None else behind._input.grad, behind.vp_stage)
+        if ahead is not None:
+            # Megatron computes the loss when this has happened.
+            ahead.event.record()
+        return output
+
+    def forward(self) -> Tensor:
+        """The forward pass; blocks run as the partners of this micro-batch want it."""
+        context, usual = self._context, self._context.pipeline
+        context.pipeline = self._pipeline
+        try:
+            self._output = self._call()
+        finally:
+            context.pipeline = usual
+        return self._output
+
+    def backward(self, gradient: Tensor) -> None:
+        """The backward pass, from the gradient of the output."""
+        # As Megatron: torch.autograd.backward would compare shapes with an output that was sent and emptied.
+        Variable._execution_engine.run_backward(
+            tensors=(self._output,),
+            grad_tensors=(gradient,),
+            keep_graph=False,
+            create_graph=False,
+            inputs=(),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+        self._output = None

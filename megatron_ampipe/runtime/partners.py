@@ -1,0 +1,205 @@
+"""Runs the backward pass of one micro-batch and the forward pass of the next one together.
+
+Both are what Megatron runs: a call of the model, and a call of torch's autograd. They run in two threads, of
+which one works at a time, and meet where each has come to the next blocks that share a schedule. There, both
+tapes run as one, merged by ``schedule.partners``. All else (embeddings, the loss, layers that are not
+pipelined) is as without a partner, and every rank does it in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from megatron_ampipe.runtime.collectives import Transfer
+from megatron_ampipe.runtime.stack_call import StackCall
+from megatron_ampipe.runtime.tape import Call, Tape
+from megatron_ampipe.schedule import Direction
+from megatron_ampipe.schedule.partners import Task, together, usual_time
+from megatron_ampipe.schedule.program import merge_lanes, read_by_host
+
+# S sequence rows, B batch, D hidden size.
+
+
+class Partners:
+    """Where passes of two micro-batches meet; one for all blocks of a process.
+
+    The backward pass runs on a thread of its own. It runs both tapes: on a GPU, torch differentiates on a
+    thread of the device, which this one keeps busy.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._forward_turn, self._backward_turn = threading.Semaphore(0), threading.Semaphore(0)
+        self._meets = self._abandoned = False
+        self._ended: Future[None] = Future()
+        self._waiting: StackCall | None = None
+        self._ahead: tuple[StackCall, Tensor] | None = None
+        self._output: Tensor | None = None
+
+    def run[Result](self, forward: Callable[[], Result], backward: Callable[[], None]) -> Result:
+        """Run both to their ends, and return what ``forward`` does; a failure of one ends both.
+
+        The backward pass runs up to its first blocks, then the forward pass up to its first blocks. Those of
+        as many layers run together. Of others, the pass with fewer layers runs them alone.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="ampipe-backward", daemon=True)
+            self._thread.start()
+        self._meets, self._abandoned, self._ended = True, False, Future()
+        self._jobs.put(functools.partial(self._run_backward, backward, torch.cuda.current_stream()))
+        try:
+            self._forward_turn.acquire()
+            output = forward()
+            self._meets = False
+            if self._waiting is not None:
+                self._resume(None)
+        except BaseException:
+            self._meets, self._abandoned = False, True
+            if self._waiting is not None:
+                self._resume(None)
+            raise
+        self._ended.result()
+        return output
+
+    def forward(self, call: StackCall, hidden: Tensor) -> Tensor:
+        """The forward pass through blocks: ``[S, B, D]`` to ``[S, B, D]``."""
+        while self._waiting is not None:
+            num_layers, others = len(call.numbers), len(self._waiting.numbers)
+            if num_layers < others:
+                break
+            self._resume((call, hidden) if num_layers == others else None)
+            if num_layers == others and self._output is not None:
+                output, self._output = self._output, None
+                return output
+        if self._meets and self._ended.done():
+            # Other ranks wait for the collectives of both passes, if it has failed.
+            self._ended.result()
+        return call.forward(hidden)
+
+    def backward(self, call: StackCall, gradient: Tensor) -> list[Tensor | None]:
+        """The backward pass through blocks; see :meth:`StackCall.backward`."""
+        if self._meets:
+            self._waiting = call
+            self._forward_turn.release()
+            self._backward_turn.acquire()
+        if self._abandoned:
+            raise RuntimeError("the forward pass of the next micro-batch has failed")
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return call.backward(gradient)
+        self._output, gradients = run_together(call, gradient, *ahead)
+        return gradients
+
+    def _resume(self, ahead: tuple[StackCall, Tensor] | None) -> None:
+        """Let the backward pass go on until it waits again or has ended."""
+        self._ahead, self._waiting = ahead, None
+        self._backward_turn.release()
+        self._forward_turn.acquire()
+
+    def _work(self) -> None:
+        while True:
+            self._jobs.get()()
+
+    def _run_backward(self, backward: Callable[[], None], stream: torch.cuda.Stream) -> None:
+        try:
+            with torch.cuda.stream(stream):
+                backward()
+        except BaseException as error:
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+        self._waiting = None
+        self._forward_turn.release()
+
+
+def run_together(
+    backward: StackCall, gradient: Tensor, forward: StackCall, hidden: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The output of the forward pass, and what :meth:`StackCall.backward` returns."""
+    executor, recorder = backward.executor, backward.recorder
+    tape = merged(
+        backward.tapes.passes[Direction.BACKWARD],
+        forward.tapes.passes[Direction.FORWARD],
+        host_waits=executor.host_waits,
+    )
+    forward.begin_forward(hidden)
+    backward.begin_backward(gradient)
+    del gradient
+
+    def run(call: Call) -> Transfer | None:
+        if call.stage.ahead:
+            return forward.run_call(Direction.FORWARD, call)
+        return backward.run_call(Direction.BACKWARD, call)
+
+    recorder.enter(backward.numbers, Direction.BACKWARD, ahead=forward.numbers)
+    crossing = _Crossings(backward, forward) if executor.host_waits else None
+    with torch.enable_grad():
+        executor.execute(tape, run, recorder, crossing)
+    return forward.end_forward(), backward.end_backward()
+
+
+class _Crossings:
+    """What several streams use of both passes."""
+
+    def __init__(self, *calls: StackCall) -> None:
+        self._all = [call.state.crossing for call in calls if call.state.crossing is not None]
+
+    def take(self) -> list[UntypedStorage]:
+        """See :meth:`~.streams.Crossing.take`."""
+        return [storage for crossing in self._all for storage in crossing.take()]
+
+
+@functools.lru_cache(maxsize=64)
+def merged(backward: Tape, forward: Tape, *, host_waits: bool) -> Tape:
+    """Both tapes as one. The calls of each keep their order in every lane.
+
+    A slot is freed as without a partner: what has to run before that still does.
+    """
+    shift = len(backward.calls)
+    calls = [
+        *backward.calls,
+        *(
+            replace(
+                call,
+                needs=tuple(shift + needed for needed in call.needs),
+                stage=replace(call.stage, ahead=True),
+            )
+            for call in forward.calls
+        ),
+    ]
+    apart = frozenset(call.stage.kind.weights_of for call in backward.calls)
+
+    def time(call: Call) -> float:
+        direction = Direction.FORWARD if call.stage.ahead else Direction.BACKWARD
+        return usual_time(call.stage, direction, weights_apart=call.stage.kind in apart)
+
+    lanes = together([Task(call.lane, call.needs, time(call), call.stage.ahead) for call in calls])
+    needs = {call.stage: tuple(calls[needed].stage for needed in call.needs) for call in calls}
+    order = merge_lanes(
+        {lane: [calls[number].stage for number in numbers] for lane, numbers in lanes.items()},
+        needs,
+        waits_before={stage for stage in needs if host_waits and read_by_host(stage, needs) is not None},
+        covers={stage for stage in needs if stage.kind.covers_wait},
+    )
+    numbers = {call.stage: number for number, call in enumerate(calls)}
+    issued = [numbers[stage] for _, stage in order]
+    position = {number: place for place, number in enumerate(issued)}
+    return Tape(
+        [
+            replace(
+                calls[number],
+                position=place,
+                needs=tuple(sorted(position[needed] for needed in calls[number].needs)),
+            )
+            for place, number in enumerate(issued)
+        ]
+    )

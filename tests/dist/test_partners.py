@@ -1,0 +1,133 @@
+"""Compares steps of three micro-batches with partners with those of Megatron's layers: all gradients (fp32).
+
+The passes meet as in Megatron's loop: the first forward and the last backward pass run alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from tests import deep_ep_standin
+from tests.dist.cases import PARITY, Case
+from tests.dist.worker import use_groups
+
+TOLERANCE = 1e-5
+NUM_MICROBATCHES = 3
+NAMES = """
+    degree2-ampipe-sequential degree4-ampipe-thread cuda-executor-ampipe-degree2 ranks-degree1
+    rows-degree1-lancet top2-several capacity-aux-z capacity-padded-expert-bias shared unequal-plain
+    recompute-moe-expert-bias stack-dmdm stack-two-degrees stack-shares stack-mla-tp stack-tp2-ep2-degree2-2
+    window-tp stack-recompute-dense-first stack-recompute-cuda-executor stack-recompute-tp-experts-ep
+    cp-ampipe cp4-ring-gate-degree4-2 tp-cp-ampipe documents-stack-recompute documents-many-batch3
+    memory-offload-S2-S3-keep-stack memory-redispatch-keep-rebuild-stack-cuda-executor gate-hash-tp-stack
+    lancet-stack-recompute lancet-joined-stack-tp2 flex-stack-recompute ranks-two-degrees-shared
+    nodes-stack-recompute 2dh-redispatch gathers-nodes-lancet rows-stack-recompute rows-nodes-stack-cuda
+    choice-quantile-stack-recompute latent-experts-stack-recompute wire-halves-two-degrees
+""".split()  # noqa: SIM905
+CASES = sorted((case for case in PARITY if case.name in NAMES), key=lambda case: str(case.parallel))
+
+
+def test_every_case_exists() -> None:
+    assert {case.name for case in CASES} == set(NAMES)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=pytest.mark.ranks(case.world_size)) for case in CASES]
+)
+def test_equals_stock(case: Case) -> None:
+    from tests.dist.blocks import build_layers, differences
+
+    deep_ep_standin.install()
+    if use_groups(**case.parallel):
+        deep_ep_standin.forget_groups()
+    stock, ours = build_layers(case)
+    expected, found = step(stock, case), step_with_partners(ours, case)
+    wrong = {name: value for name, value in differences(expected, found).items() if not value <= TOLERANCE}
+    assert not wrong, f"differs from stock: {wrong}"
+
+
+def inputs(case: Case, microbatch: int) -> Any:
+    from tests.dist.blocks import inputs_of
+
+    # Tensor-parallel ranks share ids, and their number divides this one.
+    rank = torch.distributed.get_rank() + 8 * microbatch
+    return inputs_of(case, rank=rank, dtype=torch.float32)
+
+
+def step(layer: torch.nn.Module, case: Case) -> dict[str, torch.Tensor]:
+    """One micro-batch after another."""
+    from tests.dist import logged_losses
+    from tests.dist.blocks import forward
+
+    logged_losses.clear()
+    found = {}
+    for microbatch in range(NUM_MICROBATCHES):
+        given = inputs(case, microbatch)
+        output, hidden = forward(layer, given)
+        output.backward(given.gradient)
+        found |= results(microbatch, output, hidden)
+    return found | gradients(layer)
+
+
+def step_with_partners(layer: torch.nn.Module, case: Case) -> dict[str, torch.Tensor]:
+    """The same with the forward pass of each next to the backward pass of the one before."""
+    from megatron_ampipe.runtime.partners import Partners
+    from megatron_ampipe.schedule.partners import pipeline_of
+    from tests.dist import logged_losses
+    from tests.dist.blocks import forward
+
+    logged_losses.clear()
+    layers = getattr(layer, "layers", [layer])
+    context = layers[0]._block.context
+    context.partners = partners = Partners()
+    usual, passes, found = context.pipeline, [], {}
+    schedule = usual.schedule if usual.splits_weights else "lancet"
+
+    def ahead(microbatch: int) -> None:
+        context.pipeline = pipeline_of(
+            usual,
+            schedule=schedule,
+            forward_partner=microbatch > 0,
+            backward_partner=microbatch < NUM_MICROBATCHES - 1,
+        )
+        given = inputs(case, microbatch)
+        passes.append((given, *forward(layer, given)))
+
+    def behind(microbatch: int) -> None:
+        given, output, hidden = passes[microbatch]
+        output.backward(given.gradient)
+        found.update(results(microbatch, output, hidden))
+
+    ahead(0)
+    for microbatch in range(1, NUM_MICROBATCHES):
+        partners.run(functools.partial(ahead, microbatch), functools.partial(behind, microbatch - 1))
+    behind(NUM_MICROBATCHES - 1)
+    context.pipeline, context.partners = usual, None
+    return found | gradients(layer)
+
+
+def results(microbatch: int, output: torch.Tensor, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+    assert hidden.grad is not None
+    return {f"output {microbatch}": output.detach(), f"input gradient {microbatch}": hidden.grad}
+
+
+def gradients(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Summed over the micro-batches, and over the ranks where Megatron does that."""
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+    from tests.dist import logged_losses
+
+    found = {}
+    for name, parameter in layer.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        if getattr(parameter, "sequence_parallel", False):
+            torch.distributed.all_reduce(gradient, group=get_tensor_model_parallel_group())
+        found[f"gradient of {name}"] = gradient
+    for name, values in logged_losses.by_name().items():
+        torch.distributed.all_reduce(values, group=get_tensor_model_parallel_group())
+        found[f"logged {name}"] = values
+    return found | {f"buffer {name}": buffer.clone() for name, buffer in layer.named_buffers()}

@@ -1,0 +1,179 @@
+"""Partners: the order in which two passes share lanes, and how the two passes of a step meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ampipe.launch.host.torch_calls import HostStream
+from megatron_ampipe.runtime import partners
+from megatron_ampipe.runtime.partners import Partners
+from megatron_ampipe.schedule.partners import Task, pipeline_of, together
+from megatron_ampipe.schedule.pipeline import Pipeline
+
+LANES = ("compute", "comm")
+
+
+@st.composite
+def two_passes(draw: st.DrawFn) -> list[Task]:
+    """Tasks of a backward and a forward pass, each in the order in which it would be issued."""
+    tasks: list[Task] = []
+    for ahead in (False, True):
+        first = len(tasks)
+        for number in range(first, first + draw(st.integers(1, 8))):
+            needs = draw(st.sets(st.integers(first, number - 1), max_size=2)) if number > first else set()
+            time = draw(st.integers(1, 5))
+            tasks.append(Task(draw(st.sampled_from(LANES)), tuple(sorted(needs)), float(time), ahead))
+    return tasks
+
+
+@given(two_passes())
+def test_each_pass_keeps_its_order_and_no_lane_waits_for_itself(tasks: list[Task]) -> None:
+    order = together(tasks)
+    assert sorted(number for lane in order.values() for number in lane) == list(range(len(tasks)))
+    for lane, numbers in order.items():
+        assert {tasks[number].lane for number in numbers} == {lane}
+        for ahead in (False, True):
+            of_pass = [number for number in numbers if tasks[number].ahead is ahead]
+            assert of_pass == sorted(of_pass)
+    alone = sum(makespan([task for task in tasks if task.ahead is ahead], tasks) for ahead in (False, True))
+    assert makespan_of(order, tasks) <= alone
+
+
+def makespan(some: list[Task], tasks: list[Task]) -> float:
+    """The time of one pass alone."""
+    numbers = [number for number, task in enumerate(tasks) if task in some and task.ahead is some[0].ahead]
+    lanes = {lane: [number for number in numbers if tasks[number].lane == lane] for lane in LANES}
+    return makespan_of(lanes, tasks)
+
+
+def makespan_of(order: dict[str, list[int]], tasks: list[Task]) -> float:
+    """When the last task ends; fails if lanes wait for one another."""
+    ends: dict[int, float] = {}
+    free = dict.fromkeys(order, 0.0)
+    left = {lane: list(numbers) for lane, numbers in order.items()}
+    while any(left.values()):
+        ready = [
+            lane
+            for lane, numbers in left.items()
+            if numbers and all(needed in ends for needed in tasks[numbers[0]].needs)
+        ]
+        assert ready, "lanes wait for one another"
+        for lane in ready:
+            number = left[lane].pop(0)
+            begin = max([free[lane], *(ends[needed] for needed in tasks[number].needs)])
+            ends[number] = free[lane] = begin + tasks[number].time
+    return max(ends.values())
+
+
+def test_a_transfer_of_one_pass_travels_while_the_other_computes() -> None:
+    passes = [("compute", 2.0, ()), ("comm", 2.0, (0,)), ("compute", 2.0, (1,))]
+    tasks = [
+        Task(lane, tuple(3 * ahead + needed for needed in needs), time, bool(ahead))
+        for ahead in (0, 1)
+        for lane, time, needs in passes
+    ]
+    assert makespan_of(together(tasks), tasks) == 8.0
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "degrees", "memory"),
+    [
+        (False, False, (4, 4), "keep/keep/keep/rebuild"),
+        (False, True, (4, 1), "keep"),
+        (True, False, (1, 4), "keep/keep/keep/rebuild"),
+        (True, True, (1, 1), "keep"),
+    ],
+)
+def test_only_passes_with_a_partner_are_not_cut(
+    forward: bool, backward: bool, degrees: tuple[int, int], memory: str
+) -> None:
+    usual = Pipeline.of(4, shares=(0.4, 0.3, 0.2, 0.1), memory="keep/keep/keep/rebuild", stack=0)
+    found = pipeline_of(usual, schedule="lancet", forward_partner=forward, backward_partner=backward)
+    assert (found.degree, found.backward_degree) == degrees
+    assert (found.memory, found.stack) == (memory, 0)
+    assert found.shares == (usual.shares if 4 in degrees else None)
+    assert found.schedule == ("lancet" if forward or backward else "ampipe")
+
+
+class Step:
+    """A step whose passes are lists of blocks, each with a number of layers; tells what ran with what."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ran: list[str] = []
+        self.partners = Partners()
+        monkeypatch.setattr("torch.cuda.current_stream", HostStream)
+        monkeypatch.setattr("torch.cuda.stream", mock.MagicMock())
+        monkeypatch.setattr(partners, "run_together", self._together)
+
+    def _together(self, backward: Any, gradient: Any, forward: Any, hidden: Any) -> Any:
+        self.ran.append(f"{backward.name}+{forward.name}")
+        return "output", ["gradient"]
+
+    def call(self, name: str, num_layers: int) -> Any:
+        def alone(_: Any) -> Any:
+            self.ran.append(name)
+            return "alone"
+
+        return SimpleNamespace(name=name, numbers=range(num_layers), forward=alone, backward=alone)
+
+    def run(self, forward: list[int], backward: list[int], *, fails: Callable[[str], None] = str) -> Any:
+        def ahead() -> str:
+            for place, num_layers in enumerate(forward):
+                fails(f"f{place}")
+                self.partners.forward(self.call(f"f{place}", num_layers), "hidden")
+            return "loss"
+
+        def behind() -> None:
+            for place, num_layers in enumerate(backward):
+                fails(f"b{place}")
+                self.partners.backward(self.call(f"b{place}", num_layers), "gradient")
+
+        return self.partners.run(ahead, behind)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "ran"),
+    [
+        ([2], [2], "b0+f0"),
+        ([1, 1, 1], [1, 1, 1], "b0+f0 b1+f1 b2+f2"),
+        # Multi-token prediction: one layer more at the end.
+        ([4, 1], [1, 4], "b0 b1+f0 f1"),
+        # Virtual pipeline stages of different sizes, and one without blocks.
+        ([1, 1, 1], [1], "b0+f0 f1 f2"),
+        ([2], [1, 2, 1], "b0 b1+f0 b2"),
+        ([], [1, 1], "b0 b1"),
+        ([1, 1], [], "f0 f1"),
+    ],
+)
+def test_blocks_of_as_many_layers_run_together(
+    forward: list[int], backward: list[int], ran: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step(monkeypatch)
+    for _ in range(2):
+        step.ran.clear()
+        assert step.run(forward, backward) == "loss"
+        assert step.ran == ran.split()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("failing", ["f0", "f1", "b0", "b1"])
+def test_a_failure_in_one_pass_ends_the_other(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(place: str) -> None:
+        if place == failing:
+            raise ZeroDivisionError(place)
+
+    step = Step(monkeypatch)
+    with pytest.raises(ZeroDivisionError, match=failing):
+        step.run([1, 1], [1, 1], fails=fails)
+    assert step.ran == (["b0+f0"] if failing.endswith("1") else [])
+    # The next step is not disturbed.
+    step.ran.clear()
+    step.run([1], [1])
+    assert step.ran == ["b0+f0"]
