@@ -8,6 +8,8 @@ torchrun has started.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import platform
 import re
@@ -15,10 +17,12 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from megatron_ampipe import compat
 from megatron_ampipe.errors import EnvironmentMissing, RunFailed
+from megatron_ampipe.files import outputs
 from megatron_ampipe.launch import connections
 
 _PROBE_TIMEOUT_S = 120
@@ -61,20 +65,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Check an environment: packages, variables, ranks, and whether overlap happens."
     parser.epilog = _EPILOG
     parser.add_argument("--quick", action="store_true", help="do not start ranks and measure no overlap")
+    parser.add_argument("--json", metavar="FILE", help="also write what was found as JSON; - for stdout")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check everything, and print it; 1 if there is a problem."""
+    """Check everything, and print it; 1 if there is a problem.
+
+    Raises:
+        BadInput, RunFailed: ``--json`` names no file that can be written.
+    """
+    if arguments.json not in (None, "-"):
+        outputs.check(Path(arguments.json), flag="--json")
+    # The document has the standard output for itself.
+    with contextlib.redirect_stdout(sys.stderr if arguments.json == "-" else sys.stdout):
+        found = check(quick=arguments.quick)
+    if found is None:
+        return 0
+    text = json.dumps(found, indent=1) + "\n"
+    if arguments.json == "-":
+        print(text, end="")
+    elif arguments.json is not None:
+        outputs.write_text(Path(arguments.json), text)
+    return 1 if found["problems"] else 0
+
+
+def check(*, quick: bool) -> dict[str, Any] | None:
+    """Print what is found, and return it; None on other ranks than the first."""
     started = "RANK" in os.environ
     # Before the packages are looked at, which takes a while: the other ranks are waiting.
-    answers = _ask_ranks(None, measures=not arguments.quick) if started else None
+    answers = _ask_ranks(None, measures=not quick) if started else None
     if started and int(os.environ["RANK"]) != 0:
-        return 0
+        return None
     print(f"What a training run uses, with Python {platform.python_version()}:")
-    problems, num_gpus = examine()
-    for note in notes_on_variables(os.environ, has_gpu=bool(num_gpus)):
-        print(note)
-    if num_gpus is not None and not started and not arguments.quick:
+    packages, problems, num_gpus = examine()
+    notes = notes_on_variables(os.environ, has_gpu=bool(num_gpus))
+    print(*notes, sep="\n", end="\n" if notes else "")
+    if num_gpus is not None and not started and not quick:
         answers = _ask_ranks(num_gpus or _CPU_RANKS, measures=True)
     if isinstance(answers, str):
         problems.append(answers)
@@ -84,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"problem: {problem}")
     if not problems:
         print("all that is required is there")
-    return 1 if problems else 0
+    return {"packages": packages, "notes": notes, "ranks": answers, "problems": problems}
 
 
 def _ask_ranks(num_ranks: int | None, *, measures: bool) -> dict[str, Any] | str:
@@ -100,11 +126,11 @@ def _ask_ranks(num_ranks: int | None, *, measures: bool) -> dict[str, Any] | str
         return f"the ranks cannot connect ({type(error).__name__}: {error})"
 
 
-def examine() -> tuple[list[str], int | None]:
+def examine() -> tuple[dict[str, str], list[str], int | None]:
     """Print everything that a training run may need.
 
     Returns:
-        The problems, and the number of GPUs; None if torch cannot be imported.
+        What was said of each package, the problems, and the number of GPUs; None if torch cannot be imported.
     """
     absent = compat.missing_packages()
     present = [package for package in compat.OPTIONAL_PACKAGES if package not in absent]
@@ -121,7 +147,9 @@ def examine() -> tuple[list[str], int | None]:
         print(f"{'':12}To get it: {package.remedy}")
     works, said = answers["torch"]
     found = re.search(r"(\d+) GPUs", said)
-    return problems, int(found[1]) if works and found else None
+    packages = {name: said for name, (_, said) in answers.items()}
+    packages |= {package.name: "missing" for package in absent}
+    return packages, problems, int(found[1]) if works and found else None
 
 
 def _probe(program: str) -> tuple[bool, str]:

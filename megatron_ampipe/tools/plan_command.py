@@ -1,21 +1,24 @@
 """``ampipe plan``: predicts a model's blocks on a cluster, and chooses how to run them.
 
-Needs neither torch nor a GPU. Shows what :mod:`megatron_ampipe.plan` predicts; decides nothing itself.
+Needs neither a GPU nor, except for ``--tape``, torch. Shows what :mod:`megatron_ampipe.plan` predicts;
+decides nothing itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe.block.settings import AUTO
-from megatron_ampipe.errors import BadInput
+from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least, value_of
 from megatron_ampipe.files.timeline import PREDICTED
@@ -30,8 +33,11 @@ from megatron_ampipe.plan.search import DEGREES, candidates, in_one_chunk
 from megatron_ampipe.schedule import (
     KEEP,
     STRATEGIES,
+    BlockFeatures,
+    Chunk,
     Exchange,
     Pipeline,
+    Schedule,
     even_chunks,
     parse_exchanges,
     parse_stack,
@@ -120,7 +126,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace-of",
         type=at_least(1, at_most=_MOST_CHUNKS),
         metavar="N",
-        help="degree that --trace shows, in equal chunks (default: the choice)",
+        help="degree that --trace and --tape show, in equal chunks (default: the choice)",
+    )
+    add(
+        "--tape",
+        type=Path,
+        metavar="FILE",
+        help="write what a rank runs: calls with what each takes, gives, waits for and frees (needs torch)",
     )
 
 
@@ -144,13 +156,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         BadInput: a file or a setting is wrong.
+        EnvironmentMissing: what a tape needs is absent.
         RunFailed: an output cannot be written.
     """
-    for name in ("output", "trace", "json"):
+    for name in ("output", "trace", "tape", "json"):
         if (path := getattr(arguments, name)) not in (None, "-"):
             outputs.check(Path(path), flag=f"--{name}")
-    if arguments.trace_of is not None and arguments.trace is None:
-        arguments.refuse("--trace-of needs --trace FILE")
+    if arguments.trace_of is not None and arguments.trace is arguments.tape is None:
+        arguments.refuse("--trace-of needs --trace FILE or --tape FILE")
     stack = parse_stack(arguments.stack, flag="--stack")
     exchanges = parse_exchanges(arguments.exchange, flag="--exchange")
     cluster = read_cluster(find_cluster(arguments.cluster))
@@ -172,8 +185,8 @@ def run(arguments: argparse.Namespace) -> int:
     predictor = predictor.with_exchange(plan.exchange)
     answer = answer_of(predictor, plans, arguments, list(assumed))
     text = json.dumps(answer, indent=1) + "\n"
-    if arguments.trace is not None:
-        _write_trace(predictor, plan, arguments)
+    if arguments.trace is not None or arguments.tape is not None:
+        _write_shown(predictor, plan, arguments)
     if arguments.output is not None:
         head = f"ampipe plan --model {arguments.model} --cluster {arguments.cluster}"
         plan.write(arguments.output, head=head)
@@ -186,7 +199,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _write_trace(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> None:
+def _write_shown(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> None:
+    """Write what ``--trace`` and ``--tape`` show."""
     rows = predictor.block.rows
     pipeline = plan.pipeline(rows=rows)
     if arguments.trace_of is not None:
@@ -195,7 +209,37 @@ def _write_trace(predictor: Predictor, plan: Plan, arguments: argparse.Namespace
     lengths = tuple(sum(span.length for span in chunk.hidden) for chunk in pipeline.chunks(rows))
     labels = {PREDICTED: f"{arguments.model} on {arguments.cluster}", **pipeline.labels}
     schedule = pipeline.schedule_of(shown.layers)
-    shown.timeline(schedule, lengths, labels=labels).write_chrome(arguments.trace)
+    if arguments.trace is not None:
+        shown.timeline(schedule, lengths, labels=labels).write_chrome(arguments.trace)
+    if arguments.tape is not None:
+        outputs.write_text(arguments.tape, tape_text(schedule, shown.layers, pipeline.chunks(rows)))
+
+
+UNNAMED = SimpleNamespace(
+    recomputed=(),
+    all_parameters=(),
+    stage_parameters={},
+    run=lambda kind: (0, None),
+    differentiate=lambda kind: (0, None),
+    weights_apart=lambda kind, products: None,
+)
+"""Stands for the functions of a block whose tape is only printed."""
+
+
+def tape_text(schedule: Schedule, layers: Sequence[BlockFeatures], chunks: Sequence[Chunk]) -> str:
+    """The tapes of both passes, as text.
+
+    Raises:
+        EnvironmentMissing: torch is absent.
+    """
+    try:
+        # By name: planning itself needs no torch.
+        compiler = importlib.import_module("megatron_ampipe.runtime.compile")
+    except ModuleNotFoundError as error:
+        raise EnvironmentMissing(f"--tape needs {error.name}. Install torch, or leave --tape out.") from error
+    options = {"keep_graph": True, "host_waits": True, "threads": False}
+    functions = [UNNAMED] * len(layers)
+    return f"{compiler.compiled(schedule, layers, chunks=chunks, functions=functions, **options)}\n"
 
 
 def answer_of(

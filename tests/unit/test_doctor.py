@@ -5,6 +5,7 @@ Packages are small stand-ins that come first on the path; ranks are tested in te
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -38,12 +39,12 @@ def package(folder: Path, name: str, text: str, *, distribution: str = "", versi
         metadata.write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
 
 
-def diagnose(folder: Path) -> tuple[int, str]:
+def diagnose(folder: Path, *words: str) -> tuple[int, str]:
     """Run the doctor in a folder; returns its exit code and what it prints."""
     path = f"{folder}{os.pathsep}{ROOT}"
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_ampipe.cli", "doctor", "--quick"],
+        [sys.executable, "-m", "megatron_ampipe.cli", "doctor", "--quick", *words],
         cwd=folder, env={**kept, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
@@ -53,8 +54,11 @@ def test_without_torch_it_says_so_and_goes_on(tmp_path: Path) -> None:
     """It imports nothing itself: the optional package would write a file."""
     package(tmp_path, "apex", "open('imported', 'w')")
     (tmp_path / "sitecustomize.py").write_text(HIDE.format(names={"torch", "megatron", "transformer_engine"}))
-    code, said = diagnose(tmp_path)
+    code, said = diagnose(tmp_path, "--json", "found.json")
     assert code == 1, said
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["packages"]["torch"] == "ModuleNotFoundError: No module named 'torch'"
+    assert len(found["problems"]) == 2
     assert "problem: torch cannot be used: ModuleNotFoundError: No module named 'torch'" in said
     assert "problem: Megatron cannot be used: EnvironmentMissing: PyTorch cannot be imported" in said
     assert not (tmp_path / "imported").exists()

@@ -12,7 +12,7 @@ import pytest
 from megatron_ampipe import errors
 from megatron_ampipe.cli import main
 from megatron_ampipe.files import outputs
-from megatron_ampipe.tools import bench_command, plan_command, profile_command
+from megatron_ampipe.tools import bench_command, doctor_command, plan_command, profile_command
 
 PLAN = ["plan", "--model", "mixtral-8x7b", "--cluster", "dgx-h100"]
 SBATCH = ["sbatch", "--no-check", "--nodes", "1", "--gpus-per-node", "8"]
@@ -27,7 +27,8 @@ NO_FILES = {
 """Paths that cannot be written, each with a part of its message. ``file`` is a regular file."""
 OUTPUTS = (
     ["bench", "--json"],
-    *([*PLAN, flag] for flag in ("--output", "--json", "--trace")),
+    ["doctor", "--quick", "--json"],
+    *([*PLAN, flag] for flag in ("--output", "--json", "--trace", "--tape")),
     ["profile", "--output"],
     [*SBATCH, "--output"],
 )
@@ -43,6 +44,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bench_command, "_measure", begun)
     monkeypatch.setattr(profile_command, "read_grid", begun)
+    monkeypatch.setattr(doctor_command, "check", begun)
     monkeypatch.setattr(plan_command, "make_plans", begun)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.tools.patch_command import FILE, LINES
 from tests.megatrons import at_hand, megatron_of
+
+PATCH = Path(__file__).resolve().parents[2] / "patches" / "megatron-lm.patch"
 
 
 @pytest.fixture
@@ -41,6 +45,11 @@ def test_round_trip_to_the_byte(file: Path, capsys: pytest.CaptureFixture[str]) 
 
     assert run("revert", file) == 0
     assert file.read_bytes() == released
+
+    # The same for people who patch their sources with git.
+    alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(file.parents[3])}
+    subprocess.run(["git", "apply", PATCH], cwd=file.parents[2], env=alone, check=True)
+    assert file.read_bytes() == patched
 
 
 def test_what_is_done_is_not_done_twice(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

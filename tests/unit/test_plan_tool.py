@@ -77,8 +77,9 @@ def test_plan_file(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_predicted_trace_has_the_labels_of_a_run_with_the_plan(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace, file = tmp_path / "predicted.json", tmp_path / "plan.yaml"
-    plan_as_json(model, capsys, "--trace", str(trace), "--output", str(file))
+    trace, file, tape = (tmp_path / name for name in ("predicted.json", "plan.yaml", "tape"))
+    plan_as_json(model, capsys, "--trace", str(trace), "--output", str(file), "--tape", str(tape))
+    assert "dispatch.0: Communicate(route tokens.0, route probs.0) -> " in tape.read_text()
     assert main(["draw", str(trace), "--output", str(tmp_path / "picture")]) == 0
     timeline, plan = Timeline.read_chrome(trace), Plan.read(file)
     rows = int(read_model(model).values["seq-length"])

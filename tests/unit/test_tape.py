@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,21 +13,11 @@ from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.streams import stream_plan
 from megatron_ampipe.runtime.tape import Tapes
 from megatron_ampipe.schedule import Direction, SequenceLayout
+from megatron_ampipe.tools.plan_command import UNNAMED
 from tests import tapes
 from tests.golden.write import BLOCKS, pipelines, schedule_of
 
 ROWS = 64
-
-
-UNNAMED: Any = SimpleNamespace(
-    recomputed=(),
-    all_parameters=(),
-    stage_parameters={},
-    run=lambda kind: (0, None),
-    differentiate=lambda kind: (0, None),
-    weights_apart=lambda kind, products: None,
-)
-"""Stands for the functions of a block whose tape does not run."""
 
 
 def tapes_of(block: str, pipeline: dict[str, Any], *, threads: bool, keep_graph: bool = True) -> Tapes | None:
