@@ -31,8 +31,8 @@ from megatron_ampipe.schedule.program import merge_lanes, read_by_host
 class Partners:
     """Where passes of two micro-batches meet; one for all blocks of a process.
 
-    The backward pass runs on a thread of its own. It runs both tapes: on a GPU, torch differentiates on a
-    thread of the device, which this one keeps busy.
+    The backward pass has a separate thread, and runs both tapes: on a GPU, torch differentiates on a thread of
+    the device, which a backward pass keeps busy.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Partners:
         return gradients
 
     def _resume(self, ahead: tuple[StackCall, Tensor] | None) -> None:
-        """Let the backward pass go on until it waits again or has ended."""
+        """Continue the backward pass until it waits again or has ended."""
         self._ahead, self._waiting = ahead, None
         self._backward_turn.release()
         self._forward_turn.acquire()
