@@ -26,7 +26,7 @@ from megatron_ampipe.attention.pieces import (
     causal_then_earlier,
     repeat_heads,
 )
-from megatron_ampipe.runtime.key_value_sums import sum_dtype
+from megatron_ampipe.runtime.segment import sum_dtype
 from megatron_ampipe.schedule.chunks import DocumentRows, Span
 
 HEADS_FIRST = (1, 2, 0, 3)

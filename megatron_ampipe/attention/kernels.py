@@ -25,7 +25,7 @@ from megatron_ampipe.attention.pieces import (
     joined,
     split_spans,
 )
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.runtime.segment import KeyValueSums
 from megatron_ampipe.schedule.chunks import DocumentRows, Documents, Span
 from megatron_ampipe.schedule.features import uses_ring_attention
 

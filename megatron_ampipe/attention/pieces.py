@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums, sum_dtype
+from megatron_ampipe.runtime.segment import KeyValueSums, sum_dtype
 from megatron_ampipe.schedule.chunks import Span
 
 AddKeys = Callable[[int, Tensor, Tensor], None]

@@ -22,7 +22,7 @@ from megatron_ampipe.attention.pieces import (
     differentiate_in_pieces,
     merge_pieces,
 )
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums, sum_dtype
+from megatron_ampipe.runtime.segment import KeyValueSums, sum_dtype
 from megatron_ampipe.schedule.chunks import Span
 
 # R rows of a chunk, S rows of a rank, B batch, H heads, G key/value heads, C head size of keys, V of values.

@@ -18,7 +18,7 @@ from megatron_ampipe.layers.block_pass import BlockPass
 from megatron_ampipe.layers.chunk_attention import project_qkv
 from megatron_ampipe.layers.linear_layers import transfers_apart
 from megatron_ampipe.runtime.collectives import Transfer, pass_on
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.runtime.segment import KeyValueSums
 from megatron_ampipe.schedule import Direction, kinds
 
 # S sequence rows, B batch, D hidden size, H heads, G key/value heads, C head size of keys, V of values.

@@ -32,8 +32,8 @@ from megatron_ampipe.attention.backends import EXACT_PIECES
 from megatron_ampipe.attention.kernels import KERNELS, Kernel, has_sinks
 from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.layers.linear_layers import replaced
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.moves import take_rows
+from megatron_ampipe.runtime.segment import KeyValueSums
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.schedule.chunks import Documents
 

@@ -20,7 +20,7 @@ class BlockFunctions(Protocol):
 
     A function of a kind that is computed takes ``(state, chunk, *values it takes)`` to the values it gives.
     The chunk is an index, or None for the whole sequence. A kind that takes keys and values also gets
-    ``sums``, a :class:`~.key_value_sums.KeyValueSums` to which its backward may add their gradients; it then
+    ``sums``, a :class:`~.segment.KeyValueSums` to which its backward may add their gradients; it then
     returns none. A kind that does not keep all that its backward needs, and the kind that restores it, get
     the same ``inner``, an :class:`~.saved_tensors.InnerTensors` that must run its products.
     """

@@ -11,10 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions, Function
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.moves import Move, make, make_sums
 from megatron_ampipe.runtime.saved_tensors import InnerTensors
-from megatron_ampipe.runtime.segment import WeightProducts, with_history
+from megatron_ampipe.runtime.segment import KeyValueSums, WeightProducts, with_history
 from megatron_ampipe.runtime.slots import BlockLayout, SlotNumbers, gradients_of
 from megatron_ampipe.runtime.steps import (
     NOTHING,

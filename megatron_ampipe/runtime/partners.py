@@ -31,8 +31,8 @@ from megatron_ampipe.schedule.program import merge_lanes, read_by_host
 class Partners:
     """Where passes of two micro-batches meet; one for all blocks of a process.
 
-    The backward pass has a separate thread, and runs both tapes: on a GPU, torch differentiates on a thread of
-    the device, which a backward pass keeps busy.
+    The backward pass has a separate thread, and runs both tapes: on a GPU, torch differentiates on a thread
+    of the device, which a backward pass keeps busy.
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ from megatron_ampipe.schedule import (
 _GIVEN = Source(None, kinds.HIDDEN_STATES.name)
 """What a block is given."""
 _SUMMED = (Layout.KEYS, Layout.BLOCK)
-"""Layouts of keys and values, whose gradients a :class:`~.key_value_sums.KeyValueSums` adds."""
+"""Layouts of keys and values, whose gradients a :class:`~.segment.KeyValueSums` adds."""
 
 
 class SlotNumbers:

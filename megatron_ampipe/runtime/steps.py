@@ -17,10 +17,15 @@ from torch import Tensor
 
 from megatron_ampipe.runtime.block_functions import BlockState, Function
 from megatron_ampipe.runtime.collectives import Transfer
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.moves import Move, Slots, run_moves
 from megatron_ampipe.runtime.saved_tensors import HostCopies, InnerTensors
-from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, Segment, WeightProducts
+from megatron_ampipe.runtime.segment import (
+    BlockParameters,
+    GradientSums,
+    KeyValueSums,
+    Segment,
+    WeightProducts,
+)
 from megatron_ampipe.runtime.streams import Crossing
 from megatron_ampipe.schedule import Direction, Stage
 

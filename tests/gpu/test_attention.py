@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import FLASH_KERNELS, KERNELS, choose_kernel, why_not
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.runtime.segment import KeyValueSums
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
 from tests.reference_pieces import settings_of_plain_attention
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.attention.kernels import KERNELS
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.runtime.segment import KeyValueSums
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
 from tests.reference_pieces import REFERENCE_KERNELS
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ampipe.attention.kernels import KERNELS
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.runtime.segment import KeyValueSums
 from megatron_ampipe.schedule import Span
 from tests import reference_pieces
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import KERNELS, Kernel, choose_kernel
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.runtime.segment import KeyValueSums
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
 from megatron_ampipe.schedule.chunks import Documents
 from tests.reference_pieces import settings_of_plain_attention

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.attention.ring import RingAttention
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.runtime.segment import KeyValueSums
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
