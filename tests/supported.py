@@ -102,8 +102,10 @@ def flags_table() -> Iterator[str]:
     (files,) = (one for one in add_arguments(ArgumentParser())._actions if one.dest == "ampipe_config")
     yield f"| `--ampipe-config FILE ...` | none | {files.help} |"
     for setting in SETTING.values():
-        default = setting.shown_default if setting.default is None else f"`{setting.default}`"
-        yield f"| `{setting.flag} {setting.metavar}` | {default} | {setting.help} |"
+        is_named = setting.default in (None, False)
+        default = setting.shown_default if is_named else f"`{setting.default}`"
+        flag = setting.flag if setting.type is bool else f"{setting.flag} {setting.metavar}"
+        yield f"| `{flag}` | {default} | {setting.help} |"
 
 
 def _table(refusals: Iterable[Refusal]) -> Iterator[str]:

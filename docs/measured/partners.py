@@ -1,0 +1,179 @@
+"""Steps of several micro-batches through four layers: Megatron's, stacks in chunks, and partners, in turns.
+
+All use the same transport. Megatron's layers are measured twice; the second is the control. Needs root for a
+real link, from the repository's root:
+
+    PYTHONPATH=. python docs/measured/partners.py docs/measured/partners-200mbit.json 200mbit
+    PYTHONPATH=. python docs/measured/partners.py docs/measured/partners-25MB.json emulated:25MB/s
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ampipe.tools.measuring import machine
+from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
+from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
+
+CASE = replace(
+    next(case for case in read_grid(find_grid("cpu-small")) if case.topk == 1), sequence_length=2048
+)
+LAYERS, MICROBATCHES, ROUNDS = 4, 8, 5
+DEGREES = (2, 4)
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps(RankJob):
+    """How many steps of each kind are timed."""
+
+    rounds: int
+
+
+def main() -> None:
+    """Measure over one link, and write the document."""
+    file, link = sys.argv[1:]
+    job = Steps(num_ranks=2, link=parse_link(link), cores=machine.cores_of(2), rounds=ROUNDS)
+    of_ranks = run_ranks(job, work)
+    # The slowest rank of each step.
+    names = list(of_ranks[0]["seconds"])
+    seconds = {
+        name: [max(pair) for pair in zip(*(found["seconds"][name] for found in of_ranks), strict=True)]
+        for name in names
+    }
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    processor = {
+        name: statistics.fmean(statistics.median(found["processor"][name]) for found in of_ranks)
+        for name in names
+    }
+    for name in names:
+        each = [
+            1e3 * value / MICROBATCHES for value in (medians[name], min(seconds[name]), max(seconds[name]))
+        ]
+        gain, work_share = medians["megatron"] / medians[name], processor[name] / processor["megatron"]
+        print(
+            f"{name:20} {each[0]:5.0f} ms a micro-batch ({each[1]:.0f} to {each[2]:.0f}), {gain:.2f}x, ",
+            end="",
+        )
+        print(f"processor {work_share:.2f}x")
+    document = {
+        "command": ["python", *sys.argv],
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
+        "case": asdict(CASE) | {"layers": LAYERS, "microbatches": MICROBATCHES},
+        "differences": of_ranks[0]["differences"],
+        "seconds": seconds,
+        "processor_seconds": {name: [found["processor"][name] for found in of_ranks] for name in names},
+    }
+    Path(file).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def work(rank: Rank[Steps]) -> dict[str, Any]:
+    """Times of every kind of step on this rank, and how much their gradients differ from Megatron's."""
+    rank.start_megatron()
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ampipe.runtime.partners import Partners
+    from megatron_ampipe.schedule.partners import pipeline_of
+    from megatron_ampipe.tools.measuring.bench_job import Variant
+    from megatron_ampipe.tools.measuring.blocks import BlockFactory
+
+    factory = BlockFactory(CASE, rank=rank.number, num_ranks=2, on_cuda=False, seed=1, layers=LAYERS)
+    torch.manual_seed(5 + rank.number)
+    shape = (CASE.sequence_length, CASE.batch, CASE.hidden)
+    given, above = ([torch.randn(shape) for _ in range(MICROBATCHES)] for _ in range(2))
+    parameters = list(factory.stock.parameters())
+
+    def in_turn(layers: Any) -> list[torch.Tensor]:
+        gradients = []
+        for hidden, gradient in zip(given, above, strict=True):
+            hidden = hidden.clone().requires_grad_()
+            layers(hidden_states=hidden, attention_mask=None)[0].backward(gradient)
+            gradients.append(hidden.grad)
+        return gradients
+
+    def with_partners(layers: Any) -> list[torch.Tensor]:
+        context = layers.layers[0]._block.context
+        context.partners = context.partners or Partners()
+        usual, passes, gradients = context.pipeline, [], []
+
+        def ahead(number: int) -> None:
+            context.pipeline = pipeline_of(
+                usual,
+                schedule="lancet",
+                forward_partner=number > 0,
+                backward_partner=number < MICROBATCHES - 1,
+            )
+            hidden = given[number].clone().requires_grad_()
+            passes.append((hidden, layers(hidden_states=hidden, attention_mask=None)[0]))
+            context.pipeline = usual
+
+        def behind(number: int) -> None:
+            hidden, output = passes[number]
+            output.backward(above[number])
+            passes[number] = None
+            gradients.append(hidden.grad)
+
+        ahead(0)
+        for number in range(1, MICROBATCHES):
+            context.partners.run(functools.partial(ahead, number), functools.partial(behind, number - 1))
+        behind(MICROBATCHES - 1)
+        return gradients
+
+    def stack(degree: int) -> Any:
+        return factory.build(Variant.of("ampipe", degree, stack=0))
+
+    steps: dict[str, Callable[[], list[torch.Tensor]]] = {
+        "megatron": functools.partial(in_turn, factory.stock),
+        "control": functools.partial(in_turn, factory.stock),
+    }
+    steps |= {f"stack, degree {degree}": functools.partial(in_turn, stack(degree)) for degree in DEGREES}
+    steps |= {
+        f"partners, degree {degree}": functools.partial(with_partners, stack(degree)) for degree in DEGREES
+    }
+
+    def clear() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+            if hasattr(parameter, "main_grad"):
+                parameter.main_grad.zero_()
+
+    differences: dict[str, float] = {}
+    expected: list[torch.Tensor] = []
+    for name, step in steps.items():
+        clear()
+        found = step()
+        found += [getattr(parameter, "main_grad", parameter.grad).clone() for parameter in parameters]
+        expected = expected or found
+        differences[name] = max(
+            float((one - other).abs().max() / other.abs().max())
+            for one, other in zip(found, expected, strict=True)
+        )
+        assert differences[name] < TOLERANCE, f"{name} differs from Megatron's layers: {differences[name]}"
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    processor: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rank.job.rounds):
+        names = list(steps)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            clear()
+            dist.barrier()
+            begin, begin_processor = time.perf_counter(), time.process_time()
+            steps[name]()
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - begin)
+            processor[name].append(time.process_time() - begin_processor)
+    return {"seconds": seconds, "processor": processor, "differences": differences}
+
+
+if __name__ == "__main__":
+    main()
