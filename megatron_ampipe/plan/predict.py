@@ -17,7 +17,7 @@ from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.operation_times import ZERO, OperationTimes, Pair, Product
 from megatron_ampipe.plan.simulate import Compiled, Pace, compile_named, direction_bound, run
-from megatron_ampipe.plan.stage_costs import COSTS, Work, facts_of, issue_us
+from megatron_ampipe.plan.stage_costs import COSTS, Work, exchange, facts_of, issue_us
 from megatron_ampipe.schedule import (
     KEEP,
     WEIGHTS,
@@ -183,6 +183,11 @@ class Predictor:
             total += sum((COSTS[kind](self._stock, work) for kind in stages), ZERO)
             total += Pair(overhead.forward_us, overhead.backward_us)
         return self._recomputed(*total)
+
+    def stock_exchanges(self) -> Pair:
+        """The part of :meth:`stock` that the two all-to-alls of a block take."""
+        one = exchange(self._stock, Work(self._sequence, chunked=False))
+        return one + one
 
     @functools.cached_property
     def _stock(self) -> OperationTimes:

@@ -18,9 +18,9 @@ from tests.dist.worker import use_groups
 TOLERANCE = 1e-5
 NUM_MICROBATCHES = 3
 NAMES = """
-    degree2-ampipe-sequential degree4-ampipe-thread cuda-executor-ampipe-degree2 ranks-degree1
-    rows-degree1-lancet top2-several capacity-aux-z capacity-padded-expert-bias shared unequal-plain
-    recompute-moe-expert-bias stack-dmdm stack-two-degrees stack-shares stack-mla-tp stack-tp2-ep2-degree2-2
+    degree2-ampipe-sequential degree4-ampipe-thread cuda-executor-ampipe-degree8 ranks-degree1
+    rows-degree1-lancet top2-several capacity-aux-z capacity-padded-expert-bias shared unequal-odd-length
+    recompute-moe-expert-bias stack-ddmm stack-two-degrees stack-shares stack-mla-tp stack-tp2-degree3-3
     window-tp stack-recompute-dense-first stack-recompute-cuda-executor stack-recompute-tp-experts-ep
     cp-ampipe cp4-ring-gate-degree4-2 tp-cp-ampipe documents-stack-recompute documents-many-batch3
     memory-offload-S2-S3-keep-stack memory-redispatch-keep-rebuild-stack-cuda-executor gate-hash-tp-stack
