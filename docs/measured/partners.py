@@ -3,8 +3,8 @@
 All use the same transport. Megatron's layers are measured twice; the second is the control. Needs root for a
 real link, from the repository's root:
 
-    PYTHONPATH=. python docs/measured/partners.py docs/measured/partners-200mbit.json 200mbit
-    PYTHONPATH=. python docs/measured/partners.py docs/measured/partners-25MB.json emulated:25MB/s
+    PYTHONPATH=. python docs/measured/partners.py docs/log/partners-200mbit.json 200mbit
+    PYTHONPATH=. python docs/measured/partners.py docs/log/partners-25MB.json emulated:25MB/s
 """
 
 from __future__ import annotations
@@ -172,6 +172,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
             dist.barrier()
             seconds[name].append(time.perf_counter() - begin)
             processor[name].append(time.process_time() - begin_processor)
+            rank.say("step")
     return {"seconds": seconds, "processor": processor, "differences": differences}
 
 
