@@ -79,7 +79,8 @@ class PartneredSteps(Hook):
                 rule="gives a schedule plan no packed_seq_params, so documents would not be separated",
                 remedy="Start the run with -m megatron_ampipe.pretrain_gpt, or leave --ampipe-partner out.",
             )
-        pipeline = self._pipelines[self._num_plans]
+        # Megatron may run a step again, to see whether its result is the same.
+        pipeline = self._pipelines[self._num_plans % len(self._pipelines)]
         self._num_plans += 1
         return MicroBatch(self._context, model, pipeline, functools.partial(model, *args, **kwargs))
 

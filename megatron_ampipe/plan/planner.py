@@ -94,6 +94,9 @@ def make_plans(
         stack: How many layers may share a schedule: 1 is block by block, 0 all.
         exchanges: Those that are compared; the first is kept unless another is predicted to save more than
             predictions are exact. One that does not apply is left out if others are left.
+
+    Raises:
+        BadInput: the predicted time of a block is 0.
     """
     work, near = predictor.block, predictor.cluster.ranks_per_node
     useful = [exchange for exchange in exchanges if exchange in work.exchanges(near)]
@@ -123,6 +126,12 @@ def make_plans(
 
 def _plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: bool, stack: int) -> Plans:
     """:func:`make_plans` with the exchange of the block."""
+    if not predictor.stock().total > 0:
+        predictor.cluster.refuse(
+            "compute",
+            "has figures with which the time of a block is 0",
+            "Write the times of its operations, or measure the cluster with ampipe profile.",
+        )
     alone, work = _block_plan(predictor.of_layers(1), degrees, full=full), predictor.block
     if stack == 1 or len(predictor.layers) == 1:
         return Plans(alone, None, _blocks_ms(predictor, alone), alone)

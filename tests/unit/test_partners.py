@@ -102,6 +102,26 @@ def test_only_passes_with_a_partner_are_not_cut(
     assert found.schedule == ("lancet" if forward or backward else "ampipe")
 
 
+@pytest.mark.parametrize(
+    ("num_models", "num_alone", "partners_of_passes"),
+    [
+        (1, 1, ["- b", "f b", "f b", "f -"]),
+        # Two virtual stages, by groups of two micro-batches: forward 0 1, 0 1, 2 3, 2 3.
+        (2, 3, ["- b", "- b", "- b", "f b", "f -", "f -", "f b", "f -"]),
+    ],
+)
+def test_which_passes_of_a_step_have_a_partner(
+    num_models: int, num_alone: int, partners_of_passes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_ampipe.launch import partners as launched
+
+    monkeypatch.setattr(launched.parallel_state, "get_pipeline_model_parallel_world_size", lambda: num_models)
+    monkeypatch.setattr(launched, "get_pp_rank_microbatches", lambda *_, **__: (0, False, num_alone, 0))
+    found = launched.partners_of(4, num_models, 2 if num_models > 1 else 4)
+    shown = [f"{'f' if forward else '-'} {'b' if backward else '-'}" for forward, backward in found]
+    assert shown == partners_of_passes
+
+
 class Step:
     """A step whose passes are lists of blocks, each with a number of layers; tells what ran with what."""
 

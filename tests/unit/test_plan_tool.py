@@ -14,7 +14,7 @@ from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.files.timeline import Timeline
-from megatron_ampipe.plan.cluster import TransferCost, write_cluster
+from megatron_ampipe.plan.cluster import TransferCost, find_cluster, write_cluster
 from megatron_ampipe.plan.model_file import block_of, read_model
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
@@ -161,3 +161,12 @@ def test_every_built_in_model_can_be_planned_on_every_built_in_cluster(name: str
         block, _ = block_of(read_model(path), source)
         plan = make_plan(Predictor(block, source), full=False)
         assert plan.predicted_speedup >= 1
+
+
+def test_a_cluster_on_which_nothing_takes_time_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, text = tmp_path / "mine.yaml", find_cluster("a800x8-20gbps").read_text()
+    file.write_text(re.sub(r"(\w+_us\w*: *)[0-9.e+-]+", r"\g<1>0.0", text))
+    assert main(["plan", "--model", str(model), "--cluster", str(file)]) == 2
+    assert "compute: has figures with which the time of a block is 0" in capsys.readouterr().err
