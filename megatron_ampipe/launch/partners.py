@@ -41,6 +41,7 @@ class PartneredSteps(Hook):
 
     def __init__(self, context: AMPipeContext, args: argparse.Namespace, *, schedule: str) -> None:
         self._context, self._args, self._schedule = context, args, schedule
+        self._models: list[Any] = []
         self._pipelines: list[Pipeline] = []
         self._num_plans = 0
 

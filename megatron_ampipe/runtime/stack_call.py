@@ -49,7 +49,7 @@ class StackCall:
         executor: Runs it, and tells ``recorder`` of every stage.
         keep_graph: Whether there will be a backward pass.
         reductions: Of gradients, if stages of the backward pass start them.
-        partners: With whom a pass may share a program; None for nobody.
+        partners: Runs a pass together with one of another micro-batch; None to run each alone.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class StackCall:
         self._note_asked(REDUCE, layer - 1)
 
     def _end_layers(self, direction: Direction) -> None:
-        """The pass has ended: so have the layers of which no call was the last."""
+        """End the layers that no call ends, after the pass."""
         left = set(range(len(self.state.blocks))) - self.tapes.passes[direction].ended
         for layer in sorted(left, reverse=direction is Direction.BACKWARD):
             self._end_layer(direction, layer)

@@ -59,7 +59,7 @@ class Tape:
 
     @cached_property
     def ended(self) -> frozenset[int]:
-        """The blocks of which some call is the last."""
+        """The blocks that a call ends."""
         return frozenset(call.stage.layer for call in self.calls if call.ends)
 
     @cached_property

@@ -106,7 +106,7 @@ def usual_time(stage: Stage, direction: Direction, *, weights_apart: bool) -> fl
 def pipeline_of(
     pipeline: Pipeline, *, schedule: str, forward_partner: bool, backward_partner: bool
 ) -> Pipeline:
-    """How a micro-batch runs of whose passes none, one or both have a partner: those are not cut into chunks.
+    """The pipeline of a micro-batch: its passes with a partner are not cut into chunks.
 
     Args:
         pipeline: How one without partners runs.

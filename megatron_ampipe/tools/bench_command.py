@@ -144,20 +144,27 @@ def run(arguments: argparse.Namespace) -> int:
     _check_together(arguments)
     cluster = None if arguments.predict is None else read_cluster(find_cluster(arguments.predict))
     document = _measure(arguments) if arguments.source is None else result.read(arguments.source)
-    if not arguments.end_to_end:
-        prediction.predict_peaks(document)
     if cluster is not None:
         prediction.predict(document, cluster)
-    # A table in a file or a pipe may be wider than this terminal.
-    show.show(document, Console(width=None if sys.stdout.isatty() else 170))
+    _show(document)
     if arguments.json is not None:
         result.write(document, arguments.json)
         print(f"wrote {arguments.json}{' (emulated link)' * document['emulated']}")
     return 0
 
 
+def _show(document: dict[str, Any]) -> None:
+    if document.get("format") != training.FORMAT:
+        prediction.predict_peaks(document)
+    # A table in a file or a pipe may be wider than this terminal.
+    show.show(document, Console(width=None if sys.stdout.isatty() else 170))
+
+
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Check everything and run the ranks; the document, which is written whenever a case is finished."""
+    """Check everything and run the ranks; the document, which is written whenever a case is finished.
+
+    If the run ends early, what is finished is shown.
+    """
     job = _job(arguments)
     document: dict[str, Any] = {
         "format": result.FORMAT,
@@ -195,8 +202,9 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             else:
                 _time_blocks(job, document["hardware"], on_pass=bar.update, finished=finished)
     except (AMPipeError, KeyboardInterrupt) as error:
-        if document["cases"] and arguments.json is not None:
-            error.add_note(f"{arguments.json} has the cases that were finished.")
+        if document["cases"]:
+            _show(document)
+            error.add_note("The finished cases are in the table, and in the file of --json if there is one.")
         raise
     return document
 

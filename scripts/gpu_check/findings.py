@@ -127,7 +127,8 @@ def _profile(text: str) -> Iterator[Row]:
         "overlap",
         Outcome.OK if found["hidden_share"] >= required else Outcome.DIFFERENT,
         f"{found['hidden_share']:.0%} of {found['communication_ms']:.2f} ms of communication under "
-        f"{found['compute_ms']:.2f} ms of computation, at least {required:.0%} required ({where})",
+        f"{found['compute_ms']:.2f} ms of computation, at least {required:.0%} required ({where})"
+        + (f"; the link counts clock cycles: {found['why_cycles']}" if found.get("why_cycles") else ""),
     )
     for direction in DIRECTIONS:
         waits = dict(found["host_waits"][direction])

@@ -116,6 +116,7 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
         "case": case.name,
         "link": job.link.text,
         "kernel": factory.kernel,
+        "why_cycles": emulation.why_cycles,
         "degree": DEGREE,
         "peak_bytes": peaks,
         "allocator": allocator,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ampipe.files.timeline import COMPUTE, DIRECTIONS, StageSpan, Timeline
-from megatron_ampipe.tools.measuring.link import SPIN_KERNEL
+from megatron_ampipe.tools.measuring.link import SPIN_KERNELS
 
 MARK = "ampipe:{direction}"
 """What the host's part of a pass is marked with in the trace."""
@@ -49,7 +49,9 @@ def read_profile(trace: Mapping[str, Any]) -> Profile:
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     on_device = [event for event in events if event.get("cat") in _ON_DEVICE]
-    link_streams = {event["args"]["stream"] for event in on_device if SPIN_KERNEL in event["name"]}
+    link_streams = {
+        event["args"]["stream"] for event in on_device if any(name in event["name"] for name in SPIN_KERNELS)
+    }
     timeline = Timeline(
         rank=0,
         spans=tuple(

@@ -461,7 +461,8 @@ def test_finished_cases_are_kept_when_a_run_ends_early(
     assert [case["name"] for case in json.loads(path.read_text())["cases"]] == ["small"]
     output = capsys.readouterr()
     assert output.err.startswith(said)
-    assert output.err.endswith(f"{path} has the cases that were finished.\n")
+    assert output.err.endswith("in the table, and in the file of --json if there is one.\n")
+    assert "small" in output.out and "large" not in output.out
 
 
 # Trainings

@@ -8,7 +8,7 @@ or receives from others, whichever is more. The small exchange of counts takes n
 has not been run yet.
 
 A GPU changes its clock rate, so a number of cycles is not a time. Its ``%globaltimer`` counts nanoseconds;
-torch compiles the kernel that reads it (NVRTC).
+torch compiles the kernel that reads it (NVRTC). Where that fails, or the timer is wrong, cycles are counted.
 
 Pretended ranks are for one GPU: this process is rank 0 of N. Every other rank is its mirror image: it sends
 as many tokens to each of this rank's experts as this rank sends to the expert of the same place there, and
@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.launch.host import all_to_all
 from megatron_ampipe.tools.measuring.link import Link
 
@@ -45,6 +44,7 @@ T ampipe_spin(T unused, T nanoseconds) {
 """
 """What each thread does for one element: wait, and return how long it waited."""
 
+_CALIBRATION_CYCLES = 20_000_000
 _TRIAL_S = 5e-3
 _ALLOWED_ERROR = 0.05
 """Of the trial, compared with CUDA's events: far above the time of a launch, far below another unit."""
@@ -54,10 +54,12 @@ class Emulation:
     """What was installed.
 
     Attributes:
+        why_cycles: Why a GPU's link counts clock cycles, if it does.
         num_experts: Of the layer that runs, over all ranks; to be set before it runs where ranks are
             pretended, which have to know which counts are of their experts.
     """
 
+    why_cycles: str | None = None
     num_experts: int | None = None
 
     def gather_counts(
@@ -87,15 +89,11 @@ def _rotation(ranks: int, experts: int, device: torch.device) -> Tensor:
 
 
 def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
-    """Patch ``all_to_all_single``, and ``all_gather_into_tensor`` where ranks are pretended.
-
-    Raises:
-        EnvironmentMissing: the device cannot wait for a given time.
-    """
+    """Patch ``all_to_all_single``, and ``all_gather_into_tensor`` where ranks are pretended."""
     emulation = Emulation()
     occupy: Callable[[float], object] = time.sleep
     if on_cuda:
-        occupy = device_spin()
+        occupy, emulation.why_cycles = device_spin()
     else:
         # What the link slows; the host platform, which is installed later, must not replace the slowed one.
         all_to_all.install()
@@ -188,12 +186,23 @@ def _foreign_bytes(tensor: Tensor, splits: Sequence[int] | None, group: dist.Pro
     return (rows - own) * (tensor.numel() // max(rows, 1)) * tensor.element_size()
 
 
-def device_spin() -> Callable[[float], object]:
+def device_spin() -> tuple[Callable[[float], object], str | None]:
     """A function that keeps the current stream busy for a number of seconds.
 
-    Raises:
-        EnvironmentMissing: the device's timer does not keep time.
+    Returns:
+        The function; and why it counts clock cycles, if it does.
     """
+    try:
+        spin = _by_nanoseconds()
+    except (RuntimeError, AttributeError, OSError) as error:
+        return _by_cycles(), f"the kernel cannot be compiled ({str(error).strip().splitlines()[0]})"
+    measured_s = _seconds(lambda: spin(_TRIAL_S))
+    if abs(measured_s / _TRIAL_S - 1) > _ALLOWED_ERROR:
+        return _by_cycles(), f"the timer let {measured_s * 1e3:.2f} ms pass for {_TRIAL_S * 1e3:.2f} ms"
+    return spin, None
+
+
+def _by_nanoseconds() -> Callable[[float], object]:
     kernel = torch.cuda.jiterator._create_jit_fn(SPIN_SOURCE, nanoseconds=0)
     # One element, so one thread waits.
     element = torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -203,15 +212,20 @@ def device_spin() -> Callable[[float], object]:
 
     # The first launch compiles.
     spin(0.0)
+    return spin
+
+
+def _by_cycles() -> Callable[[float], object]:
+    cycles_per_s = _CALIBRATION_CYCLES / _seconds(lambda: torch.cuda._sleep(_CALIBRATION_CYCLES))
+    return lambda seconds: torch.cuda._sleep(int(seconds * cycles_per_s))
+
+
+def _seconds(launch: Callable[[], object]) -> float:
+    """How long the device needs for what ``launch`` launches, by events; the second time, warm."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    launch()
     begin.record()
-    spin(_TRIAL_S)
+    launch()
     end.record()
     end.synchronize()
-    measured_s = begin.elapsed_time(end) / 1e3
-    if abs(measured_s / _TRIAL_S - 1) > _ALLOWED_ERROR:
-        raise EnvironmentMissing(
-            f"this GPU cannot emulate a link: its timer let {measured_s * 1e3:.2f} ms pass for "
-            f"{_TRIAL_S * 1e3:.2f} ms"
-        )
-    return spin
+    return begin.elapsed_time(end) / 1e3

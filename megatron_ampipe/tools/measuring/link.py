@@ -14,8 +14,8 @@ from megatron_ampipe.files.inputs import at_least
 NO_LINK, RANKS = "none", 2
 """Where ``--link`` and ``--ranks`` are not given."""
 
-SPIN_KERNEL = "ampipe_spin"
-"""An emulated link's kernel in a GPU's trace (:mod:`.emulation`)."""
+SPIN_KERNELS = ("ampipe_spin", "spin_kernel")
+"""An emulated link's kernels in a GPU's trace: by nanoseconds (:mod:`.emulation`), torch's by cycles."""
 
 # Bits per second. The units of bits are those of tc. 'GB/s', the unit of accelerator links, is in bytes.
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12,

@@ -127,6 +127,8 @@ class Rank[Job: RankJob]:
 
             # Before Megatron is imported, which keeps references to collectives.
             emulation = install(job.link, on_cuda=job.on_cuda, pretended=job.pretended)
+            if emulation.why_cycles is not None:
+                print(f"the emulated link counts clock cycles: {emulation.why_cycles}", file=sys.stderr)
         if not job.on_cuda:
             from megatron_ampipe.launch import host
 
