@@ -37,6 +37,7 @@ class StageSpan:
         iteration: Training iteration, as Megatron counts.
         begin_us: Start, in microseconds on this rank's clock.
         end_us: End, in microseconds on the same clock.
+        ahead: It is of the forward pass of the next micro-batch, in the program of a backward pass.
     """
 
     lane: str
@@ -46,6 +47,12 @@ class StageSpan:
     iteration: int
     begin_us: float
     end_us: float
+    ahead: bool = False
+
+    @property
+    def program(self) -> str:
+        """The direction of the program that it is a stage of."""
+        return "backward" if self.ahead else self.direction
 
     @property
     def chunk(self) -> int | None:
@@ -148,7 +155,8 @@ class Timeline:
                 "dur": span.end_us - span.begin_us,
                 "pid": self.rank,
                 "tid": span.lane,
-                "args": {"layer": span.layer, "iteration": span.iteration},
+                "args": {"layer": span.layer, "iteration": span.iteration}
+                | ({"ahead": 1} if span.ahead else {}),
             }
             for span in self.spans
         ]
@@ -207,4 +215,5 @@ def _read_span(event: dict[str, Any]) -> StageSpan:
         iteration=int(event["args"]["iteration"]),
         begin_us=begin_us,
         end_us=begin_us + duration_us,
+        ahead=bool(event["args"].get("ahead")),
     )

@@ -108,6 +108,7 @@ def timeline(predictor: Predictor, partner: Partner, *, labels: Mapping[str, str
             iteration=0,
             begin_us=begin[place],
             end_us=end[place],
+            ahead=compiled.stages[place].ahead,
         )
         for lane, places in compiled.lanes
         for place in places

@@ -404,7 +404,7 @@ def _with_a_partner(predictor: Predictor, plans: Plans) -> Predictor:
 def timeline_of(predictor: Predictor, plan: Plan, *, labels: Mapping[str, str] | None = None) -> Timeline:
     """The predicted timeline of the layers that a plan is for; with a partner, of both passes."""
     if plan.partner is not None:
-        layers = predictor.of_layers(1) if plan.num_layers == 1 else sharing_layers(predictor, plan.stack)
+        layers = predictor.of_layers(1) if plan.stack == 1 else sharing_layers(predictor, plan.stack)
         return partner_timeline(layers, plan.partner, labels=labels)
     rows = predictor.block.rows
     lengths = [chunk.hidden[0].length for chunk in plan.pipeline(rows=rows).chunks(rows)]
