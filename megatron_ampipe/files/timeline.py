@@ -116,11 +116,7 @@ class Timeline:
         return total
 
     def write_chrome(self, path: Path) -> None:
-        """Write the Chrome trace; the file gets its name only when it is complete.
-
-        Raises:
-            RunFailed: it cannot be written.
-        """
+        """Write the Chrome trace, as :func:`.outputs.write_text`."""
         process = "predicted" if self.is_predicted else f"rank {self.rank}"
         events: list[dict[str, object]] = [
             {"name": "process_name", "ph": "M", "pid": self.rank, "args": {"name": process}}
@@ -147,11 +143,7 @@ class Timeline:
 
     @classmethod
     def read_chrome(cls, path: Path) -> Timeline:
-        """Read what :meth:`write_chrome` wrote.
-
-        Raises:
-            BadInput: the file does not exist, is not such a trace, or contains no stage.
-        """
+        """Read what :meth:`write_chrome` wrote; :class:`BadInput` if a file is not such, or has no stage."""
         remedy = "Give a file that a run with --ampipe-trace-dir wrote (rank0.trace.json)."
         rule = "is not a trace written by AMPipe"
         return inputs.parse_file(path, cls._parse, what="trace", rule=rule, remedy=remedy)

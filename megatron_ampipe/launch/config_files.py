@@ -74,11 +74,7 @@ class Resolved(NamedTuple):
 
 
 def refuse_unread(args: argparse.Namespace) -> None:
-    """Refuse parsed arguments that name files which were not read, or were read by Megatron alone.
-
-    Raises:
-        BadInput: ``--ampipe-config`` or ``--yaml-cfg`` is among them.
-    """
+    """Refuse parsed arguments that name files which were not read, or were read by Megatron alone."""
     # Megatron puts what such a file holds in place of what was parsed, before or after this is called.
     if not hasattr(args, "ampipe_degree") or getattr(args, "yaml_cfg", None) is not None:
         rule = "replaces every flag, those of AMPipe included"
@@ -93,10 +89,8 @@ def refuse_unread(args: argparse.Namespace) -> None:
 def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
     """Read the files that a command line names, and put their settings before the others.
 
-    ``parser`` will parse the result, and then checks the values.
-
-    Raises:
-        BadInput: a file is missing, or a key in it is wrong, or its value cannot be a flag's.
+    ``parser`` will parse the result, and then checks the values. Raises :class:`BadInput` if a file is
+    missing, or a key in it is wrong, or its value cannot be a flag's.
     """
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
     # By the names under which the parser stores them, so that two spellings are one flag.
@@ -263,13 +257,8 @@ def write_beside_logs(resolved: Resolved, *, adjustments: Sequence[str], script:
     """Write ``resolved.yaml`` into the folder where the run writes: a file that repeats this run.
 
     Comments in it are what was added to the command line, ``adjustments``, and flags that are no settings.
-    ``script`` is what was run, None for AMPipe's entry.
-
-    Returns:
-        The file; None if the run has no such folder.
-
-    Raises:
-        BadInput: the folder cannot be made or written to.
+    ``script`` is what was run, None for AMPipe's entry. Returns the file; None if the run has no such folder.
+    Raises :class:`BadInput` if the folder cannot be made or written to.
     """
     folders = {setting.flag: str(setting.value) for setting in resolved.settings}
     # An object store is not a folder.

@@ -43,17 +43,10 @@ def switch_on(
 ) -> None:
     """Have the MoE layers of a recipe's model built as pipelined ones. Call it last, before the training.
 
-    Args:
-        recipe: A recipe with a field ``model``, or a model's configuration. Its layer specification is
-            changed, and other overlaps of MoE communication are switched off, as by the flags.
-        degree: As ``--ampipe-degree``; at 1, nothing is changed.
-        backward_degree: As ``--ampipe-backward-degree``.
-        schedule: As ``--ampipe-schedule``.
-        stack: As ``--ampipe-stack``; 0 for all layers.
-        capacity_scope: As ``--ampipe-capacity-scope``.
-
-    Raises:
-        BadInput: The settings are wrong, or AMPipe does not support the recipe.
+    The layer specification of ``recipe``, which has a field ``model`` or is a model's configuration, is
+    changed, and other overlaps of MoE communication are switched off. The other arguments are as the flags
+    ``--ampipe-*``: at degree 1 nothing is changed, and ``stack`` is 0 for all layers. Raises
+    :class:`BadInput` if they are wrong, or AMPipe does not support the recipe.
     """
     model = getattr(recipe, "model", recipe)
     name = GPT if hasattr(model, GPT) else HYBRID

@@ -120,14 +120,8 @@ _NO_GPU = "it needs a GPU, and this machine has none"
 def adjust(arguments: Sequence[str]) -> tuple[list[str], list[Adjustment]]:
     """Add the flags that Megatron needs on a machine without a GPU, where the user has not set them.
 
-    Args:
-        arguments: The command line without the program name, as in ``sys.argv[1:]``.
-
-    Returns:
-        The command line to parse, and the flags that were added to it, with reasons.
-
-    Raises:
-        BadInput: A flag requests something that needs a GPU.
+    Returns the command line to parse, and the flags that were added to it, with reasons. Raises
+    :class:`BadInput` if a flag requests something that needs a GPU.
     """
     # Of a repeated flag the last counts, as in argparse.
     given = {group[0].partition("=")[0]: values_of(group) for group in groups_of(arguments)}
