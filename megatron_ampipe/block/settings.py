@@ -29,46 +29,38 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One ``--ampipe-*`` flag.
-
-    Attributes:
-        name: The field of ``Settings``: ``memory_budget`` is ``--ampipe-memory-budget``, and the key
-            ``memory-budget`` in a section ``ampipe:`` of a file.
-        default: The value without the flag.
-        help: What it does, in Markdown for the table in docs/usage.md; ``--help`` prints it as plain text.
-        shown_default: The default in both, if it is None.
-        metavar: What it takes, in both.
-        type: Turns the text into the value.
-        choices: All values, if they are few.
-        minimum: The least value, of a number.
-        check: Refuses a value that has another form.
-        acts: Where it has an effect: ``always``, in ``layers`` of AMPipe, or only in ``chunks``.
-        with_auto: Why it cannot be given with ``--ampipe-degree auto``; None if it can.
-        of_chunks: The value with which it is a function of the tokens of a chunk; ``...`` for every value. It
-            cannot be given with ``--ampipe-partner``, where not all passes are cut.
-        of_plan: A plan file says it, so it cannot be given next to one.
-        requires: Settings of which one must be given too, as the user would add them. ``auto`` must be the
-            value there, other values are examples.
-        requires_for: The value for which they are required; None for every value.
-        startup: Row of the start-up table for a value that is not the default, from the configuration.
-    """
+    """One ``--ampipe-*`` flag."""
 
     name: str
+    """The field of ``Settings``: ``memory_budget`` is ``--ampipe-memory-budget``, and the key
+    ``memory-budget`` in a section ``ampipe:`` of a file."""
     default: object
     help: str
+    """What it does, in Markdown for the table in docs/usage.md; ``--help`` prints it as plain text."""
     shown_default: str = "none"
+    """The default in both, if it is None; ``metavar`` is what it takes, in both."""
     metavar: str = "N"
     type: Callable[[str], Any] = str
     choices: tuple[str, ...] | None = None
     minimum: int | None = None
     check: Callable[[Any], object] | None = None
+    """Refuses a value that has another form."""
     acts: Literal["always", "layers", "chunks"] = "always"
+    """Where it has an effect: everywhere, in layers of AMPipe, or only in chunks."""
     with_auto: str | None = None
+    """Why it cannot be given with ``--ampipe-degree auto``; None if it can."""
     of_chunks: object = None
+    """The value with which it is a function of the tokens of a chunk; ``...`` for every value. It cannot be
+    given with ``--ampipe-partner``, where not all passes are cut."""
     of_plan: bool = False
+    """A plan file says it, so it cannot be given next to one."""
     requires: tuple[str, ...] = ()
+    """Settings of which one must be given too, as the user would add them. ``auto`` must be the value there,
+    other values are examples."""
     requires_for: object = None
+    """The value for which they are required; None for every value."""
     startup: Callable[[Any], tuple[str, ...]] | None = None
+    """Row of the start-up table for a value that is not the default, from the configuration."""
 
     @property
     def key(self) -> str:

@@ -51,10 +51,9 @@ class Wire(Protocol):
     def encode(self, rows: Tensor, trip: Trip) -> Sequence[Tensor]:
         """What is sent in place of ``rows [T, D]``, which are not to be changed.
 
-        Returns:
-            Tensors ``[T, ...]`` of which row ``t`` is of row ``t`` alone, because rows go to different ranks.
-            Their number, other sizes and dtypes must be the same on all ranks. The same for the same rows:
-            some settings of memory and recompute send rows twice.
+        Tensors ``[T, ...]`` of which row ``t`` is of row ``t`` alone, because rows go to different ranks.
+        Their number, other sizes and dtypes must be the same on all ranks. The same for the same rows: some
+        settings of memory and recompute send rows twice.
         """
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, trip: Trip) -> None:

@@ -123,10 +123,9 @@ class AllToAllChunk:
     ) -> tuple[Tensor, Tensor]:
         """Choose and count the rows that are sent of ``[rows, B, D]``; map and probabilities are ``[T, E]``.
 
-        Returns:
-            ``[M, D]``, sorted by expert, or by place, and then by token, and then rows that are not sent; and
-            their probabilities ``[M]``. If packed once, ``[M, experts of the place]``, minus infinity for an
-            expert that does not get the token.
+        Returns ``[M, D]``, sorted by expert, or by place, and then by token, and then rows that are not sent;
+        and their probabilities ``[M]``. If packed once, ``[M, experts of the place]``, minus infinity for an
+        expert that does not get the token.
         """
         self.hidden_shape, self.routing_map = hidden_states.shape, routing_map
         to_places = places_of(routing_map, self._num_places) if self._once else routing_map
@@ -219,9 +218,8 @@ class AllToAllChunk:
     def dispatch_postprocess(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The received rows ``[R, D]``, and ``[R]`` or ``[R, L]``, in the order of the experts of this rank.
 
-        Returns:
-            ``[copies, D]``, sorted by expert; how many each expert gets ``[L]``, on the host; and
-            ``[copies]``, their probabilities. Can run a second time.
+        Returns ``[copies, D]``, sorted by expert; how many each expert gets ``[L]``, on the host; and
+        ``[copies]``, their probabilities. Can run a second time.
         """
         per_expert = self.told.tokens_per_expert
         if self._once:

@@ -74,11 +74,10 @@ def _import_megatron() -> None:
 
 
 class Adjustment(NamedTuple):
-    """One flag that was added to the command line, or changed."""
+    """One flag that was added to the command line, or changed; ``value`` is None for a flag without one."""
 
     flag: str
     value: str | None
-    """None for a flag without a value."""
     reason: str
 
     @property
