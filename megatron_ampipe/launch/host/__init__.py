@@ -42,10 +42,9 @@ def install() -> None:
         return
     assert not gpu_available(), "the host platform replaces a missing GPU, and this machine has one"
     assert "megatron.core" not in sys.modules, "its import binds names of torch.compile and torch.cuda"
-    from megatron_ampipe.launch.host import all_to_all, torch_calls
+    from megatron_ampipe.launch.host import torch_calls
 
     torch_calls.install()
-    all_to_all.install()
     _import_megatron()
     from megatron_ampipe.launch.host.megatron import install as replace_in_megatron
 
