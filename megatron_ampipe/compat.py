@@ -105,24 +105,14 @@ def has_hybrid_models() -> bool:
     return folder is not None and (folder / "models" / "hybrid" / "hybrid_model.py").is_file()
 
 
-def moe_class(mlp: Any) -> type | None:
-    """The MoE layer class that the ``mlp`` of a layer's submodules builds; None if it builds no MoE layer.
+def mlp_class(mlp: Any) -> Any:
+    """The class that the ``mlp`` of a layer's submodules builds.
 
-    ``mlp`` is a ``partial`` of the class since 0.18, and a ``ModuleSpec`` before, or if users write one.
+    ``mlp`` is a ``partial`` of the class or of a class method since 0.18, and a ``ModuleSpec`` before, or if
+    users write one.
     """
-    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
-
-    found = getattr(mlp, "func", None) or getattr(mlp, "module", None)
-    return found if isinstance(found, type) and issubclass(found, BaseMoELayer) else None
-
-
-def is_mlp(mlp: Any) -> bool:
-    """Whether the ``mlp`` of a layer's submodules builds Megatron's dense MLP, and no subclass of it."""
-    from megatron.core.transformer.mlp import MLP
-
-    found = getattr(mlp, "func", None) or getattr(mlp, "module", None)
-    # A partial of a class method since 0.18.
-    return getattr(found, "__self__", found) is MLP
+    built = getattr(mlp, "func", None) or getattr(mlp, "module", None)
+    return getattr(built, "__self__", built)
 
 
 def moe_submodules(mlp: Any) -> Any:

@@ -42,26 +42,6 @@ how many keys before its own position a query sees, None for all; and ``sinks`` 
 key that every query sees, whose value is zero (``--softmax-type``)."""
 
 
-def exact(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    dropout: float = 0.0,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The reference implementation, which the others are compared with. Softmax in the dtype of sums."""
-    scores = _scores(query, key, causal=True, scale=scale, window=window)
-    if sinks is not None:
-        of_rows = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, of_rows], dim=-1)
-    weights = scores.softmax(dim=-1)[..., : key.shape[0]]
-    weights = F.dropout(weights.to(value.dtype), p=dropout)
-    return torch.einsum("bhrs,sbhv->rbhv", weights, repeat_heads(value, query.shape[2]))
-
-
 def sdpa(
     query: Tensor,
     key: Tensor,
@@ -146,11 +126,11 @@ def _exact_backward(*given: Tensor, causal: bool, scale: float) -> tuple[Tensor,
     return dq, dk, dv
 
 
-def _scores(query: Tensor, key: Tensor, *, causal: bool, scale: float, window: int | None = None) -> Tensor:
+def _scores(query: Tensor, key: Tensor, *, causal: bool, scale: float) -> Tensor:
     """``[B, H, R, S]`` in the dtype of sums."""
     scores = torch.einsum("rbhc,sbhc->bhrs", query, repeat_heads(key, query.shape[2]))
     scores = scores.to(sum_dtype(query)) * scale
-    return scores.masked_fill_(~visible_keys(query, key, window), -math.inf) if causal else scores
+    return scores.masked_fill_(~visible_keys(query, key, None), -math.inf) if causal else scores
 
 
 EXACT_PIECES = PieceKernel(all_visible_keys, _exact_forward, _exact_backward)

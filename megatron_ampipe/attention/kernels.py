@@ -151,7 +151,6 @@ KERNELS: dict[str, Kernel] = {
     "torch-flash-2": Kernel(backends.torch_flash, backends.TORCH_FLASH_2, backends.torch_flash_documents),
     "sdpa": Kernel(backends.sdpa),
     "cpu-flash": Kernel(pieces=backends.CPU_FLASH),
-    "exact": Kernel(backends.exact),
     "exact-pieces": Kernel(pieces=backends.EXACT_PIECES),
 }
 """By the name that the start-up table and the benchmarks print."""

@@ -49,31 +49,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not Path(script).is_file():
             remedy = "Name it before all flags: -m megatron_ampipe.launch PATH/pretrain_gpt.py --help"
             raise session.refused_script("is not a script", remedy)
-        return _run_script(Path(script), session)
+        # In place of what "python -m" set, as if the script had been named on python's command line.
+        sys.path[0] = str(Path(script).resolve().parent)
+        sys.argv = [script, *session.prepare_platform()]
+        wrap_steps(session)
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                raise
+        finally:
+            session.end()
+        if session.args is None:
+            rule = "it did not read its arguments with Megatron's parser, so no flag of AMPipe was read"
+            raise session.refused_script(rule)
+        if session.changes_layers and session.num_models == 0:
+            rule = "it builds no GPT or hybrid model of Megatron's, so nothing is pipelined"
+            raise session.refused_script(rule)
+        return 0
 
     return run_to_end(run)
-
-
-def _run_script(script: Path, session: TrainingSession) -> int:
-    # In place of what "python -m" set, as if the script had been named on python's command line.
-    sys.path[0] = str(script.resolve().parent)
-    sys.argv = [str(script), *session.prepare_platform()]
-    wrap_steps(session)
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as stop:
-        if stop.code not in (None, 0):
-            raise
-    finally:
-        session.end()
-    if session.args is None:
-        rule = "it did not read its arguments with Megatron's parser, so no flag of AMPipe was read"
-        raise session.refused_script(rule)
-    if session.changes_layers and session.num_models == 0:
-        raise session.refused_script(
-            "it builds no GPT or hybrid model of Megatron's, so nothing is pipelined"
-        )
-    return 0
 
 
 def wrap_steps(session: TrainingSession | None = None) -> None:

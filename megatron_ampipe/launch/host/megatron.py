@@ -12,12 +12,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import KERNELS
@@ -148,7 +147,7 @@ def build_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_unused: obje
     return norm
 
 
-class HostLatentProjection(Module):
+class HostLatentProjection(torch.nn.Linear):
     """Before and after latent experts: what ``TELinear`` computes with ``parallel_mode="duplicated"``.
 
     Every tensor-parallel rank has the whole weight.
@@ -164,19 +163,19 @@ class HostLatentProjection(Module):
         bias: bool,
         **kwargs: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(input_size, output_size, bias=bias, dtype=config.params_dtype)
         assert kwargs["parallel_mode"] == "duplicated" and not kwargs["skip_bias_add"]
-        self.weight = Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         if config.perform_initialization:
             init_method(self.weight)
-        self.bias = Parameter(torch.zeros(output_size, dtype=config.params_dtype)) if bias else None
+        if bias:
+            torch.nn.init.zeros_(self.bias)
         for parameter in self.parameters():
             # Megatron then adds up the gradients of the ranks, which see other rows.
             parameter.sequence_parallel = config.sequence_parallel
 
-    def forward(self, rows: Tensor) -> tuple[Tensor, None]:
+    def forward(self, rows: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """``[..., input_size]`` to ``[..., output_size]``, and no bias that is still to be added."""
-        return F.linear(rows, self.weight, self.bias), None
+        return super().forward(rows), None
 
 
 class HostDotProductAttention(DotProductAttention):
@@ -196,7 +195,7 @@ class HostDotProductAttention(DotProductAttention):
         alone.context_parallel_size = 1
         super().__init__(alone, *args, **kwargs)
         self.config = config
-        self._uses_exact = config.context_parallel_size > 1 or v_channels is not None
+        self._uses_sdpa = config.context_parallel_size > 1 or v_channels is not None
         self._window = None
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number):
             self._window = config.window_size[0]
@@ -224,7 +223,7 @@ class HostDotProductAttention(DotProductAttention):
         return self._attend(query, key, value, *args, **kwargs)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not self._uses_exact:
+        if not self._uses_sdpa:
             return super().forward(query, key, value, *args, **kwargs)
         group = self.pg_collection.cp
         layout = SequenceLayout(context_ranks=group.size(), context_rank=group.rank())
@@ -232,7 +231,7 @@ class HostDotProductAttention(DotProductAttention):
         # With query-key layer scaling, softmax_scale is divided by the layer number, and Megatron's softmax
         # multiplies by it.
         again = self.layer_number if self.config.apply_query_key_layer_scaling else 1
-        return KERNELS["exact"](
+        return KERNELS["sdpa"](
             query,
             key,
             value,
