@@ -59,8 +59,8 @@ class Setting:
     other values are examples."""
     requires_for: object = None
     """The value for which they are required; None for every value."""
-    startup: Callable[[Any], tuple[str, ...]] | None = None
-    """Row of the start-up table for a value that is not the default, from the configuration."""
+    says: str | None = None
+    """What the start-up table says of a value that is not the default; None for no row."""
 
     @property
     def key(self) -> str:
@@ -104,14 +104,6 @@ TRACED_ITERATIONS = 3
 
 _CHOSEN = "is what --ampipe-degree auto chooses"
 _DIFFERS = "changes numbers, so degrees that are tried in training would differ in them"
-_PLACED = "after the last all-to-all of the next layer's backward pass"
-_RECORDED = "who goes where, in one of {} iterations; 'ampipe routing' shows it"
-_COMPARES = (
-    "--ampipe-router-scope chunk compares the tokens of a chunk, which is another function for each degree, "
-    "and later tokens of a chunk influence earlier ones"
-)
-_UNCUT = "runs together with a backward pass, both uncut; passes without a partner are cut"
-_CONDENSED = "another function than a stock run's; the log says how many tokens are not sent"
 
 
 def _row(default: Any = None, **columns: Any) -> Any:
@@ -126,11 +118,6 @@ def _degree(text: str) -> int | str:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"is neither a whole number nor {AUTO}: {text!r}") from None
-
-
-def _wire_row(own: Any) -> tuple[str, ...]:
-    where = " between nodes" if own.pipeline.exchange.has_two_hops else ""
-    return "wire", own.wire, f"rows and their gradients are cast{where}, so losses differ from a stock run's"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +163,7 @@ class Settings:
         help="write what `--ampipe-degree auto` chooses as a plan; a restart of the same command line runs "
         "it",
         requires=("--ampipe-degree auto",),
-        startup=lambda own: ("plan", f"the choice is written to {own.save_plan}; a restart reads it there"),
+        says="the choice is written there; a restart reads it",
     )
     schedule: str = _row(
         "ampipe",
@@ -195,7 +182,7 @@ class Settings:
         help="run the backward pass of a micro-batch and the forward pass of the next one "
         "[together](partners.md), at degree 1 too: neither is cut into chunks, the rest is",
         type=bool,
-        startup=lambda own: ("partner", "the next micro-batch's forward pass", _UNCUT),
+        says="passes with a partner are uncut; passes without one are cut",
         with_auto="leaves nothing to try: passes with a partner are not cut into chunks",
         of_plan=True,
     )
@@ -252,7 +239,7 @@ class Settings:
         "[between all-to-alls](reductions.md). Changes no bit of any gradient",
         choices=("stock", "placed"),
         acts="layers",
-        startup=lambda own: ("gradient reduction", own.grad_reduce, _PLACED),
+        says="after the last all-to-all of the next layer's backward pass",
     )
     capacity_scope: str = _row(
         "sequence",
@@ -270,7 +257,7 @@ class Settings:
         f"{', '.join(f'`{name}`' for name in SHIPPED_GATES)}, or a subclass of Megatron's `TopKRouter` as "
         "`package.module:Class`, which `ampipe gate` checks",
         check=class_path,
-        startup=lambda own: ("router", class_path(own.router), "'ampipe gate' checks it"),
+        says="'ampipe gate' checks it",
     )
     router_scope: str = _row(
         "sequence",
@@ -281,7 +268,7 @@ class Settings:
         choices=("sequence", "chunk"),
         of_chunks="chunk",
         acts="layers",
-        startup=lambda own: ("warning", _COMPARES),
+        says="another function for each degree: later tokens of a chunk influence earlier ones",
     )
     wire: str | None = _row(
         metavar="NAME",
@@ -291,7 +278,7 @@ class Settings:
         check=check_wire,
         acts="layers",
         with_auto=_DIFFERS,
-        startup=_wire_row,
+        says="rows and their gradients are cast, so losses differ from a stock run's",
     )
     condense: float | None = _row(
         metavar="THRESHOLD",
@@ -303,7 +290,7 @@ class Settings:
         of_chunks=...,
         acts="layers",
         with_auto=_DIFFERS,
-        startup=lambda own: ("condensed tokens", f"{own.condense:g}", _CONDENSED),
+        says="another function than a stock run's; the log says how many tokens are not sent",
     )
     trace_dir: str | None = _row(
         metavar="DIR",
@@ -311,14 +298,14 @@ class Settings:
         help=f"record when every stage of the last {TRACED_ITERATIONS} iterations ran, one Chrome/Perfetto "
         "trace per rank; `ampipe draw DIR` makes a picture of it",
         acts="layers",
-        startup=lambda own: ("trace", own.trace_dir),
+        says="'ampipe draw' makes a picture of it",
     )
     routing_dir: str | None = _row(
         metavar="DIR",
         shown_default="off",
         help="record [how tokens are routed](routing.md), at any degree, for `ampipe routing` and `ampipe "
         "plan --routing`",
-        startup=lambda own: ("routing", own.routing_dir, _RECORDED.format(own.routing_interval)),
+        says="who goes where; 'ampipe routing' shows it",
     )
     routing_interval: int = _row(
         100,
@@ -331,11 +318,10 @@ class Settings:
     def startup_rows(self, *, stock: bool) -> list[tuple[str, ...]]:
         """Rows of the start-up table for what is not the default and, in ``stock`` layers, has an effect."""
         return [
-            setting.startup(self)
+            (setting.key, str(value), setting.says)
             for setting in SETTING.values()
-            if setting.startup is not None
-            and getattr(self, setting.name) != setting.default
-            and (setting.acts == "always" or not stock)
+            if setting.says and (setting.acts == "always" or not stock)
+            if (value := getattr(self, setting.name)) != setting.default
         ]
 
 

@@ -235,7 +235,7 @@ TRAININGS: dict[str, Training] = {
 # Routers: the class in Megatron's layers, and in chunks.
 CHECKED = ("'ampipe gate' checks it",)
 RESTARTS = ((0, 1), (1, 0))
-COMPARES = "compares the tokens of a chunk, which is another function for each degree"
+COMPARES = "another function for each degree: later tokens of a chunk influence earlier ones"
 ROUTERS: dict[str, Training] = {
     # The same numbers are drawn in a whole sequence and in chunks, one layer after the other.
     "noisy-topk": Training(
