@@ -79,14 +79,10 @@ class ToldCounts(NamedTuple):
 class AllToAllChunk:
     """The tokens of one chunk, of which each goes to the ranks of its experts alone.
 
-    :attr:`counts` are ``[E]`` int64, this rank's tokens for each expert. If packed once, the rows for each
-    node follow (with two hops), and those for each rank.
-
-    Args:
-        num_local_experts: ``L``; all parameters to ``pg_collection`` are as Megatron's dispatchers take them.
-        once: Whether a token goes once to each place: each node with two hops, otherwise each rank.
-        nodes: The groups of two hops (:func:`.hops.node_groups`); None for one.
-        has_fixed_choices: Whether the router gives every token ``topk`` experts, if none are dropped.
+    Made as Megatron's dispatchers; ``once`` if a token goes once to each place: each node with two hops, else
+    each rank. ``nodes`` are the groups of two hops (:func:`.hops.node_groups`); with ``has_fixed_choices``
+    the router gives every token ``topk`` experts. :attr:`counts` are ``[E]`` int64, this rank's tokens for
+    each expert. If packed once, the rows for each node follow (with two hops), and those for each rank.
     """
 
     told: ToldCounts | None = None

@@ -27,24 +27,19 @@ _LARGEST = 1e15
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """One execution of one stage.
-
-    Attributes:
-        lane: Where it ran: ``compute``, ``copy``, or a communication lane (``comm``, ``comm.intra``).
-        stage: The stage's name, as in the schedule: ``attention.2``.
-        direction: ``forward`` or ``backward``.
-        layer: Megatron's layer number, from 1.
-        iteration: Training iteration, as Megatron counts.
-        begin_us: Start, in microseconds on this rank's clock.
-        end_us: End, in microseconds on the same clock.
-    """
+    """One execution of one stage."""
 
     lane: str
+    """Where it ran: ``compute``, ``copy``, or a communication lane (``comm``, ``comm.intra``)."""
     stage: str
+    """The stage's name, as in the schedule: ``attention.2``."""
     direction: str
+    """``forward`` or ``backward``."""
     layer: int
+    """Megatron's layer number, from 1; ``iteration`` is as Megatron counts, too."""
     iteration: int
     begin_us: float
+    """In microseconds on this rank's clock, as ``end_us``."""
     end_us: float
 
     @property
@@ -61,12 +56,9 @@ class StageSpan:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All recorded spans of one rank.
+    """All recorded spans of one global rank, ordered by start time.
 
-    Attributes:
-        rank: Global rank.
-        spans: Ordered by start time.
-        labels: Properties of the run (degree, schedule, ...), shown in the drawing.
+    ``labels`` are properties of the run (degree, schedule, ...), shown in the drawing.
     """
 
     rank: int

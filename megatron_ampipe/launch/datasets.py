@@ -16,7 +16,10 @@ from typing import Any
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.ending import reason_of
 
-_OF_SCRIPTS = ("--fim-data", "--hybrid-context-parallel", "--log-straggler", "--logits-load-dir")
+_OF_SCRIPTS = (
+    "--check-for-spiky-loss", "--fim-data", "--hybrid-context-parallel", "--log-straggler",
+    "--logits-load-dir", "--per-dataset-sequences-path",
+)  # fmt: skip
 """Flags of Megatron's that AMPipe's own entry does not serve."""
 
 Replace = Callable[[Any, str, Any], None]

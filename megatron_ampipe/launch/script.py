@@ -126,11 +126,9 @@ def _around(function: Callable[..., Any], step: Callable[..., Any]) -> Callable[
 class TrainingSession:
     """What one launch knows, and its steps. A launch calls the methods in the order in which they stand.
 
-    Args:
-        words: The command line without the program's name, as the user gave it.
-        script: What trains, as the user named it; None for our entry.
-        is_patch: The script was started without one of our launchers, and may train without AMPipe or not
-            train at all. Then a run that is not pipelined is left to Megatron.
+    ``words`` are the command line without the program's name, as the user gave it, and ``script`` is what
+    trains, None for our entry. With ``is_patch`` it was started without one of our launchers, and may train
+    without AMPipe or not train at all; then a run that is not pipelined is left to Megatron.
     """
 
     def __init__(self, words: Sequence[str], *, script: str | None = None, is_patch: bool = False) -> None:
