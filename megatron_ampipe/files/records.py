@@ -1,19 +1,8 @@
 """Frozen dataclasses from YAML and back: the one reader of AMPipe's own file formats.
 
-A dataclass states the form of a file, or of a section in it. The type of a field says what its value may be:
-
-==========================  =======================================================
-``str``                     text that is not empty
-``bool``                    true or false
-``int``                     a whole number, at least 1
-``float``                   a number, at least 0
-``Literal["a", "b"]``       one of these words
-a dataclass                 a section with these keys
-``Mapping[Literal, X]``     a section with some of these keys, each an ``X``
-``LinedMapping``            a section that the caller checks
-``tuple[X, ...]``           a list of ``X`` that is not empty
-``X | None``                an ``X``, or null
-==========================  =======================================================
+A dataclass states the form of a file, or of a section in it: ``str`` is text that is not empty, ``int`` a
+whole number of at least 1, ``float`` a number of at least 0, ``Mapping[Literal, X]`` a section with some of
+these keys, ``LinedMapping`` one that the caller checks, and ``tuple`` a list that is not empty.
 
 A field without a default must be given. Metadata of a field: ``minimum`` (its least value), ``above`` (what
 it must exceed), ``derived`` (it does not stand in the file), ``last`` (it is written after the others).

@@ -1,12 +1,9 @@
 """Settings from YAML files and the command line: read, resolved, written.
 
 ``--ampipe-config FILE ...`` is replaced by words of a command line that mean the same as the files, before
-Megatron parses it: later files win over earlier ones, and the command line wins over all. A file holds flags
-at its top and AMPipe's in a section ``ampipe:``. A cluster file, which is the planner's, may have a section
-``flags:`` of the same form; a launch reads that section only.
-
-The parser is Megatron's with AMPipe's flags added, and no flag of Megatron is known here by name. It checks
-the values, once they are words.
+Megatron parses and checks it: later files win over earlier ones, and the command line wins over all. A file
+holds flags at its top and AMPipe's in a section ``ampipe:``; of a cluster file, which is the planner's, a
+launch reads a section ``flags:`` of the same form. No flag of Megatron is known here by name.
 """
 
 from __future__ import annotations

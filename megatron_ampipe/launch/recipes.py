@@ -5,10 +5,9 @@
     recipe = qwen3_30b_a3b_pretrain_config()
     switch_on(recipe, degree=4)
 
-For recipes of Megatron-Bridge (``ConfigContainer``), its model providers, and Megatron's own
-``GPTModelConfig`` and ``HybridModelConfig``: all of them build their layers from a layer specification, or
-from a function that makes one. It is replaced by a function that pipelines what the first one makes. There is
-no start-up table, trace or line in the log, and no automatic degree: these belong to launches with flags.
+For recipes of Megatron-Bridge (``ConfigContainer``), its model providers, and Megatron's own configurations
+of models: all build their layers from a layer specification, or from a function that makes one, which is
+replaced by a function that pipelines it. Tables, traces and an automatic degree need a launch with flags.
 """
 
 from __future__ import annotations

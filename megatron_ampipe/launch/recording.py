@@ -6,9 +6,8 @@ iterations only, for a trace in all of them. On CUDA it has recorded events; whe
 already read the losses of the same iteration, so the host does not wait for the device.
 
 With ``--ampipe-routing-dir``, the routing of one micro-batch becomes a file, every Nth iteration. Forward
-hooks on the routers of a model see who goes where, while the micro-batch passes: on Megatron's own layers and
-on pipelined ones, whose routers see chunks. The counts go to one rank. Which rows are
-similar is asked of a few of them: comparing all takes longer than a training step of a small model.
+hooks on the routers of a model, pipelined or not, see who goes where. The counts go to one rank. Which rows
+are similar is asked of a few: comparing all takes longer than a training step of a small model.
 """
 
 from __future__ import annotations

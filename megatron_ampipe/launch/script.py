@@ -1,13 +1,9 @@
-"""One launch of training, and the steps of Megatron that it wraps, whatever way it is launched.
+"""One launch of training, whatever way it is launched, and the steps of Megatron that it wraps.
 
-A script of a Megatron-LM checkout, unedited, with AMPipe's flags:
-
-    torchrun ... -m megatron_ampipe.launch PATH/pretrain_gpt.py <its flags> --ampipe-degree 4
-
-It runs as ``__main__``, with its own folder first on the path, as when it is launched by hand. Steps of
-Megatron are wrapped that all training passes through, for our own entry (:mod:`.pretrain`) too. At degree 1
-they pass on what they are given. The two lines of ``ampipe patch`` wrap the same steps in a Megatron-LM tree.
-Nothing there replaces a GPU.
+All training passes through these steps; at degree 1 they pass on what they are given. A script of a checkout
+runs unedited, as ``__main__``, with its own folder first on the path, as when it is launched by hand; our own
+entry is :mod:`.pretrain`. The two lines of ``ampipe patch`` wrap the same steps in a Megatron-LM tree, where
+nothing replaces a GPU.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """The host platform: runs Megatron's training loop on a machine without a GPU, over gloo.
 
 Megatron calls CUDA in many places that do not depend on a GPU: streams, events, ``device="cuda"``, the random
-state of the device. :func:`install` replaces these calls, so that the same Megatron code runs on the CPU. It
-changes no arithmetic; its purpose is that tests, examples and CI need no GPU. One replacement makes Megatron
-faster: the all-to-all, because AMPipe uses it too and is compared with Megatron. It refuses to load if there
-is a GPU, and comes *before* Megatron is imported:
-
-    from megatron_ampipe.launch import host
-    host.install()
-    torch.distributed.init_process_group("gloo")
+state of the device. :func:`install`, *before* Megatron is imported, replaces these calls, so that the same
+Megatron code runs on the CPU. It changes no arithmetic; its purpose is that tests, examples and CI need no
+GPU. One replacement makes Megatron faster: the all-to-all, because AMPipe uses it too and is compared.
 """
 
 import logging

@@ -131,8 +131,7 @@ def mamba_split_conv1d_scan(
     """Convolution, state space model and gate of a Mamba layer, as mamba-ssm's ``*_combined`` function.
 
     From ``zxbcdt [B, S, 2 * H * P + 2 * G * N + H]``: gate, x, B, C and dt, to ``[B, S, H * P]``, computed in
-    fp32. The convolution, ``[H * P + 2 * G * N, W]``, is causal; ``D`` is ``[H]``, or ``[H, P]``. The norm
-    that follows is the caller's.
+    fp32. The convolution, ``[H * P + 2 * G * N, W]``, is causal; the norm that follows is the caller's.
     """
     assert activation == "silu" and seq_idx is None
     num_heads = A.shape[0]
@@ -182,7 +181,7 @@ class GroupedRMSNorm(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """``[..., C]`` to the same shape and dtype."""
         groups = hidden.float().unflatten(-1, (-1, self._group_size))
-        scaled = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self._eps)
+        scaled = functional.rms_norm(groups, (self._group_size,), eps=self._eps)
         return (scaled.flatten(-2) * self.weight.float()).to(hidden.dtype)
 
     def sharded_state_dict(
