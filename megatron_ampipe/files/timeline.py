@@ -27,27 +27,22 @@ _LARGEST = 1e15
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """One execution of one stage.
-
-    Attributes:
-        lane: Where it ran: ``compute``, ``copy``, or a communication lane (``comm``, ``comm.intra``).
-        stage: The stage's name, as in the schedule: ``attention.2``.
-        direction: ``forward`` or ``backward``.
-        layer: Megatron's layer number, from 1.
-        iteration: Training iteration, as Megatron counts.
-        begin_us: Start, in microseconds on this rank's clock.
-        end_us: End, in microseconds on the same clock.
-        ahead: It is of the forward pass of the next micro-batch, in the program of a backward pass.
-    """
+    """One execution of one stage."""
 
     lane: str
+    """Where it ran: ``compute``, ``copy``, or a communication lane (``comm``, ``comm.intra``)."""
     stage: str
+    """The stage's name, as in the schedule: ``attention.2``."""
     direction: str
+    """``forward`` or ``backward``."""
     layer: int
+    """Megatron's layer number, from 1; ``iteration`` is as Megatron counts, too."""
     iteration: int
     begin_us: float
+    """In microseconds on this rank's clock, as ``end_us``."""
     end_us: float
     ahead: bool = False
+    """Of the forward pass of the next micro-batch, in the program of a backward pass."""
 
     @property
     def program(self) -> str:
@@ -68,12 +63,9 @@ class StageSpan:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All recorded spans of one rank.
+    """All recorded spans of one global rank, ordered by start time.
 
-    Attributes:
-        rank: Global rank.
-        spans: Ordered by start time.
-        labels: Properties of the run (degree, schedule, ...), shown in the drawing.
+    ``labels`` are properties of the run (degree, schedule, ...), shown in the drawing.
     """
 
     rank: int
@@ -137,11 +129,7 @@ class Timeline:
         return total
 
     def write_chrome(self, path: Path) -> None:
-        """Write the Chrome trace; the file gets its name only when it is complete.
-
-        Raises:
-            RunFailed: it cannot be written.
-        """
+        """Write the Chrome trace, as :func:`.outputs.write_text`."""
         process = "predicted" if self.is_predicted else f"rank {self.rank}"
         events: list[dict[str, object]] = [
             {"name": "process_name", "ph": "M", "pid": self.rank, "args": {"name": process}}
@@ -169,11 +157,7 @@ class Timeline:
 
     @classmethod
     def read_chrome(cls, path: Path) -> Timeline:
-        """Read what :meth:`write_chrome` wrote.
-
-        Raises:
-            BadInput: the file does not exist, is not such a trace, or contains no stage.
-        """
+        """Read what :meth:`write_chrome` wrote; :class:`BadInput` if a file is not such, or has no stage."""
         remedy = "Give a file that a run with --ampipe-trace-dir wrote (rank0.trace.json)."
         rule = "is not a trace written by AMPipe"
         return inputs.parse_file(path, cls._parse, what="trace", rule=rule, remedy=remedy)

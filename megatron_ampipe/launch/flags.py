@@ -18,7 +18,7 @@ from megatron_ampipe.block.settings import AUTO, SETTING, check_given, given_set
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.launch import config_files, connections, host
 from megatron_ampipe.launch.config_files import CONFIG_FLAG
-from megatron_ampipe.launch.failures import report_parser_errors
+from megatron_ampipe.launch.ending import report_parser_errors
 from megatron_ampipe.launch.refusals import ranks_per_node
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
@@ -56,7 +56,7 @@ LIFTS_ONE_CONNECTION = "overlap_moe_expert_parallel_comm"
 """While Megatron validates its arguments, this one of them is set, of a pipelined run too that was started
 without it. Megatron then warns that tensor or context parallelism prefers ``CUDA_DEVICE_MAX_CONNECTIONS=1``
 on Hopper and older GPUs, where it would otherwise demand it: what it says of that overlap of the same
-all-to-alls is true of AMPipe's. ``launch.session`` switches it off afterwards."""
+all-to-alls is true of AMPipe's. ``launch.script`` switches it off afterwards."""
 
 is_launched = False
 """Whether one of AMPipe's launchers runs this process. Then the lines of a patched Megatron do nothing."""
@@ -65,11 +65,8 @@ is_launched = False
 def import_megatron() -> bool:
     """Import what trains, on the host platform where there is no GPU. A patch in Megatron stays inactive.
 
-    Returns:
-        Whether there is a GPU.
-
-    Raises:
-        EnvironmentMissing: torch or Megatron is not there, or too old.
+    Returns whether there is a GPU. Raises :class:`EnvironmentMissing` if torch or Megatron is not there, or
+    too old.
     """
     global is_launched
     try:
@@ -168,11 +165,7 @@ def switch_off_overlaps(arguments: Any) -> tuple[str, ...]:
 
 
 def check_settings(resolved: config_files.Resolved, parser: argparse.ArgumentParser) -> None:
-    """Types and choices of everything that ``parser`` knows, and AMPipe's own settings together.
-
-    Raises:
-        BadInput: One of them is wrong; names the file and line that sets it.
-    """
+    """Types and choices of all that ``parser`` knows, and AMPipe's settings together; names file and line."""
     try:
         args, _ = parser.parse_known_args(resolved.words)
         config_from_args(args)
@@ -181,11 +174,7 @@ def check_settings(resolved: config_files.Resolved, parser: argparse.ArgumentPar
 
 
 def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
-    """What the parsed flags resolve to.
-
-    Raises:
-        BadInput: a value is wrong, or a flag could have no effect.
-    """
+    """What the parsed flags resolve to; :class:`BadInput` for a wrong value, or a flag without effect."""
     config_files.refuse_unread(args)
     given = given_settings(args)
     check_given(given)

@@ -34,19 +34,14 @@ class _Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One combination of settings that AMPipe does not support.
-
-    Attributes:
-        setting: The flag, as users write it.
-        rule: Why it is refused, as one clause.
-        remedy: What to use instead.
-        when: Whether arguments are refused; or the part of the value that is; None: if the flag is set.
-    """
+    """One combination of settings that AMPipe does not support, and why, as one clause."""
 
     setting: str
+    """The flag, as users write it."""
     rule: str
     remedy: str
     when: Callable[[Any], object] | None = None
+    """Whether arguments are refused; or the part of the value that is; None: if the flag is set."""
 
     def applies(self, arguments: Any) -> object:
         """The refused value; None if the combination is supported."""
@@ -59,10 +54,9 @@ class Refusal:
 
 
 def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
-    """Check Megatron's parsed arguments against :data:`REFUSALS`; at degree 1 nothing is refused.
+    """Raise :class:`BadInput` for the first row of :data:`REFUSALS` that applies, or for too many chunks.
 
-    Raises:
-        BadInput: for the first row that applies, or for more chunks than rows.
+    ``arguments`` are Megatron's, parsed; at degree 1 nothing is refused.
     """
     if not config.pipelined:
         return
@@ -79,11 +73,7 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
 
 
 def refuse_with_token_ids(router: str, arguments: Any) -> None:
-    """Check Megatron's arguments against :data:`TOKEN_ID_REFUSALS`, at any degree; ``router`` is the flag's.
-
-    Raises:
-        BadInput: for the first row that applies.
-    """
+    """:func:`refuse_unsupported` with :data:`TOKEN_ID_REFUSALS`, at any degree; ``router`` is the flag's."""
     _refuse(TOKEN_ID_REFUSALS, arguments, f"--ampipe-router {router}", "--ampipe-degree 1")
 
 
