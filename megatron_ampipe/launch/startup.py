@@ -71,7 +71,9 @@ def pipelined_rows(
     if memory is not None or pipeline.memory != KEEP:
         rows.append(("memory", pipeline.memory, "" if memory is None else memory.reason))
     if pipeline.partner is not None:
-        why = "a backward pass and the next micro-batch's forward pass run together; others as the degree says"
+        why = (
+            "a backward pass and the next micro-batch's forward pass run together; others as the degree says"
+        )
         rows.append(("partner", str(pipeline.partner), why))
     rows += context.config.startup_rows(stock=False)
     is_local, documents = args.transformer_impl == "local", packs_documents(args) or masks_documents(args)
