@@ -181,7 +181,7 @@ def _refused(rule: str, place: str) -> BadInput:
 
 
 def _bad_checkpoint(error: BaseException) -> BadInput:
-    from megatron.training.global_vars import get_args
+    from megatron.training import get_args
 
     args = get_args()
     name = "load" if args.load is not None else "pretrained_checkpoint"
