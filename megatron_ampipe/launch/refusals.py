@@ -164,8 +164,6 @@ def _recomputes_experts(args: Any) -> bool:
 
 
 _OFF = "Leave it out, or train with --ampipe-degree 1."
-_BF16 = "Leave it out and use --bf16."
-_QUANTIZED = "quantized layers update their weights if marked as the first micro-batch, which AMPipe undoes"
 _OFFLOADING = "activation offloading is not supported yet"
 _SHARDED = "fully sharded parameters are not supported"
 
@@ -281,10 +279,10 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--fp8-format", "8-bit training is not supported yet", "Use --bf16."),
     Refusal("--fp4-format", "4-bit training is not supported yet", "Use --bf16."),
-    Refusal("--te-precision-config-file", _QUANTIZED, _BF16),
-    Refusal("--kitchen-config-file", _QUANTIZED, _BF16),
     Refusal(
-        "--kitchen-recipe-number", _QUANTIZED, _BF16, lambda args: args.kitchen_recipe_number is not None
+        "--te-precision-config-file",
+        "quantized layers update their weights if marked as the first micro-batch, which AMPipe undoes",
+        "Leave it out and use --bf16.",
     ),
     Refusal(
         "--ampipe-exchange",
