@@ -99,6 +99,8 @@ class Setting:
             raise self.refuse(given[self.name], f"requires {' or '.join(wanted)}", remedy)
 
 
+PARTNER_ORDERS = ("listed", "megatron-1f1b")
+"""By list scheduling, or as Megatron orders two micro-batches."""
 TRACED_ITERATIONS = 3
 """How many iterations, counted from the end of the run, a trace holds."""
 
@@ -182,9 +184,25 @@ class Settings:
         help="run the backward pass of a micro-batch and the forward pass of the next one "
         "[together](partners.md), at degree 1 too: neither is cut into chunks, the rest is",
         type=bool,
-        says="passes with a partner are uncut; passes without one are cut",
-        with_auto="leaves nothing to try: passes with a partner are not cut into chunks",
         of_plan=True,
+    )
+    partner_degree: int = _row(
+        1,
+        help="number of chunks of passes with a partner; more than 1 where transfers take longer than "
+        "computation",
+        type=int,
+        minimum=1,
+        of_plan=True,
+        requires=("--ampipe-partner",),
+    )
+    partner_order: str = _row(
+        "listed",
+        help="how both passes share the lanes: `listed` (list scheduling, by the times of a plan where there "
+        "is one), or `megatron-1f1b` for comparison, the fixed order of Megatron's "
+        "`--overlap-moe-expert-parallel-comm`",
+        choices=PARTNER_ORDERS,
+        of_plan=True,
+        requires=("--ampipe-partner",),
     )
     stack: str = _row(
         "all",
@@ -363,7 +381,7 @@ def check_given(given: dict[str, Any]) -> None:
             remedy = f"Leave {setting.flag} out, or name the degree: --ampipe-degree 4."
             raise setting.refuse(value, setting.with_auto, remedy)
         if given.get("partner") and setting.of_chunks in (..., value):
-            rule = "passes with a partner are one chunk, so it would be another function in them"
+            rule = "passes with a partner have other chunks, so it would be another function in them"
             raise setting.refuse(value, rule, f"Leave {setting.flag} or --ampipe-partner out.")
     for name in given:
         SETTING[name].check_required(given)

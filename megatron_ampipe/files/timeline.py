@@ -41,6 +41,13 @@ class StageSpan:
     begin_us: float
     """In microseconds on this rank's clock, as ``end_us``."""
     end_us: float
+    ahead: bool = False
+    """Of the forward pass of the next micro-batch, in the program of a backward pass."""
+
+    @property
+    def program(self) -> str:
+        """The direction of the program that it is a stage of."""
+        return "backward" if self.ahead else self.direction
 
     @property
     def chunk(self) -> int | None:
@@ -92,6 +99,20 @@ class Timeline:
         total = self.communication_us
         return self.hidden_us / total if total else 0.0
 
+    @property
+    def hidden_by(self) -> dict[str, float]:
+        """By what is computed meanwhile, the share of the transfers' time that is hidden under it."""
+        hidden = dict.fromkeys(HIDES, 0.0)
+        computed = [span for span in self.spans if span.lane == COMPUTE]
+        transfers = [span for span in self.spans if span.lane not in (COMPUTE, COPY)]
+        for transfer in transfers:
+            for span in computed:
+                overlap_us = min(span.end_us, transfer.end_us) - max(span.begin_us, transfer.begin_us)
+                if overlap_us > 0:
+                    hidden[_source(span, transfer)] += overlap_us
+        total_us = sum(span.end_us - span.begin_us for span in transfers)
+        return {source: overlap_us / total_us if total_us else 0.0 for source, overlap_us in hidden.items()}
+
     def length_us(self, direction: str) -> float:
         """Time from the start of the first stage of a direction to the end of the last; 0 without stages."""
         spans = [span for span in self.spans if span.direction == direction]
@@ -122,7 +143,8 @@ class Timeline:
                 "dur": span.end_us - span.begin_us,
                 "pid": self.rank,
                 "tid": span.lane,
-                "args": {"layer": span.layer, "iteration": span.iteration},
+                "args": {"layer": span.layer, "iteration": span.iteration}
+                | ({"ahead": 1} if span.ahead else {}),
             }
             for span in self.spans
         ]
@@ -151,6 +173,19 @@ class Timeline:
         return cls(rank=rank, spans=spans, labels=labels)
 
 
+HIDES = ("chunks", "weight gradients", "partner", "other stages")
+"""What is computed during a transfer: of other chunks or layers; such gradients; of another micro-batch; or
+the rest, such as shared experts."""
+
+
+def _source(span: StageSpan, transfer: StageSpan) -> str:
+    if span.kind.endswith("-weights"):
+        return "weight gradients"
+    if span.direction != transfer.direction:
+        return "partner"
+    return "other stages" if (span.layer, span.chunk) == (transfer.layer, transfer.chunk) else "chunks"
+
+
 def _read_span(event: dict[str, Any]) -> StageSpan:
     """Convert one complete event of a trace file to a span; ValueError if it cannot be drawn."""
     direction, begin_us, duration_us = event["cat"], float(event["ts"]), float(event["dur"])
@@ -164,4 +199,5 @@ def _read_span(event: dict[str, Any]) -> StageSpan:
         iteration=int(event["args"]["iteration"]),
         begin_us=begin_us,
         end_us=begin_us + duration_us,
+        ahead=bool(event["args"].get("ahead")),
     )

@@ -66,6 +66,11 @@ def make_context(
                 args, config.pipeline, config.memory_budget, config.cluster, automatic=config.automatic
             )
             config = replace(config, pipeline=memory.pipeline)
+        # Gradients of weights during transfers, where the user and the layers leave that open.
+        is_open = args.ampipe_schedule is None and args.transformer_impl == "local"
+        if config.partner and config.pipeline.partner is not None and is_open:
+            partner = replace(config.pipeline.partner, schedule=IN_ONE_CHUNK)
+            config = replace(config, pipeline=replace(config.pipeline, partner=partner))
         on_gpu = not host.installed()
         adjustments = [*adjustments, *adjust_arguments(args, on_gpu=on_gpu)]
         # Without a trace, only what the log says of an iteration is recorded.
@@ -82,10 +87,9 @@ def make_context(
             ranks_of_experts = args.expert_model_parallel_size * expert_tensor_ranks(args)
             context.reductions = Reductions(on_cuda=on_gpu, of_experts=ranks_of_stage > ranks_of_experts)
             hooks.add(PlacedReductions(context.reductions))
-        if config.partner:
+        if config.partner or config.pipeline.partner is not None:
             context.partners = Partners()
-            is_open = args.ampipe_schedule is None and args.transformer_impl == "local"
-            hooks.add(PartneredSteps(context, args, schedule=IN_ONE_CHUNK if is_open else config.schedule))
+            hooks.add(PartneredSteps(context, args))
         hooks.add(Recording(context, args))
     choice = None
     if config.plan is not None:

@@ -24,7 +24,9 @@ from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
     ALL_LAYERS,
     KEEP,
+    LISTED,
     Exchange,
+    Partner,
     Pipeline,
     check_memory,
     of_chunks,
@@ -187,7 +189,7 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
     elif plan is not None:
         if pipeline.is_stock:
             _refuse_without_effect(given, stock=True, plan=plan)
-    elif not given.get("partner") and given.get("degree") != AUTO and not pipeline.overlaps:
+    elif pipeline.partner is None and given.get("degree") != AUTO and not pipeline.overlaps:
         _refuse_without_effect(given, stock=pipeline.exchange is Exchange.ROWS)
     given["ranks_per_node"] = ranks_per_node(args)
     return AMPipeConfig(pipeline=pipeline, **given)
@@ -226,7 +228,16 @@ def _pipeline(given: dict[str, Any]) -> Pipeline:
         stack = parse_stack(given["stack"], flag="--ampipe-stack")
     if degree is None:
         degree = 1 if shares is None else len(shares)
-    exchange = given.get("exchange", AUTO)
+    exchange, partner = given.get("exchange", AUTO), None
+    if given.get("partner") and degree == AUTO and "cluster" not in given:
+        remedy = "Add --ampipe-cluster FILE, which predicts them, or name the degree: --ampipe-degree 4."
+        raise SETTING["partner"].refuse("on", "is not what the first iterations can try", remedy)
+    if given.get("partner") and degree != AUTO:
+        partner = Partner(
+            given.get("partner_degree", 1),
+            schedule or SETTING["schedule"].default,
+            given.get("partner_order", LISTED),
+        )
     return Pipeline.of(
         1 if degree == AUTO else degree,
         backward_degree=given.get("backward_degree"),
@@ -235,6 +246,7 @@ def _pipeline(given: dict[str, Any]) -> Pipeline:
         stack=stack,
         memory=memory,
         exchange=Exchange.ROWS if exchange == AUTO else Exchange(exchange),
+        partner=partner,
     )
 
 

@@ -62,7 +62,7 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
         return
     pipeline = config.pipeline
     pipeline.chunks(arguments.seq_length)
-    if config.partner and pipeline.degree == 1:
+    if pipeline.partner is not None and pipeline.degree == 1:
         flags, off = "--ampipe-partner", "no --ampipe-partner"
     elif pipeline.degree > 1 or config.automatic:
         flags, off = f"--ampipe-degree {AUTO if config.automatic else pipeline.degree}", "--ampipe-degree 1"
@@ -83,6 +83,18 @@ def _refuse(table: tuple[Refusal, ...], arguments: Any, flags: str, off: str) ->
         if value is not None:
             remedy = row.remedy.replace("--ampipe-degree 1", off)
             raise BadInput(row.setting, value, rule=f"with {flags}, {row.rule}", remedy=remedy)
+
+
+WAITS_FOR_STAGE = (
+    "a pipeline stage without virtual stages waits for the next stage before every backward pass, so that no "
+    "other micro-batch can run next to it"
+)
+
+
+def waits_for_stage(arguments: Any) -> bool:
+    """Whether no pass has a partner, see :data:`WAITS_FOR_STAGE`."""
+    stages = arguments.pipeline_model_parallel_size or 1
+    return stages > 1 and arguments.virtual_pipeline_model_parallel_size is None
 
 
 def load_balancing(arguments: Any, *kinds: str) -> str | None:
@@ -191,14 +203,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--ampipe-partner",
-        "a pipeline stage without virtual stages waits for the next stage before every backward pass, so "
-        "that no other micro-batch can run next to it",
+        WAITS_FOR_STAGE,
         "Add --num-layers-per-virtual-pipeline-stage 1, or leave it out.",
-        lambda args: (
-            args.ampipe_partner
-            and (args.pipeline_model_parallel_size or 1) > 1
-            and args.virtual_pipeline_model_parallel_size is None
-        ),
+        lambda args: args.ampipe_partner and waits_for_stage(args),
     ),
     Refusal(
         "--tensor-model-parallel-size",

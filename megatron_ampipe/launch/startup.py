@@ -70,6 +70,11 @@ def pipelined_rows(
         rows.append(("full recompute", layers, "inside the schedules"))
     if memory is not None or pipeline.memory != KEEP:
         rows.append(("memory", pipeline.memory, "" if memory is None else memory.reason))
+    if pipeline.partner is not None:
+        why = (
+            "a backward pass and the next micro-batch's forward pass run together; others as the degree says"
+        )
+        rows.append(("partner", str(pipeline.partner), why))
     rows += context.config.startup_rows(stock=False)
     is_local, documents = args.transformer_impl == "local", packs_documents(args) or masks_documents(args)
     kernel = choose_kernel(args, local=is_local, on_gpu=on_gpu, documents=documents)
