@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ampipe.block.hybrid_pattern import HybridPattern
+from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.settings import AUTO, settings_of
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, useful_exchanges
@@ -137,8 +137,8 @@ def ranks_per_node(arguments: Any) -> int | None:
 
 
 def _without_pair(args: Any) -> bool:
-    pattern = HybridPattern.of_arguments(args.all)
-    return pattern is not None and not pattern.runs
+    stages = stages_of(args.all)
+    return stages is not None and not runs_of(stages)
 
 
 def _splits_weights_elsewhere(args: Any) -> bool:
