@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from tqdm import tqdm
 
-from megatron_ampipe.block.named_values import SHIPPED_WIRES, check_wire
+from megatron_ampipe.block.named_values import SHIPPED_WIRES, class_path
 from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import AMPipeError, BadInput
 from megatron_ampipe.files import outputs
@@ -374,5 +374,5 @@ def _stack(word: str, layers: int) -> int:
 def _wire(word: str) -> str | None:
     if word == UNCHANGED:
         return None
-    check_wire(word, flag="--wire")
+    class_path(word, SHIPPED_WIRES, flag="--wire")
     return word

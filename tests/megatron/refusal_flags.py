@@ -37,8 +37,6 @@ VALUES = {
     "--ampipe-trace-dir": [["traces"]],
     "--ampipe-memory": [["rebuild"], ["redispatch"]],
     "--te-precision-config-file": [[str(REPOSITORY / "tests" / "megatron" / "precision.yaml")]],
-    "--kitchen-config-file": [[str(REPOSITORY / "tests" / "megatron" / "precision.yaml")]],
-    "--kitchen-recipe-number": [["0"], ["2"]],
     "--recompute-modules": [["layernorm"], ["moe_act"], ["core_attn", "layernorm"]],
 }
 """Refused values; for other flags the worker uses all choices except the default, or 2."""
