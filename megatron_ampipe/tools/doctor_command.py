@@ -74,15 +74,16 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         BadInput, RunFailed: ``--json`` names no file that can be written.
     """
-    if arguments.json not in (None, "-"):
+    to_stdout = arguments.json == "-"
+    if arguments.json is not None and not to_stdout:
         outputs.check(Path(arguments.json), flag="--json")
     # The document has the standard output for itself.
-    with contextlib.redirect_stdout(sys.stderr if arguments.json == "-" else sys.stdout):
+    with contextlib.redirect_stdout(sys.stderr if to_stdout else sys.stdout):
         found = check(quick=arguments.quick)
     if found is None:
         return 0
     text = json.dumps(found, indent=1) + "\n"
-    if arguments.json == "-":
+    if to_stdout:
         print(text, end="")
     elif arguments.json is not None:
         outputs.write_text(Path(arguments.json), text)
@@ -102,14 +103,9 @@ def check(*, quick: bool) -> dict[str, Any] | None:
     print(*notes, sep="\n", end="\n" if notes else "")
     if num_gpus is not None and not started and not quick:
         answers = _ask_ranks(num_gpus or _CPU_RANKS, measures=True)
-    if isinstance(answers, str):
-        problems.append(answers)
-    elif answers is not None:
-        problems += show(answers)
-    for problem in problems:
-        print(f"problem: {problem}")
-    if not problems:
-        print("all that is required is there")
+    problems += [answers] if isinstance(answers, str) else show(answers) if answers else []
+    verdict = [f"problem: {problem}" for problem in problems] or ["all that is required is there"]
+    print(*verdict, sep="\n")
     return {"packages": packages, "notes": notes, "ranks": answers, "problems": problems}
 
 
@@ -137,19 +133,15 @@ def examine() -> tuple[dict[str, str], list[str], int | None]:
     programs = {"torch": _TORCH, "Megatron": _MEGATRON, **{p.name: f"import {p.module}" for p in present}}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         answers = dict(zip(programs, pool.map(_probe, programs.values()), strict=True))
-    problems = []
     for name, (works, said) in answers.items():
         print(f"  {'ok' if works else 'broken':8}  {name}: {said}")
-        if not works:
-            problems.append(f"{name} cannot be used: {said}")
     for package in absent:
         print(f"  {'missing':8}  {package.name}. Without it, a run uses {package.fallback}.")
         print(f"{'':12}To get it: {package.remedy}")
-    works, said = answers["torch"]
-    found = re.search(r"(\d+) GPUs", said)
+    problems = [f"{name} cannot be used: {said}" for name, (works, said) in answers.items() if not works]
+    gpus = re.search(r"(\d+) GPUs", answers["torch"][1]) if answers["torch"][0] else None
     packages = {name: said for name, (_, said) in answers.items()}
-    packages |= {package.name: "missing" for package in absent}
-    return packages, problems, int(found[1]) if works and found else None
+    return packages | {each.name: "missing" for each in absent}, problems, int(gpus[1]) if gpus else None
 
 
 def _probe(program: str) -> tuple[bool, str]:

@@ -94,7 +94,7 @@ def hangs(rank: Rank[Sum]) -> None:
 @pytest.mark.parametrize(
     ("work", "kind", "said"),
     [
-        (fails, RunFailed, r"rank 1 failed: ValueError: cannot\n.*\n  last lines of rank 1:\n.*library said"),
+        (fails, RunFailed, r"rank 1 failed: ValueError: cannot\n.*last lines of the ranks:\n.*library said"),
         (is_refused, RunFailed, r"rank \d failed: --x 1: is wrong. Use 2."),
         (lacks, EnvironmentMissing, "^there is no GPU$"),
         (differs, DifferenceFound, "^not the same$"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,9 +61,11 @@ class Layers(torch.nn.Module):
 
     Attributes:
         gloo_all_to_all: Whether a pass uses gloo's own all-to-all.
+        timer: What runs stages alone, in layers that :meth:`BlockFactory.build_timed` builds.
     """
 
     gloo_all_to_all = False
+    timer: StageTimer
 
     def __init__(self, spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
         super().__init__()
@@ -77,14 +79,6 @@ class Layers(torch.nn.Module):
         for layer in self.layers:
             hidden_states, _ = layer(hidden_states=hidden_states, **kwargs)
         return hidden_states, None
-
-
-class TimedLayers(NamedTuple):
-    """Layers whose stages run alone, what records them, and what runs them."""
-
-    layers: Layers
-    recorder: Recorder
-    timer: StageTimer
 
 
 class BlockFactory:
@@ -159,10 +153,12 @@ class BlockFactory:
         layers.gloo_all_to_all = variant.schedule == STOCK_GLOO
         return layers
 
-    def build_timed(self, variant: Variant, *, num_passes: int, saved_bytes: int = 0) -> TimedLayers:
+    def build_timed(self, variant: Variant, *, num_passes: int, saved_bytes: int = 0) -> Layers:
         """The same layers, their stages run alone and recorded; see :class:`.StageTimer`."""
-        recorder, timer = Recorder(num_iterations=num_passes), StageTimer(saved_bytes=saved_bytes)
-        return TimedLayers(self.build(variant, recorder=recorder, executor=timer), recorder, timer)
+        timer = StageTimer(Recorder(num_iterations=num_passes), saved_bytes=saved_bytes)
+        layers = self.build(variant, recorder=timer.recorder, executor=timer)
+        layers.timer = timer
+        return layers
 
     def _build(self, spec: TransformerBlockSubmodules) -> Layers:
         layers = Layers(spec, dataclasses.replace(self._config))

@@ -45,12 +45,10 @@ WARMUP = 2
 """Rounds that do not count."""
 CUTS = (1, 2, 4, 8, 16)
 """Into how many parts the rows of a block are cut, to get smaller sizes."""
-OVERLAP_US = 300e3
-"""For about how long computation and communication run concurrently."""
+EXCHANGES = 20
+"""That run while products are computed."""
 DEGREES = (2, 4, 8)
 """Of the real block."""
-_SIGN_S = 1.0
-_MINIMUM_ROUNDS, _MAXIMUM_ROUNDS = 3, 100
 
 
 def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int) -> dict[str, Any]:
@@ -118,8 +116,6 @@ def timed(rank: Rank[Any], probes: Sequence[Probe], *, repeats: int) -> list[Sam
             probe.operation()
             took_s = clock.passed_s()
             times += [took_s * 1e6 / probe.count] * (number >= WARMUP)
-            if took_s > _SIGN_S:
-                rank.say("alive")
         # Rarely: messages must not slow short calls down.
         rank.say("alive")
     return [
@@ -171,7 +167,6 @@ class Operations:
         self._rank, self._repeats, self._on_cuda = rank, repeats, rank.job.on_cuda
         self._case, self._kernel = case, KERNELS[kernel]
         self._device, self._dtype = rank.job.device, DTYPES[case.dtype]
-        self._executor = CudaExecutor() if self._on_cuda else ThreadExecutor()
         self._head_size = case.head_size or case.hidden // case.heads
         self._groups = case.query_groups or case.heads
 
@@ -284,54 +279,34 @@ class Operations:
             As in a cluster file: factors of at least 1 on computation and on time on the wire, and what every
             all-to-all takes longer, whatever its size.
         """
-        sizes = self._rows(group)
-        (small_mb, small_us, small_concurrent_us, _), (large_mb, large_us, large_concurrent_us, compute) = (
-            self._with_products(group, rows, left_rows=sizes[-2]) for rows in (sizes[0], sizes[-2])
-        )
-        alone = max(0.0, (large_us - small_us) / (large_mb - small_mb))
-        concurrent = max(0.0, (large_concurrent_us - small_concurrent_us) / (large_mb - small_mb))
-        slowdown = max(1.0, concurrent / alone) if alone else 1.0
+        sizes, hidden = self._rows(group), self._case.hidden
+        left, weight = self._random(sizes[-2], hidden), self._random(hidden, self._case.ffn)
+        product = Probe("", {}, lambda: left @ weight)
+        executor = CudaExecutor() if self._on_cuda else ThreadExecutor()
+        found = []
+        for rows in (sizes[0], sizes[-2]):
+            exchange = self._exchange("", group, rows)
+            alone = timed(self._rank, [exchange, product], repeats=self._repeats)
+            exchange_us, product_us = (sample.us for sample in alone)
+            # As many products as take about as long as the exchanges.
+            products = max(1, round(EXCHANGES * exchange_us / product_us))
+            run, compute = exchange.operation, product.operation
+            spans = run_lanes(executor, run, compute, exchanges=EXCHANGES, products=products)
+            exchanged = [span for span in spans if span.lane == COMM]
+            begin_us, end_us = exchanged[0].begin_us, exchanged[-1].end_us
+            computed = [span for span in spans if span.lane == COMPUTE and span.begin_us <= end_us]
+            slowed_us = statistics.fmean(span.end_us - span.begin_us for span in computed)
+            mb, together_us = exchange.columns["beta_us_per_mb"], (end_us - begin_us) / EXCHANGES
+            found.append((mb, exchange_us, together_us, slowed_us / product_us))
+        (small_mb, small_us, small_together_us, _), (mb, us, together_us, compute_slowdown) = found
+        alone_us = max(0.0, (us - small_us) / (mb - small_mb))
+        slowed_us = max(0.0, (together_us - small_together_us) / (mb - small_mb))
+        slowdown = max(1.0, slowed_us / alone_us) if alone_us else 1.0
         return {
-            "compute_slowdown": compute,
+            "compute_slowdown": max(1.0, compute_slowdown),
             "communication_slowdown": slowdown,
-            "latency_us": max(0.0, small_concurrent_us - small_us - small_mb * alone * (slowdown - 1.0)),
+            "latency_us": max(0.0, small_together_us - small_us - small_mb * alone_us * (slowdown - 1.0)),
         }
-
-    def _with_products(
-        self, group: dist.ProcessGroup, rows: int, *, left_rows: int
-    ) -> tuple[float, float, float, float]:
-        """An all-to-all of ``rows`` rows concurrent with matrix products.
-
-        Returns:
-            Its size in MB, its microseconds alone and with the products, and the products' slowdown.
-        """
-        ranks, hidden = group.size(), self._case.hidden
-        tokens, left = self._random(rows, hidden), self._random(left_rows, hidden)
-        weight, splits = self._random(hidden, self._case.ffn), [rows // ranks] * ranks
-
-        def exchange() -> None:
-            exchange_rows([tokens], send=splits, receive=splits, group=group).wait()
-
-        def compute() -> Tensor:
-            return left @ weight
-
-        probes = [Probe("", {}, exchange, together=True), Probe("", {}, compute)]
-        exchange_us, compute_us = (sample.us for sample in timed(self._rank, probes, repeats=self._repeats))
-        # Every rank must exchange equally often, whatever its clock says.
-        slowest = torch.tensor([exchange_us], dtype=torch.float64, device=self._device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        rounds = max(_MINIMUM_ROUNDS, min(_MAXIMUM_ROUNDS, int(OVERLAP_US / float(slowest))))
-        # As many computations as take about as long as the exchanges.
-        products = max(1, round(rounds * exchange_us / compute_us))
-        spans = run_lanes(self._executor, exchange, compute, exchanges=rounds, products=products)
-        exchanged = [span for span in spans if span.lane == COMM]
-        end_us = max(span.end_us for span in exchanged)
-        communicating_us = (end_us - min(span.begin_us for span in exchanged)) / rounds
-        computing_us = statistics.fmean(
-            span.end_us - span.begin_us for span in spans if span.lane == COMPUTE and span.begin_us <= end_us
-        )
-        megabytes = 1e-6 * tokens.nbytes * (ranks - 1) / ranks
-        return megabytes, exchange_us, communicating_us, max(1.0, computing_us / compute_us)
 
     def _rows(self, group: dist.ProcessGroup) -> list[int]:
         """Rows that are exchanged for parts of the block's tokens; each rank gets equally many."""
@@ -354,49 +329,41 @@ def block_times(rank: Rank[Any], case: Case, factory: BlockFactory, *, repeats: 
 
     Returns:
         ``block``: ``stages``: by degree, direction and stage, the median of the stage alone; ``around``: by
-        degree and direction, of what a pass spends outside its stages; ``stock``: by direction, of Megatron's
-        own layer; ``issue``: of the host to issue a stage, in the mean. ``issue_of``: the same by direction
-        and kind, while the device is busy (empty where the host computes, and ``issue`` is 0).
+        direction, of what a pass spends outside its stages; ``stock``: by direction, of Megatron's own layer.
+        ``issue_of``: by direction and kind, of the host to issue a stage while the device is busy; empty
+        where the host computes.
     """
     rounds = WARMUP + repeats
-    passes = Passes(rank, case)
-    alone, in_order, layers = {}, {}, {}
-    for degree in DEGREES:
-        variant = Variant.of("ampipe", degree)
-        alone[degree] = factory.build_timed(variant, num_passes=rounds)
-        in_order[degree] = Recorder(num_iterations=rounds)
-        layers[degree] = factory.build(variant, recorder=in_order[degree], executor=SequentialExecutor())
-    stock: list[dict[Direction, float]] = []
-    whole: dict[int, list[dict[Direction, float]]] = {degree: [] for degree in DEGREES}
+    passes, in_order = Passes(rank, case), Recorder(num_iterations=rounds)
+    whole = factory.build(Variant.of("ampipe", 2), recorder=in_order, executor=SequentialExecutor())
+    timed = {
+        degree: factory.build_timed(Variant.of("ampipe", degree), num_passes=rounds) for degree in DEGREES
+    }
+    of_stock, of_whole = [], []
     for number in range(rounds):
-        stock.append(passes.run(factory.stock).by_direction_us)
-        for degree, timer in alone.items():
-            timer.recorder.start_iteration(number)
-            passes.run(timer.layers)
-            in_order[degree].start_iteration(number)
-            whole[degree].append(passes.run(layers[degree]).by_direction_us)
-    stages = {
-        str(degree): {
-            way: {stage: statistics.median(us[WARMUP:]) for stage, us in of_stages.items()}
-            for way, of_stages in stage_times(timer.recorder).items()
-        }
-        for degree, timer in alone.items()
-    }
-    issue_of = alone[DEGREES[-1]].timer.issued_us()
+        of_stock.append(passes.run(factory.stock).by_direction_us)
+        for layers in timed.values():
+            layers.timer.recorder.start_iteration(number)
+            passes.run(layers)
+        in_order.start_iteration(number)
+        of_whole.append(passes.run(whole).by_direction_us)
+    alone = {degree: stage_times(layers.timer.recorder) for degree, layers in timed.items()}
+    in_stages = stage_times(in_order)
     block = {
-        "stock": {way: statistics.median(times[way] for times in stock[WARMUP:]) for way in Direction},
-        "stages": stages,
-        "around": {str(degree): _outside(whole[degree], in_order[degree]) for degree in DEGREES},
-        "issue": statistics.fmean(issue_of["forward"].values()) if "forward" in issue_of else 0.0,
+        "stock": {way: statistics.median(us[way] for us in of_stock[WARMUP:]) for way in Direction},
+        "stages": {
+            str(degree): {
+                way: {stage: statistics.median(us[WARMUP:]) for stage, us in of_stages.items()}
+                for way, of_stages in times.items()
+            }
+            for degree, times in alone.items()
+        },
+        "around": {
+            way: statistics.median(
+                us[way] - sum(stages)
+                for us, *stages in list(zip(of_whole, *in_stages[way].values(), strict=True))[WARMUP:]
+            )
+            for way in Direction
+        },
     }
-    return {"block": block, "issue_of": issue_of}
-
-
-def _outside(whole: Sequence[dict[Direction, float]], recorder: Recorder) -> dict[str, float]:
-    """The median of what passes took beyond the sum of their stages."""
-    times, found = stage_times(recorder), {}
-    for way in Direction:
-        in_stages = map(sum, zip(*times[way.value].values(), strict=True))
-        beyond = [took[way] - inside for took, inside in zip(whole, in_stages, strict=True)]
-        found[way.value] = max(0.0, statistics.median(beyond[WARMUP:]))
-    return found
+    return {"block": block, "issue_of": timed[DEGREES[-1]].timer.issued_us()}

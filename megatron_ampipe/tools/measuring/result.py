@@ -1,9 +1,8 @@
 """The document of ``ampipe bench --json``: medians of samples, ratios with their spread, bounds. No torch.
 
 The time of a pass is the maximum over ranks. The speedup is the median of the ratios stock / variant taken
-within each repeat, where the machine was in the same state for both; its spread is the range from the 10th to
-the 90th percentile of these ratios. What the machine itself contributes is the spread of the control, which
-is Megatron's layer measured a second time, in turns with everything else.
+within each repeat, where the machine was in the same state for both. What the machine itself contributes is
+the spread of the control, which is Megatron's layer measured a second time, in turns with everything else.
 """
 
 from __future__ import annotations
@@ -24,25 +23,14 @@ from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK_GLOO, Bench
 
 FORMAT = "ampipe-bench-1"
 
-StageSamples = Mapping[str, Mapping[str, Sequence[float]]]
-"""By direction and stage, the microseconds of every pass, alone."""
-
 
 def write(document: Mapping[str, Any], path: Path) -> None:
-    """Write the document; it appears under its name only when it is whole.
-
-    Raises:
-        RunFailed: it cannot be written.
-    """
+    """Write the document; it appears under its name only when it is whole."""
     outputs.write_text(path, json.dumps(document) + "\n")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a document of blocks that :func:`write` wrote, with what older ones lack filled in.
-
-    Raises:
-        BadInput: it cannot be read, or is no such document.
-    """
+    """Read a document of blocks that :func:`write` wrote, and fill in what older ones lack; or BadInput."""
 
     def parse(text: str) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(text)
@@ -62,11 +50,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 def speedup(stock: Sequence[float], samples: Sequence[float]) -> dict[str, float]:
     """The ratios stock / variant within each repeat: ``speedup``, their median, and two percentiles."""
     ratios = [before / after for before, after in zip(stock, samples, strict=True)]
-    return {
-        "speedup": round(statistics.median(ratios), 4),
-        "speedup_p10": round(percentile(ratios, 0.1), 4),
-        "speedup_p90": round(percentile(ratios, 0.9), 4),
-    }
+    shares = {"speedup": 0.5, "speedup_p10": 0.1, "speedup_p90": 0.9}
+    return {name: round(percentile(ratios, share), 4) for name, share in shares.items()}
 
 
 def with_control(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -91,19 +76,8 @@ def with_control(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def slowest_rank(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Of each repeat, the maximum over ranks."""
-    return [max(samples) for samples in zip(*samples_by_rank, strict=True)]
-
-
 def case_result(job: BenchJob, index: int, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One entry of ``cases`` in the document.
-
-    Args:
-        job: What was measured.
-        index: Of the case.
-        reports: What each rank found (:func:`.timed_passes.measure`).
-    """
+    """One entry of ``cases`` in the document, from what each rank found (:func:`.timed_passes.measure`)."""
     case, variants = job.cases[index], job.variants[index]
     by_variant = list(zip(*(report["variants"] for report in reports), strict=True))
     stock, *figures = map(_figures, by_variant)
@@ -132,13 +106,12 @@ def case_result(job: BenchJob, index: int, reports: Sequence[Mapping[str, Any]])
 def described(variant: Variant, job: BenchJob) -> dict[str, Any]:
     """What a row says of its variant."""
     pipeline = variant.pipeline
-    backward = pipeline.backward_degree
+    backward = None if pipeline.backward_degree == pipeline.degree else pipeline.backward_degree
     return {
         "schedule": variant.schedule,
         "degree": pipeline.degree,
-        # None where it is the forward pass's, as in the files of earlier versions.
-        "backward_degree": None if backward == pipeline.degree else backward,
-        "cut": str(pipeline.degree) + f":{backward}" * (backward != pipeline.degree),
+        "backward_degree": backward,
+        "cut": str(pipeline.degree) + (f":{backward}" if backward else ""),
         "layers": job.layers,
         "stack": pipeline.stack,
         "memory": pipeline.memory,
@@ -148,27 +121,20 @@ def described(variant: Variant, job: BenchJob) -> dict[str, Any]:
 
 
 def _figures(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the document holds of every variant, stock included.
-
-    ``backward_ms`` is from the end of the forward pass of a rank. ``peak_bytes`` is of the rank that holds
-    most, beyond weights and input. ``wire_bytes`` (None where nothing was counted) are of all ranks together,
-    by the kernel's counters.
-    """
-
-    def ms(key: str) -> list[list[float]]:
-        return [[round(1e3 * seconds, 4) for seconds in rank[key]] for rank in of_ranks]
-
-    by_rank = ms("wall_s")
-    samples = slowest_rank(by_rank)
+    """What the document holds of every variant, stock included; times are those of the slowest rank."""
+    by_rank = [[round(1e3 * seconds, 4) for seconds in rank["wall_s"]] for rank in of_ranks]
+    samples = [max(of_repeat) for of_repeat in zip(*by_rank, strict=True)]
+    backward_s = map(max, zip(*(rank["backward_s"] for rank in of_ranks), strict=True))
     sent = zip(*(rank["wire_bytes"] for rank in of_ranks), strict=True)
-    of_repeats = [sum(repeat) for repeat in sent if None not in repeat]
+    # Of all ranks together, by the kernel's counters.
+    sums = [sum(repeat) for repeat in sent if None not in repeat]
     return {
         "ms": round(statistics.median(samples), 4),
-        "backward_ms": round(statistics.median(slowest_rank(ms("backward_s"))), 4),
+        "backward_ms": round(1e3 * statistics.median(backward_s), 4),
         "samples_ms": samples,
         "samples_ms_by_rank": by_rank,
         "peak_bytes": max(rank["peak_bytes"] for rank in of_ranks),
-        "wire_bytes": round(statistics.median(of_repeats)) if of_repeats else None,
+        "wire_bytes": round(statistics.median(sums)) if sums else None,
     }
 
 
@@ -187,7 +153,7 @@ def _stages(variant: Variant, of_ranks: Sequence[Mapping[str, Any]], *, ms: floa
     }
 
 
-def _bound_us(samples: StageSamples, needs: Any, *, stack: int) -> float:
+def _bound_us(samples: Mapping[str, Any], needs: Any, *, stack: int) -> float:
     """Of a pass on one rank, from medians; layers in groups of ``stack`` share a schedule."""
     total = 0.0
     for direction, stages in samples.items():
