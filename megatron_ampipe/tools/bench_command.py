@@ -37,7 +37,6 @@ from megatron_ampipe.tools.measuring import machine, prediction, result, show, t
 from megatron_ampipe.tools.measuring.bench_job import (
     CONTROL,
     STOCK,
-    STOCK_GLOO,
     BenchJob,
     Variant,
     every_way,
@@ -122,7 +121,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exchange", "E,E", exchange, default="rows")
     wires = f"how rows are cast for the transfer: {UNCHANGED}, {', '.join(SHIPPED_WIRES)} or a class"
     add("--wire", "W,W", wires, default=UNCHANGED)
-    switch("--gloo-all-to-all", "also measure Megatron's layers with gloo's own all-to-all (stock-gloo)")
     rounds = f"with --end-to-end: trainings of each kind, in turns (default: {ROUNDS})"
     add("--rounds", "N", rounds, type=positive)
     add("--json", "FILE", "write all samples, versions and hardware after every case", type=Path)
@@ -331,7 +329,7 @@ def _variants(
         exchanges=[exchange for exchange in exchanges if exchange in useful],
         wires=[_wire(word) for word in arguments.wire.split(",")],
     )
-    return (*map(Variant, (STOCK, CONTROL, *[STOCK_GLOO] * arguments.gloo_all_to_all)), *ways)
+    return (Variant(STOCK), Variant(CONTROL), *ways)
 
 
 def _cut(word: str, case: Case) -> Pipeline:

@@ -331,7 +331,6 @@ def test_a_case_holds_what_scripts_read() -> None:
     control = case["control"]
     assert (control["speedup"], control["speedup_p10"], control["speedup_p90"]) == (1.0, 0.84, 1.16)
     assert control["spread"] == 0.1905
-    assert case["gloo_all_to_all"] is None
     assert [row["difference_seen"] for row in case["rows"]] == [False, True, True]
     # Ratios 2, 4 and 2 within the repeats; the quotient of medians would be 3.
     assert (ampipe["ms"], ampipe["speedup"], ampipe["samples_ms"]) == (20.0, 2.0, [20.0, 20.0, 30.0])
@@ -368,15 +367,13 @@ def test_the_table(tmp_path: Path) -> None:
     assert not {"stack", "exchange"} & {*words.split("ms:")[0].split()}
     (case,) = found["cases"]
     found["layers"] = 4
-    case["gloo_all_to_all"] = case["control"] | {"schedule": "stock-gloo"}
-    del case["gloo_all_to_all"]["spread"]
     case["rows"][2]["stack"] = 4
     case["rows"] += [case["rows"][2] | {"stack": 1}, case["rows"][1] | {"exchange": "ranks", "wire": "fp8"}]
     words = shown(found, path)
-    assert "stock-gloo │ │ │ │ 1 │ 50.00 │ 1.000 │" in words and "4 layers" in words
+    assert "4 layers" in words
     assert "ampipe │ │ ranks │ fp8 │ 2 │" in words
     # An older result, and one of a GPU.
-    for key in ("control", "gloo_all_to_all", "stock_wire_bytes"):
+    for key in ("control", "stock_wire_bytes"):
         del case[key]
     for row in case["rows"]:
         for key in ("wire_bytes", "exchange", "wire", "difference_seen"):
@@ -496,13 +493,12 @@ def test_trainings_are_run_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return curve(1, 1, 1)
 
     monkeypatch.setattr(training, "run", run)
-    variants = (STOCK, CONTROL, Variant("stock-gloo"), Variant.of("ampipe", 4))
+    variants = (STOCK, CONTROL, Variant.of("ampipe", 4))
     job = dataclasses.replace(JOB, variants=(variants,))
     (case,) = training.measure(job, rounds=2, on_iteration=lambda: None)
-    # Stock, its control, stock with gloo's and AMPipe; then the same from the control on.
-    assert [job.gloo_all_to_all for job in jobs] == [False, False, True, False, False, True, False, False]
-    assert [job.stock_attends_as for job in jobs] == ["fp32"] * 3 + [None] + ["fp32"] * 2 + [None, "fp32"]
-    assert case["gloo_all_to_all"]["schedule"] == "stock-gloo"
+    # Stock, its control and AMPipe; then the same from the control on.
+    assert [job.stock_attends_as for job in jobs] == ["fp32", "fp32", None, "fp32", None, "fp32"]
+    assert len(case["rows"][0]["trainings"]) == 2
 
 
 def test_flags_of_a_training() -> None:

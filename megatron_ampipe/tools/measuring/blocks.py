@@ -35,7 +35,7 @@ from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
-from megatron_ampipe.tools.measuring.bench_job import STOCK_GLOO, Variant
+from megatron_ampipe.tools.measuring.bench_job import Variant
 from megatron_ampipe.tools.measuring.grid import Case, model_flags
 from megatron_ampipe.tools.measuring.meters import StageTimer
 
@@ -60,11 +60,9 @@ class Layers(torch.nn.Module):
     """Consecutive layers, built and called one after the other as by Megatron's ``TransformerBlock``.
 
     Attributes:
-        gloo_all_to_all: Whether a pass uses gloo's own all-to-all.
         timer: What runs stages alone, in layers that :meth:`BlockFactory.build_timed` builds.
     """
 
-    gloo_all_to_all = False
     timer: StageTimer
 
     def __init__(self, spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
@@ -150,7 +148,6 @@ class BlockFactory:
         layers.load_state_dict(self.stock.state_dict(keep_vars=True), strict=True, assign=True)
         shared = dict(self.stock.named_parameters())
         assert all(parameter is shared[name] for name, parameter in layers.named_parameters())
-        layers.gloo_all_to_all = variant.schedule == STOCK_GLOO
         return layers
 
     def build_timed(self, variant: Variant, *, num_passes: int, saved_bytes: int = 0) -> Layers:

@@ -19,7 +19,7 @@ import numpy as np
 from megatron_ampipe.files import inputs, outputs
 from megatron_ampipe.plan.simulate import direction_bound
 from megatron_ampipe.schedule import Stage, stage_from_text
-from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK_GLOO, BenchJob, Variant
+from megatron_ampipe.tools.measuring.bench_job import CONTROL, BenchJob, Variant
 
 FORMAT = "ampipe-bench-1"
 
@@ -59,17 +59,14 @@ def with_control(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         ``control``, with its ``spread``: how far the 10th or the 90th percentile of stock / control is from
-        1, whichever is further, as a factor (0.03 for 3 %). ``gloo_all_to_all``, None where that was not
-        measured. ``rows``, all others, with ``difference_seen``: whether the speedup is further from 1 than
-        the spread.
+        1, whichever is further, as a factor (0.03 for 3 %). ``rows``, all others, with ``difference_seen``:
+        whether the speedup is further from 1 than the spread.
     """
-    by_name = {row["schedule"]: row for row in rows}
-    control = by_name[CONTROL]
+    control, *others = rows
+    assert control["schedule"] == CONTROL
     spread = round(max(control["speedup_p90"], 1 / control["speedup_p10"]) - 1, 4)
-    others = [row for row in rows if row["schedule"] not in (CONTROL, STOCK_GLOO)]
     return {
         "control": control | {"spread": spread},
-        "gloo_all_to_all": by_name.get(STOCK_GLOO),
         "rows": [
             row | {"difference_seen": max(row["speedup"], 1 / row["speedup"]) - 1 > spread} for row in others
         ],

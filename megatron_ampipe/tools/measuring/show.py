@@ -18,7 +18,7 @@ _CAPTION = (
     "stock again. speedup: median of stock / this within a repeat, and its 10th to 90th percentile; no "
     "difference is seen where it is nearer to 1 than the spread of the control, which is stock once more. "
     "of bound: the least possible time as a share of this. MiB: the peak beyond weights and input. wire MB: "
-    "sent by all ranks. stock-gloo: stock with gloo's own all-to-all. More: docs/measured.md"
+    "sent by all ranks. More: docs/measured.md"
 )
 
 
@@ -28,8 +28,7 @@ def show(document: Record, console: Console) -> None:
     for case in document["cases"]:
         fastest = min(case["rows"], key=lambda row: row["ms"], default=None)
         lines.append((case["name"], _stock(case), None))
-        again = [case[key] for key in ("control", "gloo_all_to_all") if case.get(key) is not None]
-        for row in (*again, *case["rows"]):
+        for row in (*([case["control"]] if "control" in case else []), *case["rows"]):
             lines.append(("", row, "bold" if row is fastest else None))
     columns = {name: [cell(row) for _, row, _ in lines] for name, cell in _COLUMNS.items()}
     columns = {name: cells for name, cells in columns.items() if any(cells)}

@@ -8,7 +8,6 @@ that becomes slower affects all equally.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.errors import DifferenceFound
-from megatron_ampipe.launch.host.all_to_all import gloo_all_to_all
 from megatron_ampipe.runtime.executors import ThreadExecutor
 from megatron_ampipe.schedule import Direction
 from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES, BenchJob, Variant
@@ -190,13 +188,12 @@ class Passes:
         try:
             sent_before = sent_bytes() if self._counts_wire else 0
             meet(on_cuda=self.on_cuda)
-            with gloo_all_to_all() if layer.gloo_all_to_all else contextlib.nullcontext():
-                begin = time.perf_counter()
-                output, _ = layer(hidden_states=hidden, attention_mask=None)
-                between = Clock(on_cuda=self.on_cuda)
-                output.backward(self._gradient)
-                backward_s = between.passed_s()
-                wall_s = time.perf_counter() - begin
+            begin = time.perf_counter()
+            output, _ = layer(hidden_states=hidden, attention_mask=None)
+            between = Clock(on_cuda=self.on_cuda)
+            output.backward(self._gradient)
+            backward_s = between.passed_s()
+            wall_s = time.perf_counter() - begin
             wire_bytes = None
             if self._counts_wire:
                 # A rank may have what it waited for while a peer still receives.

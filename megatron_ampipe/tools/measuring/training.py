@@ -8,7 +8,6 @@ quick start and for measuring scripts. Needs torch in the ranks only.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import math
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_ampipe.errors import DifferenceFound, RunFailed
-from megatron_ampipe.tools.measuring.bench_job import STOCK_GLOO, BenchJob, Variant
+from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, model_flags
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks, signals_as_interrupts
 from megatron_ampipe.tools.measuring.result import described, speedup, with_control
@@ -50,12 +49,10 @@ class TrainingJob(RankJob):
         flags: The command line of ``megatron_ampipe.pretrain_gpt``.
         stock_attends_as: For a stock training, the precision for which its core attention is to be the
             kernel that AMPipe's layers have; None in a training of AMPipe's, which has it.
-        gloo_all_to_all: Whether it uses gloo's own all-to-all.
     """
 
     flags: tuple[str, ...]
     stock_attends_as: str | None
-    gloo_all_to_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +134,6 @@ def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[], object]) -
                     num_ranks=job.num_ranks,
                     timeout_s=job.timeout_s,
                     cores=job.cores,
-                    gloo_all_to_all=variant.schedule == STOCK_GLOO,
                 )
                 title = f"case {case.name}: the training of {variant}"
                 curve = run(training, iterations=iterations, title=title, on_iteration=on_iteration)
@@ -251,13 +247,11 @@ def train(rank: Rank[TrainingJob]) -> None:
     job = rank.job
     rank.connect()
     from megatron_ampipe.launch import pretrain
-    from megatron_ampipe.launch.host.all_to_all import gloo_all_to_all
 
     if job.stock_attends_as is not None:
         _use_kernel_of_ampipe(job.stock_attends_as)
     sys.stdout = _Log(sys.stdout, rank)
-    with gloo_all_to_all() if job.gloo_all_to_all else contextlib.nullcontext():
-        code = pretrain.main(job.flags)
+    code = pretrain.main(job.flags)
     if code != 0:
         raise RunFailed(f"the training ended with code {code}")
 
