@@ -88,11 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text += " (default: %(default)s)" * (options.get("default") is not None)
         parser.add_argument(flag, metavar=metavar, help=text, **options)
 
-    def switch(flag: str, text: str) -> None:
-        parser.add_argument(flag, action="store_true", help=text)
-
     positive = at_least(1)
-    memories = ", ".join((*STRATEGIES, *PAPER_NAMES))
     add("--grid", "NAME|FILE", "blocks to measure: a file or a name in configs/bench", default="cpu-small")
     add("--cases", "NAME,NAME", "only these cases of the grid (default: all)")
     add_link_arguments(parser, fewest_ranks=1)
@@ -101,20 +97,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", "N", "timed passes of each layer", type=positive, default=10)
     add("--warmup", "N", "passes before those", type=at_least(0), default=2)
     add("--seed", "N", "of weights and inputs", type=at_least(0), default=1)
-    switch(
-        "--pretend-peers",
+    pretend = (
         "run one rank; what the others would send is made from what it sends. Only with an emulated link; "
-        "the default where there are fewer GPUs than ranks",
+        "the default where there are fewer GPUs than ranks"
     )
-    switch(
-        "--end-to-end",
+    parser.add_argument("--pretend-peers", action="store_true", help=pretend)
+    end_to_end = (
         "train models of these blocks with Megatron's own loop instead, on CPUs: --repeats iterations after "
-        "--warmup ones",
+        "--warmup ones"
     )
+    parser.add_argument("--end-to-end", action="store_true", help=end_to_end)
     layers = f"consecutive blocks measured together (default: 1; {LAYERS_OF_TRAINING} with --end-to-end)"
     add("--layers", "N", layers, type=positive)
     stacks = "how many of these layers share a schedule: numbers (1 is block by block), or all"
     add("--stack", "N,N", stacks, default="1,all")
+    memories = ", ".join((*STRATEGIES, *PAPER_NAMES))
     memory = f"what the experts keep for their backward: {memories}, or one for each chunk (keep/rebuild)"
     add("--memory", "M,M", memory, default=KEEP)
     exchange = "how the all-to-all groups copies of a token: rows, or ranks where that saves something"
@@ -164,19 +161,16 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     If the run ends early, what is finished is shown.
     """
     job = _job(arguments)
+    of_job = ("pretended", "device", "cores", "layers", "repeats", "warmup", "seed")
     document: dict[str, Any] = {
-        "format": result.FORMAT,
+        "format": training.FORMAT if arguments.end_to_end else result.FORMAT,
         "command": arguments.command_line,
         "begin": _now(),
-        "end": None,
         "grid": Path(arguments.grid).stem,
         "link": job.link.text,
         "emulated": job.link.emulated,
         "ranks": job.num_ranks,
-        **{
-            key: getattr(job, key)
-            for key in ("pretended", "device", "cores", "layers", "repeats", "warmup", "seed")
-        },
+        **{key: getattr(job, key) for key in of_job},
         "versions": machine.versions(),
         "hardware": machine.hardware(),
         "cases": [],
@@ -192,8 +186,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         with tqdm(leave=False, disable=None, unit=" passes") as bar:
             if arguments.end_to_end:
-                rounds = arguments.rounds or ROUNDS
-                document |= {"format": training.FORMAT, "rounds": rounds}
+                document["rounds"] = rounds = arguments.rounds or ROUNDS
                 document |= {"micro_batches": training.MICRO_BATCHES, "loss_tolerance": training.TOLERANCE}
                 for case in training.measure(job, rounds=rounds, on_iteration=bar.update):
                     finished(case)
@@ -223,8 +216,7 @@ def _time_blocks(
 
     def on_message(rank: int, event: str, value: Any) -> None:
         if event == "case":
-            index, report = value
-            reports[index][rank] = report
+            index, reports[index][rank] = value
             if len(reports[index]) == (1 if job.pretended else job.num_ranks):
                 finished(result.case_result(job, index, [reports[index][n] for n in sorted(reports[index])]))
         elif rank == 0 and event == "gpu":
