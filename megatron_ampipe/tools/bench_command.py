@@ -126,14 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, or read a result; then print the table.
-
-    Raises:
-        BadInput: an argument, a grid or an output is refused.
-        EnvironmentMissing: the link needs what is not there.
-        DifferenceFound: the layers do not compute the same.
-        RunFailed: a rank was lost, or an output cannot be written any more.
-    """
+    """Measure, or read a result; then print the table."""
     if arguments.json is not None:
         outputs.check(arguments.json, flag="--json")
     _check_together(arguments)
@@ -156,10 +149,7 @@ def _show(document: dict[str, Any]) -> None:
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Check everything and run the ranks; the document, which is written whenever a case is finished.
-
-    If the run ends early, what is finished is shown.
-    """
+    """Run the ranks; the document, written whenever a case is finished, and shown if the run ends early."""
     job = _job(arguments)
     of_job = ("pretended", "device", "cores", "layers", "repeats", "warmup", "seed")
     document: dict[str, Any] = {

@@ -42,12 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Resolve, check and print.
-
-    Raises:
-        EnvironmentMissing: torch or Megatron is not there.
-        BadInput: a file or a flag is wrong.
-    """
+    """Resolve, check and print."""
     from megatron_ampipe.launch import config_files, flags
 
     # Some libraries print to standard output when they are imported.

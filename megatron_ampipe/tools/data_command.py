@@ -82,12 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the dataset.
-
-    Raises:
-        EnvironmentMissing: megatron-core is absent.
-        RunFailed: writing failed.
-    """
+    """Make the dataset."""
     prefix, refuse = arguments.output, arguments.refuse
     final = outputs.check_prefix(prefix, suffixes=(".bin", ".idx"), flag="--output")
     if any(path.exists() for path in final) and not arguments.force:

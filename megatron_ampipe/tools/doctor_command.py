@@ -69,11 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check everything, and print it; 1 if there is a problem.
-
-    Raises:
-        BadInput, RunFailed: ``--json`` names no file that can be written.
-    """
+    """Check everything, and print it; 1 if there is a problem."""
     to_stdout = arguments.json == "-"
     if arguments.json is not None and not to_stdout:
         outputs.check(Path(arguments.json), flag="--json")
@@ -126,7 +122,7 @@ def examine() -> tuple[dict[str, str], list[str], int | None]:
     """Print everything that a training run may need.
 
     Returns:
-        What was said of each package, the problems, and the number of GPUs; None if torch cannot be imported.
+        What was said of each package, the problems, and the number of GPUs (None without torch).
     """
     absent = compat.missing_packages()
     present = [package for package in compat.OPTIONAL_PACKAGES if package not in absent]

@@ -41,11 +41,7 @@ _REPEATS, _WARM_UP = 10, 2
 
 
 def start(num_ranks: int) -> dict[str, Any]:
-    """Run :func:`examine` in ranks on this machine.
-
-    Raises:
-        RunFailed: they failed, or took too long.
-    """
+    """Run :func:`examine` in ranks on this machine; RunFailed if they failed, or took too long."""
     job = RankJob(num_ranks=num_ranks, link=parse_link("none"), timeout_s=_TIME_LIMIT_S)
     found: dict[str, Any] = run_ranks(job, _examine_rank)[0]
     return found
@@ -67,8 +63,7 @@ def examine(*, measures: bool, **place: Any) -> dict[str, Any]:
         place: How torch's process group finds the other ranks, where torchrun has not said it.
 
     Returns:
-        ``num_ranks``; ``differences``: see :func:`differences`; ``overlap``: what :func:`measure` found, and
-        the ``device``; None where it was not asked for, or a rank on a CPU has no peer.
+        ``num_ranks``; ``differences``; ``overlap``: what :func:`measure` found, and the ``device``, or None.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -121,10 +116,7 @@ def hidden_share(communication_us: float, computation_us: float, together_us: fl
 
 
 def measure(device: str) -> dict[str, float]:
-    """Time both alone and together.
-
-    Args:
-        device: ``cuda`` or ``cpu``; a process group of it is there.
+    """Time both alone and together; ``device`` is ``cuda`` or ``cpu``.
 
     Returns:
         Milliseconds, each the median of several times of the slowest rank: ``communication_ms``,

@@ -47,12 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check every class, print what was found, and fail if a promise is not kept.
-
-    Raises:
-        BadInput: there is no such class.
-        DifferenceFound: a check failed.
-    """
+    """Check every class, print what was found, and fail if a promise is not kept."""
     from megatron_ampipe.launch.flags import import_megatron
 
     warnings.simplefilter("ignore")
@@ -79,12 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(gate: type[TopKRouter]) -> str:
-    """What was found of a class that keeps its promises.
-
-    Raises:
-        BadInput: it adds a separate loss.
-        DifferenceFound: another promise is broken.
-    """
+    """What was found of a class; BadInput or DifferenceFound if it breaks a promise."""
     router = _router(gate)
     probs, routing_map, *_ = _route(router, _hidden())
     if not probs.shape == routing_map.shape == (_ROWS * _BATCH, _EXPERTS) or routing_map.dtype != torch.bool:

@@ -38,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run ``ampipe patch``.
-
-    Raises:
-        BadInput: The tree cannot be written to.
-    """
+    """Run ``ampipe patch``."""
     tree, action = arguments.path, arguments.action
     path = tree / FILE
     if not path.is_file():

@@ -66,13 +66,7 @@ class ProfileJob(RankJob):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, fit and write.
-
-    Raises:
-        BadInput: an argument is refused.
-        EnvironmentMissing: the link needs what is not there.
-        RunFailed: a rank was lost, no line fits the times of some operation, or the file cannot be written.
-    """
+    """Measure, fit and write."""
     outputs.check(arguments.output, flag="--output")
     started = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
     for flag, value in (("--link", arguments.link), ("--ranks", arguments.ranks)):

@@ -83,11 +83,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def choose_link(wanted: str | None) -> tuple[Link, str | None]:
-    """The link that is wanted, or by default one of :data:`LINK`; and why that is emulated, if it is.
+    """The link that is wanted, or :data:`LINK`; and why that is emulated, if it is.
 
-    Raises:
-        BadInput: ``wanted`` is not a link.
-        EnvironmentMissing: it cannot be made here.
+    BadInput or EnvironmentMissing if it is wanted and not a link, or cannot be made here.
     """
     link = parse_link(wanted or LINK)
     if link.kind is not LinkKind.NETWORK:

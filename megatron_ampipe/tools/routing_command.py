@@ -40,11 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the last iteration layer by layer, and means over all.
-
-    Raises:
-        BadInput: the folder has no recorded routing.
-    """
+    """Show the last iteration layer by layer, and means over all."""
     routing = read_routing(arguments.folder, flag="DIR")
     last, experts = routing.records[-1], routing.num_experts
     ranks = arguments.ranks or last.ranks

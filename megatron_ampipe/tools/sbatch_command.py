@@ -115,13 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the script, and write and submit it on request.
-
-    Raises:
-        BadInput: a file is refused.
-        EnvironmentMissing: it is to be submitted, and there is no ``sbatch``.
-        RunFailed: ``sbatch`` refused it, or it cannot be written.
-    """
+    """Show the script, and write and submit it on request."""
     if arguments.output is not None:
         outputs.check(arguments.output, flag="--output")
     script = _render(arguments)
@@ -179,10 +173,7 @@ def _render(arguments: argparse.Namespace) -> str:
 
 
 def _read_files(arguments: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
-    """The files of the run by name, in the order in which it reads them; the cluster's sets GPUs per node.
-
-    Built-in files are referred to by name, which is valid on every node.
-    """
+    """The files of the run by name, as every node knows them; the cluster's sets GPUs per node."""
     files: dict[str, Mapping[str, Any]] = {}
     named = {"models": arguments.model, "clusters": arguments.cluster, "runs": arguments.run_file}
     for folder, name in named.items():

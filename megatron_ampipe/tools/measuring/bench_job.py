@@ -76,10 +76,8 @@ class BenchJob(RankJob):
     """Blocks to measure, and how.
 
     Attributes:
-        cases: The blocks, one after another.
         variants: What is compared in each case, stock first.
-        repeats: Timed passes of each variant, or iterations of a training.
-        warmup: Those before them, which do not count.
+        repeats: Timed passes of each variant, or iterations of a training; before them, ``warmup`` others.
         layers: How many consecutive layers are one measurement, each with its own weights.
     """
 

@@ -189,11 +189,7 @@ def _transformer_config(case: Case, *, layers: int, num_ranks: int, on_cuda: boo
 
 
 def _use_experts(spec: ModuleSpec, case: Case) -> None:
-    """Put the case's kind of experts into a layer's specification.
-
-    Raises:
-        EnvironmentMissing: Transformer Engine is not there.
-    """
+    """Put the case's kind of experts into a layer's specification."""
     if case.expert_kind == "sequential":
         return
     if case.expert_kind == "grouped":

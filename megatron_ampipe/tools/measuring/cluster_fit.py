@@ -79,14 +79,11 @@ def slowest(reports: Sequence[Any]) -> Any:
 
 
 def fit(samples: Sequence[Sample], *, noise_us: float = 0.0) -> tuple[dict[str, float], float]:
-    """The line through the samples of one family; a larger error than ``noise_us`` counts.
+    """The line through the samples of one family; RunFailed if none fits by more than ``noise_us``.
 
     Returns:
         By the name of a figure of the cluster file, its value, at least 0; and the share of the spread of the
         times that the line explains, at least 0.
-
-    Raises:
-        RunFailed: no line fits; says which sample.
     """
     names = list(samples[0].columns)
     columns = np.array([[sample.columns[name] for name in names] for sample in samples])
@@ -111,8 +108,7 @@ def fit(samples: Sequence[Sample], *, noise_us: float = 0.0) -> tuple[dict[str, 
 def factor_and_rest(expected: Sequence[float], took: Sequence[float]) -> tuple[float, float]:
     """A factor of at least 1 and a time of at least 0 that turn expected times into measured ones.
 
-    A square error counts relative to the time, as above. Where both explain them equally well, as
-    with stages that are all equal, it is the time.
+    Where both explain them equally well, as with stages that are all equal, it is the time.
     """
     times, models = np.array(took), np.array(expected)
     weights = np.maximum(times, 1.0) ** -0.5
@@ -132,7 +128,7 @@ def assemble(
     source: str,
     device_memory_gib: float | None = None,
 ) -> Cluster:
-    """Reduce, fit, and put together: what goes into the file.
+    """Reduce, fit, and put together: what goes into the file; RunFailed if no line fits some operation.
 
     Args:
         case: The block around which was measured.
@@ -141,9 +137,6 @@ def assemble(
         description: For the file.
         source: Where the figures come from; stored with each of them.
         device_memory_gib: Of one rank, on GPUs.
-
-    Raises:
-        RunFailed: no line fits the times of some operation.
     """
     samples, found, slowdowns = (
         slowest([report[key] for report in reports]) for key in ("samples", "block", "slowdowns")
@@ -230,10 +223,7 @@ def assemble(
 
 
 def _issued(block: Block, reports: Sequence[Mapping[str, Any]]) -> dict[IssuedKind, list[float]]:
-    """By kind, the time to issue a stage in both directions, with one local expert, of the slowest host.
-
-    A kind that some rank could not measure, because its host waits for the device, is left out.
-    """
+    """By kind, the slowest host's times to issue a stage, with one local expert, if all measured it."""
     kinds = {kind.name: kind for kind in MOE_BLOCK}
     found: dict[IssuedKind, list[float]] = {}
     for name in get_args(IssuedKind):

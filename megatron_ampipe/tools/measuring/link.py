@@ -43,10 +43,9 @@ class LinkKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link between ranks.
+    """A link between ranks, as the user wrote it in ``text``.
 
     Attributes:
-        text: As the user wrote it.
         rate_bit_per_s: Of each rank, in each direction; None without a limit.
         latency_s: Added to every all-to-all of an emulated link.
     """

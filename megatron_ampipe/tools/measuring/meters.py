@@ -94,10 +94,7 @@ class StageTimer:
 
     @contextmanager
     def _busy(self, kind: str, direction: str) -> Iterator[None]:
-        """Keeps the current CUDA stream busy while the host issues something, so that all of it is queued.
-
-        For how long is learned by kind from how long the host took the last time.
-        """
+        """Keeps the stream busy while a stage is issued: twice as long as that took the last time."""
         torch.cuda._sleep(int(self._busy_s.get(kind, _FIRST_S) * _CYCLES_PER_S))
         over = torch.cuda.Event()
         over.record()
@@ -185,12 +182,7 @@ def _name(stage: Stage, layer_number: int) -> str:
 
 
 class TensorMeter:
-    """Bytes of all storages that were allocated since :meth:`restart` and are still alive.
-
-    Attributes:
-        now: At present.
-        peak: At most.
-    """
+    """Bytes of storages that were allocated since :meth:`restart`: alive ``now``, and their ``peak``."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -240,12 +232,7 @@ class Watch(TorchDispatchMode):
 
 
 class WatchedExecutor:
-    """Runs stages as another executor does, and watches the threads of all lanes; see ``executors.Executor``.
-
-    Args:
-        executor: The other one, on a CPU.
-        meter: Counts; the thread that computes is watched by whoever starts the pass.
-    """
+    """Runs stages as another executor does, on a CPU, and has a meter watch the threads of its lanes."""
 
     host_waits = False
     threads = True

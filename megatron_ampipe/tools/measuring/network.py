@@ -60,10 +60,7 @@ def connected(link: Link, num_ranks: int) -> Iterator[list[int]]:
     """Network namespaces that are connected, one for each rank, for as long as this lasts.
 
     Yields:
-        What :func:`enter` takes, by rank.
-
-    Raises:
-        NetworkUnavailable: not root, not Linux, a program is absent, or the kernel does not allow it.
+        What :func:`enter` takes, by rank; NetworkUnavailable if they cannot be made here.
     """
     assert link.rate_bit_per_s is not None
     _check_usable()

@@ -52,11 +52,11 @@ DEGREES = (2, 4, 8)
 
 
 def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int) -> dict[str, Any]:
-    """Measure around one block, on a rank that has started Megatron; a message ``progress`` after each step.
+    """Measure around one block, on a rank that has started Megatron.
 
     Returns:
-        ``samples``, ``slowdowns``, ``block`` and ``issue_of`` (:func:`block_times`), ``kernel``,
-        ``fused_gradients`` and ``device_memory_gib`` (None on a CPU).
+        ``samples``, ``slowdowns``, what :func:`block_times` returns, ``kernel``, ``fused_gradients`` and
+        ``device_memory_gib`` (None on a CPU).
     """
     job = rank.job
     factory = BlockFactory(
@@ -220,8 +220,7 @@ class Operations:
         yield Probe("attention.backward", {**columns, "beta_us_per_gflop": 2.5 * gflops}, differentiate)
 
     def _passes_over_memory(self, rows: int) -> Iterator[Probe]:
-        """A residual is added; rows are put into another order and back; what arrives for the experts is
-        copied to host memory and back, as the lane ``copy`` does."""
+        """A residual is added; rows are reordered; what arrives is copied to host memory; and back."""
         left, right = (self._random(rows, self._case.hidden) for _ in range(2))
         tokens = self._random(rows * self._case.topk, self._case.hidden)
         order = torch.randperm(len(tokens)).to(tokens.device)
@@ -273,12 +272,7 @@ class Operations:
         return _of_bytes(family, sent, exchange, together=True)
 
     def slowdowns(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """How much longer computation and an all-to-all take while the other runs.
-
-        Returns:
-            As in a cluster file: factors of at least 1 on computation and on time on the wire, and what every
-            all-to-all takes longer, whatever its size.
-        """
+        """How much longer computation and an all-to-all take while the other runs, as in a cluster file."""
         sizes, hidden = self._rows(group), self._case.hidden
         left, weight = self._random(sizes[-2], hidden), self._random(hidden, self._case.ffn)
         product = Probe("", {}, lambda: left @ weight)

@@ -17,8 +17,7 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
     """Add predictions to a result, from a cluster that was measured on the same machine and link.
 
     Every row gets ``predicted_ms`` and ``error`` (predicted / measured - 1), every case ``choice``: the row
-    with the least predicted time, and ``loss``, by how much it is slower than the fastest row. BadInput if
-    the cluster has no figure for something that a block does.
+    with the least predicted time, and ``loss``, by how much it is slower than the fastest row.
     """
     layers = document["layers"]
     for case in document["cases"]:
@@ -34,10 +33,7 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
 
 
 def predict_peaks(document: dict[str, Any]) -> None:
-    """Add ``predicted_peak_bytes`` to every row of a result, ``stock_predicted_peak_bytes`` to every case.
-
-    Of all layers, gradients of parameters included, as ``peak_bytes`` is measured. Needs no cluster.
-    """
+    """Add predictions of ``peak_bytes`` to every row and case of a result. Needs no cluster."""
     options: dict[str, Any] = {"local": True, "gathers": True}
     for case in document["cases"]:
         block, options["num_layers"] = block_of(case, document["ranks"]), case.get("layers", 1)

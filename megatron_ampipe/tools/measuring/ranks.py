@@ -107,11 +107,7 @@ class Rank[Job: RankJob]:
         time.sleep(_PAUSE_S)
 
     def connect(self) -> Emulation | None:
-        """Join torch's process group over the job's link; to be called before Megatron is imported.
-
-        Returns:
-            What emulates the link.
-        """
+        """Join torch's process group, before Megatron is imported; returns what emulates the link."""
         import torch
         import torch.distributed as dist
 
@@ -176,8 +172,7 @@ def run_ranks[Job: RankJob](
 
     Args:
         job: How, and what.
-        work: Runs in each rank. It must be importable by name, and imports Megatron only after
-            :meth:`Rank.connect`.
+        work: Runs in each rank. It must be importable by name.
         on_message: Told rank, event and value of everything that ranks say.
         log: File to which all ranks' output is appended; None for a temporary one.
 
@@ -186,8 +181,7 @@ def run_ranks[Job: RankJob](
 
     Raises:
         RunFailed: a rank failed or was lost, or none said anything for ``job.timeout_s``.
-        EnvironmentMissing: the link cannot be made, or a rank raised it.
-        DifferenceFound: a rank raised it.
+        EnvironmentMissing, DifferenceFound: a rank raised it, or the link cannot be made.
     """
     count = 1 if job.pretended else job.num_ranks
     results: list[Any] = [None] * count

@@ -50,9 +50,6 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
         ``kernel`` and ``fused_gradients``; and a list ``variants`` with, for each: the fields of
         :class:`PassSample`, by repeat; ``stages``: microseconds of every stage alone, and ``needs``: what
         each waits for (None where the layer is Megatron's own); ``difference`` from stock; ``peak_bytes``.
-
-    Raises:
-        DifferenceFound: on every rank, if some variant differs from stock on some rank.
     """
     job = rank.job
     factory = BlockFactory(
@@ -157,10 +154,7 @@ class Passes:
         return found
 
     def peak_bytes(self, layer: torch.nn.Module, *, meter: TensorMeter | None) -> int:
-        """The most bytes that a pass holds at once, beyond weights, input and output gradient.
-
-        ``meter`` is what the layer's executor is watched with; None on a GPU, whose allocator counts.
-        """
+        """The most bytes that a pass holds beyond what it is given, by ``meter`` on a CPU."""
         known = [self._hidden, self._gradient, *layer.parameters()]
         known += [each.main_grad for each in layer.parameters() if hasattr(each, "main_grad")]
         peaks = []
