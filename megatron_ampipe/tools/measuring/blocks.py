@@ -5,8 +5,7 @@ every shape (``pinned_kernel``): Megatron's layer gets a core attention module t
 sequence, so that no variant gains by a better kernel. All hold the same ``Parameter`` objects.
 
 Experts are computed one after another, or all of a rank in grouped products: Megatron's ``TEGroupedMLP`` on
-Transformer Engine's grouped linear layers, or, where that is not installed, on torch's grouped product: other
-kernels, but likewise few launches for all experts, in place of several for each.
+torch's grouped product, which needs few launches for all experts, as Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -27,7 +25,6 @@ from torch import Tensor
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import KERNELS, pinned_kernel
-from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import pipelined
@@ -97,14 +94,7 @@ class BlockFactory:
     """
 
     def __init__(
-        self,
-        case: Case,
-        *,
-        rank: int,
-        num_ranks: int,
-        on_cuda: bool,
-        seed: int,
-        layers: int = 1,
+        self, case: Case, *, rank: int, num_ranks: int, on_cuda: bool, seed: int, layers: int = 1
     ) -> None:
         self._on_cuda = on_cuda
         self._config = _transformer_config(case, layers=layers, num_ranks=num_ranks, on_cuda=on_cuda)
@@ -112,7 +102,8 @@ class BlockFactory:
             on_gpu=on_cuda, dtype=DTYPES[case.dtype], head_size=self._config.kv_channels
         )
         spec = get_gpt_layer_local_spec(case.experts, False, normalization=self._config.normalization)
-        _use_experts(spec, case)
+        if case.expert_kind == "torch-grouped":
+            _use_grouped_experts(spec)
         attention = spec.submodules.self_attention.submodules
         attention.core_attention = ModuleSpec(module=KernelAttention, params={"kernel": self.kernel})
         self._spec = TransformerBlockSubmodules(layer_specs=[spec] * layers)
@@ -188,27 +179,11 @@ def _transformer_config(case: Case, *, layers: int, num_ranks: int, on_cuda: boo
     )
 
 
-def _use_experts(spec: ModuleSpec, case: Case) -> None:
-    """Put the case's kind of experts into a layer's specification."""
-    if case.expert_kind == "sequential":
-        return
-    if case.expert_kind == "grouped":
-        if not compat.has_transformer_engine():
-            raise EnvironmentMissing(
-                f"expert_kind grouped (case {case.name}) needs a GPU and Transformer Engine. Write "
-                "expert_kind: torch-grouped, which needs torch alone"
-            )
-        # As Megatron's specification for Transformer Engine has them.
-        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-        mlp = get_moe_module_spec_for_backend(
-            TESpecProvider(), num_experts=case.experts, moe_grouped_gemm=True
-        )
-        experts = compat.moe_submodules(mlp).experts
-    else:
-        linear = TorchGroupedLinear
-        submodules = GroupedMLPSubmodules(linear_fc1=linear, linear_fc2=linear, activation_func=None)
-        experts = partial(TEGroupedMLP, submodules=submodules)
+def _use_grouped_experts(spec: ModuleSpec) -> None:
+    """Have a layer's specification compute all experts of a rank in one product."""
+    linear = TorchGroupedLinear
+    submodules = GroupedMLPSubmodules(linear_fc1=linear, linear_fc2=linear, activation_func=None)
+    experts = partial(TEGroupedMLP, submodules=submodules)
     moe = dataclasses.replace(compat.moe_submodules(spec.submodules.mlp), experts=experts)
     spec.submodules.mlp = compat.with_moe_submodules(spec.submodules.mlp, moe)
 
@@ -217,18 +192,9 @@ class TorchGroupedLinear(torch.nn.Module):
     """A linear layer of each local expert, all in one product; in place of Transformer Engine's."""
 
     def __init__(
-        self,
-        num_experts: int,
-        num_inputs: int,
-        num_outputs: int,
-        *,
-        config: Any,
-        init_method: Any,
-        bias: bool,
-        **_: Any,
+        self, num_experts: int, num_inputs: int, num_outputs: int, *, config: Any, init_method: Any, **_: Any
     ) -> None:
         super().__init__()
-        assert not bias, "the blocks of a benchmark have none"
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         weight = torch.empty(num_experts, num_outputs, num_inputs, dtype=config.params_dtype, device=device)
         init_method(weight)

@@ -37,8 +37,8 @@ class Case:
         ffn: Width inside an expert.
         shared_ffn: Width inside the shared experts together; none if left out.
         activation: Inside experts.
-        expert_kind: ``sequential``: a rank's experts one after another. ``grouped``: Transformer Engine's
-            grouped GEMM, as with --moe-grouped-gemm. ``torch-grouped``: torch's grouped GEMM.
+        expert_kind: ``sequential``: a rank's experts one after another. ``torch-grouped``: torch's grouped
+            GEMM, as with --moe-grouped-gemm.
         capacity: Capacity factor; tokens above it are dropped by their position. If left out, none is.
         dtype: Of parameters and activations.
     """
@@ -55,7 +55,7 @@ class Case:
     ffn: int
     shared_ffn: int | None = None
     activation: Literal["gelu", "swiglu"]
-    expert_kind: Literal["sequential", "grouped", "torch-grouped"] = "sequential"
+    expert_kind: Literal["sequential", "torch-grouped"] = "sequential"
     capacity: float | None = field(default=None, metadata=_ABOVE_0)
     dtype: Literal["fp32", "bf16", "fp16"]
 
