@@ -159,17 +159,15 @@ def _probe(program: str) -> tuple[bool, str]:
 
 def notes_on_variables(environ: Mapping[str, str], *, has_gpu: bool) -> list[str]:
     """What is to be said about environment variables that decide whether work overlaps."""
-    notes = []
-    queues = environ.get(connections.VARIABLE)
+    notes, queues = [], environ.get(connections.VARIABLE)
     if queues is not None:
         means, remedy = connections.meaning(queues)
-        notes.append(f"{connections.VARIABLE}={queues}: {means}; {remedy or 'nothing to do'}")
+        notes = [f"{connections.VARIABLE}={queues}: {means}; {remedy or 'nothing to do'}"]
     elif has_gpu:
-        notes.append(f"{connections.VARIABLE} is not set: pipelined launches set {connections.QUEUES}")
-    for name, means in _HARMFUL.items():
-        if (value := environ.get(name, "0")) not in ("", "0"):
-            notes.append(f"{name}={value}: {means}; unset it")
-    return notes
+        notes = [f"{connections.VARIABLE} is not set: pipelined launches set {connections.QUEUES}"]
+    given = {name: environ.get(name, "0") for name in _HARMFUL}
+    harmful = {name: value for name, value in given.items() if value not in ("", "0")}
+    return notes + [f"{name}={value}: {_HARMFUL[name]}; unset it" for name, value in harmful.items()]
 
 
 def show(found: Mapping[str, Any]) -> list[str]:

@@ -43,8 +43,7 @@ _REPEATS, _WARM_UP = 10, 2
 def start(num_ranks: int) -> dict[str, Any]:
     """Run :func:`examine` in ranks on this machine; RunFailed if they failed, or took too long."""
     job = RankJob(num_ranks=num_ranks, link=parse_link("none"), timeout_s=_TIME_LIMIT_S)
-    found: dict[str, Any] = run_ranks(job, _examine_rank)[0]
-    return found
+    return dict(run_ranks(job, _examine_rank)[0])
 
 
 def _examine_rank(rank: Rank[RankJob]) -> dict[str, Any]:
@@ -99,14 +98,11 @@ def compared_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def differences(ranks: Sequence[Mapping[str, str]]) -> dict[str, dict[str, list[int]]]:
     """What differs between ranks: by version or variable the values, each with its ranks."""
-    found = {}
+    found: dict[str, dict[str, list[int]]] = {}
     for name in sorted({name for rank in ranks for name in rank}):
-        values: dict[str, list[int]] = {}
         for number, rank in enumerate(ranks):
-            values.setdefault(rank.get(name, "(not there)"), []).append(number)
-        if len(values) > 1:
-            found[name] = values
-    return found
+            found.setdefault(name, {}).setdefault(rank.get(name, "(not there)"), []).append(number)
+    return {name: values for name, values in found.items() if len(values) > 1}
 
 
 def hidden_share(communication_us: float, computation_us: float, together_us: float) -> float:
