@@ -33,7 +33,7 @@ from megatron_ampipe.schedule import (
     parse_exchanges,
     parse_stack,
 )
-from megatron_ampipe.tools.measuring import machine, prediction, result, show, training
+from megatron_ampipe.tools.measuring import machine, prediction, result, training
 from megatron_ampipe.tools.measuring.bench_job import (
     CONTROL,
     STOCK,
@@ -145,7 +145,7 @@ def _show(document: dict[str, Any]) -> None:
     if document.get("format") != training.FORMAT:
         prediction.predict_peaks(document)
     # A table in a file or a pipe may be wider than this terminal.
-    show.show(document, Console(width=None if sys.stdout.isatty() else 170))
+    result.show(document, Console(width=None if sys.stdout.isatty() else 170))
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:

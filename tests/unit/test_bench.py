@@ -31,7 +31,7 @@ from megatron_ampipe.schedule import (
     kinds,
 )
 from megatron_ampipe.tools import bench_command
-from megatron_ampipe.tools.measuring import network, prediction, result, show, training
+from megatron_ampipe.tools.measuring import network, prediction, result, training
 from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant, every_way
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.link import LinkKind, parse_link
@@ -348,7 +348,7 @@ def shown(found: dict[str, Any], path: Path) -> str:
     """The printed words of a document that was read back."""
     result.write(found, path)
     console = Console(width=220, record=True)
-    show.show(result.read(path), console)
+    result.show(result.read(path), console)
     return " ".join(console.export_text().split())
 
 
