@@ -285,7 +285,6 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
         warmup=arguments.warmup,
         seed=arguments.seed,
         timeout_s=TIMEOUT_S,
-        cores=() if num_gpus else machine.cores_of(count),
     )
 
 

@@ -83,7 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
         num_ranks=count,
         device="cuda" if num_gpus else "cpu",
         repeats=arguments.repeats,
-        cores=() if num_gpus or started else machine.cores_of(count),
         ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]) if started else count,
     )
     is_first = not started or os.environ["RANK"] == "0"
@@ -128,7 +127,7 @@ def _measure_here(job: ProfileJob, number: int, on_message: Callable[[int, str, 
     """Measure as a rank that torchrun has started; what every rank found."""
     import torch.distributed as dist
 
-    report = measure_rank(Rank(job, number, tell=lambda event, value: on_message(number, event, value)))
+    report = measure_rank(Rank(job, number, say=lambda event, value=None: on_message(number, event, value)))
     reports: list[Any] = [None] * job.num_ranks
     dist.all_gather_object(reports, report)
     dist.destroy_process_group()

@@ -20,7 +20,7 @@ from megatron_ampipe.errors import AMPipeError, RunFailed
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least, configs_folder
 from megatron_ampipe.files.timeline import Timeline
-from megatron_ampipe.tools.measuring import machine, training
+from megatron_ampipe.tools.measuring import training
 from megatron_ampipe.tools.measuring.link import Link, LinkKind, parse_link
 from megatron_ampipe.tools.measuring.network import NetworkUnavailable, connected
 from megatron_ampipe.tools.measuring.ranks import signals_as_interrupts
@@ -129,7 +129,6 @@ def _compare(link: Link, why_emulated: str | None, chosen: argparse.Namespace) -
             stock_attends_as=stock_attends_as,
             link=link,
             num_ranks=NUM_RANKS,
-            cores=machine.cores_of(NUM_RANKS),
         )
         with tqdm(total=iterations, desc=title, leave=False, disable=None) as bar:
             curve = training.run(job, iterations=iterations, title=title, on_iteration=bar.update, log=log)

@@ -7,7 +7,7 @@ Importing it needs no torch::
         rank.say("progress")                     # reaches on_message of the command at once
         return seconds
 
-    job = RankJob(num_ranks=2, link=parse_link("200mbit"), cores=machine.cores_of(2))
+    job = RankJob(num_ranks=2, link=parse_link("200mbit"))
     seconds_by_rank = run_ranks(job, work, on_message=lambda rank, event, value: ...)
 
 What ``work`` needs besides is in fields of a subclass of :class:`RankJob`. Ranks are spawned processes, each
@@ -30,6 +30,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
@@ -58,7 +59,6 @@ class RankJob:
 
     Attributes:
         pretended: One process stands for all ranks; see :mod:`.emulation`.
-        cores: One for each rank; empty when ranks are not pinned.
         seed: Of weights and inputs.
         timeout_s: A collective fails after this time, and the run when no rank says anything for so long.
     """
@@ -67,13 +67,17 @@ class RankJob:
     link: Link
     device: Literal["cpu", "cuda"] = "cpu"
     pretended: bool = False
-    cores: tuple[int, ...] = ()
     seed: int = 1
     timeout_s: float = 300.0
 
     @property
     def on_cuda(self) -> bool:
         return self.device == "cuda"
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """One for each rank that computes on a CPU, where there are enough; else none is pinned."""
+        return () if self.on_cuda else machine.cores_of(self.num_ranks)
 
 
 class Rank[Job: RankJob]:
@@ -83,7 +87,7 @@ class Rank[Job: RankJob]:
         job: What is to be done.
         number: From 0.
         rendezvous: File over which ranks find each other; None under torchrun, which has set the environment.
-        tell: Takes an event and a value to the command.
+        say: Sends an event and a value to the command.
     """
 
     def __init__(
@@ -92,14 +96,9 @@ class Rank[Job: RankJob]:
         number: int,
         *,
         rendezvous: Path | None = None,
-        tell: Callable[[str, object], None] = lambda *_: None,
+        say: Callable[..., None] = lambda *_: None,
     ) -> None:
-        self.job, self.number = job, number
-        self.rendezvous, self._tell = rendezvous, tell
-
-    def say(self, event: str, value: object = None) -> None:
-        """Send a message to the command."""
-        self._tell(event, value)
+        self.job, self.number, self.rendezvous, self.say = job, number, rendezvous, say
 
     def progress(self) -> None:
         """Say that a step has ended, and leave a core to the command while it draws that."""
@@ -316,11 +315,11 @@ def _run_rank(
     try:
         if namespace is not None:
             network.enter(namespace)
-        if job.cores:
+        if cores := job.cores:
             # Before torch starts its threads, which inherit it.
-            os.sched_setaffinity(0, {job.cores[number]})
-        tell = lambda *message: pipe.send(message)  # noqa: E731
-        pipe.send(("done", work(Rank(job, number, rendezvous=folder / "rendezvous", tell=tell))))
+            os.sched_setaffinity(0, {cores[number]})
+        rank = Rank(job, number, rendezvous=folder / "rendezvous", say=partial(_say, pipe))
+        pipe.send(("done", work(rank)))
         code = 0
     except (EnvironmentMissing, DifferenceFound) as error:
         pipe.send(("failed", (type(error), str(error))))
@@ -332,6 +331,10 @@ def _run_rank(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _say(pipe: Connection, event: str, value: object = None) -> None:
+    pipe.send((event, value))
 
 
 @contextlib.contextmanager

@@ -123,7 +123,6 @@ def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[], object]) -
                     link=job.link,
                     num_ranks=job.num_ranks,
                     timeout_s=job.timeout_s,
-                    cores=job.cores,
                 )
                 title = f"case {case.name}: the training of {variant}"
                 curve = run(training, iterations=iterations, title=title, on_iteration=on_iteration)
