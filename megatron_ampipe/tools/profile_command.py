@@ -119,8 +119,7 @@ def measure_rank(rank: Rank[ProfileJob]) -> dict[str, Any]:
     # Imports Megatron, which must not come before the link is emulated.
     from megatron_ampipe.tools.measuring import operations
 
-    job = rank.job
-    return operations.measure(rank, job.case, repeats=job.repeats, ranks_per_node=job.ranks_per_node)
+    return operations.measure(rank)
 
 
 def _measure_here(job: ProfileJob, number: int, on_message: Callable[[int, str, Any], None]) -> list[Any]:

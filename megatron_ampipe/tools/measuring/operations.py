@@ -20,7 +20,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,8 +51,8 @@ DEGREES = (2, 4, 8)
 """Of the real block."""
 
 
-def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int) -> dict[str, Any]:
-    """Measure around one block, on a rank that has started Megatron.
+def measure(rank: Rank[Any]) -> dict[str, Any]:
+    """Measure around the block of a job, on a rank that has started Megatron.
 
     Returns:
         ``samples``, ``slowdowns``, what :func:`block_times` returns, ``kernel``, ``fused_gradients`` and
@@ -60,24 +60,19 @@ def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int) -
     """
     job = rank.job
     factory = BlockFactory(
-        case, rank=rank.number, num_ranks=job.num_ranks, on_cuda=job.on_cuda, seed=job.seed
+        job.case, rank=rank.number, num_ranks=job.num_ranks, on_cuda=job.on_cuda, seed=job.seed
     )
-    operations = Operations(rank, case, repeats=repeats, kernel=factory.kernel)
-    links = link_groups(ranks_per_node)
+    operations, links = Operations(rank, kernel=factory.kernel), links_of(job.ranks_per_node)
     meet(on_cuda=job.on_cuda)
-    samples = timed(rank, list(operations.computation()), repeats=repeats)
+    samples = timed(rank, list(operations.computation()))
     meet(on_cuda=job.on_cuda)
-    rank.progress()
-    samples += timed(rank, [each for link in links for each in operations.traffic(link)], repeats=repeats)
-    rank.progress()
-    # On the links where the longest transfers are.
-    slowdowns = operations.slowdowns(links[-1].exchange)
-    rank.progress()
+    samples += timed(rank, [probe for link in links for probe in operations.traffic(*link)])
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if job.on_cuda else 0
     return {
         "samples": samples,
-        "slowdowns": slowdowns,
-        **block_times(rank, case, factory, repeats=repeats),
+        # On the links where the longest transfers are.
+        "slowdowns": operations.slowdowns(links[-1][1]),
+        **block_times(rank, factory),
         "kernel": factory.kernel,
         "fused_gradients": factory.fused_gradients,
         "device_memory_gib": round(memory / 2**30, 1) or None,
@@ -88,19 +83,16 @@ def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int) -
 class Probe:
     """An operation of one size to be timed; ``family`` and ``columns`` as in :class:`.Sample`.
 
-    Attributes:
-        count: How many such operations it is; the time is divided by that.
-        together: It is a collective: ranks meet before each call, so that no wait for a late one counts.
+    If it is a collective (``together``), ranks meet before each call, so that no wait for a late one counts.
     """
 
     family: str
     columns: Mapping[str, float]
     operation: Callable[[], object]
-    count: int = 1
     together: bool = False
 
 
-def timed(rank: Rank[Any], probes: Sequence[Probe], *, repeats: int) -> list[Sample]:
+def timed(rank: Rank[Any], probes: Sequence[Probe]) -> list[Sample]:
     """The typical time of each operation over so many calls, all of them timed in turns.
 
     Of a computation that is the median. Of a collective it is the lower quartile: on a host, a thread of
@@ -108,16 +100,15 @@ def timed(rank: Rank[Any], probes: Sequence[Probe], *, repeats: int) -> list[Sam
     sometimes to more than half of the calls (docs/log).
     """
     times_us: list[list[float]] = [[] for _ in probes]
-    for number in range(WARMUP + repeats):
+    for number in range(WARMUP + rank.job.repeats):
         for times, probe in zip(times_us, probes, strict=True):
             if probe.together:
                 meet(on_cuda=rank.job.on_cuda)
             clock = Clock(on_cuda=rank.job.on_cuda)
             probe.operation()
-            took_s = clock.passed_s()
-            times += [took_s * 1e6 / probe.count] * (number >= WARMUP)
+            times += [clock.passed_s() * 1e6] * (number >= WARMUP)
         # Rarely: messages must not slow short calls down.
-        rank.say("alive")
+        rank.progress()
     return [
         Sample(
             probe.family,
@@ -128,44 +119,31 @@ def timed(rank: Rank[Any], probes: Sequence[Probe], *, repeats: int) -> list[Sam
     ]
 
 
-class LinkGroups(NamedTuple):
-    """The ranks over which one class of links is measured.
-
-    Attributes:
-        name: ``intra`` or ``inter``, as in a cluster file.
-        exchange: Of AMPipe's all-to-all.
-        all: Of the other collectives.
-        near: How many of those are reached over other links, this rank included.
-    """
-
-    name: str
-    exchange: dist.ProcessGroup
-    all: dist.ProcessGroup
-    near: int = 1
+Link = tuple[str, dist.ProcessGroup, dist.ProcessGroup, int]
+"""``intra`` or ``inter``; the ranks of AMPipe's all-to-all, and of all other collectives; how many of these
+are reached over other links, this rank included."""
 
 
-def link_groups(ranks_per_node: int) -> list[LinkGroups]:
+def links_of(ranks_per_node: int) -> list[Link]:
     """What to measure on this rank: links within its node, if it has several ranks, then those between."""
     world = list(range(dist.get_world_size()))
     nodes = [world[first : first + ranks_per_node] for first in world[::ranks_per_node]]
-    links = []
+    links: list[Link] = []
     if ranks_per_node > 1:
         node = dist.new_subgroups_by_enumeration(nodes)[0]
-        links.append(LinkGroups("intra", node, node))
+        links.append(("intra", node, node, 1))
     if len(nodes) > 1:
         between = dist.new_subgroups_by_enumeration([world[place::ranks_per_node] for place in nodes[0]])[0]
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        links.append(LinkGroups("inter", between, everyone, near=ranks_per_node))
+        links.append(("inter", between, dist.group.WORLD, ranks_per_node))
     return links
 
 
 class Operations:
     """The operations of a block on this rank, to be timed."""
 
-    def __init__(self, rank: Rank[Any], case: Case, *, repeats: int, kernel: str) -> None:
-        self._rank, self._repeats, self._on_cuda = rank, repeats, rank.job.on_cuda
-        self._case, self._kernel = case, KERNELS[kernel]
+    def __init__(self, rank: Rank[Any], *, kernel: str) -> None:
+        case: Case = rank.job.case
+        self._rank, self._case, self._kernel = rank, case, KERNELS[kernel]
         self._device, self._dtype = rank.job.device, DTYPES[case.dtype]
         self._head_size = case.head_size or case.hidden // case.heads
         self._groups = case.query_groups or case.heads
@@ -194,8 +172,9 @@ class Operations:
         inputs, weight, gradient = self._random(rows, k), self._random(n, k), self._random(rows, n)
         gflops, weights = 2e-9 * rows * k * n, 1e-6 * k * n
         columns = {"alpha_us": 1.0, "beta_us_per_gflop": gflops, "weights_us_per_million": weights}
+        twice = {name: 2 * count for name, count in columns.items()}
         yield Probe("gemm", columns, lambda: inputs @ weight.t())
-        yield Probe("gemm", columns, lambda: (gradient @ weight, gradient.t() @ inputs), count=2)
+        yield Probe("gemm", twice, lambda: (gradient @ weight, gradient.t() @ inputs))
 
     def _attention(self, start: int, end: int) -> Iterator[Probe]:
         """Rows ``[start, end)`` with all keys up to them, forward and backward."""
@@ -238,26 +217,26 @@ class Operations:
         yield _of_bytes("permute", 2 * tokens.nbytes, permute, count=2)
         yield _of_bytes("copy", tokens.nbytes, copy, count=2)
 
-    def traffic(self, link: LinkGroups) -> Iterator[Probe]:
-        for rows in self._rows(link.exchange):
-            yield self._exchange(f"{link.name}.all_to_all", link.exchange, rows)
-        sizes = self._rows(link.all)
-        if link.near > 1:
-            for rows in sizes:
-                yield self._exchange(f"{link.name}.direct_all_to_all", link.all, rows, near=link.near)
-        ranks = link.all.size()
+    def traffic(
+        self, name: str, exchange: dist.ProcessGroup, everyone: dist.ProcessGroup, near: int
+    ) -> Iterator[Probe]:
+        for rows in self._rows(exchange):
+            yield self._exchange(f"{name}.all_to_all", exchange, rows)
+        sizes, ranks = self._rows(everyone), everyone.size()
+        for rows in sizes if near > 1 else ():
+            yield self._exchange(f"{name}.direct_all_to_all", everyone, rows, near=near)
         for rows in (1, *(rows // ranks for rows in sizes)):
             part = self._random(rows, self._case.hidden)
             whole, sent = part.repeat(ranks, 1), part.nbytes * (ranks - 1)
 
             def gather(part: Tensor = part, whole: Tensor = whole) -> None:
-                dist.all_gather_into_tensor(torch.empty_like(whole), part, group=link.all)
+                dist.all_gather_into_tensor(torch.empty_like(whole), part, group=everyone)
 
             def reduce(part: Tensor = part, whole: Tensor = whole) -> None:
-                dist.reduce_scatter_tensor(torch.empty_like(part), whole, group=link.all)
+                dist.reduce_scatter_tensor(torch.empty_like(part), whole, group=everyone)
 
-            yield _of_bytes(f"{link.name}.all_gather", sent, gather, together=True)
-            yield _of_bytes(f"{link.name}.reduce_scatter", sent, reduce, together=True)
+            yield _of_bytes(f"{name}.all_gather", sent, gather, together=True)
+            yield _of_bytes(f"{name}.reduce_scatter", sent, reduce, together=True)
 
     def _exchange(self, family: str, group: dist.ProcessGroup, rows: int, *, near: int = 1) -> Probe:
         """An all-to-all of tokens and probabilities; its size is what goes to others than ``near`` ranks."""
@@ -276,11 +255,11 @@ class Operations:
         sizes, hidden = self._rows(group), self._case.hidden
         left, weight = self._random(sizes[-2], hidden), self._random(hidden, self._case.ffn)
         product = Probe("", {}, lambda: left @ weight)
-        executor = CudaExecutor() if self._on_cuda else ThreadExecutor()
+        executor = CudaExecutor() if self._rank.job.on_cuda else ThreadExecutor()
         found = []
         for rows in (sizes[0], sizes[-2]):
             exchange = self._exchange("", group, rows)
-            alone = timed(self._rank, [exchange, product], repeats=self._repeats)
+            alone = timed(self._rank, [exchange, product])
             exchange_us, product_us = (sample.us for sample in alone)
             # As many products as take about as long as the exchanges.
             products = max(1, round(EXCHANGES * exchange_us / product_us))
@@ -314,11 +293,12 @@ class Operations:
 def _of_bytes(
     family: str, size: float, operation: Callable[[], object], *, count: int = 1, together: bool = False
 ) -> Probe:
-    columns = {"alpha_us": 1.0, "beta_us_per_mb": 1e-6 * size}
-    return Probe(family, columns, operation, count=count, together=together)
+    """So many operations, each of ``size`` bytes."""
+    columns = {"alpha_us": float(count), "beta_us_per_mb": 1e-6 * size * count}
+    return Probe(family, columns, operation, together)
 
 
-def block_times(rank: Rank[Any], case: Case, factory: BlockFactory, *, repeats: int) -> dict[str, Any]:
+def block_times(rank: Rank[Any], factory: BlockFactory) -> dict[str, Any]:
     """Microseconds of a block's parts on this rank.
 
     Returns:
@@ -327,8 +307,8 @@ def block_times(rank: Rank[Any], case: Case, factory: BlockFactory, *, repeats: 
         ``issue_of``: by direction and kind, of the host to issue a stage while the device is busy; empty
         where the host computes.
     """
-    rounds = WARMUP + repeats
-    passes, in_order = Passes(rank, case), Recorder(num_iterations=rounds)
+    rounds = WARMUP + rank.job.repeats
+    passes, in_order = Passes(rank, rank.job.case), Recorder(num_iterations=rounds)
     whole = factory.build(Variant.of("ampipe", 2), recorder=in_order, executor=SequentialExecutor())
     timed = {
         degree: factory.build_timed(Variant.of("ampipe", degree), num_passes=rounds) for degree in DEGREES
