@@ -86,3 +86,10 @@ class BenchJob(RankJob):
     repeats: int
     warmup: int
     layers: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileJob(BenchJob):
+    """A block around which operations are measured, and how many ranks a node has."""
+
+    ranks_per_node: int

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.runtime.executors import ThreadExecutor
-from megatron_ampipe.schedule import Direction
 from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES, BenchJob, Variant
 from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.measuring.grid import Case
@@ -49,7 +48,9 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
     Returns:
         ``kernel`` and ``fused_gradients``; and a list ``variants`` with, for each: the fields of
         :class:`PassSample`, by repeat; ``stages``: microseconds of every stage alone, and ``needs``: what
-        each waits for (None where the layer is Megatron's own); ``difference`` from stock; ``peak_bytes``.
+        each waits for, ``issued_us``: of the host on a GPU, ``alone`` and ``apart_s``: these passes, and their
+        seconds between stages (None where the layer is Megatron's own); ``difference`` from stock;
+        ``peak_bytes``.
     """
     job = rank.job
     factory = BlockFactory(
@@ -80,27 +81,34 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
     for _ in range(job.warmup):
         for layer in (*layers, *filter(None, timed)):
             passes.run(layer)
-    samples: list[list[PassSample]] = [[] for _ in layers]
+    samples, alone = ([[] for _ in layers] for _ in range(2))
     for repeat in range(job.repeats):
         order = [(repeat + step) % len(layers) for step in range(len(layers))]
         for index in order:
             samples[index].append(passes.run(layers[index]))
-        for layer in filter(None, (timed[index] for index in order)):
+        for index, layer in ((index, timed[index]) for index in order if timed[index] is not None):
             layer.timer.recorder.start_iteration(repeat)
-            passes.run(layer)
+            alone[index].append(passes.run(layer))
             layer.timer.recorder.pause()
 
     found = [
         {
-            **dict(zip(PassSample._fields, zip(*of_variant, strict=True), strict=True)),
+            **_by_field(of_variant),
             "stages": layer and stage_times(layer.timer.recorder),
             "needs": layer and layer.timer.needs,
+            "issued_us": layer and layer.timer.issued_us(),
+            "alone": layer and _by_field(alone[place]),
+            "apart_s": layer and {way: all_s[job.warmup :] for way, all_s in layer.timer.apart_s.items()},
             "difference": difference[place],
             "peak_bytes": peaks[place],
         }
         for place, (of_variant, layer) in enumerate(zip(samples, timed, strict=True))
     ]
     return {"kernel": factory.kernel, "fused_gradients": factory.fused_gradients, "variants": found}
+
+
+def _by_field(samples: Sequence[PassSample]) -> dict[str, tuple[Any, ...]]:
+    return dict(zip(PassSample._fields, zip(*samples, strict=True), strict=True))
 
 
 class PassSample(NamedTuple):
@@ -115,12 +123,6 @@ class PassSample(NamedTuple):
     wall_s: float
     backward_s: float
     wire_bytes: int | None
-
-    @property
-    def by_direction_us(self) -> dict[Direction, float]:
-        """Microseconds of the forward and of the backward part."""
-        backward_us = self.backward_s * 1e6
-        return {Direction.FORWARD: self.wall_s * 1e6 - backward_us, Direction.BACKWARD: backward_us}
 
 
 class Passes:
