@@ -48,8 +48,8 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
     Returns:
         ``kernel`` and ``fused_gradients``; and a list ``variants`` with, for each: the fields of
         :class:`PassSample`, by repeat; ``stages``: microseconds of every stage alone, and ``needs``: what
-        each waits for, ``issued_us``: of the host on a GPU, ``alone`` and ``apart_s``: these passes, and their
-        seconds between stages (None where the layer is Megatron's own); ``difference`` from stock;
+        each waits for, ``issued_us``: of the host on a GPU, ``alone`` and ``apart_s``: these passes, and
+        their seconds between stages (None where the layer is Megatron's own); ``difference`` from stock;
         ``peak_bytes``.
     """
     job = rank.job
