@@ -149,16 +149,16 @@ def timed(rank: Rank[ProfileJob], probes: Sequence[Probe]) -> list[Sample]:
     ]
 
 
-Link = tuple[str, dist.ProcessGroup, dist.ProcessGroup, int]
+LinkRanks = tuple[str, dist.ProcessGroup, dist.ProcessGroup, int]
 """``intra`` or ``inter``; the ranks of AMPipe's all-to-all, and of all other collectives; how many of these
 are reached over other links, this rank included."""
 
 
-def links_of(ranks_per_node: int) -> list[Link]:
+def links_of(ranks_per_node: int) -> list[LinkRanks]:
     """What to measure on this rank: links within its node, if it has several ranks, then those between."""
     world = list(range(dist.get_world_size()))
     nodes = [world[first : first + ranks_per_node] for first in world[::ranks_per_node]]
-    links: list[Link] = []
+    links: list[LinkRanks] = []
     if ranks_per_node > 1:
         node = dist.new_subgroups_by_enumeration(nodes)[0]
         links.append(("intra", node, node, 1))
