@@ -42,13 +42,7 @@ from megatron_ampipe.tools.measuring.bench_job import (
     every_way,
 )
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import (
-    NO_LINK,
-    RANKS,
-    LinkKind,
-    add_link_arguments,
-    parse_link,
-)
+from megatron_ampipe.tools.measuring.link import RANKS, add_link_arguments, parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
 UNCHANGED = "none"
@@ -253,9 +247,9 @@ def _check_together(arguments: argparse.Namespace) -> None:
 
 
 def _job(arguments: argparse.Namespace) -> BenchJob:
-    link, end_to_end = parse_link(arguments.link or NO_LINK), arguments.end_to_end
+    link, end_to_end = parse_link(arguments.link), arguments.end_to_end
     count = arguments.ranks or RANKS
-    num_gpus = 0 if link.kind is LinkKind.NETWORK or end_to_end else machine.num_gpus()
+    num_gpus = 0 if link.is_network or end_to_end else machine.num_gpus()
     pretended = arguments.pretend_peers or (link.emulated and 0 < num_gpus < count)
     if end_to_end and (link.emulated or pretended):
         rule = (

@@ -21,13 +21,7 @@ from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.bench_job import ProfileJob
 from megatron_ampipe.tools.measuring.cluster_fit import assemble
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import (
-    NO_LINK,
-    RANKS,
-    LinkKind,
-    add_link_arguments,
-    parse_link,
-)
+from megatron_ampipe.tools.measuring.link import RANKS, add_link_arguments, parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
 _EPILOG = """\
@@ -64,10 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
         if started and value is not None:
             rule = "is for ranks that the command starts itself, and torchrun has started these"
             raise BadInput(flag, value, rule=rule, remedy=f"Leave {flag} out.")
-    link = parse_link(arguments.link or NO_LINK)
+    link = parse_link(arguments.link)
     count = int(os.environ["WORLD_SIZE"]) if started else arguments.ranks or RANKS
     case, *_ = read_grid(find_grid(arguments.grid), only=arguments.case, flag="--case", num_ranks=count)
-    num_gpus = 0 if link.kind is LinkKind.NETWORK else machine.num_gpus()
+    num_gpus = 0 if link.is_network else machine.num_gpus()
     job = ProfileJob(
         cases=(case,),
         link=link,

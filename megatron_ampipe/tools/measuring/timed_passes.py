@@ -22,7 +22,6 @@ from megatron_ampipe.runtime.executors import ThreadExecutor
 from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES, BenchJob, Variant
 from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.measuring.grid import Case
-from megatron_ampipe.tools.measuring.link import LinkKind
 from megatron_ampipe.tools.measuring.meters import (
     TensorMeter,
     Watch,
@@ -64,7 +63,7 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
     passes = Passes(rank, case)
     layers = [factory.stock, *(factory.build(variant) for variant in variants[1:])]
     difference = compare(passes, layers, variants, rank=rank.number, case=case)
-    saved_bytes = burst_bytes(job.link.rate_bit_per_s) if job.link.kind is LinkKind.NETWORK else 0
+    saved_bytes = burst_bytes(job.link.rate_bit_per_s) if job.link.is_network else 0
     timed = [
         factory.build_timed(variant, num_passes=job.repeats, saved_bytes=saved_bytes)
         if variant.pipelined
@@ -130,7 +129,7 @@ class Passes:
 
     def __init__(self, rank: Rank[Any], case: Case) -> None:
         self._rank, self.on_cuda = rank, rank.job.on_cuda
-        self._counts_wire = rank.job.link.kind is LinkKind.NETWORK
+        self._counts_wire = rank.job.link.is_network
         generator = torch.Generator().manual_seed(rank.job.seed * 10_007 + rank.number)
         shape = (case.sequence_length, case.batch, case.hidden)
         self._hidden, self._gradient = (
