@@ -52,14 +52,7 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
         ``peak_bytes``.
     """
     job = rank.job
-    factory = BlockFactory(
-        case,
-        rank=rank.number,
-        num_ranks=job.num_ranks,
-        on_cuda=job.on_cuda,
-        seed=job.seed,
-        layers=job.layers,
-    )
+    factory = BlockFactory(rank, case, layers=job.layers)
     passes = Passes(rank, case)
     layers = [factory.stock, *(factory.build(variant) for variant in variants[1:])]
     difference = compare(passes, layers, variants, rank=rank.number, case=case)
