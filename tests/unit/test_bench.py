@@ -32,7 +32,7 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.tools import bench_command
 from megatron_ampipe.tools.measuring import network, prediction, result, training
-from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant, every_way
+from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.link import parse_link
 from megatron_ampipe.tools.measuring.training import Curve, TrainingJob, training_flags, variant_flags
@@ -178,36 +178,34 @@ def test_bad_grids_are_refused_by_file_and_line(tmp_path: Path, text: str, line:
 # What is compared
 
 
-def every(**changes: Any) -> list[Variant]:
-    others = {"stacks": [1], "memories": ["keep"], "exchanges": [Exchange.ROWS], "wires": [None]} | changes
-    return every_way([Pipeline.of(1), Pipeline.of(4)], schedules=["ampipe"], **others)
+def compared(words: str, *, case: str = "top2") -> list[Variant]:
+    """What is compared of schedule ``ampipe`` besides stock and its control."""
+    parser = argparse.ArgumentParser()
+    bench_command.add_arguments(parser)
+    parsed = parser.parse_args(["--cases", case, "--schedules", "ampipe", *words.split()])
+    stock, control, *others = bench_command._job(parsed).variants[0]
+    assert (stock, control) == (STOCK, CONTROL)
+    return others
 
 
 def test_every_way_is_compared() -> None:
     one, four = (functools.partial(Variant.of, "ampipe", degree) for degree in (1, 4))
     # In one chunk, layers are Megatron's: nothing is shared, kept or cast.
-    stacks, memories = [1, 4], ["keep", "rebuild"]
-    assert every(stacks=stacks, memories=memories) == [
+    assert compared("--degrees 1,4 --layers 4 --stack 1,all --memory keep,rebuild") == [
         one(),
-        *(four(stack=stack, memory=memory) for stack in stacks for memory in memories),
+        *(four(stack=stack, memory=memory) for stack in (1, 4) for memory in ("keep", "rebuild")),
     ]
-    assert every(wires=[None, "fp8"]) == [one(), four(), dataclasses.replace(four(), wire="fp8")]
-    exchanges = [Exchange.ROWS, Exchange.RANKS]
-    assert every(exchanges=exchanges) == [way(exchange=each) for way in (one, four) for each in exchanges]
+    cast = dataclasses.replace(four(), wire="fp8")
+    assert compared("--degrees 1,4 --wire none,fp8") == [one(), four(), cast]
+    # Strategies of single chunks are for one degree.
+    in_two = four(backward_degree=2, memory="rebuild/keep")
+    assert compared("--degrees 1,4:2 --memory rebuild/keep") == [one(), in_two]
 
 
 def test_the_exchanges_of_a_case_are_those_that_save_something() -> None:
-    def exchanges(case: str) -> list[str]:
-        parser = argparse.ArgumentParser()
-        bench_command.add_arguments(parser)
-        words = ("--cases", case, "--degrees", "4", "--schedules", "ampipe", "--exchange", "auto")
-        job = bench_command._job(parser.parse_args(words))
-        stock, control, *others = job.variants[0]
-        assert (stock, control) == (STOCK, CONTROL)
-        return [variant.pipeline.exchange for variant in others]
-
-    assert exchanges("top1") == ["rows"]
-    assert exchanges("top2") == ["rows", "ranks"]
+    for case, exchanges in (("top1", ["rows"]), ("top2", ["rows", "ranks"])):
+        words = "--degrees 4 --exchange auto"
+        assert [each.pipeline.exchange for each in compared(words, case=case)] == exchanges
 
 
 # The bound
