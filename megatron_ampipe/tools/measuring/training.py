@@ -8,16 +8,14 @@ quick start and for measuring scripts. Needs torch in the ranks only.
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import re
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megatron_ampipe.errors import DifferenceFound, RunFailed
 from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant
@@ -226,10 +224,25 @@ def train(rank: Rank[TrainingJob]) -> None:
 
     if job.stock_attends_as is not None:
         _use_kernel_of_ampipe(job.stock_attends_as)
-    sys.stdout = _Log(sys.stdout, rank)
+    _tell_iterations(rank)
     code = pretrain.main(job.flags)
     if code != 0:
         raise RunFailed(f"the training ended with code {code}")
+
+
+def _tell_iterations(rank: Rank[TrainingJob]) -> None:
+    """Have the last rank, which prints iterations, also say them."""
+    from megatron.training import training
+
+    show = training.print_rank_last
+
+    def print_rank_last(text: str) -> None:
+        show(text)
+        logged = ITERATION.search(text)
+        if logged and rank.number == rank.job.num_ranks - 1:
+            rank.say("iteration", {name: float(value) for name, value in logged.groupdict().items()})
+
+    training.print_rank_last = print_rank_last
 
 
 def _use_kernel_of_ampipe(dtype: str) -> None:
@@ -248,23 +261,3 @@ def _use_kernel_of_ampipe(dtype: str) -> None:
         return ModuleSpec(module=KernelAttention, params={"kernel": kernel})
 
     LocalSpecProvider.core_attention = core_attention
-
-
-class _Log(io.TextIOBase):
-    """Standard output that also tells the command of every iteration."""
-
-    def __init__(self, stream: TextIO, rank: Rank[TrainingJob]) -> None:
-        self._stream, self._rank, self._line = stream, rank, ""
-
-    def write(self, text: str) -> int:
-        self._stream.write(text)
-        *lines, self._line = (self._line + text).split("\n")
-        for line in lines:
-            if logged := ITERATION.search(line):
-                self._rank.say(
-                    "iteration", {name: float(value) for name, value in logged.groupdict().items()}
-                )
-        return len(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
