@@ -244,13 +244,9 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
     count = arguments.ranks or RANKS
     num_gpus = 0 if link.is_network or end_to_end else machine.num_gpus()
     pretended = arguments.pretend_peers or (link.emulated and 0 < num_gpus < count)
-    if end_to_end and (link.emulated or pretended):
-        rule = (
-            "a training needs real ranks: what it learns depends on every token that arrives, and an "
-            "emulated link would not slow its other collectives"
-        )
-        flag, value = ("--link", link.text) if link.emulated else ("--pretend-peers", "")
-        _refuse(flag, value, rule, "Use --link 200mbit, or --link none.")
+    if end_to_end and link.emulated:
+        rule = "an emulated link would not slow the other collectives of a training"
+        _refuse("--link", link.text, rule, "Use --link 200mbit, or --link none.")
     if pretended and not link.emulated:
         _refuse("--pretend-peers", "", f"--link {link.text} needs real ranks", "Use --link emulated:RATE.")
     cases = read_grid(find_grid(arguments.grid), only=arguments.cases, num_ranks=count)
