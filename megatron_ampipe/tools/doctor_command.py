@@ -161,8 +161,8 @@ def notes_on_variables(environ: Mapping[str, str], *, has_gpu: bool) -> list[str
     """What is to be said about environment variables that decide whether work overlaps."""
     notes, queues = [], environ.get(connections.VARIABLE)
     if queues is not None:
-        means, remedy = connections.meaning(queues)
-        notes = [f"{connections.VARIABLE}={queues}: {means}; {remedy or 'nothing to do'}"]
+        warning = connections.warning(queues)
+        notes = [f"{connections.VARIABLE}={queues}: {warning or 'streams work independently'}"]
     elif has_gpu:
         notes = [f"{connections.VARIABLE} is not set: pipelined launches set {connections.QUEUES}"]
     given = {name: environ.get(name, "0") for name in _HARMFUL}
