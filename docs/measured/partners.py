@@ -50,7 +50,7 @@ class Steps(RankJob):
 def main() -> None:
     """Measure over one link, and write the document."""
     file, link = sys.argv[1:]
-    job = Steps(num_ranks=2, link=parse_link(link), cores=machine.cores_of(2), rounds=ROUNDS)
+    job = Steps(num_ranks=2, link=parse_link(link), rounds=ROUNDS)
     of_ranks = run_ranks(job, work)
     # The slowest rank of each step.
     names = list(of_ranks[0]["seconds"])
@@ -97,7 +97,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
     from megatron_ampipe.tools.measuring.bench_job import Variant
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
 
-    factory = BlockFactory(CASE, rank=rank.number, num_ranks=2, on_cuda=False, seed=1, layers=LAYERS)
+    factory = BlockFactory(rank, CASE, layers=LAYERS)
     torch.manual_seed(5 + rank.number)
     shape = (CASE.sequence_length, CASE.batch, CASE.hidden)
     given, above = ([torch.randn(shape) for _ in range(MICROBATCHES)] for _ in range(2))
