@@ -1,32 +1,38 @@
 """Switches AMPipe on from Python, for runs that are started without a command line of Megatron's.
 
-    from megatron_ampipe.launch.recipes import switch_on
+    from megatron_ampipe.launch.recipes import switch_on, switch_on_models
 
-    recipe = qwen3_30b_a3b_pretrain_config()
-    switch_on(recipe, degree=4)
+    switch_on(recipe, degree=4)      a recipe of Megatron-Bridge, before its training
+    switch_on_models(degree=4)       all models that this process builds from here on
 
-For recipes of Megatron-Bridge (``ConfigContainer``), its model providers, and Megatron's own
-``GPTModelConfig`` and ``HybridModelConfig``: all of them build their layers from a layer specification, or
-from a function that makes one. It is replaced by a function that pipelines what the first one makes. There is
-no start-up table, trace or line in the log, and no automatic degree: these belong to launches with flags.
+The first is for recipes (``ConfigContainer``), model providers, and Megatron's own ``GPTModelConfig`` and
+``HybridModelConfig``: their layer specification is replaced by a function that pipelines what it makes. The
+second is for programs that build models in their own ways (verl, ms-swift, slime): it changes the
+specification that the constructors of Megatron's models are given. There is no start-up table, trace or line
+in the log, and no automatic degree: these belong to launches with flags.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections
+from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.flags import switch_off_overlaps
+from megatron_ampipe.launch.hooks import on_training_stream
 from megatron_ampipe.launch.refusals import refuse_unsupported
 from megatron_ampipe.schedule import ALL_LAYERS, Pipeline
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 if TYPE_CHECKING:
-    from megatron_ampipe.layers.context import AMPipeContext
+    from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
 
 GPT, HYBRID = "transformer_layer_spec", "hybrid_stack_spec"
 """The field of a model's configuration that holds the specification of its layers, or makes it."""
@@ -86,18 +92,112 @@ def switch_on(
     setattr(model, name, layers(model) if name == HYBRID and is_of_megatron else layers)
 
 
+def switch_on_models(
+    *,
+    degree: int,
+    backward_degree: int | None = None,
+    schedule: str = "ampipe",
+    stack: int = ALL_LAYERS,
+    capacity_scope: str = "sequence",
+) -> None:
+    """Have every GPT and hybrid model that this process builds from now on pipelined. Call it once.
+
+    Models without MoE layers stay as they are. For each model, rank 0 prints which of the two it is.
+
+    Args:
+        degree: As for :func:`switch_on`, and so the others.
+        backward_degree: As ``--ampipe-backward-degree``.
+        schedule: As ``--ampipe-schedule``.
+        stack: As ``--ampipe-stack``; 0 for all layers.
+        capacity_scope: As ``--ampipe-capacity-scope``.
+
+    Raises:
+        BadInput: The settings are wrong, or AMPipe is switched on already. Of a model that AMPipe does not
+            support, when it is built.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    from megatron_ampipe.launch.script import models_of_megatron
+
+    config = _config(
+        degree=degree,
+        backward_degree=backward_degree,
+        schedule=schedule,
+        stack=stack,
+        capacity_scope=capacity_scope,
+    )
+    models = models_of_megatron()
+    if any(hasattr(model.__init__, "ampipe") for model in models):
+        remedy = "Call switch_on_models once, and switch_on for no recipe."
+        raise BadInput("degree", degree, rule="AMPipe is switched on in this process already", remedy=remedy)
+    if not config.pipelined:
+        return
+    connections.set_default()
+    for model in models:
+        model.__init__ = _constructor(model.__init__, config, name=GPT if model is models[0] else HYBRID)
+    if torch.cuda.is_available():
+        construct = on_training_stream(DistributedDataParallel.__init__)
+        DistributedDataParallel.__init__ = construct  # type: ignore[method-assign]
+
+
+def _constructor(construct: Callable[..., None], config: AMPipeConfig, *, name: str) -> Callable[..., None]:
+    """The constructor of a model, with pipelined layers in its argument ``name``."""
+    signature = inspect.signature(construct)
+
+    @functools.wraps(construct)
+    def constructing(model: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(model, *args, **kwargs)
+        given, kind = bound.arguments, type(model)
+        transformer = given["config"]
+        if not transformer.num_moe_experts:
+            construct(model, *args, **kwargs)
+            print_on_first_rank(f"a {kind.__name__} has no MoE layers, and stays as it is")
+            return
+        recipe = SimpleNamespace(train=SimpleNamespace(seq_length=given["max_sequence_length"], **given))
+        refuse_unsupported(config, Arguments(recipe, transformer, capacity_scope=config.capacity_scope))
+        switch_off_overlaps(transformer)
+        given[name] = _pipelined(name, given[name], transformer, config, vp_stage=given.get("vp_stage"))
+        construct(*bound.args, **bound.kwargs)
+        if kind.__module__.startswith("mcore_bridge.") and not transformer.apply_rope_fusion:
+            _context(config).documents = _reader_of_mcore_bridge()
+        print_on_first_rank(f"the layers of a {kind.__name__} are pipelined, degree {config.pipeline.degree}")
+
+    constructing.ampipe = config  # type: ignore[attr-defined]
+    return constructing
+
+
+def _reader_of_mcore_bridge() -> DocumentReader:
+    """For models of ms-swift, which without fused rotation replace the table of positions by that of rows."""
+    from megatron_ampipe.layers.context import DocumentReader
+
+    rule = "layers are given the rotation of every row of packed sequences, and not the table of positions"
+    remedy = "Use --apply_rope_fusion true, or --padding_free false and --packing false."
+    return DocumentReader(refused=BadInput("apply_rope_fusion", False, rule=rule, remedy=remedy))
+
+
 def pipelined_layers(
     model: Any, vp_stage: int | None = None, *, name: str, given: Any, settings: Mapping[str, Any]
 ) -> Any:
     """What ``given`` makes of a configuration's field ``name``, pipelined as :func:`switch_on` says."""
-    spec, context = specification(name, given, model, vp_stage=vp_stage), _context(_config(**settings))
-    if name == GPT:
-        from megatron_ampipe.layers.layer import pipelined
+    spec = specification(name, given, model, vp_stage=vp_stage)
+    transformer = getattr(model, "transformer", model)
+    return _pipelined(name, spec, transformer, _config(**settings), vp_stage=vp_stage)
 
-        return pipelined(spec, context)
-    from megatron_ampipe.layers.hybrid import pipelined_stack
 
-    return pipelined_stack(spec, context)
+def _pipelined(name: str, spec: Any, transformer: Any, config: AMPipeConfig, *, vp_stage: int | None) -> Any:
+    """A specification that a model is built from, with pipelined layers; ``transformer`` configures them."""
+    if name == HYBRID:
+        from megatron_ampipe.layers.hybrid import pipelined_stack
+
+        return pipelined_stack(spec, _context(config))
+    from megatron.core.transformer.transformer_block import _get_block_submodules
+
+    from megatron_ampipe.layers.layer import pipelined
+
+    if config.pipeline.stack != 1:
+        # One specification for all layers does not say which follow each other; Megatron's list does.
+        spec = _get_block_submodules(transformer, spec, vp_stage)
+    return pipelined(spec, _context(config))
 
 
 def specification(name: str, given: Any, model: Any, *, vp_stage: int | None = None) -> Any:

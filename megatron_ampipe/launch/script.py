@@ -76,7 +76,6 @@ def wrap_steps(session: TrainingSession | None = None) -> None:
     if _models:
         return
     import megatron.training as package
-    from megatron.core.models.gpt import GPTModel
     from megatron.training import arguments, initialize, training
 
     arguments.parse_args = _around(arguments.parse_args, _parse)
@@ -86,13 +85,20 @@ def wrap_steps(session: TrainingSession | None = None) -> None:
             setattr(initialize, name, getattr(arguments, name))
     training.setup_model_and_optimizer = _around(training.setup_model_and_optimizer, _set_up)
     package.pretrain = training.pretrain = _around(training.pretrain, _train)
-    _models = (GPTModel,)
-    if compat.has_hybrid_models():
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-        _models += (HybridModel,)
+    _models = models_of_megatron()
     for model in _models:
         model.__init__ = _around(model.__init__, _construct)  # type: ignore[misc]
+
+
+def models_of_megatron() -> tuple[type, ...]:
+    """Megatron's GPT model, and its hybrid model where this version has one."""
+    from megatron.core.models.gpt import GPTModel
+
+    if not compat.has_hybrid_models():
+        return (GPTModel,)
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    return (GPTModel, HybridModel)
 
 
 def _around(function: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
