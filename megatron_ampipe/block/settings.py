@@ -382,7 +382,7 @@ def check_given(given: dict[str, Any]) -> None:
         setting = SETTING[name]
         if "plan" in given and setting.of_plan:
             remedy = f"Leave {setting.flag} or --ampipe-plan out."
-            raise setting.refuse(value, f"is what the plan {given['plan']} says", remedy)
+            raise setting.refuse(value, f"conflicts with the plan {given['plan']}, which says it", remedy)
         if setting.with_auto is not None and given.get("degree") == AUTO:
             remedy = f"Leave {setting.flag} out, or name the degree: --ampipe-degree 4."
             raise setting.refuse(value, setting.with_auto, remedy)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ampipe import __version__, compat
+from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.errors import BadInput, did_you_mean
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import LinedMapping, find_config, load, shown
@@ -111,6 +112,10 @@ def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
         for flag, group in own
         if _sets(actions.get(flag))
     }
+    if "ampipe_plan" in line:
+        # The command line wins: files for several runs name a degree, which would conflict with the plan.
+        of_plan = {f"ampipe_{setting.name}" for setting in SETTING.values() if setting.of_plan}
+        files = {dest: setting for dest, setting in files.items() if dest not in of_plan}
     kept = (setting.words for dest, setting in files.items() if dest not in line)
     return Resolved(
         settings=tuple((files | line).values()),
@@ -130,7 +135,7 @@ def _from_file(path: Path, actions: dict[str, argparse.Action]) -> dict[str, Fla
     for place, key, value in _entries(path):
         flag = f"--{key}"
         if flag not in actions:
-            names = [name[2:] for name in actions if name.startswith("--")]
+            names = [OWN_SECTION, *(name[2:] for name in actions if name.startswith("--"))]
             near = did_you_mean(key, names, most=3, cutoff=0.5) or "Run with --help for the list."
             remedy = "Write it below 'ampipe:', indented." if f"{OWN_SECTION}-{key}" in names else near
             raise BadInput(f"{place}:", key, rule="there is no such flag", remedy=remedy)

@@ -20,13 +20,9 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections
-from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.flags import switch_off_overlaps
-from megatron_ampipe.launch.hooks import on_training_stream
 from megatron_ampipe.launch.refusals import refuse_unsupported
 from megatron_ampipe.schedule import ALL_LAYERS, Pipeline
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
@@ -115,8 +111,10 @@ def switch_on_models(
         BadInput: The settings are wrong, or AMPipe is switched on already. Of a model that AMPipe does not
             support, when it is built.
     """
+    import torch
     from megatron.core.distributed import DistributedDataParallel
 
+    from megatron_ampipe.launch.hooks import on_training_stream
     from megatron_ampipe.launch.script import models_of_megatron
 
     config = _config(
@@ -142,6 +140,8 @@ def switch_on_models(
 
 def _constructor(construct: Callable[..., None], config: AMPipeConfig, *, name: str) -> Callable[..., None]:
     """The constructor of a model, with pipelined layers in its argument ``name``."""
+    from megatron_ampipe.launch.auto import print_on_first_rank
+
     signature = inspect.signature(construct)
 
     @functools.wraps(construct)

@@ -140,6 +140,7 @@ def _parse(
     if names_own_flags():
         # Refuses a --yaml-cfg, which has replaced them; Megatron does not validate it.
         flags.config_from_args(parsed)
+    session.check_early(parsed)
     return parsed
 
 

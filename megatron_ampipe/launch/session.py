@@ -80,6 +80,31 @@ class TrainingSession:
             report_parser_errors(parser)
         return flags.add_arguments(parser)
 
+    def check_early(self, args: Any) -> None:
+        """Check what parsed arguments say of degree and data, before Megatron prints some 850 lines of them.
+
+        Raises:
+            BadInput: There are more chunks than rows, or the data cannot be used.
+        """
+        if self.is_patch:
+            return
+        config = config_from_args(args)
+        # A checkpoint's arguments are not known yet.
+        if args.use_checkpoint_args:
+            return
+        if config.pipelined and args.seq_length is not None:
+            config.pipeline.chunks(args.seq_length)
+        self._check_data(args)
+
+    def _check_data(self, args: Any) -> None:
+        from megatron_ampipe.launch.datasets import check_data, use_built_helpers
+        from megatron_ampipe.launch.hooks import Hooks
+
+        if self._hooks is None:
+            self._hooks = Hooks()
+            use_built_helpers(self._hooks.replace)
+            check_data(args, self._hooks.replace, of_script=self.script is not None)
+
     def accept(self, args: Any) -> None:
         """Check a run, settle how its blocks are pipelined, print the table, write ``resolved.yaml``.
 
@@ -89,7 +114,6 @@ class TrainingSession:
             BadInput: A flag is missing or wrong, files cannot be used, or a combination is not supported.
         """
         from megatron_ampipe.launch.attach import find_gate, make_context
-        from megatron_ampipe.launch.datasets import check_data, use_built_helpers
         from megatron_ampipe.launch.ending import keep_signal_from_children
         from megatron_ampipe.launch.hooks import Hooks
 
@@ -101,10 +125,9 @@ class TrainingSession:
             setattr(args, LIFTS_ONE_CONNECTION, False)
         own = (config.router, config.routing_dir)
         is_active = config.pipelined or own != (None, None) or not self.is_patch
-        self._hooks = Hooks()
         if is_active:
-            use_built_helpers(self._hooks.replace)
-            check_data(args, self._hooks.replace, of_script=self.script is not None)
+            self._check_data(args)
+        self._hooks = self._hooks or Hooks()
         keep_signal_from_children(args)
         self.args = args
         self.gate = find_gate(config, args)

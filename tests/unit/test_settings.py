@@ -192,3 +192,23 @@ def test_our_files_read_alike_with_and_without_types(name: str) -> None:
     for key, value in text.items():
         if path.parent.name == "models" and isinstance(value, str) and value[0].isdigit():
             assert float(value) == typed[key]
+
+
+def test_a_plan_of_the_command_line_replaces_what_files_say_of_it(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    """Shipped run files name a degree."""
+    file = write(tmp_path / "a.yaml", "lr: 1\nampipe:\n  degree: 4\n  stack: 1\n  trace-dir: t\n")
+    found = resolve(["--ampipe-config", file, "--ampipe-plan", "p.yaml"], parser)
+    assert found.words == ("--lr", "1", "--ampipe-trace-dir", "t", "--ampipe-plan", "p.yaml")
+    assert "degree" not in config_files.as_yaml(found)
+    # Of one place, neither is meant more than the other.
+    own = ["--ampipe-plan", "p.yaml", "--ampipe-degree", "4"]
+    assert resolve(own, parser).words == tuple(own)
+
+
+def test_a_section_with_a_mistyped_name_gets_a_suggestion(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput, match=r"a.yaml:2: ampip: there is no such flag. Did you mean ampipe "):
+        words_of(parser, tmp_path, "lr: 2\nampip:\n  degree: 2\n")
