@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.flags import switch_off_overlaps
@@ -56,7 +57,9 @@ def switch_on(
 
     Raises:
         BadInput: The settings are wrong, or AMPipe does not support the recipe.
+        EnvironmentMissing: torch or Megatron is too old.
     """
+    compat.require_peers()
     model = getattr(recipe, "model", recipe)
     name = GPT if hasattr(model, GPT) else HYBRID
     given = getattr(model, name, None)
@@ -110,7 +113,9 @@ def switch_on_models(
     Raises:
         BadInput: The settings are wrong, or AMPipe is switched on already. Of a model that AMPipe does not
             support, when it is built.
+        EnvironmentMissing: torch or Megatron is too old.
     """
+    compat.require_peers()
     import torch
     from megatron.core.distributed import DistributedDataParallel
 

@@ -19,8 +19,10 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
-from megatron_ampipe.errors import BadInput
+from megatron_ampipe import compat
+from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.launch import recipes
 from megatron_ampipe.launch.recipes import switch_on, switch_on_models
 from tests.dist.worker import use_groups
@@ -359,6 +361,14 @@ def test_what_the_switch_of_a_process_does_and_refuses(
     config = transformer_config()
     with pytest.raises(BadInput, match="--position-embedding-type mrope"):
         GPTModel(config, block_spec(config), VOCABULARY, LENGTH, position_embedding_type="mrope")
+
+
+def test_an_old_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl 0.7.0 is made for 0.13."""
+    monkeypatch.setattr(compat, "found_version", lambda name: Version("0.13.1"))
+    for switch in (switch_on_models, lambda degree: switch_on(bridge_recipe(), degree=degree)):
+        with pytest.raises(EnvironmentMissing, match=r"0\.13\.1 is too old"):
+            switch(degree=4)
 
 
 @pytest.mark.parametrize("call", CALLS)
