@@ -5,11 +5,10 @@
     switch_on(recipe, degree=4)      a recipe of Megatron-Bridge, before its training
     switch_on_models(degree=4)       all models that this process builds from here on
 
-The first is for recipes (``ConfigContainer``), model providers, and Megatron's own ``GPTModelConfig`` and
-``HybridModelConfig``: their layer specification is replaced by a function that pipelines what it makes. The
-second is for programs that build models in their own ways (verl, ms-swift, slime): it changes the
-specification that the constructors of Megatron's models are given. There is no start-up table, trace or line
-in the log, and no automatic degree: these belong to launches with flags.
+The first is for recipes (``ConfigContainer``), model providers, and Megatron's own configurations of models:
+their layer specification is replaced by a function that pipelines what it makes. The second is for programs
+that build models in their own ways (verl, ms-swift, slime): it changes the specification that constructors of
+Megatron's models are given. Tables, traces and an automatic degree need a launch with flags.
 """
 
 from __future__ import annotations
@@ -46,18 +45,11 @@ def switch_on(
 ) -> None:
     """Have the MoE layers of a recipe's model built as pipelined ones. Call it last, before the training.
 
-    Args:
-        recipe: A recipe with a field ``model``, or a model's configuration. Its layer specification is
-            changed, and other overlaps of MoE communication are switched off, as by the flags.
-        degree: As ``--ampipe-degree``; at 1, nothing is changed.
-        backward_degree: As ``--ampipe-backward-degree``.
-        schedule: As ``--ampipe-schedule``.
-        stack: As ``--ampipe-stack``; 0 for all layers.
-        capacity_scope: As ``--ampipe-capacity-scope``.
-
-    Raises:
-        BadInput: The settings are wrong, or AMPipe does not support the recipe.
-        EnvironmentMissing: torch or Megatron is too old.
+    The layer specification of ``recipe``, which has a field ``model`` or is a model's configuration, is
+    changed, and other overlaps of MoE communication are switched off. The other arguments are as the flags
+    ``--ampipe-*``: at degree 1 nothing is changed, and ``stack`` is 0 for all layers. Raises
+    :class:`BadInput` if they are wrong, or AMPipe does not support the recipe, and
+    :class:`EnvironmentMissing` for a torch or a Megatron that is too old.
     """
     compat.require_peers()
     model = getattr(recipe, "model", recipe)
@@ -101,19 +93,10 @@ def switch_on_models(
 ) -> None:
     """Have every GPT and hybrid model that this process builds from now on pipelined. Call it once.
 
-    Models without MoE layers stay as they are. For each model, rank 0 prints which of the two it is.
-
-    Args:
-        degree: As for :func:`switch_on`, and so the others.
-        backward_degree: As ``--ampipe-backward-degree``.
-        schedule: As ``--ampipe-schedule``.
-        stack: As ``--ampipe-stack``; 0 for all layers.
-        capacity_scope: As ``--ampipe-capacity-scope``.
-
-    Raises:
-        BadInput: The settings are wrong, or AMPipe is switched on already. Of a model that AMPipe does not
-            support, when it is built.
-        EnvironmentMissing: torch or Megatron is too old.
+    Models without MoE layers stay as they are. For each model, rank 0 prints which of the two it is. The
+    arguments are as for :func:`switch_on`. Raises :class:`BadInput` if they are wrong or AMPipe is switched
+    on already, and when a model is built that it does not support; :class:`EnvironmentMissing` for a torch or
+    a Megatron that is too old.
     """
     compat.require_peers()
     import torch
