@@ -208,5 +208,5 @@ def test_a_plan_of_the_command_line_replaces_what_files_say_of_it(
 def test_a_section_with_a_mistyped_name_gets_a_suggestion(
     parser: argparse.ArgumentParser, tmp_path: Path
 ) -> None:
-    with pytest.raises(BadInput, match=r"a.yaml:2: ampip: there is no such flag. Did you mean ampipe "):
+    with pytest.raises(BadInput, match=r"a.yaml:2: ampip: there is no such flag. Did you mean ampipe\?"):
         words_of(parser, tmp_path, "lr: 2\nampip:\n  degree: 2\n")
