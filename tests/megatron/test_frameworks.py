@@ -26,7 +26,7 @@ from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.launch import recipes
 from megatron_ampipe.launch.recipes import switch_on, switch_on_models
 from tests.dist.worker import use_groups
-from tests.megatron.test_recipes import LENGTH, SETTINGS, VOCABULARY
+from tests.megatron.test_recipes import LENGTH, SETTINGS, VOCABULARY, configuration, gradients
 
 SIZES = {name: value for name, value in SETTINGS.items() if name != "moe_shared_expert_intermediate_size"}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "frameworks.md"
@@ -295,6 +295,24 @@ def test_two_steps_equal_those_of_stock_layers(
     found = losses_of(model)
     assert expected[0] - expected[1] > 1e-3, "a step that changes nothing compares nothing"
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.ranks(2)
+def test_a_hybrid_model_of_a_process_equals_the_stock_one(switched_off_at_the_end: None) -> None:
+    from tests.dist import logged_losses
+
+    use_groups()
+    logged_losses.clear()
+    stock, chosen = configuration("hybrid"), configuration("hybrid")
+    stock.transformer.moe_shared_expert_overlap = False
+    of_stock, expected = gradients(stock)
+    switch_on_models(degree=4)
+    model, found = gradients(chosen, weights_of=of_stock)
+    assert not chosen.transformer.moe_shared_expert_overlap
+    assert "HybridAttentionLayer" in layers_of(model) and "HybridAttentionLayer" not in layers_of(of_stock)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert (found[name] - value).norm() <= 1e-5 * value.norm().clamp(min=1e-30), name
 
 
 @pytest.mark.ranks(2)
