@@ -28,7 +28,7 @@ from megatron_ampipe.schedule import ALL_LAYERS, Pipeline
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 if TYPE_CHECKING:
-    from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
+    from megatron_ampipe.layers.context import AMPipeContext
 
 GPT, HYBRID = "transformer_layer_spec", "hybrid_stack_spec"
 """The field of a model's configuration that holds the specification of its layers, or makes it."""
@@ -145,22 +145,27 @@ def _constructor(construct: Callable[..., None], config: AMPipeConfig, *, name: 
         refuse_unsupported(config, Arguments(recipe, transformer, capacity_scope=config.capacity_scope))
         switch_off_overlaps(transformer)
         given[name] = _pipelined(name, given[name], transformer, config, vp_stage=given.get("vp_stage"))
+        if any(base.__module__.startswith("mcore_bridge.") for base in kind.__mro__):
+            _check_patches_of_mcore_bridge(transformer, _context(config))
         construct(*bound.args, **bound.kwargs)
-        if kind.__module__.startswith("mcore_bridge.") and not transformer.apply_rope_fusion:
-            _context(config).documents = _reader_of_mcore_bridge()
         print_on_first_rank(f"the layers of a {kind.__name__} are pipelined, degree {config.pipeline.degree}")
 
     constructing.ampipe = config  # type: ignore[attr-defined]
     return constructing
 
 
-def _reader_of_mcore_bridge() -> DocumentReader:
-    """For models of ms-swift, which without fused rotation replace the table of positions by that of rows."""
+def _check_patches_of_mcore_bridge(transformer: Any, context: AMPipeContext) -> None:
+    """Refuse what the models of ms-swift change in Megatron's layers, and pipelined layers would not do."""
     from megatron_ampipe.layers.context import DocumentReader
 
-    rule = "layers are given the rotation of every row of packed sequences, and not the table of positions"
-    remedy = "Use --apply_rope_fusion true, or --padding_free false and --packing false."
-    return DocumentReader(refused=BadInput("apply_rope_fusion", False, rule=rule, remedy=remedy))
+    if getattr(transformer, "mlp_padding_free", False):
+        rule = "padding would be routed to experts: the layer's method that leaves it out is not called"
+        raise BadInput("mlp_padding_free", True, rule=rule, remedy="Use --mlp_padding_free false.")
+    if not transformer.apply_rope_fusion:
+        rule = "layers are given the rotation of every row of packed sequences, and not a table of positions"
+        remedy = "Use --apply_rope_fusion true, or --padding_free false and --packing false."
+        refused = BadInput("apply_rope_fusion", False, rule=rule, remedy=remedy)
+        context.documents = DocumentReader(refused=refused)
 
 
 def pipelined_layers(

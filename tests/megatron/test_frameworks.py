@@ -190,7 +190,7 @@ def verl(folder: Path, *, on: bool) -> Any:
     return GPTModel(**values)
 
 
-def swift(folder: Path, *, on: bool) -> Any:
+def swift(folder: Path, *, on: bool, **settings: Any) -> Any:
     """``--external_plugins ampipe_on.py``, imported by its path when arguments are read."""
     from megatron.core.models.gpt import GPTModel
 
@@ -211,6 +211,7 @@ def swift(folder: Path, *, on: bool) -> Any:
 
     OfMcoreBridge.__module__ = "mcore_bridge.model.gpt_model"
     config = transformer_config()
+    vars(config).update(settings)
     return OfMcoreBridge(config=config, transformer_layer_spec=block_spec(config))
 
 
@@ -349,6 +350,8 @@ def test_packed_sequences_of_ms_swift_need_its_fused_rotation(
     with pytest.raises(BadInput, match=r"apply_rope_fusion False: .* Use --apply_rope_fusion true"):
         reader.read(SimpleNamespace(qkv_format="thd"), None, num_rows=8)
     assert reader.read(None, None, num_rows=8) is None
+    with pytest.raises(BadInput, match=r"mlp_padding_free True: .* Use --mlp_padding_free false"):
+        swift(tmp_path, on=False, mlp_padding_free=True)
 
 
 @pytest.mark.ranks(1)
@@ -379,6 +382,32 @@ def test_what_the_switch_of_a_process_does_and_refuses(
     config = transformer_config()
     with pytest.raises(BadInput, match="--position-embedding-type mrope"):
         GPTModel(config, block_spec(config), VOCABULARY, LENGTH, position_embedding_type="mrope")
+
+
+@pytest.mark.ranks(1)
+def test_modules_that_a_patch_adds_to_a_layer_are_refused() -> None:
+    """slime patches Megatron: a norm after attention and after the experts, for GLM-4."""
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+    from megatron_ampipe.layers.layer import pipelined
+
+    use_groups()
+
+    @dataclasses.dataclass
+    class Patched(TransformerLayerSubmodules):
+        post_mlp_layernorm: Any = IdentityOp
+
+    spec = block_spec(transformer_config())
+    context = recipes._context(
+        recipes._config(degree=2, backward_degree=None, schedule="ampipe", stack=0, capacity_scope="sequence")
+    )
+    for layer in spec.layer_specs:
+        layer.submodules = Patched(**vars(layer.submodules))
+    assert pipelined(spec, context) is not spec
+    spec.layer_specs[1].submodules.post_mlp_layernorm = torch.nn.LayerNorm
+    with pytest.raises(BadInput, match="layer post_mlp_layernorm: the layer specification has a module"):
+        pipelined(spec, context)
 
 
 def test_an_old_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
