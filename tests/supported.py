@@ -44,7 +44,7 @@ logged losses: relative difference at most 1e-5. Cases have, alone and combined:
 
 TRAININGS = """\
 Megatron's training loop is compared with stock runs in `tests/megatron/test_training.py`: combined
-parallelism, layers that share a schedule, exchanges, routers, [documents](documents.md) and hybrid models.
+parallelism, layers that share a schedule, exchanges, routers, [documents](features.md) and hybrid models.
 Logged losses and gradient norms agree to a relative difference of 2e-4 or better.
 """
 

@@ -130,8 +130,9 @@ class Settings:
 
     degree: int | str | None = _row(
         shown_default="1",
-        help="number of chunks of the sequence; 1 builds Megatron's own layers, 4 is a good first choice, "
-        "`auto` [tries several](tuning.md) in the first iterations and keeps the fastest",
+        help="number of chunks of the sequence; 1 builds Megatron's own layers, 4 is a "
+        "[good first choice](tuning.md#by-hand), `auto` [tries several](tuning.md#by-trying) in the first "
+        "iterations and keeps the fastest",
         type=_degree,
         of_plan=True,
     )
@@ -237,8 +238,9 @@ class Settings:
         "rows",
         metavar="KIND",
         help="how the all-to-all groups copies of a token: `rows` per expert, as Megatron; "
-        "[`ranks`](exchange.md) per rank, at degree 1 too; [`nodes`](nodes.md) per node; "
-        "[`2dh`](nodes.md#every-copy-in-two-hops) as `rows`, in two hops; `auto` leaves it to "
+        "[`ranks`](exchange.md) per rank, at degree 1 too; "
+        "[`nodes`](exchange.md#two-classes-of-links) per node; "
+        "[`2dh`](exchange.md#every-copy-in-two-hops) as `rows`, in two hops; `auto` leaves it to "
         "`--ampipe-degree auto`",
         choices=("rows", "ranks", "nodes", "2dh", AUTO),
         of_plan=True,
@@ -247,8 +249,8 @@ class Settings:
     )
     ranks_per_node: int | None = _row(
         shown_default="torchrun's",
-        help="consecutive ranks that share [faster links](nodes.md), for the exchanges `nodes` and `2dh` "
-        "and for tensor-parallel experts and attention",
+        help="consecutive ranks that share [faster links](exchange.md#two-classes-of-links), for the "
+        "exchanges `nodes` and `2dh` and for tensor-parallel experts and attention",
         type=int,
         minimum=1,
     )
@@ -378,7 +380,7 @@ def check_given(given: dict[str, Any]) -> None:
         setting = SETTING[name]
         if "plan" in given and setting.of_plan:
             remedy = f"Leave {setting.flag} or --ampipe-plan out."
-            raise setting.refuse(value, f"is what the plan {given['plan']} says", remedy)
+            raise setting.refuse(value, f"conflicts with the plan {given['plan']}, which says it", remedy)
         if setting.with_auto is not None and given.get("degree") == AUTO:
             remedy = f"Leave {setting.flag} out, or name the degree: --ampipe-degree 4."
             raise setting.refuse(value, setting.with_auto, remedy)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_ampipe.attention.kernels import choose_kernel
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.flex import FlexChunk
 from megatron_ampipe.exchange.hops import node_groups
 from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
@@ -330,6 +331,11 @@ class BlockModules:
     ) -> Documents | None:
         """The documents of a micro-batch, from what Megatron passes to the layer with ``hidden``."""
         layer = self.attention_layer
+        if packing is not None and (context := layer.pg_collection.cp.size()) > 1:
+            # A launch refuses its flags; other programs do not say before that they pack.
+            rule = "chunks of packed documents are not supported with context parallelism yet"
+            remedy = "Use one context-parallel rank, or sequences that are not packed."
+            raise BadInput("context_parallel_size", context, rule=rule, remedy=remedy)
         ranks = layer.pg_collection.tp.size() if layer.config.sequence_parallel else 1
         return self.context.documents.read(packing, mask, num_rows=hidden.shape[0] * ranks, ranks=ranks)
 

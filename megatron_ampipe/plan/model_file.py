@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat,
 
 from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.settings import SETTING, Settings
-from megatron_ampipe.errors import BadInput, did_you_mean, meant
+from megatron_ampipe.errors import BadInput, did_you_mean, meant, nearest
 from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, Dtype
@@ -210,9 +210,14 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
     values, lines = dict(top), dict(top.lines)
     section = values.pop("ampipe", LinedMapping(1))
     known = {setting.key for setting in SETTING.values()}
-    if not isinstance(section, LinedMapping) or not section.keys() <= known:
+    if not isinstance(section, LinedMapping):
         rule, remedy = "must hold AMPipe's settings, as keys with values", "Write 'degree: 4' below it."
         refuse(path, lines["ampipe"], "ampipe", rule, remedy)
+    for key in section.keys() - known:
+        refuse(path, section.lines[key], key, "there is no such setting of AMPipe", nearest(key, known))
+    for key, value in values.items():
+        if isinstance(value, LinedMapping):
+            refuse(path, lines[key], key, "is a section, and only 'ampipe:' is one", "Write 'ampipe:'.")
     for key, value in (overrides or {}).items():
         values[key], lines[key] = value, 0
         if key not in SIZE_FLAGS:
@@ -297,9 +302,11 @@ def block_of(
     )
     _check(model, block, ranks)
     for key in model.values:
+        place = f"{model.path}:{model.lines[key]}"
         if (near := meant(key, SIZE_FLAGS)) is not None:
-            place = f"{model.path}:{model.lines[key]}"
             assumed.append(f"{key} ({place}) is not read by the planner; did you mean {near}?")
+        elif key in {setting.key for setting in SETTING.values()}:
+            assumed.append(f"{key} ({place}) is not read: AMPipe's settings stand below 'ampipe:', indented")
     return block, tuple(assumed)
 
 

@@ -114,6 +114,8 @@ def test_it_ends_soon_and_says_why(name: str, runs: tuple[Path, Asked, dict[str,
         (said,) = found["errors"]
         # NAME VALUE: RULE. REMEDY. Also with a long value, what is wrong and what to do are in sight.
         assert ": " in said and ". " in said and said.endswith((".", "?")) and len(said) < 2500, said
+        if said.removeprefix("error: ").startswith("dataset "):
+            assert "end of arguments" not in found["output"], "some 850 lines of Megatron's stand before it"
 
 
 def test_what_the_first_rank_alone_finds_ends_the_others(tmp_path: Path) -> None:
