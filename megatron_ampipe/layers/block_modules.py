@@ -105,7 +105,13 @@ class BlockModules:
         self.config, self.context, self._is_recomputed = moe_layer.config, context, recomputed
         self.dense = not moe_layer.is_moe_layer
         self.is_latent = not self.dense and bool(getattr(self.config, "moe_latent_size", None))
+        self._recomputes = (
+            {*self.config.recompute_modules} if self.config.recompute_granularity == "selective" else set()
+        )
+        """Megatron's names of the modules that run again in the backward pass."""
         self.recomputed = self._recomputed_kinds()
+        self.drops_activations = "moe_act" in self._recomputes and kinds.EXPERT not in self.recomputed
+        """Whether what the experts compute between their products runs again (``ActivationTensors``)."""
         # Pipeline and mode can change between two passes.
         self.dispatcher = cache(self._make_dispatcher)
         """The dispatcher of a chunk, by :class:`~megatron_ampipe.schedule.Exchange`, to be copied."""
@@ -117,12 +123,11 @@ class BlockModules:
 
     def _recomputed_kinds(self) -> frozenset[StageKind]:
         """Kinds that run again as a whole; core attention is recomputed by ``ChunkAttention``."""
-        if self.config.recompute_granularity != "selective":
-            return frozenset()
-        names = {*self.config.recompute_modules}
-        if "mla_up_proj" in names:
+        if "mla_up_proj" in self._recomputes:
             self.attention_layer.self_attention.recompute_up_proj = False
-        return frozenset(kind for kind, function in FUNCTIONS.items() if names & {*function.recompute})
+        return frozenset(
+            kind for kind, function in FUNCTIONS.items() if self._recomputes & {*function.recompute}
+        )
 
     def _make_groups(self) -> None:
         """Make the process groups beyond Megatron's, before the first batch and on all ranks in one order."""

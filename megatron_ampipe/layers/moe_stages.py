@@ -7,6 +7,7 @@ Megatron's forward hooks wait for the parameters under ``--overlap-param-gather`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -17,10 +18,11 @@ from megatron_ampipe.exchange.codecs import Trip, WireCodec
 from megatron_ampipe.exchange.transports import all_gather, exchange_chunks, with_rows
 from megatron_ampipe.layers.block_modules import BlockModules, Tensors, runs
 from megatron_ampipe.layers.block_pass import BlockPass
-from megatron_ampipe.layers.linear_layers import products_run_by
+from megatron_ampipe.layers.linear_layers import products_run_by, replaced
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.moves import take_rows
-from megatron_ampipe.runtime.saved_tensors import InnerTensors
+from megatron_ampipe.runtime.saved_tensors import ActivationTensors, InnerTensors
+from megatron_ampipe.runtime.segment import with_history
 from megatron_ampipe.schedule import Chunk, Direction, kinds
 
 # S sequence rows, B batch, D hidden size, T tokens in the order in which they are sent, E experts.
@@ -185,10 +187,32 @@ def _experts(
     tokens, tokens_per_expert, probs = state.dispatchers[chunk].dispatch_postprocess(tokens, probs)
     if inner is not None:
         inner.sorted(tokens)
-    with products_run_by(inner, state.block.expert_products):
-        output, bias = state.block.moe.experts(tokens, tokens_per_expert, probs)
+    elif state.block.drops_activations and torch.is_grad_enabled():
+        again = functools.partial(
+            _products_again, state.block, tokens.detach(), tokens_per_expert, probs.detach()
+        )
+        activations = ActivationTensors(state.block.stage_parameters[kinds.EXPERT], again)
+        with activations.dropped():
+            return _products(state.block, tokens, tokens_per_expert, probs, activations)
+    return _products(state.block, tokens, tokens_per_expert, probs, inner)
+
+
+def _products(
+    block: BlockModules, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor, inner: InnerTensors | None
+) -> Tensor:
+    # Megatron's checkpoint inside the experts fails under ``torch.autograd.grad``.
+    stock = replaced([block.moe.experts], "activation_recompute", [False])
+    with stock, products_run_by(inner, block.expert_products):
+        output, bias = block.moe.experts(tokens, tokens_per_expert, probs)
     assert bias is None, "Megatron's experts add their bias themselves"
     return output
+
+
+def _products_again(
+    block: BlockModules, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor, inner: InnerTensors
+) -> None:
+    tokens, probs = with_history([tokens, probs])
+    _products(block, tokens, tokens_per_expert, probs, inner)
 
 
 @runs(kinds.REPERMUTE)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.runtime.collectives import Transfer
+from megatron_ampipe.runtime.segment import with_history
 
 _ALIGNED = 64
 """Bytes: a copy begins where torch's allocator could begin, because kernels may depend on that."""
@@ -253,6 +254,53 @@ class InnerTensors:
         saved, expected = (tensor.shape, tensor.dtype), (place.size, place.dtype)
         assert saved == expected, f"a second run saved {saved} in place of {expected}"
         place.tensor = tensor.detach()
+
+
+class ActivationTensors(InnerTensors):
+    """What operations between the products of a stage save: they run once more when the graph first needs it.
+
+    As Megatron's ``moe_act``, whose checkpoint calls ``backward`` and so fails under ``torch.autograd.grad``.
+
+    Args:
+        kept: See :class:`InnerTensors`.
+        stage: Runs the products with this object, from arguments that have no graph yet.
+    """
+
+    def __init__(self, kept: Collection[Tensor], stage: Callable[[InnerTensors], object]) -> None:
+        super().__init__(kept)
+        self._stage, self._results = stage, list[tuple[Any, ...]]()
+        self._next_results: Iterator[tuple[Any, ...]] = iter(())
+
+    @contextmanager
+    def dropped(self) -> Iterator[None]:
+        """The first run: what is saved between the products becomes a place."""
+        self._drops = False
+        with torch.autograd.graph.saved_tensors_hooks(self._drop, self._unpack):
+            yield
+        self._input = None
+
+    def up(self, product: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the first product of an expert; the second run takes the result of the first."""
+        if self._runs_again:
+            output, *others = next(self._next_results)
+            self._drops = True
+            return *with_history([output]), *others
+        self._drops = False
+        output, *others = product(*args, **kwargs)
+        self._kept |= {output.untyped_storage()._cdata}
+        self._results.append((output.detach(), *others))
+        self._drops = True
+        return output, *others
+
+    def _unpack(self, packed: Tensor | _Place) -> Tensor:
+        if isinstance(packed, _Place) and packed.tensor is None:
+            with self.restored():
+                # What is saved before the first product was kept.
+                self._drops, self._next_results = False, iter(self._results)
+                self._stage(self)
+            # Not earlier: other memory could take the place of what counts as kept.
+            self._results, self._next_results = [], iter(())
+        return _unpacked(packed)
 
 
 class _Place:

@@ -670,6 +670,42 @@ CHANGED = [
 LATENT_EXPERTS = {"moe_latent_size": 16, "moe_shared_expert_intermediate_size": 48, "moe_router_topk": 2}
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
 QUANTILE = {"moe_router_load_balancing_type": "quantile_balancing"}
+ACTIVATIONS_AGAIN = {
+    "recompute_granularity": "selective", "recompute_modules": ["moe_act"], "moe_grouped_gemm": True,
+}  # fmt: skip
+AGAIN = cases(
+    "again-",
+    {
+        "moe-act": {"model": LARGE | ACTIVATIONS_AGAIN},
+        "moe-act-alone": {"degree": 1, "schedule": "lancet", "model": ACTIVATIONS_AGAIN},
+        "moe-act-bias-degree2": {
+            "degree": 2,
+            "backward_degree": 4,
+            "model": ACTIVATIONS_AGAIN | {"add_bias_linear": True} | TIGHT,
+        },
+        "moe-act-stack-joined": {
+            "layers": "mdm",
+            "stack": 0,
+            "schedule": "joined",
+            "executor": "cuda",
+            "model": LARGE | ACTIVATIONS_AGAIN,
+        },
+        "moe-act-memory": {"memory": "keep/rebuild/keep/S3", "model": LARGE | ACTIVATIONS_AGAIN},
+        "moe-act-core-attn-tp": {
+            "parallel": TP,
+            "rope": True,
+            "model": LARGE | ACTIVATIONS_AGAIN | {"recompute_modules": ["moe_act", "core_attn"]},
+        },
+        "moe-act-tp-experts-ep": {
+            "world_size": 4,
+            "parallel": TP_EXPERTS_EP,
+            "model": LARGE | ACTIVATIONS_AGAIN,
+        },
+        "moe-act-moe": {"model": LARGE | ACTIVATIONS_AGAIN | {"recompute_modules": ["moe_act", "moe"]}},
+    },
+    batch=3,
+)
+"""Selective recompute of parts of a stage. Also compared with the same layer without it, bit by bit."""
 LAUNCHES = cases(
     "",
     {
@@ -721,6 +757,6 @@ LAUNCHES = cases(
 
 PARITY += CHANGED + MEMORY + DOCUMENTS + GATES + LANCET + FLEXES
 PARITY += ONCE_PER_RANK + ONCE_PER_NODE + COPIES_OVER_NODES + GATHERED + SCATTERED + LAUNCHES
-PARITY += PERMUTED
+PARITY += PERMUTED + AGAIN
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"
