@@ -117,6 +117,11 @@ class BlockModules:
         """The dispatcher of a chunk, by :class:`~megatron_ampipe.schedule.Exchange`, to be copied."""
         self.attend = cache(self._make_attention)
         """Core attention of a chunk: on a GPU or not, of documents or not."""
+        again = kinds.QKV in self.recomputed
+        self.drops_input = attention_layer.recompute_input_layernorm and not again
+        """Whether what attention is given runs through the input norm again (``DroppedOutput``)."""
+        self.drops_normed = bool(moe_layer.recompute_pre_mlp_layernorm)
+        """Likewise of what the router and the experts are given."""
         self._features = cache(self._make_features)
         self._reads_mask = reads_mask(attention_layer.self_attention)
         self._make_groups()
@@ -214,6 +219,7 @@ class BlockModules:
         features = replace(
             features,
             recomputed=self._is_recomputed and trains,
+            drops_normed=self.drops_normed and with_graph,
             gathers_rows=features.gathers_rows and self._gathers_rows,
         )
         features = with_exchange(features, pipeline.exchange)

@@ -8,7 +8,8 @@ Megatron's forward hooks wait for the parameters under ``--overlap-param-gather`
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,19 @@ def _read_by_route(block: BlockModules) -> list[Module]:
     return [*router, block.moe.fc1_latent_proj] if block.is_latent else router
 
 
+def _drops_normed[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """A stage whose graph does not keep its first input, ``normed``, if Megatron recomputes it."""
+
+    @functools.wraps(function)
+    def run(state: BlockPass, chunk: int | None, normed: Tensor, *others: Tensor) -> Any:
+        with state.drops_normed(chunk, normed):
+            return function(state, chunk, normed, *others)
+
+    return run
+
+
 @runs(kinds.CHOOSE, reads=lambda block: [block.moe.router])
+@_drops_normed
 def choose(state: BlockPass, chunk: None, normed: Tensor) -> tuple[Tensor, ...]:
     """``[S, B, D]`` to ``(probs [S, B, E], logits [S, B, L])``; the router sees all chunks as one."""
     probs, state.chosen, logits = state.block.moe.router(
@@ -45,6 +58,7 @@ def choose(state: BlockPass, chunk: None, normed: Tensor) -> tuple[Tensor, ...]:
 
 
 @runs(kinds.ROUTE, reads=_read_by_route)
+@_drops_normed
 def route(state: BlockPass, chunk: int, normed: Tensor, *choice: Tensor) -> tuple[Tensor, ...]:
     """``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, L])``.
 
@@ -100,6 +114,7 @@ def losses(state: BlockPass, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]
 
 
 @runs(kinds.SHARED, reads=lambda block: [block.moe.shared_experts], recompute=("moe", "shared_experts"))
+@_drops_normed
 def shared(state: BlockPass, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
     """``[rows, B, D]`` through the shared experts."""
     return (state.block.moe.shared_experts(normed),)
@@ -216,9 +231,10 @@ def _products_again(
 
 
 @runs(kinds.REPERMUTE)
-def repermute(state: BlockPass, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
-    """``[rows, B, D]`` to the tokens ``[T, D]`` that ``route`` gave."""
-    return (state.dispatchers[chunk].tokens_again(_narrowed(state.block, normed)),)
+def repermute(state: BlockPass, chunk: int, *normed: Tensor) -> tuple[Tensor, ...]:
+    """``[rows, B, D]``, unless they are computed once more, to the tokens ``[T, D]`` that ``route`` gave."""
+    rows = normed[0] if normed else state.normed_again(chunk)
+    return (state.dispatchers[chunk].tokens_again(_narrowed(state.block, rows)),)
 
 
 @runs(kinds.REBUILD)
@@ -274,6 +290,7 @@ def merge(
 
 
 @runs(kinds.MLP, reads=lambda block: [block.moe], recompute=("mlp",))
+@_drops_normed
 def mlp(state: BlockPass, chunk: int, normed: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
     """``[rows, B, D]`` through the MLP of a layer without experts, plus residual."""
     layer = state.block.moe_layer

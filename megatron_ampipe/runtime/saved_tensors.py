@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.segment import with_history
@@ -349,6 +350,86 @@ class DroppedRows:
         """Put rows that are gathered once more, perhaps still on their way, into the graph."""
         while self._places:
             self._places.pop().view(gathered)
+
+
+class DroppedOutput:
+    """What a module computes from each of some rows, which no graph keeps: it runs once more where needed.
+
+    As Megatron's checkpoints that discard their output, which fail under ``torch.autograd.grad``. The second
+    run has a graph, through which the gradients of the first go.
+
+    Args:
+        module: Draws no random numbers.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._rows: Tensor | None = None
+        self._second_run: tuple[Tensor, Tensor] | None = None
+
+    def compute(self, rows: Tensor) -> Tensor:
+        """``[R, B, D]`` of the rows ``[R, B, D]``, differentiable; once."""
+        self._rows = rows.detach()
+        output: Tensor = _ComputeWithoutGraph.apply(self, rows, *self._parameters)
+        return output
+
+    def first_run(self, rows: Tensor) -> Tensor:
+        """The same without a graph."""
+        output: Tensor = self._module(rows)
+        return output
+
+    def again(self) -> Tensor:
+        """What :meth:`compute` gave, in the backward pass."""
+        return self._graph()[1].detach()
+
+    def differentiate(self, gradient: Tensor) -> Sequence[Tensor | None]:
+        """From the gradient of the output to those of the rows and the parameters; once."""
+        rows, output = self._graph()
+        self._rows = self._second_run = None
+        return torch.autograd.grad(output, (rows, *self._parameters), gradient)
+
+    def _graph(self) -> tuple[Tensor, Tensor]:
+        if self._second_run is None:
+            assert self._rows is not None, "an output is needed before it is computed, or after its backward"
+            with torch.enable_grad():
+                (rows,) = with_history([self._rows])
+                self._second_run = rows, self._module(rows)
+        return self._second_run
+
+
+class _ComputeWithoutGraph(torch.autograd.Function):
+    """The module of a :class:`DroppedOutput`; parameters are arguments because they have gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, dropped: DroppedOutput, rows: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.dropped = dropped
+        return dropped.first_run(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.dropped.differentiate(gradient)
+
+
+@contextmanager
+def recomputed(tensor: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
+    """Within it, no graph keeps ``tensor``; its backward takes that from ``again()``, of the same layout."""
+    # The graph keeps the hooks, which must not refer to the tensor.
+    memory, begin = tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+    def drop(saved: Tensor) -> Tensor | _Place:
+        is_kept = saved.untyped_storage()._cdata != memory
+        return saved if is_kept else _Place(saved, saved.storage_offset() - begin)
+
+    def unpack(packed: Tensor | _Place) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        packed.view(again())
+        found, packed.tensor = _unpacked(packed), None
+        return found
+
+    with torch.autograd.graph.saved_tensors_hooks(drop, unpack):
+        yield
 
 
 def _unpacked(packed: Tensor | _Place) -> Tensor:

@@ -84,7 +84,7 @@ def test_equals_stock(case: Case) -> None:
     assert report == {"early": {}, "never entered": [], "never read": []}
     if case.memory != KEEP:
         assert_same_bits(dataclasses.replace(case, memory=KEEP), found)
-    if case in AGAIN:
+    if case in AGAIN and case.model["normalization"] == "LayerNorm":
         assert_same_bits(dataclasses.replace(case, model=case.model | {"recompute_granularity": None}), found)
     if case in SCATTERED:
         # Linear layers that exchange the rows inside.

@@ -98,7 +98,8 @@ def test_a_gradient_is_released_after_its_first_use(releases: bool, recompute: b
     def stage(tensor: Tensor) -> tuple[Tensor]:
         return (Look.apply(tensor @ weight, notes) * 2,)
 
-    segment = Segment(stage, [inputs], recompute=recompute, releases=releases)
+    recall = (lambda: [inputs]) if recompute else None
+    segment = Segment(stage, [inputs], recall=recall, releases=releases)
     gradient = torch.randn(4, 3)
     expected, of_weight = gradient * 2 @ weight.t(), inputs.t() @ (gradient * 2)
     gradients: list[Tensor | None] = [gradient]
