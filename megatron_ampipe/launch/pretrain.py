@@ -108,6 +108,8 @@ def check_launch(words: Sequence[str]) -> None:
     sys.argv = [PROGRAM_NAME, *words]
     try:
         args = parse_args(session.add_arguments)
+        # Before Megatron demands one hardware queue, which only a pipelined run does not need.
+        config_from_args(args)
         validate_args(args, TOKENIZER_DEFAULT)
         refuse_unsupported(config_from_args(args), args)
     except Exception as error:
