@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from megatron_ampipe.exchange.transports import RowTransfers
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, has_gate, random_states
 from megatron_ampipe.runtime.moves import join, take_rows
-from megatron_ampipe.runtime.saved_tensors import DroppedOutput, recomputed
+from megatron_ampipe.runtime.saved_tensors import DroppedOutput
 from megatron_ampipe.schedule import BlockFeatures, Chunk, StageKind, kinds
 from megatron_ampipe.schedule.chunks import Documents
 
@@ -113,9 +111,9 @@ class BlockPass:
         return second
 
     def normed(self, chunk: int | None, residual: Tensor) -> Tensor:
-        """``[rows, B, D]`` through the norm before the MoE layer, for stages that :meth:`drops_normed`."""
+        """``[rows, B, D]`` through the norm before the MoE layer."""
         norm = self.block.moe_layer.pre_mlp_layernorm
-        if not (self.block.drops_normed and torch.is_grad_enabled()):
+        if not self.features.drops_normed:
             return norm(residual)
         self._normed[chunk] = DroppedOutput(norm)
         return self._normed[chunk].compute(residual)
@@ -130,18 +128,12 @@ class BlockPass:
         parts = [of_chunks[index].again() for index in range(len(self.chunks))]
         return join(None, [part.hidden for part in self.chunks], self._num_rows, *parts)
 
-    def drops_normed(self, chunk: int | None, normed: Tensor) -> AbstractContextManager[None]:
-        """Within it, no graph keeps what :meth:`normed` gave, if Megatron recomputes it."""
-        if not (self.block.drops_normed and torch.is_grad_enabled()):
-            return nullcontext()
-        return recomputed(normed, functools.partial(self.normed_again, chunk))
-
     def recall(
         self, kind: StageKind, chunk: int | None, inputs: Sequence[Tensor]
     ) -> Callable[[], Sequence[Tensor]]:
         """See ``BlockState``."""
         kept = [tensor.detach() for tensor in inputs]
-        if not (self.block.drops_normed and kind.takes[0] == kinds.NORMED):
+        if not (self.features.drops_normed and kind.takes[0] == kinds.NORMED):
             return lambda: kept
         del kept[0]
         return lambda: [self.normed_again(chunk), *kept]

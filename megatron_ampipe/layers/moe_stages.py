@@ -22,7 +22,7 @@ from megatron_ampipe.layers.block_pass import BlockPass
 from megatron_ampipe.layers.linear_layers import products_run_by, replaced
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.moves import take_rows
-from megatron_ampipe.runtime.saved_tensors import ActivationTensors, InnerTensors
+from megatron_ampipe.runtime.saved_tensors import ActivationTensors, InnerTensors, recomputed
 from megatron_ampipe.runtime.segment import with_history
 from megatron_ampipe.schedule import Chunk, Direction, kinds
 
@@ -41,7 +41,9 @@ def _drops_normed[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(state: BlockPass, chunk: int | None, normed: Tensor, *others: Tensor) -> Any:
-        with state.drops_normed(chunk, normed):
+        if not state.features.drops_normed:
+            return function(state, chunk, normed, *others)
+        with recomputed(normed, functools.partial(state.normed_again, chunk)):
             return function(state, chunk, normed, *others)
 
     return run
