@@ -101,7 +101,7 @@ class ModelFlags(BaseModel):
     moe_pad_expert_input_to_capacity: _Switch = False
     moe_grouped_gemm: _Switch = False
     recompute_granularity: str | None = None
-    recompute_modules: tuple[str, ...] = ("core_attn",)
+    recompute_modules: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ("core_attn",)
     group_query_attention: _Switch = False
     num_query_groups: _Size = 1
     multi_latent_attention: _Switch = False
