@@ -310,12 +310,6 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "--recompute-modules",
-        "Megatron's recompute of this module cannot run inside a stage",
-        "Use core_attn, moe, shared_experts, mla_up_proj or mlp, or --recompute-granularity full.",
-        lambda args: recomputes(args.all, "layernorm", "moe_act"),
-    ),
-    Refusal(
         "--cuda-graph-impl",
         "CUDA graphs are not supported",
         "Use --cuda-graph-impl none.",

@@ -101,6 +101,7 @@ class ModelFlags(BaseModel):
     moe_pad_expert_input_to_capacity: _Switch = False
     moe_grouped_gemm: _Switch = False
     recompute_granularity: str | None = None
+    recompute_modules: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ("core_attn",)
     group_query_attention: _Switch = False
     num_query_groups: _Size = 1
     multi_latent_attention: _Switch = False
@@ -294,6 +295,7 @@ def block_of(
         expert_tensor=expert_tensor,
         ranks_per_node=None if cluster is None else cluster.ranks_per_node,
         recomputes=flags.recompute_granularity == "full",
+        recompute_modules=flags.recompute_modules if flags.recompute_granularity == "selective" else (),
         local=local,
         splits_weights=local and not flags.moe_grouped_gemm,
         replicas=max(1, of_stage // tensor),

@@ -192,6 +192,12 @@ TRAININGS: dict[str, Training] = {
         ours=(STACK, PARTNER),
         said=("full recompute every layer",),
     ),
+    # A dense layer outside a stack has Megatron's own checkpoints.
+    "recompute-modules": Training(
+        flags=FOUR_LAYERS + EP + LLAMA + SHARED + "--moe-layer-freq [0,1,1,1] --recompute-granularity "
+        "selective --recompute-modules layernorm shared_experts mlp core_attn",
+        ours=(BLOCK, REDISPATCH, PARTNER),
+    ),
     "recompute-interleaved": Training(
         flags=PP + FULL_BLOCK + OVERLAPS + "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2 "
         "--ddp-bucket-size 1000",

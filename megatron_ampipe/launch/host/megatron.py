@@ -3,6 +3,7 @@
 Stock layers and AMPipe layers use the same ones, so the two can be compared.
 """
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -47,6 +48,11 @@ def install() -> None:
     # CudaRNGStatesTracker.add and .fork, and recompute, read and set the device's random state with these.
     tracker._get_cuda_rng_state = get_rng_state
     tracker._set_cuda_rng_state = set_rng_state
+
+    # CheckpointWithoutOutput, with --recompute-modules layernorm, asks Transformer Engine also without FP8.
+    if not hasattr(tracker, "FP8GlobalStateManager"):
+        tracker.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+        tracker.activation_recompute_forward = tracker.fp8_autocast = lambda **_: contextlib.nullcontext()
 
     # MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize.
     moe_utils.maybe_move_tensor_to_cpu = _splits_to_host
