@@ -302,7 +302,7 @@ def _variants(
             # Layers that overlap nothing share no schedule, and send everything as it is.
             pipeline, wire = replace(pipeline, stack=1), UNCHANGED
         if wire != UNCHANGED:
-            check_wire(wire, flag="--wire")
+            class_path(wire, SHIPPED_WIRES, flag="--wire")
         if exchange in useful:
             found.append(Variant(schedule, pipeline, None if wire == UNCHANGED else wire))
     return tuple(dict.fromkeys(found))
