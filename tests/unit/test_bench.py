@@ -20,10 +20,12 @@ from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.simulate import direction_bound
 from megatron_ampipe.schedule import (
+    MEGATRON,
     MOE_BLOCK,
     BlockFeatures,
     Direction,
     Exchange,
+    Partner,
     Pipeline,
     Stage,
     build,
@@ -511,7 +513,12 @@ def test_flags_of_a_training() -> None:
         (
             Variant.of("ampipe", 4, **other),
             "--ampipe-degree 4 --ampipe-exchange ranks --ampipe-backward-degree 2 "
-            "--ampipe-schedule ampipe --ampipe-stack 3 --ampipe-memory rebuild",
+            "--ampipe-stack 3 --ampipe-memory rebuild --ampipe-schedule ampipe",
+        ),
+        (
+            Variant.of("ampipe", 2, stack=3, partner=Partner(order=MEGATRON)),
+            "--ampipe-degree 2 --ampipe-exchange rows --ampipe-backward-degree 2 --ampipe-stack 3 "
+            "--ampipe-memory keep --ampipe-partner --ampipe-partner-order megatron-1f1b",
         ),
     ):
         assert " ".join(variant_flags(variant)) == flags
