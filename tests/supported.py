@@ -38,8 +38,8 @@ logged losses: relative difference at most 1e-5. Cases have, alone and combined:
 - **Routing**: top-k, sigmoid scores, expert bias, groups, fp64, routers of `--ampipe-router`, routing
   replay, hooks of routers, all auxiliary losses (also alone) and z-loss, per-token loss, capacity with
   and without padding.
-- **Experts**: SwiGLU, latent and shared experts, `--ampipe-memory`, selective recompute, full recompute
-  inside the schedule, fp32 residual, evaluation.
+- **Experts**: SwiGLU, latent and shared experts, `--ampipe-memory`, selective recompute of any modules,
+  full recompute inside the schedule, fp32 residual, evaluation.
 """
 
 TRAININGS = """\

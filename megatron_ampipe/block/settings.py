@@ -11,13 +11,15 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from megatron_ampipe.block.named_values import (
+    ROUTER_FLAG,
     SHIPPED_GATES,
     SHIPPED_WIRES,
+    WIRE_FLAG,
     check_threshold,
-    check_wire,
     class_path,
     parse_size,
 )
@@ -276,7 +278,7 @@ class Settings:
         help="[router](gates.md) of every MoE layer, at degree 1 too: "
         f"{', '.join(f'`{name}`' for name in SHIPPED_GATES)}, or a subclass of Megatron's `TopKRouter` as "
         "`package.module:Class`, which `ampipe gate` checks",
-        check=class_path,
+        check=partial(class_path, shipped=SHIPPED_GATES, flag=ROUTER_FLAG),
         says="'ampipe gate' checks it",
     )
     router_scope: str = _row(
@@ -295,7 +297,7 @@ class Settings:
         help="what rows of tokens and their gradients become [while they travel](wire.md): "
         f"{', '.join(f'`{name}`' for name in SHIPPED_WIRES)}, or `package.module:Class`. Fewer bytes, "
         "rounded numbers",
-        check=check_wire,
+        check=partial(class_path, shipped=SHIPPED_WIRES, flag=WIRE_FLAG),
         acts="layers",
         with_auto=_DIFFERS,
         says="rows and their gradients are cast, so losses differ from a stock run's",

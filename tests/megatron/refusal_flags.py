@@ -39,7 +39,6 @@ VALUES = {
     "--te-precision-config-file": [[str(REPOSITORY / "tests" / "megatron" / "precision.yaml")]],
     "--kitchen-config-file": [[str(REPOSITORY / "tests" / "megatron" / "precision.yaml")]],
     "--kitchen-recipe-number": [["0"], ["2"]],
-    "--recompute-modules": [["layernorm"], ["moe_act"], ["core_attn", "layernorm"]],
 }
 """Refused values; for other flags the worker uses all choices except the default, or 2."""
 
@@ -58,7 +57,6 @@ COMPANIONS = {
     "--num-distributed-optimizer-instances": shlex.split(
         "--ampipe-grad-reduce placed --overlap-grad-reduce --use-distributed-optimizer"
     ),
-    "--recompute-modules": ["--recompute-granularity", "selective"],
     "--ampipe-memory": ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe"],
 }
 """Flags that the setting needs to have an effect."""

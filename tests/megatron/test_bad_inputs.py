@@ -39,8 +39,6 @@ def asked(here: Path) -> Asked:
         rows[name] = (_words(words, here), {}, says, 2)
     for name, (words, says) in bad_inputs.TRAIN.items():
         rows[name] = ([TRAIN, *stock, *_words(words, here)], {}, says, 2)
-    for name, (variables, says) in bad_inputs.VARIABLES.items():
-        rows[name] = ([TRAIN, *stock, "--ampipe-degree", "2"], variables, says, 2)
     for name, (words, says, code) in bad_inputs.CONTROLS.items():
         tool, *rest = _words(words, here)
         rows[name] = ([tool, *(stock if tool == TRAIN else []), *rest], {}, says, code)
@@ -74,7 +72,7 @@ def _trains(
 
 
 NAMES = [
-    *bad_inputs.YAML, *bad_inputs.TOOLS, *bad_inputs.TRAIN, *bad_inputs.VARIABLES, *bad_inputs.CONTROLS,
+    *bad_inputs.YAML, *bad_inputs.TOOLS, *bad_inputs.TRAIN, *bad_inputs.CONTROLS,
     *(f"data-{name}" for name in bad_inputs.DATASETS), *(f"load-{name}" for name in bad_inputs.CHECKPOINTS),
 ]  # fmt: skip
 
