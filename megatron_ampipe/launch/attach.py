@@ -48,6 +48,7 @@ from megatron_ampipe.schedule import IN_ONE_CHUNK
 from megatron_ampipe.schedule.features import (
     expert_tensor_ranks,
     gather_lane,
+    rows_of_tile,
     uses_ring_attention,
 )
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
@@ -240,6 +241,7 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
         in_one_chunk=IN_ONE_CHUNK if is_open else None,
         say=print_on_first_rank,
         keep=functools.partial(save_choice, args, config.save_plan, shape),
+        rows_of_tile=functools.partial(rows_of_tile, args),
     )
     choice = auto.start(shape)
     hooks.add(Agreement(context.pipeline))

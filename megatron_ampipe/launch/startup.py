@@ -14,16 +14,26 @@ from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.host import Adjustment
-from megatron_ampipe.launch.planned import layout_of_args, rows_of_rank
+from megatron_ampipe.launch.planned import rows_of_rank
 from megatron_ampipe.launch.recording import has_expert_communication
-from megatron_ampipe.launch.refusals import exchanges_of, packs_documents
+from megatron_ampipe.launch.refusals import exchanges_of, layout_of_args, packs_documents
 from megatron_ampipe.launch.trials import Choice, candidates
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule import KEEP, stack_to_text
-from megatron_ampipe.schedule.features import boundary, uses_ring_attention
+from megatron_ampipe.schedule.features import boundary, fp8_recipe, rows_of_tile, uses_ring_attention
 
 Row = tuple[str, ...]
 """Name and value of a setting, and the reason where there is one to give."""
+_SAME_TILES = (
+    "chunks end on whole tiles, so what is rounded is rounded as in Megatron's layers; only in gradients of "
+    "experts' weights, other tokens share a scale"
+)
+FP8_MEANING = {
+    "blockwise": _SAME_TILES,
+    "mxfp8": _SAME_TILES,
+    "tensorwise": "a scale for each chunk, not for each sequence: losses differ from Megatron's in rounding",
+}
+"""What a recipe of FP8 means in chunks."""
 
 
 def print_startup_table(rows: Sequence[Row], adjustments: Sequence[Adjustment]) -> None:
@@ -78,6 +88,8 @@ def pipelined_rows(
         rows.append(("context", f"ring of {args.context_parallel_size} ranks"))
     if documents:
         rows.append(("documents", "packed" if is_packed else "masked"))
+    if (recipe := fp8_recipe(args)) is not None:
+        rows.append(("fp8", recipe, FP8_MEANING[recipe]))
     rows.append(("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"))
     return rows + connections_row(on_gpu=on_gpu) + _notes(args)
 
@@ -91,7 +103,7 @@ def _choice_rows(args: argparse.Namespace, context: AMPipeContext, choice: Choic
     """Degree, schedule and exchange, or what the first iterations choose from."""
     pipeline, config = context.pipeline, context.config
     if config.automatic and choice is None:
-        tried = candidates(rows_of_rank(args))
+        tried = candidates(rows_of_rank(args), rows_of_tile(args, args.micro_batch_size))
         return [
             ("degree", f"auto: the first iterations try {', '.join(map(str, tried))}, the fastest stays"),
             ("schedule", pipeline.schedule),

@@ -49,6 +49,7 @@ class Block:
         imbalance: Tokens of the expert-parallel rank with the most, divided by the mean.
         dispatcher: ``alltoall`` or ``allgather``.
         dtype: Of matrix products. With ``fp8``, activations have 16 bits.
+        fp8_tile: Of how many tokens a chunk must have a multiple (``schedule.features.FP8_TILES``).
         window: Number of earlier keys that a query attends to; None for all.
         latent: Multi-latent attention, whose projection is not split into chunks.
         fused_gradients: Weight gradients are accumulated in the GEMM that computes them.
@@ -91,6 +92,7 @@ class Block:
     grouped: bool = _of_plan("--moe-grouped-gemm", essential=False, default=False)
     dispatcher: str = _of_plan("--moe-token-dispatcher-type", essential=False, default="alltoall")
     dtype: Dtype = _of_plan("precision", essential=False)  # noqa: RUF009
+    fp8_tile: int = 1
     losses: bool = False
     window: int | None = _of_plan(
         "--window-size", text=lambda keys: None if keys is None else f"{keys},0", default=None
@@ -146,6 +148,11 @@ class Block:
     def arriving_probabilities(self) -> int:
         """Probabilities that arrive at a rank with a row: one for each expert that it may be for."""
         return 1 if self.exchange.sends_every_copy else self.local_experts
+
+    @property
+    def rows_of_tile(self) -> int:
+        """Of how many rows a chunk must have a multiple."""
+        return self.fp8_tile // math.gcd(self.fp8_tile, self.batch)
 
     @property
     def rows_per_token(self) -> float:
