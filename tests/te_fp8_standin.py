@@ -20,6 +20,8 @@ from torch import Tensor
 
 LARGEST = 448.0
 """Of e4m3."""
+WHOLE = 10**9
+"""Length of a tile that is a whole tensor."""
 
 
 class FP8GlobalStateManager:
@@ -64,13 +66,20 @@ def install() -> None:
 
 
 def rounded(numbers: Tensor, tile: tuple[int, int]) -> Tensor:
-    """``[M, N]`` rounded to e4m3 with a scale, a power of two, for each tile of so many rows and columns."""
+    """``[M, N]`` rounded to e4m3 with a scale for each tile of so many rows and columns.
+
+    The scale of a tile is a power of two; that of a whole tensor is not.
+    """
     rows, columns = numbers.shape
+    if WHOLE in tile:
+        tile = (WHOLE, WHOLE)
     height, width = min(tile[0], max(rows, 1)), min(tile[1], columns)
     whole = torch.nn.functional.pad(numbers, (0, -columns % width, 0, -rows % height))
     tiles = whole.unflatten(0, (-1, height)).unflatten(2, (-1, width))
     largest = tiles.abs().amax(dim=(1, 3), keepdim=True).clamp_min(1e-30)
-    scale = torch.exp2(torch.floor(torch.log2(LARGEST / largest)))
+    scale = LARGEST / largest
+    if WHOLE not in tile:
+        scale = torch.exp2(torch.floor(torch.log2(scale)))
     values = (tiles * scale).to(torch.float8_e4m3fn).to(numbers.dtype) / scale
     return values.flatten(2, 3).flatten(0, 1)[:rows, :columns]
 
@@ -89,7 +98,7 @@ class Kept:
 
 def width_of(recipe: str) -> int:
     """Numbers that share a scale, in the dimension over which a product sums."""
-    return {"blockwise": 128, "mxfp8": 32, "tensorwise": 10**9}[recipe]
+    return {"blockwise": 128, "mxfp8": 32, "tensorwise": WHOLE}[recipe]
 
 
 class QuantizedLinear(torch.nn.Module):

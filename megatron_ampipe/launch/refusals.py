@@ -200,6 +200,7 @@ _OFF = "Leave it out, or train with --ampipe-degree 1."
 _ONE_RECIPE = "Use --fp8-format e4m3 --fp8-recipe blockwise, or --bf16."
 _QUANTIZED = "the recipe of each layer is in a file or library that AMPipe does not read"
 _OFFLOADING = "activation offloading is not supported yet"
+_GATHERED = "a layer gathers its weights and reduces their gradients in every call, and chunks are more calls"
 _SHARDED = "fully sharded parameters are not supported"
 
 _SCORES = (
@@ -373,6 +374,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "Transformer Engine's buffers for it have the size of the whole sequence, and it aborts at a chunk",
         "Leave it out; chunks overlap with the communication of tensor parallelism without it.",
     ),
+    Refusal(
+        "--tensor-parallel-num-weight-shards",
+        _GATHERED,
+        _OFF,
+        lambda args: (args.tensor_parallel_num_weight_shards or 0) > (args.tensor_model_parallel_size or 1),
+    ),
+    Refusal(
+        "--expert-tensor-parallel-num-weight-shards",
+        _GATHERED,
+        _OFF,
+        lambda args: (args.expert_tensor_parallel_num_weight_shards or 0) > expert_tensor_ranks(args),
+    ),
     Refusal("--use-megatron-fsdp", _SHARDED, "Use --use-distributed-optimizer."),
     Refusal("--use-torch-fsdp2", _SHARDED, "Use --use-distributed-optimizer."),
     Refusal(
@@ -392,6 +405,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "tensors than that knows",
         "Leave it out.",
         lambda args: args.ampipe_memory_budget is not None and _keeps_other_tensors(args),
+    ),
+    Refusal(
+        "--save-tokens-per-expert-interval",
+        "Megatron would record every chunk as a micro-batch",
+        "Leave it out; --ampipe-routing-dir DIR records how many tokens each expert gets.",
     ),
     Refusal(
         "--moe-paged-stash",

@@ -11,7 +11,15 @@ from typing import Any
 
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.plan.cluster import Dtype
-from megatron_ampipe.schedule import BlockFeatures, Exchange, SequenceLayout, Span, useful_exchanges
+from megatron_ampipe.schedule import (
+    BlockFeatures,
+    Exchange,
+    SequenceLayout,
+    Span,
+    even_chunks,
+    useful_exchanges,
+)
+from megatron_ampipe.schedule.chunks import have_whole_tiles
 from megatron_ampipe.schedule.features import BALANCED, features_of_settings
 
 PROBABILITY_BYTES = 4
@@ -153,6 +161,10 @@ class Block:
     def rows_of_tile(self) -> int:
         """Of how many rows a chunk must have a multiple."""
         return self.fp8_tile // math.gcd(self.fp8_tile, self.batch)
+
+    def splits_into(self, degree: int) -> bool:
+        """Whether the rows can be cut into so many equal chunks."""
+        return degree <= self.rows and have_whole_tiles(even_chunks(self.rows, degree), self.rows_of_tile)
 
     @property
     def rows_per_token(self) -> float:

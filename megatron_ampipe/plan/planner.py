@@ -43,7 +43,6 @@ from megatron_ampipe.schedule import (
     kinds,
     memory_to_text,
 )
-from megatron_ampipe.schedule.chunks import have_whole_tiles
 from megatron_ampipe.schedule.features import boundary
 
 _WITH_WEIGHTS = ", and gradients of weights computed during transfers"
@@ -190,7 +189,7 @@ def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -
         return replace(plan, reason=reason)
     why = "a sequence of one row cannot be split"
     if work.rows > 1:
-        why = f"no degree cuts {work.rows} rows of a rank into chunks of whole FP8 tiles"
+        why = f"no degree cuts the {work.rows} rows of a rank into chunks, with FP8 of whole tiles"
     if work.expert == 1:
         why = "each rank holds all experts, so nothing is sent that could be hidden"
     elif best is not None:
@@ -209,11 +208,9 @@ def _best(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Cand
     """The best way to run the layers in AMPipe's; None if nothing can overlap."""
     best: Candidate | None = None
     block = predictor.block
-    tiled = [
-        degree for degree in degrees if have_whole_tiles(even_chunks(block.rows, degree), block.rows_of_tile)
-    ]
-    if block.rows > 1 and block.expert > 1 and tiled:
-        best = (full_plan if full else choose_degree)(predictor, tiled)
+    possible = [degree for degree in degrees if block.splits_into(degree)]
+    if block.expert > 1 and possible:
+        best = (full_plan if full else choose_degree)(predictor, possible)
         if block.exchange is not Exchange.ROWS and len(predictor.layers) == 1:
             # Without chunks nothing is hidden, but its exchange may be the faster one.
             best = min(named(predictor, "ampipe", 1, 1), best, key=by_time)

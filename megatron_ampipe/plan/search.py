@@ -106,7 +106,7 @@ def candidates(predictor: Predictor, degrees: Iterable[int] = DEGREES) -> Iterat
     if predictor.block.splits_weights:
         names = (*names, "joined")
     for degree in degrees:
-        if degree <= predictor.block.rows:
+        if predictor.block.splits_into(degree):
             for name in names:
                 yield named(predictor, name, degree, degree)
 

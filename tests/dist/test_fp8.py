@@ -173,8 +173,9 @@ def test_only_rounding_differs(recipe: str) -> None:
     first = {name: value for name, value in found.items() if " 0 " in f"{name} "}
     others = {name for name, value in first.items() if not value <= TOLERANCE}
     experts = {name for name in first if "local_experts" in name}
-    assert len(experts) == 4 and experts <= others
-    assert recipe == "tensorwise" or others == experts
+    # Where the scales of other tokens are the same power of two, so is the gradient.
+    assert experts & others
+    assert (others <= experts) == (recipe != "tensorwise")
     assert max(first.values()) < (2 if recipe == "tensorwise" else 1) * ROUNDING
 
 
