@@ -85,7 +85,8 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
         flags, off = f"--ampipe-exchange {pipeline.exchange}", "--ampipe-exchange rows"
     _refuse(REFUSALS, arguments, flags, off)
     tile = rows_of_tile(arguments, getattr(arguments, "micro_batch_size", None) or 1)
-    require_whole_tiles(pipeline.chunks(arguments.seq_length, layout_of_args(arguments)), tile)
+    if tile > 1 and config.plan is None:
+        require_whole_tiles(pipeline.chunks(arguments.seq_length, layout_of_args(arguments)), tile)
 
 
 def layout_of_args(arguments: Any) -> SequenceLayout:
