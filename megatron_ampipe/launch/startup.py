@@ -28,7 +28,7 @@ _SAME_TILES = (
     "chunks end on whole tiles, so what is rounded is rounded as in Megatron's layers; only in gradients of "
     "experts' weights, other tokens share a scale"
 )
-FP8_MEANING = {
+_FP8_MEANING = {
     "blockwise": _SAME_TILES,
     "mxfp8": _SAME_TILES,
     "tensorwise": "a scale for each chunk, not for each sequence: losses differ from Megatron's in rounding",
@@ -88,8 +88,7 @@ def pipelined_rows(
         rows.append(("context", f"ring of {args.context_parallel_size} ranks"))
     if documents:
         rows.append(("documents", "packed" if is_packed else "masked"))
-    if (recipe := fp8_recipe(args)) is not None:
-        rows.append(("fp8", recipe, FP8_MEANING[recipe]))
+    rows += fp8_row(args)
     rows.append(("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"))
     return rows + connections_row(on_gpu=on_gpu) + _notes(args)
 
@@ -153,6 +152,12 @@ def reads_masks(args: argparse.Namespace) -> bool:
         and args.context_parallel_size == 1
         and (args.window_size is None or args.window_attn_skip_freq is not None)
     )
+
+
+def fp8_row(args: argparse.Namespace) -> list[Row]:
+    """What the recipe of FP8 means in chunks."""
+    recipe = fp8_recipe(args)
+    return [] if recipe is None else [("fp8", recipe, _FP8_MEANING[recipe])]
 
 
 def connections_row(*, on_gpu: bool) -> list[Row]:

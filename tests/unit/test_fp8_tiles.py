@@ -10,13 +10,14 @@ import torch
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.refusals import refuse_unsupported
+from megatron_ampipe.launch.startup import fp8_row
 from megatron_ampipe.launch.trials import candidates
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import improve_chunks, named
 from megatron_ampipe.schedule import Pipeline, SequenceLayout, even_chunks
 from megatron_ampipe.schedule.chunks import require_whole_tiles
-from megatron_ampipe.schedule.features import fp8_recipe, rows_of_tile
+from megatron_ampipe.schedule.features import FP8_TILES, fp8_recipe, rows_of_tile
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from tests.plan_cases import cluster, sized_block
 from tests.te_fp8_standin import rounded
@@ -98,6 +99,14 @@ def test_only_degrees_with_whole_tiles_are_tried() -> None:
     assert candidates(1024, 128) == (1, 2, 4, 8)
     assert candidates(1024) == (1, 2, 4, 8, 16)
     assert candidates(1000, 128) == (1,)
+
+
+def test_the_startup_table_says_what_a_recipe_means() -> None:
+    assert fp8_row(SimpleNamespace(fp8=None)) == []
+    for recipe in FP8_TILES:
+        ((name, shown, meaning),) = fp8_row(settings(recipe))
+        assert (name, shown) == ("fp8", recipe)
+        assert ("a scale for each chunk" in meaning) == (recipe == "tensorwise")
 
 
 @pytest.mark.parametrize("tile", [1, 128])
