@@ -25,8 +25,8 @@ from megatron_ampipe.schedule.features import boundary, fp8_recipe, rows_of_tile
 Row = tuple[str, ...]
 """Name and value of a setting, and the reason where there is one to give."""
 _SAME_TILES = (
-    "chunks end on whole tiles, so what is rounded is rounded as in Megatron's layers; only in gradients of "
-    "experts' weights, other tokens share a scale"
+    "chunks end on whole tiles, so numbers are rounded as in Megatron's layers; the smallest are not in "
+    "gradients of experts' weights, where other tokens share a scale"
 )
 _FP8_MEANING = {
     "blockwise": _SAME_TILES,

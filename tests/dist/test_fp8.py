@@ -24,8 +24,11 @@ pytestmark = pytest.mark.ranks(2)
 
 TOLERANCE = 1e-9
 """Relative difference; measured: 1e-13."""
-ROUNDING = 2**-4
-"""Of a number in e4m3."""
+SMALLEST = 1e-5
+"""What it does to a gradient if numbers below 2**-13 of a tile's largest are rounded with another scale, a
+power of two; measured: 4e-7."""
+ROUNDING = 2**-3
+"""What rounding all numbers with another scale does; measured: 0.08."""
 NUM_ITERATIONS, NUM_MICROBATCHES = 2, 3
 VARIANTS: dict[str, dict[str, Any]] = {
     "degree4": {},
@@ -173,10 +176,9 @@ def test_only_rounding_differs(recipe: str) -> None:
     first = {name: value for name, value in found.items() if " 0 " in f"{name} "}
     others = {name for name, value in first.items() if not value <= TOLERANCE}
     experts = {name for name in first if "local_experts" in name}
-    # Where the scales of other tokens are the same power of two, so is the gradient.
     assert experts & others
     assert (others <= experts) == (recipe != "tensorwise")
-    assert max(first.values()) < (2 if recipe == "tensorwise" else 1) * ROUNDING
+    assert max(first.values()) < (ROUNDING if recipe == "tensorwise" else SMALLEST)
 
 
 def test_a_stale_weight_is_seen() -> None:
