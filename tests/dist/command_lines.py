@@ -25,7 +25,7 @@ from megatron.training.models.gpt import GPTModelBuilder
 
 from megatron_ampipe.launch import gpt, pretrain
 from megatron_ampipe.launch.gpt import embedding_ranks
-from megatron_ampipe.launch.session import TrainingSession
+from megatron_ampipe.launch.script import TrainingSession
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
 
 LOSS_TOLERANCE = 1e-5
