@@ -55,8 +55,11 @@ def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> A
 def install() -> None:
     """Make the stand-ins what Megatron has found of Transformer Engine."""
     from megatron.core import fp8_utils
+    from megatron.core.extensions import transformer_engine
     from megatron.core.transformer import transformer_config
 
+    # The stand-in saves nothing else.
+    transformer_engine.set_save_original_input = lambda module: None
     fp8_utils.get_fp8_context = get_fp8_context
     fp8_utils.FP8GlobalStateManager = FP8GlobalStateManager
     fp8_utils.transformer_engine = types.SimpleNamespace(

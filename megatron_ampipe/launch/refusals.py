@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ampipe.block.hybrid_pattern import HybridPattern
+from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.settings import AUTO, settings_of
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, useful_exchanges
@@ -156,8 +156,8 @@ def ranks_per_node(arguments: Any) -> int | None:
 
 
 def _without_pair(args: Any) -> bool:
-    pattern = HybridPattern.of_arguments(args.all)
-    return pattern is not None and not pattern.runs
+    stages = stages_of(args.all)
+    return stages is not None and not runs_of(stages)
 
 
 def _splits_weights_elsewhere(args: Any) -> bool:
@@ -200,8 +200,6 @@ def _keeps_other_tensors(args: Any) -> bool:
 
 
 _OFF = "Leave it out, or train with --ampipe-degree 1."
-_ONE_RECIPE = "Use --fp8-format e4m3 --fp8-recipe blockwise, or --bf16."
-_QUANTIZED = "the recipe of each layer is in a file or library that AMPipe does not read"
 _OFFLOADING = "activation offloading is not supported yet"
 _GATHERED = "a layer gathers its weights and reduces their gradients in every call, and chunks are more calls"
 _SHARDED = "fully sharded parameters are not supported"
@@ -323,13 +321,10 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: fp8_recipe(args) not in (None, *FP8_TILES) and fp8_recipe(args),
     ),
     Refusal("--fp4-format", "4-bit training is not supported yet", "Use --fp8-format e4m3, or --bf16."),
-    Refusal("--te-precision-config-file", _QUANTIZED, _ONE_RECIPE),
-    Refusal("--kitchen-config-file", _QUANTIZED, _ONE_RECIPE),
     Refusal(
-        "--kitchen-recipe-number",
-        _QUANTIZED,
-        _ONE_RECIPE,
-        lambda args: args.kitchen_recipe_number is not None,
+        "--te-precision-config-file",
+        "the recipe of each layer is in a file that AMPipe does not read",
+        "Use --fp8-format e4m3 --fp8-recipe blockwise, or --bf16.",
     ),
     Refusal(
         "--ampipe-exchange",
@@ -348,12 +343,6 @@ REFUSALS: tuple[Refusal, ...] = (
             (args.num_distributed_optimizer_instances or 1) > 1
             and settings_of(args.all).grad_reduce == "placed"
         ),
-    ),
-    Refusal(
-        "--recompute-modules",
-        "Megatron's recompute of this module cannot run inside a stage",
-        "Use core_attn, moe, shared_experts, mla_up_proj or mlp, or --recompute-granularity full.",
-        lambda args: recomputes(args.all, "layernorm", "moe_act"),
     ),
     Refusal(
         "--cuda-graph-impl",

@@ -121,7 +121,8 @@ TRAIN = {
     ),
     "plan-and-degree": (
         "--ampipe-plan {here}/good.plan --ampipe-degree 4",
-        "4: is what the plan {here}/good.plan says. Leave --ampipe-degree or --ampipe-plan out.",
+        "4: conflicts with the plan {here}/good.plan, which says it. Leave --ampipe-degree or --ampipe-plan "
+        "out.",
     ),
     "save-plan-foreign": (_AUTO + "--ampipe-save-plan {here}/good.trace", "good.trace:1: traceEvents"),
     "save-file": ("--ampipe-degree 2 --save {here}/empty --save-interval 2", "to (Not a directory)."),
@@ -134,12 +135,6 @@ TRAIN = {
 }
 """Flags after those of a launch with made-up data, and a part of the message."""
 
-VARIABLES = {
-    "variable-word": (
-        {"RANK": "abc"},
-        "RANK abc: must be a whole number below WORLD_SIZE, which is 4. Start the run with torchrun,",
-    ),
-}
 CONTROLS = {
     "train-well": ("train --ampipe-plan {here}/good.plan", "", PROCESS_GROUP_MADE),
     "plan-well": (_PLAN + "{here}/good.cluster", "choice: ", 0),

@@ -41,7 +41,6 @@ VALUES = {
     "--kitchen-recipe-number": [["0"], ["2"]],
     "--fp8-recipe": [["delayed"], ["custom"]],
     "--ampipe-memory-budget": [["40GiB"]],
-    "--recompute-modules": [["layernorm"], ["moe_act"], ["core_attn", "layernorm"]],
 }
 """Refused values; for other flags the worker uses all choices except the default, or 2."""
 
@@ -63,7 +62,6 @@ COMPANIONS = {
     "--fp8-recipe": ["--fp8-format", "e4m3", "--transformer-impl", "transformer_engine"],
     "--fp8-format": ["--fp8-recipe", "blockwise", "--transformer-impl", "local"],
     "--ampipe-memory-budget": ["--use-transformer-engine-op-fuser"],
-    "--recompute-modules": ["--recompute-granularity", "selective"],
     "--ampipe-memory": ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe"],
 }
 """Flags that the setting needs to have an effect."""

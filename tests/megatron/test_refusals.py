@@ -19,11 +19,8 @@ from tests.megatron.refusal_flags import ACCEPTED, ALONE, COMPANIONS, VALUES
 @pytest.fixture(scope="module")
 def parser() -> argparse.ArgumentParser:
     """Megatron's, with the flags of AMPipe."""
-    from megatron.core.extensions import kitchen
     from megatron.training.arguments import add_megatron_arguments
 
-    # Megatron has the flags of this library only if it is installed; it is internal to NVIDIA.
-    kitchen.HAVE_KITCHEN = True
     made: argparse.ArgumentParser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     ending.report_parser_errors(made)
     flags.add_arguments(made)

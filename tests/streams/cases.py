@@ -96,7 +96,7 @@ def runs() -> Iterator[Run]:
         # HybridEP are of real ranks, and those of fused kernels no kernels; a ring and ids of tensor-parallel
         # rows are not modelled.
         left_out = ("degree", "length", "kernel", "only", "flex", "fused", "gate-hash", "gate-ids")
-        told = case.name.startswith(left_out) or case.pipeline.is_stock
+        told = case.name.startswith(left_out) or case.pipeline.is_stock or case.needs_several_ranks
         told = told or "context_parallel_size" in case.parallel or case.world_size > RANKS_OF_NODES
         if case.executor == "thread" and not told:
             yield Run(f"parity-{case.name}", dataclasses.replace(case, executor="cuda", kernel="exact"))

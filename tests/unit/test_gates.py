@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ampipe.block.named_values import class_path
+from megatron_ampipe.block.named_values import ROUTER_FLAG, SHIPPED_GATES, class_path
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.attach import TokenIdsOfModels
 from megatron_ampipe.launch.refusals import TOKEN_ID_REFUSALS, refuse_with_token_ids
@@ -29,7 +29,7 @@ from megatron_ampipe.layers.gates import HashRouter, TokenIds, hashed_experts
 )
 def test_other_names_are_refused(name: str, message: str) -> None:
     with pytest.raises(BadInput, match="--ampipe-router") as caught:
-        class_path(name)
+        class_path(name, SHIPPED_GATES, flag=ROUTER_FLAG)
     assert message in str(caught.value)
 
 
