@@ -40,7 +40,12 @@ from megatron_ampipe.runtime.partners import Partners
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import IN_ONE_CHUNK
-from megatron_ampipe.schedule.features import expert_tensor_ranks, gather_lane, uses_ring_attention
+from megatron_ampipe.schedule.features import (
+    expert_tensor_ranks,
+    gather_lane,
+    rows_of_tile,
+    uses_ring_attention,
+)
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 
@@ -232,6 +237,7 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
         in_one_chunk=IN_ONE_CHUNK if is_open else None,
         say=print_on_first_rank,
         keep=functools.partial(save_choice, args, config.save_plan, shape),
+        rows_of_tile=functools.partial(rows_of_tile, args),
     )
     choice = auto.start(shape)
     hooks.add(Agreement(context.pipeline))
