@@ -213,17 +213,13 @@ def backend_of_shape(key: Hashable) -> Iterator[None]:
     _BACKENDS_BY_SHAPE[key] = remembered
 
 
-@cache
-def has_apex() -> bool:
-    """Whether NVIDIA's apex is installed; PyPI has a different package of that name."""
-    found = importlib.util.find_spec("apex")
-    folders = [] if found is None else found.submodule_search_locations or []
-    return any((Path(folder) / "optimizers").is_dir() for folder in folders)
-
-
 def missing_packages() -> list[OptionalPackage]:
     """The optional packages that are not installed. Imports none."""
-    installed = has_transformer_engine(), has_apex()
+    apex = importlib.util.find_spec("apex")
+    folders = [] if apex is None else apex.submodule_search_locations or []
+    # PyPI has a different package of that name.
+    has_apex = any((Path(folder) / "optimizers").is_dir() for folder in folders)
+    installed = has_transformer_engine(), has_apex
     return [package for package, is_there in zip(OPTIONAL_PACKAGES, installed, strict=True) if not is_there]
 
 
