@@ -214,6 +214,7 @@ def backend_of_shape(key: Hashable) -> Iterator[None]:
     _BACKENDS_BY_SHAPE[key] = remembered
 
 
+<<<<<<< HEAD
 def precision_of(config: Any, layer: int) -> contextlib.AbstractContextManager[None]:
     """Within it, Transformer Engine computes as in Megatron's loop over the layers: in FP8, or in 16 bits.
 
@@ -261,9 +262,15 @@ def has_apex() -> bool:
     return any((Path(folder) / "optimizers").is_dir() for folder in folders)
 
 
+=======
+>>>>>>> w/l
 def missing_packages() -> list[OptionalPackage]:
     """The optional packages that are not installed. Imports none."""
-    installed = has_transformer_engine(), has_apex()
+    apex = importlib.util.find_spec("apex")
+    folders = [] if apex is None else apex.submodule_search_locations or []
+    # PyPI has a different package of that name.
+    has_apex = any((Path(folder) / "optimizers").is_dir() for folder in folders)
+    installed = has_transformer_engine(), has_apex
     return [package for package, is_there in zip(OPTIONAL_PACKAGES, installed, strict=True) if not is_there]
 
 

@@ -101,12 +101,18 @@ def pipelined_rows(
         )
         rows.append(("partner", str(pipeline.partner), why))
     rows += context.config.startup_rows(stock=False)
-    is_local, documents = args.transformer_impl == "local", packs_documents(args) or masks_documents(args)
+    is_local, is_packed = args.transformer_impl == "local", packs_documents(args)
+    documents = is_packed or masks_documents(args)
     kernel = choose_kernel(args, local=is_local, on_gpu=on_gpu, documents=documents)
     rows.append(("attention", kernel.name, kernel.reason))
     if uses_ring_attention(args):
         rows.append(("context", f"ring of {args.context_parallel_size} ranks"))
+<<<<<<< HEAD
     rows += fp8_row(args)
+=======
+    if documents:
+        rows.append(("documents", "packed" if is_packed else "masked"))
+>>>>>>> w/l
     if on_gpu and (warning := connections.warning(os.environ.get(connections.VARIABLE))):
         rows.append(("warning", connections.VARIABLE, warning))
     if not has_expert_communication(args):
