@@ -214,7 +214,6 @@ def backend_of_shape(key: Hashable) -> Iterator[None]:
     _BACKENDS_BY_SHAPE[key] = remembered
 
 
-<<<<<<< HEAD
 def precision_of(config: Any, layer: int) -> contextlib.AbstractContextManager[None]:
     """Within it, Transformer Engine computes as in Megatron's loop over the layers: in FP8, or in 16 bits.
 
@@ -254,16 +253,6 @@ def forget_quantized_weights(linear: Any) -> None:
     kept.clear()
 
 
-@cache
-def has_apex() -> bool:
-    """Whether NVIDIA's apex is installed; PyPI has a different package of that name."""
-    found = importlib.util.find_spec("apex")
-    folders = [] if found is None else found.submodule_search_locations or []
-    return any((Path(folder) / "optimizers").is_dir() for folder in folders)
-
-
-=======
->>>>>>> w/l
 def missing_packages() -> list[OptionalPackage]:
     """The optional packages that are not installed. Imports none."""
     apex = importlib.util.find_spec("apex")

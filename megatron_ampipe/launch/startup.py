@@ -107,12 +107,9 @@ def pipelined_rows(
     rows.append(("attention", kernel.name, kernel.reason))
     if uses_ring_attention(args):
         rows.append(("context", f"ring of {args.context_parallel_size} ranks"))
-<<<<<<< HEAD
     rows += fp8_row(args)
-=======
     if documents:
         rows.append(("documents", "packed" if is_packed else "masked"))
->>>>>>> w/l
     if on_gpu and (warning := connections.warning(os.environ.get(connections.VARIABLE))):
         rows.append(("warning", connections.VARIABLE, warning))
     if not has_expert_communication(args):
