@@ -192,7 +192,7 @@ def plans() -> Iterator[tuple[str, str]]:
                     model,
                     "--cluster",
                     cluster,
-                    *rest,
+                    *(rest if "--exchange" in rest else [*rest, "--exchange", "rows"]),
                     "--degrees",
                     "2,4",
                     "--no-partner",
