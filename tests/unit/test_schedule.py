@@ -39,7 +39,6 @@ from megatron_ampipe.schedule import (
 PLAIN = BlockFeatures(chunked_qkv=True)
 DENSE = BlockFeatures(dense=True, chunked_qkv=True)
 EXPERTS = BlockFeatures(losses=True, shared=True, ordered_routing=True, chunked_qkv=True)
-RECOMPUTED = replace(EXPERTS, recomputed=True)
 
 names = st.sampled_from(SCHEDULE_NAMES)
 memories = st.sampled_from(sorted(STRATEGIES))
@@ -218,18 +217,3 @@ def test_an_order_of_another_strategy_gets_the_stages_that_it_lacks(made_for: st
     order = period(Pipeline.of(2, memory=made_for).schedule_of([with_memory(EXPERTS, made_for)]))
     layers = [with_memory(EXPERTS, run_as)] * 2
     check(unrolled(order, layers), layers)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
-@pytest.mark.parametrize("degrees", [(4, 4), (2, 4), (8, 4), (1, 4), (6, 3)])
-def test_recomputed_blocks_run_again_two_at_a_time(schedule: str, degrees: tuple[int, int]) -> None:
-    forward, backward = degrees
-    pipeline = Pipeline.of(forward, backward_degree=backward, schedule=schedule, stack=0)
-    for layers in ([RECOMPUTED] * 4, [replace(DENSE, recomputed=True)] * 2 + [RECOMPUTED] * 2):
-        made = pipeline.schedule_of(layers)
-        needs = needs_of(made, layers, Direction.BACKWARD)
-        order = [stage for _, stage in issue_order(made.backward, needs, host_waits=False)]
-        for layer in range(len(layers) - 2):
-            begin = [place for place, stage in enumerate(order) if stage.layer == layer and stage.again]
-            above = [place for place, stage in enumerate(order) if stage.layer == layer + 2]
-            assert max(above) < min(begin)

@@ -62,18 +62,6 @@ def test_a_sum_is_allocated_once(dtype: torch.dtype) -> None:
     assert torch.allclose(total.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_a_single_gradient_is_returned_without_a_copy() -> None:
-    parameter = Parameter(torch.zeros(40, 30))
-    (gradient,) = chunk_gradients(torch.float32, count=1)
-    sums = GradientSums(BlockParameters([], [parameter]))
-    with Allocations() as allocations:
-        sums.add(0, None)
-        sums.add(0, gradient)
-        assert sums.take(0) is gradient
-    assert allocations.sizes_bytes(gradient) == []
-    assert sums.take(0) is None
-
-
 class Look(torch.autograd.Function):
     """The identity; its backward notes whether a tensor is still alive."""
 
