@@ -20,7 +20,7 @@ import pytest
 
 from megatron_ampipe.tools.measuring import network, training
 from megatron_ampipe.tools.measuring.link import parse_link
-from tests.dist.launch import REPOSITORY
+from tests.forked import REPOSITORY
 
 pytestmark = pytest.mark.alone
 
