@@ -163,7 +163,13 @@ class Measurements:
 
         executor = WatchedExecutor(blocks.EXECUTORS[case.executor](), self._meter)
         with mock.patch.object(blocks, "layer_spec", with_kernel):
-            return blocks.build_layers(case, executor=executor)[1]
+            _, layer = blocks.build_layers(case, executor=executor)
+        # As Megatron initializes them: the planner predicts an even use of experts.
+        torch.manual_seed(3 + torch.distributed.get_rank())
+        for name, parameter in layer.named_parameters():
+            if name.endswith("router.weight"):
+                torch.nn.init.normal_(parameter, std=0.02)
+        return layer
 
     def _measure(self, case: Case) -> dict[str, Any]:
         from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES
