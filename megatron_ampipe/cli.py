@@ -88,13 +88,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line.
+    """Run one command line, that of the process when None, and return the exit code.
 
-    Args:
-        arguments: The arguments after ``ampipe``; None for those of this process.
-
-    Returns:
-        The exit code. Errors are printed to stderr, without a traceback.
+    Errors are printed to stderr, without a traceback.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words:

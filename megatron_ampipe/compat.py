@@ -37,7 +37,6 @@ class OptionalPackage(NamedTuple):
     """A package that is used if it is installed: how to import and get it, and what is used without it."""
 
     name: str
-    distribution: str
     module: str
     fallback: str
     remedy: str
@@ -46,28 +45,17 @@ class OptionalPackage(NamedTuple):
 OPTIONAL_PACKAGES = (
     OptionalPackage(
         name="Transformer Engine",
-        distribution="transformer-engine",
         module="transformer_engine.pytorch",
         fallback="Megatron's local layers, with --transformer-impl local",
         remedy="pip install --no-build-isolation 'transformer-engine[pytorch]', needs the CUDA compiler",
     ),
     OptionalPackage(
         name="apex",
-        distribution="apex",
         module="apex.optimizers",
         fallback="Adam and norms of Transformer Engine if it is installed, otherwise of torch",
         remedy="build it from NVIDIA's repository apex; apex on PyPI is a different package",
     ),
 )
-
-
-@cache
-def installed_version(distribution: str) -> Version | None:
-    """The version of an installed distribution, or None if it is not installed."""
-    try:
-        return Version(version(distribution))
-    except PackageNotFoundError:
-        return None
 
 
 def megatron_folder() -> Path | None:
@@ -82,8 +70,7 @@ def megatron_folder() -> Path | None:
 def megatron_version(folder: Path) -> Version:
     """The version of the Megatron in a ``megatron/core`` folder, read without importing it.
 
-    Raises:
-        EnvironmentMissing: its ``package_info.py`` is missing or cannot be parsed.
+    Raises :class:`EnvironmentMissing` if its ``package_info.py`` is missing or cannot be parsed.
     """
     path = folder / "package_info.py"
     text = path.read_text(errors="replace") if path.is_file() else ""
@@ -94,15 +81,14 @@ def megatron_version(folder: Path) -> Version:
 
 
 def found_version(distribution: str) -> Version | None:
-    """The version that an import would use, for megatron-core possibly a checkout's; None if there is none.
-
-    Raises:
-        EnvironmentMissing: the version of a Megatron checkout cannot be determined.
-    """
-    if distribution != "megatron-core":
-        return installed_version(distribution)
-    folder = megatron_folder()
-    return megatron_version(folder) if folder is not None else None
+    """The version that an import would use, for megatron-core maybe a checkout's; None if there is none."""
+    if distribution == "megatron-core":
+        folder = megatron_folder()
+        return megatron_version(folder) if folder is not None else None
+    try:
+        return Version(version(distribution))
+    except PackageNotFoundError:
+        return None
 
 
 def describe_megatron() -> str:
@@ -119,24 +105,14 @@ def has_hybrid_models() -> bool:
     return folder is not None and (folder / "models" / "hybrid" / "hybrid_model.py").is_file()
 
 
-def moe_class(mlp: Any) -> type | None:
-    """The MoE layer class that the ``mlp`` of a layer's submodules builds; None if it builds no MoE layer.
+def mlp_class(mlp: Any) -> Any:
+    """The class that the ``mlp`` of a layer's submodules builds.
 
-    ``mlp`` is a ``partial`` of the class since 0.18, and a ``ModuleSpec`` before, or if users write one.
+    ``mlp`` is a ``partial`` of the class or of a class method since 0.18, and a ``ModuleSpec`` before, or if
+    users write one.
     """
-    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
-
-    found = getattr(mlp, "func", None) or getattr(mlp, "module", None)
-    return found if isinstance(found, type) and issubclass(found, BaseMoELayer) else None
-
-
-def is_mlp(mlp: Any) -> bool:
-    """Whether the ``mlp`` of a layer's submodules builds Megatron's dense MLP, and no subclass of it."""
-    from megatron.core.transformer.mlp import MLP
-
-    found = getattr(mlp, "func", None) or getattr(mlp, "module", None)
-    # A partial of a class method since 0.18.
-    return getattr(found, "__self__", found) is MLP
+    built = getattr(mlp, "func", None) or getattr(mlp, "module", None)
+    return getattr(built, "__self__", built)
 
 
 def moe_submodules(mlp: Any) -> Any:
@@ -152,12 +128,9 @@ def with_moe_submodules(mlp: Any, submodules: Any) -> Any:
 
 
 def require_peers() -> None:
-    """Refuse a torch or a Megatron that is too old, and warn if Megatron is newer than the tested versions.
+    """Raise :class:`EnvironmentMissing` for too old a torch or Megatron; warn of an untested newer Megatron.
 
     Called after Megatron is imported, and before any module of AMPipe that imports it.
-
-    Raises:
-        EnvironmentMissing: with the version that was found and the one that is needed.
     """
     for distribution, minimum in MINIMUM_VERSIONS.items():
         found = found_version(distribution)
@@ -178,11 +151,7 @@ def require_peers() -> None:
 
 
 def require_model_from_configuration() -> None:
-    """Refuse ``megatron_ampipe.pretrain_gpt`` if Megatron cannot build a model from a configuration.
-
-    Raises:
-        EnvironmentMissing: with the command that works with this version.
-    """
+    """Raise :class:`EnvironmentMissing` if Megatron cannot build a model from a configuration."""
     found = found_version("megatron-core")
     if found is not None and _release(found) < Version(PRETRAIN_GPT_MEGATRON):
         raise EnvironmentMissing(
@@ -225,10 +194,8 @@ def backend_of_shape(key: Hashable) -> Iterator[None]:
     """Calls Transformer Engine's attention with the backend that it chose for this key the last time.
 
     It remembers one choice, and chunks alternate between shapes, so it would choose for each. It still
-    compares all parameters with those of its choice, and chooses anew if they differ.
-
-    Args:
-        key: Of the layer and the shapes.
+    compares all parameters with those of its choice, and chooses anew if they differ. The key is of the layer
+    and the shapes.
     """
     latest = _backend_of_transformer_engine()
     if latest is None:
@@ -270,17 +237,14 @@ def has_fused_weight_gradients(*, on_gpu: bool) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """The properties of the current device and of torch that decide which attention kernels can run.
-
-    Attributes:
-        capability: CUDA compute capability, such as (9, 0); (0, 0) for AMD devices.
-        cudnn: cuDNN version as torch gives it, such as 91501 for 9.15.1; 0 without cuDNN.
-        deterministic: Whether torch is set to use deterministic algorithms only.
-    """
+    """The properties of the current device and of torch that decide which attention kernels can run."""
 
     capability: tuple[int, int]
+    """CUDA compute capability, such as (9, 0); (0, 0) for AMD devices."""
     cudnn: int
+    """The version as torch gives it, such as 91501 for 9.15.1; 0 without cuDNN."""
     deterministic: bool
+    """Whether torch is set to use deterministic algorithms only."""
 
 
 def current_gpu() -> Gpu:

@@ -25,11 +25,8 @@ class EnvironmentMissing(AMPipeError):
 class BadInput(AMPipeError, ValueError):
     """An argument, a file or a combination of settings that is not valid.
 
-    Args:
-        name: What was set, as the user wrote it (a flag, a file, a key).
-        value: Its value.
-        rule: Why it is refused, as one clause without a full stop.
-        remedy: What to do instead, with a value that would work.
+    ``name`` is what was set, as the user wrote it (a flag, a file, a key); ``rule`` why its value is refused,
+    as one clause without a full stop; ``remedy`` what to do instead, with a value that would work.
     """
 
     exit_code = 2
@@ -51,13 +48,10 @@ class DifferenceFound(AMPipeError):
     exit_code = 4
 
 
-def did_you_mean(word: str, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6) -> str:
-    """A question that names at most ``most`` similar known words; empty if none is similar.
-
-    ``cutoff`` is how similar they must be, 0 to 1, as :func:`difflib.get_close_matches` counts.
-    """
-    near = difflib.get_close_matches(word, sorted(known), n=most, cutoff=cutoff)
-    return f"Did you mean {' or '.join(near)}?" if near else ""
+def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """A question that names the known word that is most like ``word``, if one is by at least ``cutoff``."""
+    near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=cutoff)
+    return f"Did you mean {near[0]}?" if near else ""
 
 
 def meant(word: str, known: Collection[str]) -> str | None:

@@ -22,7 +22,7 @@ CLUSTERS = ("a800x8-20gbps", "ampipe-g5", "dgx-h100", "fsmoe-testbed-a", "gb200-
 
 
 def stacks() -> Iterator[str]:
-    """Models on clusters, block by block and with all layers as one schedule."""
+    """Models on clusters, block by block, with all layers as one schedule, and with partners."""
     clusters = {name: read_cluster(find_cluster(name)) for name in CLUSTERS}
     yield f"| model | {' | '.join(clusters)} |"
     yield "|---" * (1 + len(clusters)) + "|"
@@ -35,14 +35,20 @@ def _cell(model: ModelFile, cluster: Cluster) -> str:
     block, _ = block_of(model, cluster)
     layers = layers_of(model)
     predictor = Predictor(block, cluster, num_layers=layers.num_layers, dense=layers.dense)
-    plans = make_plans(predictor, full=False)
-    assert plans.shared is not None
-    blocks = predictor.stock().total / 1e3 / plans.blocks_ms
-    cells = [
-        f"{speedup:.2f} ({':'.join(dict.fromkeys([str(plan.forward_degree), str(plan.backward_degree)]))})"
-        for speedup, plan in ((blocks, plans.alone), (plans.shared.predicted_speedup, plans.shared))
-    ]
-    return f"{cells[0]}, {f'**{cells[1]}**' if plans.chosen.stack != 1 else cells[1]}"
+    plans = make_plans(predictor, full=False, with_partner=1.0)
+    assert plans.shared is not None and plans.together is not None and plans.as_megatron is not None
+    stock_ms = predictor.stock().total / 1e3
+    assert plans.shared.predicted_ms is not None
+    cells = []
+    for time_ms, plan in ((plans.blocks_ms, plans.alone), (plans.shared.predicted_ms, plans.shared)):
+        degrees = dict.fromkeys([str(plan.forward_degree), str(plan.backward_degree)])
+        cells.append(f"{stock_ms / time_ms:.2f} ({':'.join(degrees)})")
+    cells.append(f"{1e3 * stock_ms / plans.as_megatron.time_us:.2f}")
+    together = plans.together
+    cells.append(f"{1e3 * stock_ms / together.time_us:.2f} ({together.partner.degree})")
+    chosen = 3 if plans.chosen.partner is not None else int(plans.chosen.stack != 1)
+    cells[chosen] = f"**{cells[chosen]}**"
+    return ", ".join(cells)
 
 
 def page() -> str:

@@ -1,22 +1,42 @@
-"""Exact pieces cut as those of flash kernels, also in fakes of packages that are not installed.
-
-And the settings of a layer from which a kernel is chosen.
-"""
+"""Attention that the kernels are compared with, exact pieces cut as those of flash kernels, and settings."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout as drop
 
-from megatron_ampipe.attention.backends import EXACT_PIECES
-from megatron_ampipe.attention.kernels import Kernel
-from megatron_ampipe.attention.pieces import PieceKernel, all_visible_keys, causal_then_earlier
+from megatron_ampipe.attention.backends import EXACT_PIECES, visible_keys
+from megatron_ampipe.attention.kernels import KERNELS, Kernel
+from megatron_ampipe.attention.pieces import PieceKernel, all_visible_keys, causal_then_earlier, repeat_heads
+from megatron_ampipe.runtime.segment import sum_dtype
 
 forward, backward = EXACT_PIECES.forward, EXACT_PIECES.backward
 """Attention of a piece, and its gradients."""
+
+
+def exact(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The definition, differentiable, with the softmax in the dtype of sums; a ``SpanFunction``."""
+    scores = torch.einsum("rbhc,sbhc->bhrs", query, repeat_heads(key, query.shape[2])).to(sum_dtype(query))
+    scores = (scores * scale).masked_fill(~visible_keys(query, key, window), -math.inf)
+    if sinks is not None:
+        of_rows = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, of_rows], dim=-1)
+    weights = drop(scores.softmax(dim=-1)[..., : key.shape[0]].to(value.dtype), p=dropout)
+    return torch.einsum("bhrs,sbhv->rbhv", weights, repeat_heads(value, query.shape[2]))
 
 
 def _kernel(*, bottom_right: bool) -> Kernel:
@@ -42,6 +62,7 @@ REFERENCE_KERNELS = {
     "reference-bottom-right": _kernel(bottom_right=True),
 }
 """Attention kernels for tests, by name."""
+KERNELS.update(REFERENCE_KERNELS, exact=Kernel(exact))
 
 
 def settings_of_plain_attention(**other: Any) -> SimpleNamespace:

@@ -21,16 +21,6 @@ class HalvesWire:
         out[:, :half], out[:, half:] = parts[0], -parts[1]
 
 
-class JoinedWire:
-    """Wrong: sends all rows as one, which cannot be divided over ranks."""
-
-    def encode(self, rows: Tensor, trip: Trip) -> Sequence[Tensor]:
-        return (rows.reshape(1, -1),)
-
-    def decode(self, parts: Sequence[Tensor], out: Tensor, trip: Trip) -> None:
-        out.copy_(parts[0].reshape(out.shape))
-
-
 class EncodeOnlyWire:
     """Wrong: cannot decode."""
 

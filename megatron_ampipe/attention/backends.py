@@ -42,26 +42,6 @@ how many keys before its own position a query sees, None for all; and ``sinks`` 
 key that every query sees, whose value is zero (``--softmax-type``)."""
 
 
-def exact(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    dropout: float = 0.0,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The reference implementation, which the others are compared with. Softmax in the dtype of sums."""
-    scores = _scores(query, key, causal=True, scale=scale, window=window)
-    if sinks is not None:
-        of_rows = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, of_rows], dim=-1)
-    weights = scores.softmax(dim=-1)[..., : key.shape[0]]
-    weights = F.dropout(weights.to(value.dtype), p=dropout)
-    return torch.einsum("bhrs,sbhv->rbhv", weights, repeat_heads(value, query.shape[2]))
-
-
 def sdpa(
     query: Tensor,
     key: Tensor,
@@ -146,11 +126,11 @@ def _exact_backward(*given: Tensor, causal: bool, scale: float) -> tuple[Tensor,
     return dq, dk, dv
 
 
-def _scores(query: Tensor, key: Tensor, *, causal: bool, scale: float, window: int | None = None) -> Tensor:
+def _scores(query: Tensor, key: Tensor, *, causal: bool, scale: float) -> Tensor:
     """``[B, H, R, S]`` in the dtype of sums."""
     scores = torch.einsum("rbhc,sbhc->bhrs", query, repeat_heads(key, query.shape[2]))
     scores = scores.to(sum_dtype(query)) * scale
-    return scores.masked_fill_(~visible_keys(query, key, window), -math.inf) if causal else scores
+    return scores.masked_fill_(~visible_keys(query, key, None), -math.inf) if causal else scores
 
 
 EXACT_PIECES = PieceKernel(all_visible_keys, _exact_forward, _exact_backward)
@@ -174,50 +154,38 @@ def _cut_for_cpu(span: Span) -> tuple[AttentionPiece, ...]:
     return tuple(pieces)
 
 
-def _cpu_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    heads = query.shape[2]
-    query, key, value = _of_equal_heads(query, key, value, causal=causal)
-    output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, causal, scale=scale
-    )
-    output = output.reshape(output.shape[0], heads, -1, output.shape[-1])
-    return output.permute(2, 0, 1, 3), lse.reshape(lse.shape[0], heads, -1)
+def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Any, ...]:
+    batch, heads, rows, _ = query.shape
+    tensors = _of_equal_heads(query, key, value, causal=causal)
+    output, lse = aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal, scale=scale)
+    return output.reshape(batch, heads, rows, -1), lse.reshape(batch, heads, rows)
 
 
-def _cpu_backward(*given: Tensor, causal: bool, scale: float) -> list[Tensor]:
+def _cpu_backward(*given: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
     gradient, query, key, value, output, lse = given
-    heads, groups = query.shape[2], key.shape[2]
-    gradient, output = (x.permute(HEADS_FIRST) for x in (gradient, output))
+    shape, groups = query.shape, key.shape[1]
     query, key, value = _of_equal_heads(query, key, value, causal=causal)
-    gradient, output, lse = (
-        x.reshape(x.shape[0], query.shape[1], -1, *x.shape[3:]) for x in (gradient, output, lse)
-    )
+    gradient, output, lse = (x.reshape(*query.shape[:3], *x.shape[3:]) for x in (gradient, output, lse))
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, output, lse, 0.0, causal, scale=scale
     )
-    dq = dq.reshape(dq.shape[0], heads, -1, dq.shape[-1])
     if dk.shape[1] != groups:
         dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
-    return [x.permute(2, 0, 1, 3) for x in (dq, dk, dv)]
+    return dq.reshape(shape), dk, dv
 
 
 def _of_equal_heads(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, ...]:
-    """``[B, heads, rows, C]``, with as many key heads as query heads.
+    """``[B, heads, rows, C]`` with as many key heads as query heads.
 
     In a triangle the keys are repeated; in a rectangle, query heads that share keys become additional rows.
     """
-    groups = key.shape[2]
-    if causal:
-        key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
-    query, key, value = (x.permute(HEADS_FIRST) for x in (query, key, value))
-    if not causal:
-        query = query.reshape(query.shape[0], groups, -1, query.shape[-1])
-    return query, key, value
+    repeats = query.shape[1] // key.shape[1]
+    if causal and repeats > 1:
+        return query, *(x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    return query if causal else query.reshape(*key.shape[:2], -1, query.shape[-1]), key, value
 
 
-CPU_FLASH = PieceKernel(_cut_for_cpu, _cpu_forward, _cpu_backward)
+CPU_FLASH = PieceKernel(_cut_for_cpu, _cpu_forward, _cpu_backward, HEADS_FIRST)
 
 # torch's FlashAttention 2, and cuDNN, whose causal mask is aligned to the top left through torch: its causal
 # pieces need as many keys as queries. The states are random states, unused without dropout.

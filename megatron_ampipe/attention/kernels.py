@@ -95,23 +95,22 @@ class Kernel:
         sums: KeyValueSums | None,
     ) -> Tensor:
         query, *keys_and_values = tensors
-        outputs: list[list[Tensor]] = [[] for _ in range(query.shape[1])]
-        # Views of one split: its backward joins the gradients of all documents in one copy.
-        by_sequence = [
-            part.split([rows.num_rows for rows in documents if rows.sequence == sequence])
-            for sequence, part in enumerate(query.split(1, dim=1))
-        ]
-        for rows in documents:
-            keys, sequence = slice(rows.first_key, rows.last_key), rows.sequence
-            seen = [x[keys, sequence : sequence + 1] for x in keys_and_values]
-            queries = by_sequence[sequence][len(outputs[sequence])]
-            add = None if sums is None else _adds_to_document(sums, rows)
-            outputs[sequence].append(self._attend((queries, *seen), (rows.span,), scoring, add))
-        return joined([joined(parts) for parts in outputs], dim=1)
 
+        def attend(queries: Tensor, rows: DocumentRows) -> Tensor:
+            def add(start: int, *parts: Tensor) -> None:
+                sums.add(rows.first_key + start, *parts, sequence=rows.sequence)
 
-def _adds_to_document(sums: KeyValueSums, rows: DocumentRows) -> AddKeys:
-    return lambda start, *parts: sums.add(rows.first_key + start, *parts, sequence=rows.sequence)
+            keys, sequence = slice(rows.first_key, rows.last_key), slice(rows.sequence, rows.sequence + 1)
+            seen = [x[keys, sequence] for x in keys_and_values]
+            return self._attend((queries, *seen), (rows.span,), scoring, None if sums is None else add)
+
+        outputs = []
+        for sequence, part in enumerate(query.split(1, dim=1)):
+            of_sequence = [rows for rows in documents if rows.sequence == sequence]
+            # Views of one split: its backward joins the gradients of all documents in one copy.
+            queries = part.split([rows.num_rows for rows in of_sequence])
+            outputs.append(joined(list(map(attend, queries, of_sequence))))
+        return joined(outputs, dim=1)
 
 
 def _keys_of_documents(tensor: Tensor, documents: Sequence[DocumentRows]) -> Tensor:
@@ -151,7 +150,6 @@ KERNELS: dict[str, Kernel] = {
     "torch-flash-2": Kernel(backends.torch_flash, backends.TORCH_FLASH_2, backends.torch_flash_documents),
     "sdpa": Kernel(backends.sdpa),
     "cpu-flash": Kernel(pieces=backends.CPU_FLASH),
-    "exact": Kernel(backends.exact),
     "exact-pieces": Kernel(pieces=backends.EXACT_PIECES),
 }
 """By the name that the start-up table and the benchmarks print."""

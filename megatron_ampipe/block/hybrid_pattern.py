@@ -29,12 +29,9 @@ class HybridPattern:
     ) -> HybridPattern:
         """From the value of ``--hybrid-layer-pattern``, which Megatron has checked.
 
-        Args:
-            text: The pattern. Layers of multi-token prediction are left out: they run unchanged.
-            stages: Pipeline stages, over which Megatron spreads a pattern without ``|``.
-            first: Layers of the first stage of such a pattern, where it has another number
-                (``--decoder-first-pipeline-num-layers``).
-            last: Likewise for the last stage.
+        Layers of multi-token prediction are left out: they run unchanged. Megatron spreads a pattern without
+        ``|`` over ``stages``; the ``first`` and the ``last`` may have another number of layers
+        (``--decoder-first-pipeline-num-layers``).
         """
         layers = text.partition("/")[0]
         if "|" in layers or stages == 1:
@@ -60,11 +57,6 @@ class HybridPattern:
             first=getattr(arguments, "decoder_first_pipeline_num_layers", None),
             last=getattr(arguments, "decoder_last_pipeline_num_layers", None),
         )
-
-    @property
-    def num_pairs(self) -> int:
-        """How many attention layers are followed by an MoE layer in the same stage."""
-        return sum(run.count(True) for run in self.runs)
 
     @property
     def runs(self) -> tuple[tuple[bool, ...], ...]:

@@ -29,46 +29,38 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One ``--ampipe-*`` flag.
-
-    Attributes:
-        name: The field of ``Settings``: ``memory_budget`` is ``--ampipe-memory-budget``, and the key
-            ``memory-budget`` in a section ``ampipe:`` of a file.
-        default: The value without the flag.
-        help: What it does, in Markdown for the table in docs/usage.md; ``--help`` prints it as plain text.
-        shown_default: The default in both, if it is None.
-        metavar: What it takes, in both.
-        type: Turns the text into the value.
-        choices: All values, if they are few.
-        minimum: The least value, of a number.
-        check: Refuses a value that has another form.
-        acts: Where it has an effect: ``always``, in ``layers`` of AMPipe, or only in ``chunks``.
-        with_auto: Why it cannot be given with ``--ampipe-degree auto``; None if it can.
-        of_chunks: The value with which it is a function of the tokens of a chunk; ``...`` for every value. It
-            cannot be given with ``--ampipe-partner``, where not all passes are cut.
-        of_plan: A plan file says it, so it cannot be given next to one.
-        requires: Settings of which one must be given too, as the user would add them. ``auto`` must be the
-            value there, other values are examples.
-        requires_for: The value for which they are required; None for every value.
-        startup: Row of the start-up table for a value that is not the default, from the configuration.
-    """
+    """One ``--ampipe-*`` flag."""
 
     name: str
+    """The field of ``Settings``: ``memory_budget`` is ``--ampipe-memory-budget``, and the key
+    ``memory-budget`` in a section ``ampipe:`` of a file."""
     default: object
     help: str
+    """What it does, in Markdown for the table in docs/usage.md; ``--help`` prints it as plain text."""
     shown_default: str = "none"
+    """The default in both, if it is None; ``metavar`` is what it takes, in both."""
     metavar: str = "N"
     type: Callable[[str], Any] = str
     choices: tuple[str, ...] | None = None
     minimum: int | None = None
     check: Callable[[Any], object] | None = None
+    """Refuses a value that has another form."""
     acts: Literal["always", "layers", "chunks"] = "always"
+    """Where it has an effect: everywhere, in layers of AMPipe, or only in chunks."""
     with_auto: str | None = None
+    """Why it cannot be given with ``--ampipe-degree auto``; None if it can."""
     of_chunks: object = None
+    """The value with which it is a function of the tokens of a chunk; ``...`` for every value. It cannot be
+    given with ``--ampipe-partner``, where not all passes are cut."""
     of_plan: bool = False
+    """A plan file says it, so it cannot be given next to one."""
     requires: tuple[str, ...] = ()
+    """Settings of which one must be given too, as the user would add them. ``auto`` must be the value there,
+    other values are examples."""
     requires_for: object = None
-    startup: Callable[[Any], tuple[str, ...]] | None = None
+    """The value for which they are required; None for every value."""
+    says: str | None = None
+    """What the start-up table says of a value that is not the default; None for no row."""
 
     @property
     def key(self) -> str:
@@ -107,19 +99,13 @@ class Setting:
             raise self.refuse(given[self.name], f"requires {' or '.join(wanted)}", remedy)
 
 
+PARTNER_ORDERS = ("listed", "megatron-1f1b")
+"""By list scheduling, or as Megatron orders two micro-batches."""
 TRACED_ITERATIONS = 3
 """How many iterations, counted from the end of the run, a trace holds."""
 
 _CHOSEN = "is what --ampipe-degree auto chooses"
 _DIFFERS = "changes numbers, so degrees that are tried in training would differ in them"
-_PLACED = "after the last all-to-all of the next layer's backward pass"
-_RECORDED = "who goes where, in one of {} iterations; 'ampipe routing' shows it"
-_COMPARES = (
-    "--ampipe-router-scope chunk compares the tokens of a chunk, which is another function for each degree, "
-    "and later tokens of a chunk influence earlier ones"
-)
-_UNCUT = "runs together with a backward pass, both uncut; passes without a partner are cut"
-_CONDENSED = "another function than a stock run's; the log says how many tokens are not sent"
 
 
 def _row(default: Any = None, **columns: Any) -> Any:
@@ -134,11 +120,6 @@ def _degree(text: str) -> int | str:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"is neither a whole number nor {AUTO}: {text!r}") from None
-
-
-def _wire_row(own: Any) -> tuple[str, ...]:
-    where = " between nodes" if own.pipeline.exchange.has_two_hops else ""
-    return "wire", own.wire, f"rows and their gradients are cast{where}, so losses differ from a stock run's"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +165,7 @@ class Settings:
         help="write what `--ampipe-degree auto` chooses as a plan; a restart of the same command line runs "
         "it",
         requires=("--ampipe-degree auto",),
-        startup=lambda own: ("plan", f"the choice is written to {own.save_plan}; a restart reads it there"),
+        says="the choice is written there; a restart reads it",
     )
     schedule: str = _row(
         "ampipe",
@@ -203,9 +184,25 @@ class Settings:
         help="run the backward pass of a micro-batch and the forward pass of the next one "
         "[together](partners.md), at degree 1 too: neither is cut into chunks, the rest is",
         type=bool,
-        startup=lambda own: ("partner", "the next micro-batch's forward pass", _UNCUT),
-        with_auto="leaves nothing to try: passes with a partner are not cut into chunks",
         of_plan=True,
+    )
+    partner_degree: int = _row(
+        1,
+        help="number of chunks of passes with a partner; more than 1 where transfers take longer than "
+        "computation",
+        type=int,
+        minimum=1,
+        of_plan=True,
+        requires=("--ampipe-partner",),
+    )
+    partner_order: str = _row(
+        "listed",
+        help="how both passes share the lanes: `listed` (list scheduling, by the times of a plan where there "
+        "is one), or `megatron-1f1b` for comparison, the fixed order of Megatron's "
+        "`--overlap-moe-expert-parallel-comm`",
+        choices=PARTNER_ORDERS,
+        of_plan=True,
+        requires=("--ampipe-partner",),
     )
     stack: str = _row(
         "all",
@@ -260,7 +257,7 @@ class Settings:
         "[between all-to-alls](reductions.md). Changes no bit of any gradient",
         choices=("stock", "placed"),
         acts="layers",
-        startup=lambda own: ("gradient reduction", own.grad_reduce, _PLACED),
+        says="after the last all-to-all of the next layer's backward pass",
     )
     capacity_scope: str = _row(
         "sequence",
@@ -278,7 +275,7 @@ class Settings:
         f"{', '.join(f'`{name}`' for name in SHIPPED_GATES)}, or a subclass of Megatron's `TopKRouter` as "
         "`package.module:Class`, which `ampipe gate` checks",
         check=class_path,
-        startup=lambda own: ("router", class_path(own.router), "'ampipe gate' checks it"),
+        says="'ampipe gate' checks it",
     )
     router_scope: str = _row(
         "sequence",
@@ -289,7 +286,7 @@ class Settings:
         choices=("sequence", "chunk"),
         of_chunks="chunk",
         acts="layers",
-        startup=lambda own: ("warning", _COMPARES),
+        says="another function for each degree: later tokens of a chunk influence earlier ones",
     )
     wire: str | None = _row(
         metavar="NAME",
@@ -299,7 +296,7 @@ class Settings:
         check=check_wire,
         acts="layers",
         with_auto=_DIFFERS,
-        startup=_wire_row,
+        says="rows and their gradients are cast, so losses differ from a stock run's",
     )
     condense: float | None = _row(
         metavar="THRESHOLD",
@@ -311,7 +308,7 @@ class Settings:
         of_chunks=...,
         acts="layers",
         with_auto=_DIFFERS,
-        startup=lambda own: ("condensed tokens", f"{own.condense:g}", _CONDENSED),
+        says="another function than a stock run's; the log says how many tokens are not sent",
     )
     trace_dir: str | None = _row(
         metavar="DIR",
@@ -319,14 +316,14 @@ class Settings:
         help=f"record when every stage of the last {TRACED_ITERATIONS} iterations ran, one Chrome/Perfetto "
         "trace per rank; `ampipe draw DIR` makes a picture of it",
         acts="layers",
-        startup=lambda own: ("trace", own.trace_dir),
+        says="'ampipe draw' makes a picture of it",
     )
     routing_dir: str | None = _row(
         metavar="DIR",
         shown_default="off",
         help="record [how tokens are routed](routing.md), at any degree, for `ampipe routing` and `ampipe "
         "plan --routing`",
-        startup=lambda own: ("routing", own.routing_dir, _RECORDED.format(own.routing_interval)),
+        says="who goes where; 'ampipe routing' shows it",
     )
     routing_interval: int = _row(
         100,
@@ -339,11 +336,10 @@ class Settings:
     def startup_rows(self, *, stock: bool) -> list[tuple[str, ...]]:
         """Rows of the start-up table for what is not the default and, in ``stock`` layers, has an effect."""
         return [
-            setting.startup(self)
+            (setting.key, str(value), setting.says)
             for setting in SETTING.values()
-            if setting.startup is not None
-            and getattr(self, setting.name) != setting.default
-            and (setting.acts == "always" or not stock)
+            if setting.says and (setting.acts == "always" or not stock)
+            if (value := getattr(self, setting.name)) != setting.default
         ]
 
 
@@ -385,7 +381,7 @@ def check_given(given: dict[str, Any]) -> None:
             remedy = f"Leave {setting.flag} out, or name the degree: --ampipe-degree 4."
             raise setting.refuse(value, setting.with_auto, remedy)
         if given.get("partner") and setting.of_chunks in (..., value):
-            rule = "passes with a partner are one chunk, so it would be another function in them"
+            rule = "passes with a partner have other chunks, so it would be another function in them"
             raise setting.refuse(value, rule, f"Leave {setting.flag} or --ampipe-partner out.")
     for name in given:
         SETTING[name].check_required(given)

@@ -140,12 +140,9 @@ def to_multihot(experts: Tensor, probs: Tensor, *, num_experts: int) -> tuple[Te
 class DeepEPTransport:
     """Keeps DeepEP's handle of its chunk; calls are ordered by the stream that issues them.
 
-    Args:
-        buffer: ``deep_ep.Buffer``. It copies what it receives to new tensors, so chunks share nothing.
-        experts: ``[T, K]`` int64, the experts of each token; -1 for none.
-        num_experts: Of all ranks.
-        told: ``R``, and received tokens for each local expert, within a node; else the first dispatch blocks
-            the host.
+    ``buffer`` is a ``deep_ep.Buffer``, which copies what it receives to new tensors, so chunks share nothing;
+    ``experts [T, K]`` int64 are those of each token, -1 for none; ``told``, within a node, ``R`` and the
+    received tokens for each local expert. Without it the first dispatch blocks the host.
     """
 
     received_experts: Tensor

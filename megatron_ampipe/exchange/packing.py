@@ -79,14 +79,10 @@ class ToldCounts(NamedTuple):
 class AllToAllChunk:
     """The tokens of one chunk, of which each goes to the ranks of its experts alone.
 
-    :attr:`counts` are ``[E]`` int64, this rank's tokens for each expert. If packed once, the rows for each
-    node follow (with two hops), and those for each rank.
-
-    Args:
-        num_local_experts: ``L``; all parameters to ``pg_collection`` are as Megatron's dispatchers take them.
-        once: Whether a token goes once to each place: each node with two hops, otherwise each rank.
-        nodes: The groups of two hops (:func:`.hops.node_groups`); None for one.
-        has_fixed_choices: Whether the router gives every token ``topk`` experts, if none are dropped.
+    Made as Megatron's dispatchers; ``once`` if a token goes once to each place: each node with two hops, else
+    each rank. ``nodes`` are the groups of two hops (:func:`.hops.node_groups`); with ``has_fixed_choices``
+    the router gives every token ``topk`` experts. :attr:`counts` are ``[E]`` int64, this rank's tokens for
+    each expert. If packed once, the rows for each node follow (with two hops), and those for each rank.
     """
 
     told: ToldCounts | None = None
@@ -123,10 +119,9 @@ class AllToAllChunk:
     ) -> tuple[Tensor, Tensor]:
         """Choose and count the rows that are sent of ``[rows, B, D]``; map and probabilities are ``[T, E]``.
 
-        Returns:
-            ``[M, D]``, sorted by expert, or by place, and then by token, and then rows that are not sent; and
-            their probabilities ``[M]``. If packed once, ``[M, experts of the place]``, minus infinity for an
-            expert that does not get the token.
+        Returns ``[M, D]``, sorted by expert, or by place, and then by token, and then rows that are not sent;
+        and their probabilities ``[M]``. If packed once, ``[M, experts of the place]``, minus infinity for an
+        expert that does not get the token.
         """
         self.hidden_shape, self.routing_map = hidden_states.shape, routing_map
         to_places = places_of(routing_map, self._num_places) if self._once else routing_map
@@ -219,9 +214,8 @@ class AllToAllChunk:
     def dispatch_postprocess(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The received rows ``[R, D]``, and ``[R]`` or ``[R, L]``, in the order of the experts of this rank.
 
-        Returns:
-            ``[copies, D]``, sorted by expert; how many each expert gets ``[L]``, on the host; and
-            ``[copies]``, their probabilities. Can run a second time.
+        Returns ``[copies, D]``, sorted by expert; how many each expert gets ``[L]``, on the host; and
+        ``[copies]``, their probabilities. Can run a second time.
         """
         per_expert = self.told.tokens_per_expert
         if self._once:

@@ -21,6 +21,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from megatron_ampipe.errors import BadInput, did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_CONSTRUCTOR = YAML(typ="safe", pure=True).constructor
 _KNOWN_TAGS = "tag:yaml.org,2002:", "tag:yaml.org,2002:python"
 """What the tags begin with that YAML gives to plain values, and those that would build objects."""
 
@@ -54,17 +55,10 @@ def at_least(minimum: int, *, at_most: int | None = None) -> Callable[[str], int
 def parse_file[Content](
     path: Path, parse: Callable[[str], Content], *, what: str, rule: str, remedy: str
 ) -> Content:
-    """Read a text file and parse its text.
+    """What ``parse`` makes of the text of a file.
 
-    Args:
-        path: The file.
-        parse: Converts the text; what it raises for another format is reported by ``rule``.
-        what: What the file should hold, in a word, for the errors: ``grid``, ``trace``.
-        rule: Why a file in another format is refused.
-        remedy: What to do about it, as a sentence.
-
-    Raises:
-        BadInput: it cannot be read, or has another format.
+    Raises :class:`BadInput` if it cannot be read, or, with ``rule``, if ``parse`` fails; ``what`` is what the
+    file should hold, such as ``trace``, and ``remedy`` a sentence.
     """
     try:
         if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
@@ -84,16 +78,11 @@ def refuse(path: Path | str, line: int, key: str, rule: str, remedy: str) -> NoR
 
 
 def load(path: Path, *, what: str, remedy: str, scalars_as_text: bool = False) -> LinedMapping:
-    """Read a YAML file (version 1.2) whose top is a mapping.
+    """Read a YAML file (version 1.2) whose top is a mapping; ``what``, ``remedy`` as of :func:`parse_file`.
 
-    Args:
-        path: The file.
-        what: What it should hold, for the errors: ``grid``, ``cluster``.
-        remedy: What to do about a file that cannot be read, as a sentence.
-        scalars_as_text: Whether numbers stay text; true, false and null are always converted.
-
-    Raises:
-        BadInput: it cannot be read, is not YAML, has a tag that would build an object, or is not a mapping.
+    With ``scalars_as_text`` numbers stay text; true, false and null are always converted. Raises
+    :class:`BadInput` if it cannot be read, is not YAML, has a tag that would build an object, or is not a
+    mapping.
     """
 
     def parse(text: str) -> Any:
@@ -110,11 +99,7 @@ def load(path: Path, *, what: str, remedy: str, scalars_as_text: bool = False) -
 
 
 def value_of(text: str) -> Any:
-    """What a word means as the value of a key.
-
-    Raises:
-        ValueError: it is not YAML, or a number that is too long.
-    """
+    """What a word means as the value of a key; ``ValueError`` if it is not YAML, or too long a number."""
     try:
         return _parse(text, as_text=False)
     except (YAMLError, RecursionError) as error:
@@ -159,9 +144,8 @@ def _scalar(node: ScalarNode, as_text: bool) -> str | bool | int | float | None:
         return bool(text.lower() == "true")
     if as_text or kind not in ("int", "float"):
         return str(text)
-    if kind == "float":
-        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    return int(text, 0 if text.lstrip("+-")[:2] in ("0x", "0o", "0b") else 10)
+    number: int | float = _CONSTRUCTOR.construct_object(node)
+    return number
 
 
 def _fail(node: Node, problem: str) -> NoReturn:
@@ -187,16 +171,9 @@ def config_names(*folders: str) -> dict[str, Path]:
 
 
 def find_config(text: str, *, folders: Sequence[str], flag: str, what: str) -> Path:
-    """Find the file that a user names: an existing file, otherwise a built-in one.
+    """Find the file that a user names: an existing one, or one in these folders of ``configs``, by its name.
 
-    Args:
-        text: As the user wrote it: ``my/model.yaml``, or ``mixtral-8x7b``.
-        folders: The folders of ``configs`` to search for the name.
-        flag: The flag or file in which the user wrote it, for the error.
-        what: What kind of file it is, for the error: ``grid``.
-
-    Raises:
-        BadInput: it is neither; suggests the closest built-in name.
+    Raises :class:`BadInput` if it is neither; ``flag`` is where the user wrote it, ``what`` the kind of file.
     """
     if Path(text).is_file():
         return Path(text)

@@ -14,14 +14,10 @@ from megatron_ampipe.errors import BadInput, RunFailed
 
 
 def check(path: Path, *, flag: str) -> None:
-    """Refuse an output file that could not be written later, by creating and removing a file next to it.
+    """Refuse an output file, of the argument ``flag``, that could not be written later.
 
-    Args:
-        path: Path of the output file; a missing folder is created when it is written.
-        flag: The argument that sets it, for the error.
-
-    Raises:
-        BadInput: it is a directory or a device, or its folder is not writable.
+    Raises :class:`BadInput` if it is a directory or a device, or its folder is not writable. A missing folder
+    is created when it is written.
     """
     # Replacing a device by a file would break every other program that uses it. Functions of os.path return
     # False for a name that is too long, where those of Path raise.
@@ -34,8 +30,7 @@ def check(path: Path, *, flag: str) -> None:
 def check_prefix(prefix: Path, *, suffixes: Sequence[str], flag: str) -> list[Path]:
     """:func:`check` for several files with a common prefix, which are returned.
 
-    Raises:
-        BadInput: as for :func:`check`, or ``prefix`` is a folder or has one of the suffixes.
+    Also raises :class:`BadInput` if ``prefix`` is a folder or has one of the suffixes.
     """
     if prefix.suffix in suffixes or prefix.name in ("", ".."):
         rule = f"is no name to which {' and '.join(suffixes)} can be added"
@@ -47,16 +42,10 @@ def check_prefix(prefix: Path, *, suffixes: Sequence[str], flag: str) -> list[Pa
 
 
 def check_folder(folder: Path, *, flag: str, value: object, name: str = "ampipe") -> None:
-    """Refuse a folder in which no file can be created, by creating a file in it, or in the nearest above it.
+    """Refuse a folder in which no file can be created, by creating one in it, or in the nearest above it.
 
-    Args:
-        folder: An absolute path.
-        flag: The argument that sets it, for the error.
-        value: The value of that argument.
-        name: Name of the file that will be written.
-
-    Raises:
-        BadInput: it is not writable.
+    ``folder`` is absolute, and comes from the ``value`` of the argument ``flag``; ``name`` is the name of the
+    file that will be written. Raises :class:`BadInput`.
     """
     while not os.path.exists(folder):
         folder = folder.parent
@@ -71,13 +60,10 @@ def check_folder(folder: Path, *, flag: str, value: object, name: str = "ampipe"
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Context manager for writing a file atomically: yields a temporary path, renamed to ``path`` at the end.
+    """Yields a temporary path, which is renamed to ``path`` at the end; creates a missing folder.
 
-    After a failure the temporary file is removed, and an existing file at ``path`` is unchanged. A missing
-    folder is created.
-
-    Raises:
-        RunFailed: it cannot be written.
+    After a failure the temporary file is removed, and an existing file at ``path`` is unchanged. Raises
+    :class:`RunFailed` if it cannot be written.
     """
     partial = _partial(path)
     try:
@@ -94,11 +80,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, *, mode: int | None = None) -> None:
-    """Write a text file atomically, in UTF-8, with the permissions ``mode`` if given.
-
-    Raises:
-        RunFailed: it cannot be written.
-    """
+    """Write a text file as :func:`atomic_file`, in UTF-8, with the permissions ``mode`` if given."""
     with atomic_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
         if mode is not None:

@@ -1,19 +1,8 @@
 """Frozen dataclasses from YAML and back: the one reader of AMPipe's own file formats.
 
-A dataclass states the form of a file, or of a section in it. The type of a field says what its value may be:
-
-==========================  =======================================================
-``str``                     text that is not empty
-``bool``                    true or false
-``int``                     a whole number, at least 1
-``float``                   a number, at least 0
-``Literal["a", "b"]``       one of these words
-a dataclass                 a section with these keys
-``Mapping[Literal, X]``     a section with some of these keys, each an ``X``
-``LinedMapping``            a section that the caller checks
-``tuple[X, ...]``           a list of ``X`` that is not empty
-``X | None``                an ``X``, or null
-==========================  =======================================================
+A dataclass states the form of a file, or of a section in it: ``str`` is text that is not empty, ``int`` a
+whole number of at least 1, ``float`` a number of at least 0, ``Mapping[Literal, X]`` a section with some of
+these keys, ``LinedMapping`` one that the caller checks, and ``tuple`` a list that is not empty.
 
 A field without a default must be given. Metadata of a field: ``minimum`` (its least value), ``above`` (what
 it must exceed), ``derived`` (it does not stand in the file), ``last`` (it is written after the others).
@@ -45,36 +34,19 @@ _LARGEST = 1e15
 def read_record[Record](
     path: Path, kind: type[Record], top: LinedMapping, *, add: str = "Add '{key}: ...'."
 ) -> tuple[Record, Lines]:
-    """Check a mapping against a dataclass.
+    """Check what :func:`.inputs.load` read from ``path`` against the dataclass ``kind``.
 
-    Args:
-        path: The file, for the errors.
-        kind: The dataclass.
-        top: What :func:`megatron_ampipe.files.inputs.load` returned.
-        add: What to do about a missing key, as a sentence with ``{key}`` in it.
-
-    Returns:
-        The record, and the line of every key in it.
-
-    Raises:
-        BadInput: naming file and line, the key, and the nearest known one.
+    Returns the record, and the line of every key in it. Raises :class:`BadInput`, which names file and line,
+    the key, and the nearest known one; ``add``, with ``{key}`` in it, says what to do about a missing key.
     """
     reader = _Reader(path, add)
     return reader.value(kind, top, "", top.line, {}), reader.lines
 
 
 def write_record(path: Path, record: object, *, head: str) -> None:
-    """Write a record so that :func:`read_record` reads the same one.
+    """Write a dataclass, as :func:`.outputs.write_text`, so that :func:`read_record` reads the same one.
 
-    The file appears under its name only when it is whole. Fields that are None are left out.
-
-    Args:
-        path: Of the file; its folder is made.
-        record: A dataclass whose form :func:`read_record` knows.
-        head: What the file is, a line of text that becomes a comment.
-
-    Raises:
-        RunFailed: it cannot be written.
+    Fields that are None are left out. ``head`` says what the file is, and becomes a comment.
     """
     yaml, text = YAML(), io.StringIO()
     yaml.width = 10**6

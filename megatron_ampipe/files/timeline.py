@@ -27,25 +27,27 @@ _LARGEST = 1e15
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """One execution of one stage.
-
-    Attributes:
-        lane: Where it ran: ``compute``, ``copy``, or a communication lane (``comm``, ``comm.intra``).
-        stage: The stage's name, as in the schedule: ``attention.2``.
-        direction: ``forward`` or ``backward``.
-        layer: Megatron's layer number, from 1.
-        iteration: Training iteration, as Megatron counts.
-        begin_us: Start, in microseconds on this rank's clock.
-        end_us: End, in microseconds on the same clock.
-    """
+    """One execution of one stage."""
 
     lane: str
+    """Where it ran: ``compute``, ``copy``, or a communication lane (``comm``, ``comm.intra``)."""
     stage: str
+    """The stage's name, as in the schedule: ``attention.2``."""
     direction: str
+    """``forward`` or ``backward``."""
     layer: int
+    """Megatron's layer number, from 1; ``iteration`` is as Megatron counts, too."""
     iteration: int
     begin_us: float
+    """In microseconds on this rank's clock, as ``end_us``."""
     end_us: float
+    ahead: bool = False
+    """Of the forward pass of the next micro-batch, in the program of a backward pass."""
+
+    @property
+    def program(self) -> str:
+        """The direction of the program that it is a stage of."""
+        return "backward" if self.ahead else self.direction
 
     @property
     def chunk(self) -> int | None:
@@ -61,12 +63,9 @@ class StageSpan:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All recorded spans of one rank.
+    """All recorded spans of one global rank, ordered by start time.
 
-    Attributes:
-        rank: Global rank.
-        spans: Ordered by start time.
-        labels: Properties of the run (degree, schedule, ...), shown in the drawing.
+    ``labels`` are properties of the run (degree, schedule, ...), shown in the drawing.
     """
 
     rank: int
@@ -100,6 +99,20 @@ class Timeline:
         total = self.communication_us
         return self.hidden_us / total if total else 0.0
 
+    @property
+    def hidden_by(self) -> dict[str, float]:
+        """By what is computed meanwhile, the share of the transfers' time that is hidden under it."""
+        hidden = dict.fromkeys(HIDES, 0.0)
+        computed = [span for span in self.spans if span.lane == COMPUTE]
+        transfers = [span for span in self.spans if span.lane not in (COMPUTE, COPY)]
+        for transfer in transfers:
+            for span in computed:
+                overlap_us = min(span.end_us, transfer.end_us) - max(span.begin_us, transfer.begin_us)
+                if overlap_us > 0:
+                    hidden[_source(span, transfer)] += overlap_us
+        total_us = sum(span.end_us - span.begin_us for span in transfers)
+        return {source: overlap_us / total_us if total_us else 0.0 for source, overlap_us in hidden.items()}
+
     def length_us(self, direction: str) -> float:
         """Time from the start of the first stage of a direction to the end of the last; 0 without stages."""
         spans = [span for span in self.spans if span.direction == direction]
@@ -116,11 +129,7 @@ class Timeline:
         return total
 
     def write_chrome(self, path: Path) -> None:
-        """Write the Chrome trace; the file gets its name only when it is complete.
-
-        Raises:
-            RunFailed: it cannot be written.
-        """
+        """Write the Chrome trace, as :func:`.outputs.write_text`."""
         process = "predicted" if self.is_predicted else f"rank {self.rank}"
         events: list[dict[str, object]] = [
             {"name": "process_name", "ph": "M", "pid": self.rank, "args": {"name": process}}
@@ -134,7 +143,8 @@ class Timeline:
                 "dur": span.end_us - span.begin_us,
                 "pid": self.rank,
                 "tid": span.lane,
-                "args": {"layer": span.layer, "iteration": span.iteration},
+                "args": {"layer": span.layer, "iteration": span.iteration}
+                | ({"ahead": 1} if span.ahead else {}),
             }
             for span in self.spans
         ]
@@ -147,11 +157,7 @@ class Timeline:
 
     @classmethod
     def read_chrome(cls, path: Path) -> Timeline:
-        """Read what :meth:`write_chrome` wrote.
-
-        Raises:
-            BadInput: the file does not exist, is not such a trace, or contains no stage.
-        """
+        """Read what :meth:`write_chrome` wrote; :class:`BadInput` if a file is not such, or has no stage."""
         remedy = "Give a file that a run with --ampipe-trace-dir wrote (rank0.trace.json)."
         rule = "is not a trace written by AMPipe"
         return inputs.parse_file(path, cls._parse, what="trace", rule=rule, remedy=remedy)
@@ -167,6 +173,19 @@ class Timeline:
         return cls(rank=rank, spans=spans, labels=labels)
 
 
+HIDES = ("chunks", "weight gradients", "partner", "other stages")
+"""What is computed during a transfer: of other chunks or layers; such gradients; of another micro-batch; or
+the rest, such as shared experts."""
+
+
+def _source(span: StageSpan, transfer: StageSpan) -> str:
+    if span.kind.endswith("-weights"):
+        return "weight gradients"
+    if span.direction != transfer.direction:
+        return "partner"
+    return "other stages" if (span.layer, span.chunk) == (transfer.layer, transfer.chunk) else "chunks"
+
+
 def _read_span(event: dict[str, Any]) -> StageSpan:
     """Convert one complete event of a trace file to a span; ValueError if it cannot be drawn."""
     direction, begin_us, duration_us = event["cat"], float(event["ts"]), float(event["dur"])
@@ -180,4 +199,5 @@ def _read_span(event: dict[str, Any]) -> StageSpan:
         iteration=int(event["args"]["iteration"]),
         begin_us=begin_us,
         end_us=begin_us + duration_us,
+        ahead=bool(event["args"].get("ahead")),
     )

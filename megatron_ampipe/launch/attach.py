@@ -19,12 +19,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.files import outputs
 from megatron_ampipe.launch import host, startup
-from megatron_ampipe.launch.auto import (
-    Agreement,
-    AutoDegree,
-    print_on_first_rank,
-    save_choice,
-)
+from megatron_ampipe.launch.auto import Agreement, AutoDegree, print_on_first_rank, save_choice
 from megatron_ampipe.launch.flags import SWITCHED_OFF
 from megatron_ampipe.launch.hooks import Hook, Hooks, PlacedReductions
 from megatron_ampipe.launch.partners import PartneredSteps
@@ -45,11 +40,7 @@ from megatron_ampipe.runtime.partners import Partners
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import IN_ONE_CHUNK
-from megatron_ampipe.schedule.features import (
-    expert_tensor_ranks,
-    gather_lane,
-    uses_ring_attention,
-)
+from megatron_ampipe.schedule.features import expert_tensor_ranks, gather_lane, uses_ring_attention
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 
@@ -63,15 +54,8 @@ def make_context(
 ) -> AMPipeContext | None:
     """Check Megatron's validated arguments against all rules, and print the start-up table on rank 0.
 
-    Args:
-        args: Megatron's.
-        config: What AMPipe's flags resolve to.
-        gate: The router class of ``--ampipe-router``.
-        hooks: Those of the features that the run uses are added.
-        adjustments: What the host platform chose, for the table.
-
-    Returns:
-        What the layers share, None at degree 1.
+    The hooks of the features that the run uses are added to ``hooks``; ``adjustments`` are what the host
+    platform chose, for the table. Returns what the layers share, None at degree 1.
     """
     context, rows = None, [("degree", "1: Megatron's own layers"), *config.startup_rows(stock=True)]
     if config.pipelined:
@@ -82,6 +66,11 @@ def make_context(
                 args, config.pipeline, config.memory_budget, config.cluster, automatic=config.automatic
             )
             config = replace(config, pipeline=memory.pipeline)
+        # Gradients of weights during transfers, where the user and the layers leave that open.
+        is_open = args.ampipe_schedule is None and args.transformer_impl == "local"
+        if config.partner and config.pipeline.partner is not None and is_open:
+            partner = replace(config.pipeline.partner, schedule=IN_ONE_CHUNK)
+            config = replace(config, pipeline=replace(config.pipeline, partner=partner))
         on_gpu = not host.installed()
         adjustments = [*adjustments, *adjust_arguments(args, on_gpu=on_gpu)]
         # Without a trace, only what the log says of an iteration is recorded.
@@ -98,10 +87,9 @@ def make_context(
             ranks_of_experts = args.expert_model_parallel_size * expert_tensor_ranks(args)
             context.reductions = Reductions(on_cuda=on_gpu, of_experts=ranks_of_stage > ranks_of_experts)
             hooks.add(PlacedReductions(context.reductions))
-        if config.partner:
+        if config.partner or config.pipeline.partner is not None:
             context.partners = Partners()
-            is_open = args.ampipe_schedule is None and args.transformer_impl == "local"
-            hooks.add(PartneredSteps(context, args, schedule=IN_ONE_CHUNK if is_open else config.schedule))
+            hooks.add(PartneredSteps(context, args))
         hooks.add(Recording(context, args))
     choice = None
     if config.plan is not None:
@@ -119,11 +107,9 @@ def make_context(
     if gate is not None and issubclass(gate, TokenIdRouter):
         hooks.add(TokenIdsOfModels())
     if config.routing_dir is not None:
-        refuse = functools.partial(SETTING["routing_dir"].refuse, config.routing_dir)
-        if not args.num_experts:
-            raise refuse("the model has no MoE layer", "Set --num-experts, or leave it out.")
-        if args.skip_train:
-            raise refuse("has no effect with --skip-train", "Leave it out: training iterations are recorded.")
+        if args.skip_train or not args.num_experts:
+            rule = "has no effect without --num-experts, or with --skip-train"
+            raise SETTING["routing_dir"].refuse(config.routing_dir, rule, "Leave it out.")
         if int(os.environ.get("RANK", "0")) == 0:
             folder = Path(config.routing_dir)
             outputs.check_folder(folder.absolute(), flag=SETTING["routing_dir"].flag, value=folder)

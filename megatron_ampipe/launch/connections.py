@@ -21,15 +21,14 @@ def set_default() -> None:
         os.environ[VARIABLE] = QUEUES
 
 
-def meaning(value: str | None) -> tuple[str, str]:
-    """What a value of the variable does to pipelined layers, and what to do about it, empty for nothing."""
-    if value is None:
-        return "unset: 8 hardware queues, which more than 8 busy streams share", f"{EXPORT} before torchrun"
+def warning(value: str | None) -> str:
+    """What a value of the variable does to pipelined layers, and what to do about it; empty if it is well."""
+    if value not in (None, "1"):
+        return ""
+    what = "8 hardware queues, which more than 8 busy streams share"
     if value == "1":
-        return (
-            "one hardware queue: the work of all streams starts in the order in which it was issued. What "
-            "waits for a transfer also delays all that was issued after it, so that a transfer overlaps with "
-            "about one stage less",
-            f"{EXPORT} before torchrun; with tensor or context parallelism compare the two",
+        what = (
+            "one hardware queue: work starts in the order in which it was issued, so that a transfer "
+            "overlaps with about one stage less"
         )
-    return f"{value} hardware queues: streams start their work independently", ""
+    return f"{what}; {EXPORT} before torchrun"

@@ -18,13 +18,15 @@ from megatron_ampipe.block.settings import AUTO, SETTING, check_given, given_set
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.launch import config_files, connections, host
 from megatron_ampipe.launch.config_files import CONFIG_FLAG
-from megatron_ampipe.launch.failures import report_parser_errors
+from megatron_ampipe.launch.ending import report_parser_errors
 from megatron_ampipe.launch.refusals import ranks_per_node
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
     ALL_LAYERS,
     KEEP,
+    LISTED,
     Exchange,
+    Partner,
     Pipeline,
     check_memory,
     of_chunks,
@@ -54,7 +56,7 @@ LIFTS_ONE_CONNECTION = "overlap_moe_expert_parallel_comm"
 """While Megatron validates its arguments, this one of them is set, of a pipelined run too that was started
 without it. Megatron then warns that tensor or context parallelism prefers ``CUDA_DEVICE_MAX_CONNECTIONS=1``
 on Hopper and older GPUs, where it would otherwise demand it: what it says of that overlap of the same
-all-to-alls is true of AMPipe's. ``launch.session`` switches it off afterwards."""
+all-to-alls is true of AMPipe's. ``launch.script`` switches it off afterwards."""
 
 is_launched = False
 """Whether one of AMPipe's launchers runs this process. Then the lines of a patched Megatron do nothing."""
@@ -63,11 +65,8 @@ is_launched = False
 def import_megatron() -> bool:
     """Import what trains, on the host platform where there is no GPU. A patch in Megatron stays inactive.
 
-    Returns:
-        Whether there is a GPU.
-
-    Raises:
-        EnvironmentMissing: torch or Megatron is not there, or too old.
+    Returns whether there is a GPU. Raises :class:`EnvironmentMissing` if torch or Megatron is not there, or
+    too old.
     """
     global is_launched
     try:
@@ -166,11 +165,7 @@ def switch_off_overlaps(arguments: Any) -> tuple[str, ...]:
 
 
 def check_settings(resolved: config_files.Resolved, parser: argparse.ArgumentParser) -> None:
-    """Types and choices of everything that ``parser`` knows, and AMPipe's own settings together.
-
-    Raises:
-        BadInput: One of them is wrong; names the file and line that sets it.
-    """
+    """Types and choices of all that ``parser`` knows, and AMPipe's settings together; names file and line."""
     try:
         args, _ = parser.parse_known_args(resolved.words)
         config_from_args(args)
@@ -179,11 +174,7 @@ def check_settings(resolved: config_files.Resolved, parser: argparse.ArgumentPar
 
 
 def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
-    """What the parsed flags resolve to.
-
-    Raises:
-        BadInput: a value is wrong, or a flag could have no effect.
-    """
+    """What the parsed flags resolve to; :class:`BadInput` for a wrong value, or a flag without effect."""
     config_files.refuse_unread(args)
     given = given_settings(args)
     check_given(given)
@@ -198,7 +189,7 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
     elif plan is not None:
         if pipeline.is_stock:
             _refuse_without_effect(given, stock=True, plan=plan)
-    elif not given.get("partner") and given.get("degree") != AUTO and not pipeline.overlaps:
+    elif pipeline.partner is None and given.get("degree") != AUTO and not pipeline.overlaps:
         _refuse_without_effect(given, stock=pipeline.exchange is Exchange.ROWS)
     given["ranks_per_node"] = ranks_per_node(args)
     return AMPipeConfig(pipeline=pipeline, **given)
@@ -237,7 +228,16 @@ def _pipeline(given: dict[str, Any]) -> Pipeline:
         stack = parse_stack(given["stack"], flag="--ampipe-stack")
     if degree is None:
         degree = 1 if shares is None else len(shares)
-    exchange = given.get("exchange", AUTO)
+    exchange, partner = given.get("exchange", AUTO), None
+    if given.get("partner") and degree == AUTO and "cluster" not in given:
+        remedy = "Add --ampipe-cluster FILE, which predicts them, or name the degree: --ampipe-degree 4."
+        raise SETTING["partner"].refuse("on", "is not what the first iterations can try", remedy)
+    if given.get("partner") and degree != AUTO:
+        partner = Partner(
+            given.get("partner_degree", 1),
+            schedule or SETTING["schedule"].default,
+            given.get("partner_order", LISTED),
+        )
     return Pipeline.of(
         1 if degree == AUTO else degree,
         backward_degree=given.get("backward_degree"),
@@ -246,6 +246,7 @@ def _pipeline(given: dict[str, Any]) -> Pipeline:
         stack=stack,
         memory=memory,
         exchange=Exchange.ROWS if exchange == AUTO else Exchange(exchange),
+        partner=partner,
     )
 
 

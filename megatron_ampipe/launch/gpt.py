@@ -5,9 +5,7 @@ The same steps as in Megatron's own GPT pretraining script, which is not in the 
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,8 +45,6 @@ FIELDS = (
 """What a batch can hold; a field that this stage or this kind of data does not need is None."""
 PACKING_FIELDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 """The fields that a middle pipeline stage needs, to cut attention at the documents' ends."""
-SPIKE_FACTOR = 10
-"""A loss this many times the largest seen counts as a spike under --check-for-spiky-loss."""
 
 
 def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int | None) -> Batch:
@@ -149,14 +145,9 @@ def forward_step(
 def loss_func(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The sum of the token losses ``[B, S]`` of one micro-batch.
+    """The sum of the token losses ``output [B, S]`` of one micro-batch; the mask is 1 for tokens that count.
 
-    Args:
-        loss_mask: ``[B, S]``, 1 for tokens that count.
-        output: Losses of the tokens, ``[B, S]``.
-
-    Returns:
-        The loss (a sum), the number of tokens in it, and what to report: (sum, tokens) by name.
+    Returns the loss, the number of tokens in it, and what to report: (sum, tokens) by name.
     """
     mask = loss_mask.view(-1).float()
     loss = (output.view(-1).float() * mask).sum()
@@ -167,17 +158,14 @@ def loss_func(
 
 def _check_loss(loss: torch.Tensor) -> None:
     """Let Megatron's rerun state machine check this rank's loss, before it is averaged with the others'."""
-    args = get_args()
-    machine = get_rerun_state_machine()
-    # Tolerance 0: a forward pass is deterministic.
-    check = functools.partial(machine.validate_result, result=loss, tolerance=0.0)
-    if args.check_for_nan_in_loss_and_grad:
-        for rejects, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-            message = f"found {name} in local forward loss calculation"
-            check(rejection_func=rejects, message=message, fatal=True)
-    if args.check_for_spiky_loss:
-        is_spike = functools.partial(machine.is_unexpectedly_large, threshold=SPIKE_FACTOR, context="loss")
-        check(rejection_func=is_spike, message="Spiky loss", fatal=False)
+    if not get_args().check_for_nan_in_loss_and_grad:
+        return
+    for rejects, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+        message = f"found {name} in local forward loss calculation"
+        # Tolerance 0: a forward pass is deterministic.
+        get_rerun_state_machine().validate_result(
+            result=loss, rejection_func=rejects, message=message, tolerance=0.0, fatal=True
+        )
 
 
 def embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
@@ -235,6 +223,4 @@ def _dataset_config(args: Any) -> GPTDatasetConfig:
         # The layout a packed sample is padded for.
         "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
     }
-    if args.per_dataset_sequences_path is not None:
-        settings["sequences_per_dataset"] = json.loads(Path(args.per_dataset_sequences_path).read_text())
     return GPTDatasetConfig(**settings)

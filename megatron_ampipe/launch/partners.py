@@ -27,38 +27,32 @@ from megatron_ampipe.launch.flags import LIFTS_ONE_CONNECTION
 from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.launch.refusals import packs_documents
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.schedule.partners import pipeline_of
 from megatron_ampipe.schedule.pipeline import Pipeline
 
 
 class PartneredSteps(Hook):
-    """Has Megatron run training steps with partners.
+    """Has Megatron run training steps with partners, as long as the pipeline of the context says so."""
 
-    Args:
-        context: That of the layers.
-        schedule: Name of the order of the stages of passes with a partner.
-    """
-
-    def __init__(self, context: AMPipeContext, args: argparse.Namespace, *, schedule: str) -> None:
-        self._context, self._args, self._schedule = context, args, schedule
+    def __init__(self, context: AMPipeContext, args: argparse.Namespace) -> None:
+        self._context, self._args = context, args
         self._models: list[Any] = []
         self._pipelines: list[Pipeline] = []
         self._num_plans = 0
 
     def before_step(self, models: list[Any]) -> None:
         """Switch Megatron's overlap on, which its models are built without."""
+        partner = self._context.pipeline.partner
+        if partner is None:
+            return
+        assert self._context.partners is not None
+        self._context.partners.partner = partner
         self._switch(models, on=True)
         self._models = models
         num_models, num_microbatches = len(models), get_num_microbatches()
         config = get_model_config(models[0])
         group = config.microbatch_group_size_per_vp_stage if num_models > 1 else num_microbatches
         self._pipelines = [
-            pipeline_of(
-                self._context.pipeline,
-                schedule=self._schedule,
-                forward_partner=forward,
-                backward_partner=backward,
-            )
+            self._context.pipeline.with_partners(forward=forward, backward=backward)
             for forward, backward in partners_of(num_microbatches, num_models, group)
         ]
         self._num_plans = 0

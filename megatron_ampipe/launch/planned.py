@@ -17,7 +17,13 @@ from megatron_ampipe.block.named_values import parse_size, size_to_text
 from megatron_ampipe.block.settings import SETTING, settings_of
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import find_config
-from megatron_ampipe.launch.refusals import exchanges_of, ranks_per_node, recomputes
+from megatron_ampipe.launch.refusals import (
+    WAITS_FOR_STAGE,
+    exchanges_of,
+    ranks_per_node,
+    recomputes,
+    waits_for_stage,
+)
 from megatron_ampipe.launch.trials import Choice, Planner, Shape
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, read_cluster
@@ -63,11 +69,23 @@ def planner_of(
         predictor = Predictor(
             of_shape, cluster, num_layers=layers.num_layers, dense=layers.dense, memory=memory
         )
-        planned = make_plan(predictor, stack=stack, exchanges=exchanges)
+        planned = make_plan(predictor, stack=stack, exchanges=exchanges, with_partner=with_partner(args))
         reason = f"planned from {cluster_file}: {planned.reason}"
-        return Choice(planned.pipeline(rows=rows), reason, planned.stages_ms)
+        pipeline = planned.pipeline(rows=rows)
+        return Choice(pipeline, reason, planned.stages_ms if pipeline.partner is None else None)
 
     return plan
+
+
+def with_partner(args: argparse.Namespace) -> float:
+    """Which share of a step's passes Megatron's loops can run with one of another micro-batch."""
+    if not args.ampipe_partner or waits_for_stage(args):
+        return 0.0
+    virtual = args.virtual_pipeline_model_parallel_size or 1
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    # In a pipeline those of the warm-up, and as many at the end, run alone.
+    alone = 1 if args.pipeline_model_parallel_size == 1 else in_flight(args)
+    return max(0.0, 1 - alone / (microbatches * virtual))
 
 
 def _cluster_of_flag(cluster_file: str) -> Cluster:
@@ -110,6 +128,8 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
             f"is not for the blocks of this model: its exchange {plan.exchange} has nothing to save there"
         )
     pipeline = plan.pipeline(rows=rows_of_rank(args))
+    if pipeline.partner is not None and waits_for_stage(args):
+        raise refused(f"runs passes with partners, and {WAITS_FOR_STAGE}")
     try:
         # If layers share the order, two show whether it can be repeated.
         features = [_features_of(args, pipeline)] * (2 if _shares_schedule(args, pipeline) else 1)
@@ -119,7 +139,9 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
         if error.name == "--seq-length":
             raise
         raise refused(f"is not for the blocks of this model: {error.value} {error.rule}") from error
-    return Choice(pipeline, f"read from {plan_file}: {plan.reason}", plan.stages_ms, notes)
+    # What a run measures are passes with partners.
+    predicted_ms = plan.stages_ms if pipeline.partner is None else None
+    return Choice(pipeline, f"read from {plan_file}: {plan.reason}", predicted_ms, notes)
 
 
 _REMEDY = "Make one with ampipe plan from a model file with this run's flags."
@@ -145,6 +167,7 @@ def plan_of_choice(args: argparse.Namespace, choice: Choice) -> Plan:
         stack=pipeline.stack,
         memory=pipeline.memory,
         exchange=pipeline.exchange,
+        partner=pipeline.partner,
         stages_forward_ms=forward_ms,
         stages_backward_ms=backward_ms,
         reason=choice.reason,
@@ -237,6 +260,8 @@ def choose_memory(
     block, layers = block_of_args(args), layers_of(_model_of_args(args))
     block = replace(block, exchange=pipeline.exchange)
     num_layers, passes, given = layers.num_layers, in_flight(args), pipeline
+    # Of a pass with a partner, a layer is kept ahead before the backward pass has released one.
+    ahead = pipeline.partner is not None or bool(automatic and args.ampipe_partner)
     if automatic:
         pipeline = replace(pipeline, degree=2, backward_degree=2)
 
@@ -244,7 +269,7 @@ def choose_memory(
         return peak_bytes(
             block,
             replace(pipeline, memory=memory),
-            num_layers=num_layers * passes,
+            num_layers=num_layers * passes + ahead,
             dense_layers={num_layers * index + layer for index in range(passes) for layer in layers.dense},
             local=args.transformer_impl == "local",
         )
@@ -293,4 +318,6 @@ def in_flight(args: argparse.Namespace) -> int:
     virtual = args.virtual_pipeline_model_parallel_size or 1
     passes = -(-args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)) * virtual
     waiting = stages if virtual == 1 else 2 * (stages - 1) + (virtual - 1) * stages + 1
+    if virtual > 1 and args.ampipe_partner:
+        waiting += 1
     return int(min(waiting, passes))

@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ampipe import compat
-from megatron_ampipe.launch.ending import run_to_end
-from megatron_ampipe.launch.failures import known_cause
+from megatron_ampipe.launch.ending import known_cause, run_to_end
 from megatron_ampipe.launch.flags import config_from_args
 from megatron_ampipe.launch.recipes import GPT, HYBRID, specification
 from megatron_ampipe.launch.refusals import refuse_unsupported
-from megatron_ampipe.launch.script import wrap_steps
-from megatron_ampipe.launch.session import TrainingSession
+from megatron_ampipe.launch.script import TrainingSession, wrap_steps
 
 PROGRAM_NAME = "pretrain_gpt"
 TOKENIZER_DEFAULT = {"tokenizer_type": "GPT2BPETokenizer"}
@@ -42,11 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def prepare_training(session: TrainingSession) -> Callable[[float], None]:
     """Parse, check and build every configuration; no process group exists yet.
 
-    Returns a function of the start time (seconds since the epoch) that trains.
-
-    Raises:
-        BadInput: AMPipe refuses the arguments.
-        EnvironmentMissing: This Megatron cannot build a model from a configuration.
+    Returns a function of the start time (seconds since the epoch) that trains. Raises :class:`BadInput` if
+    AMPipe refuses the arguments, :class:`EnvironmentMissing` if this Megatron builds no model from a
+    configuration.
     """
     words = session.prepare_platform()
     compat.require_model_from_configuration()
@@ -107,7 +103,7 @@ def check_launch(words: Sequence[str]) -> None:
     session = TrainingSession(words)
     sys.argv = [PROGRAM_NAME, *words]
     try:
-        args = parse_args(session.add_arguments)
+        args = session.parse(parse_args)
         validate_args(args, TOKENIZER_DEFAULT)
         refuse_unsupported(config_from_args(args), args)
     except Exception as error:

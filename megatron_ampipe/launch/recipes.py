@@ -5,10 +5,9 @@
     recipe = qwen3_30b_a3b_pretrain_config()
     switch_on(recipe, degree=4)
 
-For recipes of Megatron-Bridge (``ConfigContainer``), its model providers, and Megatron's own
-``GPTModelConfig`` and ``HybridModelConfig``: all of them build their layers from a layer specification, or
-from a function that makes one. It is replaced by a function that pipelines what the first one makes. There is
-no start-up table, trace or line in the log, and no automatic degree: these belong to launches with flags.
+For recipes of Megatron-Bridge (``ConfigContainer``), its model providers, and Megatron's own configurations
+of models: all build their layers from a layer specification, or from a function that makes one, which is
+replaced by a function that pipelines it. Tables, traces and an automatic degree need a launch with flags.
 """
 
 from __future__ import annotations
@@ -43,17 +42,10 @@ def switch_on(
 ) -> None:
     """Have the MoE layers of a recipe's model built as pipelined ones. Call it last, before the training.
 
-    Args:
-        recipe: A recipe with a field ``model``, or a model's configuration. Its layer specification is
-            changed, and other overlaps of MoE communication are switched off, as by the flags.
-        degree: As ``--ampipe-degree``; at 1, nothing is changed.
-        backward_degree: As ``--ampipe-backward-degree``.
-        schedule: As ``--ampipe-schedule``.
-        stack: As ``--ampipe-stack``; 0 for all layers.
-        capacity_scope: As ``--ampipe-capacity-scope``.
-
-    Raises:
-        BadInput: The settings are wrong, or AMPipe does not support the recipe.
+    The layer specification of ``recipe``, which has a field ``model`` or is a model's configuration, is
+    changed, and other overlaps of MoE communication are switched off. The other arguments are as the flags
+    ``--ampipe-*``: at degree 1 nothing is changed, and ``stack`` is 0 for all layers. Raises
+    :class:`BadInput` if they are wrong, or AMPipe does not support the recipe.
     """
     model = getattr(recipe, "model", recipe)
     name = GPT if hasattr(model, GPT) else HYBRID

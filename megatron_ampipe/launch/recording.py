@@ -6,9 +6,8 @@ iterations only, for a trace in all of them. On CUDA it has recorded events; whe
 already read the losses of the same iteration, so the host does not wait for the device.
 
 With ``--ampipe-routing-dir``, the routing of one micro-batch becomes a file, every Nth iteration. Forward
-hooks on the routers of a model see who goes where, while the micro-batch passes: on Megatron's own layers and
-on pipelined ones, whose routers see chunks. The counts go to one rank. Which rows are
-similar is asked of a few of them: comparing all takes longer than a training step of a small model.
+hooks on the routers of a model, pipelined or not, see who goes where. The counts go to one rank. Which rows
+are similar is asked of a few: comparing all takes longer than a training step of a small model.
 """
 
 from __future__ import annotations
@@ -37,12 +36,7 @@ from megatron_ampipe.files import outputs
 from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.plan.recorded_routing import (
-    THRESHOLDS,
-    LayerRouting,
-    RoutingRecord,
-    divisors,
-)
+from megatron_ampipe.plan.recorded_routing import THRESHOLDS, LayerRouting, RoutingRecord, divisors
 from megatron_ampipe.schedule import Direction
 from megatron_ampipe.schedule.features import expert_tensor_ranks
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
@@ -60,11 +54,7 @@ def has_expert_communication(args: argparse.Namespace) -> bool:
 
 
 class Recording(Hook):
-    """Selects the iterations that are recorded, logs their metrics and writes the trace at the end.
-
-    Raises:
-        BadInput: the folder of the trace is not writable.
-    """
+    """Selects the iterations that are recorded, logs their metrics and writes the trace at the end."""
 
     def __init__(self, context: AMPipeContext, args: argparse.Namespace) -> None:
         self._context, self._args = context, args
@@ -263,16 +253,10 @@ def _tuples(nested: Any) -> Any:
 
 
 def compared_rows(hidden: Tensor, chosen: Tensor, thresholds: Sequence[float], *, pick: int | None) -> Tensor:
-    """Rows of one expert, and how many a :class:`Condenser` would send at each threshold.
+    """Rows of one expert, and how many a :class:`Condenser` would send at each threshold, a cosine.
 
-    Args:
-        hidden: ``[R, B, D]``, the tokens of a chunk.
-        chosen: ``[R, B, E]`` bool, their experts.
-        thresholds: Cosines from which on two rows are similar.
-        pick: Which of the experts that have tokens, modulo their number; None compares nothing.
-
-    Returns:
-        ``[1 + thresholds]`` int64.
+    From the tokens of a chunk ``[R, B, D]`` and their experts ``[R, B, E]`` bool to ``[1 + thresholds]``
+    int64. ``pick`` is one of the experts that have tokens, modulo their number; None compares nothing.
     """
     used = [] if pick is None else chosen.flatten(0, 1).any(dim=0).nonzero()[:, 0].tolist()
     if pick is None or not used:

@@ -34,19 +34,14 @@ class _Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One combination of settings that AMPipe does not support.
-
-    Attributes:
-        setting: The flag, as users write it.
-        rule: Why it is refused, as one clause.
-        remedy: What to use instead.
-        when: Whether arguments are refused; or the part of the value that is; None: if the flag is set.
-    """
+    """One combination of settings that AMPipe does not support, and why, as one clause."""
 
     setting: str
+    """The flag, as users write it."""
     rule: str
     remedy: str
     when: Callable[[Any], object] | None = None
+    """Whether arguments are refused; or the part of the value that is; None: if the flag is set."""
 
     def applies(self, arguments: Any) -> object:
         """The refused value; None if the combination is supported."""
@@ -59,16 +54,15 @@ class Refusal:
 
 
 def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
-    """Check Megatron's parsed arguments against :data:`REFUSALS`; at degree 1 nothing is refused.
+    """Raise :class:`BadInput` for the first row of :data:`REFUSALS` that applies, or for too many chunks.
 
-    Raises:
-        BadInput: for the first row that applies, or for more chunks than rows.
+    ``arguments`` are Megatron's, parsed; at degree 1 nothing is refused.
     """
     if not config.pipelined:
         return
     pipeline = config.pipeline
     pipeline.chunks(arguments.seq_length)
-    if config.partner and pipeline.degree == 1:
+    if pipeline.partner is not None and pipeline.degree == 1:
         flags, off = "--ampipe-partner", "no --ampipe-partner"
     elif pipeline.degree > 1 or config.automatic:
         flags, off = f"--ampipe-degree {AUTO if config.automatic else pipeline.degree}", "--ampipe-degree 1"
@@ -79,11 +73,7 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
 
 
 def refuse_with_token_ids(router: str, arguments: Any) -> None:
-    """Check Megatron's arguments against :data:`TOKEN_ID_REFUSALS`, at any degree; ``router`` is the flag's.
-
-    Raises:
-        BadInput: for the first row that applies.
-    """
+    """:func:`refuse_unsupported` with :data:`TOKEN_ID_REFUSALS`, at any degree; ``router`` is the flag's."""
     _refuse(TOKEN_ID_REFUSALS, arguments, f"--ampipe-router {router}", "--ampipe-degree 1")
 
 
@@ -93,6 +83,18 @@ def _refuse(table: tuple[Refusal, ...], arguments: Any, flags: str, off: str) ->
         if value is not None:
             remedy = row.remedy.replace("--ampipe-degree 1", off)
             raise BadInput(row.setting, value, rule=f"with {flags}, {row.rule}", remedy=remedy)
+
+
+WAITS_FOR_STAGE = (
+    "a pipeline stage without virtual stages waits for the next stage before every backward pass, so that no "
+    "other micro-batch can run next to it"
+)
+
+
+def waits_for_stage(arguments: Any) -> bool:
+    """Whether no pass has a partner, see :data:`WAITS_FOR_STAGE`."""
+    stages = arguments.pipeline_model_parallel_size or 1
+    return stages > 1 and arguments.virtual_pipeline_model_parallel_size is None
 
 
 def load_balancing(arguments: Any, *kinds: str) -> str | None:
@@ -203,14 +205,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--ampipe-partner",
-        "a pipeline stage without virtual stages waits for the next stage before every backward pass, so "
-        "that no other micro-batch can run next to it",
+        WAITS_FOR_STAGE,
         "Add --num-layers-per-virtual-pipeline-stage 1, or leave it out.",
-        lambda args: (
-            args.ampipe_partner
-            and (args.pipeline_model_parallel_size or 1) > 1
-            and args.virtual_pipeline_model_parallel_size is None
-        ),
+        lambda args: args.ampipe_partner and waits_for_stage(args),
     ),
     Refusal(
         "--tensor-model-parallel-size",

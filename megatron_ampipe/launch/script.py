@@ -1,16 +1,18 @@
-"""A script of a Megatron-LM checkout, unedited, with AMPipe's flags; and the steps that every launch wraps.
+"""One launch of training, whatever way it is launched, and the steps of Megatron that it wraps.
 
-    torchrun ... -m megatron_ampipe.launch PATH/pretrain_gpt.py <its flags> --ampipe-degree 4
-
-The script runs as ``__main__``, with its own folder first on the path, as when it is launched by hand. Steps
-of Megatron are wrapped that all training passes through. At degree 1 they pass on what they are given. The
-two lines of ``ampipe patch`` wrap the same steps in a Megatron-LM tree. Nothing there replaces a GPU.
+All training passes through these steps; at degree 1 they pass on what they are given. A script of a checkout
+runs unedited, as ``__main__``, with its own folder first on the path, as when it is launched by hand; our own
+entry is :mod:`.pretrain`. The two lines of ``ampipe patch`` wrap the same steps in a Megatron-LM tree, where
+nothing replaces a GPU.
 """
+
+from __future__ import annotations
 
 import argparse
 import atexit
 import functools
 import inspect
+import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -18,10 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe import compat
-from megatron_ampipe.errors import AMPipeError
-from megatron_ampipe.launch import flags
-from megatron_ampipe.launch.ending import end_with, run_to_end
-from megatron_ampipe.launch.session import TrainingSession, names_own_flags
+from megatron_ampipe.errors import AMPipeError, BadInput
+from megatron_ampipe.launch import config_files, flags, host
+from megatron_ampipe.launch.ending import (
+    end_with,
+    keep_signal_from_children,
+    report_parser_errors,
+    run_to_end,
+)
 
 _session: TrainingSession | None = None
 """That of the run that this process makes; of a patched tree once a step is called."""
@@ -39,31 +45,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not Path(script).is_file():
             remedy = "Name it before all flags: -m megatron_ampipe.launch PATH/pretrain_gpt.py --help"
             raise session.refused_script("is not a script", remedy)
-        return _run_script(Path(script), session)
+        # In place of what "python -m" set, as if the script had been named on python's command line.
+        sys.path[0] = str(Path(script).resolve().parent)
+        sys.argv = [script, *session.prepare_platform()]
+        wrap_steps(session)
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                raise
+        finally:
+            session.end()
+        if session.args is None:
+            rule = "it did not read its arguments with Megatron's parser, so no flag of AMPipe was read"
+            raise session.refused_script(rule)
+        if session.changes_layers and session.num_models == 0:
+            rule = "it builds no GPT or hybrid model of Megatron's, so nothing is pipelined"
+            raise session.refused_script(rule)
+        return 0
 
     return run_to_end(run)
-
-
-def _run_script(script: Path, session: TrainingSession) -> int:
-    # In place of what "python -m" set, as if the script had been named on python's command line.
-    sys.path[0] = str(script.resolve().parent)
-    sys.argv = [str(script), *session.prepare_platform()]
-    wrap_steps(session)
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as stop:
-        if stop.code not in (None, 0):
-            raise
-    finally:
-        session.end()
-    if session.args is None:
-        rule = "it did not read its arguments with Megatron's parser, so no flag of AMPipe was read"
-        raise session.refused_script(rule)
-    if session.changes_layers and session.num_models == 0:
-        raise session.refused_script(
-            "it builds no GPT or hybrid model of Megatron's, so nothing is pipelined"
-        )
-    return 0
 
 
 def wrap_steps(session: TrainingSession | None = None) -> None:
@@ -79,24 +80,25 @@ def wrap_steps(session: TrainingSession | None = None) -> None:
     from megatron.core.models.gpt import GPTModel
     from megatron.training import arguments, initialize, training
 
-    arguments.parse_args = _around(arguments.parse_args, _parse)
-    arguments.validate_args = _around(arguments.validate_args, _validate)
+    made = TrainingSession
+    arguments.parse_args = _around(arguments.parse_args, made.parse)
+    arguments.validate_args = _around(arguments.validate_args, made.validate)
     for name in ("parse_args", "validate_args"):
         if hasattr(initialize, name):
             setattr(initialize, name, getattr(arguments, name))
-    training.setup_model_and_optimizer = _around(training.setup_model_and_optimizer, _set_up)
-    package.pretrain = training.pretrain = _around(training.pretrain, _train)
+    training.setup_model_and_optimizer = _around(training.setup_model_and_optimizer, made.set_up)
+    package.pretrain = training.pretrain = _around(training.pretrain, made.train)
     _models = (GPTModel,)
     if compat.has_hybrid_models():
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
         _models += (HybridModel,)
     for model in _models:
-        model.__init__ = _around(model.__init__, _construct)  # type: ignore[misc]
+        model.__init__ = _around(model.__init__, made.construct)  # type: ignore[misc]
 
 
 def _around(function: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
-    """What calls ``step`` with the session, the function and its arguments."""
+    """What calls a method of the session with the function and its arguments."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -117,67 +119,187 @@ def _around(function: Callable[..., Any], step: Callable[..., Any]) -> Callable[
     return called
 
 
-def _parse(
-    session: TrainingSession,
-    parse: Callable[..., Any],
-    extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Megatron's ``parse_args``, with AMPipe's flags."""
+class TrainingSession:
+    """What one launch knows, and its steps. A launch calls the methods in the order in which they stand.
 
-    def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = extra_args_provider(parser) if extra_args_provider is not None else parser
-        return session.add_arguments(parser)
+    ``words`` are the command line without the program's name, as the user gave it, and ``script`` is what
+    trains, None for our entry. With ``is_patch`` it was started without one of our launchers, and may train
+    without AMPipe or not train at all; then a run that is not pipelined is left to Megatron.
+    """
 
-    parsed = parse(provide, *args, **kwargs)
-    if names_own_flags():
-        # Refuses a --yaml-cfg, which has replaced them; Megatron does not validate it.
-        flags.config_from_args(parsed)
-    return parsed
+    def __init__(self, words: Sequence[str], *, script: str | None = None, is_patch: bool = False) -> None:
+        self._words = list(words)
+        self._script = script
+        self.is_patch = is_patch
+        self._resolved: config_files.Resolved | None = None
+        self._adjustments: list[host.Adjustment] = []
+        self._hooks: Any = None
+        self.args: Any = None
+        """Megatron's validated arguments; None before :meth:`validate`."""
+        self.context: Any = None
+        """What pipelined layers share, an ``AMPipeContext``; None at degree 1."""
+        self._gate: Any = None
+        """The router class of ``--ampipe-router``; None for Megatron's own."""
+        self.num_models = 0
+        """How many models were given pipelined layers, or a router of the user."""
 
+    def prepare_platform(self) -> list[str]:
+        """Make Megatron importable on this machine, and the command line one that it can parse.
 
-def _validate(
-    session: TrainingSession, validate: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any
-) -> Any:
-    """Megatron's ``validate_args``, then AMPipe's checks, the start-up table, and the run's record."""
-    validated = validate(args, *rest, **kwargs)
-    session.accept(args)
-    return validated
+        Returns it: the settings of every ``--ampipe-config`` in place of that flag, and without a GPU the
+        flags that a CPU needs. Raises :class:`EnvironmentMissing` if torch or Megatron is not there, and
+        :class:`BadInput` for a wrong configuration file, or a flag that needs a missing GPU.
+        """
+        on_gpu = flags.import_megatron()
+        words = list(self._words)
+        if any(word.partition("=")[0] == config_files.CONFIG_FLAG for word in words):
+            parser = flags.full_parser()
+            self._resolved = config_files.resolve(words, parser)
+            flags.check_settings(self._resolved, parser)
+            words = list(self._resolved.words)
+        if on_gpu:
+            return words
+        words, self._adjustments = host.adjust(words)
+        return words
 
+    def parse(
+        self,
+        parse: Callable[..., Any],
+        extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Megatron's ``parse_args``, with AMPipe's flags, and errors that are reported in our form.
 
-def _construct(
-    session: TrainingSession, construct: Callable[..., None], model: Any, *args: Any, **kwargs: Any
-) -> None:
-    """The constructor of a model, with a pipelined specification, its second argument."""
-    if session.script is None:
-        # Our own entry pipelines a model's configuration.
-        construct(model, *args, **kwargs)
-        return
-    signature = inspect.signature(construct)
-    bound = signature.bind(model, *args, **kwargs)
-    name = list(signature.parameters)[2]
-    is_stack = not isinstance(model, _models[0])
-    bound.arguments[name] = session.pipelined(bound.arguments[name], is_stack=is_stack)
-    construct(*bound.args, **bound.kwargs)
+        Without AMPipe's flags, what is wrong with a command line of a patched tree is Megatron's to say.
+        """
+        has_own_flags = any(word.startswith("--ampipe") for word in sys.argv)
 
+        def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            parser = extra_args_provider(parser) if extra_args_provider is not None else parser
+            if not self.is_patch or has_own_flags:
+                report_parser_errors(parser)
+            return flags.add_arguments(parser)
 
-def _set_up(session: TrainingSession, set_up: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``setup_model_and_optimizer``, whose models have to be pipelined before the first iteration."""
-    from megatron.core.utils import unwrap_model
+        parsed = parse(provide, *args, **kwargs)
+        if has_own_flags:
+            # Refuses a --yaml-cfg, which has replaced them; Megatron does not validate it.
+            flags.config_from_args(parsed)
+        return parsed
 
-    made = set_up(*args, **kwargs)
-    if not session.changes_layers:
+    def validate(self, validate: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+        """Megatron's ``validate_args``; then AMPipe checks the run, and prints and writes what it does.
+
+        No process group exists yet. Raises :class:`BadInput` for a flag, a file or a combination.
+        """
+        validated = validate(args, *rest, **kwargs)
+        from megatron_ampipe.launch.attach import find_gate, make_context
+        from megatron_ampipe.launch.datasets import check_data, use_built_helpers
+        from megatron_ampipe.launch.hooks import Hooks
+
+        if self.is_patch:
+            compat.require_peers()
+        config = flags.config_from_args(args)
+        if config.pipelined:
+            # Validated: see there.
+            setattr(args, flags.LIFTS_ONE_CONNECTION, False)
+        own = (config.router, config.routing_dir)
+        is_active = config.pipelined or own != (None, None) or not self.is_patch
+        self._hooks = Hooks()
+        if is_active:
+            use_built_helpers(self._hooks.replace)
+            check_data(args, self._hooks.replace, of_script=self._script is not None)
+        keep_signal_from_children(args)
+        self.args = args
+        self._gate = find_gate(config, args)
+        self.context = make_context(
+            args, config, gate=self._gate, hooks=self._hooks, adjustments=self._adjustments
+        )
+        self._hooks.install(pipelined=self.context is not None)
+        if is_active and int(os.environ.get("RANK", "0")) == 0:
+            resolved = self._resolved or config_files.resolve(self._words, flags.full_parser())
+            added = [f"{' '.join(change.arguments)} ({change.reason})" for change in self._adjustments]
+            config_files.write_beside_logs(resolved, adjustments=added, script=self._script)
+        return validated
+
+    def train(self, pretrain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``pretrain`` with a forward step that has this run's hooks; it may validate the arguments."""
+        bound = inspect.signature(pretrain).bind(*args, **kwargs)
+        forward_step = bound.arguments["forward_step_func"]
+
+        @functools.wraps(forward_step)
+        def step(data_iterator: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
+            if self._hooks is not None:
+                self._hooks.before_forward(model)
+            return forward_step(data_iterator, model, *rest, **kwargs)
+
+        bound.arguments["forward_step_func"] = step
+        return pretrain(*bound.args, **bound.kwargs)
+
+    def construct(self, construct: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+        """The constructor of a model, with a pipelined specification, its second argument."""
+        if self._script is None:
+            # Our own entry pipelines a model's configuration.
+            construct(model, *args, **kwargs)
+            return
+        signature = inspect.signature(construct)
+        bound = signature.bind(model, *args, **kwargs)
+        name = list(signature.parameters)[2]
+        is_stack = not isinstance(model, _models[0])
+        bound.arguments[name] = self.pipelined(bound.arguments[name], is_stack=is_stack)
+        construct(*bound.args, **bound.kwargs)
+
+    def set_up(self, set_up: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``setup_model_and_optimizer``, whose models have to be pipelined before the first iteration."""
+        from megatron.core.utils import unwrap_model
+
+        made = set_up(*args, **kwargs)
+        kinds = {type(chunk) for chunk in unwrap_model(made[0])}
+        is_changed = self.num_models > 0 and all(issubclass(kind, _models) for kind in kinds)
+        if self.changes_layers and not is_changed:
+            names = " and ".join(sorted(kind.__name__ for kind in kinds))
+            rule = f"it trains a {names}, and only GPT and hybrid models can be pipelined"
+            raise self.refused_script(rule)
         return made
-    kinds = {type(chunk) for chunk in unwrap_model(made[0])}
-    if session.num_models == 0 or not all(issubclass(kind, _models) for kind in kinds):
-        names = " and ".join(sorted(kind.__name__ for kind in kinds))
-        raise session.refused_script(f"it trains a {names}, and only GPT and hybrid models can be pipelined")
-    return made
 
+    @property
+    def changes_layers(self) -> bool:
+        """Whether models get other layers than Megatron's: pipelined ones, or ones with the user's router."""
+        return self.context is not None or self._gate is not None
 
-def _train(session: TrainingSession, pretrain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``pretrain`` with a forward step that has this run's hooks."""
-    bound = inspect.signature(pretrain).bind(*args, **kwargs)
-    bound.arguments["forward_step_func"] = session.hooked(bound.arguments["forward_step_func"])
-    return pretrain(*bound.args, **bound.kwargs)
+    def pipelined(self, spec: Any, *, is_stack: bool = False) -> Any:
+        """A specification of GPT layers, or a hybrid stack, with pipelined blocks and the user's router.
+
+        Raises :class:`BadInput` if a layer specification of the user has no MoE layer.
+        """
+        if not self.changes_layers:
+            return spec
+        from megatron_ampipe.layers import layer
+
+        self.num_models += 1
+        changed = spec if self._gate is None else layer.with_gate(spec, self._gate)
+        if self.context is not None and not is_stack:
+            changed = layer.pipelined(changed, self.context)
+        elif self.context is not None:
+            # Not in 0.17.
+            from megatron_ampipe.layers.hybrid import pipelined_stack
+
+            changed = pipelined_stack(changed, self.context)
+        if self.args.spec is not None and changed == spec:
+            raise BadInput(
+                "--spec",
+                " ".join(self.args.spec),
+                rule="there is nothing to pipeline: this layer specification has no MoE layer",
+                remedy="Name one with MoE layers, or train with --ampipe-degree 1.",
+            )
+        return changed
+
+    def refused_script(self, rule: str, remedy: str | None = None) -> BadInput:
+        """The error that this script cannot be run with AMPipe."""
+        other = "Use a script that trains a GPT or hybrid model through megatron.training.pretrain."
+        return BadInput("script", self._script or "(not given)", rule=rule, remedy=remedy or other)
+
+    def end(self) -> None:
+        """Give Megatron its functions back, and write this rank's trace; also after a failure."""
+        if self._hooks is not None:
+            self._hooks.remove()

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe.attention.kernels import choose_kernel
-from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.host import Adjustment
 from megatron_ampipe.launch.planned import layout_of_args, rows_of_rank
@@ -24,6 +23,10 @@ from megatron_ampipe.schedule.features import boundary, uses_ring_attention
 
 Row = tuple[str, ...]
 """Name and value of a setting, and the reason where there is one to give."""
+_NOTHING_TO_HIDE = (
+    "--expert-model-parallel-size 1: one rank has all experts, so no token is sent and nothing can be "
+    "hidden. AMPipe will not help; add expert-parallel ranks, or use --ampipe-degree 1"
+)
 
 
 def print_startup_table(rows: Sequence[Row], adjustments: Sequence[Adjustment]) -> None:
@@ -56,8 +59,6 @@ def pipelined_rows(
     """
     pipeline = context.pipeline
     rows = _choice_rows(args, context, choice)
-    if (pattern := HybridPattern.of_arguments(args)) is not None:
-        rows.append(("hybrid layers", f"{pattern.num_pairs} pairs of {sum(map(len, pattern.stages))} layers"))
     limit = boundary(args, whole_attention=pipeline.whole_attention)
     stack = stack_to_text(pipeline.stack)
     if pipeline.stack == 1 or limit is None:
@@ -69,17 +70,22 @@ def pipelined_rows(
         rows.append(("full recompute", layers, "inside the schedules"))
     if memory is not None or pipeline.memory != KEEP:
         rows.append(("memory", pipeline.memory, "" if memory is None else memory.reason))
+    if pipeline.partner is not None:
+        why = (
+            "a backward pass and the next micro-batch's forward pass run together; others as the degree says"
+        )
+        rows.append(("partner", str(pipeline.partner), why))
     rows += context.config.startup_rows(stock=False)
-    is_local, is_packed = args.transformer_impl == "local", packs_documents(args)
-    documents = is_packed or masks_documents(args)
+    is_local, documents = args.transformer_impl == "local", packs_documents(args) or masks_documents(args)
     kernel = choose_kernel(args, local=is_local, on_gpu=on_gpu, documents=documents)
     rows.append(("attention", kernel.name, kernel.reason))
     if uses_ring_attention(args):
         rows.append(("context", f"ring of {args.context_parallel_size} ranks"))
-    if documents:
-        rows.append(("documents", "packed" if is_packed else "masked"))
-    rows.append(("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"))
-    return rows + connections_row(on_gpu=on_gpu) + _notes(args)
+    if on_gpu and (warning := connections.warning(os.environ.get(connections.VARIABLE))):
+        rows.append(("warning", connections.VARIABLE, warning))
+    if not has_expert_communication(args):
+        rows.append(("note", _NOTHING_TO_HIDE))
+    return rows
 
 
 def reason_rows(choice: Choice) -> list[Row]:
@@ -111,22 +117,6 @@ def _choice_rows(args: argparse.Namespace, context: AMPipeContext, choice: Choic
     ]
 
 
-def _notes(args: argparse.Namespace) -> list[Row]:
-    """What a user should know: nothing can be hidden, or losses are not those of a stock run."""
-    notes: list[Row] = []
-    if not has_expert_communication(args):
-        note = (
-            f"--expert-model-parallel-size {args.expert_model_parallel_size}: one rank has all experts, so "
-            "no token is sent and nothing can be hidden. AMPipe will not help; add expert-parallel ranks, or "
-            "use --ampipe-degree 1"
-        )
-        notes.append(("note", note))
-    if args.attention_dropout > 0 or args.hidden_dropout > 0:
-        note = "dropout: every degree draws other random numbers; to compare losses digit by digit, use 0"
-        notes.append(("note", note))
-    return notes
-
-
 def masks_documents(args: argparse.Namespace) -> bool:
     """Whether the data loader's masks separate documents; layers with a window do not read them."""
     return bool(args.create_attention_mask_in_dataloader) and reads_masks(args)
@@ -141,13 +131,3 @@ def reads_masks(args: argparse.Namespace) -> bool:
         and args.context_parallel_size == 1
         and (args.window_size is None or args.window_attn_skip_freq is not None)
     )
-
-
-def connections_row(*, on_gpu: bool) -> list[Row]:
-    """How many hardware queues the streams of this run share."""
-    if not on_gpu:
-        return []
-    value = os.environ.get(connections.VARIABLE)
-    means, remedy = connections.meaning(value)
-    shown = f"{connections.VARIABLE}={value}" if value is not None else f"{connections.VARIABLE} is not set"
-    return [("warning" if remedy else "hardware queues", shown, f"{means}. {remedy}" if remedy else means)]

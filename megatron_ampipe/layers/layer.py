@@ -15,7 +15,8 @@ from typing import Any
 
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -159,22 +160,23 @@ def pipelined(
 def _pipelined_layer(
     spec: ModuleSpec, context: AMPipeContext, *, shares: bool = False, joins_run: bool = False
 ) -> ModuleSpec:
-    moe = compat.moe_class(spec.submodules.mlp)
-    if moe is None and not shares:
+    is_moe = _is_moe(spec)
+    if not is_moe and not shares:
         return spec
-    if moe is not None:
-        require_class(moe, (MoELayer,), "MoE layer")
+    if is_moe:
+        require_class(compat.mlp_class(spec.submodules.mlp), (MoELayer,), "MoE layer")
         require_class(spec.module, (TransformerLayer,), "MoE block")
         require_class(spec.submodules.self_attention.module, ATTENTION, "MoE attention")
     return ModuleSpec(
         module=AMPipeTransformerLayer,
         params={**spec.params, "ampipe": context, "joins_run": joins_run},
-        submodules=spec.submodules if moe is None else with_chunk_router(spec.submodules, context),
+        submodules=with_chunk_router(spec.submodules, context) if is_moe else spec.submodules,
     )
 
 
 def _is_moe(spec: ModuleSpec) -> bool:
-    return compat.moe_class(spec.submodules.mlp) is not None
+    built = compat.mlp_class(spec.submodules.mlp)
+    return isinstance(built, type) and issubclass(built, BaseMoELayer)
 
 
 def _can_share(spec: ModuleSpec, context: AMPipeContext) -> bool:
@@ -186,7 +188,7 @@ def _can_share(spec: ModuleSpec, context: AMPipeContext) -> bool:
     return (
         spec.module is TransformerLayer
         and spec.submodules.self_attention.module in ATTENTION
-        and compat.is_mlp(spec.submodules.mlp)
+        and compat.mlp_class(spec.submodules.mlp) is MLP
     )
 
 

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse, shown
 from megatron_ampipe.files.records import read_record, write_record
@@ -233,6 +233,18 @@ class Cluster:
     def trains_on_host(self) -> bool:
         """Whether the processor computes, without a device that it issues stages to."""
         return not self.host.issue.forward_us
+
+    @property
+    def basis(self) -> str:
+        """How the figures of products and collectives were found, in words."""
+        known: list[Mapping[Any, Figure]] = [self.compute.gemm, self.intra or {}, self.inter or {}]
+        bases = [figure.basis for figures in known for figure in figures.values()]
+        measured = bases.count("measured")
+        if measured == len(bases):
+            return "all measured"
+        return (
+            f"{measured} of {len(bases)} measured, the rest from data sheets or assumed; no GPU has run this"
+        )
 
     def collective(self, operation: Operation, *, across_nodes: bool) -> TransferCost:
         """The figure of a collective; like the next methods, BadInput if the file has none."""

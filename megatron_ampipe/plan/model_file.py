@@ -359,11 +359,13 @@ def _check(model: ModelFile, block: Block, ranks: int) -> None:
 class StageLayers:
     """Consecutive layers that one rank runs one after another, and that can share a schedule.
 
-    ``dense`` are those that have no experts, from 0.
+    ``dense`` are those that have no experts, from 0; ``waits`` means that a pipeline has no virtual stages,
+    so that its passes have no partner.
     """
 
     num_layers: int = 1
     dense: tuple[int, ...] = ()
+    waits: bool = False
 
 
 def layers_of(model: ModelFile) -> StageLayers:
@@ -381,6 +383,7 @@ def layers_of(model: ModelFile) -> StageLayers:
             model.refuse("hybrid-layer-pattern", rule)
         # Pairs share schedules in runs; every stage is planned as its longest run.
         parts = list(pattern.runs[::-1])
+        num_stages = len(pattern.stages)
     else:
         total = flags.num_layers or 1
         if flags.num_layers is None:
@@ -393,8 +396,10 @@ def layers_of(model: ModelFile) -> StageLayers:
         if flags.num_layers_per_virtual_pipeline_stage is not None:
             in_stage = flags.num_layers_per_virtual_pipeline_stage
             stages = max(flags.pipeline_model_parallel_size, total // in_stage)
-        size = -(-total // stages)
+        num_stages, size = stages, -(-total // stages)
         parts = [tuple(map(bool, frequency[start : start + size])) for start in range(0, total, size)]
     # Those with the most experts; of equal ones the last.
     part = max(reversed(parts), key=lambda layers: (sum(layers), len(layers)))
-    return StageLayers(len(part), tuple(layer for layer, experts in enumerate(part) if not experts))
+    dense = tuple(layer for layer, experts in enumerate(part) if not experts)
+    waits = 1 < flags.pipeline_model_parallel_size == num_stages
+    return StageLayers(len(part), dense, waits)

@@ -6,22 +6,29 @@ and compares the two. Reading checks the format; ``schedule.check`` checks wheth
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_ampipe.block.settings import PARTNER_ORDERS
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import LinedMapping, load, refuse
 from megatron_ampipe.files.records import read_record, write_record
 from megatron_ampipe.plan.block import RECORDED, Block
 from megatron_ampipe.schedule import (
     KEEP,
+    LISTED,
+    SCHEDULE_NAMES,
     Exchange,
+    Partner,
     Pipeline,
     Schedule,
     check_memory,
     even_chunks,
     from_text,
+    program_from_text,
+    program_to_text,
     to_text,
 )
 
@@ -79,6 +86,8 @@ class _Planned:
     stages_backward_ms: float | None = None
     hidden_share: float | None = None
     memory_gib: float | None = None
+    partner_ms: float | None = None
+    partner_stock_ms: float | None = None
     reason: str
     made_for: MadeFor | None = None
 
@@ -105,12 +114,16 @@ class Plan(_Planned):
         stages_backward_ms: The same of a backward pass, without the forward pass of a recompute.
         hidden_share: Share of the communication that is hidden under computation, 0 to 1.
         memory_gib: Estimated peak of one block's activations.
+        partner: How passes with a partner run; None if none has one.
+        partner_ms: Predicted time of a forward and a backward pass that run together.
+        partner_stock_ms: The same of Megatron's own layers, one after the other.
         reason: Why this plan, in one sentence.
         made_for: The block and the machines; None if it was removed to run the plan for another block.
     """
 
     schedule: Schedule
     exchange: Exchange = Exchange.ROWS
+    partner: Partner | None = None
 
     @property
     def forward_degree(self) -> int:
@@ -124,14 +137,21 @@ class Plan(_Planned):
 
     @property
     def predicted_speedup(self) -> float:
-        """Speedup over Megatron's own layers; only for a plan with predictions."""
+        """Speedup over Megatron's own layers, with a partner where there is one; only with predictions."""
+        if self.partner_ms is not None and self.partner_stock_ms is not None:
+            return self.partner_stock_ms / self.partner_ms
         assert self.stock_ms is not None and self.predicted_ms is not None
         return self.stock_ms / self.predicted_ms
 
     @property
     def helps(self) -> bool:
-        """Whether the blocks run otherwise than Megatron's: in chunks, or with another exchange."""
-        return not self.pipeline().is_stock
+        """Whether blocks run otherwise than Megatron's: in chunks, with another exchange, or a partner."""
+        return self.partner is not None or not self.pipeline().is_stock
+
+    @property
+    def searched(self) -> bool:
+        """Whether it holds an order of stages that has no name."""
+        return self.schedule.name not in SCHEDULE_NAMES or bool(self.partner and self.partner.period)
 
     @property
     def stages_ms(self) -> tuple[float, float] | None:
@@ -157,6 +177,7 @@ class Plan(_Planned):
             stack=self.stack,
             memory=self.memory,
             exchange=self.exchange,
+            partner=self.partner,
         )
 
     def _are_equal(self, rows: int) -> bool:
@@ -174,6 +195,7 @@ class Plan(_Planned):
             "backward_degree": self.backward_degree,
             "schedule": to_text(self.schedule),
             "exchange": self.exchange.value,
+            "partner": self.partner and _partner_section(self.partner),
             **{name: getattr(self, name) for name in _Planned.__slots__},
         }
         known = {name: value for name, value in record.items() if value is not None}
@@ -207,7 +229,17 @@ class Plan(_Planned):
                 refuse(path, lines[key], shown, f"must be {rule}", "Change the schedule, or this.")
         values: dict[str, Any] = {name: getattr(record, name) for name in _Planned.__slots__}
         values["shares"] = tuple(share / total for share in record.shares)
-        return cls(**values, schedule=schedule, exchange=Exchange(record.exchange))
+        partner = None if record.partner is None else _partner_of(path, record.partner, lines)
+        return cls(**values, schedule=schedule, exchange=Exchange(record.exchange), partner=partner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PartnerFile:
+    """The section ``partner``; see :class:`~megatron_ampipe.schedule.Partner`."""
+
+    degree: int = 1
+    schedule: Literal["ampipe", "lancet"]
+    order: str = LISTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,3 +251,21 @@ class _PlanFile(_Planned):
     backward_degree: int
     schedule: str
     exchange: Literal["rows", "ranks", "nodes", "2dh"] = "rows"
+    partner: _PartnerFile | None = None
+
+
+def _partner_section(partner: Partner) -> _PartnerFile:
+    """What a file says of it; an order that was searched is text, a line for each lane."""
+    order = partner.order if partner.period is None else program_to_text(partner.period)
+    return _PartnerFile(degree=partner.degree, schedule=partner.schedule, order=order)  # type: ignore[arg-type]
+
+
+def _partner_of(path: Path, section: _PartnerFile, lines: Mapping[str, int]) -> Partner:
+    if section.order in PARTNER_ORDERS:
+        return Partner(section.degree, section.schedule, section.order)
+    try:
+        period = program_from_text(section.order, degree=section.degree)
+    except BadInput as error:
+        remedy = f"{error.remedy} Or name one: {' or '.join(PARTNER_ORDERS)}."
+        refuse(path, lines["partner.order"], f"{error.name} {error.value}", error.rule, remedy)
+    return Partner(section.degree, section.schedule, period=period)

@@ -14,6 +14,8 @@ from typing import Any
 
 from megatron_ampipe.plan.memory import expert_bytes
 from megatron_ampipe.plan.operation_times import expert_products
+from megatron_ampipe.plan.partners import DEGREES as TOGETHER_DEGREES
+from megatron_ampipe.plan.partners import Together, as_megatron, best_together
 from megatron_ampipe.plan.plan_file import Plan, made_for
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import (
@@ -56,20 +58,36 @@ class Plans:
 
     ``alone`` is the plan of one block, with which all take ``blocks_ms`` one after another; ``shared`` that
     of layers that share a schedule, None if they cannot; ``chosen`` one of the two, with the reason.
+    Where passes may have a partner, ``together`` is the best way to run two, and ``as_megatron`` Megatron's.
     """
 
     alone: Plan
     shared: Plan | None
     blocks_ms: float
     chosen: Plan
+    together: Together | None = None
+    as_megatron: Together | None = None
 
     @property
     def chosen_ms(self) -> float:
-        """Predicted time of the same layers with the chosen plan."""
-        if self.chosen.stack == 1:
+        """Predicted time of the same layers with the chosen plan, without partners."""
+        if self.chosen.num_layers == 1:
             return self.blocks_ms
         assert self.chosen.predicted_ms is not None
         return self.chosen.predicted_ms
+
+    @property
+    def step_ms(self) -> float:
+        """The same with partners where the plan has them."""
+        if self.chosen.partner_ms is None:
+            return self.chosen_ms
+        return self.chosen.partner_ms * (1 if self.shared is not None else self.blocks_ms / self.alone_ms)
+
+    @property
+    def alone_ms(self) -> float:
+        """Predicted time of one block with its plan."""
+        assert self.alone.predicted_ms is not None
+        return self.alone.predicted_ms
 
 
 def make_plan(predictor: Predictor, **options: Any) -> Plan:
@@ -84,6 +102,7 @@ def make_plans(
     full: bool = True,
     stack: int = ALL_LAYERS,
     exchanges: Sequence[Exchange] = (Exchange.ROWS,),
+    with_partner: float = 0.0,
 ) -> Plans:
     """Make a plan for the layers of a pipeline stage, block by block and together, and choose.
 
@@ -94,24 +113,26 @@ def make_plans(
         stack: How many layers may share a schedule: 1 is block by block, 0 all.
         exchanges: Those that are compared; the first is kept unless another is predicted to save more than
             predictions are exact. One that does not apply is left out if others are left.
+        with_partner: Share of a step's passes that can run together with one of another micro-batch.
 
     Raises:
         BadInput: the predicted time of a block is 0.
     """
     work, near = predictor.block, predictor.cluster.ranks_per_node
     useful = [exchange for exchange in exchanges if exchange in work.exchanges(near)]
-    compared = [
-        _plans_of_exchange(predictor.with_exchange(exchange), degrees=degrees, full=full, stack=stack)
-        for exchange in useful or [Exchange.ROWS]
-    ]
+    compared = []
+    for exchange in useful or [Exchange.ROWS]:
+        of_exchange = predictor.with_exchange(exchange)
+        plans = _plans_of_exchange(of_exchange, degrees=degrees, full=full, stack=stack)
+        compared.append(_with_partner(of_exchange, plans, with_partner, stack=stack))
     best = compared[0]
     for plans in compared[1:]:
-        if plans.chosen_ms < (1 - MINIMUM_SAVING) * best.chosen_ms:
+        if plans.step_ms < (1 - MINIMUM_SAVING) * best.step_ms:
             best = plans
     if len(compared) == 1:
         return best
     exchange = best.chosen.exchange
-    times = ", ".join(f"{plans.chosen.exchange} {plans.chosen_ms:.4g} ms" for plans in compared)
+    times = ", ".join(f"{plans.chosen.exchange} {plans.step_ms:.4g} ms" for plans in compared)
     reason = f"{best.chosen.reason} Exchange {exchange}: predicted are {times}."
     if exchange.has_two_hops:
         layout = NodeLayout.of(expert=work.expert, expert_tensor=work.expert_tensor, ranks_per_node=near)
@@ -159,6 +180,48 @@ def _plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: 
         f"{_hidden(sharing, candidate)}: the layers are {compared}, {before}, {blocks:.2f} times."
     )
     return Plans(alone, shared, blocks_ms, replace(shared, reason=reason))
+
+
+def _with_partner(predictor: Predictor, plans: Plans, share: float, *, stack: int) -> Plans:
+    """The plans with the fastest way to run two passes together, if that saves more than predictions are
+    exact. ``share`` is that of the passes with a partner."""
+    plan, block = plans.chosen, predictor.block
+    if share == 0 or block.expert == 1 or block.rows == 1:
+        return plans
+    shares = plans.shared is not None
+    running = sharing_layers(predictor, stack) if shares else predictor.of_layers(1)
+    degrees = {plan.forward_degree, plan.backward_degree}
+    best = best_together(
+        running,
+        [
+            degree
+            for degree in TOGETHER_DEGREES
+            if all(max(degree, other) % min(degree, other) == 0 for other in degrees)
+        ],
+    )
+    plans = replace(plans, together=best, as_megatron=as_megatron(running))
+    stock_ms, partner_ms = running.stock().total / 1e3, best.time_us / 1e3
+    alone_ms = plans.chosen_ms if shares else plans.alone_ms
+    compared = (
+        f"{stock_ms / partner_ms:.2f} times as fast as Megatron's, without one {stock_ms / alone_ms:.2f}"
+    )
+    if share * partner_ms + (1 - share) * alone_ms >= (1 - MINIMUM_SAVING) * alone_ms:
+        reason = f"{plan.reason} Partners save nothing more: passes with one are predicted to be {compared}."
+        return replace(plans, chosen=replace(plan, reason=reason))
+    if shares and plan.helps and plans.shared is not None:
+        plan = replace(plans.shared, reason=plan.reason)
+    others = plan.reason if plan.helps else "They run as Megatron's."
+    chosen = replace(
+        plan,
+        # Passes that meet are of as many layers.
+        stack=stack if shares else plan.stack,
+        partner=best.partner,
+        partner_ms=partner_ms,
+        partner_stock_ms=stock_ms,
+        reason="While the tokens of one micro-batch travel, another one computes: passes with a partner are "
+        f"predicted to be {compared}. Passes without one: {others}",
+    )
+    return replace(plans, chosen=chosen)
 
 
 def sharing_layers(predictor: Predictor, stack: int) -> Predictor:

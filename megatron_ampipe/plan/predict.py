@@ -257,7 +257,7 @@ class Predictor:
         compiled, durations, _ = self.inputs(schedule, lengths, direction)
         times = dict(zip(compiled.stages, durations, strict=True))
         bound = direction_bound(times, needs_of(schedule, self.layers, direction))
-        return bound + self._block(direction)
+        return bound + self.calls_us(direction)
 
     def direction_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
         """Time of one direction of a schedule of all of the layers, without a recompute."""
@@ -266,7 +266,7 @@ class Predictor:
         key = (program, degree, schedule.whole_attention, tuple(lengths))
         if key not in self._direction_times:
             compiled, durations, pace = self.inputs(schedule, lengths, direction)
-            self._direction_times[key] = max(run(compiled, durations, pace)[1]) + self._block(direction)
+            self._direction_times[key] = max(run(compiled, durations, pace)[1]) + self.calls_us(direction)
         return self._direction_times[key]
 
     def inputs(
@@ -348,8 +348,8 @@ class Predictor:
         ordered = tuple(sorted(spans, key=lambda span: span.begin_us))
         return Timeline(rank=0, spans=ordered, labels=dict(labels or {}))
 
-    def _block(self, direction: Direction) -> float:
-        """What is no stage: the call of every layer."""
+    def calls_us(self, direction: Direction) -> float:
+        """What is no stage: the calls of all layers in one direction."""
         return self.cluster.host.block.of(direction) * len(self.layers)
 
     def _in_pass(self, forward: float, backward: float) -> Pair:

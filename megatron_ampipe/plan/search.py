@@ -127,7 +127,7 @@ def named(predictor: Predictor, name: str, forward: int, backward: int) -> Candi
 
 def choose_degree(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candidate:
     """The best named schedule with equal chunks and a degree for each direction, of ascending degrees."""
-    best = _best_named(_short(predictor), degrees)
+    best = _best_named(short_stack(predictor), degrees)
     return _timed(predictor, best.schedule, best.lengths)
 
 
@@ -184,7 +184,7 @@ def full_plan(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candida
 
     It is checked, and not slower than that of :func:`choose_degree`.
     """
-    short = _short(predictor)
+    short = short_stack(predictor)
     plain = _best_named(short, degrees)
     # The best named candidate, and ``ampipe`` at its degree and the next larger one.
     count = len(plain.lengths)
@@ -234,7 +234,7 @@ def reorder(predictor: Predictor, start: Candidate) -> Candidate:
     return _timed(predictor, found, start.lengths)
 
 
-def _short(predictor: Predictor) -> Predictor:
+def short_stack(predictor: Predictor) -> Predictor:
     """Of a short stack, in place of all layers that share a schedule."""
     if len(predictor.layers) == 1:
         return predictor
@@ -269,10 +269,16 @@ class OrderProblem:
         number = {stage: index for index, stage in enumerate(compiled.stages)}
         self.num_layers = 1 + max(stage.layer for stage in compiled.stages)
         self._forward = direction is Direction.FORWARD
-        passed = range(self.num_layers)[:: 1 if self._forward else -1]
+        upwards = range(self.num_layers)
         self.stages = tuple(stage for stage in compiled.stages if not stage.layer)
         """Those of one layer; the first numbers of entries are positions in this tuple."""
-        self.numbers = [[number[replace(stage, layer=layer)] for layer in passed] for stage in self.stages]
+        self.numbers = [
+            [
+                number[replace(stage, layer=layer)]
+                for layer in upwards[:: 1 if self._forward or stage.ahead else -1]
+            ]
+            for stage in self.stages
+        ]
         """For each stage of a layer its number in each layer, in the order of the pass."""
         self._lane_of = {stage: lane for lane, (_, order) in enumerate(compiled.lanes) for stage in order}
 

@@ -21,8 +21,8 @@ from torch import Tensor, UntypedStorage
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.stack_call import StackCall
 from megatron_ampipe.runtime.tape import Call, Tape
-from megatron_ampipe.schedule import Direction
-from megatron_ampipe.schedule.partners import Task, together, usual_time
+from megatron_ampipe.schedule import Direction, Partner
+from megatron_ampipe.schedule.partners import shared_lanes
 from megatron_ampipe.schedule.program import merge_lanes, read_by_host
 
 # S sequence rows, B batch, D hidden size.
@@ -31,11 +31,12 @@ from megatron_ampipe.schedule.program import merge_lanes, read_by_host
 class Partners:
     """Where passes of two micro-batches meet; one for all blocks of a process.
 
-    The backward pass has a separate thread, and runs both tapes: on a GPU, torch differentiates on a thread
-    of the device, which a backward pass keeps busy.
+    ``partner`` says how they run, from the next two on. The backward pass has a separate thread, and runs
+    both tapes: on a GPU, torch differentiates on a thread of the device, which a backward pass keeps busy.
     """
 
     def __init__(self) -> None:
+        self.partner = Partner()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._forward_turn, self._backward_turn = threading.Semaphore(0), threading.Semaphore(0)
@@ -96,7 +97,7 @@ class Partners:
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return call.backward(gradient)
-        self._output, gradients = run_together(call, gradient, *ahead)
+        self._output, gradients = run_together(call, gradient, *ahead, self.partner)
         return gradients
 
     def _resume(self, ahead: tuple[StackCall, Tensor] | None) -> None:
@@ -122,13 +123,14 @@ class Partners:
 
 
 def run_together(
-    backward: StackCall, gradient: Tensor, forward: StackCall, hidden: Tensor
+    backward: StackCall, gradient: Tensor, forward: StackCall, hidden: Tensor, partner: Partner
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The output of the forward pass, and what :meth:`StackCall.backward` returns."""
     executor, recorder = backward.executor, backward.recorder
     tape = merged(
         backward.tapes.passes[Direction.BACKWARD],
         forward.tapes.passes[Direction.FORWARD],
+        partner,
         host_waits=executor.host_waits,
     )
     forward.begin_forward(hidden)
@@ -159,7 +161,7 @@ class _Crossings:
 
 
 @functools.lru_cache(maxsize=64)
-def merged(backward: Tape, forward: Tape, *, host_waits: bool) -> Tape:
+def merged(backward: Tape, forward: Tape, partner: Partner, *, host_waits: bool) -> Tape:
     """Both tapes as one. The calls of each keep their order in every lane.
 
     A slot is freed as without a partner: what has to run before that still does.
@@ -176,20 +178,14 @@ def merged(backward: Tape, forward: Tape, *, host_waits: bool) -> Tape:
             for call in forward.calls
         ),
     ]
-    apart = frozenset(call.stage.kind.weights_of for call in backward.calls)
-
-    def time(call: Call) -> float:
-        direction = Direction.FORWARD if call.stage.ahead else Direction.BACKWARD
-        return usual_time(call.stage, direction, weights_apart=call.stage.kind in apart)
-
-    lanes = together([Task(call.lane, call.needs, time(call), call.stage.ahead) for call in calls])
     needs = {call.stage: tuple(calls[needed].stage for needed in call.needs) for call in calls}
     order = merge_lanes(
-        {lane: [calls[number].stage for number in numbers] for lane, numbers in lanes.items()},
+        shared_lanes([(call.lane, call.stage) for call in calls], needs, partner),
         needs,
         waits_before={stage for stage in needs if host_waits and read_by_host(stage, needs) is not None},
         covers={stage for stage in needs if stage.kind.covers_wait},
     )
+    assert len(order) == len(calls), "two passes wait for each other"
     numbers = {call.stage: number for number, call in enumerate(calls)}
     issued = [numbers[stage] for _, stage in order]
     position = {number: place for place, number in enumerate(issued)}

@@ -32,6 +32,7 @@ class _Mark(NamedTuple):
     pass_index: int
     begin: Timestamp
     end: Timestamp
+    ahead: bool
 
 
 @dataclass(slots=True)
@@ -96,7 +97,9 @@ class Recorder:
             direction = Direction.FORWARD if stage.ahead else self.direction
             layer = (self.layers_ahead if stage.ahead else self.layers)[stage.layer]
             kept = self._iterations[-1]
-            kept.marks.append(_Mark(lane, stage.name, direction, layer, kept.num_passes, begin, end))
+            kept.marks.append(
+                _Mark(lane, stage.name, direction, layer, kept.num_passes, begin, end, stage.ahead)
+            )
 
     def timeline(self, *, rank: int, labels: dict[str, str], iteration: int | None = None) -> Timeline:
         """The timeline of one iteration, or of all recorded ones. On CUDA this waits for the device."""
@@ -109,6 +112,7 @@ class Recorder:
                 iteration=kept.number,
                 begin_us=_microseconds(mark.begin, kept),
                 end_us=_microseconds(mark.end, kept),
+                ahead=mark.ahead,
             )
             for kept in self._iterations
             if iteration in (None, kept.number)

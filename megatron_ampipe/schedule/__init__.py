@@ -31,8 +31,16 @@ from megatron_ampipe.schedule.dataflow import DataFlow, Source, data_flow, depen
 from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.kinds import ALL_KINDS, MOE_BLOCK, WEIGHTS
 from megatron_ampipe.schedule.orders import IN_ONE_CHUNK, SCHEDULE_NAMES, build
+from megatron_ampipe.schedule.partners import LISTED, MEGATRON, Partner
 from megatron_ampipe.schedule.passes import period, unrolled
 from megatron_ampipe.schedule.pipeline import Pipeline
 from megatron_ampipe.schedule.program import LaneOrder, Program, Schedule, Stage, issue_order, stream_of
 from megatron_ampipe.schedule.stage_kind import Direction, Layout, StageKind, Value
-from megatron_ampipe.schedule.text import check, from_text, stage_from_text, to_text
+from megatron_ampipe.schedule.text import (
+    check,
+    from_text,
+    program_from_text,
+    program_to_text,
+    stage_from_text,
+    to_text,
+)

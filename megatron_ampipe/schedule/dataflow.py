@@ -204,9 +204,20 @@ def _again(
         and stage.kind not in data_flow(layers[stage.layer]).once
     }
     last = _last_of_layers(backward) if again else {}
+
+    def needed_by(stage: Stage) -> Iterator[Stage]:
+        for other in forward[stage]:
+            if other.layer != stage.layer:
+                continue
+            if other in again:
+                yield again[other]
+            else:
+                # Behind a transfer whose result is kept: what it took has set state that is used here.
+                yield from needed_by(other)
+
     needs = {}
     for stage, repeated in again.items():
-        needed = [again[other] for other in forward[stage] if other in again and other.layer == stage.layer]
+        needed = list(dict.fromkeys(needed_by(stage)))
         needs[repeated] = needed or last.get(stage.layer + 2, [])
         backward[stage].append(repeated)
     return needs

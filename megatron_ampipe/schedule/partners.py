@@ -7,16 +7,50 @@ travel, the other one computes, also where neither is cut into chunks (DualPipe 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
+from megatron_ampipe.block.settings import PARTNER_ORDERS
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import kinds
-from megatron_ampipe.schedule.choices import of_chunks
-from megatron_ampipe.schedule.pipeline import Pipeline
-from megatron_ampipe.schedule.program import Stage
-from megatron_ampipe.schedule.stage_kind import Direction
+from megatron_ampipe.schedule.dataflow import needs_of
+from megatron_ampipe.schedule.features import BlockFeatures
+from megatron_ampipe.schedule.orders import IN_ONE_CHUNK
+from megatron_ampipe.schedule.passes import repeated
+from megatron_ampipe.schedule.program import Program, Schedule, Stage, completed, merge_lanes
+from megatron_ampipe.schedule.stage_kind import Direction, StageKind
+
+LISTED, MEGATRON = PARTNER_ORDERS
+
+
+@dataclass(frozen=True, slots=True)
+class Partner:
+    """How a backward pass and the forward pass of the next micro-batch run as one (:mod:`.partners`).
+
+    Attributes:
+        degree: Into how many chunks both are cut.
+        schedule: Name of the order of the stages of each of them.
+        order: How their stages share the lanes: one of ``PARTNER_ORDERS``.
+        period: An order that a planner found, of one layer of each pass; its stages as in
+            ``Schedule.repeats``.
+    """
+
+    degree: int = 1
+    schedule: str = IN_ONE_CHUNK
+    order: str = LISTED
+    period: Program | None = None
+
+    def __post_init__(self) -> None:
+        if self.order == MEGATRON and self.degree > 1:
+            remedy = "Leave it out, or --ampipe-partner-degree."
+            rule = "is an order of layers that are not cut into chunks"
+            raise BadInput("--ampipe-partner-order", self.order, rule=rule, remedy=remedy)
+
+    def __str__(self) -> str:
+        degree = "uncut" if self.degree == 1 else f"degree {self.degree}"
+        return f"{degree}, {self.schedule}, {'searched' if self.period is not None else self.order}"
 
 
 class Task(NamedTuple):
@@ -89,41 +123,161 @@ _TRANSFER, _SMALL = 4.0, 0.2
 _TIMES = {kinds.QKV: 1.0, kinds.ATTENTION: 2.0, kinds.EXPERT: 4.0, kinds.SHARED: 1.0, kinds.MLP: 3.0}
 
 
-def usual_time(stage: Stage, direction: Direction, *, weights_apart: bool) -> float:
-    """About how long a stage of the whole sequence takes, where nobody has measured it, in any unit.
+def usual_time(stage: Stage, *, weights_apart: bool) -> float:
+    """About how long a stage takes, where nobody has measured or predicted it, in any unit.
 
     Chosen so that the transfers of a block take about as long as half of its computation.
     """
     if stage.is_communication:
         return _TRANSFER
-    kind = stage.kind.weights_of or stage.kind
-    time = _TIMES.get(kind, _SMALL)
+    time = _TIMES.get(stage.kind.weights_of or stage.kind, _SMALL)
     # Gradients of inputs and of weights take as long as the forward pass each.
-    whole = direction is Direction.BACKWARD and not stage.computes_values and stage.kind.weights_of is None
+    whole = not stage.ahead and not stage.computes_values and stage.kind.weights_of is None
     return time if not whole or weights_apart else 2 * time
 
 
-def pipeline_of(
-    pipeline: Pipeline, *, schedule: str, forward_partner: bool, backward_partner: bool
-) -> Pipeline:
-    """The pipeline of a micro-batch: its passes with a partner are not cut into chunks.
+def shared_lanes(
+    stages: Sequence[tuple[str, Stage]], needs: Mapping[Stage, Sequence[Stage]], partner: Partner
+) -> dict[str, list[Stage]]:
+    """For each lane the order of its stages, of a backward pass and of the forward pass ahead.
 
     Args:
-        pipeline: How one without partners runs.
-        schedule: Name of the order of the stages of one with a partner.
+        stages: Lanes and stages, in the order in which each pass is issued.
+        needs: For each stage those that it waits for.
+        partner: How the order is found. Each pass keeps its own, see :func:`in_order_of`.
     """
-    if not (forward_partner or backward_partner):
-        return pipeline
-    degree = 1 if forward_partner else pipeline.degree
-    backward_degree = 1 if backward_partner else pipeline.backward_degree
-    keeps_memory = backward_degree == pipeline.backward_degree
-    keeps_chunks = max(degree, backward_degree) == pipeline.num_chunks
-    return replace(
-        pipeline,
-        degree=degree,
-        backward_degree=backward_degree,
-        shares=pipeline.shares if keeps_chunks else None,
-        schedule=schedule,
-        order=None,
-        memory=pipeline.memory if keeps_memory else of_chunks(pipeline.memory)[0],
-    )
+    if partner.order == LISTED and partner.period is None:
+        return _listed(stages, needs)
+    lane_of = {stage: lane for lane, stage in stages}
+    period = _period_of(partner, lane_of)
+    rank = {stage: place for place, stage in enumerate(_in_period(period, lane_of, needs))}
+    queues: dict[tuple[str, bool], list[Stage]] = {}
+    for lane, stage in stages:
+        queues.setdefault((lane, stage.ahead), []).append(stage)
+    lanes: dict[str, list[Stage]] = {lane: [] for lane, _ in stages}
+    done: set[Stage] = set()
+    left = {key: queue[::-1] for key, queue in queues.items()}
+    while len(done) < len(stages):
+        ready = [
+            (rank[queue[-1]], key)
+            for key, queue in left.items()
+            if queue and done.issuperset(needs[queue[-1]])
+        ]
+        _, key = min(ready)
+        stage = left[key].pop()
+        done.add(stage)
+        lanes[key[0]].append(stage)
+    return lanes
+
+
+def in_order_of(
+    partner: Partner, schedule: Schedule, layers: Sequence[BlockFeatures], direction: Direction
+) -> Schedule:
+    """A schedule of these blocks with one pass in the order that it has together with a partner.
+
+    What a pass keeps and frees depends on its order, so :func:`shared_lanes` does not change it.
+    """
+    if partner.order == LISTED and partner.period is None:
+        return schedule
+    forward = direction is Direction.FORWARD
+    of_pass = {
+        replace(stage, ahead=forward): tuple(replace(needed, ahead=forward) for needed in all_needed)
+        for stage, all_needed in needs_of(schedule, layers, direction).items()
+    }
+    lane_of = {
+        replace(stage, ahead=forward): order.lane
+        for order in schedule.program(direction).lanes
+        for stage in order.stages
+    }
+    lanes: dict[str, list[Stage]] = {order.lane: [] for order in schedule.program(direction).lanes}
+    for stage in _in_period(_period_of(partner, lane_of), lane_of, of_pass):
+        lanes[lane_of[stage]].append(replace(stage, ahead=False))
+    program = Program.of(lanes)
+    return replace(schedule, forward=program) if forward else replace(schedule, backward=program)
+
+
+def _period_of(partner: Partner, lane_of: Mapping[Stage, str]) -> Program:
+    if partner.period is not None:
+        return partner.period
+    return megatron_period({replace(stage, layer=0): lane for stage, lane in lane_of.items()})
+
+
+def _in_period(
+    period: Program, lane_of: Mapping[Stage, str], needs: Mapping[Stage, Sequence[Stage]]
+) -> list[Stage]:
+    """The stages in the order in which a repeated period issues them.
+
+    What it lacks is put before the first stage that needs it.
+    """
+    num_layers = 1 + max(stage.layer for stage in lane_of)
+    known = {
+        order.lane: [
+            stage for stage in repeated(order.stages, num_layers, Direction.BACKWARD) if stage in lane_of
+        ]
+        for order in period.lanes
+    }
+    placed = {stage for of_lane in known.values() for stage in of_lane}
+    among = {stage: [needed for needed in needs[stage] if needed in placed] for stage in placed}
+    return completed([stage for _, stage in merge_lanes(known, among)], needs)
+
+
+def _listed(
+    stages: Sequence[tuple[str, Stage]], needs: Mapping[Stage, Sequence[Stage]]
+) -> dict[str, list[Stage]]:
+    """The order by list scheduling with usual times."""
+    number = {stage: place for place, (_, stage) in enumerate(stages)}
+    apart = {stage.kind.weights_of for stage in number}
+    tasks = [
+        Task(
+            lane,
+            tuple(number[needed] for needed in needs[stage]),
+            usual_time(stage, weights_apart=stage.kind in apart),
+            stage.ahead,
+        )
+        for lane, stage in stages
+    ]
+    return {lane: [stages[place][1] for place in places] for lane, places in together(tasks).items()}
+
+
+_ROWS = {kind.name: place for place, kind in enumerate(kinds.ALL_KINDS)}
+_FORWARD = {"after": 1, "before": 2, "dispatch": 3, "experts": 5, "combine": 6}
+_BACKWARD = {"after": 0, "combine": 0, "experts": 4, "dispatch": 5, "before": 7}
+
+
+def megatron_period(lane_of: Mapping[Stage, str]) -> Program:
+    """The order of Megatron's ``TransformerLayerSchedulePlan.run``, as a period of one layer of each pass.
+
+    The layer's backward begins with its combine, while the forward one attends; and so on in turns.
+
+    Args:
+        lane_of: The stages of one layer in either pass, with their lanes.
+    """
+
+    def place(stage: Stage) -> int:
+        kind = stage.kind
+        if stage.ahead:
+            return _FORWARD[_part(kind)]
+        if kind.weights_of is not None:
+            return 5 if _part(kind.weights_of) == "experts" else 8
+        if kind.of_parameters:
+            return 9
+        return -1 if stage.again else 0 if kind.restores is not None else _BACKWARD[_part(kind)]
+
+    lanes: dict[str, list[Stage]] = {}
+    for stage in sorted(lane_of, key=place):
+        # What follows the combine stands in the next turn, where another layer has begun its backward.
+        late = stage.ahead and _part(stage.kind) == "after"
+        lanes.setdefault(lane_of[stage], []).append(replace(stage, layer=-1 if late else 0))
+    return Program.of(lanes)
+
+
+def _part(kind: StageKind) -> str:
+    """Which of Megatron's parts of a layer a kind is in."""
+    if kind in (kinds.SHARED, kinds.EXPERT, kinds.STORE):
+        return "experts"
+    row = _ROWS[kind.row.name]
+    if kind == kinds.MLP or row < _ROWS[kinds.COUNTS.name]:
+        return "before"
+    if row < _ROWS[kinds.EXPERT.name]:
+        return "dispatch"
+    return "combine" if row < _ROWS[kinds.EXPAND.name] else "after"

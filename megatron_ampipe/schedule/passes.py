@@ -66,13 +66,13 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
             run again are placed, and so are reductions.
     """
 
-    def repeated(program: Program, direction: Direction) -> Program:
+    def of_blocks(program: Program, direction: Direction) -> Program:
         needs = needs_of(schedule, layers, direction)
         return program.mapped(
-            lambda stages: (stage for stage in _repeated(stages, len(layers), direction) if stage in needs)
+            lambda stages: (stage for stage in repeated(stages, len(layers), direction) if stage in needs)
         )
 
-    whole = replace(schedule.mapped(repeated), repeats=False)
+    whole = replace(schedule.mapped(of_blocks), repeats=False)
     runs_again = any(stage.again for stage in whole.backward.stages)
     lacks_others = any(
         stage.kind not in _PLACEABLE and stage.kind.restores is None and (runs_again or not stage.again)
@@ -83,15 +83,19 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
     return whole if lacks_others else placed(whole, layers)
 
 
-def _repeated(stages: Sequence[Stage], num_layers: int, direction: Direction) -> Iterator[Stage]:
-    """The stages of a lane in one period, once for each layer in the order of the pass."""
+def repeated(stages: Sequence[Stage], num_layers: int, direction: Direction) -> Iterator[Stage]:
+    """The stages of a lane in one period, once for each layer in the order of the pass.
+
+    Those of a forward pass ahead go through the layers the other way round.
+    """
     ahead = max((stage.layer for stage in stages), default=0)
     behind = min((stage.layer for stage in stages), default=0)
     for turn in range(-ahead, num_layers - behind):
         for stage in stages:
             passed = turn + stage.layer
             if 0 <= passed < num_layers:
-                layer = passed if direction is Direction.FORWARD else num_layers - 1 - passed
+                goes_up = direction is Direction.FORWARD or stage.ahead
+                layer = passed if goes_up else num_layers - 1 - passed
                 yield replace(stage, layer=layer)
 
 

@@ -27,8 +27,10 @@ from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, chunk_sequenc
 from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.kinds import QKV
 from megatron_ampipe.schedule.orders import build
+from megatron_ampipe.schedule.partners import Partner, in_order_of
 from megatron_ampipe.schedule.passes import period, unrolled
 from megatron_ampipe.schedule.program import Schedule
+from megatron_ampipe.schedule.stage_kind import Direction
 from megatron_ampipe.schedule.text import check
 
 
@@ -51,6 +53,8 @@ class Pipeline:
         memory: What the experts keep for their backward: one of :data:`~.choices.STRATEGIES`, or one
             for each chunk of the backward pass (:func:`~.choices.of_chunks`).
         exchange: How the all-to-all groups copies of a token.
+        partner: How passes run that have a partner; None if none has (``--ampipe-partner``).
+        partnered: Directions of a micro-batch in which it has one; set by :meth:`with_partners`.
 
     Raises:
         BadInput: a degree is invalid, or degrees and shares contradict each other.
@@ -64,6 +68,8 @@ class Pipeline:
     stack: int = 1
     memory: str = KEEP
     exchange: Exchange = Exchange.ROWS
+    partner: Partner | None = None
+    partnered: tuple[Direction, ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)
 
     @classmethod
@@ -87,6 +93,10 @@ class Pipeline:
             remedy = f"Leave it out: --ampipe-chunks implies --ampipe-degree {len(self.shares)}."
             raise BadInput("--ampipe-degree", degree, rule=rule, remedy=remedy)
         check_memory(self.memory, backward_degree=backward)
+        together = 1 if self.partner is None else self.partner.degree
+        if any(max(together, other) % min(together, other) for other in (degree, backward)):
+            rule = f"must be a divisor or a multiple of the degree of the other passes ({self.num_chunks})"
+            raise SETTING["partner_degree"].refuse(together, rule, "Leave it out: they are uncut then.")
         assert self.order is None or (self.order.degree, self.order.backward_degree) == (degree, backward)
         values = tuple(getattr(self, column.name) for column in fields(self) if column.compare)
         object.__setattr__(self, "_hash", hash(values))
@@ -149,8 +159,31 @@ class Pipeline:
             block = next((block for block in layers if not block.dense), layers[0])
             order = self._named_order(replace(block, recomputed=False))
         schedule = unrolled(order if len(layers) == 1 else period(order), layers)
+        if self.partner is not None:
+            for direction in self.partnered:
+                schedule = in_order_of(self.partner, schedule, layers, direction)
         check(schedule, layers)
         return schedule
+
+    def with_partners(self, *, forward: bool, backward: bool) -> Pipeline:
+        """The pipeline of a micro-batch whose pass in these directions has a partner."""
+        partner = self.partner
+        if partner is None or not (forward or backward):
+            return self
+        degree = partner.degree if forward else self.degree
+        backward_degree = partner.degree if backward else self.backward_degree
+        keeps_memory = backward_degree == self.backward_degree
+        keeps_chunks = max(degree, backward_degree) == self.num_chunks
+        return replace(
+            self,
+            degree=degree,
+            backward_degree=backward_degree,
+            shares=self.shares if keeps_chunks else None,
+            schedule=partner.schedule,
+            order=None,
+            memory=self.memory if keeps_memory else of_chunks(self.memory)[0],
+            partnered=(Direction.FORWARD,) * forward + (Direction.BACKWARD,) * backward,
+        )
 
     def _named_order(self, features: BlockFeatures) -> Schedule:
         degrees = {"degree": self.degree, "backward_degree": self.backward_degree}
@@ -185,6 +218,8 @@ class Pipeline:
             labels["memory"] = self.memory
         if self.exchange is not Exchange.ROWS:
             labels["exchange"] = self.exchange
+        if self.partner is not None:
+            labels["partner"] = str(self.partner)
         return labels
 
     def __str__(self) -> str:
@@ -229,4 +264,4 @@ class AMPipeConfig(Settings):
     @property
     def pipelined(self) -> bool:
         """Whether MoE layers are built as AMPipe's; Megatron's own otherwise."""
-        return self.automatic or self.partner or not self.pipeline.is_stock
+        return self.automatic or self.pipeline.partner is not None or not self.pipeline.is_stock

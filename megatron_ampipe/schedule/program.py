@@ -13,6 +13,9 @@ from megatron_ampipe.files.timeline import AGAIN
 from megatron_ampipe.schedule.kinds import ATTENTION, EXPERT, WEIGHTS
 from megatron_ampipe.schedule.stage_kind import COMPUTE, Direction, StageKind
 
+AHEAD = "next:"
+"""Before the name of a stage of the next micro-batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -43,7 +46,8 @@ class Stage:
         return AGAIN + name if self.again else name
 
     def __str__(self) -> str:
-        return f"{self.name}@{self.layer}" if self.layer else self.name
+        name = f"{AHEAD}{self.name}" if self.ahead else self.name
+        return f"{name}@{self.layer}" if self.layer else name
 
     @property
     def computes_values(self) -> bool:

@@ -14,7 +14,8 @@ first line that ends in ``repeats`` makes it one period, run layer after layer; 
 the pass has gone through before this one, ``@1`` the one that follows.
 
 A stage of the forward pass that the backward pass runs again is ``again:expert.0``. Weight gradients that are
-separate stages are ``expert-weights.0``, or ``expert-weights`` of all chunks at once.
+separate stages are ``expert-weights.0``, or ``expert-weights`` of all chunks at once. In the order of two
+passes that run together, stages of the next micro-batch's forward pass are ``next:expert``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron_ampipe.files.timeline import AGAIN
 from megatron_ampipe.schedule.dataflow import needs_of
 from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.kinds import ALL_KINDS, STEPPED, step_of
-from megatron_ampipe.schedule.program import LaneOrder, Program, Schedule, Stage, merge_lanes
+from megatron_ampipe.schedule.program import AHEAD, LaneOrder, Program, Schedule, Stage, merge_lanes
 from megatron_ampipe.schedule.stage_kind import COMPUTE, Direction, Scope
 
 
@@ -39,9 +40,29 @@ def to_text(schedule: Schedule) -> str:
         header += f" backward {schedule.backward_degree}"
     lines = [f"{header} repeats" if schedule.repeats else header]
     for direction in Direction:
-        for order in schedule.program(direction).lanes:
-            lines.append(f"{direction} {order.lane}: {' '.join(map(str, order.stages))}".rstrip())
+        of_lanes = program_to_text(schedule.program(direction)).splitlines()
+        lines += [f"{direction} {line}" for line in of_lanes]
     return "\n".join(lines) + "\n"
+
+
+def program_to_text(program: Program) -> str:
+    """The lanes of one program, a line each."""
+    return "".join(
+        f"{lane.lane}: {' '.join(map(str, lane.stages))}".rstrip() + "\n" for lane in program.lanes
+    )
+
+
+def program_from_text(text: str, *, degree: int) -> Program:
+    """Read what :func:`program_to_text` returns; :class:`BadInput` names the line that is wrong."""
+    lanes = []
+    for number, line in enumerate(text.splitlines(), 1):
+        lane, colon, tail = line.partition(":")
+        if not colon or len(lane.split()) != 1:
+            remedy = "Write for example 'compute: qkv attention.0'."
+            raise BadInput(f"order line {number}", line, rule="is not 'LANE: stages'", remedy=remedy)
+        stages = tuple(_stage(word, number=number, degree=degree) for word in tail.split())
+        lanes.append(LaneOrder(lane.strip(), stages))
+    return Program(tuple(lanes))
 
 
 def from_text(text: str) -> Schedule:
@@ -93,7 +114,8 @@ def stage_from_text(text: str) -> Stage:
     if parts["step"] is not None:
         kind = step_of(kind, int(parts["step"]))
     chunk = None if parts["chunk"] is None else int(parts["chunk"])
-    return Stage(kind, chunk, int(parts["layer"] or 0), parts["again"] is not None)
+    layer, again, ahead = int(parts["layer"] or 0), parts["again"] is not None, parts["ahead"] is not None
+    return Stage(kind, chunk, layer, again, ahead)
 
 
 _KINDS = {kind.name: kind for kind in ALL_KINDS}
@@ -104,7 +126,7 @@ _HEADER = re.compile(
     re.ASCII,
 )
 _STAGE = re.compile(
-    rf"(?P<again>{AGAIN})?(?P<kind>[a-z][a-z-]*)(?P<step>0|[1-9][0-9]{{0,3}})?(\.(?P<chunk>[0-9]{{1,9}}))?(@(?P<layer>-?[1-9][0-9]{{0,8}}))?",
+    rf"(?P<ahead>{AHEAD})?(?P<again>{AGAIN})?(?P<kind>[a-z][a-z-]*)(?P<step>0|[1-9][0-9]{{0,3}})?(\.(?P<chunk>[0-9]{{1,9}}))?(@(?P<layer>-?[1-9][0-9]{{0,8}}))?",
     re.ASCII,
 )
 

@@ -174,8 +174,8 @@ def notes_on_variables(environ: Mapping[str, str], *, has_gpu: bool) -> list[str
     notes = []
     queues = environ.get(connections.VARIABLE)
     if queues is not None:
-        means, remedy = connections.meaning(queues)
-        notes.append(f"{connections.VARIABLE}={queues}: {means}; {remedy or 'nothing to do'}")
+        warning = connections.warning(queues)
+        notes.append(f"{connections.VARIABLE}={queues}: {warning or 'streams work independently'}")
     elif has_gpu:
         notes.append(f"{connections.VARIABLE} is not set: pipelined launches set {connections.QUEUES}")
     for name, means in _HARMFUL.items():

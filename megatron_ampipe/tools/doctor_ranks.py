@@ -81,9 +81,9 @@ def examine(*, measures: bool, **place: Any) -> dict[str, Any]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
-        from megatron_ampipe.launch.host import all_to_all
+        from megatron_ampipe.launch.host import torch_calls
 
-        all_to_all.install()
+        torch_calls.install_all_to_all()
         torch.set_num_threads(1)
     mine = machine.versions() | compared_variables(os.environ)
     if device == "cuda":

@@ -22,7 +22,7 @@ _CLOCK_US = 1.0
 _EPILOG = """\
 examples:
   ampipe draw traces/ --output timeline
-      timeline.svg and timeline.png: of every rank, the first MoE layer in the last recorded iteration, with
+      timeline.svg and timeline.png: of every rank, the first MoE layer in a typical iteration, with
       the layers that share its schedule
   ampipe draw traces/rank0.trace.json --output other --layer 7
       another layer of one rank
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--iteration",
         metavar="N",
         type=at_least(0),
-        help="training iteration to draw (default: the last that all ranks recorded)",
+        help="training iteration to draw (default: one of median length of those that all ranks recorded)",
     )
     parser.add_argument(
         "--layer",
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     recorded = [{span.iteration for span in timeline.spans} for timeline in timelines]
     iteration = arguments.iteration
     if iteration is None:
-        iteration = max(set.intersection(*recorded), default=None)
+        iteration = usual_iteration(timelines, set.intersection(*recorded))
     shown = [
         replace(timeline, spans=tuple(spans))
         for timeline in timelines
@@ -122,6 +122,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def usual_iteration(timelines: Sequence[Timeline], iterations: Iterable[int]) -> int | None:
+    """The iteration whose length is the median; an outlier would be drawn otherwise. None of none."""
+
+    def length_us(iteration: int) -> float:
+        spans = [[span for span in one.spans if span.iteration == iteration] for one in timelines]
+        return max(max(span.end_us for span in rank) - rank[0].begin_us for rank in spans)
+
+    ordered = sorted(sorted(iterations), key=length_us)
+    return ordered[len(ordered) // 2] if ordered else None
+
+
 def _read(traces: Sequence[Path], refuse: Callable[[str], None]) -> list[Timeline]:
     """Files and directories of files, in the order of their ranks."""
     timelines: dict[int, Timeline] = {}
@@ -147,14 +158,14 @@ def first_pass(spans: Sequence[StageSpan], iteration: int | None, wanted: int | 
         iteration: Of the training.
         wanted: The layer; None for the first one that dispatches tokens.
     """
-    firsts: dict[tuple[str, int, str, str], StageSpan] = {}
+    firsts: dict[tuple[object, ...], StageSpan] = {}
     for span in spans:
         if span.iteration == iteration:
-            firsts.setdefault((span.direction, span.layer, span.lane, span.stage), span)
+            firsts.setdefault((span.direction, span.ahead, span.layer, span.lane, span.stage), span)
     dispatching = [span.layer for span in firsts.values() if span.kind == "dispatch"]
     layer = wanted or min(dispatching or [span.layer for span in firsts.values()], default=0)
-    direction = next((span.direction for span in firsts.values() if span.layer == layer), None)
-    layers = sharing_layers(layer, (span for span in firsts.values() if span.direction == direction))
+    program = next((span.program for span in firsts.values() if span.layer == layer), None)
+    layers = sharing_layers(layer, (span for span in firsts.values() if span.program == program))
     return [span for span in firsts.values() if span.layer in layers]
 
 

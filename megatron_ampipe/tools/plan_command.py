@@ -21,17 +21,20 @@ from megatron_ampipe.block.settings import AUTO
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least, value_of
-from megatron_ampipe.files.timeline import PREDICTED
+from megatron_ampipe.files.timeline import PREDICTED, Timeline
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.gradients import PLACED, STOCK, plan_gradients
 from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
-from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.plan.partners import timeline as partner_timeline
+from megatron_ampipe.plan.plan_file import SHARE_TOLERANCE, Plan
 from megatron_ampipe.plan.planner import Plans, equation_10_us, make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.recorded_routing import with_routing
 from megatron_ampipe.plan.search import DEGREES, candidates, in_one_chunk
 from megatron_ampipe.schedule import (
     KEEP,
+    MEGATRON,
+    SCHEDULE_NAMES,
     STRATEGIES,
     BlockFeatures,
     Chunk,
@@ -114,6 +117,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(Exchange)}, several of these, or {AUTO} for all that the layout allows; the "
         "first is kept unless another is predicted to save more than 1 %% (default: rows)",
     )
+    add(
+        "--no-partner",
+        action="store_true",
+        help="do not consider partners, two micro-batches at once (--ampipe-partner)",
+    )
+    add(
+        "--verbose",
+        action="store_true",
+        help="show memory, reductions of gradients and MPipeMoE's choice too",
+    )
     add("--output", type=Path, metavar="FILE", help="write the plan, for --ampipe-plan FILE")
     add("--json", metavar="FILE", help="write the answer as JSON; - for stdout, in place of the table")
     add(
@@ -168,7 +181,8 @@ def run(arguments: argparse.Namespace) -> int:
     exchanges = parse_exchanges(arguments.exchange, flag="--exchange")
     cluster = read_cluster(find_cluster(arguments.cluster))
     model = read_model(find_model(arguments.model), overrides=dict(arguments.set))
-    block, assumed = block_of(model, cluster, ranks=arguments.ranks, imbalance=arguments.imbalance)
+    block, notes = block_of(model, cluster, ranks=arguments.ranks, imbalance=arguments.imbalance)
+    assumed = list(notes)
     if arguments.routing is not None:
         block, recorded = with_routing(block, arguments.routing)
         assumed += recorded
@@ -180,10 +194,20 @@ def run(arguments: argparse.Namespace) -> int:
             "twice, or ranks are not spread equally over several nodes with several of them on each; use "
             f"--exchange {AUTO}, which leaves out what does not apply"
         )
-    plans = make_plans(predictor, degrees=arguments.degrees, stack=stack, exchanges=exchanges)
+    plans = make_plans(
+        predictor,
+        degrees=arguments.degrees,
+        stack=stack,
+        exchanges=exchanges,
+        with_partner=0.0 if arguments.no_partner or layers.waits else 1.0,
+    )
     plan = plans.chosen
+    if plan.partner is not None:
+        assumed.append("steps have many micro-batches: the first forward, last backward pass run alone")
+    elif layers.waits and not arguments.no_partner:
+        assumed.append("no partners: they need virtual stages (--num-layers-per-virtual-pipeline-stage)")
     predictor = predictor.with_exchange(plan.exchange)
-    answer = answer_of(predictor, plans, arguments, list(assumed))
+    answer = answer_of(predictor, plans, arguments, assumed)
     text = json.dumps(answer, indent=1) + "\n"
     if arguments.trace is not None or arguments.tape is not None:
         _write_shown(predictor, plan, arguments)
@@ -195,7 +219,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.json is not None:
         outputs.write_text(Path(arguments.json), text)
-    show(answer, plan, Console())
+    show(answer, plan, Console(), verbose=arguments.verbose)
     return 0
 
 
@@ -210,7 +234,10 @@ def _write_shown(predictor: Predictor, plan: Plan, arguments: argparse.Namespace
     labels = {PREDICTED: f"{arguments.model} on {arguments.cluster}", **pipeline.labels}
     schedule = pipeline.schedule_of(shown.layers)
     if arguments.trace is not None:
-        shown.timeline(schedule, lengths, labels=labels).write_chrome(arguments.trace)
+        if pipeline.partner is not None:
+            timeline_of(predictor, plan, labels=labels).write_chrome(arguments.trace)
+        else:
+            shown.timeline(schedule, lengths, labels=labels).write_chrome(arguments.trace)
     if arguments.tape is not None:
         outputs.write_text(arguments.tape, tape_text(schedule, shown.layers, pipeline.chunks(rows)))
 
@@ -261,6 +288,8 @@ def answer_of(
         "stock_ms": plan.stock_ms,
         "degrees": _rows(block, arguments.degrees),
         "stacks": _stacks(predictor, plans),
+        "layers": _layers(predictor, plans),
+        "basis": predictor.cluster.basis,
         "gradients": gradients,
         "forward_degree": plan.forward_degree,
         "backward_degree": plan.backward_degree,
@@ -272,6 +301,8 @@ def answer_of(
         "predicted_ms": plan.predicted_ms,
         "predicted_speedup": plan.predicted_speedup,
         "hidden_share": plan.hidden_share,
+        "partner": plan.partner is not None,
+        "hidden_by": timeline_of(predictor, plan).hidden_by if plan.helps else None,
         "memory_gib": plan.memory_gib,
         "device_memory_gib": predictor.cluster.device_memory_gib,
         "helps": plan.helps,
@@ -348,6 +379,38 @@ def _stacks(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
     return [blocks, together]
 
 
+def _layers(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
+    """The layers of a pipeline stage in chunks and with partners; empty if neither can be."""
+    running = _with_a_partner(predictor, plans)
+    stock_us = running.stock().total
+    rows = []
+    for row in _stacks(predictor, plans):
+        way = "block by block" if row["stack"] == 1 else "one schedule"
+        bound = f"{row['share_of_bound']:.1%}" if "share_of_bound" in row else ""
+        rows.append(row | {"way": f"{way}, degree {row['forward_degree']}", "of_bound": bound})
+    for name, together in ((f"partners, {MEGATRON}", plans.as_megatron), ("partners", plans.together)):
+        if together is not None:
+            row = {"way": name, "predicted_ms": together.time_us / 1e3}
+            row |= {"speedup": stock_us / together.time_us}
+            rows.append(row | {"of_bound": f"{together.bound_us / together.time_us:.1%}"})
+    return rows
+
+
+def _with_a_partner(predictor: Predictor, plans: Plans) -> Predictor:
+    """Of the layers that :attr:`Plans.together` is predicted for."""
+    return predictor.of_layers(1) if plans.shared is None else sharing_layers(predictor, plans.shared.stack)
+
+
+def timeline_of(predictor: Predictor, plan: Plan, *, labels: Mapping[str, str] | None = None) -> Timeline:
+    """The predicted timeline of the layers that a plan is for; with a partner, of both passes."""
+    if plan.partner is not None:
+        layers = predictor.of_layers(1) if plan.stack == 1 else sharing_layers(predictor, plan.stack)
+        return partner_timeline(layers, plan.partner, labels=labels)
+    rows = predictor.block.rows
+    lengths = [chunk.hidden[0].length for chunk in plan.pipeline(rows=rows).chunks(rows)]
+    return sharing_layers(predictor, plan.stack).timeline(plan.schedule, lengths, labels=labels)
+
+
 def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
     """How gradients are reduced with the chosen plan; None without a plan or without anything to reduce."""
     if not plan.helps:
@@ -367,33 +430,74 @@ def _table(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, 
     return table
 
 
-def show(answer: Mapping[str, Any], plan: Plan, console: Console) -> None:
-    """Print an answer of :func:`answer_of` and the chosen plan."""
+def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bool = False) -> None:
+    """Print an answer of :func:`answer_of` and the chosen plan: what to do first, then what was compared."""
+
+    def say(text: str, **style: Any) -> None:
+        console.print(text, soft_wrap=True, **style)
+
+    if plan.helps:
+        say(f"choice: {plan.pipeline()}")
+        say(f"predicted: {plan.predicted_speedup:.2f} times as fast as Megatron's layers ({answer['basis']})")
+        say(f"flags: {' '.join(flags_of(plan))}")
+        if plan.searched:
+            say("Its order was searched: use --output FILE, and --ampipe-plan FILE in place of these flags.")
+    else:
+        say("choice: degree 1, Megatron's own layers")
+    say(answer["reason"])
+    if answer["hidden_by"] is not None:
+        shares = (f"{share:.0%} under {source}" for source, share in answer["hidden_by"].items() if share)
+        say(f"communication hidden: {', '.join(shares) or 'none'}")
+    for sentence in answer["assumed"]:
+        say(f"assumed: {sentence}", style="dim")
+    if answer["layers"]:
+        columns = {"layers": "{way}", "predicted ms": "{predicted_ms:.3f}", "speedup": "{speedup:.2f}"}
+        columns["of bound"] = "{of_bound}"
+        title = "layers of a pipeline stage, a micro-batch forward and backward"
+        console.print(_table(title, answer["layers"], columns))
     ways = {"degree": "{degree}", "schedule": "{schedule}"}
     directions = {name: f"{{{name}_ms:.3f}}" for name in ("forward", "backward", "predicted")}
     gains = {"speedup": "{speedup:.2f}", "hidden": "{hidden_share:.1%}"}
     rows = answer["degrees"]
     console.print(_table("one block, one micro-batch, predicted ms", rows, ways | directions | gains))
+    if not verbose:
+        return
     sizes = [{name: f"{size:.2f}" for name, size in row["memory_gib_by_strategy"].items()} for row in rows]
     rows = [dict.fromkeys(STRATEGIES, "") | row | size for row, size in zip(rows, sizes, strict=True)]
     title = "GiB of activations, one block, by --ampipe-memory"
     console.print(_table(title, rows, ways | {name: f"{{{name}}}" for name in STRATEGIES}))
-    for sentence in answer["assumed"]:
-        console.print(f"assumed: {sentence}", style="dim", soft_wrap=True)
     if (gradients := answer["gradients"]) is not None:
-        console.print(_advice_on_gradients(gradients), soft_wrap=True)
+        say(_advice_on_gradients(gradients))
     if (memory := answer["memory_strategies"]) is not None:
         times = ", ".join(f"{name} {time_ms:.3f}" for name, time_ms in memory["simulated_ms"].items())
-        console.print(
+        say(
             f"to hold less, degree {memory['degree']}: {memory['equation_10']} by MPipeMoE's equation 10, "
-            f"{memory['simulated']} by simulation (ms of the block: {times})",
-            soft_wrap=True,
+            f"{memory['simulated']} by simulation (ms of the block: {times})"
         )
-    choice = "degree 1, Megatron's own layers"
-    if plan.helps:
-        choice = f"{plan.pipeline()}: {plan.predicted_ms:.3f} ms, {plan.predicted_speedup:.2f} times as fast"
-    console.print(f"choice: {choice}", soft_wrap=True)
-    console.print(answer["reason"], soft_wrap=True)
+
+
+def flags_of(plan: Plan) -> list[str]:
+    """The flags of a training run that come nearest to a plan without its file."""
+    pipeline = plan.pipeline()
+    if max(plan.shares) - min(plan.shares) > SHARE_TOLERANCE:
+        flags = ["--ampipe-chunks", ",".join(f"{share:.4g}" for share in plan.shares)]
+    else:
+        flags = ["--ampipe-degree", str(plan.forward_degree)]
+    if plan.backward_degree != plan.forward_degree:
+        flags += ["--ampipe-backward-degree", str(plan.backward_degree)]
+    if plan.schedule.name in SCHEDULE_NAMES and plan.schedule.name not in ("ampipe", "sequential"):
+        flags += ["--ampipe-schedule", plan.schedule.name]
+    if plan.stack == 1 and pipeline.num_chunks > 1:
+        flags += ["--ampipe-stack", "1"]
+    if plan.memory != KEEP:
+        flags += ["--ampipe-memory", plan.memory]
+    if plan.exchange is not Exchange.ROWS:
+        flags += ["--ampipe-exchange", plan.exchange]
+    if plan.partner is not None:
+        flags.append("--ampipe-partner")
+        if plan.partner.degree > 1:
+            flags += ["--ampipe-partner-degree", str(plan.partner.degree)]
+    return flags
 
 
 def _advice_on_gradients(gradients: Mapping[str, Any]) -> str:

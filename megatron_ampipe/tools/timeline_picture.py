@@ -1,9 +1,10 @@
 """Draws timelines with matplotlib: a row for each lane of each rank, a colour for each chunk.
 
 The forward and the backward pass get a panel each, on one scale, because between them a run does other
-things for a long time. Each rank's clock begins at its own first stage of the panel: the clocks of different
-ranks need not agree. Layers that share a schedule run at the same time, so a strip along the top of each bar
-says of which layer it is.
+things for a long time. A forward pass that runs together with a backward pass stands in its panel, hatched.
+Each rank's clock begins at its own first stage of the panel: the clocks of different ranks need not agree.
+Layers that share a schedule run at the same time, so a strip along the top of each bar says of which layer
+it is.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _STRIPE, _PREDICTED_STRIPE = "#F3F4F6", "#FBF3DC"
 # Within a chunk's colour, what the stage does: the share of white mixed in.
 _TINTS = {"attention": 0.0, "dispatch": 0.0, "expert": 0.35, "combine": 0.35, "shared": 0.5, "wgrad": 0.5}
 _OTHER_TINT = 0.6
+_HATCH = "////"
 # Layers next to each other run at the same time: three shades tell them apart.
 _SHADES = (_INK, "#9AA0A6", _PAPER)
 
@@ -144,7 +146,7 @@ def _figure(timelines: Sequence[Timeline], *, title: str) -> Figure:
 
 def _from_zero(timeline: Timeline, direction: str) -> list[StageSpan]:
     """The spans of a direction, from the begin of the first one on."""
-    spans = [span for span in timeline.spans if span.direction == direction]
+    spans = [span for span in timeline.spans if span.program == direction]
     zero = min((span.begin_us for span in spans), default=0.0)
     return [replace(span, begin_us=span.begin_us - zero, end_us=span.end_us - zero) for span in spans]
 
@@ -154,17 +156,17 @@ def _draw_bars(
 ) -> None:
     """Bars in one collection for each style, which is fast for tens of thousands of spans; then the names."""
     axes.set_ylim(len(lanes) - 0.5, -0.5)
-    bars: defaultdict[tuple[float, float, Any], list[tuple[float, float]]] = defaultdict(list)
+    bars: defaultdict[tuple[float, float, Any, bool], list[tuple[float, float]]] = defaultdict(list)
     for span in spans:
         row, begin_ms = lanes.index(span.lane), span.begin_us / 1e3
         length_ms = (span.end_us - span.begin_us) / 1e3
         red, green, blue = fill = _fill(span)
         # A gap between neighbours: a white edge would cover narrow ones completely.
         bar = (begin_ms, length_ms - min(_SEAM_IN / in_per_ms, 0.2 * length_ms))
-        bars[row - _BAR / 2, _BAR, fill].append(bar)
+        bars[row - _BAR / 2, _BAR, fill, span.ahead].append(bar)
         if len(layers) > 1:
             shade = _SHADES[layers.index(span.layer) % len(_SHADES)]
-            bars[row - _BAR / 2, _STRIP, shade].append(bar)
+            bars[row - _BAR / 2, _STRIP, shade, False].append(bar)
         # The longest name that fits: the stage's, or its first letter with the chunk.
         for name in (span.stage, _letter(span.kind) + span.stage.partition(".")[2]):
             if len(name) * _LABEL_PT * 0.6 / 72 + 0.05 <= length_ms * in_per_ms:
@@ -172,8 +174,11 @@ def _draw_bars(
                 label = axes.text(begin_ms + length_ms / 2, row, name, color=_PAPER if is_dark else _INK)
                 label.set(ha="center", va="center_baseline", fontsize=_LABEL_PT, clip_on=True, zorder=4)
                 break
-    for (top, height, fill), pieces in bars.items():
-        axes.broken_barh(pieces, (top, height), facecolor=fill, linewidth=0, zorder=2 + (height < _BAR))
+    for (top, height, fill, hatched), pieces in bars.items():
+        style = {"hatch": _HATCH, "edgecolor": _PAPER} if hatched else {}
+        axes.broken_barh(
+            pieces, (top, height), facecolor=fill, linewidth=0, zorder=2 + (height < _BAR), **style
+        )
 
 
 def _name_of(timeline: Timeline) -> str:
@@ -191,6 +196,8 @@ def _legend(spans: Sequence[StageSpan], layers: Sequence[int]) -> list[Any]:
     handles: list[Any] = [Patch(facecolor=_colour(chunk), label=f"chunk {chunk}") for chunk in chunks]
     if any(span.chunk is None for span in spans):
         handles.append(Patch(facecolor=_WHOLE_BLOCK, label="whole block"))
+    if any(span.ahead for span in spans):
+        handles.append(Patch(facecolor=_FAINT, edgecolor=_PAPER, hatch=_HATCH, label="next micro-batch"))
     for place, shade in enumerate(_SHADES[: len(layers)] if len(layers) > 1 else ()):
         first, *others = layers[place :: len(_SHADES)]
         label = f"strip: layer {first}" + f" and {len(others)} more" * bool(others)

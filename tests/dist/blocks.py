@@ -22,7 +22,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_ampipe.attention.kernels import KERNELS
+# The kernels of tests, by name.
+import tests.reference_pieces  # noqa: F401
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.launch.host.megatron import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
@@ -36,9 +37,7 @@ from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from megatron_ampipe.tools.measuring.blocks import Layers
 from tests.dist import changed_functions, logged_losses, routing_records
 from tests.dist.cases import Case
-from tests.reference_pieces import REFERENCE_KERNELS
 
-KERNELS.update(REFERENCE_KERNELS)
 EXECUTORS = {"sequential": SequentialExecutor, "thread": ThreadExecutor, "cuda": CudaExecutor}
 HEADS = 4
 HIDDEN = 32

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, from_text
+from megatron_ampipe.schedule import KEEP, Exchange, Partner, Pipeline, from_text
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Case:
     masked: bool = False
     """Separate the documents by a mask; otherwise they are packed."""
     exchange: Exchange = Exchange.ROWS
+    partner: Partner | None = None
     ranks_per_node: int | None = None
     """Of all ranks, for an exchange in two hops."""
     router: str | None = None
@@ -88,6 +89,7 @@ class Case:
             # A case that was sent to another process has it as text.
             exchange=Exchange(self.exchange),
             order=from_text(self.order) if self.order else None,
+            partner=self.partner,
         )
 
 

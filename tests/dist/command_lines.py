@@ -26,7 +26,7 @@ from megatron.training.models.gpt import GPTModelBuilder
 
 from megatron_ampipe.launch import gpt, pretrain
 from megatron_ampipe.launch.gpt import embedding_ranks
-from megatron_ampipe.launch.session import TrainingSession
+from megatron_ampipe.launch.script import TrainingSession
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
 from tests.dist.blocks import differences, summed_results
 from tests.dist.worker import use_groups

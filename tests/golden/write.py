@@ -186,7 +186,19 @@ def plans() -> Iterator[tuple[str, str]]:
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             code = main(
-                ["plan", "--model", model, "--cluster", cluster, *rest, "--degrees", "2,4", "--json", "-"]
+                [
+                    "plan",
+                    "--model",
+                    model,
+                    "--cluster",
+                    cluster,
+                    *rest,
+                    "--degrees",
+                    "2,4",
+                    "--no-partner",
+                    "--json",
+                    "-",
+                ]
             )
         assert code == 0, f"{model} on {cluster}: exit code {code}"
         yield f"plans/{model}-{cluster}.json", json.dumps(json.loads(said.getvalue()), indent=1) + "\n"

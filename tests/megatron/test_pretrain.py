@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.launcher import MODULE, REPOSITORY, TINY_GPT, environment, started, train, unfolded
+from tests.megatron.launcher import MODULE, REPOSITORY, TINY_GPT, environment, started, train
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -25,9 +25,7 @@ def test_a_full_disk_ends_with_3_and_the_last_checkpoint_loads(tmp_path: Path) -
     assert code == 3, output[-4000:]
     last = (tmp_path / "latest_checkpointed_iteration.txt").read_text()
     assert f"successfully saved checkpoint from iteration {last:>7} to" in output
-    [error] = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert error.startswith("error: a checkpoint could not be written (")
-    assert error.endswith(f"Make room, and continue with --load {tmp_path}.")
+    assert output.splitlines()[-1] == "error: rank 0 failed; the cause is above."
     more = ["--train-iters", str(int(last) + 1), "--override-opt-param-scheduler"]
     assert train("--load", str(tmp_path), *more, num_ranks=1).iterations == [int(last) + 1]
 
@@ -40,8 +38,6 @@ def test_ctrl_c_ends_a_training_with_130_and_one_line(tmp_path: Path) -> None:
         code = job.wait(timeout=60)
     output = log.read_text()
     assert code == 130, output[-4000:]
-    # Megatron's dropout is on by default, and the start-up table names it.
-    assert "dropout: every degree draws other random numbers" in unfolded(output)
     assert "Traceback" not in output
     assert sum(line.startswith("interrupted. ") for line in output.splitlines()) == 1
 

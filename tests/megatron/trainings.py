@@ -234,7 +234,7 @@ TRAININGS: dict[str, Training] = {
 # Routers: the class in Megatron's layers, and in chunks.
 CHECKED = ("'ampipe gate' checks it",)
 RESTARTS = ((0, 1), (1, 0))
-COMPARES = "compares the tokens of a chunk, which is another function for each degree"
+COMPARES = "another function for each degree: later tokens of a chunk influence earlier ones"
 ROUTERS: dict[str, Training] = {
     # The same numbers are drawn in a whole sequence and in chunks, one layer after the other.
     "noisy-topk": Training(
@@ -267,22 +267,24 @@ HYBRIDS: dict[str, Training] = {
     "hybrid-dense-layers": Training(
         flags=EP + HYBRID + "*-*E-*EE*",
         ours=(STACK,),
-        said=("2 pairs of 9 layers",),
+        said=("layers per schedule",),
     ),
     "hybrid-mamba": Training(
         flags=EP + HYBRID + "M*EM*-*EM",
         ours=(BLOCK, STACK),
-        said=("2 pairs of 9 layers",),
+        said=("layers per schedule",),
         restarts=((0, 2), (2, 0)),
     ),
-    "hybrid-mtp": Training(flags=EP + HYBRID + "*E*E/*E", ours=(STACK, PARTNER), said=("hybrid layers",)),
+    "hybrid-mtp": Training(
+        flags=EP + HYBRID + "*E*E/*E", ours=(STACK, PARTNER), said=("layers per schedule",)
+    ),
     "hybrid-of-tensor-ranks": Training(
-        flags=WHOLE_EXPERTS + EP + HYBRID + "*E*EM*E", ours=(STACK,), said=("3 pairs of 7 layers",)
+        flags=WHOLE_EXPERTS + EP + HYBRID + "*E*EM*E", ours=(STACK,), said=("layers per schedule",)
     ),
     "hybrid-stages": Training(
         flags=PP + NO_LOSS + HYBRID + "*EM*E|*E*-E",
         ours=(STACK,),
-        said=("3 pairs of 10 layers",),
+        said=("layers per schedule",),
     ),
 }
 TRAININGS |= ROUTERS | HYBRIDS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 
 from megatron_ampipe.block.named_values import check_threshold, check_wire
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.exchange.codecs import Condenser, Trip, WireCodec, load_wire
-from megatron_ampipe.exchange.transports import ALL_TO_ALL, RowTransport, exchange_chunks
+from megatron_ampipe.exchange.codecs import Condenser, Trip, load_wire
 from megatron_ampipe.launch.recording import compared_rows
 from megatron_ampipe.schedule import Direction, Exchange, Pipeline
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
@@ -53,13 +51,6 @@ def test_what_is_not_finite_stays_visible_and_no_rows_are_no_rows() -> None:
     assert torch.equal(found[2], rows[2])
     found, sent = there_and_back("fp8", torch.empty(0, 16))
     assert found.shape == (0, 16) and sent == 0
-
-
-def test_what_cannot_be_divided_over_ranks_is_refused() -> None:
-    transport = RowTransport(ALL_TO_ALL, [4], [4], SimpleNamespace(size=lambda: 1))
-    codec = WireCodec(load_wire("tests.wires:JoinedWire"), TRIP)
-    with pytest.raises(AssertionError, match=r"sizes \[\[1, 32\]\] for 4 rows"):
-        exchange_chunks([transport], [[torch.ones(4, 8)]], combine=False, codecs=[codec])
 
 
 @pytest.mark.parametrize(

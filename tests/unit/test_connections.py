@@ -16,7 +16,7 @@ pytest.importorskip("megatron.training")
 from megatron.training import arguments
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch import connections, flags, startup
+from megatron_ampipe.launch import connections, flags
 from megatron_ampipe.launch.pretrain import check_launch
 from megatron_ampipe.tools import doctor_command
 from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE
@@ -78,23 +78,17 @@ def test_queues_are_chosen_when_flags_are_parsed_of_pipelined_runs_alone() -> No
         assert os.environ.pop(connections.VARIABLE) == connections.QUEUES
 
 
-def test_after_cuda_is_initialised_nothing_is_set_and_the_table_says_so(
+def test_after_cuda_is_initialised_nothing_is_set_and_a_warning_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     parse(*DEGREE_4)
-    ((name, value, why),) = startup.connections_row(on_gpu=True)
-    assert (name, value) == ("warning", "CUDA_DEVICE_MAX_CONNECTIONS is not set")
+    why = connections.warning(os.environ.get(connections.VARIABLE))
     assert "8 hardware queues" in why and connections.EXPORT in why
 
 
-def test_the_table_and_the_doctor_say_what_one_queue_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert startup.connections_row(on_gpu=False) == []
+def test_the_doctor_says_what_one_queue_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(connections.VARIABLE, "1")
-    ((name, value, why),) = startup.connections_row(on_gpu=True)
-    assert (name, value) == ("warning", "CUDA_DEVICE_MAX_CONNECTIONS=1")
-    assert "in the order in which it was issued" in why and connections.EXPORT in why
     (note,) = doctor_command.notes_on_variables(os.environ, has_gpu=True)
     assert note.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1: one hardware queue") and connections.EXPORT in note
-    monkeypatch.setenv(connections.VARIABLE, connections.QUEUES)
-    assert [row[0] for row in startup.connections_row(on_gpu=True)] == ["hardware queues"]
+    assert connections.warning(connections.QUEUES) == ""

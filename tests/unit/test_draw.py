@@ -12,7 +12,7 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.files.timeline import PREDICTED, StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
-from megatron_ampipe.tools.draw_command import compare, sharing_layers
+from megatron_ampipe.tools.draw_command import compare, first_pass, sharing_layers, usual_iteration
 
 PNG = b"\x89PNG\r\n"
 
@@ -58,6 +58,29 @@ def traces(tmp_path: Path) -> Path:
     return tmp_path / "traces"
 
 
+def test_an_iteration_that_took_much_longer_is_not_drawn() -> None:
+    usual, last = trace(0, iterations=(1, 2)), trace(0, iterations=(3,))
+    late = tuple(replace(span, end_us=span.end_us + 1e6) for span in last.spans)
+    both = replace(usual, spans=(*usual.spans, *late))
+    assert usual_iteration([both], {1, 2, 3}) == 2 and usual_iteration([both], ()) is None
+
+
+def test_a_pass_ahead_is_shown_with_the_backward_pass(tmp_path: Path) -> None:
+    spans = [
+        replace(span, direction="forward", ahead=True, begin_us=span.begin_us + 500, end_us=span.end_us + 500)
+        for span in one_pass(0.0, layer=2, direction="backward", iteration=1)
+    ]
+    both = Timeline(0, tuple(one_pass(0.0, layer=1, direction="backward", iteration=1) + spans), {})
+    both.write_chrome(tmp_path / "rank0.trace.json")
+    read = Timeline.read_chrome(tmp_path / "rank0.trace.json")
+    assert [span.ahead for span in read.spans] == [False] * 5 + [True] * 5
+    # Layers that run at the same time are drawn together.
+    assert {span.layer for span in first_pass(read.spans, 1, None)} == {1, 2}
+    assert read.hidden_by["partner"] > 0 < read.hidden_by["other stages"]
+    timeline_picture.draw([read], targets=[tmp_path / "a.svg"], title="two micro-batches")
+    assert "next micro-batch" in (tmp_path / "a.svg").read_text()
+
+
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The arguments of the picture, which is not drawn."""
@@ -68,7 +91,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return asked
 
 
-def test_default_is_the_last_iteration_and_the_first_layer_that_communicates(
+def test_default_is_a_typical_iteration_and_the_first_layer_that_communicates(
     traces: Path, tmp_path: Path, drawn: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["draw", str(traces), "--output", str(tmp_path / "picture")]) == 0

@@ -56,7 +56,7 @@ def test_every_value_that_is_required_exists() -> None:
     """What a message says to add can be parsed, and takes the message away."""
     for setting in SETTING.values():
         for words in setting.requires:
-            value = setting.requires_for or "1"
+            value = setting.requires_for or (setting.choices or ("1",))[0]
             args = parsed(setting.flag, str(value), *words.split())
             setting.check_required(given_settings(args))
 

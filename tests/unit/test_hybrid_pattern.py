@@ -41,9 +41,8 @@ def test_pipeline_stages(text: str, sizes: dict[str, int], stages: tuple[str, ..
     assert HybridPattern.of(text, **sizes).stages == stages
 
 
-def test_pairs_are_counted_and_dense_ones_known() -> None:
+def test_dense_pairs_are_known() -> None:
     pattern = HybridPattern.of("*-*EM*E|*EM")
-    assert pattern.num_pairs == 3
     assert pattern.runs == ((False, True), (True,), (True,))
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from megatron_ampipe.launch.host import all_to_all
+from megatron_ampipe.launch.host import torch_calls
 from megatron_ampipe.runtime.executors import ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.tape import Tape
@@ -165,14 +165,14 @@ def test_bytes_are_of_the_link_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_an_emulated_link_stays_when_the_host_platform_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     torchs = dist.all_to_all_single
     monkeypatch.setattr(dist, "all_to_all_single", torchs)
-    monkeypatch.setattr(all_to_all, "_gloo", None)
+    monkeypatch.setattr(torch_calls, "_gloo", None)
     emulation.install(parse_link("emulated:8mbit"), on_cuda=False, pretended=False)
     slowed = dist.all_to_all_single
-    all_to_all.install()
+    torch_calls.install_all_to_all()
     assert dist.all_to_all_single is slowed
     # What it slows is the host platform's, for both layers.
-    assert inspect.getclosurevars(slowed).nonlocals["exchange"] is all_to_all._all_to_all_single
-    assert all_to_all._gloo is torchs
+    assert inspect.getclosurevars(slowed).nonlocals["exchange"] is torch_calls._all_to_all_single
+    assert torch_calls._gloo is torchs
 
 
 def _nvrtc() -> ctypes.CDLL | None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_ampipe.launch.host.torch_calls import HostStream
 from megatron_ampipe.runtime import partners
 from megatron_ampipe.runtime.partners import Partners
-from megatron_ampipe.schedule.partners import Task, pipeline_of, together
+from megatron_ampipe.schedule.partners import Partner, Task, together
 from megatron_ampipe.schedule.pipeline import Pipeline
 
 LANES = ("compute", "comm")
@@ -94,8 +94,10 @@ def test_a_transfer_of_one_pass_travels_while_the_other_computes() -> None:
 def test_only_passes_with_a_partner_are_not_cut(
     forward: bool, backward: bool, degrees: tuple[int, int], memory: str
 ) -> None:
-    usual = Pipeline.of(4, shares=(0.4, 0.3, 0.2, 0.1), memory="keep/keep/keep/rebuild", stack=0)
-    found = pipeline_of(usual, schedule="lancet", forward_partner=forward, backward_partner=backward)
+    usual = Pipeline.of(
+        4, shares=(0.4, 0.3, 0.2, 0.1), memory="keep/keep/keep/rebuild", stack=0, partner=Partner()
+    )
+    found = usual.with_partners(forward=forward, backward=backward)
     assert (found.degree, found.backward_degree) == degrees
     assert (found.memory, found.stack) == (memory, 0)
     assert found.shares == (usual.shares if 4 in degrees else None)
@@ -132,7 +134,7 @@ class Step:
         monkeypatch.setattr("torch.cuda.stream", mock.MagicMock())
         monkeypatch.setattr(partners, "run_together", self._together)
 
-    def _together(self, backward: Any, gradient: Any, forward: Any, hidden: Any) -> Any:
+    def _together(self, backward: Any, gradient: Any, forward: Any, hidden: Any, partner: Any) -> Any:
         self.ran.append(f"{backward.name}+{forward.name}")
         return "output", ["gradient"]
 

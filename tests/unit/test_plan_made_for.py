@@ -74,7 +74,8 @@ def run_of(**changes: Any) -> argparse.Namespace:
         "multi_latent_attention": False, "ampipe_capacity_scope": None, "ampipe_router_scope": None,
         "moe_token_drop_policy": "probs", "ampipe_save_plan": None,
         "ampipe_plan": "plan.yaml", "recompute_granularity": None, "attention_dropout": 0.0,
-        "window_size": None, "ampipe_condense": None, "transformer_impl": "transformer_engine",
+        "window_size": None, "ampipe_condense": None, "ampipe_partner": None,
+        "transformer_impl": "transformer_engine",
     }  # fmt: skip
     return argparse.Namespace(**(values | changes))
 

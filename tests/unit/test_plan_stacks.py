@@ -87,7 +87,7 @@ def test_a_period_is_repeated_as_a_run_repeats_it(device: bool, degrees: tuple[i
             list(lane.stages) for lane in whole.program(direction).lanes
         ]
         assert problem.time(entries) == pytest.approx(
-            predictor.direction_us(whole, lengths, direction) - predictor._block(direction)
+            predictor.direction_us(whole, lengths, direction) - predictor.calls_us(direction)
         )
 
 

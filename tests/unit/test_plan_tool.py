@@ -44,7 +44,10 @@ def test_the_table_shows_the_choice_and_its_reason(model: Path, capsys: pytest.C
     shown = capsys.readouterr().out
     assert re.search(r"1 +│ stock .* 1\.00", shown)
     assert re.search(r"choice: degree \d.*, shares .*, schedule \S+", shown)
-    assert "times as fast" in shown.splitlines()[-1]
+    assert "times as fast" in shown.splitlines()[1] and "no GPU has run this" in shown.splitlines()[1]
+    assert re.search(r"flags: --ampipe-degree \d", shown.splitlines()[2])
+    assert re.search(r"communication hidden: .*\d+% under partner", shown)
+    assert re.search(r"partners, megatron-1f1b +│.*\n│ partners +│", shown) and "GiB" not in shown
 
 
 def test_equation_10_of_mpipemoe_is_shown_next_to_the_simulation(
@@ -58,7 +61,7 @@ def test_equation_10_of_mpipemoe_is_shown_next_to_the_simulation(
     assert found["equation_10"] == min(found["equation_10_ms"], key=found["equation_10_ms"].get)
     fastest = min(found["equation_10_ms"], key=lambda name: found["simulated_ms"][name])
     assert found["simulated"] == fastest and set(found["simulated_ms"]) == {"keep", "S1", "S2", "S3", "S4"}
-    assert main(["plan", "--model", str(model), "--cluster", str(file)]) == 0
+    assert main(["plan", "--model", str(model), "--cluster", str(file), "--verbose"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{found['equation_10']} by MPipeMoE's equation 10, {found['simulated']} by simulation (" in shown
 
@@ -78,7 +81,8 @@ def test_a_predicted_trace_has_the_labels_of_a_run_with_the_plan(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace, file, tape = (tmp_path / name for name in ("predicted.json", "plan.yaml", "tape"))
-    plan_as_json(model, capsys, "--trace", str(trace), "--output", str(file), "--tape", str(tape))
+    files = ("--trace", str(trace), "--output", str(file), "--tape", str(tape))
+    plan_as_json(model, capsys, "--no-partner", *files)
     assert "dispatch.0: Communicate(route tokens.0, route probs.0) -> " in tape.read_text()
     assert main(["draw", str(trace), "--output", str(tmp_path / "picture")]) == 0
     timeline, plan = Timeline.read_chrome(trace), Plan.read(file)

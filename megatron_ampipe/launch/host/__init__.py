@@ -1,14 +1,9 @@
 """The host platform: runs Megatron's training loop on a machine without a GPU, over gloo.
 
 Megatron calls CUDA in many places that do not depend on a GPU: streams, events, ``device="cuda"``, the random
-state of the device. :func:`install` replaces these calls, so that the same Megatron code runs on the CPU. It
-changes no arithmetic; its purpose is that tests, examples and CI need no GPU. One replacement makes Megatron
-faster: the all-to-all, because AMPipe uses it too and is compared with Megatron. It refuses to load if there
-is a GPU, and comes *before* Megatron is imported:
-
-    from megatron_ampipe.launch import host
-    host.install()
-    torch.distributed.init_process_group("gloo")
+state of the device. :func:`install`, *before* Megatron is imported, replaces these calls, so that the same
+Megatron code runs on the CPU. It changes no arithmetic; its purpose is that tests, examples and CI need no
+GPU. One replacement makes Megatron faster: the all-to-all, because AMPipe uses it too and is compared.
 """
 
 import logging
@@ -42,10 +37,9 @@ def install() -> None:
         return
     assert not gpu_available(), "the host platform replaces a missing GPU, and this machine has one"
     assert "megatron.core" not in sys.modules, "its import binds names of torch.compile and torch.cuda"
-    from megatron_ampipe.launch.host import all_to_all, torch_calls
+    from megatron_ampipe.launch.host import torch_calls
 
     torch_calls.install()
-    all_to_all.install()
     _import_megatron()
     from megatron_ampipe.launch.host.megatron import install as replace_in_megatron
 
@@ -74,11 +68,10 @@ def _import_megatron() -> None:
 
 
 class Adjustment(NamedTuple):
-    """One flag that was added to the command line, or changed."""
+    """One flag that was added to the command line, or changed; ``value`` is None for a flag without one."""
 
     flag: str
     value: str | None
-    """None for a flag without a value."""
     reason: str
 
     @property
@@ -120,14 +113,8 @@ _NO_GPU = "it needs a GPU, and this machine has none"
 def adjust(arguments: Sequence[str]) -> tuple[list[str], list[Adjustment]]:
     """Add the flags that Megatron needs on a machine without a GPU, where the user has not set them.
 
-    Args:
-        arguments: The command line without the program name, as in ``sys.argv[1:]``.
-
-    Returns:
-        The command line to parse, and the flags that were added to it, with reasons.
-
-    Raises:
-        BadInput: A flag requests something that needs a GPU.
+    Returns the command line to parse, and the flags that were added to it, with reasons. Raises
+    :class:`BadInput` if a flag requests something that needs a GPU.
     """
     # Of a repeated flag the last counts, as in argparse.
     given = {group[0].partition("=")[0]: values_of(group) for group in groups_of(arguments)}

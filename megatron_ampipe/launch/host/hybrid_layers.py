@@ -5,13 +5,9 @@ computed in torch in place of the GPU kernels of the package mamba-ssm, and need
 GPU. Layers of other kinds (gated delta net, sparse attention) have no local form.
 
 Mamba 2 is written from the definition of the state space model (Dao and Gu, "Transformers are SSMs", section
-6), which has, for each head, a state ``h [P, N]`` and a scalar decay:
+6): for each head, a state ``h [P, N]`` with a scalar decay is a product with a causal matrix over all rows.
 
     h_s = exp(dt_s * A) * h_(s-1) + dt_s * x_s B_s^T        y_s = h_s C_s + D * x_s
-
-Within a piece of the sequence this is a matrix product with a causal decay matrix; only the state at the end
-of a piece is handed to the next. Shapes: S rows, B sequences, H heads of width P, G groups of heads that
-share ``B`` and ``C`` of N numbers.
 """
 
 import dataclasses
@@ -41,8 +37,8 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 from torch import Tensor
 from torch.nn import functional
 
-_PIECE = 64
-"""Rows of a piece; the result does not depend on it, except for rounding."""
+# S rows, B sequences, H heads of width P, G groups of heads that share B and C of N numbers.
+
 _ANY_NUMBER = 8
 """Of experts: any number makes a specification an MoE layer's."""
 
@@ -134,21 +130,8 @@ def mamba_split_conv1d_scan(
 ) -> Tensor:
     """Convolution, state space model and gate of a Mamba layer, as mamba-ssm's ``*_combined`` function.
 
-    Args:
-        zxbcdt: ``[B, S, 2 * H * P + 2 * G * N + H]``: gate, x, B, C and dt.
-        conv1d_weight: ``[H * P + 2 * G * N, W]``, of a causal convolution with a window of W rows.
-        conv1d_bias: ``[H * P + 2 * G * N]``.
-        dt_bias: ``[H]``, added to dt before the softplus.
-        A: ``[H]``, negative.
-        D: ``[H]``, or ``[H, P]``.
-        headdim: P; None if ``D`` says it.
-        ngroups: G.
-        activation: After the convolution; always ``silu``.
-        seq_idx: None, as packed documents need the kernels of a GPU.
-        kernel: What has no effect here: the norm that follows is the caller's, and so are the pieces.
-
-    Returns:
-        ``[B, S, H * P]`` in the dtype of ``zxbcdt``, computed in fp32.
+    From ``zxbcdt [B, S, 2 * H * P + 2 * G * N + H]``: gate, x, B, C and dt, to ``[B, S, H * P]``, computed in
+    fp32. The convolution, ``[H * P + 2 * G * N, W]``, is causal; the norm that follows is the caller's.
     """
     assert activation == "silu" and seq_idx is None
     num_heads = A.shape[0]
@@ -175,24 +158,12 @@ def state_space(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> T
     From ``x [B, S, H, P]``, ``dt [B, S, H]``, positive, ``decay [H]``, negative, ``b`` and ``c``
     ``[B, S, H, N]``.
     """
-    weighted, exponents = x * dt.unsqueeze(-1), dt * decay
-    state = x.new_zeros(x.shape[0], x.shape[2], x.shape[3], b.shape[3])
-    pieces = []
-    for xs, log_decay, bs, cs in zip(
-        *(part.split(_PIECE, dim=1) for part in (weighted, exponents, b, c)), strict=True
-    ):
-        # total[s]: exponent of the decay from before the piece to row s.
-        total = log_decay.cumsum(1)
-        between = (total.unsqueeze(2) - total.unsqueeze(1)).permute(0, 3, 1, 2)
-        causal = torch.ones(between.shape[-2:], dtype=torch.bool).tril()
-        weights = between.masked_fill(~causal, float("-inf")).exp()
-        scores = torch.einsum("bshn,bthn->bhst", cs, bs) * weights
-        inside = torch.einsum("bhst,bthp->bshp", scores, xs)
-        carried = torch.einsum("bshn,bhpn->bshp", cs, state) * total.exp().unsqueeze(-1)
-        pieces.append(inside + carried)
-        rest = (total[:, -1:] - total).exp().unsqueeze(-1)
-        state = state * total[:, -1].exp()[..., None, None] + torch.einsum("bshp,bshn->bhpn", xs * rest, bs)
-    return torch.cat(pieces, dim=1)
+    # Exponent of the decay from before the first row to each row; differences are of nearby rows.
+    total = (dt * decay).double().cumsum(1).permute(0, 2, 1)
+    between = (total.unsqueeze(3) - total.unsqueeze(2)).to(x.dtype)
+    causal = torch.ones(between.shape[2:], dtype=torch.bool).tril()
+    weights = between.masked_fill(~causal, float("-inf")).exp()
+    return torch.einsum("bshn,bthn,bhst,bthp->bshp", c, b, weights, x * dt.unsqueeze(-1))
 
 
 class GroupedRMSNorm(torch.nn.Module):
@@ -210,7 +181,7 @@ class GroupedRMSNorm(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """``[..., C]`` to the same shape and dtype."""
         groups = hidden.float().unflatten(-1, (-1, self._group_size))
-        scaled = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self._eps)
+        scaled = functional.rms_norm(groups, (self._group_size,), eps=self._eps)
         return (scaled.flatten(-2) * self.weight.float()).to(hidden.dtype)
 
     def sharded_state_dict(

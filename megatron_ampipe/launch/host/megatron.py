@@ -12,18 +12,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import KERNELS
+from megatron_ampipe.exchange.transports import UNEQUAL_GATHER
 from megatron_ampipe.launch.host.torch_calls import get_rng_state, set_rng_state
 from megatron_ampipe.layers.chunk_attention import gather_sequence
+from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.schedule import SequenceLayout
 
 
@@ -59,8 +59,10 @@ def install() -> None:
     linear._grad_accum_fusion_available = True
 
     # MoEAlltoAllTokenDispatcher with tensor-parallel experts.
-    mappings._gather_along_first_dim = _with_uneven_gather(mappings._gather_along_first_dim)
-    mappings._reduce_scatter_along_first_dim = _with_uneven_scatter(mappings._reduce_scatter_along_first_dim)
+    for name, start in zip(("_gather", "_reduce_scatter"), UNEQUAL_GATHER, strict=True):
+        collective = getattr(mappings, f"{name}_along_first_dim")
+        uneven = _with_uneven_splits(collective, start, gathers=name == "_gather")
+        setattr(mappings, f"{name}_along_first_dim", uneven)
 
     # TopKRouter.routing, with --moe-token-drop-policy position.
     dropping = _with_ordered_topk(router.apply_router_token_dropping)
@@ -117,37 +119,21 @@ def _with_ordered_topk(drop: Callable[..., Any]) -> Callable[..., Any]:
     return dropping
 
 
-def _with_uneven_gather(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Megatron's ``_gather_along_first_dim`` with uneven splits, which gloo lacks."""
+def _with_uneven_splits(
+    collective: Callable[..., Tensor], start: Callable[..., Transfer], *, gathers: bool
+) -> Callable[..., Tensor]:
+    """Megatron's gather or reduce-scatter of rows, with uneven splits, which gloo lacks, as AMPipe's."""
 
-    def gathering(
-        tensor: Tensor, group: Any, output_split_sizes: Sequence[int] | None = None, *options: Any
-    ) -> Tensor:
-        if output_split_sizes is None or group.size() == 1:
-            return gather(tensor, group, output_split_sizes, *options)
-        received = tensor.new_empty((sum(output_split_sizes), *tensor.shape[1:]))
-        sent, sizes = torch.cat([tensor] * group.size()), [len(tensor)] * group.size()
-        dist.all_to_all_single(received, sent, output_split_sizes, sizes, group=group)
-        return received
+    def collect(tensor: Tensor, group: Any, splits: Sequence[int] | None = None, *options: Any) -> Tensor:
+        if splits is None or group.size() == 1:
+            return collective(tensor, group, splits, *options)
+        own = [splits[group.rank()]]
+        send, receive = (own, splits) if gathers else (splits, own)
+        transfer = start([tensor], send=send, receive=receive, group=group)
+        transfer.wait()
+        return transfer.outputs[0]
 
-    return gathering
-
-
-def _with_uneven_scatter(scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Megatron's ``_reduce_scatter_along_first_dim`` with uneven splits likewise."""
-
-    def scattering(
-        tensor: Tensor, group: Any, input_split_sizes: Sequence[int] | None = None, *options: Any
-    ) -> Tensor:
-        if input_split_sizes is None or group.size() == 1:
-            return scatter(tensor, group, input_split_sizes, *options)
-        size = input_split_sizes[group.rank()]
-        received = tensor.new_empty((group.size(), size, *tensor.shape[1:]))
-        sizes = [size] * group.size()
-        dist.all_to_all_single(received.flatten(0, 1), tensor, sizes, input_split_sizes, group=group)
-        return received.sum(dim=0)
-
-    return scattering
+    return collect
 
 
 def build_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_unused: object) -> Module:
@@ -161,7 +147,7 @@ def build_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_unused: obje
     return norm
 
 
-class HostLatentProjection(Module):
+class HostLatentProjection(torch.nn.Linear):
     """Before and after latent experts: what ``TELinear`` computes with ``parallel_mode="duplicated"``.
 
     Every tensor-parallel rank has the whole weight.
@@ -177,19 +163,19 @@ class HostLatentProjection(Module):
         bias: bool,
         **kwargs: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(input_size, output_size, bias=bias, dtype=config.params_dtype)
         assert kwargs["parallel_mode"] == "duplicated" and not kwargs["skip_bias_add"]
-        self.weight = Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         if config.perform_initialization:
             init_method(self.weight)
-        self.bias = Parameter(torch.zeros(output_size, dtype=config.params_dtype)) if bias else None
+        if bias:
+            torch.nn.init.zeros_(self.bias)
         for parameter in self.parameters():
             # Megatron then adds up the gradients of the ranks, which see other rows.
             parameter.sequence_parallel = config.sequence_parallel
 
-    def forward(self, rows: Tensor) -> tuple[Tensor, None]:
+    def forward(self, rows: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """``[..., input_size]`` to ``[..., output_size]``, and no bias that is still to be added."""
-        return F.linear(rows, self.weight, self.bias), None
+        return super().forward(rows), None
 
 
 class HostDotProductAttention(DotProductAttention):
@@ -209,7 +195,7 @@ class HostDotProductAttention(DotProductAttention):
         alone.context_parallel_size = 1
         super().__init__(alone, *args, **kwargs)
         self.config = config
-        self._uses_exact = config.context_parallel_size > 1 or v_channels is not None
+        self._uses_sdpa = config.context_parallel_size > 1 or v_channels is not None
         self._window = None
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number):
             self._window = config.window_size[0]
@@ -237,7 +223,7 @@ class HostDotProductAttention(DotProductAttention):
         return self._attend(query, key, value, *args, **kwargs)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not self._uses_exact:
+        if not self._uses_sdpa:
             return super().forward(query, key, value, *args, **kwargs)
         group = self.pg_collection.cp
         layout = SequenceLayout(context_ranks=group.size(), context_rank=group.rank())
@@ -245,7 +231,7 @@ class HostDotProductAttention(DotProductAttention):
         # With query-key layer scaling, softmax_scale is divided by the layer number, and Megatron's softmax
         # multiplies by it.
         again = self.layer_number if self.config.apply_query_key_layer_scaling else 1
-        return KERNELS["exact"](
+        return KERNELS["sdpa"](
             query,
             key,
             value,

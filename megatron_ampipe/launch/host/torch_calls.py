@@ -1,4 +1,5 @@
-"""Replacements for the calls of torch that need a GPU: ``torch.cuda.*``, ``device=`` and the random state.
+"""Replacements for the calls of torch that need a GPU: ``torch.cuda.*``, ``device=``, the random state; and
+for the all-to-all of gloo, which wastes the link.
 
 Not an emulation: streams and events do not order anything, because on the CPU every operation has finished
 when its call returns. ``torch.cuda.is_available()`` is not replaced and still returns False, so torch itself
@@ -11,11 +12,15 @@ import logging
 import os
 import types
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils.data.dataloader as dataloader
+from torch import Tensor
+
+from megatron_ampipe.runtime.collectives import Transfer, send_receive
 
 # Functions that take `device=`; Megatron passes "cuda", a torch.device, or torch.cuda.current_device().
 FACTORIES = (
@@ -68,11 +73,63 @@ def install() -> None:
     """Install all replacements."""
     _install_cuda()
     _install_devices()
+    install_all_to_all()
     _keep_device_state_over_iterator()
     # The tracker's fork() warns if the CPU state changes inside it, as it always does here.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
+
+
+_gloo: Callable[..., Any] | None = None
+"""gloo's all-to-all sends larger messages in one direction of a link at a time, so it takes up to twice as
+long for the same bytes. Megatron's layers and AMPipe's call a replacement, as both call NCCL's on a GPU."""
+_uses_gloo = False
+
+
+def install_all_to_all() -> None:
+    """Replace ``torch.distributed.all_to_all_single``, which everybody looks up at every call; once."""
+    global _gloo
+    if _gloo is None:
+        _gloo, dist.all_to_all_single = dist.all_to_all_single, _all_to_all_single
+
+
+@contextlib.contextmanager
+def gloo_all_to_all() -> Iterator[None]:
+    """Use gloo's own all-to-all, to measure what the replacement gains; all ranks have to enter it."""
+    global _uses_gloo
+    assert _gloo is not None
+    _uses_gloo = True
+    try:
+        yield
+    finally:
+        _uses_gloo = False
+
+
+@torch.no_grad()
+def _all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
+    """As ``torch.distributed.all_to_all_single``; every rank has to send what its peer expects."""
+    if _uses_gloo:
+        assert _gloo is not None
+        return _gloo(output, input, output_split_sizes, input_split_sizes, group, async_op)
+    group = group or dist.group.WORLD
+    assert group is not None
+    sent, received = (
+        tensor.tensor_split(group.size()) if splits is None else tensor.split_with_sizes(list(splits))
+        for tensor, splits in ((input, input_split_sizes), (output, output_split_sizes))
+    )
+    handle = Transfer((), tuple(send_receive(sent, received, group)))
+    if async_op:
+        return handle
+    handle.wait()
+    return None
 
 
 def _install_cuda() -> None:

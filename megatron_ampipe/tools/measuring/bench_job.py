@@ -13,7 +13,7 @@ from megatron_ampipe.tools.measuring.ranks import RankJob
 
 STOCK, CONTROL, STOCK_GLOO = "stock", "control", "stock-gloo"
 """Names among the variants: Megatron's own layer, the same measured a second time, and the same with gloo's
-own all-to-all (``launch.host.all_to_all``)."""
+own all-to-all (``launch.host.torch_calls``)."""
 PEAK_PASSES = 2
 """Passes of each variant whose memory is watched. The highest counts: with threads, the overlap varies."""
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ampipe.launch.host import all_to_all
+from megatron_ampipe.launch.host import torch_calls
 from megatron_ampipe.tools.measuring.link import Link
 
 SPIN_SOURCE = """
@@ -96,7 +96,7 @@ def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
         occupy, emulation.why_cycles = device_spin()
     else:
         # What the link slows; the host platform, which is installed later, must not replace the slowed one.
-        all_to_all.install()
+        torch_calls.install_all_to_all()
     exchange = dist.all_to_all_single
 
     def all_to_all_single(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.errors import DifferenceFound
-from megatron_ampipe.launch.host.all_to_all import gloo_all_to_all
+from megatron_ampipe.launch.host.torch_calls import gloo_all_to_all
 from megatron_ampipe.runtime.executors import ThreadExecutor
 from megatron_ampipe.schedule import Direction
 from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES, BenchJob, Variant

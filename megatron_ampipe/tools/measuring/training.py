@@ -282,7 +282,7 @@ def train(rank: Rank[TrainingJob]) -> None:
     job = rank.job
     rank.connect()
     from megatron_ampipe.launch import pretrain
-    from megatron_ampipe.launch.host.all_to_all import gloo_all_to_all
+    from megatron_ampipe.launch.host.torch_calls import gloo_all_to_all
 
     if job.stock_attends_as is not None:
         _use_kernel_of_ampipe(job.stock_attends_as)

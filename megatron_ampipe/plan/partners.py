@@ -1,0 +1,158 @@
+"""Predicts layers of which the backward pass of a micro-batch and the forward pass of the next run as one.
+
+The order of their stages is searched like that of one pass (:mod:`.search`): a period, of one layer of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_ampipe.files.timeline import StageSpan, Timeline
+from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.search import OrderProblem, improve_order, short_stack
+from megatron_ampipe.plan.simulate import Compiled, Pace, compile_program, direction_bound, run
+from megatron_ampipe.schedule import (
+    IN_ONE_CHUNK,
+    MEGATRON,
+    Direction,
+    Partner,
+    Program,
+    Schedule,
+    Stage,
+    build,
+    even_chunks,
+    needs_of,
+    period,
+)
+from megatron_ampipe.schedule.partners import in_order_of, megatron_period, shared_lanes
+from megatron_ampipe.schedule.stage_kind import COMPUTE
+
+DEGREES = (1, 2, 4)
+"""Of passes with a partner. A partner hides most of what chunks would hide, so few of them are enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """A forward and a backward pass of all layers of a predictor, as one program.
+
+    Attributes:
+        partner: How they run.
+        time_us: Predicted time of both.
+        bound_us: What no order of their stages can beat.
+    """
+
+    partner: Partner
+    time_us: float
+    bound_us: float
+
+
+def best_together(predictor: Predictor, degrees: Sequence[int]) -> Together:
+    """The fastest of these degrees, with a searched order where that is faster."""
+    rows, ways = predictor.block.rows, []
+    for degree in degrees:
+        if degree <= rows:
+            partner = Partner(degree, _schedule(predictor))
+            ways += [_together(predictor, partner), _searched(predictor, partner)]
+    return min(ways, key=lambda way: way.time_us)
+
+
+def as_megatron(predictor: Predictor) -> Together:
+    """The same layers, uncut, in the order of Megatron's own."""
+    return _together(predictor, Partner(1, _schedule(predictor), MEGATRON))
+
+
+def _schedule(predictor: Predictor) -> str:
+    return IN_ONE_CHUNK if predictor.block.splits_weights else "ampipe"
+
+
+def _together(predictor: Predictor, partner: Partner) -> Together:
+    compiled, durations, pace = _inputs(predictor, partner)
+    times = dict(zip(compiled.stages, durations, strict=True))
+    needs = {
+        stage: tuple(compiled.stages[place] for place in places)
+        for stage, places in zip(compiled.stages, compiled.needs, strict=True)
+    }
+    calls_us = sum(predictor.calls_us(direction) for direction in Direction)
+    end_us = max(run(compiled, durations, pace)[1])
+    return Together(partner, end_us + calls_us, direction_bound(times, needs) + calls_us)
+
+
+def _searched(predictor: Predictor, partner: Partner) -> Together:
+    """The same with the best order of a short stack, searched from that of Megatron."""
+    short = short_stack(predictor)
+    compiled, durations, pace = _inputs(short, partner)
+    lane_of = {compiled.stages[place]: lane for lane, places in compiled.lanes for place in places}
+    first = megatron_period({stage: lane for stage, lane in lane_of.items() if not stage.layer})
+    problem = OrderProblem(compiled, durations, pace, direction=Direction.BACKWARD)
+    best = improve_order(problem, problem.period_of(_in_lanes(first, compiled)))
+    return _together(predictor, replace(partner, period=problem.program(best)))
+
+
+def _in_lanes(program: Program, compiled: Compiled) -> Program:
+    """The program with its lanes in the order of a compiled one."""
+    stages = {order.lane: order.stages for order in program.lanes}
+    return Program.of({lane: stages[lane] for lane, _ in compiled.lanes})
+
+
+def timeline(predictor: Predictor, partner: Partner, *, labels: Mapping[str, str] | None) -> Timeline:
+    """Start and end of every stage; the forward ones are of the next micro-batch."""
+    compiled, durations, pace = _inputs(predictor, partner)
+    begin, end = run(compiled, durations, pace)
+    spans = [
+        StageSpan(
+            lane=lane,
+            stage=compiled.stages[place].name,
+            direction=Direction.FORWARD if compiled.stages[place].ahead else Direction.BACKWARD,
+            layer=1 + compiled.stages[place].layer,
+            iteration=0,
+            begin_us=begin[place],
+            end_us=end[place],
+            ahead=compiled.stages[place].ahead,
+        )
+        for lane, places in compiled.lanes
+        for place in places
+    ]
+    return Timeline(
+        rank=0, spans=tuple(sorted(spans, key=lambda span: span.begin_us)), labels=dict(labels or {})
+    )
+
+
+def _inputs(predictor: Predictor, partner: Partner) -> tuple[Compiled, list[float], Pace]:
+    """Both passes as one program, with the inputs of :func:`~.simulate.run`."""
+    schedule = build(partner.schedule, degree=partner.degree, features=predictor.features)
+    schedule = predictor.whole(schedule if len(predictor.layers) == 1 else period(schedule))
+    for direction in Direction:
+        schedule = in_order_of(partner, schedule, predictor.layers, direction)
+    lengths = even_chunks(predictor.block.rows, partner.degree)
+    stages: list[tuple[str, Stage]] = []
+    needs: dict[Stage, tuple[Stage, ...]] = {}
+    times: dict[Stage, float] = {}
+    issue_us: dict[Stage, float] = {}
+    for direction in reversed(Direction):
+        compiled, durations, pace = predictor.inputs(schedule, lengths, direction)
+        of_pass = [_of_partner(stage, direction) for stage in compiled.stages]
+        times |= zip(of_pass, durations, strict=True)
+        issue_us |= zip(of_pass, pace.issue_us or (), strict=False)
+        lane_of = {place: lane for lane, places in compiled.lanes for place in places}
+        stages += [(lane_of[place], of_pass[place]) for place in compiled.issued]
+        needs |= _needs(schedule, predictor, direction)
+    lanes = shared_lanes(stages, needs, partner)
+    # The compute lane comes first in a simulation.
+    names = sorted(lanes, key=lambda lane: lane != COMPUTE)
+    both = compile_program(Program.of({name: lanes[name] for name in names}), needs)
+    issue = [issue_us[stage] for stage in both.stages] if issue_us else None
+    return both, [times[stage] for stage in both.stages], predictor.pace(both, issue)
+
+
+def _needs(
+    schedule: Schedule, predictor: Predictor, direction: Direction
+) -> Mapping[Stage, tuple[Stage, ...]]:
+    return {
+        _of_partner(stage, direction): tuple(_of_partner(other, direction) for other in needed)
+        for stage, needed in needs_of(schedule, predictor.layers, direction).items()
+    }
+
+
+def _of_partner(stage: Stage, direction: Direction) -> Stage:
+    return replace(stage, ahead=True) if direction is Direction.FORWARD else stage
