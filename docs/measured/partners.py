@@ -9,6 +9,7 @@ real link, from the repository's root:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import statistics
@@ -42,7 +43,7 @@ class Steps(RankJob):
 def main() -> None:
     """Measure over one link, and write the document."""
     file, link = sys.argv[1:]
-    job = Steps(num_ranks=2, link=parse_link(link), cores=machine.cores_of(2), rounds=ROUNDS)
+    job = Steps(num_ranks=2, link=parse_link(link), rounds=ROUNDS)
     of_ranks = run_ranks(job, work)
     # The slowest rank of each step.
     names = list(of_ranks[0]["seconds"])
@@ -84,11 +85,11 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron_ampipe.runtime.partners import Partners
-    from megatron_ampipe.schedule.partners import pipeline_of
+    from megatron_ampipe.schedule.partners import Partner
     from megatron_ampipe.tools.measuring.bench_job import Variant
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
 
-    factory = BlockFactory(CASE, rank=rank.number, num_ranks=2, on_cuda=False, seed=1, layers=LAYERS)
+    factory = BlockFactory(rank, CASE, layers=LAYERS)
     torch.manual_seed(5 + rank.number)
     shape = (CASE.sequence_length, CASE.batch, CASE.hidden)
     given, above = ([torch.randn(shape) for _ in range(MICROBATCHES)] for _ in range(2))
@@ -108,12 +109,8 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         usual, passes, gradients = context.pipeline, [], []
 
         def ahead(number: int) -> None:
-            context.pipeline = pipeline_of(
-                usual,
-                schedule="lancet",
-                forward_partner=number > 0,
-                backward_partner=number < MICROBATCHES - 1,
-            )
+            meeting = dataclasses.replace(usual, partner=Partner())
+            context.pipeline = meeting.with_partners(forward=number > 0, backward=number < MICROBATCHES - 1)
             hidden = given[number].clone().requires_grad_()
             passes.append((hidden, layers(hidden_states=hidden, attention_mask=None)[0]))
             context.pipeline = usual

@@ -90,7 +90,6 @@ def measure(names: str | None, *, repeats: int, only: tuple[str, ...]) -> dict[s
         warmup=WARMUP,
         seed=1,
         timeout_s=SILENCE_S,
-        cores=(0, 1),
     )
     by_rank = run_ranks(job, work)
     found: dict[str, dict[str, Any]] = {}
@@ -191,7 +190,7 @@ def work(rank: Rank[PartsJob]) -> list[dict[str, list[list[float]]]]:
 
     job, by_case = rank.job, []
     for case in job.cases:
-        factory = BlockFactory(case, rank=rank.number, num_ranks=job.num_ranks, on_cuda=False, seed=job.seed)
+        factory = BlockFactory(rank, case)
         passes = Passes(rank, case)
         rows = {"stock": factory.stock}
         rows |= {f"parts {count}": of_parts(factory.stock, count) for count in PARTS}
