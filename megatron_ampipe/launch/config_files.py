@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from megatron_ampipe import __version__, compat
 from megatron_ampipe.errors import BadInput, did_you_mean
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.inputs import LinedMapping, find_config, load, shown
+from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse, shown
 from megatron_ampipe.files.records import keys_of
 from megatron_ampipe.plan.cluster import Cluster
 
@@ -40,24 +40,26 @@ _PLAIN = re.compile(r"(?!(?i:true|false|null)$)[\w./+][\w./+@%=-]*|-?[0-9.]+(e-?
 
 
 class FlagValue(NamedTuple):
-    """One flag and what it is set to."""
+    """One flag that is set, and where."""
 
-    flag: str
-    """As it is on the command line; without ``no-`` if the parser has both."""
-    value: Any
-    """True or False for a switch, a list for a flag of several values, None if a file sets it back to
-    Megatron's default. Numbers are text."""
     words: tuple[str, ...]
-    """Its words on a command line; none for a switch that is off."""
+    """As on a command line."""
+    value: bool | str | list[str]
+    """True for a switch, a list for a flag of several values; numbers are text."""
     source: str
     """``FILE:LINE``, or ``command line``."""
+
+    @property
+    def flag(self) -> str:
+        """Its name on the command line."""
+        return self.words[0].partition("=")[0]
 
 
 class Resolved(NamedTuple):
     """Files and a command line, put together."""
 
     settings: tuple[FlagValue, ...]
-    """Those of the files in the order of their first appearance, then those of the command line."""
+    """Those of the files that the command line does not set, then those of the command line."""
     words: tuple[str, ...]
     """The command line that Megatron will parse."""
     unknown: tuple[str, ...]
@@ -97,24 +99,31 @@ def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
         BadInput: a file is missing, or a key in it is wrong, or its value cannot be a flag's.
     """
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
-    groups = [(group[0].partition("=")[0], group) for group in groups_of(words)]
     # By the names under which the parser stores them, so that two spellings are one flag.
     files: dict[str, FlagValue] = {}
-    for flag, group in groups:
-        for name in values_of(group) if flag == CONFIG_FLAG else ():
-            path = find_config(name, folders=CONFIG_FOLDERS, flag=CONFIG_FLAG, what="configuration")
-            files |= _from_file(path, actions)
-    own = [(flag, group) for flag, group in groups if flag != CONFIG_FLAG]
-    unknown = [word for flag, group in own if not _sets(actions.get(flag)) for word in group]
-    line = {
-        actions[flag].dest: _from_command_line(group, actions[flag])
-        for flag, group in own
-        if _sets(actions.get(flag))
-    }
-    kept = (setting.words for dest, setting in files.items() if dest not in line)
+    line: dict[str, FlagValue] = {}
+    own: list[str] = []
+    unknown: list[str] = []
+    for group in groups_of(words):
+        flag = group[0].partition("=")[0]
+        if flag == CONFIG_FLAG:
+            for name in values_of(group):
+                path = find_config(name, folders=CONFIG_FOLDERS, flag=CONFIG_FLAG, what="configuration")
+                for place, key, value in _entries(path):
+                    action = _action_of_key(place, key, actions)
+                    files.pop(action.dest, None)
+                    if given := _words_of(place, f"--{key}", value, action):
+                        files[action.dest] = _flag_value(given, action, place)
+            continue
+        own += group
+        if _sets(actions.get(flag)):
+            line[actions[flag].dest] = _flag_value(group, actions[flag], _COMMAND_LINE)
+        else:
+            unknown += group
+    kept = [setting for dest, setting in files.items() if dest not in line]
     return Resolved(
-        settings=tuple((files | line).values()),
-        words=tuple(word for part in (*kept, *(group for _, group in own)) for word in part),
+        settings=(*kept, *line.values()),
+        words=(*(word for setting in kept for word in setting.words), *own),
         unknown=tuple(unknown),
     )
 
@@ -124,58 +133,43 @@ def _sets(action: argparse.Action | None) -> bool:
     return action is not None and not isinstance(action, argparse._HelpAction | argparse._VersionAction)
 
 
-def _from_file(path: Path, actions: dict[str, argparse.Action]) -> dict[str, FlagValue]:
-    """The settings of one file, by the names under which the parser stores them."""
-    settings: dict[str, FlagValue] = {}
-    for place, key, value in _entries(path):
-        flag = f"--{key}"
-        if flag not in actions:
-            names = [name[2:] for name in actions if name.startswith("--")]
-            near = did_you_mean(key, names, most=3, cutoff=0.5) or "Run with --help for the list."
-            remedy = "Write it below 'ampipe:', indented." if f"{OWN_SECTION}-{key}" in names else near
-            raise BadInput(f"{place}:", key, rule="there is no such flag", remedy=remedy)
-        action = actions[flag]
-        if not _sets(action) or flag == CONFIG_FLAG:
-            remedy = f"Give {flag} on the command line."
-            raise BadInput(f"{place}:", key, rule="cannot be set in a file", remedy=remedy)
-        if action.dest in settings:
-            first = settings[action.dest]
-            rule = f"sets the same as {first.flag} at {first.source}"
-            raise BadInput(f"{place}:", key, rule=rule, remedy="Keep one of the two.")
-        words = _words_of(place, flag, value, action)
-        settings[action.dest] = FlagValue(flag=flag, value=value, words=words, source=place)
-    return settings
+def _action_of_key(place: str, key: str, actions: dict[str, argparse.Action]) -> argparse.Action:
+    flag = f"--{key}"
+    if flag not in actions:
+        names = [name[2:] for name in actions if name.startswith("--")]
+        near = did_you_mean(key, names, most=3, cutoff=0.5) or "Run with --help for the list."
+        remedy = "Write it below 'ampipe:', indented." if f"{OWN_SECTION}-{key}" in names else near
+        raise BadInput(f"{place}:", key, rule="there is no such flag", remedy=remedy)
+    if not _sets(actions[flag]) or flag == CONFIG_FLAG:
+        remedy = f"Give {flag} on the command line."
+        raise BadInput(f"{place}:", key, rule="cannot be set in a file", remedy=remedy)
+    return actions[flag]
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str, Any]]:
     """Of each entry of a file ``FILE:LINE``, the name of its flag without dashes, and the value."""
     remedy = "Write 'key: value' on each line, indent with spaces, and see configs/models/tiny.yaml."
-    top = load(path, what="configuration", remedy=remedy, scalars_as_text=True)
-
-    def place(mapping: LinedMapping, key: str) -> str:
-        return f"{shown(path)}:{mapping.lines[key]}"
+    top, file = load(path, what="configuration", remedy=remedy, scalars_as_text=True), shown(path)
 
     def section(name: str) -> LinedMapping:
         if not isinstance(top[name], LinedMapping):
             remedy = "Write one 'flag: value' on each line below it, indented."
-            raise BadInput(f"{place(top, name)}:", name, rule="is a section", remedy=remedy)
-        found: LinedMapping = top[name]
-        return found
+            refuse(file, top.lines[name], name, "is a section", remedy)
+        mapping: LinedMapping = top[name]
+        return mapping
 
     if _FLAGS_SECTION in top:
-        for key in top:
-            if key not in keys_of(Cluster):
-                rule = f"stands outside the section '{_FLAGS_SECTION}:', and would not be read"
-                remedy = f"Move it into '{_FLAGS_SECTION}:'."
-                raise BadInput(f"{place(top, key)}:", key, rule=rule, remedy=remedy)
+        for key in top.keys() - keys_of(Cluster):
+            rule = f"stands outside the section '{_FLAGS_SECTION}:', and would not be read"
+            refuse(file, top.lines[key], key, rule, f"Move it into '{_FLAGS_SECTION}:'.")
         top = section(_FLAGS_SECTION)
     for key, value in top.items():
         if key != OWN_SECTION:
-            yield place(top, key), key, value
+            yield f"{file}:{top.lines[key]}", key, value
             continue
         own = section(OWN_SECTION)
         for name, setting in own.items():
-            yield place(own, name), f"{OWN_SECTION}-{name}", setting
+            yield f"{file}:{own.lines[name]}", f"{OWN_SECTION}-{name}", setting
 
 
 def _words_of(place: str, flag: str, value: Any, action: argparse.Action) -> tuple[str, ...]:
@@ -201,17 +195,13 @@ def _words_of(place: str, flag: str, value: Any, action: argparse.Action) -> tup
     return (f"{flag}={values[0]}",) if is_attached else (flag, *values)
 
 
-def _from_command_line(group: Sequence[str], action: argparse.Action) -> FlagValue:
-    flag, values = group[0].partition("=")[0], values_of(group)
-    value: Any = values
-    if isinstance(action, argparse.BooleanOptionalAction):
-        flag = next(option for option in action.option_strings if not option.startswith("--no-"))
-        value = not group[0].startswith("--no-")
-    elif action.nargs == 0 or action.type is bool:
-        value = True
+def _flag_value(words: Sequence[str], action: argparse.Action, source: str) -> FlagValue:
+    values: Any = values_of(words)
+    if action.nargs == 0 or action.type is bool:
+        values = True
     elif action.nargs is None:
-        value = values[0] if values else None
-    return FlagValue(flag=flag, value=value, words=tuple(group), source=_COMMAND_LINE)
+        values = next(iter(values), "")
+    return FlagValue(tuple(words), values, source)
 
 
 def groups_of(words: Sequence[str]) -> Iterator[list[str]]:
@@ -259,10 +249,9 @@ def as_yaml(resolved: Resolved, *, notes: Sequence[str] = ()) -> str:
 def _in_yaml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_in_yaml, value))}]"
-    if isinstance(value, str):
-        # A text of JSON is one of YAML.
-        return value if _PLAIN.fullmatch(value) else json.dumps(value, ensure_ascii=False)
-    return {None: "null", True: "true", False: "false"}[value]
+    # A text of JSON is one of YAML.
+    is_plain = isinstance(value, str) and _PLAIN.fullmatch(value)
+    return value if is_plain else json.dumps(value, ensure_ascii=False)
 
 
 def as_command(resolved: Resolved) -> str:
@@ -282,7 +271,7 @@ def write_beside_logs(resolved: Resolved, *, adjustments: Sequence[str], script:
     Raises:
         BadInput: the folder cannot be made or written to.
     """
-    folders = {setting.flag: str(setting.value or "") for setting in resolved.settings}
+    folders = {setting.flag: str(setting.value) for setting in resolved.settings}
     # An object store is not a folder.
     flag = next((flag for flag in _LOG_FLAGS if folders.get(flag) and "://" not in folders[flag]), None)
     if flag is None:

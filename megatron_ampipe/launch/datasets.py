@@ -1,7 +1,7 @@
 """The data that a run names, and the compiled index builder of Megatron's datasets, before the run starts.
 
 Refused is what Megatron would hang at (a part of the data without a token, whose epochs it counts forever),
-notice in the middle of a training, or never notice. The rest is left to Megatron, see :mod:`.failures`.
+and an index that its reader cannot read. The rest is left to Megatron, see :mod:`.ending`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
-
-from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.failures import reason_of
+from megatron_ampipe.launch.ending import reason_of
 
 _OF_SCRIPTS = ("--fim-data", "--hybrid-context-parallel", "--log-straggler", "--logits-load-dir")
 """Flags of Megatron's that AMPipe's own entry does not serve."""
-_SAMPLED_BLOCKS, _SAMPLED_BLOCK_TOKENS = 64, 16384
-"""How many tokens of a dataset are compared with the vocabulary."""
-
 
 Replace = Callable[[Any, str, Any], None]
 """Replaces a function of Megatron: its owner, its name, and what takes its place."""
@@ -55,49 +49,24 @@ def check_data(args: argparse.Namespace, replace: Replace, *, of_script: bool = 
             is_there = any(Path(f"{prefix}{suffix}").exists() for suffix in (".bin", ".idx"))
             # Megatron itself checks object stores.
             if "://" not in prefix and (is_there or not of_script):
-                _check_dataset(prefix, args)
+                _check_index(prefix)
 
 
-def _check_dataset(prefix: str, args: argparse.Namespace) -> None:
-    """Refuse an index that cannot be read or describes other data, and tokens without an embedding."""
+def _check_index(prefix: str) -> None:
     # In place of IndexedDataset, which after a failure prints tracebacks from its destructor.
     from megatron.core.datasets.indexed_dataset import _IndexReader
 
-    data, path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-    remedy = "Copy or make the dataset again, or name another one."
+    path = Path(f"{prefix}.idx")
     try:
+        # Opening a pipe would block.
         if path.exists() and not path.is_file():
             raise OSError("not a regular file")
-        size = data.stat().st_size
-        # It unmaps the file when it goes, so it is kept as long as its arrays.
-        index = _IndexReader(str(path), multimodal=False)
-        end = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * index.dtype_size
+        Path(f"{prefix}.bin").stat()
+        _IndexReader(str(path), multimodal=False)
     except Exception as error:
         rule = f"Megatron cannot read {path} ({reason_of(error)})"
+        remedy = "Copy or make the dataset again, or name another one."
         raise BadInput("dataset", prefix, rule=rule, remedy=remedy) from error
-    if end != size:
-        rule = f"{path} describes {end} bytes, and {data} has {size}"
-        raise BadInput("dataset", prefix, rule=rule, remedy=remedy)
-    # A GPU fails at such tokens without a reason. Only here the command line gives the vocabulary.
-    if args.tokenizer_type == "NullTokenizer" and args.vocab_size is not None and size:
-        # Up to 0.17, Megatron adds a token for the end of a document to the given ones.
-        version = compat.found_version("megatron-core")
-        vocabulary = int(args.vocab_size) + (version is not None and version < Version("0.18"))
-        _check_tokens(prefix, index.dtype, vocabulary, args.vocab_size)
-
-
-def _check_tokens(prefix: str, dtype: Any, vocabulary: int, given: int) -> None:
-    import numpy
-
-    tokens = numpy.memmap(f"{prefix}.bin", mode="r", dtype=dtype)
-    starts = numpy.linspace(0, max(0, len(tokens) - _SAMPLED_BLOCK_TOKENS), _SAMPLED_BLOCKS, dtype=int)
-    blocks = [tokens[start : start + _SAMPLED_BLOCK_TOKENS] for start in starts]
-    least, most = min(block.min() for block in blocks), max(block.max() for block in blocks)
-    if least < 0 or most >= vocabulary:
-        token = least if least < 0 else most
-        rule = f"holds the token {token}, and --vocab-size {given} allows 0 to {vocabulary - 1}"
-        remedy = f"Use --vocab-size {most + 1}, or train with the tokenizer that the dataset was made with."
-        raise BadInput("dataset", prefix, rule=rule, remedy=remedy)
 
 
 def _refuse_parts_without_tokens(replace: Replace) -> None:

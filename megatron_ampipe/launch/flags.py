@@ -18,7 +18,7 @@ from megatron_ampipe.block.settings import AUTO, SETTING, check_given, given_set
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.launch import config_files, connections, host
 from megatron_ampipe.launch.config_files import CONFIG_FLAG
-from megatron_ampipe.launch.failures import report_parser_errors
+from megatron_ampipe.launch.ending import report_parser_errors
 from megatron_ampipe.launch.refusals import ranks_per_node
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ampipe import compat
-from megatron_ampipe.launch.ending import run_to_end
-from megatron_ampipe.launch.failures import known_cause
+from megatron_ampipe.launch.ending import known_cause, run_to_end
 from megatron_ampipe.launch.flags import config_from_args
 from megatron_ampipe.launch.recipes import GPT, HYBRID, specification
 from megatron_ampipe.launch.refusals import refuse_unsupported

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import config_files, flags, host
-from megatron_ampipe.launch.failures import report_parser_errors
+from megatron_ampipe.launch.ending import keep_signal_from_children, report_parser_errors
 from megatron_ampipe.launch.flags import LIFTS_ONE_CONNECTION, config_from_args
 
 ForwardStep = Callable[..., Any]
@@ -90,7 +90,6 @@ class TrainingSession:
         """
         from megatron_ampipe.launch.attach import find_gate, make_context
         from megatron_ampipe.launch.datasets import check_data, use_built_helpers
-        from megatron_ampipe.launch.ending import keep_signal_from_children
         from megatron_ampipe.launch.hooks import Hooks
 
         if self.is_patch:

@@ -6,10 +6,9 @@ Arguments and their checks, the job, the document. Imports no torch: that is for
 from __future__ import annotations
 
 import argparse
-import re
+import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,9 +27,9 @@ from megatron_ampipe.schedule import (
     PAPER_NAMES,
     SCHEDULE_NAMES,
     STRATEGIES,
+    Exchange,
     Pipeline,
     check_memory,
-    of_chunks,
     parse_exchanges,
     parse_stack,
 )
@@ -43,7 +42,7 @@ from megatron_ampipe.tools.measuring.bench_job import (
     Variant,
     every_way,
 )
-from megatron_ampipe.tools.measuring.grid import block_of_case, find_grid, read_grid
+from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.link import (
     NO_LINK,
     RANKS,
@@ -57,6 +56,8 @@ UNCHANGED = "none"
 """The value of ``--wire`` with which rows travel as they are."""
 LAYERS_OF_TRAINING, ROUNDS = 2, 3
 """Of ``--end-to-end``, where they are not given."""
+TIMEOUT_S = 300.0
+"""Without an answer of any rank."""
 
 _EPILOG = """\
 examples:
@@ -101,7 +102,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", "N", "timed passes of each layer", type=positive, default=10)
     add("--warmup", "N", "passes before those", type=at_least(0), default=2)
     add("--seed", "N", "of weights and inputs", type=at_least(0), default=1)
-    add("--timeout", "S", "fail after so long without an answer of any rank", type=positive, default=300)
     switch(
         "--pretend-peers",
         "run one rank; what the others would send is made from what it sends. Only with an emulated link; "
@@ -276,89 +276,83 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
     link, end_to_end = parse_link(arguments.link or NO_LINK), arguments.end_to_end
     count = arguments.ranks or RANKS
     num_gpus = 0 if link.kind is LinkKind.NETWORK or end_to_end else machine.num_gpus()
-    job = BenchJob(
-        cases=read_grid(find_grid(arguments.grid), only=arguments.cases, num_ranks=count),
-        layers=arguments.layers or (LAYERS_OF_TRAINING if end_to_end else 1),
-        link=link,
-        num_ranks=count,
-        pretended=arguments.pretend_peers or (link.emulated and 0 < num_gpus < count),
-        device="cuda" if num_gpus else "cpu",
-        repeats=arguments.repeats,
-        warmup=arguments.warmup,
-        seed=arguments.seed,
-        timeout_s=arguments.timeout,
-        cores=() if num_gpus else machine.cores_of(count),
-    )
-    if end_to_end and (link.emulated or job.pretended):
+    pretended = arguments.pretend_peers or (link.emulated and 0 < num_gpus < count)
+    if end_to_end and (link.emulated or pretended):
         rule = (
             "a training needs real ranks: what it learns depends on every token that arrives, and an "
             "emulated link would not slow its other collectives"
         )
         flag, value = ("--link", link.text) if link.emulated else ("--pretend-peers", "")
         _refuse(flag, value, rule, "Use --link 200mbit, or --link none.")
-    if job.pretended and not link.emulated:
+    if pretended and not link.emulated:
         _refuse("--pretend-peers", "", f"--link {link.text} needs real ranks", "Use --link emulated:RATE.")
-    return replace(job, variants=_variants(arguments, job))
+    cases = read_grid(find_grid(arguments.grid), only=arguments.cases, num_ranks=count)
+    layers = arguments.layers or (LAYERS_OF_TRAINING if end_to_end else 1)
+    fused = has_fused_weight_gradients(on_gpu=num_gpus > 0)
+    blocks = [block_of_case(case, num_ranks=count, fused_gradients=fused) for case in cases]
+    return BenchJob(
+        cases=cases,
+        variants=tuple(
+            _variants(arguments, case, set(block.exchanges(None)), layers)
+            for case, block in zip(cases, blocks, strict=True)
+        ),
+        layers=layers,
+        link=link,
+        num_ranks=count,
+        pretended=pretended,
+        device="cuda" if num_gpus else "cpu",
+        repeats=arguments.repeats,
+        warmup=arguments.warmup,
+        seed=arguments.seed,
+        timeout_s=TIMEOUT_S,
+        cores=() if num_gpus else machine.cores_of(count),
+    )
 
 
-def _variants(arguments: argparse.Namespace, job: BenchJob) -> tuple[tuple[Variant, ...], ...]:
-    """What is compared in each case: stock, its control, and every schedule in every way."""
-    cuts = _each(arguments.degrees, _cut)
+def _variants(
+    arguments: argparse.Namespace, case: Case, useful: set[Exchange], layers: int
+) -> tuple[Variant, ...]:
+    """What is compared in a case: stock, its control, and every schedule in every way."""
     exchanges = parse_exchanges(arguments.exchange, flag="--exchange")
+    if not useful & set(exchanges):
+        rule = f"saves nothing in case {case.name}: no rank gets a token twice, or there are no nodes"
+        remedy = "Choose --cases with several experts per token and rank, or --exchange rows,ranks."
+        _refuse("--exchange", ",".join(exchanges), rule, remedy)
+    cuts = [_cut(word, case) for word in arguments.degrees.split(",")]
+    memories = arguments.memory.split(",")
+    for cut, memory in itertools.product(cuts, memories):
+        degree = cut.backward_degree if cut.num_chunks > 1 else None
+        check_memory(memory, flag="--memory", backward_degree=degree)
     ways = every_way(
         cuts,
-        schedules=_each(arguments.schedules, _schedule),
-        stacks=_each(arguments.stack, lambda word: _stack(word, job.layers)),
-        memories=_each(arguments.memory, lambda word: _memory(word, cuts)),
-        exchanges=exchanges,
-        wires=_each(arguments.wire, _wire),
+        schedules=[_schedule(word) for word in arguments.schedules.split(",")],
+        stacks=[_stack(word, layers) for word in arguments.stack.split(",")],
+        memories=memories,
+        exchanges=[exchange for exchange in exchanges if exchange in useful],
+        wires=[_wire(word) for word in arguments.wire.split(",")],
     )
-    megatrons = (STOCK, CONTROL, *[STOCK_GLOO] * arguments.gloo_all_to_all)
-    fused = has_fused_weight_gradients(on_gpu=job.on_cuda)
-    found = []
-    for case in job.cases:
-        for cut in cuts:
-            if cut.num_chunks > case.sequence_length:
-                rule = f"is above the {case.sequence_length} rows of case {case.name}"
-                _refuse("--degrees", cut.num_chunks, rule, "Use --degrees 1,2,4.")
-        useful = block_of_case(case, num_ranks=job.num_ranks, fused_gradients=fused).exchanges(None)
-        chosen = [variant for variant in ways if variant.pipeline.exchange in useful]
-        if not set(useful) & set(exchanges):
-            rule = f"saves nothing in case {case.name}: no rank gets a token twice, or there are no nodes"
-            remedy = "Choose --cases with several experts per token and rank, or --exchange rows,ranks."
-            _refuse("--exchange", ",".join(exchanges), rule, remedy)
-        found.append((*map(Variant, megatrons), *chosen))
-    return tuple(found)
+    return (*map(Variant, (STOCK, CONTROL, *[STOCK_GLOO] * arguments.gloo_all_to_all)), *ways)
 
 
-def _cut(word: str) -> Pipeline:
+def _cut(word: str, case: Case) -> Pipeline:
     """A value of ``--degrees``: ``4``, or ``4:2``."""
-    parts = re.fullmatch(r"([1-9]\d{0,8})(?::([1-9]\d{0,8}))?", word, re.ASCII)
-    forward, backward = (int(part or parts[1]) for part in parts.groups()) if parts else (0, 0)
-    if parts is None or max(forward, backward) % min(forward, backward):
+    forward, _, backward = word.partition(":")
+    try:
+        cut = Pipeline.of(int(forward), backward_degree=int(backward or forward))
+    except ValueError:
         rule = "is not a list of whole numbers of at least 1, or pairs of which one divides the other"
         remedy = "Use --degrees 1,2,4,8, or 4:2 for a backward pass of degree 2."
         _refuse("--degrees", word or "(empty)", rule, remedy)
-    return Pipeline.of(forward, backward_degree=backward)
-
-
-def _each[Value](text: str, parse: Callable[[str], Value]) -> list[Value]:
-    """The values of a list of words, separated by commas, each once."""
-    return list(dict.fromkeys(map(parse, text.split(","))))
+    if cut.num_chunks > case.sequence_length:
+        rule = f"is above the {case.sequence_length} rows of case {case.name}"
+        _refuse("--degrees", cut.num_chunks, rule, "Use --degrees 1,2,4.")
+    return cut
 
 
 def _schedule(word: str) -> str:
     if word not in SCHEDULE_NAMES:
         rule, remedy = f"is not one of {', '.join(SCHEDULE_NAMES)}", "Use --schedules moe-only,ampipe."
         _refuse("--schedules", word or "(empty)", rule, remedy)
-    return word
-
-
-def _memory(word: str, cuts: list[Pipeline]) -> str:
-    """Strategies of single chunks must be for one of the cuts."""
-    degrees = {cut.backward_degree for cut in cuts}
-    fits = len(of_chunks(word)) in {1, *degrees}
-    check_memory(word, flag="--memory", backward_degree=None if fits else max(degrees))
     return word
 
 

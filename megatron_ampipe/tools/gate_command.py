@@ -85,8 +85,8 @@ def _check(gate: type[TopKRouter]) -> str:
         BadInput: it adds a separate loss.
         DifferenceFound: another promise is broken.
     """
-    router, hidden = _router(gate), _hidden()
-    probs, routing_map, *_ = _route(router, hidden)
+    router = _router(gate)
+    probs, routing_map, *_ = _route(router, _hidden())
     if not probs.shape == routing_map.shape == (_ROWS * _BATCH, _EXPERTS) or routing_map.dtype != torch.bool:
         raise DifferenceFound(f"probs and bool routing map must be {_ROWS * _BATCH} x {_EXPERTS}")
     if bool(probs[~routing_map].any()):
@@ -103,17 +103,6 @@ def _check(gate: type[TopKRouter]) -> str:
         found += ", which needs --moe-expert-capacity-factor at degree 1"
     if (reason := getattr(gate, "needs_all_tokens", None)) is not None:
         return f"{found}; not compared in chunks, because {reason}"
-    for row in (0, _ROWS - 1):
-        changed, ids = hidden.clone(), _ids()
-        changed[row, 0] = 3 - 2 * changed[row, 0]
-        ids[0, row] = _IDS - 1 - ids[0, row]
-        found_probs, found_map, *_ = _route(router, changed, ids=ids)
-        differs = ((found_map != routing_map) | ((found_probs - probs).abs() > TOLERANCE)).any(dim=1)
-        differs[row * _BATCH] = False
-        if bool(differs.any()):
-            other = int(differs.nonzero()[0]) // _BATCH
-            rule = f"a change of token {row} changes the choice for token {other}"
-            raise DifferenceFound(f"{rule}; if that is meant, set needs_all_tokens to the reason")
     return f"{found}; {_compare_chunks(gate)}"
 
 
@@ -133,16 +122,12 @@ def _compare_chunks(gate: type[TopKRouter]) -> str:
     worst = max(largest, key=lambda name: largest[name])
     text = f"chunks differ by at most {largest[worst]:.1e}, in the {worst}"
     if largest[worst] > TOLERANCE:
-        raise DifferenceFound(text)
+        raise DifferenceFound(f"{text}; if the choice compares tokens, set needs_all_tokens to the reason")
     return text + ", in evaluation: training draws random numbers" * draws
 
 
 def _hidden() -> Tensor:
     return torch.randn(_ROWS, _BATCH, _HIDDEN, generator=torch.Generator().manual_seed(_SEED))
-
-
-def _ids() -> Tensor:
-    return torch.randint(_IDS, (_BATCH, _ROWS), generator=torch.Generator().manual_seed(_SEED))
 
 
 def _router(kind: type[TopKRouter], **settings: Any) -> Any:
@@ -172,14 +157,12 @@ def _router(kind: type[TopKRouter], **settings: Any) -> Any:
     return router
 
 
-def _route(
-    router: Any, hidden: Tensor, cuts: tuple[int, ...] = (), *, ids: Tensor | None = None, seed: int = _SEED
-) -> tuple[Any, ...]:
+def _route(router: Any, hidden: Tensor, cuts: tuple[int, ...] = (), *, seed: int = _SEED) -> tuple[Any, ...]:
     """Route a sequence, or chunks of it: probs and routing map, and of chunks the arguments of their loss."""
     from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids
 
     source = give_token_ids(router)
-    source.keep(_ids() if ids is None else ids)
+    source.keep(torch.randint(_IDS, (_BATCH, _ROWS), generator=torch.Generator().manual_seed(_SEED)))
     torch.manual_seed(seed)
     if not cuts:
         return tuple(router(hidden))

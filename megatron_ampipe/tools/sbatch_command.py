@@ -71,90 +71,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False
     parser.fromfile_prefix_chars = "@"
     parser.convert_arg_line_to_args = partial(shlex.split, comments=True)  # type: ignore[method-assign]
-    train = parser.add_argument_group("what to train")
-    train.add_argument(
-        "--model", metavar="NAME|FILE", help="the model: a YAML file or a name in configs/models"
+
+    def add(flag: str, metavar: str, text: str, **options: Any) -> None:
+        text += " (default: %(default)s)" * (options.get("default") not in (None, []))
+        parser.add_argument(flag, metavar=metavar, help=text, **options)
+
+    word, again = _matching(_WORD, "gpu"), {"action": "append", "default": []}
+    add("--model", "NAME|FILE", "the model: a YAML file or a name in configs/models")
+    add("--run", "NAME|FILE", "batch, learning rate, data", dest="run_file")
+    add("flags", "-- FLAGS", "flags of Megatron and AMPipe for the training run", nargs="*")
+    folder = (
+        "checkpoints and logs; all nodes see it (default: runs/JOB-NAME/JOB-NUMBER). Tasks of an array have "
+        "folders in it"
     )
-    train.add_argument("--run", metavar="NAME|FILE", dest="run_file", help="batch, learning rate, data")
-    train.add_argument(
-        "flags", metavar="-- FLAGS", nargs="*", help="flags of Megatron and AMPipe for the training run"
+    add("--folder", "DIR", folder, type=_matching(r".*\S.*", "runs/first"))
+    parser.add_argument("--no-check", action="store_true", help="do not check the flags with Megatron")
+    add("--nodes", "N", "number of nodes", type=at_least(1), required=True)
+    add("--cluster", "NAME|FILE", "says how many GPUs a node has; a name in configs/clusters")
+    add("--gpus-per-node", "N", "if no cluster file gives it", type=at_least(1))
+    add("--account", "A", "whom to charge", type=word)
+    add("--partition", "P", "where to run", type=word)
+    time = _matching(r"(\d+-)?\d+:\d\d:\d\d", "24:00:00")
+    add("--time", "T", "longest duration of the job: [DAYS-]HH:MM:SS", type=time, default="24:00:00")
+    option = (
+        "a further line for #SBATCH, as in --sbatch-option=--qos=high; can be repeated. All memory of a node "
+        "is asked for, unless one begins with --mem"
     )
-    train.add_argument("--no-check", action="store_true", help="do not check the flags with Megatron")
-    train.add_argument(
-        "--folder",
-        metavar="DIR",
-        type=_matching(r".*\S.*", "runs/first"),
-        help="checkpoints and logs; all nodes see it (default: runs/JOB-NAME/JOB-NUMBER). Tasks of an array "
-        "have folders in it",
+    example = "--sbatch-option=--qos=high"
+    add("--sbatch-option", "=--X=Y", option, type=_matching(f"--{_WORD}", example), **again)
+    setup = (
+        "a line of shell that each node runs first: 'module load cuda', 'source venv/bin/activate'; can be "
+        "repeated"
     )
-    where = parser.add_argument_group("where and how")
-    where.add_argument("--nodes", metavar="N", type=at_least(1), required=True, help="number of nodes")
-    where.add_argument(
-        "--cluster", metavar="NAME|FILE", help="says how many GPUs a node has; a name in configs/clusters"
-    )
-    where.add_argument("--gpus-per-node", metavar="N", type=at_least(1), help="if no cluster file gives it")
-    where.add_argument("--account", metavar="A", type=_matching(_WORD, "moe"), help="whom to charge")
-    where.add_argument("--partition", metavar="P", type=_matching(_WORD, "gpu"), help="where to run")
-    where.add_argument(
-        "--time",
-        metavar="T",
-        type=_matching(r"(\d+-)?\d+:\d\d:\d\d", "24:00:00"),
-        default="24:00:00",
-        help="longest duration of the job: [DAYS-]HH:MM:SS (default: 24:00:00)",
-    )
-    where.add_argument(
-        "--sbatch-option",
-        metavar="=--X=Y",
-        action="append",
-        type=_matching(f"--{_WORD}", "--sbatch-option=--qos=high"),
-        default=[],
-        help="a further line for #SBATCH, as in --sbatch-option=--qos=high; can be repeated. All memory of a "
-        "node is asked for, unless one begins with --mem",
-    )
-    where.add_argument(
-        "--setup",
-        metavar="LINE",
-        action="append",
-        default=[],
-        help="a line of shell that each node runs first: 'module load cuda', 'source venv/bin/activate'; can "
-        "be repeated",
-    )
-    where.add_argument(
-        "--container",
-        metavar="IMAGE",
-        help="run in this image, by pyxis: registry#image:tag, or a file /... or ./...",
-    )
-    where.add_argument(
-        "--mount",
-        metavar="FROM:TO",
-        action="append",
-        type=_matching(_WORD, "/data:/data:ro"),
-        default=[],
-        help="mount this besides the folders of the submission and of the job; can be repeated",
-    )
-    where.add_argument(
-        "--save-before-end",
-        metavar="S",
-        type=at_least(30),
-        default=300,
-        help="how many seconds before the job's end it is asked to save (default: 300)",
-    )
-    where.add_argument(
-        "--max-restarts",
-        metavar="N",
-        type=at_least(0),
-        default=20,
-        help="how often the job may go back to the queue (default: 20)",
-    )
-    done = parser.add_argument_group("the script")
-    done.add_argument(
-        "--job-name",
-        metavar="NAME",
-        type=_matching(r"\w[\w.,:=+@-]*", "moe-1"),
-        help="(default: the model's name)",
-    )
-    done.add_argument("--output", metavar="FILE", type=Path, help="write the script there")
-    done.add_argument("--submit", action="store_true", help="submit it")
+    add("--setup", "LINE", setup, **again)
+    add("--container", "IMAGE", "run in this image, by pyxis: registry#image:tag, or a file /... or ./...")
+    mount = "mount this besides the folders of the submission and of the job; can be repeated"
+    add("--mount", "FROM:TO", mount, type=_matching(_WORD, "/data:/data:ro"), **again)
+    saving = "how many seconds before the job's end it is asked to save"
+    add("--save-before-end", "S", saving, type=at_least(30), default=300)
+    add("--max-restarts", "N", "how often the job may go back to the queue", type=at_least(0), default=20)
+    name = "(default: the model's name)"
+    add("--job-name", "NAME", name, type=_matching(r"\w[\w.,:=+@-]*", "moe-1"))
+    add("--output", "FILE", "write the script there", type=Path)
+    parser.add_argument("--submit", action="store_true", help="submit it")
 
 
 def run(arguments: argparse.Namespace) -> int:

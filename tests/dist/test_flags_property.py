@@ -18,7 +18,7 @@ import torch
 
 import megatron_ampipe
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.failures import known_cause
+from megatron_ampipe.launch.ending import known_cause
 
 pytestmark = pytest.mark.ranks(2)
 NUM_LINES = 40

@@ -67,10 +67,6 @@ YAML = {
     # Keys.
     "key-misspelt": ("lr: 1\nnum_layers: 2", "{line}2: num_layers: there is no such flag. Did you mean num-"),
     "key-twice": ("lr: 1\nlr: 2", "{line}2: YAML: the key 'lr' comes twice"),
-    "key-by-two-names": (
-        "save-interval: 1\npersistent-save-interval: 2",
-        "{line}2: persistent-save-interval: sets the same as --save-interval at {line}1. Keep one of the",
-    ),
     # Values.
     "word-for-number": ("lr: fast", "{line}1: --lr: invalid float value: 'fast'. Run with --help"),
     "switch-for-number": ("num-layers: true", "num-layers: True: takes numbers and text; words such"),
@@ -171,12 +167,6 @@ def _cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def _write_token(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(2000)
-        file.write(b"\x2c\x01")
-
-
 def _note(text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text(text)
 
@@ -195,12 +185,6 @@ DATASETS = {
         "--data-path (not given): a run needs data. Give --data-path PREFIX, or",
     ),
     "idx-cut": (_with(".idx", _cut), _DATA, "{path}.idx (buffer is smaller than requested size). Copy"),
-    "bin-cut": (_with(".bin", _cut), _DATA, "{path}.idx describes 4800 bytes, and {path}.bin has 2400. Copy"),
-    "token": (
-        _with(".bin", _write_token),
-        _DATA,
-        "holds the token 300, and --vocab-size 256 allows 0 to",
-    ),
     "no-tokens": (
         lambda path: write_dataset(path, [0, 0, 300]),
         "--data-path {path} --split 2,1,0",

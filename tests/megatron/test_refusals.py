@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch import failures, flags
+from megatron_ampipe.launch import ending, flags
 from megatron_ampipe.launch.refusals import REFUSALS, Refusal, refuse_unsupported
 from megatron_ampipe.schedule import Pipeline
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     # Megatron has the flags of this library only if it is installed; it is internal to NVIDIA.
     kitchen.HAVE_KITCHEN = True
     made: argparse.ArgumentParser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    failures.report_parser_errors(made)
+    ending.report_parser_errors(made)
     flags.add_arguments(made)
     return made
 

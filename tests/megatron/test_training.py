@@ -413,6 +413,6 @@ def test_the_checker_of_routers_finds_what_is_wrong() -> None:
     assert done.returncode == 4, done.stderr
     wrong = ("tests.gates:LookingAheadRouter, tests.gates:OwnLossRouter: a check failed", "see above")
     assert all(text in done.stderr for text in wrong)
-    assert "a change of token 0 changes the choice for token" in done.stdout
+    assert "if the choice compares tokens, set needs_all_tokens to the reason" in done.stdout
     assert "its routing computes a separate loss" in done.stdout
     assert "not compared in chunks, because each expert chooses among all tokens" in done.stdout

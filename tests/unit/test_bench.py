@@ -182,8 +182,8 @@ def test_bad_grids_are_refused_by_file_and_line(tmp_path: Path, text: str, line:
 
 
 def every(**changes: Any) -> list[Variant]:
-    cuts = changes.pop("cuts", [Pipeline.of(1), Pipeline.of(4)])
-    return every_way(cuts, schedules=["ampipe"], **changes)
+    others = {"stacks": [1], "memories": ["keep"], "exchanges": [Exchange.ROWS], "wires": [None]} | changes
+    return every_way([Pipeline.of(1), Pipeline.of(4)], schedules=["ampipe"], **others)
 
 
 def test_every_way_is_compared() -> None:
@@ -197,10 +197,6 @@ def test_every_way_is_compared() -> None:
     assert every(wires=[None, "fp8"]) == [one(), four(), dataclasses.replace(four(), wire="fp8")]
     exchanges = [Exchange.ROWS, Exchange.RANKS]
     assert every(exchanges=exchanges) == [way(exchange=each) for way in (one, four) for each in exchanges]
-    # Strategies of single chunks are for one degree.
-    cuts = [Pipeline.of(4), Pipeline.of(4, backward_degree=2)]
-    memory = "rebuild/keep"
-    assert every(cuts=cuts, memories=[memory]) == [four(backward_degree=2, memory=memory)]
 
 
 def test_the_exchanges_of_a_case_are_those_that_save_something() -> None:
@@ -515,10 +511,13 @@ def test_flags_of_a_training() -> None:
     )
     text = " ".join(training_flags(rich, layers=3, num_ranks=2, iterations=5, seed=9))
     for expected in (
-        "--num-layers 3 --expert-model-parallel-size 2",
+        "--num-layers 3 ",
+        "--expert-model-parallel-size 2 ",
         "--global-batch-size 4",
         "--train-iters 5",
-        "--num-query-groups 2 --moe-shared-expert-intermediate-size 48 --swiglu",
+        "--group-query-attention --num-query-groups 2 ",
+        "--swiglu ",
+        "--moe-shared-expert-intermediate-size 48 ",
         "--moe-expert-capacity-factor 1.25 --moe-token-drop-policy position",
         "--bf16",
     ):
@@ -527,13 +526,12 @@ def test_flags_of_a_training() -> None:
     assert "--moe-router-pre-softmax" in top1 and "--moe-router-pre-softmax" not in text
     other = {"backward_degree": 2, "stack": 3, "memory": "rebuild", "exchange": Exchange.RANKS}
     for variant, flags in (
-        (STOCK, "--ampipe-degree 1"),
-        (Variant.of("ampipe", 1), "--ampipe-degree 1"),
+        (STOCK, "--ampipe-degree 1 --ampipe-exchange rows"),
         (Variant.of("ampipe", 1, exchange=Exchange.RANKS), "--ampipe-degree 1 --ampipe-exchange ranks"),
         (
             Variant.of("ampipe", 4, **other),
-            "--ampipe-degree 4 --ampipe-backward-degree 2 --ampipe-schedule ampipe --ampipe-stack 3 "
-            "--ampipe-memory rebuild --ampipe-exchange ranks",
+            "--ampipe-degree 4 --ampipe-exchange ranks --ampipe-backward-degree 2 "
+            "--ampipe-schedule ampipe --ampipe-stack 3 --ampipe-memory rebuild",
         ),
     ):
         assert " ".join(variant_flags(variant)) == flags

@@ -125,7 +125,6 @@ def test_the_most_that_is_alive_at_once_is_counted() -> None:
         kept.append(torch.empty(KIB, dtype=torch.uint8))
 
     assert meters.peak_bytes(run, passes=2, known=[known], meter=meter) == 3 * KIB
-    assert [shape for *_, shape in meter.at_peak] == [[KIB], [2 * KIB]]
     assert meter.now == KIB
 
 
@@ -146,7 +145,6 @@ def test_other_threads_of_an_executor_are_watched() -> None:
     watched = meters.WatchedExecutor(ThreadExecutor(), meter)
     assert meters.peak_bytes(run, passes=2, known=(), meter=meter) == 2 * KIB
     assert len(threads) > 1
-    assert sorted(place.split()[0] for _, place, _ in meter.at_peak) == ["dispatch.0", "qkv"]
 
 
 # Bytes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, of_chunks
+from megatron_ampipe.schedule import KEEP, Exchange, Pipeline
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.ranks import RankJob
 
@@ -52,23 +52,18 @@ def every_way(
     cuts: Sequence[Pipeline],
     *,
     schedules: Sequence[str],
-    stacks: Sequence[int] = (1,),
-    memories: Sequence[str] = (KEEP,),
-    exchanges: Sequence[Exchange] = (Exchange.ROWS,),
-    wires: Sequence[str | None] = (None,),
+    stacks: Sequence[int],
+    memories: Sequence[str],
+    exchanges: Sequence[Exchange],
+    wires: Sequence[str | None],
 ) -> list[Variant]:
-    """Every schedule in every way: degrees, a stack, a memory, an exchange and a wire.
-
-    Strategies of the chunks of another degree are left out.
-    """
+    """Every schedule in every way, each once: degrees, a stack, a memory, an exchange and a wire."""
     found = []
     for schedule, cut, stack, memory, exchange, wire in itertools.product(
         schedules, cuts, stacks, memories, exchanges, wires
     ):
         # In one chunk nothing is restored.
         memory = memory if cut.num_chunks > 1 else KEEP
-        if len(of_chunks(memory)) not in (1, cut.backward_degree):
-            continue
         pipeline = replace(cut, schedule=schedule, stack=stack, memory=memory, exchange=exchange)
         if not pipeline.overlaps:
             # Layers that overlap nothing share no schedule, and send everything as it is.

@@ -36,7 +36,7 @@ from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from megatron_ampipe.tools.measuring.bench_job import STOCK_GLOO, Variant
-from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.grid import Case, model_flags
 from megatron_ampipe.tools.measuring.meters import StageTimer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -171,37 +171,18 @@ class BlockFactory:
 
 
 def _transformer_config(case: Case, *, layers: int, num_ranks: int, on_cuda: bool) -> TransformerConfig:
-    """Megatron's configuration of the layers, without dropout, router losses and fusions that need extras."""
-    fields: dict[str, Any] = {}
-    if case.capacity is not None:
-        fields |= {"moe_expert_capacity_factor": case.capacity, "moe_token_drop_policy": "position"}
+    """Megatron's configuration of the layers, without fusions that need extras."""
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    flags = {flag.replace("-", "_"): value for flag, value in model_flags(case, num_ranks=num_ranks).items()}
+    fields = {name: value for name, value in flags.items() if name in known}
     if case.activation == "swiglu":
         fields |= {"gated_linear_unit": True, "activation_func": F.silu}
-    if case.dtype != "fp32":
-        # Else nearly tied experts change places where chunks round otherwise than the whole.
-        fields["moe_router_dtype"] = "fp32"
     return TransformerConfig(
         num_layers=layers,
-        hidden_size=case.hidden,
-        num_attention_heads=case.heads,
-        num_query_groups=case.query_groups,
-        kv_channels=case.head_size or case.hidden // case.heads,
-        ffn_hidden_size=case.ffn,
         num_moe_experts=case.experts,
-        moe_ffn_hidden_size=case.ffn,
-        moe_router_topk=case.topk,
-        # With one expert per token, a softmax over the chosen would always be 1.
-        moe_router_pre_softmax=case.topk == 1,
-        moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
-        moe_shared_expert_intermediate_size=case.shared_ffn,
-        moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=case.expert_kind != "sequential",
-        expert_model_parallel_size=num_ranks,
-        normalization="RMSNorm",
         add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
@@ -210,8 +191,6 @@ def _transformer_config(case: Case, *, layers: int, num_ranks: int, on_cuda: boo
         persist_layer_norm=False,
         use_cpu_initialization=not on_cuda,
         params_dtype=DTYPES[case.dtype],
-        bf16=case.dtype == "bf16",
-        fp16=case.dtype == "fp16",
         **fields,
     )
 

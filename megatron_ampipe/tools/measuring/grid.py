@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_ampipe.errors import BadInput, nearest
 from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse
@@ -58,6 +58,40 @@ class Case:
     expert_kind: Literal["sequential", "grouped", "torch-grouped"] = "sequential"
     capacity: float | None = field(default=None, metadata=_ABOVE_0)
     dtype: Literal["fp32", "bf16", "fp16"]
+
+
+def model_flags(case: Case, *, num_ranks: int) -> dict[str, Any]:
+    """The model of a block as Megatron's flags without dashes; True for a flag without a value.
+
+    Without dropout and router losses; the experts are spread over ``num_ranks``.
+    """
+    flags: dict[str, Any] = {
+        "hidden-size": case.hidden,
+        "num-attention-heads": case.heads,
+        "kv-channels": case.head_size or case.hidden // case.heads,
+        "group-query-attention": case.query_groups and True,
+        "num-query-groups": case.query_groups,
+        "ffn-hidden-size": case.ffn,
+        "moe-ffn-hidden-size": case.ffn,
+        "swiglu": case.activation == "swiglu" or None,
+        "num-experts": case.experts,
+        "expert-model-parallel-size": num_ranks,
+        "moe-router-topk": case.topk,
+        # With one expert per token, a softmax over the chosen would always be 1.
+        "moe-router-pre-softmax": case.topk == 1 or None,
+        "moe-router-load-balancing-type": "none",
+        "moe-token-dispatcher-type": "alltoall",
+        "moe-shared-expert-intermediate-size": case.shared_ffn,
+        "moe-expert-capacity-factor": case.capacity,
+        "moe-token-drop-policy": case.capacity and "position",
+        "normalization": "RMSNorm",
+        "attention-dropout": 0.0,
+        "hidden-dropout": 0.0,
+    }
+    if case.dtype != "fp32":
+        # Else nearly tied experts change places where chunks round otherwise than the whole.
+        flags |= {case.dtype: True, "moe-router-dtype": "fp32"}
+    return {flag: value for flag, value in flags.items() if value is not None}
 
 
 def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block:

@@ -30,13 +30,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_ampipe.files.timeline import StageSpan
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import Executor, RunCall, finish, run_on_host
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.saved_tensors import is_host_memory
 from megatron_ampipe.runtime.streams import Crossing
 from megatron_ampipe.runtime.tape import Call, Tape
-from megatron_ampipe.schedule import Stage, stage_from_text
+from megatron_ampipe.schedule import Stage, kinds, stage_from_text
+from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
 from megatron_ampipe.tools.measuring.network import INTERFACE
 
 _FIRST_S, _LEAST_S, _MOST_S = 5e-3, 2e-4, 1e-2
@@ -75,9 +77,7 @@ class StageTimer:
         for call in tape.calls:
             stage = call.stage
             if stage.is_communication and not stage.kind.copies:
-                if on_cuda:
-                    torch.cuda.synchronize()
-                dist.barrier()
+                meet(on_cuda=on_cuda)
                 if self._saved_bytes and not is_first:
                     _spend(self._saved_bytes)
                 is_first = False
@@ -116,6 +116,46 @@ class StageTimer:
         return found
 
 
+def run_lanes(
+    executor: Executor,
+    exchange: Callable[[], Transfer | None],
+    compute: Callable[[], object],
+    *,
+    exchanges: int,
+    products: int,
+) -> list[StageSpan]:
+    """Run so many exchanges and computations at the same time, each in a lane; ranks meet before.
+
+    Returns:
+        When each ran: ``dispatch`` in the lane ``comm``, ``expert`` in ``compute``.
+    """
+    order = [(COMM, Stage(kinds.DISPATCH, number)) for number in range(exchanges)]
+    order += [(COMPUTE, Stage(kinds.EXPERT, number)) for number in range(products)]
+    recorder = Recorder(num_iterations=1)
+    recorder.start_iteration(0)
+
+    def run(call: Call) -> Transfer | None:
+        if call.lane == COMM:
+            return exchange()
+        compute()
+        return None
+
+    meet(on_cuda=torch.cuda.is_available())
+    with torch.no_grad():
+        executor.execute(Tape.of(order, {stage: () for _, stage in order}), run, recorder)
+    return list(recorder.timeline(rank=0, labels={}).spans)
+
+
+def meet(*, on_cuda: bool) -> None:
+    """Wait until every rank is here and idle."""
+    if on_cuda:
+        torch.cuda.synchronize()
+    dist.barrier()
+    if on_cuda:
+        # NCCL's barrier may return when it is only enqueued.
+        torch.cuda.synchronize()
+
+
 def _spend(saved_bytes: int) -> None:
     """Use up what the link has saved: twice as many bytes, so that the second half goes at its rate."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -149,39 +189,33 @@ class TensorMeter:
     Attributes:
         now: At present.
         peak: At most.
-        at_peak: What was alive then: bytes, the stage and operation that made it, and its shape.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self.where = threading.local()
         self.restart(())
 
     def restart(self, known: Iterable[Tensor]) -> None:
         """Reset; tensors in ``known`` are not counted."""
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._live: dict[int, tuple[int, str, list[int]]] = {}
+        self._live: dict[int, int] = {}
         self.now = self.peak = 0
-        self.at_peak: list[tuple[int, str, list[int]]] = []
 
-    def see(self, tensor: Tensor, operation: str) -> None:
+    def see(self, tensor: Tensor) -> None:
         """Count the storage of a tensor that an operation has returned."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         with self._lock:
             if key in self._known or key in self._live or not size or is_host_memory(tensor):
                 return
-            place = f"{getattr(self.where, 'stage', '')} {operation}"
-            self._live[key] = (size, place, list(tensor.shape))
+            self._live[key] = size
             weakref.finalize(storage, self._gone, key, self._live)
             self.now += size
-            if self.now > self.peak:
-                self.peak = self.now
-                self.at_peak = list(self._live.values())
+            self.peak = max(self.peak, self.now)
 
-    def _gone(self, key: int, live: dict[int, tuple[int, str, list[int]]]) -> None:
+    def _gone(self, key: int, live: dict[int, int]) -> None:
         with self._lock:
-            size, *_ = live.pop(key)
+            size = live.pop(key)
             if live is self._live:
                 self.now -= size
 
@@ -200,7 +234,7 @@ class Watch(TorchDispatchMode):
         output = operation(*args, **(kwargs or {}))
         for tensor in output if isinstance(output, (tuple, list)) else [output]:
             if isinstance(tensor, Tensor):
-                self._meter.see(tensor, str(operation))
+                self._meter.see(tensor)
         return output
 
 
@@ -223,7 +257,6 @@ class WatchedExecutor:
         computing = threading.get_ident()
 
         def watched(call: Call) -> Transfer | None:
-            self._meter.where.stage = str(call.stage)
             # A mode is active in one thread only.
             if threading.get_ident() == computing:
                 return run(call)
@@ -254,7 +287,6 @@ def peak_bytes(
             found.append(torch.cuda.max_memory_allocated() - before)
             continue
         meter.restart(known)
-        meter.where.stage = "outside stages"
         with Watch(meter):
             run()
         found.append(meter.peak)

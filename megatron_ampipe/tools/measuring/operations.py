@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,17 +28,18 @@ from torch import Tensor
 
 from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.runtime.collectives import exchange_rows
-from megatron_ampipe.runtime.executors import SequentialExecutor
+from megatron_ampipe.runtime.executors import CudaExecutor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.saved_tensors import HostCopies
 from megatron_ampipe.schedule import Direction, Span
+from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
 from megatron_ampipe.tools.measuring.bench_job import Variant
 from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.measuring.cluster_fit import Sample
 from megatron_ampipe.tools.measuring.grid import Case
-from megatron_ampipe.tools.measuring.meters import stage_times
+from megatron_ampipe.tools.measuring.meters import meet, run_lanes, stage_times
 from megatron_ampipe.tools.measuring.ranks import Rank
-from megatron_ampipe.tools.measuring.timed_passes import Clock, Passes, meet
+from megatron_ampipe.tools.measuring.timed_passes import Clock, Passes
 
 WARMUP = 2
 """Rounds that do not count."""
@@ -57,8 +57,8 @@ def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int) -
     """Measure around one block, on a rank that has started Megatron; a message ``progress`` after each step.
 
     Returns:
-        ``samples``, ``slowdowns``, ``block`` and ``issue_of`` (:func:`block_times`), ``kernel`` and
-        ``fused_gradients``.
+        ``samples``, ``slowdowns``, ``block`` and ``issue_of`` (:func:`block_times`), ``kernel``,
+        ``fused_gradients`` and ``device_memory_gib`` (None on a CPU).
     """
     job = rank.job
     factory = BlockFactory(
@@ -75,12 +75,14 @@ def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int) -
     # On the links where the longest transfers are.
     slowdowns = operations.slowdowns(links[-1].exchange)
     rank.progress()
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if job.on_cuda else 0
     return {
         "samples": samples,
         "slowdowns": slowdowns,
         **block_times(rank, case, factory, repeats=repeats),
         "kernel": factory.kernel,
         "fused_gradients": factory.fused_gradients,
+        "device_memory_gib": round(memory / 2**30, 1) or None,
     }
 
 
@@ -169,6 +171,7 @@ class Operations:
         self._rank, self._repeats, self._on_cuda = rank, repeats, rank.job.on_cuda
         self._case, self._kernel = case, KERNELS[kernel]
         self._device, self._dtype = rank.job.device, DTYPES[case.dtype]
+        self._executor = CudaExecutor() if self._on_cuda else ThreadExecutor()
         self._head_size = case.head_size or case.hidden // case.heads
         self._groups = case.query_groups or case.heads
 
@@ -318,13 +321,15 @@ class Operations:
         slowest = torch.tensor([exchange_us], dtype=torch.float64, device=self._device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         rounds = max(_MINIMUM_ROUNDS, min(_MAXIMUM_ROUNDS, int(OVERLAP_US / float(slowest))))
-        meet(on_cuda=self._on_cuda)
-        if self._on_cuda:
-            # As many computations as take about as long as the exchanges.
-            calls = max(1, int(rounds * exchange_us / compute_us))
-            computing_us, communicating_us = _concurrent_on_streams(exchange, compute, rounds, calls)
-        else:
-            computing_us, communicating_us = _concurrent_on_threads(exchange, compute, rounds)
+        # As many computations as take about as long as the exchanges.
+        products = max(1, round(rounds * exchange_us / compute_us))
+        spans = run_lanes(self._executor, exchange, compute, exchanges=rounds, products=products)
+        exchanged = [span for span in spans if span.lane == COMM]
+        end_us = max(span.end_us for span in exchanged)
+        communicating_us = (end_us - min(span.begin_us for span in exchanged)) / rounds
+        computing_us = statistics.fmean(
+            span.end_us - span.begin_us for span in spans if span.lane == COMPUTE and span.begin_us <= end_us
+        )
         megabytes = 1e-6 * tokens.nbytes * (ranks - 1) / ranks
         return megabytes, exchange_us, communicating_us, max(1.0, computing_us / compute_us)
 
@@ -344,47 +349,6 @@ def _of_bytes(
     return Probe(family, columns, operation, count=count, together=together)
 
 
-def _concurrent_on_threads(
-    exchange: Callable[[], object], compute: Callable[[], object], rounds: int
-) -> tuple[float, float]:
-    """Microseconds of one computation and of one exchange; as many computations as fit in."""
-
-    def communicate() -> float:
-        clock = Clock(on_cuda=False)
-        for _ in range(rounds):
-            exchange()
-        return clock.passed_s()
-
-    clock, calls = Clock(on_cuda=False), 0
-    with ThreadPoolExecutor(1) as thread:
-        communicating = thread.submit(communicate)
-        while calls == 0 or not communicating.done():
-            compute()
-            calls += 1
-        computing_us = clock.passed_s() * 1e6 / calls
-    return computing_us, communicating.result() * 1e6 / rounds
-
-
-def _concurrent_on_streams(
-    exchange: Callable[[], object], compute: Callable[[], object], rounds: int, calls: int
-) -> tuple[float, float]:
-    """Likewise on the device, each on a stream."""
-    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-    stream.wait_stream(current)
-    marks = []
-    for on, operation, count in ((stream, exchange, rounds), (current, compute, calls)):
-        with torch.cuda.stream(on):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(count):
-                operation()
-            end.record()
-            marks.append((begin, end, count))
-    torch.cuda.synchronize()
-    times_us = [float(begin.elapsed_time(end)) * 1e3 / count for begin, end, count in marks]
-    return times_us[1], times_us[0]
-
-
 def block_times(rank: Rank[Any], case: Case, factory: BlockFactory, *, repeats: int) -> dict[str, Any]:
     """Microseconds of a block's parts on this rank.
 
@@ -395,7 +359,7 @@ def block_times(rank: Rank[Any], case: Case, factory: BlockFactory, *, repeats: 
         and kind, while the device is busy (empty where the host computes, and ``issue`` is 0).
     """
     rounds = WARMUP + repeats
-    passes = Passes(rank, case, progress=lambda: rank.say("alive"))
+    passes = Passes(rank, case)
     alone, in_order, layers = {}, {}, {}
     for degree in DEGREES:
         variant = Variant.of("ampipe", degree)
@@ -411,7 +375,6 @@ def block_times(rank: Rank[Any], case: Case, factory: BlockFactory, *, repeats: 
             passes.run(timer.layers)
             in_order[degree].start_iteration(number)
             whole[degree].append(passes.run(layers[degree]).by_direction_us)
-        rank.progress()
     stages = {
         str(degree): {
             way: {stage: statistics.median(us[WARMUP:]) for stage, us in of_stages.items()}

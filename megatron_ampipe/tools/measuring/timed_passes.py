@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from megatron_ampipe.tools.measuring.link import LinkKind
 from megatron_ampipe.tools.measuring.meters import (
     TensorMeter,
     WatchedExecutor,
+    meet,
     peak_bytes,
     sent_bytes,
     stage_times,
@@ -64,11 +65,10 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
         seed=job.seed,
         layers=job.layers,
     )
-    on_network, rate = job.link.kind is LinkKind.NETWORK, job.link.rate_bit_per_s
-    passes = Passes(rank, case, counts_wire=on_network)
+    passes = Passes(rank, case)
     layers = [factory.stock, *(factory.build(variant) for variant in variants[1:])]
     difference = compare(passes, layers, variants, rank=rank.number, case=case)
-    saved_bytes = burst_bytes(rate) if on_network and rate else 0
+    saved_bytes = burst_bytes(job.link.rate_bit_per_s) if job.link.kind is LinkKind.NETWORK else 0
     timed = [
         factory.build_timed(variant, num_passes=job.repeats, saved_bytes=saved_bytes)
         if variant.pipelined
@@ -132,16 +132,9 @@ class PassSample(NamedTuple):
 class Passes:
     """Runs one pass of any layer on always the same input and output gradient, and reports each."""
 
-    def __init__(
-        self,
-        rank: Rank[Any],
-        case: Case,
-        *,
-        counts_wire: bool = False,
-        progress: Callable[[], None] | None = None,
-    ) -> None:
-        self._counts_wire, self._progress = counts_wire, progress or rank.progress
-        self.on_cuda = rank.job.on_cuda
+    def __init__(self, rank: Rank[Any], case: Case) -> None:
+        self._rank, self.on_cuda = rank, rank.job.on_cuda
+        self._counts_wire = rank.job.link.kind is LinkKind.NETWORK
         generator = torch.Generator().manual_seed(rank.job.seed * 10_007 + rank.number)
         shape = (case.sequence_length, case.batch, case.hidden)
         self._hidden, self._gradient = (
@@ -168,9 +161,8 @@ class Passes:
 
     def peak_bytes(self, layer: torch.nn.Module, *, meter: TensorMeter | None) -> int:
         """See :func:`.peak_bytes`; ``meter`` is what the layer's executor is watched with."""
-        known = [self._hidden, self._gradient]
-        for parameter in layer.parameters():
-            known += [parameter, *([parameter.main_grad] if hasattr(parameter, "main_grad") else [])]
+        known = [self._hidden, self._gradient, *layer.parameters()]
+        known += [each.main_grad for each in layer.parameters() if hasattr(each, "main_grad")]
 
         def run() -> None:
             self._run(layer)
@@ -202,17 +194,7 @@ class Passes:
             return PassSample(wall_s, backward_s, wire_bytes), output, hidden
         finally:
             gc.enable()
-            self._progress()
-
-
-def meet(*, on_cuda: bool) -> None:
-    """Wait until every rank is here and idle."""
-    if on_cuda:
-        torch.cuda.synchronize()
-    dist.barrier()
-    if on_cuda:
-        # NCCL's barrier may return when it is only enqueued.
-        torch.cuda.synchronize()
+            self._rank.progress()
 
 
 class Clock:
@@ -245,38 +227,30 @@ def compare(
     passes: Passes, layers: list[torch.nn.Module], variants: Sequence[Variant], *, rank: int, case: Case
 ) -> list[float]:
     """The largest difference of each variant from stock, over tensors and ranks; the same on every rank."""
-    limits = [_limit(case, variant) for variant in variants]
     expected = passes.results(layers[0])
-    worst, where = [0.0], ["output"]
-    for layer, limit in zip(layers[1:], limits[1:], strict=True):
-        found, by_norm = passes.results(layer), limit != TOLERANCE
-        differences = {name: _difference(expected[name], found[name], by_norm=by_norm) for name in expected}
-        where.append(max(differences, key=differences.__getitem__))
-        worst.append(differences[where[-1]])
-    over_ranks = torch.tensor(worst, dtype=torch.float64, device=expected["output"].device)
-    dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX)
-    found_worst: list[float] = over_ranks.tolist()
-    for variant, limit, value, name in zip(variants, limits, found_worst, where, strict=True):
-        if value > limit:
+    found = []
+    for layer, variant in zip(layers, variants, strict=True):
+        limit, order = (TOLERANCE, torch.inf) if case.dtype == "fp32" else (TOLERANCE_16_BIT, 2)
+        if variant.wire is not None:
+            limit, order = TOLERANCE_OF_WIRES, 2
+        results = passes.results(layer)
+        differences = {name: _difference(expected[name], results[name], order) for name in expected}
+        name = max(differences, key=differences.__getitem__)
+        worst = torch.tensor(differences[name], dtype=torch.float64, device=expected["output"].device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        found.append(float(worst))
+        if worst > limit:
             raise DifferenceFound(
-                f"case {case.name}: {variant} does not compute what Megatron's layers do: off by {value:.1e} "
+                f"case {case.name}: {variant} does not compute what Megatron's layers do: off by {worst:.1e} "
                 f"(on rank {rank} most in the {name}), allowed is {limit:.0e}; the case was not measured. A "
                 "tie between experts can do this: try another --seed."
             )
-    return found_worst
+    return found
 
 
-def _limit(case: Case, variant: Variant) -> float:
-    """By how much a variant may differ from stock."""
-    if variant.wire is not None:
-        return TOLERANCE_OF_WIRES
-    return TOLERANCE if case.dtype == "fp32" else TOLERANCE_16_BIT
-
-
-def _difference(expected: Tensor, found: Tensor, *, by_norm: bool) -> float:
-    """Relative, by the norms of the tensors or by their largest values; infinite for NaN."""
+def _difference(expected: Tensor, found: Tensor, order: float) -> float:
+    """Relative to the norm of this order of the tensor; infinite for NaN."""
     expected, found = expected.double(), found.double()
-    order = 2 if by_norm else torch.inf
     size = torch.linalg.vector_norm(expected, order).clamp_min(1e-12)
     difference = torch.linalg.vector_norm(expected - found, order) / size
     return float(difference.nan_to_num(nan=torch.inf, posinf=torch.inf))
