@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.tools.measuring import network, training
-from megatron_ampipe.tools.measuring.link import parse_link
 from tests.dist.launch import REPOSITORY
 
 pytestmark = pytest.mark.alone
@@ -133,14 +132,16 @@ def test_layers_block_by_block_and_together(tmp_path: Path) -> None:
 
 @needs_network
 def test_over_a_real_network(tmp_path: Path) -> None:
-    words = ["--link", "200mbit", "--degrees", "2", "--repeats", "2", "--gloo-all-to-all"]
+    words = ["--link", "10mbit", "--degrees", "2", "--repeats", "2", "--gloo-all-to-all"]
     document, shown = bench(tmp_path, *words)
-    check_document(document, link="200mbit", rows=[("moe-only", 2, 1), ("ampipe", 2, 1)])
+    check_document(document, link="10mbit", rows=[("moe-only", 2, 1), ("ampipe", 2, 1)])
     assert "stock-gloo" in shown and "wire MB" in shown
     for case in document["cases"]:
         assert case["gloo_all_to_all"]["difference_from_stock"] == 0.0
         # Of the smaller case, more than the rows of one direction without headers.
         assert case["stock_wire_bytes"] > 64 * 32 * 4
+        # Each of two ranks sends half of them; the token bucket lets some pass at once.
+        assert case["stock_ms"] > 0.6 * case["stock_wire_bytes"] / 2 * 8 / 10e6 * 1e3
 
 
 def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:
@@ -208,61 +209,6 @@ def test_different_results_are_refused_before_timing() -> None:
 
 
 # The network alone
-
-
-RECEIVE = """
-import socket
-server = socket.create_server(("10.77.0.1", 5555))
-print("ready", flush=True)
-for _ in range({senders}):
-    connection, _ = server.accept()
-    connection.recv({size}, socket.MSG_WAITALL)
-    connection.sendall(b"x")
-    control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-    assert control.rstrip(bytes(1)) == b"cubic", control
-"""
-SEND = """
-import socket, time
-connection = socket.create_connection(("10.77.0.1", 5555))
-begin = time.perf_counter()
-connection.sendall(bytes({size}))
-connection.recv(1)
-print(time.perf_counter() - begin)
-control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-assert control.rstrip(bytes(1)) == b"cubic", control
-"""
-
-
-@needs_network
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_network_has_its_rate(num_ranks: int) -> None:
-    """Every rank sends to the first at the rate of the link: two have one cable, more a bridge."""
-    size, rate = 500_000, 40e6
-
-    def inside(pid: int, *words: str) -> subprocess.Popen[str]:
-        command = ["nsenter", f"--net=/proc/{pid}/ns/net", *words]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-    def sent(pid: int) -> int:
-        lines = inside(pid, "cat", "/proc/self/net/dev").communicate(timeout=30)[0].splitlines()
-        (columns,) = (line.split(":")[1].split() for line in lines if network.INTERFACE in line)
-        return int(columns[8])
-
-    with network.connected(parse_link("40mbit"), num_ranks) as pids:
-        receive = RECEIVE.format(size=size, senders=num_ranks - 1)
-        receiver = inside(pids[0], sys.executable, "-c", receive)
-        assert receiver.stdout is not None
-        assert receiver.stdout.readline() == "ready\n"
-        for pid in pids[1:]:
-            before = sent(pid)
-            sender = inside(pid, sys.executable, "-c", SEND.format(size=size))
-            taken_s = float(sender.communicate(timeout=30)[0])
-            assert sender.returncode == 0
-            # The token bucket allows a small burst; a busy machine can only be slower.
-            assert taken_s >= 0.85 * (size - network.burst_bytes(rate)) * 8 / rate
-            assert size < sent(pid) - before < 1.02 * size
-        receiver.communicate(timeout=30)
-        assert receiver.returncode == 0
 
 
 # Interruptions

@@ -19,7 +19,6 @@ from megatron_ampipe.tools.measuring.cluster_fit import (
     assemble,
     factor_and_rest,
     fit,
-    slowest,
 )
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case
 
@@ -60,11 +59,6 @@ def test_lines_and_what_is_refused() -> None:
     assert figures["alpha_us"] == pytest.approx(100, rel=0.05)
     with pytest.raises(RunFailed, match=r"permute: no line fits .*Farthest off is .*'beta_us_per_mb': "):
         fit(transfers("permute", [20.0, 40.0, 400.0, 160.0 * 2.5, 320.0]))
-
-
-def test_the_slowest_rank_counts() -> None:
-    reports = [{"a": {"b": us}, "samples": [Sample("gemm", {"alpha_us": 1.0}, 2 * us)]} for us in (1.0, 2.0)]
-    assert slowest(reports) == {"a": {"b": 2.0}, "samples": [Sample("gemm", {"alpha_us": 1.0}, 4.0)]}
 
 
 def test_what_a_stage_takes_more_is_a_factor_and_a_time() -> None:
