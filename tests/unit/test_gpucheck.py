@@ -62,17 +62,6 @@ def test_packing_fetches_everything_but_torch_and_it_can_be_unpacked(
         wheels.unpack(pack, site)
 
 
-def test_a_folder_without_wheels_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--wheels", str(tmp_path)]) == 2
-    assert "holds no wheel" in capsys.readouterr().err
-
-
-def test_every_step_needs_modules_that_are_packed_or_come_with_torch(tmp_path: Path) -> None:
-    known = {*wheels.MODULES.values(), "torch", "numpy", "megatron.core", steps.COMPILER}
-    optional = {"transformer_engine.pytorch"}
-    assert {need for step in plan(tmp_path, tmp_path) for need in step.needs} <= known | optional
-
-
 def test_the_check_needs_no_compiled_modules_of_its_wheels(tmp_path: Path) -> None:
     """The parts of Megatron that the check imports, without a compiled module; AMPipe's, without pydantic."""
     spec = importlib.util.find_spec("megatron")
