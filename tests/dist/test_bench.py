@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.tools.measuring import network, training
-from tests.dist.launch import REPOSITORY
+from tests.forked import REPOSITORY
 
 pytestmark = pytest.mark.alone
 

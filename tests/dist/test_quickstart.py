@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.dist.launch import REPOSITORY
 from tests.dist.test_bench import NO_NETWORK, environment
+from tests.forked import REPOSITORY
 
 # A run that shows a speedup needs both cores, and the time of a few iterations over a slow link.
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(400)]

@@ -49,10 +49,10 @@ def start_alone(world_size: int, **sizes: int) -> None:
     use_groups(**sizes)
 
 
-def use_groups(**sizes: int) -> bool:
-    """Use Megatron's process groups of these sizes, without any, all ranks are expert-parallel.
+def use_groups(**sizes: Any) -> bool:
+    """Use Megatron's process groups of these sizes; without any, all ranks are expert-parallel.
 
-    Returns whether they are new.
+    Returns whether they are new. Other arguments of ``initialize_model_parallel`` are passed on.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -70,7 +70,7 @@ def use_groups(**sizes: int) -> bool:
     return made
 
 
-_sizes: dict[str, int] = {}
+_sizes: dict[str, Any] = {}
 
 
 def end_groups() -> None:

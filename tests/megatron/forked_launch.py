@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import runpy
 import signal
 import sys
 import time
@@ -22,16 +21,14 @@ LIMIT_S = 60.0
 MEMORY_BYTES = 4 << 30
 """Memory that a command may allocate in addition to that at its start."""
 TRAIN = "train"
-"""Stands for a training run, where other command lines have the name of a tool or of a script."""
-BY_HAND = "by hand"
-"""Before a script: it is run as it is, without AMPipe's launcher."""
+"""Stands for a training run, where other command lines have the name of a tool."""
 
 
 class Launch:
     """A command line that runs in a child.
 
     Args:
-        words: It; the first word is a tool, :data:`TRAIN`, :data:`BY_HAND`, or a script for the launcher.
+        words: It; the first word is a tool or :data:`TRAIN`.
         environment: Additional variables. With MASTER_PORT, the only rank meets itself there; else the launch
             ends before it creates a process group.
     """
@@ -82,25 +79,10 @@ def _run(words: Sequence[str], environment: Mapping[str, str]) -> int:
     os.environ.update(environment)
     if "MASTER_PORT" not in environment:
         torch.distributed.init_process_group = lambda *_args, **_kwargs: os._exit(PROCESS_GROUP_MADE)
-    return _enter(words)
-
-
-def _enter(words: Sequence[str]) -> int:
     from megatron_ampipe import cli
-    from megatron_ampipe.launch import host, pretrain, script
+    from megatron_ampipe.launch import pretrain
 
-    if words[0] == BY_HAND:
-        adjusted, _ = host.adjust(words[2:])
-        sys.argv = [words[1], *adjusted]
-        try:
-            runpy.run_path(words[1], run_name="__main__")
-        except SystemExit as stop:
-            assert stop.code is None or isinstance(stop.code, int), stop.code
-            return stop.code or 0
-        return 0
-    if words[0] == TRAIN:
-        return pretrain.main(words[1:])
-    return script.main(words) if words[0].endswith(".py") else cli.main(words)
+    return pretrain.main(words[1:]) if words[0] == TRAIN else cli.main(words)
 
 
 def launched(command_lines: Mapping[str, tuple[Sequence[str], Mapping[str, str]]]) -> dict[str, Any]:

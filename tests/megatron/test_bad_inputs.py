@@ -14,9 +14,16 @@ import pytest
 
 from tests.megatron import bad_inputs
 from tests.megatron.forked_launch import LIMIT_S, TRAIN
-from tests.megatron.launcher import MOCK_DATA, REPOSITORY, TINY_GPT, TINY_MOE, environment, pretrain
+from tests.megatron.launcher import (
+    MOCK_DATA,
+    REPOSITORY,
+    TINY_GPT,
+    TINY_MOE,
+    environment,
+    meeting_place,
+    pretrain,
+)
 from tests.megatron.test_refusals import ACCEPTED
-from tests.rendezvous import meeting_place
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ampipe.plan.recorded_routing import RecordedRouting, files_of, read_routing
-from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run
-from tests.megatron.pairs import assert_same_digits, runs_of
+from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, assert_same_digits, runs_of
 from tests.megatron.test_metrics import LINE
 
 pytestmark = pytest.mark.timeout(900)

@@ -167,10 +167,6 @@ def test_without_slurm_nothing_can_be_submitted(capsys: pytest.CaptureFixture[st
     assert "--output job.sbatch" in capsys.readouterr().err
 
 
-def test_the_template_is_in_a_wheel() -> None:
-    assert 'package_data={"megatron_ampipe.tools": ["*.j2"]}' in (ROOT / "setup.py").read_text()
-
-
 def test_megatron_refuses_a_value_of_a_file_with_its_line(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

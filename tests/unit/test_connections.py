@@ -17,7 +17,6 @@ from megatron.training import arguments
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections, flags, startup
-from megatron_ampipe.launch.flags import LIFTS_ONE_CONNECTION, SWITCHED_OFF
 from megatron_ampipe.launch.pretrain import check_launch
 from megatron_ampipe.tools import doctor_command
 from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE
@@ -99,9 +98,3 @@ def test_the_table_and_the_doctor_say_what_one_queue_does(monkeypatch: pytest.Mo
     assert note.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1: one hardware queue") and connections.EXPORT in note
     monkeypatch.setenv(connections.VARIABLE, connections.QUEUES)
     assert [row[0] for row in startup.connections_row(on_gpu=True)] == ["hardware queues"]
-
-
-def test_the_flag_that_lifts_the_demand_is_switched_off_like_the_others() -> None:
-    assert f"--{LIFTS_ONE_CONNECTION.replace('_', '-')}" in SWITCHED_OFF
-    assert getattr(parse(*DEGREE_4), LIFTS_ONE_CONNECTION) is True
-    assert not hasattr(parse(), LIFTS_ONE_CONNECTION)

@@ -7,6 +7,7 @@ arguments have to parse.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron_ampipe.cli import TOOLS, main, parse
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.launch import flags
 from tests.help_examples import help_examples
+from tests.supported import flags_table, render
 from tests.unit.test_routing import eight_experts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,3 +138,23 @@ def test_usage_lists_every_environment_variable_of_ours() -> None:
     used = {name for path in sources for name in re.findall(r"\bAMPIPE_[A-Z_]+", path.read_text())}
     documented = set(re.findall(r"\bAMPIPE_[A-Z_]+", (ROOT / "docs" / "usage.md").read_text()))
     assert documented == used
+
+
+def test_generated_pages_and_tables_are_up_to_date() -> None:
+    supported, usage = (ROOT / "docs" / f"{name}.md" for name in ("supported", "usage"))
+    assert supported.read_text() == "\n".join(render()) + "\n", "run: python -m tests.supported"
+    table = "\n".join(flags_table())
+    assert f"\n{table}\n" in usage.read_text(), "run: python -m tests.supported flags"
+
+
+def test_figures_are_those_of_the_measurements_and_a_page_refers_to_each() -> None:
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs/measured/figures.py")
+    assert spec is not None and spec.loader is not None
+    figures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    documents, readme = figures.read_all(), (ROOT / "README.md").read_text()
+    assert figures.page(documents) == (ROOT / "docs/figures.md").read_text(), f"run {figures.COMMAND}"
+    assert figures.with_summary(readme, documents) == readme, f"run {figures.COMMAND}"
+    for title, (_, page, _) in figures.CLAIMS.items():
+        linked = re.findall(r"figures\.md#([\w-]+)", (ROOT / "docs" / page).read_text())
+        assert title.lower().replace(" ", "-") in linked, f"{page} has no link to {title}"

@@ -236,6 +236,18 @@ def test_an_environment_made_by_hand_is_completed_or_refused_and_not_cleared(che
     assert str(python) not in result.stdout
 
 
+def test_variables_of_other_environments_are_removed_and_pip_settings_are_kept(checkout: Checkout) -> None:
+    checkout.add_python("python3.12", "3.12.4")
+    checkout.run(
+        PYTHONPATH="/elsewhere",
+        VIRTUAL_ENV="/elsewhere",
+        PIP_TARGET="/elsewhere",
+        PIP_FIND_LINKS="/wheels",
+        PIP_DOES='echo "[$PYTHONPATH][$VIRTUAL_ENV][$PIP_TARGET][$PIP_FIND_LINKS]" >>"$CALLS"',
+    )
+    assert "[][][][/wheels]\n" in checkout.calls.read_text()
+
+
 def test_ci_runs_the_test_command(checkout: Checkout) -> None:
     shutil.copytree(ROOT / ".ci", checkout.root / ".ci")
     checkout.add_python("python3.12", "3.12.4")

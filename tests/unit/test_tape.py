@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.layers import attention_stages, moe_stages
+from megatron_ampipe.layers.block_modules import FUNCTIONS
 from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.streams import stream_plan
 from megatron_ampipe.runtime.tape import Tapes
-from megatron_ampipe.schedule import Direction, SequenceLayout
+from megatron_ampipe.schedule import ALL_KINDS, Direction, SequenceLayout
 from megatron_ampipe.tools.plan_command import UNNAMED
 from tests import tapes
 from tests.golden.write import BLOCKS, pipelines, schedule_of
@@ -52,6 +54,18 @@ def test_what_a_tape_says_is_safe(block: str, threads: bool) -> None:
     for one in checked:
         tapes.check(one, threads=threads)
         assert str(one).count("\n") > len(one.passes[Direction.FORWARD].calls)
+
+
+def test_every_kind_that_layers_run_has_a_function() -> None:
+    """All but those that the runtime runs itself: copies, gradients of weights and reductions."""
+    of_layers = [
+        kind for kind in ALL_KINDS if not (kind.copies or kind.of_parameters or kind.weights_of is not None)
+    ]
+    modules = (attention_stages.__name__, moe_stages.__name__)
+    assert [kind for kind in of_layers if kind not in FUNCTIONS] == []
+    assert [kind for kind in of_layers if kind.own_backward and FUNCTIONS[kind].backward is None] == []
+    shipped = {kind for kind, function in FUNCTIONS.items() if function.run.__module__ in modules}
+    assert shipped == set(of_layers), "a function of a kind that no schedule names"
 
 
 def test_nothing_is_compiled_for_a_backward_pass_that_there_is_not() -> None:
