@@ -16,7 +16,7 @@ import numpy
 
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.schedule import BlockFeatures, build, to_text
-from tests.megatron.forked_launch import PROCESS_GROUP_MADE
+from tests.megatron.one_launch import PROCESS_GROUP_MADE
 
 _PLAN_OF_DEGREE_2 = {
     "format": "ampipe-plan-1",

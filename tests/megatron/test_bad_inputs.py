@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.forked import run_ranks, variables_of
 from tests.megatron import bad_inputs
-from tests.megatron.forked_launch import LIMIT_S, TRAIN
-from tests.megatron.launcher import (
-    MOCK_DATA,
-    REPOSITORY,
-    TINY_GPT,
-    TINY_MOE,
-    environment,
-    meeting_place,
-    pretrain,
-)
+from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, environment, meeting_place, pretrain
+from tests.megatron.one_launch import NOWHERE, TRAIN
 from tests.megatron.test_refusals import ACCEPTED
 
 pytestmark = pytest.mark.timeout(900)
 
 ONE_RANK = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+LIMIT_S = 60.0
 SMALL = [*TINY_GPT, *TINY_MOE, "--vocab-size", "256"]
 
 Asked = dict[str, tuple[list[str], dict[str, str], str | None, int]]
@@ -87,40 +77,31 @@ NAMES = [
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Asked, dict[str, Any]]:
-    """The folder, what was run, and the results, of one process that has forked for each."""
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all files."""
     here = tmp_path_factory.mktemp("bad")
     bad_inputs.write_files(here)
-    rows = asked(here)
-    (here / "asked").write_text(json.dumps({name: row[:2] for name, row in rows.items()}))
-    report = here / "report"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.megatron.forked_launch", str(here / "asked")],
-        cwd=REPOSITORY,
-        # A world size of four for Megatron's checks; the other ranks never exist.
-        env=environment()
-        | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
-        | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "AMPIPE_TEST_REPORT": str(report)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=800,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    return here, rows, json.loads(report.read_text())
+    return here
+
+
+@pytest.fixture(scope="module")
+def rows(here: Path) -> Asked:
+    return asked(here)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_ends_soon_and_says_why(name: str, runs: tuple[Path, Asked, dict[str, Any]]) -> None:
-    here, rows, results = runs
-    _, _, says, code = rows[name]
-    found = results[name]
-    assert found["code"] is not None, f"not ended after {LIMIT_S} s"
-    assert found["code"] == code, found["output"]
-    assert not found["traceback"], found["output"]
-    assert (says or "").replace("{here}", str(here)) in found["output"], found["output"]
+def test_it_ends_soon_and_says_why(name: str, here: Path, rows: Asked) -> None:
+    words, variables, says, code = rows[name]
+    # A world size of four for Megatron's checks; the other ranks never exist.
+    alone = environment() | variables_of(0, 4) | NOWHERE | variables
+    (ended,), (output,) = run_ranks(
+        "tests.megatron.one_launch", words, environments=[alone], timeout_s=LIMIT_S
+    )
+    assert ended is not None, f"not ended after {LIMIT_S} s"
+    assert ended == code and "Traceback" not in output, output
+    assert (says or "").replace("{here}", str(here)) in output, output
     if code == 2:
-        (said,) = found["errors"]
+        (said,) = (line for line in output.splitlines() if line.startswith(("error: ", "ampipe")))
         # NAME VALUE: RULE. REMEDY. Also with a long value, what is wrong and what to do are in sight.
         assert ": " in said and ". " in said and said.endswith((".", "?")) and len(said) < 2500, said
 
