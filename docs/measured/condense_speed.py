@@ -126,7 +126,6 @@ def job_of(model: Model, data: str, flags: list[str]) -> TrainingJob:
         link=parse_link("none"),
         timeout_s=600.0,
         num_ranks=RANKS,
-        cores=machine.cores_of(RANKS),
     )
 
 

@@ -42,7 +42,7 @@ class Steps(RankJob):
 def main() -> None:
     """Measure over one link, and write the document."""
     file, link = sys.argv[1:]
-    job = Steps(num_ranks=2, link=parse_link(link), cores=machine.cores_of(2), rounds=ROUNDS)
+    job = Steps(num_ranks=2, link=parse_link(link), rounds=ROUNDS)
     of_ranks = run_ranks(job, work)
     # The slowest rank of each step.
     names = list(of_ranks[0]["seconds"])

@@ -90,7 +90,6 @@ def measure(names: str | None, *, repeats: int, only: tuple[str, ...]) -> dict[s
         warmup=WARMUP,
         seed=1,
         timeout_s=SILENCE_S,
-        cores=(0, 1),
     )
     by_rank = run_ranks(job, work)
     found: dict[str, dict[str, Any]] = {}

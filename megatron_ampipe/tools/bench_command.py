@@ -33,11 +33,10 @@ from megatron_ampipe.schedule import (
     parse_exchanges,
     parse_stack,
 )
-from megatron_ampipe.tools.measuring import machine, prediction, result, show, training
+from megatron_ampipe.tools.measuring import machine, prediction, result, training
 from megatron_ampipe.tools.measuring.bench_job import (
     CONTROL,
     STOCK,
-    STOCK_GLOO,
     BenchJob,
     Variant,
     every_way,
@@ -89,11 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text += " (default: %(default)s)" * (options.get("default") is not None)
         parser.add_argument(flag, metavar=metavar, help=text, **options)
 
-    def switch(flag: str, text: str) -> None:
-        parser.add_argument(flag, action="store_true", help=text)
-
     positive = at_least(1)
-    memories = ", ".join((*STRATEGIES, *PAPER_NAMES))
     add("--grid", "NAME|FILE", "blocks to measure: a file or a name in configs/bench", default="cpu-small")
     add("--cases", "NAME,NAME", "only these cases of the grid (default: all)")
     add_link_arguments(parser, fewest_ranks=1)
@@ -102,27 +97,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", "N", "timed passes of each layer", type=positive, default=10)
     add("--warmup", "N", "passes before those", type=at_least(0), default=2)
     add("--seed", "N", "of weights and inputs", type=at_least(0), default=1)
-    switch(
-        "--pretend-peers",
+    pretend = (
         "run one rank; what the others would send is made from what it sends. Only with an emulated link; "
-        "the default where there are fewer GPUs than ranks",
+        "the default where there are fewer GPUs than ranks"
     )
-    switch(
-        "--end-to-end",
+    parser.add_argument("--pretend-peers", action="store_true", help=pretend)
+    end_to_end = (
         "train models of these blocks with Megatron's own loop instead, on CPUs: --repeats iterations after "
-        "--warmup ones",
+        "--warmup ones"
     )
+    parser.add_argument("--end-to-end", action="store_true", help=end_to_end)
     layers = f"consecutive blocks measured together (default: 1; {LAYERS_OF_TRAINING} with --end-to-end)"
     add("--layers", "N", layers, type=positive)
     stacks = "how many of these layers share a schedule: numbers (1 is block by block), or all"
     add("--stack", "N,N", stacks, default="1,all")
+    memories = ", ".join((*STRATEGIES, *PAPER_NAMES))
     memory = f"what the experts keep for their backward: {memories}, or one for each chunk (keep/rebuild)"
     add("--memory", "M,M", memory, default=KEEP)
     exchange = "how the all-to-all groups copies of a token: rows, or ranks where that saves something"
     add("--exchange", "E,E", exchange, default="rows")
     wires = f"how rows are cast for the transfer: {UNCHANGED}, {', '.join(SHIPPED_WIRES)} or a class"
     add("--wire", "W,W", wires, default=UNCHANGED)
-    switch("--gloo-all-to-all", "also measure Megatron's layers with gloo's own all-to-all (stock-gloo)")
     rounds = f"with --end-to-end: trainings of each kind, in turns (default: {ROUNDS})"
     add("--rounds", "N", rounds, type=positive)
     add("--json", "FILE", "write all samples, versions and hardware after every case", type=Path)
@@ -131,14 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, or read a result; then print the table.
-
-    Raises:
-        BadInput: an argument, a grid or an output is refused.
-        EnvironmentMissing: the link needs what is not there.
-        DifferenceFound: the layers do not compute the same.
-        RunFailed: a rank was lost, or an output cannot be written any more.
-    """
+    """Measure, or read a result; then print the table."""
     if arguments.json is not None:
         outputs.check(arguments.json, flag="--json")
     _check_together(arguments)
@@ -157,28 +145,22 @@ def _show(document: dict[str, Any]) -> None:
     if document.get("format") != training.FORMAT:
         prediction.predict_peaks(document)
     # A table in a file or a pipe may be wider than this terminal.
-    show.show(document, Console(width=None if sys.stdout.isatty() else 170))
+    result.show(document, Console(width=None if sys.stdout.isatty() else 170))
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Check everything and run the ranks; the document, which is written whenever a case is finished.
-
-    If the run ends early, what is finished is shown.
-    """
+    """Run the ranks; the document, written whenever a case is finished, and shown if the run ends early."""
     job = _job(arguments)
+    of_job = ("pretended", "device", "cores", "layers", "repeats", "warmup", "seed")
     document: dict[str, Any] = {
-        "format": result.FORMAT,
+        "format": training.FORMAT if arguments.end_to_end else result.FORMAT,
         "command": arguments.command_line,
         "begin": _now(),
-        "end": None,
         "grid": Path(arguments.grid).stem,
         "link": job.link.text,
         "emulated": job.link.emulated,
         "ranks": job.num_ranks,
-        **{
-            key: getattr(job, key)
-            for key in ("pretended", "device", "cores", "layers", "repeats", "warmup", "seed")
-        },
+        **{key: getattr(job, key) for key in of_job},
         "versions": machine.versions(),
         "hardware": machine.hardware(),
         "cases": [],
@@ -194,8 +176,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         with tqdm(leave=False, disable=None, unit=" passes") as bar:
             if arguments.end_to_end:
-                rounds = arguments.rounds or ROUNDS
-                document |= {"format": training.FORMAT, "rounds": rounds}
+                document["rounds"] = rounds = arguments.rounds or ROUNDS
                 document |= {"micro_batches": training.MICRO_BATCHES, "loss_tolerance": training.TOLERANCE}
                 for case in training.measure(job, rounds=rounds, on_iteration=bar.update):
                     finished(case)
@@ -225,8 +206,7 @@ def _time_blocks(
 
     def on_message(rank: int, event: str, value: Any) -> None:
         if event == "case":
-            index, report = value
-            reports[index][rank] = report
+            index, reports[index][rank] = value
             if len(reports[index]) == (1 if job.pretended else job.num_ranks):
                 finished(result.case_result(job, index, [reports[index][n] for n in sorted(reports[index])]))
         elif rank == 0 and event == "gpu":
@@ -305,7 +285,6 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
         warmup=arguments.warmup,
         seed=arguments.seed,
         timeout_s=TIMEOUT_S,
-        cores=() if num_gpus else machine.cores_of(count),
     )
 
 
@@ -331,7 +310,7 @@ def _variants(
         exchanges=[exchange for exchange in exchanges if exchange in useful],
         wires=[_wire(word) for word in arguments.wire.split(",")],
     )
-    return (*map(Variant, (STOCK, CONTROL, *[STOCK_GLOO] * arguments.gloo_all_to_all)), *ways)
+    return (Variant(STOCK), Variant(CONTROL), *ways)
 
 
 def _cut(word: str, case: Case) -> Pipeline:

@@ -82,12 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the dataset.
-
-    Raises:
-        EnvironmentMissing: megatron-core is absent.
-        RunFailed: writing failed.
-    """
+    """Make the dataset."""
     prefix, refuse = arguments.output, arguments.refuse
     final = outputs.check_prefix(prefix, suffixes=(".bin", ".idx"), flag="--output")
     if any(path.exists() for path in final) and not arguments.force:
@@ -172,16 +167,13 @@ def _builder(data: Path) -> Any:
 
 
 def _documents(content: bytes, document_bytes: int) -> Iterator[numpy.ndarray]:
-    """The tokens of each document of a file: all of similar length, cut after a line, else a character."""
-    number = -(-len(content) // document_bytes) if document_bytes else 1
-    ends = []
-    for end in (index * len(content) // number for index in range(1, number)):
-        line_end = content.rfind(b"\n", end - len(content) // number // 4, end) + 1
-        # Bytes that continue a character of UTF-8 begin with the bits 10.
-        while not line_end and content[end] & 0xC0 == 0x80:
-            end -= 1
-        ends.append(line_end or end)
-    for begin, end in itertools.pairwise([0, *ends, len(content)]):
+    """The tokens of each document of a file: all of it, or lines of about so many bytes."""
+    ends, length = [], 0
+    for line in content.splitlines(keepends=True) if document_bytes else ():
+        length += len(line)
+        if length - (ends[-1] if ends else 0) >= document_bytes:
+            ends.append(length)
+    for begin, end in itertools.pairwise(dict.fromkeys([0, *ends, len(content)])):
         tokens = numpy.full(end - begin + 1, END_OF_DOCUMENT, dtype=numpy.uint16)
         tokens[:-1] = numpy.frombuffer(content, dtype=numpy.uint8, count=end - begin, offset=begin)
         yield tokens

@@ -41,14 +41,9 @@ _REPEATS, _WARM_UP = 10, 2
 
 
 def start(num_ranks: int) -> dict[str, Any]:
-    """Run :func:`examine` in ranks on this machine.
-
-    Raises:
-        RunFailed: they failed, or took too long.
-    """
+    """Run :func:`examine` in ranks on this machine; RunFailed if they failed, or took too long."""
     job = RankJob(num_ranks=num_ranks, link=parse_link("none"), timeout_s=_TIME_LIMIT_S)
-    found: dict[str, Any] = run_ranks(job, _examine_rank)[0]
-    return found
+    return dict(run_ranks(job, _examine_rank)[0])
 
 
 def _examine_rank(rank: Rank[RankJob]) -> dict[str, Any]:
@@ -67,8 +62,7 @@ def examine(*, measures: bool, **place: Any) -> dict[str, Any]:
         place: How torch's process group finds the other ranks, where torchrun has not said it.
 
     Returns:
-        ``num_ranks``; ``differences``: see :func:`differences`; ``overlap``: what :func:`measure` found, and
-        the ``device``; None where it was not asked for, or a rank on a CPU has no peer.
+        ``num_ranks``; ``differences``; ``overlap``: what :func:`measure` found, and the ``device``, or None.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -104,14 +98,11 @@ def compared_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def differences(ranks: Sequence[Mapping[str, str]]) -> dict[str, dict[str, list[int]]]:
     """What differs between ranks: by version or variable the values, each with its ranks."""
-    found = {}
+    found: dict[str, dict[str, list[int]]] = {}
     for name in sorted({name for rank in ranks for name in rank}):
-        values: dict[str, list[int]] = {}
         for number, rank in enumerate(ranks):
-            values.setdefault(rank.get(name, "(not there)"), []).append(number)
-        if len(values) > 1:
-            found[name] = values
-    return found
+            found.setdefault(name, {}).setdefault(rank.get(name, "(not there)"), []).append(number)
+    return {name: values for name, values in found.items() if len(values) > 1}
 
 
 def hidden_share(communication_us: float, computation_us: float, together_us: float) -> float:
@@ -121,10 +112,7 @@ def hidden_share(communication_us: float, computation_us: float, together_us: fl
 
 
 def measure(device: str) -> dict[str, float]:
-    """Time both alone and together.
-
-    Args:
-        device: ``cuda`` or ``cpu``; a process group of it is there.
+    """Time both alone and together; ``device`` is ``cuda`` or ``cpu``.
 
     Returns:
         Milliseconds, each the median of several times of the slowest rank: ``communication_ms``,

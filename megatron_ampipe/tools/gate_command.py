@@ -47,12 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check every class, print what was found, and fail if a promise is not kept.
-
-    Raises:
-        BadInput: there is no such class.
-        DifferenceFound: a check failed.
-    """
+    """Check every class, print what was found, and fail if a promise is not kept."""
     from megatron_ampipe.launch.flags import import_megatron
 
     warnings.simplefilter("ignore")
@@ -64,27 +59,20 @@ def run(arguments: argparse.Namespace) -> int:
     gates = {name: load_gate(name) for name in arguments.names}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     failed = []
-    try:
-        for name, gate in gates.items():
-            try:
-                print(f"ok      {name}: {_check(gate)}")
-            except (BadInput, DifferenceFound) as error:
-                print(f"FAILED  {name}: {error}")
-                failed.append(name)
-    finally:
-        dist.destroy_process_group()
+    for name, gate in gates.items():
+        try:
+            print(f"ok      {name}: {_check(gate)}")
+        except (BadInput, DifferenceFound) as error:
+            print(f"FAILED  {name}: {error}")
+            failed.append(name)
+    dist.destroy_process_group()
     if failed:
         raise DifferenceFound(f"{', '.join(failed)}: a check failed, see above.")
     return 0
 
 
 def _check(gate: type[TopKRouter]) -> str:
-    """What was found of a class that keeps its promises.
-
-    Raises:
-        BadInput: it adds a separate loss.
-        DifferenceFound: another promise is broken.
-    """
+    """What was found of a class; BadInput or DifferenceFound if it breaks a promise."""
     router = _router(gate)
     probs, routing_map, *_ = _route(router, _hidden())
     if not probs.shape == routing_map.shape == (_ROWS * _BATCH, _EXPERTS) or routing_map.dtype != torch.bool:
@@ -93,10 +81,8 @@ def _check(gate: type[TopKRouter]) -> str:
         raise DifferenceFound("probs must be 0 where an expert is not chosen")
     for name, parameter in router.named_parameters():
         if parameter.requires_grad and not getattr(parameter, "sequence_parallel", False):
-            rule = (
-                "sequence_parallel = config.sequence_parallel is not set; tensor-parallel ranks would diverge"
-            )
-            raise DifferenceFound(f"{name}.{rule}")
+            rule = "is not set to config.sequence_parallel; tensor-parallel ranks would diverge"
+            raise DifferenceFound(f"{name}.sequence_parallel {rule}")
     fewest, most = (int(count) for count in torch.aminmax(routing_map.sum(dim=1)))
     found = f"{fewest} to {most} experts per token"
     if not fewest == most == _TOPK:

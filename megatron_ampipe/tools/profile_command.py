@@ -66,13 +66,7 @@ class ProfileJob(RankJob):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, fit and write.
-
-    Raises:
-        BadInput: an argument is refused.
-        EnvironmentMissing: the link needs what is not there.
-        RunFailed: a rank was lost, no line fits the times of some operation, or the file cannot be written.
-    """
+    """Measure, fit and write."""
     outputs.check(arguments.output, flag="--output")
     started = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
     for flag, value in (("--link", arguments.link), ("--ranks", arguments.ranks)):
@@ -89,7 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
         num_ranks=count,
         device="cuda" if num_gpus else "cpu",
         repeats=arguments.repeats,
-        cores=() if num_gpus or started else machine.cores_of(count),
         ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]) if started else count,
     )
     is_first = not started or os.environ["RANK"] == "0"
@@ -126,15 +119,14 @@ def measure_rank(rank: Rank[ProfileJob]) -> dict[str, Any]:
     # Imports Megatron, which must not come before the link is emulated.
     from megatron_ampipe.tools.measuring import operations
 
-    job = rank.job
-    return operations.measure(rank, job.case, repeats=job.repeats, ranks_per_node=job.ranks_per_node)
+    return operations.measure(rank)
 
 
 def _measure_here(job: ProfileJob, number: int, on_message: Callable[[int, str, Any], None]) -> list[Any]:
     """Measure as a rank that torchrun has started; what every rank found."""
     import torch.distributed as dist
 
-    report = measure_rank(Rank(job, number, tell=lambda event, value: on_message(number, event, value)))
+    report = measure_rank(Rank(job, number, say=lambda event, value=None: on_message(number, event, value)))
     reports: list[Any] = [None] * job.num_ranks
     dist.all_gather_object(reports, report)
     dist.destroy_process_group()

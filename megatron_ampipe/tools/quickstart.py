@@ -20,7 +20,7 @@ from megatron_ampipe.errors import AMPipeError, RunFailed
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least, configs_folder
 from megatron_ampipe.files.timeline import Timeline
-from megatron_ampipe.tools.measuring import machine, training
+from megatron_ampipe.tools.measuring import training
 from megatron_ampipe.tools.measuring.link import Link, LinkKind, parse_link
 from megatron_ampipe.tools.measuring.network import NetworkUnavailable, connected
 from megatron_ampipe.tools.measuring.ranks import signals_as_interrupts
@@ -83,11 +83,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def choose_link(wanted: str | None) -> tuple[Link, str | None]:
-    """The link that is wanted, or by default one of :data:`LINK`; and why that is emulated, if it is.
+    """The link that is wanted, or :data:`LINK`; and why that is emulated, if it is.
 
-    Raises:
-        BadInput: ``wanted`` is not a link.
-        EnvironmentMissing: it cannot be made here.
+    BadInput or EnvironmentMissing if it is wanted and not a link, or cannot be made here.
     """
     link = parse_link(wanted or LINK)
     if link.kind is not LinkKind.NETWORK:
@@ -131,7 +129,6 @@ def _compare(link: Link, why_emulated: str | None, chosen: argparse.Namespace) -
             stock_attends_as=stock_attends_as,
             link=link,
             num_ranks=NUM_RANKS,
-            cores=machine.cores_of(NUM_RANKS),
         )
         with tqdm(total=iterations, desc=title, leave=False, disable=None) as bar:
             curve = training.run(job, iterations=iterations, title=title, on_iteration=bar.update, log=log)

@@ -28,9 +28,7 @@ from megatron_ampipe.launch.config_files import CONFIG_FLAG
 
 SAVE_INTERVAL = 500
 """Iterations between checkpoints, where neither the command nor a file of the run says it."""
-_SET_BY_THE_SCRIPT = (
-    *("save", "load", "ckpt-step", "exit-signal", "exit-signal-handler", CONFIG_FLAG.removeprefix("--")),
-)
+_SET_BY_THE_SCRIPT = ("save", "load", "ckpt-step", "exit-signal", "exit-signal-handler", "ampipe-config")
 
 _EPILOG = """\
 examples:
@@ -48,6 +46,10 @@ name its folder with --folder. docs/slurm.md explains all of it.
 """
 
 
+_WORD = r"[\w.,:=+@%/\[\]-]+"
+"""Part of an ``#SBATCH`` line: a blank or a quote would end it."""
+
+
 def _matching(pattern: str, example: str) -> Callable[[str], str]:
     """A type for ``argparse``: text that matches; the error shows an example."""
 
@@ -57,10 +59,6 @@ def _matching(pattern: str, example: str) -> Callable[[str], str]:
         return given
 
     return text
-
-
-_WORD = r"[\w.,:=+@%/\[\]-]+"
-"""Part of an ``#SBATCH`` line: a blank or a quote would end it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,13 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the script, and write and submit it on request.
-
-    Raises:
-        BadInput: a file is refused.
-        EnvironmentMissing: it is to be submitted, and there is no ``sbatch``.
-        RunFailed: ``sbatch`` refused it, or it cannot be written.
-    """
+    """Show the script, and write and submit it on request."""
     if arguments.output is not None:
         outputs.check(arguments.output, flag="--output")
     script = _render(arguments)
@@ -158,7 +150,11 @@ def _render(arguments: argparse.Namespace) -> str:
     arguments.job_name = arguments.job_name or stem
     if not arguments.no_check:
         _check_training(arguments, training)
-
+    # A flag and its values on each line.
+    lines: list[str] = []
+    for word in training:
+        start = "" if word.startswith("--") or not lines else f"{lines.pop()} "
+        lines.append(start + shlex.quote(word))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -172,38 +168,27 @@ def _render(arguments: argparse.Namespace) -> str:
         comment_end_string="#>",
     )
     environment.filters["quote"] = shlex.quote
-    lines: list[str] = []
-    for word in training:
-        if word.startswith("--") or not lines:
-            lines.append(shlex.quote(word))
-        else:
-            lines[-1] += f" {shlex.quote(word)}"
-    return environment.get_template("job.sbatch.j2").render(job=arguments, training_lines=lines)
+    template = environment.get_template("job.sbatch.j2")
+    return template.render(job=arguments, training_lines=lines)
 
 
 def _read_files(arguments: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
-    """The files of the run by name, in the order in which it reads them; the cluster's sets GPUs per node.
-
-    Built-in files are referred to by name, which is valid on every node.
-    """
+    """The files of the run by name, as every node knows them; the cluster's sets GPUs per node."""
     files: dict[str, Mapping[str, Any]] = {}
-    for flag, name, folder in (
-        ("--model", arguments.model, "models"),
-        ("--cluster", arguments.cluster, "clusters"),
-        ("--run", arguments.run_file, "runs"),
-    ):
+    named = {"models": arguments.model, "clusters": arguments.cluster, "runs": arguments.run_file}
+    for folder, name in named.items():
         if name is None:
             continue
-        path = find_config(name, folders=[folder], flag=flag, what="configuration")
-        files[name] = load(path, what="configuration", remedy=f"configs/{folder} has examples.")
-        if flag == "--cluster":
-            number = files[name].get("ranks_per_node")
+        path = find_config(name, folders=[folder], flag=f"--{folder[:-1]}", what="configuration")
+        content = load(path, what="configuration", remedy=f"configs/{folder} has examples.")
+        if folder == "clusters":
+            number = content.get("ranks_per_node")
             if not isinstance(number, int) or arguments.gpus_per_node not in (None, number):
                 arguments.refuse(f"{path}: ranks_per_node {number} must be --gpus-per-node, a whole number")
             arguments.gpus_per_node = number
-            if "flags" not in files[name]:
-                # The rest of such a file is for 'ampipe plan'.
-                del files[name]
+        if folder != "clusters" or "flags" in content:
+            # The rest of a cluster file is for 'ampipe plan'.
+            files[name] = content
     return files
 
 
@@ -216,13 +201,11 @@ def _check_combinations(arguments: argparse.Namespace, files: Mapping[str, Mappi
         refuse("add --gpus-per-node 8, or a cluster file: --cluster FILE")
     if arguments.mount and arguments.container is None:
         refuse("--mount has no effect without --container IMAGE")
-    days, _, clock = arguments.time.rpartition("-")
-    hours, minutes, seconds = map(int, clock.split(":"))
-    if arguments.save_before_end >= ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds:
+    days, hours, minutes, seconds = map(int, re.split("[-:]", f"0-{arguments.time}")[-4:])
+    if arguments.save_before_end >= ((days * 24 + hours) * 60 + minutes) * 60 + seconds:
         refuse(f"--save-before-end {arguments.save_before_end} s is not less than --time {arguments.time}")
     given = [f"{name}: {key}" for name, document in files.items() for key in document]
-    given += [word.partition("=")[0] for word in arguments.flags]
-    for name in given:
+    for name in (*given, *(word.partition("=")[0] for word in arguments.flags)):
         if name.rpartition(" ")[2].removeprefix("--") in _SET_BY_THE_SCRIPT:
             refuse(f"{name} is set by the job script: use --folder, --model and --run")
 

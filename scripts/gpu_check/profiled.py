@@ -106,8 +106,8 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
         block.run(pipelined)
     timed = factory.build_timed(Variant.of("ampipe", DEGREE), num_passes=_TIMED)
     for number in range(_TIMED):
-        timed.recorder.start_iteration(number)
-        block.run(timed.layers)
+        timed.timer.recorder.start_iteration(number)
+        block.run(timed)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with profile(activities=activities) as recorded:
         block.run(pipelined)

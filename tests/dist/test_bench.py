@@ -132,12 +132,11 @@ def test_layers_block_by_block_and_together(tmp_path: Path) -> None:
 
 @needs_network
 def test_over_a_real_network(tmp_path: Path) -> None:
-    words = ["--link", "10mbit", "--degrees", "2", "--repeats", "2", "--gloo-all-to-all"]
+    words = ["--link", "10mbit", "--degrees", "2", "--repeats", "2"]
     document, shown = bench(tmp_path, *words)
     check_document(document, link="10mbit", rows=[("moe-only", 2, 1), ("ampipe", 2, 1)])
-    assert "stock-gloo" in shown and "wire MB" in shown
+    assert "wire MB" in shown
     for case in document["cases"]:
-        assert case["gloo_all_to_all"]["difference_from_stock"] == 0.0
         # Of the smaller case, more than the rows of one direction without headers.
         assert case["stock_wire_bytes"] > 64 * 32 * 4
         # Each of two ranks sends half of them; the token bucket lets some pass at once.

@@ -89,7 +89,7 @@ def cluster_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     report["samples"] = [
         replace(sample, us=sample.us * (1 - 0.9 * sample.columns["alpha_us"])) for sample in report["samples"]
     ]
-    report["block"]["around"] = {"2": {"forward": 0.0, "backward": 0.0}}
+    report["block"]["around"] = {"forward": 0.0, "backward": 0.0}
     report["block"]["stages"] = {
         degree: {way: dict.fromkeys(stages, 0.0) for way, stages in ways.items()}
         for degree, ways in report["block"]["stages"].items()

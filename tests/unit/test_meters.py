@@ -53,7 +53,8 @@ class _Device:
 
 def test_a_stage_on_a_gpu_is_timed_from_when_all_of_it_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     device = _Device(monkeypatch)
-    timer, recorder = meters.StageTimer(), Recorder(num_iterations=9)
+    recorder = Recorder(num_iterations=9)
+    timer = meters.StageTimer(recorder)
     recorder.start_iteration(1)
     stage = Stage(kinds.EXPERT, 0)
 

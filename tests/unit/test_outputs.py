@@ -101,7 +101,7 @@ def test_bench_keeps_its_result_when_the_file_is_lost_meanwhile(
 
     monkeypatch.setattr(bench_command, "_measure", measured)
     monkeypatch.setattr(
-        "megatron_ampipe.tools.measuring.show.show", lambda document, console: print("the table")
+        "megatron_ampipe.tools.measuring.result.show", lambda document, console: print("the table")
     )
     assert main(["bench", "--json", str(folder / "x.json")]) == 3
     said = capsys.readouterr()

@@ -40,7 +40,7 @@ def test_results_messages_and_output(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     said: list[tuple[int, str, Any]] = []
     log = tmp_path / "log"
-    job = Sum(num_ranks=2, link=parse_link("none"), number=5, cores=())
+    job = Sum(num_ranks=2, link=parse_link("none"), number=5)
     results = run_ranks(job, add, on_message=lambda *message: said.append(message), log=log)
     assert results == [(5, "0", "1"), (6, "1", "1")]
     assert sorted(said) == [(0, "progress", None), (0, "step", 0), (1, "progress", None), (1, "step", 1)]
@@ -89,7 +89,7 @@ def hangs(rank: Rank[Sum]) -> None:
 @pytest.mark.parametrize(
     ("work", "kind", "said"),
     [
-        (fails, RunFailed, r"rank 1 failed: ValueError: cannot\n.*\n  last lines of rank 1:\n.*library said"),
+        (fails, RunFailed, r"rank 1 failed: ValueError: cannot\n.*last lines of the ranks:\n.*library said"),
         (is_refused, RunFailed, r"rank \d failed: --x 1: is wrong. Use 2."),
         (lacks, EnvironmentMissing, "^there is no GPU$"),
         (differs, DifferenceFound, "^not the same$"),

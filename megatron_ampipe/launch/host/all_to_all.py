@@ -6,8 +6,7 @@ long for the same bytes. Both layers call this one, as both call NCCL's on a GPU
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,28 +15,14 @@ from torch import Tensor
 
 from megatron_ampipe.runtime.collectives import send_receive
 
-_gloo: Callable[..., Any] | None = None
-"""What was replaced; None before :func:`install`."""
-_uses_gloo = False
+_installed = False
 
 
 def install() -> None:
     """Replace ``torch.distributed.all_to_all_single``, which everybody looks up at every call; once."""
-    global _gloo
-    if _gloo is None:
-        _gloo, dist.all_to_all_single = dist.all_to_all_single, _all_to_all_single
-
-
-@contextlib.contextmanager
-def gloo_all_to_all() -> Iterator[None]:
-    """Use gloo's own all-to-all, to measure what the replacement gains; all ranks have to enter it."""
-    global _uses_gloo
-    assert _gloo is not None
-    _uses_gloo = True
-    try:
-        yield
-    finally:
-        _uses_gloo = False
+    global _installed
+    if not _installed:
+        _installed, dist.all_to_all_single = True, _all_to_all_single
 
 
 @torch.no_grad()
@@ -50,9 +35,6 @@ def _all_to_all_single(
     async_op: bool = False,
 ) -> Any:
     """As ``torch.distributed.all_to_all_single``; every rank has to send what its peer expects."""
-    if _uses_gloo:
-        assert _gloo is not None
-        return _gloo(output, input, output_split_sizes, input_split_sizes, group, async_op)
     group = group or dist.group.WORLD
     assert group is not None
     sent, received = (

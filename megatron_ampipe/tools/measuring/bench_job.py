@@ -11,9 +11,8 @@ from megatron_ampipe.schedule import KEEP, Exchange, Pipeline
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.ranks import RankJob
 
-STOCK, CONTROL, STOCK_GLOO = "stock", "control", "stock-gloo"
-"""Names among the variants: Megatron's own layer, the same measured a second time, and the same with gloo's
-own all-to-all (``launch.host.all_to_all``)."""
+STOCK, CONTROL = "stock", "control"
+"""Names among the variants: Megatron's own layer, and the same measured a second time."""
 PEAK_PASSES = 2
 """Passes of each variant whose memory is watched. The highest counts: with threads, the overlap varies."""
 
@@ -43,7 +42,7 @@ class Variant:
         return not self.pipeline.is_stock
 
     def __str__(self) -> str:
-        if self.schedule in (STOCK, CONTROL, STOCK_GLOO):
+        if self.schedule in (STOCK, CONTROL):
             return self.schedule
         return f"{self.pipeline}" + (f", wire {self.wire}" if self.wire else "")
 
@@ -77,10 +76,8 @@ class BenchJob(RankJob):
     """Blocks to measure, and how.
 
     Attributes:
-        cases: The blocks, one after another.
         variants: What is compared in each case, stock first.
-        repeats: Timed passes of each variant, or iterations of a training.
-        warmup: Those before them, which do not count.
+        repeats: Timed passes of each variant, or iterations of a training; before them, ``warmup`` others.
         layers: How many consecutive layers are one measurement, each with its own weights.
     """
 

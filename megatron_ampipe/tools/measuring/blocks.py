@@ -5,20 +5,18 @@ every shape (``pinned_kernel``): Megatron's layer gets a core attention module t
 sequence, so that no variant gains by a better kernel. All hold the same ``Parameter`` objects.
 
 Experts are computed one after another, or all of a rank in grouped products: Megatron's ``TEGroupedMLP`` on
-Transformer Engine's grouped linear layers, or, where that is not installed, on torch's grouped product: other
-kernels, but likewise few launches for all experts, in place of several for each.
+torch's grouped product, which needs few launches for all experts, as Transformer Engine's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -27,7 +25,6 @@ from torch import Tensor
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import KERNELS, pinned_kernel
-from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import pipelined
@@ -35,7 +32,7 @@ from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
-from megatron_ampipe.tools.measuring.bench_job import STOCK_GLOO, Variant
+from megatron_ampipe.tools.measuring.bench_job import Variant
 from megatron_ampipe.tools.measuring.grid import Case, model_flags
 from megatron_ampipe.tools.measuring.meters import StageTimer
 
@@ -60,10 +57,10 @@ class Layers(torch.nn.Module):
     """Consecutive layers, built and called one after the other as by Megatron's ``TransformerBlock``.
 
     Attributes:
-        gloo_all_to_all: Whether a pass uses gloo's own all-to-all.
+        timer: What runs stages alone, in layers that :meth:`BlockFactory.build_timed` builds.
     """
 
-    gloo_all_to_all = False
+    timer: StageTimer
 
     def __init__(self, spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
         super().__init__()
@@ -77,14 +74,6 @@ class Layers(torch.nn.Module):
         for layer in self.layers:
             hidden_states, _ = layer(hidden_states=hidden_states, **kwargs)
         return hidden_states, None
-
-
-class TimedLayers(NamedTuple):
-    """Layers whose stages run alone, what records them, and what runs them."""
-
-    layers: Layers
-    recorder: Recorder
-    timer: StageTimer
 
 
 class BlockFactory:
@@ -105,14 +94,7 @@ class BlockFactory:
     """
 
     def __init__(
-        self,
-        case: Case,
-        *,
-        rank: int,
-        num_ranks: int,
-        on_cuda: bool,
-        seed: int,
-        layers: int = 1,
+        self, case: Case, *, rank: int, num_ranks: int, on_cuda: bool, seed: int, layers: int = 1
     ) -> None:
         self._on_cuda = on_cuda
         self._config = _transformer_config(case, layers=layers, num_ranks=num_ranks, on_cuda=on_cuda)
@@ -120,7 +102,8 @@ class BlockFactory:
             on_gpu=on_cuda, dtype=DTYPES[case.dtype], head_size=self._config.kv_channels
         )
         spec = get_gpt_layer_local_spec(case.experts, False, normalization=self._config.normalization)
-        _use_experts(spec, case)
+        if case.expert_kind == "torch-grouped":
+            _use_grouped_experts(spec)
         attention = spec.submodules.self_attention.submodules
         attention.core_attention = ModuleSpec(module=KernelAttention, params={"kernel": self.kernel})
         self._spec = TransformerBlockSubmodules(layer_specs=[spec] * layers)
@@ -156,13 +139,14 @@ class BlockFactory:
         layers.load_state_dict(self.stock.state_dict(keep_vars=True), strict=True, assign=True)
         shared = dict(self.stock.named_parameters())
         assert all(parameter is shared[name] for name, parameter in layers.named_parameters())
-        layers.gloo_all_to_all = variant.schedule == STOCK_GLOO
         return layers
 
-    def build_timed(self, variant: Variant, *, num_passes: int, saved_bytes: int = 0) -> TimedLayers:
+    def build_timed(self, variant: Variant, *, num_passes: int, saved_bytes: int = 0) -> Layers:
         """The same layers, their stages run alone and recorded; see :class:`.StageTimer`."""
-        recorder, timer = Recorder(num_iterations=num_passes), StageTimer(saved_bytes=saved_bytes)
-        return TimedLayers(self.build(variant, recorder=recorder, executor=timer), recorder, timer)
+        timer = StageTimer(Recorder(num_iterations=num_passes), saved_bytes=saved_bytes)
+        layers = self.build(variant, recorder=timer.recorder, executor=timer)
+        layers.timer = timer
+        return layers
 
     def _build(self, spec: TransformerBlockSubmodules) -> Layers:
         layers = Layers(spec, dataclasses.replace(self._config))
@@ -195,31 +179,11 @@ def _transformer_config(case: Case, *, layers: int, num_ranks: int, on_cuda: boo
     )
 
 
-def _use_experts(spec: ModuleSpec, case: Case) -> None:
-    """Put the case's kind of experts into a layer's specification.
-
-    Raises:
-        EnvironmentMissing: Transformer Engine is not there.
-    """
-    if case.expert_kind == "sequential":
-        return
-    if case.expert_kind == "grouped":
-        if not compat.has_transformer_engine():
-            raise EnvironmentMissing(
-                f"expert_kind grouped (case {case.name}) needs a GPU and Transformer Engine. Write "
-                "expert_kind: torch-grouped, which needs torch alone"
-            )
-        # As Megatron's specification for Transformer Engine has them.
-        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-        mlp = get_moe_module_spec_for_backend(
-            TESpecProvider(), num_experts=case.experts, moe_grouped_gemm=True
-        )
-        experts = compat.moe_submodules(mlp).experts
-    else:
-        linear = TorchGroupedLinear
-        submodules = GroupedMLPSubmodules(linear_fc1=linear, linear_fc2=linear, activation_func=None)
-        experts = partial(TEGroupedMLP, submodules=submodules)
+def _use_grouped_experts(spec: ModuleSpec) -> None:
+    """Have a layer's specification compute all experts of a rank in one product."""
+    linear = TorchGroupedLinear
+    submodules = GroupedMLPSubmodules(linear_fc1=linear, linear_fc2=linear, activation_func=None)
+    experts = partial(TEGroupedMLP, submodules=submodules)
     moe = dataclasses.replace(compat.moe_submodules(spec.submodules.mlp), experts=experts)
     spec.submodules.mlp = compat.with_moe_submodules(spec.submodules.mlp, moe)
 
@@ -228,18 +192,9 @@ class TorchGroupedLinear(torch.nn.Module):
     """A linear layer of each local expert, all in one product; in place of Transformer Engine's."""
 
     def __init__(
-        self,
-        num_experts: int,
-        num_inputs: int,
-        num_outputs: int,
-        *,
-        config: Any,
-        init_method: Any,
-        bias: bool,
-        **_: Any,
+        self, num_experts: int, num_inputs: int, num_outputs: int, *, config: Any, init_method: Any, **_: Any
     ) -> None:
         super().__init__()
-        assert not bias, "the blocks of a benchmark have none"
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         weight = torch.empty(num_experts, num_outputs, num_inputs, dtype=config.params_dtype, device=device)
         init_method(weight)

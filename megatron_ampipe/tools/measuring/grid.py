@@ -37,8 +37,8 @@ class Case:
         ffn: Width inside an expert.
         shared_ffn: Width inside the shared experts together; none if left out.
         activation: Inside experts.
-        expert_kind: ``sequential``: a rank's experts one after another. ``grouped``: Transformer Engine's
-            grouped GEMM, as with --moe-grouped-gemm. ``torch-grouped``: torch's grouped GEMM.
+        expert_kind: ``sequential``: a rank's experts one after another. ``torch-grouped``: torch's grouped
+            GEMM, as with --moe-grouped-gemm.
         capacity: Capacity factor; tokens above it are dropped by their position. If left out, none is.
         dtype: Of parameters and activations.
     """
@@ -55,7 +55,7 @@ class Case:
     ffn: int
     shared_ffn: int | None = None
     activation: Literal["gelu", "swiglu"]
-    expert_kind: Literal["sequential", "grouped", "torch-grouped"] = "sequential"
+    expert_kind: Literal["sequential", "torch-grouped"] = "sequential"
     capacity: float | None = field(default=None, metadata=_ABOVE_0)
     dtype: Literal["fp32", "bf16", "fp16"]
 
@@ -95,13 +95,7 @@ def model_flags(case: Case, *, num_ranks: int) -> dict[str, Any]:
 
 
 def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block:
-    """The block as the planner needs it: local layers, no router losses, as :mod:`.blocks` builds them.
-
-    Args:
-        case: The block.
-        num_ranks: Over which the experts are spread.
-        fused_gradients: Whether linear layers add their weights' gradients to ``main_grad`` themselves.
-    """
+    """The block as the planner needs it: local layers, no router losses, as :mod:`.blocks` builds them."""
     head_size = case.head_size or case.hidden // case.heads
     key_value_width = 2 * (case.query_groups or case.heads) * head_size
     return Block(
@@ -139,28 +133,20 @@ class _GridFile:
 
 
 def find_grid(text: str) -> Path:
-    """The file that ``--grid`` means: one that exists, or the name of one in ``configs/bench``.
-
-    Raises:
-        BadInput: neither.
-    """
+    """The file that ``--grid`` means: one that exists, or the name of one in ``configs/bench``."""
     return find_config(text, folders=["bench"], flag="--grid", what="grid")
 
 
 def read_grid(
     path: Path, *, only: str | None = None, flag: str = "--cases", num_ranks: int = 1
 ) -> tuple[Case, ...]:
-    """Read and check a grid.
+    """Read and check a grid; BadInput names the file, the line and the key that is wrong.
 
     Args:
         path: The file.
         only: Names of the wanted cases, separated by commas; None for all.
         flag: The flag that named them, for the error.
         num_ranks: Over which the experts are spread.
-
-    Raises:
-        BadInput: naming the file, the line and the key that is wrong; there is no such case; or the ranks
-            cannot share the experts equally.
     """
     top = load(path, what="grid", remedy="Look at configs/bench/cpu-small.yaml for the format.")
     found, _ = read_record(path, _GridFile, top)

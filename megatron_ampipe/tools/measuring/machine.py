@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,13 @@ from megatron_ampipe.compat import found_version
 
 def hardware() -> dict[str, object]:
     """The machine as it is now, with how busy it is."""
+    cpuinfo = Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.M) if cpuinfo.is_file() else []
     return {
         "host": platform.node(),
         "kernel": platform.release(),
-        "cpu": _first_value(Path("/proc/cpuinfo"), "model name") or platform.processor(),
+        "cpu": models[0] if models else platform.processor(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory": _first_value(Path("/proc/meminfo"), "MemTotal"),
         "load_average": [round(load, 2) for load in os.getloadavg()],
     }
 
@@ -60,17 +62,6 @@ def _commit() -> str | None:
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
-
-
-def _first_value(path: Path, key: str) -> str | None:
-    """Of ``key : value`` lines, the first value of the key."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    values = (line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key)
-    return next(values, None)

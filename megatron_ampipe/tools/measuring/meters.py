@@ -6,9 +6,9 @@ link saves up while it is idle; in a pipeline that only happens before the first
 one has that advantage here. On a GPU the stream is kept busy until a stage is issued, so that its time is
 that of its kernels, not of their launches.
 
-**Memory** (:func:`peak_bytes`). On a CPU, every storage that an operation returns counts from then until it
+**Memory** on a CPU (:class:`TensorMeter`). Every storage that an operation returns counts from then until it
 is freed, so the number is the same on every machine; what a kernel allocates internally is not seen. Watching
-slows a pass down, so a pass that is watched is not timed. On a GPU, torch's allocator counts.
+slows a pass down, so a pass that is watched is not timed.
 
 **Bytes**: by counters of the network interface (:func:`sent_bytes`).
 """
@@ -51,14 +51,15 @@ class StageTimer:
     """Runs stages one after another in the order they are issued; see ``runtime.executors.Executor``.
 
     Args:
+        recorder: Records each stage.
         saved_bytes: Bytes that the link lets through at once after it was idle; on a CPU.
     """
 
     host_waits = False
     threads = False
 
-    def __init__(self, *, saved_bytes: int = 0) -> None:
-        self._saved_bytes = saved_bytes
+    def __init__(self, recorder: Recorder, *, saved_bytes: int = 0) -> None:
+        self.recorder, self._saved_bytes = recorder, saved_bytes
         self.needs: dict[str, dict[str, list[str]]] = {}
         """By direction and stage of a whole pass, the names of the stages it waited for."""
         self._busy_s: dict[str, float] = {}
@@ -93,10 +94,7 @@ class StageTimer:
 
     @contextmanager
     def _busy(self, kind: str, direction: str) -> Iterator[None]:
-        """Keeps the current CUDA stream busy while the host issues something, so that all of it is queued.
-
-        For how long is learned by kind from how long the host took the last time.
-        """
+        """Keeps the stream busy while a stage is issued: twice as long as that took the last time."""
         torch.cuda._sleep(int(self._busy_s.get(kind, _FIRST_S) * _CYCLES_PER_S))
         over = torch.cuda.Event()
         over.record()
@@ -184,12 +182,7 @@ def _name(stage: Stage, layer_number: int) -> str:
 
 
 class TensorMeter:
-    """Bytes of all storages that were allocated since :meth:`restart` and are still alive.
-
-    Attributes:
-        now: At present.
-        peak: At most.
-    """
+    """Bytes of storages that were allocated since :meth:`restart`: alive ``now``, and their ``peak``."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -239,12 +232,7 @@ class Watch(TorchDispatchMode):
 
 
 class WatchedExecutor:
-    """Runs stages as another executor does, and watches the threads of all lanes; see ``executors.Executor``.
-
-    Args:
-        executor: The other one, on a CPU.
-        meter: Counts; the thread that computes is watched by whoever starts the pass.
-    """
+    """Runs stages as another executor does, on a CPU, and has a meter watch the threads of its lanes."""
 
     host_waits = False
     threads = True
@@ -264,33 +252,6 @@ class WatchedExecutor:
                 return run(call)
 
         self._executor.execute(tape, watched, recorder, crossing)
-
-
-def peak_bytes(
-    run: Callable[[], None], *, passes: int, known: Iterable[Tensor], meter: TensorMeter | None
-) -> int:
-    """The most bytes that a pass holds at once, beyond what exists before it.
-
-    Args:
-        run: Runs the pass.
-        passes: How often; the highest peak counts.
-        known: What exists before. Gradients, which a pass makes, must not be there yet when ``run`` computes.
-        meter: On a CPU, what the executor of the pass is watched with; None on a GPU.
-    """
-    known, found = list(known), []
-    for _ in range(passes):
-        if meter is None:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            run()
-            found.append(torch.cuda.max_memory_allocated() - before)
-            continue
-        meter.restart(known)
-        with Watch(meter):
-            run()
-        found.append(meter.peak)
-    return max(found)
 
 
 def sent_bytes() -> int:

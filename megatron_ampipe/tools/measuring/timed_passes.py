@@ -8,7 +8,6 @@ that becomes slower affects all equally.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.errors import DifferenceFound
-from megatron_ampipe.launch.host.all_to_all import gloo_all_to_all
 from megatron_ampipe.runtime.executors import ThreadExecutor
 from megatron_ampipe.schedule import Direction
 from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES, BenchJob, Variant
@@ -28,9 +26,9 @@ from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.link import LinkKind
 from megatron_ampipe.tools.measuring.meters import (
     TensorMeter,
+    Watch,
     WatchedExecutor,
     meet,
-    peak_bytes,
     sent_bytes,
     stage_times,
 )
@@ -52,9 +50,6 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
         ``kernel`` and ``fused_gradients``; and a list ``variants`` with, for each: the fields of
         :class:`PassSample`, by repeat; ``stages``: microseconds of every stage alone, and ``needs``: what
         each waits for (None where the layer is Megatron's own); ``difference`` from stock; ``peak_bytes``.
-
-    Raises:
-        DifferenceFound: on every rank, if some variant differs from stock on some rank.
     """
     job = rank.job
     factory = BlockFactory(
@@ -83,28 +78,27 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
         watched = [layers[0], *(factory.build(variant, executor=executor) for variant in variants[1:])]
     peaks = [passes.peak_bytes(layer, meter=meter) for layer in watched]
     for _ in range(job.warmup):
-        for layer in (*layers, *(build.layers for build in timed if build)):
+        for layer in (*layers, *filter(None, timed)):
             passes.run(layer)
     samples: list[list[PassSample]] = [[] for _ in layers]
     for repeat in range(job.repeats):
         order = [(repeat + step) % len(layers) for step in range(len(layers))]
         for index in order:
             samples[index].append(passes.run(layers[index]))
-        for build in (timed[index] for index in order):
-            if build:
-                build.recorder.start_iteration(repeat)
-                passes.run(build.layers)
-                build.recorder.pause()
+        for layer in filter(None, (timed[index] for index in order)):
+            layer.timer.recorder.start_iteration(repeat)
+            passes.run(layer)
+            layer.timer.recorder.pause()
 
     found = [
         {
             **dict(zip(PassSample._fields, zip(*of_variant, strict=True), strict=True)),
-            "stages": build and stage_times(build.recorder),
-            "needs": build and build.timer.needs,
+            "stages": layer and stage_times(layer.timer.recorder),
+            "needs": layer and layer.timer.needs,
             "difference": difference[place],
             "peak_bytes": peaks[place],
         }
-        for place, (of_variant, build) in enumerate(zip(samples, timed, strict=True))
+        for place, (of_variant, layer) in enumerate(zip(samples, timed, strict=True))
     ]
     return {"kernel": factory.kernel, "fused_gradients": factory.fused_gradients, "variants": found}
 
@@ -160,16 +154,25 @@ class Passes:
         return found
 
     def peak_bytes(self, layer: torch.nn.Module, *, meter: TensorMeter | None) -> int:
-        """See :func:`.peak_bytes`; ``meter`` is what the layer's executor is watched with."""
+        """The most bytes that a pass holds beyond what it is given, by ``meter`` on a CPU."""
         known = [self._hidden, self._gradient, *layer.parameters()]
         known += [each.main_grad for each in layer.parameters() if hasattr(each, "main_grad")]
-
-        def run() -> None:
-            self._run(layer)
+        peaks = []
+        for _ in range(PEAK_PASSES):
             _clear_gradients(layer)
-
+            if meter is None:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                self._run(layer)
+                peaks.append(torch.cuda.max_memory_allocated() - before)
+            else:
+                meter.restart(known)
+                with Watch(meter):
+                    self._run(layer)
+                peaks.append(meter.peak)
         _clear_gradients(layer)
-        return peak_bytes(run, passes=PEAK_PASSES, known=known, meter=meter)
+        return max(peaks)
 
     def _run(self, layer: torch.nn.Module) -> tuple[PassSample, Tensor, Tensor]:
         _clear_gradients(layer)
@@ -179,13 +182,12 @@ class Passes:
         try:
             sent_before = sent_bytes() if self._counts_wire else 0
             meet(on_cuda=self.on_cuda)
-            with gloo_all_to_all() if layer.gloo_all_to_all else contextlib.nullcontext():
-                begin = time.perf_counter()
-                output, _ = layer(hidden_states=hidden, attention_mask=None)
-                between = Clock(on_cuda=self.on_cuda)
-                output.backward(self._gradient)
-                backward_s = between.passed_s()
-                wall_s = time.perf_counter() - begin
+            begin = time.perf_counter()
+            output, _ = layer(hidden_states=hidden, attention_mask=None)
+            between = Clock(on_cuda=self.on_cuda)
+            output.backward(self._gradient)
+            backward_s = between.passed_s()
+            wall_s = time.perf_counter() - begin
             wire_bytes = None
             if self._counts_wire:
                 # A rank may have what it waited for while a peer still receives.

@@ -8,7 +8,6 @@ quick start and for measuring scripts. Needs torch in the ranks only.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import math
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_ampipe.errors import DifferenceFound, RunFailed
-from megatron_ampipe.tools.measuring.bench_job import STOCK_GLOO, BenchJob, Variant
+from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, model_flags
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks, signals_as_interrupts
 from megatron_ampipe.tools.measuring.result import described, speedup, with_control
@@ -50,12 +49,10 @@ class TrainingJob(RankJob):
         flags: The command line of ``megatron_ampipe.pretrain_gpt``.
         stock_attends_as: For a stock training, the precision for which its core attention is to be the
             kernel that AMPipe's layers have; None in a training of AMPipe's, which has it.
-        gloo_all_to_all: Whether it uses gloo's own all-to-all.
     """
 
     flags: tuple[str, ...]
     stock_attends_as: str | None
-    gloo_all_to_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +64,7 @@ class Curve:
 
 
 def training_flags(case: Case, *, layers: int, num_ranks: int, iterations: int, seed: int) -> tuple[str, ...]:
-    """Megatron's flags for training a model of a case's blocks, as :mod:`.blocks` builds them.
-
-    The data are made up, and the experts are spread over all ranks. An embedding and an output layer are
-    small compared with the blocks.
-    """
+    """Megatron's flags for training a model of blocks as :mod:`.blocks` builds them, on made-up data."""
     of_model = model_flags(case, num_ranks=num_ranks).items()
     flags = [
         *(
@@ -108,16 +101,10 @@ def variant_flags(variant: Variant) -> tuple[str, ...]:
 
 
 def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[], object]) -> Iterator[dict[str, Any]]:
-    """Train every case with every variant in every round; yields the entries ``cases`` of the document.
+    """Train every case with every variant in ``rounds`` rounds; yields the entries ``cases`` of the document.
 
-    Args:
-        job: ``warmup`` and ``repeats`` are iterations of a training that do not and that do count.
-        rounds: Trainings of each variant.
-        on_iteration: Called at every iteration.
-
-    Raises:
-        DifferenceFound: a loss differs from the stock training's.
-        RunFailed: a training did not come to its end.
+    ``job.warmup`` and ``job.repeats`` are iterations of a training that do not and that do count. RunFailed
+    if a training did not come to its end, DifferenceFound if a loss differs from the stock training's.
     """
     iterations = job.warmup + job.repeats
     # Between two trainings there is nothing to clean up, but the exit code should be the same.
@@ -136,8 +123,6 @@ def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[], object]) -
                     link=job.link,
                     num_ranks=job.num_ranks,
                     timeout_s=job.timeout_s,
-                    cores=job.cores,
-                    gloo_all_to_all=variant.schedule == STOCK_GLOO,
                 )
                 title = f"case {case.name}: the training of {variant}"
                 curve = run(training, iterations=iterations, title=title, on_iteration=on_iteration)
@@ -156,19 +141,14 @@ def run[Job: TrainingJob](
     work: Callable[[Rank[Job]], None] | None = None,
     log: Path | None = None,
 ) -> Curve:
-    """Run one training to its end.
+    """Run one training to its end; RunFailed if a rank failed, or an iteration is missing.
 
     Args:
         training: What to run.
-        iterations: How many it is to log.
+        iterations: How many it is to log; ``on_iteration`` is called at each.
         title: What an error calls it.
-        on_iteration: Called at every iteration.
         work: What each rank does; :func:`train` if None.
         log: As of :func:`.run_ranks`.
-
-    Raises:
-        RunFailed: a rank failed, or an iteration is missing.
-        EnvironmentMissing: the network cannot be made.
     """
     logged: list[tuple[float, float]] = []
 
@@ -187,11 +167,7 @@ def run[Job: TrainingJob](
 
 
 def check_same(stock: Curve, curve: Curve, *, what: str) -> None:
-    """Refuse losses that differ from those of the stock training.
-
-    Raises:
-        DifferenceFound: they do by more than :data:`TOLERANCE`.
-    """
+    """Raise DifferenceFound if losses differ from the stock training's by more than :data:`TOLERANCE`."""
     difference, iteration = loss_difference(stock, curve)
     # Written so that NaN is a difference.
     if not difference <= TOLERANCE:
@@ -244,20 +220,15 @@ def train(rank: Rank[TrainingJob]) -> None:
 
     Two things are added, so that neither side has an advantage that the other could have: the local layers of
     a stock run attend with the kernel that AMPipe's use, and gloo's event loops are batch threads there too.
-
-    Raises:
-        RunFailed: it failed; the reason is in this rank's log.
     """
     job = rank.job
     rank.connect()
     from megatron_ampipe.launch import pretrain
-    from megatron_ampipe.launch.host.all_to_all import gloo_all_to_all
 
     if job.stock_attends_as is not None:
         _use_kernel_of_ampipe(job.stock_attends_as)
     sys.stdout = _Log(sys.stdout, rank)
-    with gloo_all_to_all() if job.gloo_all_to_all else contextlib.nullcontext():
-        code = pretrain.main(job.flags)
+    code = pretrain.main(job.flags)
     if code != 0:
         raise RunFailed(f"the training ended with code {code}")
 
