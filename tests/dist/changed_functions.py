@@ -50,8 +50,8 @@ def run_chunk_by_chunk(layer: MoELayer, bounds: Sequence[int]) -> None:
     """Call a stock layer for one chunk after another, which end before the rows ``bounds``."""
     forward = layer.forward
 
-    def joined(hidden: Tensor, *rest: Any) -> tuple[Tensor, None]:
-        return torch.cat([forward(rows, *rest)[0] for rows in hidden.tensor_split(bounds[:-1])]), None
+    def joined(hidden: Tensor, **nothing: None) -> tuple[Tensor, None]:
+        return torch.cat([forward(rows, **nothing)[0] for rows in hidden.tensor_split(bounds[:-1])]), None
 
     layer.forward = joined
 

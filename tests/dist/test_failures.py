@@ -23,7 +23,7 @@ from megatron_ampipe.schedule import (
     kinds,
 )
 from megatron_ampipe.schedule.features import BlockFeatures
-from tests.megatron.launcher import start
+from tests.megatron.launcher import started
 
 DEGREE = 4
 FEATURES = BlockFeatures(losses=True, shared=True, ordered_routing=True)
@@ -113,16 +113,11 @@ def test_the_survivor_of_a_killed_rank_ends_with_a_message(tmp_path: Path) -> No
         f"--ampipe-degree {DEGREE} --distributed-timeout-minutes 1"
     )
     # Rank 0, which holds the rendezvous store, survives.
-    ranks = start(*flags, logs=logs, until="iteration        2/")
-    try:
+    with started(*flags, logs=logs, until="iteration        2/") as ranks:
         os.kill(ranks[1].pid, signal.SIGKILL)
         killed_at_s = time.monotonic()
         code = ranks[0].wait(timeout=90)
         assert time.monotonic() - killed_at_s < 60, "the collective timeout"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
     said = logs[0].read_text()
     assert code == 3, said[-4000:]
     assert "error: rank 0 failed" in said

@@ -1,5 +1,6 @@
 """Runs GPT pretraining of a tiny model in real processes, and parses Megatron's log. Used by tests."""
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -185,29 +186,35 @@ def _run_forked(
     return next(filter(None, codes), 0), logs
 
 
-def start(*arguments: str, logs: Sequence[Path], until: str) -> list[subprocess.Popen[bytes]]:
-    """Start a rank of the tiny GPT-MoE for each log, on mock data, and wait until the last one has said this.
+@contextlib.contextmanager
+def started(*arguments: str, logs: Sequence[Path], until: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A rank of the tiny GPT-MoE for each log, on mock data, as soon as the last one has said this.
 
-    No launcher ends them.
+    They have no launcher; what still runs in the end is killed.
     """
     common, ranks = environment() | meeting_place(), []
-    for rank, log in enumerate(logs):
-        with log.open("wb") as output:
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-u", "-m", MODULE, *TINY_GPT, *TINY_MOE, *MOCK_DATA, *arguments],
-                    cwd=REPOSITORY,
-                    env=common | variables_of(rank, len(logs)),
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    # A shell that runs the tests in the background ignores SIGINT, and children inherit that.
-                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("wb") as output:
+                ranks.append(
+                    subprocess.Popen(
+                        [sys.executable, "-u", "-m", MODULE, *TINY_GPT, *TINY_MOE, *MOCK_DATA, *arguments],
+                        cwd=REPOSITORY,
+                        env=common | variables_of(rank, len(logs)),
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        # A shell that runs tests in the background ignores SIGINT, and children inherit that.
+                        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+                    )
                 )
-            )
-    while until not in logs[-1].read_text():
-        assert {rank.poll() for rank in ranks} == {None}, "\n".join(log.read_text()[-4000:] for log in logs)
-        time.sleep(0.05)
-    return ranks
+        while until not in logs[-1].read_text():
+            assert {rank.poll() for rank in ranks} == {None}, "".join(log.read_text()[-4000:] for log in logs)
+            time.sleep(0.05)
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 def train(*arguments: str, num_ranks: int = 2, timeout_s: float = 240) -> Run:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.launcher import MODULE, REPOSITORY, TINY_GPT, environment, start, train, unfolded
+from tests.megatron.launcher import MODULE, REPOSITORY, TINY_GPT, environment, started, train, unfolded
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -17,12 +17,10 @@ def test_a_full_disk_ends_with_3_and_the_last_checkpoint_loads(tmp_path: Path) -
     """A limit on the file size of the process has the same effect as a full disk."""
     saving = ("--save", str(tmp_path), "--save-interval", "2")
     log = tmp_path / "log"
-    (job,) = start(*saving, "--train-iters", "1000", logs=[log], until="successfully saved checkpoint")
-    try:
+    saves = started(*saving, "--train-iters", "1000", logs=[log], until="successfully saved checkpoint")
+    with saves as (job,):
         resource.prlimit(job.pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         code = job.wait(timeout=90)
-    finally:
-        job.kill()
     output = log.read_text()
     assert code == 3, output[-4000:]
     last = (tmp_path / "latest_checkpointed_iteration.txt").read_text()
@@ -37,12 +35,9 @@ def test_a_full_disk_ends_with_3_and_the_last_checkpoint_loads(tmp_path: Path) -
 def test_ctrl_c_ends_a_training_with_130_and_one_line(tmp_path: Path) -> None:
     log = tmp_path / "log"
     words = ["--train-iters", "100000", "--ampipe-degree", "2"]
-    (job,) = start(*words, logs=[log], until="iteration        2/")
-    try:
+    with started(*words, logs=[log], until="iteration        2/") as (job,):
         job.send_signal(signal.SIGINT)
         code = job.wait(timeout=60)
-    finally:
-        job.kill()
     output = log.read_text()
     assert code == 130, output[-4000:]
     # Megatron's dropout is on by default, and the start-up table names it.
