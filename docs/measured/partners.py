@@ -88,7 +88,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
     from megatron_ampipe.tools.measuring.bench_job import Variant
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
 
-    factory = BlockFactory(CASE, rank=rank.number, num_ranks=2, on_cuda=False, seed=1, layers=LAYERS)
+    factory = BlockFactory(rank, CASE, layers=LAYERS)
     torch.manual_seed(5 + rank.number)
     shape = (CASE.sequence_length, CASE.batch, CASE.hidden)
     given, above = ([torch.randn(shape) for _ in range(MICROBATCHES)] for _ in range(2))

@@ -190,7 +190,7 @@ def work(rank: Rank[PartsJob]) -> list[dict[str, list[list[float]]]]:
 
     job, by_case = rank.job, []
     for case in job.cases:
-        factory = BlockFactory(case, rank=rank.number, num_ranks=job.num_ranks, on_cuda=False, seed=job.seed)
+        factory = BlockFactory(rank, case)
         passes = Passes(rank, case)
         rows = {"stock": factory.stock}
         rows |= {f"parts {count}": of_parts(factory.stock, count) for count in PARTS}

@@ -9,6 +9,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,29 +35,15 @@ from megatron_ampipe.schedule import (
     parse_stack,
 )
 from megatron_ampipe.tools.measuring import machine, prediction, result, training
-from megatron_ampipe.tools.measuring.bench_job import (
-    CONTROL,
-    STOCK,
-    BenchJob,
-    Variant,
-    every_way,
-)
+from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK, BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import (
-    NO_LINK,
-    RANKS,
-    LinkKind,
-    add_link_arguments,
-    parse_link,
-)
+from megatron_ampipe.tools.measuring.link import RANKS, add_link_arguments, parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
 UNCHANGED = "none"
 """The value of ``--wire`` with which rows travel as they are."""
 LAYERS_OF_TRAINING, ROUNDS = 2, 3
 """Of ``--end-to-end``, where they are not given."""
-TIMEOUT_S = 300.0
-"""Without an answer of any rank."""
 
 _EPILOG = """\
 examples:
@@ -253,9 +240,9 @@ def _check_together(arguments: argparse.Namespace) -> None:
 
 
 def _job(arguments: argparse.Namespace) -> BenchJob:
-    link, end_to_end = parse_link(arguments.link or NO_LINK), arguments.end_to_end
+    link, end_to_end = parse_link(arguments.link), arguments.end_to_end
     count = arguments.ranks or RANKS
-    num_gpus = 0 if link.kind is LinkKind.NETWORK or end_to_end else machine.num_gpus()
+    num_gpus = 0 if link.is_network or end_to_end else machine.num_gpus()
     pretended = arguments.pretend_peers or (link.emulated and 0 < num_gpus < count)
     if end_to_end and (link.emulated or pretended):
         rule = (
@@ -284,7 +271,6 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
         repeats=arguments.repeats,
         warmup=arguments.warmup,
         seed=arguments.seed,
-        timeout_s=TIMEOUT_S,
     )
 
 
@@ -297,20 +283,33 @@ def _variants(
         rule = f"saves nothing in case {case.name}: no rank gets a token twice, or there are no nodes"
         remedy = "Choose --cases with several experts per token and rank, or --exchange rows,ranks."
         _refuse("--exchange", ",".join(exchanges), rule, remedy)
-    cuts = [_cut(word, case) for word in arguments.degrees.split(",")]
-    memories = arguments.memory.split(",")
-    for cut, memory in itertools.product(cuts, memories):
-        degree = cut.backward_degree if cut.num_chunks > 1 else None
-        check_memory(memory, flag="--memory", backward_degree=degree)
-    ways = every_way(
-        cuts,
-        schedules=[_schedule(word) for word in arguments.schedules.split(",")],
-        stacks=[_stack(word, layers) for word in arguments.stack.split(",")],
-        memories=memories,
-        exchanges=[exchange for exchange in exchanges if exchange in useful],
-        wires=[_wire(word) for word in arguments.wire.split(",")],
-    )
-    return (Variant(STOCK), Variant(CONTROL), *ways)
+    found = [Variant(STOCK), Variant(CONTROL)]
+    for schedule, degrees, stack, memory, wire, exchange in itertools.product(
+        *(arguments.schedules.split(","), arguments.degrees.split(","), arguments.stack.split(",")),
+        *(arguments.memory.split(","), arguments.wire.split(","), exchanges),
+    ):
+        cut = _cut(degrees, case)
+        is_cut = cut.num_chunks > 1
+        check_memory(memory, flag="--memory", backward_degree=cut.backward_degree if is_cut else None)
+        if schedule not in SCHEDULE_NAMES:
+            rule, remedy = f"is not one of {', '.join(SCHEDULE_NAMES)}", "Use --schedules moe-only,ampipe."
+            _refuse("--schedules", schedule or "(empty)", rule, remedy)
+        pipeline = replace(
+            cut,
+            schedule=schedule,
+            stack=_stack(stack, layers),
+            # In one chunk nothing is restored.
+            memory=memory if is_cut else KEEP,
+            exchange=exchange,
+        )
+        if not pipeline.overlaps:
+            # Layers that overlap nothing share no schedule, and send everything as it is.
+            pipeline, wire = replace(pipeline, stack=1), UNCHANGED
+        if wire != UNCHANGED:
+            check_wire(wire, flag="--wire")
+        if exchange in useful:
+            found.append(Variant(schedule, pipeline, None if wire == UNCHANGED else wire))
+    return tuple(dict.fromkeys(found))
 
 
 def _cut(word: str, case: Case) -> Pipeline:
@@ -328,13 +327,6 @@ def _cut(word: str, case: Case) -> Pipeline:
     return cut
 
 
-def _schedule(word: str) -> str:
-    if word not in SCHEDULE_NAMES:
-        rule, remedy = f"is not one of {', '.join(SCHEDULE_NAMES)}", "Use --schedules moe-only,ampipe."
-        _refuse("--schedules", word or "(empty)", rule, remedy)
-    return word
-
-
 def _stack(word: str, layers: int) -> int:
     """``all`` as a number."""
     size = parse_stack(word, flag="--stack") or layers
@@ -342,10 +334,3 @@ def _stack(word: str, layers: int) -> int:
         rule = f"is above the number of layers ({layers}), which cannot share a schedule with others"
         _refuse("--stack", word, rule, f"Use --layers {size}, or --stack all.")
     return size
-
-
-def _wire(word: str) -> str | None:
-    if word == UNCHANGED:
-        return None
-    check_wire(word, flag="--wire")
-    return word

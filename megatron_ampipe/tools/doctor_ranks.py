@@ -42,7 +42,8 @@ _REPEATS, _WARM_UP = 10, 2
 
 def start(num_ranks: int) -> dict[str, Any]:
     """Run :func:`examine` in ranks on this machine; RunFailed if they failed, or took too long."""
-    job = RankJob(num_ranks=num_ranks, link=parse_link("none"), timeout_s=_TIME_LIMIT_S)
+    device: Any = "cuda" if torch.cuda.is_available() else "cpu"
+    job = RankJob(num_ranks=num_ranks, link=parse_link(None), device=device, timeout_s=_TIME_LIMIT_S)
     return dict(run_ranks(job, _examine_rank)[0])
 
 

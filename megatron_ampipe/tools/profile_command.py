@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,11 @@ from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least
 from megatron_ampipe.plan.cluster import write_cluster
 from megatron_ampipe.tools.measuring import machine
+from megatron_ampipe.tools.measuring.bench_job import ProfileJob
 from megatron_ampipe.tools.measuring.cluster_fit import assemble
-from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import (
-    NO_LINK,
-    RANKS,
-    LinkKind,
-    add_link_arguments,
-    parse_link,
-)
-from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
+from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
+from megatron_ampipe.tools.measuring.link import RANKS, add_link_arguments, parse_link
+from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
 _EPILOG = """\
 examples:
@@ -56,15 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", metavar="N", type=at_least(3), default=7, help="timed calls of each operation" + chosen)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileJob(RankJob):
-    """The block around which is measured, timed calls of each operation, and ranks of a node."""
-
-    case: Case
-    repeats: int
-    ranks_per_node: int
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Measure, fit and write."""
     outputs.check(arguments.output, flag="--output")
@@ -73,16 +58,17 @@ def run(arguments: argparse.Namespace) -> int:
         if started and value is not None:
             rule = "is for ranks that the command starts itself, and torchrun has started these"
             raise BadInput(flag, value, rule=rule, remedy=f"Leave {flag} out.")
-    link = parse_link(arguments.link or NO_LINK)
+    link = parse_link(arguments.link)
     count = int(os.environ["WORLD_SIZE"]) if started else arguments.ranks or RANKS
     case, *_ = read_grid(find_grid(arguments.grid), only=arguments.case, flag="--case", num_ranks=count)
-    num_gpus = 0 if link.kind is LinkKind.NETWORK else machine.num_gpus()
+    num_gpus = 0 if link.is_network else machine.num_gpus()
     job = ProfileJob(
-        case=case,
+        cases=(case,),
         link=link,
         num_ranks=count,
         device="cuda" if num_gpus else "cpu",
         repeats=arguments.repeats,
+        warmup=2,
         ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]) if started else count,
     )
     is_first = not started or os.environ["RANK"] == "0"

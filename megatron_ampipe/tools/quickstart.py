@@ -21,7 +21,7 @@ from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least, configs_folder
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.tools.measuring import training
-from megatron_ampipe.tools.measuring.link import Link, LinkKind, parse_link
+from megatron_ampipe.tools.measuring.link import Link, parse_link
 from megatron_ampipe.tools.measuring.network import NetworkUnavailable, connected
 from megatron_ampipe.tools.measuring.ranks import signals_as_interrupts
 from megatron_ampipe.tools.measuring.training import TrainingJob
@@ -88,7 +88,7 @@ def choose_link(wanted: str | None) -> tuple[Link, str | None]:
     BadInput or EnvironmentMissing if it is wanted and not a link, or cannot be made here.
     """
     link = parse_link(wanted or LINK)
-    if link.kind is not LinkKind.NETWORK:
+    if not link.is_network:
         return link, None
     try:
         with connected(link, NUM_RANKS):
@@ -142,7 +142,7 @@ def _compare(link: Link, why_emulated: str | None, chosen: argparse.Namespace) -
     summary = {
         "speedup": round(speedup, 4),
         "link": {
-            "kind": "real" if link.kind is LinkKind.NETWORK else str(link.kind),
+            "kind": "real" if link.is_network else ("emulated" if link.emulated else "none"),
             "rate_mbit_per_s": None if link.rate_bit_per_s is None else link.rate_bit_per_s / 1e6,
             "why_emulated": why_emulated,
         },

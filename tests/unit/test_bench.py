@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -26,7 +28,7 @@ from megatron_ampipe.tools import bench_command
 from megatron_ampipe.tools.measuring import network, prediction, result, training
 from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import LinkKind, parse_link
+from megatron_ampipe.tools.measuring.link import parse_link
 from megatron_ampipe.tools.measuring.training import Curve, TrainingJob
 
 FIGURES: dict[str, Any] = {"sequence_length": 64, "batch": 1, "hidden": 32, "heads": 4, "experts": 4,
@@ -46,18 +48,18 @@ def read_text(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "rate", "latency"),
+    ("text", "is_network", "rate", "latency"),
     [
-        ("none", LinkKind.NONE, None, 0.0),
-        ("1.5gbit", LinkKind.NETWORK, 1.5e9, 0.0),
-        ("25MB/s", LinkKind.NETWORK, 200e6, 0.0),
-        ("emulated:20GB/s", LinkKind.EMULATED, 160e9, 0.0),
-        ("emulated:200mbit:50us", LinkKind.EMULATED, 200e6, 50e-6),
+        ("none", False, None, 0.0),
+        ("1.5gbit", True, 1.5e9, 0.0),
+        ("25MB/s", True, 200e6, 0.0),
+        ("emulated:20GB/s", False, 160e9, 0.0),
+        ("emulated:200mbit:50us", False, 200e6, 50e-6),
     ],
 )
-def test_links_are_read(text: str, kind: LinkKind, rate: float | None, latency: float) -> None:
+def test_links_are_read(text: str, is_network: bool, rate: float | None, latency: float) -> None:
     link = parse_link(text)
-    assert (link.text, link.kind, link.rate_bit_per_s) == (text, kind, rate)
+    assert (link.text, link.is_network, link.rate_bit_per_s) == (text, is_network, rate)
     assert link.latency_s == pytest.approx(latency)
     if link.emulated:
         assert link.transfer_s(1e6) == pytest.approx(latency + 8e6 / (rate or 1))
@@ -152,6 +154,39 @@ def test_bad_grids_are_refused_by_file_and_line(tmp_path: Path, text: str, line:
         read_grid(path)
     assert f"{path}:{line}:" in str(error.value)
     assert rule in str(error.value)
+
+
+# What is compared
+
+
+def compared(words: str, *, case: str = "top2") -> list[Variant]:
+    """What is compared of schedule ``ampipe`` besides stock and its control."""
+    parser = argparse.ArgumentParser()
+    bench_command.add_arguments(parser)
+    parsed = parser.parse_args(["--cases", case, "--schedules", "ampipe", *words.split()])
+    stock, control, *others = bench_command._job(parsed).variants[0]
+    assert (stock, control) == (STOCK, CONTROL)
+    return others
+
+
+def test_every_way_is_compared() -> None:
+    one, four = (functools.partial(Variant.of, "ampipe", degree) for degree in (1, 4))
+    # In one chunk, layers are Megatron's: nothing is shared, kept or cast.
+    assert compared("--degrees 1,4 --layers 4 --stack 1,all --memory keep,rebuild") == [
+        one(),
+        *(four(stack=stack, memory=memory) for stack in (1, 4) for memory in ("keep", "rebuild")),
+    ]
+    cast = dataclasses.replace(four(), wire="fp8")
+    assert compared("--degrees 1,4 --wire none,fp8") == [one(), four(), cast]
+    # Strategies of single chunks are for one degree.
+    in_two = four(backward_degree=2, memory="rebuild/keep")
+    assert compared("--degrees 1,4:2 --memory rebuild/keep") == [one(), in_two]
+
+
+def test_the_exchanges_of_a_case_are_those_that_save_something() -> None:
+    for case, exchanges in (("top1", ["rows"]), ("top2", ["rows", "ranks"])):
+        words = "--degrees 4 --exchange auto"
+        assert [each.pipeline.exchange for each in compared(words, case=case)] == exchanges
 
 
 # The document

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_ampipe.schedule import KEEP, Exchange, Pipeline
+from megatron_ampipe.schedule import Pipeline
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.ranks import RankJob
 
@@ -47,30 +45,6 @@ class Variant:
         return f"{self.pipeline}" + (f", wire {self.wire}" if self.wire else "")
 
 
-def every_way(
-    cuts: Sequence[Pipeline],
-    *,
-    schedules: Sequence[str],
-    stacks: Sequence[int],
-    memories: Sequence[str],
-    exchanges: Sequence[Exchange],
-    wires: Sequence[str | None],
-) -> list[Variant]:
-    """Every schedule in every way, each once: degrees, a stack, a memory, an exchange and a wire."""
-    found = []
-    for schedule, cut, stack, memory, exchange, wire in itertools.product(
-        schedules, cuts, stacks, memories, exchanges, wires
-    ):
-        # In one chunk nothing is restored.
-        memory = memory if cut.num_chunks > 1 else KEEP
-        pipeline = replace(cut, schedule=schedule, stack=stack, memory=memory, exchange=exchange)
-        if not pipeline.overlaps:
-            # Layers that overlap nothing share no schedule, and send everything as it is.
-            pipeline, wire = replace(pipeline, stack=1), None
-        found.append(Variant(schedule, pipeline, wire))
-    return list(dict.fromkeys(found))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchJob(RankJob):
     """Blocks to measure, and how.
@@ -86,3 +60,10 @@ class BenchJob(RankJob):
     repeats: int
     warmup: int
     layers: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileJob(BenchJob):
+    """A block around which operations are measured, and how many ranks a node has."""
+
+    ranks_per_node: int

@@ -35,6 +35,7 @@ from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from megatron_ampipe.tools.measuring.bench_job import Variant
 from megatron_ampipe.tools.measuring.grid import Case, model_flags
 from megatron_ampipe.tools.measuring.meters import StageTimer
+from megatron_ampipe.tools.measuring.ranks import Rank
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -77,14 +78,11 @@ class Layers(torch.nn.Module):
 
 
 class BlockFactory:
-    """Builds the variants of one case.
+    """Builds the variants of one case on a rank, with the same weights on all ranks, but for experts.
 
     Args:
+        rank: That has started Megatron.
         case: The block.
-        rank: Of this process.
-        num_ranks: Over which the experts are spread.
-        on_cuda: Where the layers shall be.
-        seed: Of the weights; the same on every rank.
         layers: How many such blocks follow one another, each with its own weights.
 
     Attributes:
@@ -93,13 +91,13 @@ class BlockFactory:
         fused_gradients: Whether linear layers add their weights' gradients to ``main_grad`` themselves.
     """
 
-    def __init__(
-        self, case: Case, *, rank: int, num_ranks: int, on_cuda: bool, seed: int, layers: int = 1
-    ) -> None:
-        self._on_cuda = on_cuda
-        self._config = _transformer_config(case, layers=layers, num_ranks=num_ranks, on_cuda=on_cuda)
+    def __init__(self, rank: Rank[Any], case: Case, *, layers: int = 1) -> None:
+        job, self._on_cuda = rank.job, rank.job.on_cuda
+        self._config = _transformer_config(
+            case, layers=layers, num_ranks=job.num_ranks, on_cuda=self._on_cuda
+        )
         self.kernel = pinned_kernel(
-            on_gpu=on_cuda, dtype=DTYPES[case.dtype], head_size=self._config.kv_channels
+            on_gpu=self._on_cuda, dtype=DTYPES[case.dtype], head_size=self._config.kv_channels
         )
         spec = get_gpt_layer_local_spec(case.experts, False, normalization=self._config.normalization)
         if case.expert_kind == "torch-grouped":
@@ -107,10 +105,10 @@ class BlockFactory:
         attention = spec.submodules.self_attention.submodules
         attention.core_attention = ModuleSpec(module=KernelAttention, params={"kernel": self.kernel})
         self._spec = TransformerBlockSubmodules(layer_specs=[spec] * layers)
-        torch.manual_seed(seed)
+        torch.manual_seed(job.seed)
         self.stock = self._build(self._spec)
         # If the experts of all ranks were equal, sending a token to a wrong one would go unnoticed.
-        torch.manual_seed(seed * 10_007 + rank)
+        torch.manual_seed(job.seed * 10_007 + rank.number)
         with torch.no_grad():
             for layer in self.stock.layers:
                 for parameter in layer.mlp.experts.parameters():

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass
-from enum import StrEnum
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import at_least
 
-NO_LINK, RANKS = "none", 2
+_NONE, RANKS = "none", 2
 """Where ``--link`` and ``--ranks`` are not given."""
 
 SPIN_KERNELS = ("ampipe_spin", "spin_kernel")
@@ -30,35 +29,25 @@ _REMEDY = (
 )
 
 
-class LinkKind(StrEnum):
-    """Where the bytes of an all-to-all go."""
-
-    NONE = "none"
-    """Loopback, shared memory or NVLink, as the ranks have."""
-    NETWORK = "network"
-    """A real TCP network between network namespaces, shaped to a rate."""
-    EMULATED = "emulated"
-    """As NONE, and every all-to-all takes longer by what a link would take."""
-
-
 @dataclass(frozen=True, slots=True)
 class Link:
     """A link between ranks, as the user wrote it in ``text``.
 
     Attributes:
-        rate_bit_per_s: Of each rank, in each direction; None without a limit.
+        rate_bit_per_s: Of each rank, in each direction; None for loopback, shared memory or NVLink as it is.
+        emulated: No real link has this rate: every all-to-all takes longer by what such a link would take.
         latency_s: Added to every all-to-all of an emulated link.
     """
 
     text: str
-    kind: LinkKind
     rate_bit_per_s: float | None = None
+    emulated: bool = False
     latency_s: float = 0.0
 
     @property
-    def emulated(self) -> bool:
-        """Whether no real link had this rate."""
-        return self.kind is LinkKind.EMULATED
+    def is_network(self) -> bool:
+        """Whether it is a real TCP network between network namespaces, shaped to its rate."""
+        return self.rate_bit_per_s is not None and not self.emulated
 
     def transfer_s(self, size_bytes: float) -> float:
         """What an emulated link takes for this many bytes in its busier direction."""
@@ -66,10 +55,10 @@ class Link:
         return self.latency_s + size_bytes * 8 / self.rate_bit_per_s
 
 
-def parse_link(text: str) -> Link:
+def parse_link(text: str | None) -> Link:
     """Read the value of ``--link``; BadInput if it has none of the forms, or a rate is too low."""
-    if text == NO_LINK:
-        return Link(text, LinkKind.NONE)
+    if text in (None, _NONE):
+        return Link(_NONE)
     parts = _LINK.fullmatch(text)
     if parts is None or (parts["latency"] and not parts["emulated"]):
         raise BadInput("--link", text or "(empty)", rule="is not a link", remedy=_REMEDY)
@@ -77,12 +66,12 @@ def parse_link(text: str) -> Link:
     if rate < _MINIMUM_BIT_PER_S:
         raise BadInput("--link", text, rule="is below 100kbit, at which no run would end", remedy=_REMEDY)
     latency_s = float(parts["latency"] or 0) * _LATENCY_UNITS.get(parts["of_latency"], 1.0)
-    return Link(text, LinkKind.EMULATED if parts["emulated"] else LinkKind.NETWORK, rate, latency_s)
+    return Link(text, rate, emulated=bool(parts["emulated"]), latency_s=latency_s)
 
 
 def add_link_arguments(parser: argparse.ArgumentParser, *, fewest_ranks: int) -> None:
     """Declare ``--link`` and ``--ranks``; both are None where they are not given."""
     link = "none, a rate (200mbit) for a real network between namespaces, or emulated:RATE[:LATENCY]"
     ranks = f"expert-parallel ranks (default: {RANKS})"
-    parser.add_argument("--link", metavar="L", help=f"{link} (default: {NO_LINK})")
+    parser.add_argument("--link", metavar="L", help=f"{link} (default: {_NONE})")
     parser.add_argument("--ranks", metavar="N", type=at_least(fewest_ranks), help=ranks)

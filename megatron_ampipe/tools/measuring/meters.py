@@ -62,6 +62,8 @@ class StageTimer:
         self.recorder, self._saved_bytes = recorder, saved_bytes
         self.needs: dict[str, dict[str, list[str]]] = {}
         """By direction and stage of a whole pass, the names of the stages it waited for."""
+        self.apart_s: dict[str, list[float]] = {}
+        """By direction, the seconds of each pass between stages: ranks met, or the device was kept busy."""
         self._busy_s: dict[str, float] = {}
         self._issued_us: dict[tuple[str, str], list[float]] = {}
 
@@ -74,15 +76,17 @@ class StageTimer:
         needs = self.needs.setdefault(recorder.direction.value, {})
         for call in tape.calls:
             needs[name(call.stage)] = [name(tape.calls[position].stage) for position in call.needs]
-        on_cuda, is_first = torch.cuda.is_available(), True
+        on_cuda, is_first, apart_s = torch.cuda.is_available(), True, 0.0
         for call in tape.calls:
-            stage = call.stage
+            stage, begin_s = call.stage, time.perf_counter()
             if stage.is_communication and not stage.kind.copies:
                 meet(on_cuda=on_cuda)
                 if self._saved_bytes and not is_first:
                     _spend(self._saved_bytes)
                 is_first = False
+                apart_s += time.perf_counter() - begin_s
             if on_cuda:
+                apart_s += self._busy_s.get(stage.kind.name, _FIRST_S)
                 # By events: with a host's clock the wait for the device would be part of every stage.
                 with (
                     self._busy(stage.kind.name, recorder.direction.value),
@@ -91,6 +95,7 @@ class StageTimer:
                     finish(run(call))
             else:
                 run_on_host(call, run, recorder)
+        self.apart_s.setdefault(recorder.direction.value, []).append(apart_s)
 
     @contextmanager
     def _busy(self, kind: str, direction: str) -> Iterator[None]:

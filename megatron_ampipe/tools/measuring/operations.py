@@ -8,8 +8,8 @@ what one rank sends to the others of its group. Between nodes, AMPipe's all-to-a
 place in all nodes, as in the first of two hops; the other collectives there are between all ranks, and the
 size of an all-to-all is then what leaves the node.
 
-**A real block** (:func:`block_times`), stage by stage and as a whole, and Megatron's own: what they take
-beyond their operations. It is built, and its stages run alone, as in ``ampipe bench``.
+**A real block**, stage by stage and as a whole, and Megatron's own, as ``ampipe bench`` measures them: what
+they take beyond their operations.
 
 All operations are timed once in each round, so that a disturbance of some seconds hits a few rounds of all of
 them, which the medians ignore.
@@ -22,48 +22,45 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.runtime.collectives import exchange_rows
-from megatron_ampipe.runtime.executors import CudaExecutor, SequentialExecutor, ThreadExecutor
-from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.executors import CudaExecutor, ThreadExecutor
 from megatron_ampipe.runtime.saved_tensors import HostCopies
 from megatron_ampipe.schedule import Direction, Span
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
-from megatron_ampipe.tools.measuring.bench_job import Variant
-from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
+from megatron_ampipe.tools.measuring import timed_passes
+from megatron_ampipe.tools.measuring.bench_job import STOCK, ProfileJob, Variant
+from megatron_ampipe.tools.measuring.blocks import DTYPES
 from megatron_ampipe.tools.measuring.cluster_fit import Sample
 from megatron_ampipe.tools.measuring.grid import Case
-from megatron_ampipe.tools.measuring.meters import meet, run_lanes, stage_times
+from megatron_ampipe.tools.measuring.meters import meet, run_lanes
 from megatron_ampipe.tools.measuring.ranks import Rank
-from megatron_ampipe.tools.measuring.timed_passes import Clock, Passes
+from megatron_ampipe.tools.measuring.timed_passes import Clock
 
-WARMUP = 2
-"""Rounds that do not count."""
 CUTS = (1, 2, 4, 8, 16)
 """Into how many parts the rows of a block are cut, to get smaller sizes."""
 EXCHANGES = 20
 """That run while products are computed."""
 DEGREES = (2, 4, 8)
+VARIANTS = (Variant(STOCK), *(Variant.of("ampipe", degree) for degree in DEGREES))
 """Of the real block."""
 
 
-def measure(rank: Rank[Any]) -> dict[str, Any]:
+def measure(rank: Rank[ProfileJob]) -> dict[str, Any]:
     """Measure around the block of a job, on a rank that has started Megatron.
 
     Returns:
-        ``samples``, ``slowdowns``, what :func:`block_times` returns, ``kernel``, ``fused_gradients`` and
-        ``device_memory_gib`` (None on a CPU).
+        ``samples``, ``slowdowns``, ``block`` and ``issue_of`` (:func:`block_times`), ``kernel``,
+        ``fused_gradients`` and ``device_memory_gib`` (None on a CPU).
     """
     job = rank.job
-    factory = BlockFactory(
-        job.case, rank=rank.number, num_ranks=job.num_ranks, on_cuda=job.on_cuda, seed=job.seed
-    )
-    operations, links = Operations(rank, kernel=factory.kernel), links_of(job.ranks_per_node)
-    meet(on_cuda=job.on_cuda)
+    block = timed_passes.measure(rank, job.cases[0], VARIANTS)
+    operations, links = Operations(rank, kernel=block["kernel"]), links_of(job.ranks_per_node)
     samples = timed(rank, list(operations.computation()))
     meet(on_cuda=job.on_cuda)
     samples += timed(rank, [probe for link in links for probe in operations.traffic(*link)])
@@ -72,10 +69,42 @@ def measure(rank: Rank[Any]) -> dict[str, Any]:
         "samples": samples,
         # On the links where the longest transfers are.
         "slowdowns": operations.slowdowns(links[-1][1]),
-        **block_times(rank, factory),
-        "kernel": factory.kernel,
-        "fused_gradients": factory.fused_gradients,
+        "block": block_times(block["variants"]),
+        "issue_of": block["variants"][-1]["issued_us"],
+        "kernel": block["kernel"],
+        "fused_gradients": block["fused_gradients"],
         "device_memory_gib": round(memory / 2**30, 1) or None,
+    }
+
+
+def block_times(variants: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Median microseconds of a block's parts, from what was measured of :data:`VARIANTS`.
+
+    Returns:
+        ``stages``: by degree, direction and stage, of the stage alone; ``around``: by direction, of what a
+        pass spends outside its stages; ``stock``: by direction, of Megatron's own layer.
+    """
+
+    def passes_us(passes: Mapping[str, Any], way: Direction) -> Any:
+        wall_us, backward_us = (1e6 * np.array(passes[part]) for part in ("wall_s", "backward_s"))
+        return backward_us if way is Direction.BACKWARD else wall_us - backward_us
+
+    stock, *pipelined = variants
+    alone, stages, apart_s = (pipelined[0][part] for part in ("alone", "stages", "apart_s"))
+    inside_us = {
+        way: np.sum([*stages[way].values()], axis=0) + 1e6 * np.array(apart_s[way]) for way in Direction
+    }
+    around_us = {way: passes_us(alone, way) - inside_us[way] for way in Direction}
+    return {
+        "stock": {way: float(np.median(passes_us(stock, way))) for way in Direction},
+        "stages": {
+            str(degree): {
+                way: {stage: statistics.median(us) for stage, us in variant["stages"][way].items()}
+                for way in Direction
+            }
+            for degree, variant in zip(DEGREES, pipelined, strict=True)
+        },
+        "around": {way: float(np.median(around_us[way])) for way in Direction},
     }
 
 
@@ -92,7 +121,7 @@ class Probe:
     together: bool = False
 
 
-def timed(rank: Rank[Any], probes: Sequence[Probe]) -> list[Sample]:
+def timed(rank: Rank[ProfileJob], probes: Sequence[Probe]) -> list[Sample]:
     """The typical time of each operation over so many calls, all of them timed in turns.
 
     Of a computation that is the median. Of a collective it is the lower quartile: on a host, a thread of
@@ -100,13 +129,14 @@ def timed(rank: Rank[Any], probes: Sequence[Probe]) -> list[Sample]:
     sometimes to more than half of the calls (docs/log).
     """
     times_us: list[list[float]] = [[] for _ in probes]
-    for number in range(WARMUP + rank.job.repeats):
+    job = rank.job
+    for number in range(job.warmup + job.repeats):
         for times, probe in zip(times_us, probes, strict=True):
             if probe.together:
-                meet(on_cuda=rank.job.on_cuda)
-            clock = Clock(on_cuda=rank.job.on_cuda)
+                meet(on_cuda=job.on_cuda)
+            clock = Clock(on_cuda=job.on_cuda)
             probe.operation()
-            times += [clock.passed_s() * 1e6] * (number >= WARMUP)
+            times += [clock.passed_s() * 1e6] * (number >= job.warmup)
         # Rarely: messages must not slow short calls down.
         rank.progress()
     return [
@@ -119,16 +149,16 @@ def timed(rank: Rank[Any], probes: Sequence[Probe]) -> list[Sample]:
     ]
 
 
-Link = tuple[str, dist.ProcessGroup, dist.ProcessGroup, int]
+LinkRanks = tuple[str, dist.ProcessGroup, dist.ProcessGroup, int]
 """``intra`` or ``inter``; the ranks of AMPipe's all-to-all, and of all other collectives; how many of these
 are reached over other links, this rank included."""
 
 
-def links_of(ranks_per_node: int) -> list[Link]:
+def links_of(ranks_per_node: int) -> list[LinkRanks]:
     """What to measure on this rank: links within its node, if it has several ranks, then those between."""
     world = list(range(dist.get_world_size()))
     nodes = [world[first : first + ranks_per_node] for first in world[::ranks_per_node]]
-    links: list[Link] = []
+    links: list[LinkRanks] = []
     if ranks_per_node > 1:
         node = dist.new_subgroups_by_enumeration(nodes)[0]
         links.append(("intra", node, node, 1))
@@ -141,8 +171,8 @@ def links_of(ranks_per_node: int) -> list[Link]:
 class Operations:
     """The operations of a block on this rank, to be timed."""
 
-    def __init__(self, rank: Rank[Any], *, kernel: str) -> None:
-        case: Case = rank.job.case
+    def __init__(self, rank: Rank[ProfileJob], *, kernel: str) -> None:
+        case: Case = rank.job.cases[0]
         self._rank, self._case, self._kernel = rank, case, KERNELS[kernel]
         self._device, self._dtype = rank.job.device, DTYPES[case.dtype]
         self._head_size = case.head_size or case.hidden // case.heads
@@ -296,48 +326,3 @@ def _of_bytes(
     """So many operations, each of ``size`` bytes."""
     columns = {"alpha_us": float(count), "beta_us_per_mb": 1e-6 * size * count}
     return Probe(family, columns, operation, together)
-
-
-def block_times(rank: Rank[Any], factory: BlockFactory) -> dict[str, Any]:
-    """Microseconds of a block's parts on this rank.
-
-    Returns:
-        ``block``: ``stages``: by degree, direction and stage, the median of the stage alone; ``around``: by
-        direction, of what a pass spends outside its stages; ``stock``: by direction, of Megatron's own layer.
-        ``issue_of``: by direction and kind, of the host to issue a stage while the device is busy; empty
-        where the host computes.
-    """
-    rounds = WARMUP + rank.job.repeats
-    passes, in_order = Passes(rank, rank.job.case), Recorder(num_iterations=rounds)
-    whole = factory.build(Variant.of("ampipe", 2), recorder=in_order, executor=SequentialExecutor())
-    timed = {
-        degree: factory.build_timed(Variant.of("ampipe", degree), num_passes=rounds) for degree in DEGREES
-    }
-    of_stock, of_whole = [], []
-    for number in range(rounds):
-        of_stock.append(passes.run(factory.stock).by_direction_us)
-        for layers in timed.values():
-            layers.timer.recorder.start_iteration(number)
-            passes.run(layers)
-        in_order.start_iteration(number)
-        of_whole.append(passes.run(whole).by_direction_us)
-    alone = {degree: stage_times(layers.timer.recorder) for degree, layers in timed.items()}
-    in_stages = stage_times(in_order)
-    block = {
-        "stock": {way: statistics.median(us[way] for us in of_stock[WARMUP:]) for way in Direction},
-        "stages": {
-            str(degree): {
-                way: {stage: statistics.median(us[WARMUP:]) for stage, us in of_stages.items()}
-                for way, of_stages in times.items()
-            }
-            for degree, times in alone.items()
-        },
-        "around": {
-            way: statistics.median(
-                us[way] - sum(stages)
-                for us, *stages in list(zip(of_whole, *in_stages[way].values(), strict=True))[WARMUP:]
-            )
-            for way in Direction
-        },
-    }
-    return {"block": block, "issue_of": timed[DEGREES[-1]].timer.issued_us()}

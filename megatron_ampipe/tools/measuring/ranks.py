@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ampipe.errors import AMPipeError, DifferenceFound, EnvironmentMissing, RunFailed
 from megatron_ampipe.tools.measuring import machine, network
-from megatron_ampipe.tools.measuring.link import Link, LinkKind
+from megatron_ampipe.tools.measuring.link import Link
 
 if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
@@ -133,9 +133,7 @@ class Rank[Job: RankJob]:
         if self.rendezvous is not None:
             settings["init_method"] = f"file://{self.rendezvous}"
             settings["timeout"] = datetime.timedelta(seconds=job.timeout_s)
-            os.environ["GLOO_SOCKET_IFNAME"] = (
-                network.INTERFACE if job.link.kind is LinkKind.NETWORK else "lo"
-            )
+            os.environ["GLOO_SOCKET_IFNAME"] = network.INTERFACE if job.link.is_network else "lo"
         dist.init_process_group("nccl" if job.on_cuda else "gloo", **settings)
         return emulation
 
@@ -194,7 +192,7 @@ def run_ranks[Job: RankJob](
                 f"{count} ranks need as many GPUs, and there are {num_gpus}. Use fewer --ranks, or "
                 "ampipe bench with --link emulated:RATE, which pretends the others."
             )
-        if job.link.kind is LinkKind.NETWORK:
+        if job.link.is_network:
             namespaces = [*stack.enter_context(network.connected(job.link, count))]
         log = log or folder / "log"
         processes: dict[Connection, SpawnProcess] = {}

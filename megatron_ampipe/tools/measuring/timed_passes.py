@@ -19,11 +19,9 @@ from torch import Tensor
 
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.runtime.executors import ThreadExecutor
-from megatron_ampipe.schedule import Direction
 from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES, BenchJob, Variant
 from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.measuring.grid import Case
-from megatron_ampipe.tools.measuring.link import LinkKind
 from megatron_ampipe.tools.measuring.meters import (
     TensorMeter,
     Watch,
@@ -49,21 +47,16 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
     Returns:
         ``kernel`` and ``fused_gradients``; and a list ``variants`` with, for each: the fields of
         :class:`PassSample`, by repeat; ``stages``: microseconds of every stage alone, and ``needs``: what
-        each waits for (None where the layer is Megatron's own); ``difference`` from stock; ``peak_bytes``.
+        each waits for, ``issued_us``: of the host on a GPU, ``alone`` and ``apart_s``: these passes, and
+        their seconds between stages (None where the layer is Megatron's own); ``difference`` from stock;
+        ``peak_bytes``.
     """
     job = rank.job
-    factory = BlockFactory(
-        case,
-        rank=rank.number,
-        num_ranks=job.num_ranks,
-        on_cuda=job.on_cuda,
-        seed=job.seed,
-        layers=job.layers,
-    )
+    factory = BlockFactory(rank, case, layers=job.layers)
     passes = Passes(rank, case)
     layers = [factory.stock, *(factory.build(variant) for variant in variants[1:])]
     difference = compare(passes, layers, variants, rank=rank.number, case=case)
-    saved_bytes = burst_bytes(job.link.rate_bit_per_s) if job.link.kind is LinkKind.NETWORK else 0
+    saved_bytes = burst_bytes(job.link.rate_bit_per_s) if job.link.is_network else 0
     timed = [
         factory.build_timed(variant, num_passes=job.repeats, saved_bytes=saved_bytes)
         if variant.pipelined
@@ -80,27 +73,34 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
     for _ in range(job.warmup):
         for layer in (*layers, *filter(None, timed)):
             passes.run(layer)
-    samples: list[list[PassSample]] = [[] for _ in layers]
+    samples, alone = ([[] for _ in layers] for _ in range(2))
     for repeat in range(job.repeats):
         order = [(repeat + step) % len(layers) for step in range(len(layers))]
         for index in order:
             samples[index].append(passes.run(layers[index]))
-        for layer in filter(None, (timed[index] for index in order)):
+        for index, layer in ((index, timed[index]) for index in order if timed[index] is not None):
             layer.timer.recorder.start_iteration(repeat)
-            passes.run(layer)
+            alone[index].append(passes.run(layer))
             layer.timer.recorder.pause()
 
     found = [
         {
-            **dict(zip(PassSample._fields, zip(*of_variant, strict=True), strict=True)),
+            **_by_field(of_variant),
             "stages": layer and stage_times(layer.timer.recorder),
             "needs": layer and layer.timer.needs,
+            "issued_us": layer and layer.timer.issued_us(),
+            "alone": layer and _by_field(alone[place]),
+            "apart_s": layer and {way: all_s[job.warmup :] for way, all_s in layer.timer.apart_s.items()},
             "difference": difference[place],
             "peak_bytes": peaks[place],
         }
         for place, (of_variant, layer) in enumerate(zip(samples, timed, strict=True))
     ]
     return {"kernel": factory.kernel, "fused_gradients": factory.fused_gradients, "variants": found}
+
+
+def _by_field(samples: Sequence[PassSample]) -> dict[str, tuple[Any, ...]]:
+    return dict(zip(PassSample._fields, zip(*samples, strict=True), strict=True))
 
 
 class PassSample(NamedTuple):
@@ -116,19 +116,13 @@ class PassSample(NamedTuple):
     backward_s: float
     wire_bytes: int | None
 
-    @property
-    def by_direction_us(self) -> dict[Direction, float]:
-        """Microseconds of the forward and of the backward part."""
-        backward_us = self.backward_s * 1e6
-        return {Direction.FORWARD: self.wall_s * 1e6 - backward_us, Direction.BACKWARD: backward_us}
-
 
 class Passes:
     """Runs one pass of any layer on always the same input and output gradient, and reports each."""
 
     def __init__(self, rank: Rank[Any], case: Case) -> None:
         self._rank, self.on_cuda = rank, rank.job.on_cuda
-        self._counts_wire = rank.job.link.kind is LinkKind.NETWORK
+        self._counts_wire = rank.job.link.is_network
         generator = torch.Generator().manual_seed(rank.job.seed * 10_007 + rank.number)
         shape = (case.sequence_length, case.batch, case.hidden)
         self._hidden, self._gradient = (

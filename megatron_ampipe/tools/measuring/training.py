@@ -122,7 +122,6 @@ def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[], object]) -
                     stock_attends_as=None if variant.pipelined else case.dtype,
                     link=job.link,
                     num_ranks=job.num_ranks,
-                    timeout_s=job.timeout_s,
                 )
                 title = f"case {case.name}: the training of {variant}"
                 curve = run(training, iterations=iterations, title=title, on_iteration=on_iteration)
