@@ -35,10 +35,6 @@ class Config:
         return 0
 
 
-class EventHandle:
-    """Of no use on a CPU."""
-
-
 class EventOverlap:
     """The end of a call: on a CPU it has ended already."""
 
@@ -280,7 +276,7 @@ def install() -> None:
     package, utils = types.ModuleType("deep_ep"), types.ModuleType("deep_ep.utils")
     package.__spec__ = ModuleSpec("deep_ep", None, is_package=True)
     package.Buffer, package.HybridEPBuffer, package.utils = Buffer, HybridEPBuffer, utils
-    utils.EventHandle, utils.EventOverlap = EventHandle, EventOverlap
+    utils.EventHandle, utils.EventOverlap = object, EventOverlap
     sys.modules |= {"deep_ep": package, "deep_ep.utils": utils}
     from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 

@@ -15,8 +15,8 @@ import pytest
 from megatron_ampipe import cli
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.launch import config_files, flags
-from tests.help_examples import help_examples
 from tests.megatron.launcher import pretrain
+from tests.unit.test_docs import help_examples
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ampipe.cli import TOOLS, main, parse
+from megatron_ampipe.cli import TOOLS, build_parser, main, parse
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.launch import flags
-from tests.help_examples import help_examples
 from tests.supported import flags_table, render
 from tests.unit.test_routing import eight_experts
 
@@ -103,6 +102,20 @@ def test_pages_are_as_short_as_they_should_be_and_the_log_is_indexed() -> None:
     index = (log / "README.md").read_text().partition("\n## ")[0]
     days = sorted((page.name for page in log.glob("2*.md")), reverse=True)
     assert days and re.findall(r"\]\((2[\d-]+\.md)\)", index) == days
+
+
+def help_examples(tool: str | None) -> list[list[str]]:
+    """The arguments after ``ampipe`` of every example in a tool's help; for None, in ``ampipe --help``."""
+    parser = build_parser(tool)
+    if tool is not None:
+        (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+        parser = commands.choices[tool]
+    lines = [line.strip() for line in str(parser.epilog).partition("examples:\n")[2].splitlines()]
+    commands = [line for line in lines if re.match(r"(ampipe|torchrun .* -m megatron_ampipe\.cli) ", line)]
+    # The text after two spaces is a description of the command.
+    found = [part for line in commands for part in re.split(r"\s{2,}", line)[0].split(" && ")]
+    words = [shlex.split(command) for command in found]
+    return [each[1 if each[0] == "ampipe" else each.index("megatron_ampipe.cli") + 1 :] for each in words]
 
 
 @pytest.mark.parametrize("tool", [None, *TOOLS])

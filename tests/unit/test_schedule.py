@@ -202,12 +202,6 @@ def test_an_incomplete_order_is_refused_and_not_completed(direction: Direction, 
                 check(unrolled(incomplete, layers), layers)
 
 
-def test_how_many_layers_share_a_schedule() -> None:
-    assert [Pipeline.of(4, stack=stack).stack_of(6) for stack in (0, 1, 4, 6, 9)] == [6, 1, 4, 6, 6]
-    assert str(Pipeline.of(4, stack=0)) == "degree 4, schedule ampipe, layers that share a schedule all"
-    assert str(Pipeline.of(4)) == "degree 4, schedule ampipe"
-
-
 @pytest.mark.parametrize(
     ("made_for", "run_as"),
     list(itertools.permutations([*STRATEGIES, "rebuild/keep", "redispatch/rebuild"], 2)),
