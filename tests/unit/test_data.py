@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.cli import main
-from megatron_ampipe.tools import data_command
 
 FILES = {
     "a.txt": "first \u00e9\u4e2d\U0001f600\n",
@@ -83,16 +82,6 @@ def test_megatron_reads_the_bytes_back(
     assert f"5 files, {size_bytes:,} bytes, {size_bytes + 5:,} tokens in 5 documents" in shown.out
     assert f"--data-path {prefix} --tokenizer-type NullTokenizer --vocab-size 256" in shown.out
     assert "%|" not in shown.err, "no progress bar without a terminal"
-
-
-def test_the_named_tokenizer_has_our_end_of_document() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron.core.tokenizers import MegatronTokenizer
-
-        library = {"library": "null-text"}
-        tokenizer = MegatronTokenizer.from_pretrained(metadata_path=library, vocab_size=256)
-    assert (tokenizer.eod, tokenizer.vocab_size) == (data_command.END_OF_DOCUMENT, 256)
 
 
 def test_what_stands_there_needs_force(
