@@ -6,8 +6,6 @@ and collectives of tensors of the host. ``torch.cuda.set_sync_debug_mode("error"
 waits for the device. Streams order nothing, and no kernel of CUDA runs: ``tests/streams`` checks the order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -4,8 +4,6 @@ The imports take several seconds of CPU time per process, and the tests start hu
 runs ``python -m MODULE ARGUMENTS``. Tests of the launch itself start new processes.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import multiprocessing

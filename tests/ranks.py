@@ -4,8 +4,6 @@ On a rank a test is an ordinary one, after :func:`tests.dist.worker.start`; all 
 the same order. It has passed if it has on every rank.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

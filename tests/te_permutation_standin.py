@@ -5,8 +5,6 @@ its results for empty tensors; the rest is Megatron's own code. Rows that a kern
 write are NaN, and the gradients of such rows are not read.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Builds a stock Megatron MoE layer and an AMPipe layer with the same weights, and runs both identically."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Read by the tests (one test per case) and by the worker processes (all cases of a launch).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ expert in turn, by Megatron's dispatcher, and takes the results of the tokens th
 finds in a loop.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

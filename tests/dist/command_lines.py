@@ -3,8 +3,6 @@
 Forward and backward use Megatron's schedules.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -3,8 +3,6 @@
 Sizes are tiny, so the values mean nothing; the tests check that they exist and have the right type.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

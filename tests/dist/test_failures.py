@@ -1,7 +1,5 @@
 """A failure ends a run with the original error: no hang, and no follow-up error instead."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -4,8 +4,6 @@ There is no third outcome: no traceback, no silent difference. Every command lin
 the launch; if it is accepted, a stock and an AMPipe model train for one step on two gloo ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import shlex

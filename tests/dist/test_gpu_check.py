@@ -1,7 +1,5 @@
 """``scripts/gpu_check.sh`` as far as it runs without a GPU, and its profiling step on a CPU."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

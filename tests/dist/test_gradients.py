@@ -3,8 +3,6 @@
 Under autograd and Megatron's DDP, compared with a stock layer (fp32, two expert-parallel ranks, degree 4).
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections import defaultdict

@@ -4,8 +4,6 @@ Counts all tensors that operations allocate and free, so it is exact and the sam
 that a kernel allocates internally is not counted; it is per chunk, so not more than stock's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """The quick start as a newcomer runs it, over a real slow network where one can be made."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Features with random numbers are reproducible and have stock's distribution."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

@@ -4,8 +4,6 @@ One case of each kind in :mod:`.test_parity`, which tests the newest version. Co
 older versions are in tests/megatron/test_checkout.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

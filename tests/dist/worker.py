@@ -1,7 +1,5 @@
 """Start-up and report of the worker processes of the distributed tests."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import gc

@@ -4,8 +4,6 @@ One device, one rank: collectives of a group of one rank are skipped, but not th
 that several streams use is tested in ``test_stress.py``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 

@@ -4,8 +4,6 @@ Ranks are emulated, so received tensors are memory of the communication lane, as
 is in ``tests/stress.py``; ``tests/cuda_standin.py`` runs it on a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

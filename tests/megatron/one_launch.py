@@ -1,7 +1,5 @@
 """A command line of training or of a tool, as a rank without peers, with little memory beyond what it has."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

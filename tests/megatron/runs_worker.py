@@ -4,8 +4,6 @@ Each runs the complete entry point, or the launcher if its first word is a scrip
 the runs as JSON: names, each with its command line. Used by :func:`tests.megatron.launcher.runs_of`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -3,8 +3,6 @@
 ``{here}`` is a folder with :data:`FILES`; ``{path}`` is a dataset or a checkpoint that the row has damaged.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

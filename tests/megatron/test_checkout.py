@@ -3,8 +3,6 @@
 A run is launched once, for the first test that needs it, and shared.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

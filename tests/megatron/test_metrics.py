@@ -1,7 +1,5 @@
 """The metrics of a run with ``--ampipe-degree`` in Megatron's log, TensorBoard and Weights & Biases."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Every row of ``refusals.REFUSALS``, with Megatron's parser; one of them in a launch."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import shlex

@@ -1,7 +1,5 @@
 """``--ampipe-routing-dir``: what trainings record at several degrees and layouts; it changes nothing."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from pathlib import Path

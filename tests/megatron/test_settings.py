@@ -1,7 +1,5 @@
 """Checks configuration files with Megatron's parser and validation, and trains from them."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -4,8 +4,6 @@ The table is :data:`tests.megatron.trainings.TRAININGS`. Many trainings share th
 runs from one command line has a separate test below: another layout or precision, random numbers.
 """
 
-from __future__ import annotations
-
 import email
 import json
 import random

@@ -3,8 +3,6 @@
 What one training would notice and no other stands in :data:`TRAININGS`, before its row.
 """
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The runs on the modelled device, as data: all kinds of blocks, and random orders of stages."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

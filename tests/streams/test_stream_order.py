@@ -3,8 +3,6 @@
 docs/gpu.md lists what these tests cannot show.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 One process imports torch and forks a child for each. Run by :mod:`.test_ending`.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Transformer Engine chooses a backend of attention once per shape; a stand-in counts its choices."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import types

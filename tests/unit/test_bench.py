@@ -1,7 +1,5 @@
 """``ampipe bench`` without its processes: links, grids, variants, bounds, results, refused input."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

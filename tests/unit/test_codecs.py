@@ -1,7 +1,5 @@
 """What travels in place of rows: wires, and which rows are sent where similar ones are condensed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

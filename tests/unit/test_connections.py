@@ -1,7 +1,5 @@
 """Hardware queues: what AMPipe sets, what it says, and that Megatron's demand for one queue is lifted."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

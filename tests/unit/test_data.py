@@ -1,7 +1,5 @@
 """``ampipe data``: the dataset contains the bytes, and bad input and interruptions leave no broken files."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable

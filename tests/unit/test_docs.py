@@ -4,8 +4,6 @@ Nothing but plans is run: a command in a ``sh`` block has to be one of ``COMMAND
 arguments have to parse.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import re

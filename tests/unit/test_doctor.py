@@ -3,8 +3,6 @@
 Packages are small stand-ins that come first on the path; ranks are tested in tests/dist/test_doctor.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Documents that share a sequence: every kernel against a mask."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``ampipe draw``: selection of spans, contents of the pictures, predictions, and refused input."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """AMPipe's own flags: that the names of settings are those of the flags, and to what they resolve."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DeepEP and HybridEP as transports: which calls they get, and who counts the tokens."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Names of gates, and hash layers: which experts an id has, and where the ids come from."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``scripts/gpu_check.sh`` without a GPU: wheels, steps and their time limits, results, the table."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

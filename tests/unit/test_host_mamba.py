@@ -1,7 +1,5 @@
 """The Mamba layer of the host platform, compared with the recurrence that defines it, row by row."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional
 

@@ -1,7 +1,5 @@
 """Copies to host memory and back: sizes, strides and shared memory, and what is used again."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch")

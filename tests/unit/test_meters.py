@@ -1,7 +1,5 @@
 """What is measured of a pass besides its time, without ranks and GPU; and the clock of an emulated link."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Output files of tools: checked before the work begins, and written atomically."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``ParameterReads`` of the parity tests finds early reads, and nothing in a module that is called."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From samples to a cluster file, and predictions compared with measurements. Nothing is measured."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The rank runner, with ranks that need no torch: what they return and say, how they fail, what is left."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

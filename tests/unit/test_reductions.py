@@ -3,8 +3,6 @@
 Where a schedule has them is in the golden texts.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Attention in the steps of a ring, all ranks in one process, against attention of the whole sequence."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -3,8 +3,6 @@
 The orders themselves are golden texts (test_golden.py).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Segments: what they keep and release, and sums of the chunks' gradients: values and allocations."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

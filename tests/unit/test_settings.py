@@ -1,7 +1,5 @@
 """Settings from YAML files: order, sources, text values, writing them back. With a small parser, no torch."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Tapes of all golden blocks: what they say is safe, printed as text, and found wrong where it is."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

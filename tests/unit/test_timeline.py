@@ -1,7 +1,5 @@
 """Timelines: arithmetic compared with brute force, file format, and files that are not traces."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
