@@ -139,12 +139,6 @@ LAUNCHES = {
 }
 """Flags after those of a launch with made-up data, and a part of the message."""
 
-VARIABLES = {
-    "variable-word": (
-        {"RANK": "abc"},
-        "RANK abc: must be a whole number below WORLD_SIZE, which is 4. Start the run with torchrun,",
-    ),
-}
 CONTROLS = {
     "train-well": ("train --ampipe-plan {here}/good.plan", "", PROCESS_GROUP_MADE),
     "plan-well": (_PLAN + "{here}/good.cluster", "choice: ", 0),

@@ -138,16 +138,6 @@ def test_bad_arguments_are_refused(
     assert tree(tmp_path) == before
 
 
-def test_without_a_directory_it_is_the_standard_library(
-    tmp_path: Path, prefix: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = ["os.py", "json/decoder.py", "test/t.py", "lib2to3/tests/t.py", "site-packages/p.py", "x.txt"]
-    write(tmp_path / "lib", {name: name for name in names})
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "lib"))
-    assert data(None, prefix) == 0
-    assert documents(prefix) == ["json/decoder.py", "os.py"]
-
-
 def test_few_files_are_cut_into_enough_documents(tmp_path: Path, prefix: Path) -> None:
     source = write(tmp_path / "long", {f"{index}.txt": LONG for index in range(3)})
     assert data(source, prefix) == 0

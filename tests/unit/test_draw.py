@@ -105,14 +105,6 @@ def test_default_is_a_typical_iteration_and_the_first_layer_that_communicates(
     )
 
 
-def test_a_rank_without_the_layer_is_left_out(tmp_path: Path, drawn: dict[str, Any]) -> None:
-    trace(0, layers=(1, 2)).write_chrome(tmp_path / "rank0.trace.json")
-    trace(1, layers=(3, 4)).write_chrome(tmp_path / "rank1.trace.json")
-    for words, layers in ((["--layer", "4", "--iteration", "1"], [4]), ([], [2, 3])):
-        assert main(["draw", str(tmp_path), "--output", str(tmp_path / "p"), *words]) == 0
-        assert [timeline.spans[0].layer for timeline in drawn["timelines"]] == layers
-
-
 def stacks(rank: int) -> Timeline:
     """A dense layer, then two stacks of layers 2 to 4 and 5 to 6, whose layers begin before others end."""
     spans: list[StageSpan] = []

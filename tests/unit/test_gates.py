@@ -66,17 +66,6 @@ def router(kind: type[HashRouter], *, layer: int, vocabulary: int | None) -> Any
     return made
 
 
-def test_a_table_of_the_vocabulary_holds_the_hashes_of_a_layer() -> None:
-    ids = torch.arange(300).view(3, 100)
-    found = [
-        router(HashRouter, layer=layer, vocabulary=vocabulary).experts_of(ids)
-        for layer in (1, 2)
-        for vocabulary in (None, 300)
-    ]
-    assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
-    assert not torch.equal(found[0], found[2]), "two layers have different hashes"
-
-
 class Model(torch.nn.Module):
     """Multiplies; reads the ids in the forward and again in the backward pass, as a recompute does."""
 

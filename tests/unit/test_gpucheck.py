@@ -371,15 +371,6 @@ def test_a_profile_that_misses_a_requirement_is_reported_as_different(
     assert [name for name, (outcome, _) in found.items() if outcome is Outcome.DIFFERENT] == checks
 
 
-@pytest.mark.parametrize("kind", ["tests", "profile", "bench"])
-def test_a_step_without_a_result_or_with_one_that_cannot_be_read_has_a_row(kind: str) -> None:
-    assert rows(finished(kind, None, Outcome.CUT, "why")) == {f"the {kind}": (Outcome.CUT, "why")}
-    assert rows(finished(kind, None)) == {f"the {kind}": (Outcome.FAILED, "it wrote no result")}
-    for text in ("", "{", "[]"):
-        ((name, (outcome, _)),) = rows(finished(kind, text)).items()
-        assert (name, outcome) == (f"the {kind}", Outcome.FAILED)
-
-
 @pytest.mark.parametrize(
     ("done", "code"),
     [

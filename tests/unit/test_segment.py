@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ampipe.runtime.saved_tensors import DroppedRows
-from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, Segment, WeightProducts
+from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, Segment
 
 
 class Allocations(TorchDispatchMode):
@@ -131,30 +131,3 @@ def test_gathered_rows_are_not_kept_and_come_back() -> None:
     torch.testing.assert_close((of_input, sums.take(0)), expected, rtol=0, atol=0)
     gc.collect()
     assert alive() is None, "what was gathered again is kept after its use"
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        # Two further sums of the weight's 128 numbers, or 24 numbers of each row.
-        ((3, 3, 4), [10]),
-        ((4, 0, 7), [4, 0, 7]),
-        ((3,), [3]),
-    ],
-)
-def test_joined_chunks_are_one_product_where_that_moves_less(rows: list[int], expected: list[int]) -> None:
-    weight = Parameter(torch.zeros(16, 8))
-    called: list[int] = []
-
-    def product(inputs: Tensor, gradient: Tensor) -> Tensor:
-        called.append(len(inputs))
-        return gradient.t() @ inputs
-
-    inputs, gradients = torch.randn(sum(rows), 1, 8), torch.randn(sum(rows), 1, 16)
-    chunks = [WeightProducts() for _ in rows]
-    for chunk, *of_chunk in zip(chunks, inputs.split(rows), gradients.split(rows), strict=True):
-        chunk.keep(weight, product, *of_chunk)
-    joined, sums = WeightProducts.joined(chunks), GradientSums(BlockParameters([], [weight]))
-    joined.add_to(sums)
-    assert called == expected and joined.tensors == []
-    torch.testing.assert_close(sums.take(0), gradients[:, 0].t() @ inputs[:, 0])

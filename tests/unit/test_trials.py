@@ -1,6 +1,5 @@
 """The pipelines that the trials choose, for which sizes of input, and which choice becomes a plan file."""
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -131,29 +130,6 @@ def test_no_degree_is_tried_whose_chunks_would_be_tiny(rows: int, expected: tupl
 
 
 DEGREES = (1, 2, 4, 8, 16)
-
-
-def test_degrees_that_do_not_fall_are_found_with_few_trials() -> None:
-    """Against trying every size: the same degree for each, and far fewer trials."""
-    for seed in range(20):
-        chooser = random.Random(seed)
-        limits = sorted(chooser.sample(range(1, 2000), len(DEGREES) - 1))
-
-        def best(tokens: int, limits: list[int] = limits) -> int:
-            return DEGREES[sum(tokens >= limit for limit in limits)]
-
-        ranges, tried = SizeRanges(), 0
-        sizes = chooser.sample(range(1, 2000), 300)
-        for tokens in sizes:
-            known = ranges.find(tokens, DEGREES)
-            if known is None:
-                left = ranges.left(tokens, DEGREES)
-                tried += len(left)
-                assert best(tokens) in left
-                ranges.add(tokens, Pipeline.of(best(tokens)))
-                continue
-            assert known[0] == Pipeline.of(best(tokens))
-        assert tried < 0.2 * len(sizes) * len(DEGREES)
 
 
 def test_a_pair_of_degrees_limits_both_ways_and_must_fit_the_rows() -> None:
