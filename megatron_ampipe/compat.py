@@ -134,7 +134,8 @@ def require_peers() -> None:
     """
     for distribution, minimum in MINIMUM_VERSIONS.items():
         found = found_version(distribution)
-        if found is not None and found < Version(minimum):
+        # 2.6.0a0 is the 2.6 of NVIDIA's containers.
+        if found is not None and _release(found) < Version(minimum):
             raise EnvironmentMissing(
                 f"{distribution} {found} is too old: AMPipe needs {minimum} or later. "
                 f"Run: pip install '{distribution}>={minimum}'"

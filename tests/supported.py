@@ -36,13 +36,13 @@ logged losses: relative difference at most 1e-5. Cases have, alone and combined:
 - **Routing**: top-k, sigmoid scores, expert bias, groups, fp64, routers of `--ampipe-router`, routing
   replay, hooks of routers, all auxiliary losses (also alone) and z-loss, per-token loss, capacity with
   and without padding.
-- **Experts**: SwiGLU, latent and shared experts, `--ampipe-memory`, selective recompute, full recompute
-  inside the schedule, fp32 residual, evaluation.
+- **Experts**: SwiGLU, latent and shared experts, `--ampipe-memory`, selective recompute of any modules,
+  full recompute inside the schedule, fp32 residual, evaluation.
 """
 
 TRAININGS = """\
 Megatron's training loop is compared with stock runs in `tests/megatron/test_training.py`: combined
-parallelism, layers that share a schedule, exchanges, routers, [documents](documents.md) and hybrid models.
+parallelism, layers that share a schedule, exchanges, routers, [documents](features.md) and hybrid models.
 Logged losses and gradient norms agree to a relative difference of 2e-4 or better.
 """
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.block.hybrid_pattern import HybridPattern
+from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.named_values import parse_size, size_to_text
 from megatron_ampipe.block.settings import SETTING, settings_of
 from megatron_ampipe.errors import BadInput
@@ -230,8 +230,8 @@ def _model_of_args(args: argparse.Namespace) -> ModelFile:
     if getattr(args, "ampipe_recomputes", False):
         # Set aside: the layers recompute in place of Megatron.
         values["recompute-granularity"] = "full"
-    pattern = HybridPattern.of_arguments(args)
-    if pattern is not None and not pattern.runs:
+    stages = stages_of(args)
+    if stages is not None and not runs_of(stages):
         # Nothing is pipelined.
         del values["hybrid-layer-pattern"]
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion

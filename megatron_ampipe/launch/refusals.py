@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ampipe.block.hybrid_pattern import HybridPattern
+from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.settings import AUTO, settings_of
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, useful_exchanges
@@ -137,8 +137,8 @@ def ranks_per_node(arguments: Any) -> int | None:
 
 
 def _without_pair(args: Any) -> bool:
-    pattern = HybridPattern.of_arguments(args.all)
-    return pattern is not None and not pattern.runs
+    stages = stages_of(args.all)
+    return stages is not None and not runs_of(stages)
 
 
 def _splits_weights_elsewhere(args: Any) -> bool:
@@ -176,8 +176,6 @@ def _recomputes_experts(args: Any) -> bool:
 
 
 _OFF = "Leave it out, or train with --ampipe-degree 1."
-_BF16 = "Leave it out and use --bf16."
-_QUANTIZED = "quantized layers update their weights if marked as the first micro-batch, which AMPipe undoes"
 _OFFLOADING = "activation offloading is not supported yet"
 _SHARDED = "fully sharded parameters are not supported"
 
@@ -288,10 +286,10 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--fp8-format", "8-bit training is not supported yet", "Use --bf16."),
     Refusal("--fp4-format", "4-bit training is not supported yet", "Use --bf16."),
-    Refusal("--te-precision-config-file", _QUANTIZED, _BF16),
-    Refusal("--kitchen-config-file", _QUANTIZED, _BF16),
     Refusal(
-        "--kitchen-recipe-number", _QUANTIZED, _BF16, lambda args: args.kitchen_recipe_number is not None
+        "--te-precision-config-file",
+        "quantized layers update their weights if marked as the first micro-batch, which AMPipe undoes",
+        "Leave it out and use --bf16.",
     ),
     Refusal(
         "--ampipe-exchange",
@@ -310,12 +308,6 @@ REFUSALS: tuple[Refusal, ...] = (
             (args.num_distributed_optimizer_instances or 1) > 1
             and settings_of(args.all).grad_reduce == "placed"
         ),
-    ),
-    Refusal(
-        "--recompute-modules",
-        "Megatron's recompute of this module cannot run inside a stage",
-        "Use core_attn, moe, shared_experts, mla_up_proj or mlp, or --recompute-granularity full.",
-        lambda args: recomputes(args.all, "layernorm", "moe_act"),
     ),
     Refusal(
         "--cuda-graph-impl",

@@ -7,7 +7,7 @@ and tensor-parallel ranks send one another as stages.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from megatron_ampipe.layers.block_pass import BlockPass
 from megatron_ampipe.layers.chunk_attention import project_qkv
 from megatron_ampipe.layers.linear_layers import transfers_apart
 from megatron_ampipe.runtime.collectives import Transfer, pass_on
+from megatron_ampipe.runtime.saved_tensors import DroppedOutput, recomputed
 from megatron_ampipe.runtime.segment import KeyValueSums
 from megatron_ampipe.schedule import Direction, kinds
 
@@ -45,7 +46,11 @@ def _read_by_add_norm(block: BlockModules) -> list[Module | Parameter | None]:
 @runs(kinds.INPUT_NORM, reads=lambda block: [block.attention_layer.input_layernorm])
 def input_norm(state: BlockPass, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
     """``[rows, B, D]`` to the same shape."""
-    return (state.block.attention_layer.input_layernorm(hidden),)
+    norm = state.block.attention_layer.input_layernorm
+    if state.block.drops_input and torch.is_grad_enabled():
+        # Its output is kept, to be gathered once more.
+        return (DroppedOutput(norm).compute(hidden),)
+    return (norm(hidden),)
 
 
 @runs(kinds.GATHER_ROWS)
@@ -84,7 +89,7 @@ def qkv(state: BlockPass, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ..
         with transfers_apart(layer.self_attention.linear_qkv), dropped:
             query, key, value = project(hidden)
     else:
-        query, key, value = project(layer.input_layernorm(hidden))
+        query, key, value = _project_normed(state, project, hidden)
     if state.features.ring:
         # Views would keep the joint projection.
         return query.contiguous(), key.contiguous(), value.contiguous()
@@ -93,6 +98,18 @@ def qkv(state: BlockPass, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ..
         # projection would keep a second copy of both.
         query = query.contiguous()
     return query, key, value
+
+
+def _project_normed(
+    state: BlockPass, project: Callable[[Tensor], tuple[Tensor, ...]], hidden: Tensor
+) -> tuple[Tensor, ...]:
+    norm = state.block.attention_layer.input_layernorm
+    if not (state.block.drops_input and torch.is_grad_enabled()):
+        return project(norm(hidden))
+    dropped = DroppedOutput(norm)
+    normed = dropped.compute(hidden)
+    with recomputed(normed, dropped.again):
+        return project(normed)
 
 
 def attend_backward(
@@ -173,7 +190,7 @@ def attention(
     if hidden is None:
         with transfers_apart(projection):
             return (projection(context)[0],)
-    return _add_norm(state.block, projection(context), hidden)
+    return _add_norm(state, chunk, projection(context), hidden)
 
 
 @runs(kinds.SCATTER_ROWS)
@@ -189,14 +206,15 @@ def add_norm(state: BlockPass, chunk: int | None, projected: Tensor, hidden: Ten
     """``[rows, B, D]`` and the residual stream to ``(residual, normed)``, both ``[rows, B, D]``."""
     # The bias is a parameter of a module that the same chunk has called before.
     bias = state.block.attention_layer.self_attention.linear_proj.bias
-    return _add_norm(state.block, (projected, bias), hidden)
+    return _add_norm(state, chunk, (projected, bias), hidden)
 
 
 def _add_norm(
-    block: BlockModules, output_with_bias: tuple[Tensor, Tensor | None], hidden: Tensor
+    state: BlockPass, chunk: int | None, output_with_bias: tuple[Tensor, Tensor | None], hidden: Tensor
 ) -> tuple[Tensor, ...]:
+    block = state.block
     residual = block.add_residual(block.attention_layer.self_attn_bda, output_with_bias, hidden)
-    return residual, block.moe_layer.pre_mlp_layernorm(residual)
+    return residual, state.normed(chunk, residual)
 
 
 def _gate_apart(state: BlockPass, query: Tensor) -> tuple[Tensor, ...]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_ampipe.attention.kernels import choose_kernel
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.flex import FlexChunk
 from megatron_ampipe.exchange.hops import node_groups
 from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
@@ -105,24 +106,34 @@ class BlockModules:
         self.config, self.context, self._is_recomputed = moe_layer.config, context, recomputed
         self.dense = not moe_layer.is_moe_layer
         self.is_latent = not self.dense and bool(getattr(self.config, "moe_latent_size", None))
+        self._recomputes = (
+            {*self.config.recompute_modules} if self.config.recompute_granularity == "selective" else set()
+        )
+        """Megatron's names of the modules that run again in the backward pass."""
         self.recomputed = self._recomputed_kinds()
+        self.drops_activations = "moe_act" in self._recomputes and kinds.EXPERT not in self.recomputed
+        """Whether what the experts compute between their products runs again (``ActivationTensors``)."""
         # Pipeline and mode can change between two passes.
         self.dispatcher = cache(self._make_dispatcher)
         """The dispatcher of a chunk, by :class:`~megatron_ampipe.schedule.Exchange`, to be copied."""
         self.attend = cache(self._make_attention)
         """Core attention of a chunk: on a GPU or not, of documents or not."""
+        again = kinds.QKV in self.recomputed
+        self.drops_input = attention_layer.recompute_input_layernorm and not again
+        """Whether what attention is given runs through the input norm again (``DroppedOutput``)."""
+        self.drops_normed = bool(moe_layer.recompute_pre_mlp_layernorm)
+        """Likewise of what the router and the experts are given."""
         self._features = cache(self._make_features)
         self._reads_mask = reads_mask(attention_layer.self_attention)
         self._make_groups()
 
     def _recomputed_kinds(self) -> frozenset[StageKind]:
         """Kinds that run again as a whole; core attention is recomputed by ``ChunkAttention``."""
-        if self.config.recompute_granularity != "selective":
-            return frozenset()
-        names = {*self.config.recompute_modules}
-        if "mla_up_proj" in names:
+        if "mla_up_proj" in self._recomputes:
             self.attention_layer.self_attention.recompute_up_proj = False
-        return frozenset(kind for kind, function in FUNCTIONS.items() if names & {*function.recompute})
+        return frozenset(
+            kind for kind, function in FUNCTIONS.items() if self._recomputes & {*function.recompute}
+        )
 
     def _make_groups(self) -> None:
         """Make the process groups beyond Megatron's, before the first batch and on all ranks in one order."""
@@ -209,6 +220,7 @@ class BlockModules:
         features = replace(
             features,
             recomputed=self._is_recomputed and trains,
+            drops_normed=self.drops_normed and with_graph,
             gathers_rows=features.gathers_rows and self._gathers_rows,
         )
         features = with_exchange(features, pipeline.exchange)
@@ -330,6 +342,11 @@ class BlockModules:
     ) -> Documents | None:
         """The documents of a micro-batch, from what Megatron passes to the layer with ``hidden``."""
         layer = self.attention_layer
+        if packing is not None and (context := layer.pg_collection.cp.size()) > 1:
+            # A launch refuses its flags; other programs do not say before that they pack.
+            rule = "chunks of packed documents are not supported with context parallelism yet"
+            remedy = "Use one context-parallel rank, or sequences that are not packed."
+            raise BadInput("context_parallel_size", context, rule=rule, remedy=remedy)
         ranks = layer.pg_collection.tp.size() if layer.config.sequence_parallel else 1
         return self.context.documents.read(packing, mask, num_rows=hidden.shape[0] * ranks, ranks=ranks)
 

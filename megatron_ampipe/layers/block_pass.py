@@ -15,7 +15,9 @@ from megatron_ampipe.exchange.codecs import Condensed
 from megatron_ampipe.exchange.transports import RowTransfers
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, has_gate, random_states
-from megatron_ampipe.schedule import BlockFeatures, Chunk
+from megatron_ampipe.runtime.moves import join, take_rows
+from megatron_ampipe.runtime.saved_tensors import DroppedOutput
+from megatron_ampipe.schedule import BlockFeatures, Chunk, StageKind, kinds
 from megatron_ampipe.schedule.chunks import Documents
 
 
@@ -77,6 +79,7 @@ class BlockPass:
             keeps = features.recomputed or not torch.is_grad_enabled()
             self.row_transfers = RowTransfers(block.row_group, keeps=keeps)
         self.draws = RandomStates() if features.recomputed and block.draws else None
+        self._normed: dict[int | None, DroppedOutput] = {}
         self._num_rows, self._batch = hidden.shape[:2]
         self._begin()
 
@@ -106,6 +109,34 @@ class BlockPass:
             for dispatcher, of_second in zip(self.dispatchers, second.dispatchers, strict=True):
                 of_second.told = dispatcher.told
         return second
+
+    def normed(self, chunk: int | None, residual: Tensor) -> Tensor:
+        """``[rows, B, D]`` through the norm before the MoE layer."""
+        norm = self.block.moe_layer.pre_mlp_layernorm
+        if not self.features.drops_normed:
+            return norm(residual)
+        self._normed[chunk] = DroppedOutput(norm)
+        return self._normed[chunk].compute(residual)
+
+    def normed_again(self, chunk: int | None) -> Tensor:
+        """In the backward pass, what :meth:`normed` gave, of a chunk or of the whole sequence."""
+        of_chunks = self._normed
+        if chunk in of_chunks:
+            return of_chunks[chunk].again()
+        if chunk is not None:
+            return take_rows(of_chunks[None].again(), self.chunks[chunk].hidden)
+        parts = [of_chunks[index].again() for index in range(len(self.chunks))]
+        return join(None, [part.hidden for part in self.chunks], self._num_rows, *parts)
+
+    def recall(
+        self, kind: StageKind, chunk: int | None, inputs: Sequence[Tensor]
+    ) -> Callable[[], Sequence[Tensor]]:
+        """See ``BlockState``."""
+        kept = [tensor.detach() for tensor in inputs]
+        if not (self.features.drops_normed and kind.takes[0] == kinds.NORMED):
+            return lambda: kept
+        del kept[0]
+        return lambda: [self.normed_again(chunk), *kept]
 
     def rows_of(self, chunk: int | None) -> Chunk:
         """A chunk by its index, or the whole sequence."""

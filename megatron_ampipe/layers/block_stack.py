@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -69,9 +69,11 @@ class BlockStack:
         self._blocks, self._context = blocks, context
         self.is_dense = all(block.dense for block in blocks)
         """Whether no block has experts, so that there is nothing to hide."""
-        # The pipeline can change between two iterations, so what follows from it is kept by pipeline.
-        self._chunks, self._sharding = cache(self._make_chunks), cache(self._make_sharding)
-        self._tapes = cache(self._make_tapes)
+        # The pipeline can change between two iterations, so what follows from it is kept by pipeline; and by
+        # length, of which there are many where micro-batches are packed from whole sequences.
+        self._chunks, self._sharding, self._tapes = map(
+            lru_cache(maxsize=64), (self._make_chunks, self._make_sharding, self._make_tapes)
+        )
         layer = blocks[0].moe_layer
         groups, sharded = layer.pg_collection, layer.config.sequence_parallel
         self._layout = SequenceLayout(

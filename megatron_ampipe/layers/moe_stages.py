@@ -7,7 +7,9 @@ Megatron's forward hooks wait for the parameters under ``--overlap-param-gather`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +19,11 @@ from megatron_ampipe.exchange.codecs import Trip, WireCodec
 from megatron_ampipe.exchange.transports import all_gather, exchange_chunks, with_rows
 from megatron_ampipe.layers.block_modules import BlockModules, Tensors, runs
 from megatron_ampipe.layers.block_pass import BlockPass
-from megatron_ampipe.layers.linear_layers import products_run_by
+from megatron_ampipe.layers.linear_layers import products_run_by, replaced
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.moves import take_rows
-from megatron_ampipe.runtime.saved_tensors import InnerTensors
+from megatron_ampipe.runtime.saved_tensors import ActivationTensors, InnerTensors, recomputed
+from megatron_ampipe.runtime.segment import with_history
 from megatron_ampipe.schedule import Chunk, Direction, kinds
 
 # S sequence rows, B batch, D hidden size, T tokens in the order in which they are sent, E experts.
@@ -33,7 +36,21 @@ def _read_by_route(block: BlockModules) -> list[Module]:
     return [*router, block.moe.fc1_latent_proj] if block.is_latent else router
 
 
+def _drops_normed[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """A stage whose graph does not keep its first input, ``normed``, if Megatron recomputes it."""
+
+    @functools.wraps(function)
+    def run(state: BlockPass, chunk: int | None, normed: Tensor, *others: Tensor) -> Any:
+        if not state.features.drops_normed:
+            return function(state, chunk, normed, *others)
+        with recomputed(normed, functools.partial(state.normed_again, chunk)):
+            return function(state, chunk, normed, *others)
+
+    return run
+
+
 @runs(kinds.CHOOSE, reads=lambda block: [block.moe.router])
+@_drops_normed
 def choose(state: BlockPass, chunk: None, normed: Tensor) -> tuple[Tensor, ...]:
     """``[S, B, D]`` to ``(probs [S, B, E], logits [S, B, L])``; the router sees all chunks as one."""
     probs, state.chosen, logits = state.block.moe.router(
@@ -43,6 +60,7 @@ def choose(state: BlockPass, chunk: None, normed: Tensor) -> tuple[Tensor, ...]:
 
 
 @runs(kinds.ROUTE, reads=_read_by_route)
+@_drops_normed
 def route(state: BlockPass, chunk: int, normed: Tensor, *choice: Tensor) -> tuple[Tensor, ...]:
     """``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, L])``.
 
@@ -98,6 +116,7 @@ def losses(state: BlockPass, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]
 
 
 @runs(kinds.SHARED, reads=lambda block: [block.moe.shared_experts], recompute=("moe", "shared_experts"))
+@_drops_normed
 def shared(state: BlockPass, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
     """``[rows, B, D]`` through the shared experts."""
     return (state.block.moe.shared_experts(normed),)
@@ -185,16 +204,39 @@ def _experts(
     tokens, tokens_per_expert, probs = state.dispatchers[chunk].dispatch_postprocess(tokens, probs)
     if inner is not None:
         inner.sorted(tokens)
-    with products_run_by(inner, state.block.expert_products):
-        output, bias = state.block.moe.experts(tokens, tokens_per_expert, probs)
+    elif state.block.drops_activations and torch.is_grad_enabled():
+        again = functools.partial(
+            _products_again, state.block, tokens.detach(), tokens_per_expert, probs.detach()
+        )
+        activations = ActivationTensors(state.block.stage_parameters[kinds.EXPERT], again)
+        with activations.dropped():
+            return _products(state.block, tokens, tokens_per_expert, probs, activations)
+    return _products(state.block, tokens, tokens_per_expert, probs, inner)
+
+
+def _products(
+    block: BlockModules, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor, inner: InnerTensors | None
+) -> Tensor:
+    # Megatron's checkpoint inside the experts fails under ``torch.autograd.grad``.
+    stock = replaced([block.moe.experts], "activation_recompute", [False])
+    with stock, products_run_by(inner, block.expert_products):
+        output, bias = block.moe.experts(tokens, tokens_per_expert, probs)
     assert bias is None, "Megatron's experts add their bias themselves"
     return output
 
 
+def _products_again(
+    block: BlockModules, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor, inner: InnerTensors
+) -> None:
+    tokens, probs = with_history([tokens, probs])
+    _products(block, tokens, tokens_per_expert, probs, inner)
+
+
 @runs(kinds.REPERMUTE)
-def repermute(state: BlockPass, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
-    """``[rows, B, D]`` to the tokens ``[T, D]`` that ``route`` gave."""
-    return (state.dispatchers[chunk].tokens_again(_narrowed(state.block, normed)),)
+def repermute(state: BlockPass, chunk: int, *normed: Tensor) -> tuple[Tensor, ...]:
+    """``[rows, B, D]``, unless they are computed once more, to the tokens ``[T, D]`` that ``route`` gave."""
+    rows = normed[0] if normed else state.normed_again(chunk)
+    return (state.dispatchers[chunk].tokens_again(_narrowed(state.block, rows)),)
 
 
 @runs(kinds.REBUILD)
@@ -250,6 +292,7 @@ def merge(
 
 
 @runs(kinds.MLP, reads=lambda block: [block.moe], recompute=("mlp",))
+@_drops_normed
 def mlp(state: BlockPass, chunk: int, normed: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
     """``[rows, B, D]`` through the MLP of a layer without experts, plus residual."""
     layer = state.block.moe_layer

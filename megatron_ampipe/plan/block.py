@@ -57,6 +57,7 @@ class Block:
         ranks_per_node: Of all ranks, those of a node; None if that is not known. Says over which links ranks
             that share an expert gather, and tensor-parallel ranks scatter.
         recomputes: Full recompute: the forward pass runs again before the backward pass.
+        recompute_modules: Of ``--recompute-granularity selective``.
         exchange: How the all-to-all groups copies of a token; Megatron's own layer has ``rows``.
         splits_weights: Gradients of all weights can be separate stages: those of the experts are, too.
         rows_seen: Rows of a token for numbers of places, see :meth:`rows_to`, as a training recorded them;
@@ -104,6 +105,7 @@ class Block:
     expert_tensor: int = _of_plan("--expert-tensor-parallel-size", default=1)
     ranks_per_node: int | None = None
     recomputes: bool = _of_plan("full recompute", essential=False, default=False)
+    recompute_modules: tuple[str, ...] = ()
     exchange: Exchange = Exchange.ROWS
     local: bool = False
     splits_weights: bool = False

@@ -81,19 +81,20 @@ def peak_bytes(
     chunks, element = pipeline.backward_degree, block.element_bytes
     modules = _LOCAL[element] if local else _FUSED
     dense, arrived, inner = _kept(block, modules)
+    rebuilt = inner * _rebuilt_share(block, modules)
     names = of_chunks(pipeline.memory)
     # Of the experts of each chunk: what is kept, what is loaded from host memory, and what is restored right
     # before they are differentiated; of a redispatch while tokens of the next chunk are on their way.
     of_experts, loaded, again = [], [], []
     for chunk in range(chunks):
         restored = set(STRATEGIES[names[chunk * len(names) // chunks]])
-        here = arrived * (not restored & {"redispatch", "offload_tokens"}) + inner * (
-            "rebuild" not in restored
-        )
+        dropped = rebuilt if restored.isdisjoint({"rebuild", "offload"}) else inner
+        here = arrived * (not restored & {"redispatch", "offload_tokens"}) + inner - dropped
         of_experts.append(0.0 if "offload" in restored else here / chunks)
         with_tokens = "offload_tokens" in restored or {"offload", "redispatch"} & restored == {"offload"}
         loaded.append((inner * ("offload" in restored) + arrived * with_tokens) / chunks)
-        again.append((3 * arrived * ("redispatch" in restored) + inner * ("rebuild" in restored)) / chunks)
+        computed = 0.0 if "offload" in restored else dropped
+        again.append((3 * arrived * ("redispatch" in restored) + computed) / chunks)
     kept = dense + sum(of_experts)
     # Numbers of weights of a layer on one rank.
     experts = block.local_experts * _weights(expert_products(block, 0))
@@ -134,7 +135,9 @@ def peak_bytes(
             held += waiting * (chunks - 1 - chunk) / chunks
         elif chunk < chunks - 1:
             held += sum_bytes * summed
-        if not stock:
+        if not _keeps_shared(block):
+            held += _shared(block, modules) / chunks
+        elif not stock:
             # Shared experts come first; Megatron differentiates them last.
             held -= _shared(block, modules) * (chunks - chunk) / chunks
         # The attention of a chunk follows the experts of the next one. The first begins the sums.
@@ -152,6 +155,7 @@ def peak_bytes(
     if num_dense:
         width, products = block.dense_ffn or 0, 3 if block.gated else 2
         count = (modules.inner_gated if block.gated else modules.inner) - modules.weighted
+        count *= "mlp" not in block.recompute_modules
         kept_dense = _kept_by_attention(block, modules) + block.rows * block.batch * count * width * element
         if not block.fused_gradients:
             dense_weights = products * block.hidden * width / block.tensor
@@ -179,6 +183,16 @@ def expert_bytes(block: Block, rows: int, *, local: bool, inner: bool) -> float:
     return (arrived + of_experts * inner) * rows / block.rows
 
 
+def _rebuilt_share(block: Block, modules: _Modules) -> float:
+    """Of the experts' inner tensors the share that Megatron's selective recompute computes once more."""
+    if "moe" in block.recompute_modules:
+        return 1.0
+    if "moe_act" not in block.recompute_modules:
+        return 0.0
+    # All but the result of the first product.
+    return 1 - 2 / modules.inner_gated if block.gated else 1 - 1 / modules.inner
+
+
 def _kept(block: Block, modules: _Modules) -> tuple[float, float, float]:
     """Bytes saved for the backward pass: outside the experts, of what arrives, and inside them."""
     element = block.element_bytes
@@ -186,7 +200,7 @@ def _kept(block: Block, modules: _Modules) -> tuple[float, float, float]:
     if modules.combined:
         per_row += block.rows_per_token * block.hidden * element
     dense = block.rows * block.batch * per_row
-    dense += _kept_by_attention(block, modules) + _shared(block, modules)
+    dense += _kept_by_attention(block, modules) + _shared(block, modules) * _keeps_shared(block)
     received = block.received(block.rows)
     inner = (modules.inner_gated if block.gated else modules.inner) * block.ffn / block.expert_tensor
     return dense, received * (block.hidden * element + 4), received * inner * element
@@ -195,7 +209,13 @@ def _kept(block: Block, modules: _Modules) -> tuple[float, float, float]:
 def _kept_by_attention(block: Block, modules: _Modules) -> float:
     """Bytes that attention, both norms and the residual stream keep."""
     tokens, element = block.rows * block.batch, block.element_bytes
-    per_row = (modules.norms * element + modules.norms_wide * 4) * block.hidden
+    # Of a norm that runs again, its input. Transformer Engine joins the first one and the projection, which
+    # keeps the output, except in latent attention.
+    norms_again = int("layernorm" in block.recompute_modules)
+    if "mla_up_proj" in block.recompute_modules or (norms_again and (block.latent or modules != _FUSED)):
+        norms_again += 1
+    per_norm = (modules.norms * element + modules.norms_wide * 4) / 2
+    per_row = (per_norm * (2 - norms_again) + element * norms_again) * block.hidden
     width = (block.heads * (block.head_size + block.value_size)) / block.tensor
     # Also the log-sum-exp of each head.
     attended = tokens * block.tensor * (width * element + 4 * block.heads / block.tensor)
@@ -203,12 +223,17 @@ def _kept_by_attention(block: Block, modules: _Modules) -> float:
 
 
 def _shared(block: Block, modules: _Modules) -> float:
-    """Bytes that shared experts keep."""
+    """Bytes that the backward of shared experts needs."""
     if block.shared_ffn is None:
         return 0.0
     count = modules.inner_gated if block.gated else modules.inner
     # With sequence parallelism, each rank has a part of their width and the rows of all.
     return block.rows * block.batch * count * block.shared_ffn * block.element_bytes
+
+
+def _keeps_shared(block: Block) -> bool:
+    """Whether shared experts keep it, rather than run again."""
+    return {"moe", "shared_experts"}.isdisjoint(block.recompute_modules)
 
 
 def _keys(block: Block) -> float:

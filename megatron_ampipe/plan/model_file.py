@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, ValidationError
 
-from megatron_ampipe.block.hybrid_pattern import HybridPattern
+from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.settings import SETTING, Settings
-from megatron_ampipe.errors import BadInput, did_you_mean, meant
+from megatron_ampipe.errors import BadInput, did_you_mean, meant, nearest
 from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, Dtype
@@ -101,6 +101,7 @@ class ModelFlags(BaseModel):
     moe_pad_expert_input_to_capacity: _Switch = False
     moe_grouped_gemm: _Switch = False
     recompute_granularity: str | None = None
+    recompute_modules: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ("core_attn",)
     group_query_attention: _Switch = False
     num_query_groups: _Size = 1
     multi_latent_attention: _Switch = False
@@ -210,9 +211,14 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
     values, lines = dict(top), dict(top.lines)
     section = values.pop("ampipe", LinedMapping(1))
     known = {setting.key for setting in SETTING.values()}
-    if not isinstance(section, LinedMapping) or not section.keys() <= known:
+    if not isinstance(section, LinedMapping):
         rule, remedy = "must hold AMPipe's settings, as keys with values", "Write 'degree: 4' below it."
         refuse(path, lines["ampipe"], "ampipe", rule, remedy)
+    for key in section.keys() - known:
+        refuse(path, section.lines[key], key, "there is no such setting of AMPipe", nearest(key, known))
+    for key, value in values.items():
+        if isinstance(value, LinedMapping):
+            refuse(path, lines[key], key, "is a section, and only 'ampipe:' is one", "Write 'ampipe:'.")
     for key, value in (overrides or {}).items():
         values[key], lines[key] = value, 0
         if key not in SIZE_FLAGS:
@@ -289,6 +295,7 @@ def block_of(
         expert_tensor=expert_tensor,
         ranks_per_node=None if cluster is None else cluster.ranks_per_node,
         recomputes=flags.recompute_granularity == "full",
+        recompute_modules=flags.recompute_modules if flags.recompute_granularity == "selective" else (),
         local=local,
         splits_weights=local and not flags.moe_grouped_gemm,
         replicas=max(1, of_stage // tensor),
@@ -297,9 +304,11 @@ def block_of(
     )
     _check(model, block, ranks)
     for key in model.values:
+        place = f"{model.path}:{model.lines[key]}"
         if (near := meant(key, SIZE_FLAGS)) is not None:
-            place = f"{model.path}:{model.lines[key]}"
             assumed.append(f"{key} ({place}) is not read by the planner; did you mean {near}?")
+        elif key in {setting.key for setting in SETTING.values()}:
+            assumed.append(f"{key} ({place}) is not read: AMPipe's settings stand below 'ampipe:', indented")
     return block, tuple(assumed)
 
 
@@ -376,14 +385,15 @@ def layers_of(model: ModelFile) -> StageLayers:
     """
     flags = model.flags
     stages, frequency = flags.pipeline_model_parallel_size, flags.moe_layer_freq
-    pattern = HybridPattern.of_arguments(flags)
-    if pattern is not None:
-        if not pattern.runs:
+    hybrid = stages_of(flags)
+    if hybrid is not None:
+        runs = runs_of(hybrid)
+        if not runs:
             rule = "has no attention layer (* or +) with an MoE layer (E) right after it, such as M*EM*E"
             model.refuse("hybrid-layer-pattern", rule)
         # Pairs share schedules in runs; every stage is planned as its longest run.
-        parts = list(pattern.runs[::-1])
-        num_stages = len(pattern.stages)
+        parts = list(runs[::-1])
+        num_stages = len(hybrid)
     else:
         total = flags.num_layers or 1
         if flags.num_layers is None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_ampipe.runtime.segment import WeightProducts
@@ -62,6 +63,11 @@ class BlockState(Protocol):
 
     draws: Draws | None
     """None where no number is drawn twice."""
+
+    def recall(
+        self, kind: StageKind, chunk: int | None, inputs: Sequence[Tensor]
+    ) -> Callable[[], Sequence[Tensor]]:
+        """What gives these inputs of a stage once more, in the backward pass."""
 
     def again(self) -> BlockState:
         """For a second run of the forward pass, which computes the same; called when the first has ended."""

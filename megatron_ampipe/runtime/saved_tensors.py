@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_ampipe.runtime.collectives import Transfer
+from megatron_ampipe.runtime.segment import with_history
 
 _ALIGNED = 64
 """Bytes: a copy begins where torch's allocator could begin, because kernels may depend on that."""
@@ -255,6 +257,53 @@ class InnerTensors:
         place.tensor = tensor.detach()
 
 
+class ActivationTensors(InnerTensors):
+    """What operations between the products of a stage save: they run once more when the graph first needs it.
+
+    As Megatron's ``moe_act``, whose checkpoint calls ``backward`` and so fails under ``torch.autograd.grad``.
+
+    Args:
+        kept: See :class:`InnerTensors`.
+        stage: Runs the products with this object, from arguments that have no graph yet.
+    """
+
+    def __init__(self, kept: Collection[Tensor], stage: Callable[[InnerTensors], object]) -> None:
+        super().__init__(kept)
+        self._stage, self._results = stage, list[tuple[Any, ...]]()
+        self._next_results: Iterator[tuple[Any, ...]] = iter(())
+
+    @contextmanager
+    def dropped(self) -> Iterator[None]:
+        """The first run: what is saved between the products becomes a place."""
+        self._drops = False
+        with torch.autograd.graph.saved_tensors_hooks(self._drop, self._unpack):
+            yield
+        self._input = None
+
+    def up(self, product: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the first product of an expert; the second run takes the result of the first."""
+        if self._runs_again:
+            output, *others = next(self._next_results)
+            self._drops = True
+            return *with_history([output]), *others
+        self._drops = False
+        output, *others = product(*args, **kwargs)
+        self._kept |= {output.untyped_storage()._cdata}
+        self._results.append((output.detach(), *others))
+        self._drops = True
+        return output, *others
+
+    def _unpack(self, packed: Tensor | _Place) -> Tensor:
+        if isinstance(packed, _Place) and packed.tensor is None:
+            with self.restored():
+                # What is saved before the first product was kept.
+                self._drops, self._next_results = False, iter(self._results)
+                self._stage(self)
+            # Not earlier: other memory could take the place of what counts as kept.
+            self._results, self._next_results = [], iter(())
+        return _unpacked(packed)
+
+
 class _Place:
     """Where the graph keeps a tensor, perhaps a part of another one. The tensor goes with its last use."""
 
@@ -301,6 +350,86 @@ class DroppedRows:
         """Put rows that are gathered once more, perhaps still on their way, into the graph."""
         while self._places:
             self._places.pop().view(gathered)
+
+
+class DroppedOutput:
+    """What a module computes from each of some rows, which no graph keeps: it runs once more where needed.
+
+    As Megatron's checkpoints that discard their output, which fail under ``torch.autograd.grad``. The second
+    run has a graph, through which the gradients of the first go.
+
+    Args:
+        module: Draws no random numbers.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._rows: Tensor | None = None
+        self._second_run: tuple[Tensor, Tensor] | None = None
+
+    def compute(self, rows: Tensor) -> Tensor:
+        """``[R, B, D]`` of the rows ``[R, B, D]``, differentiable; once."""
+        self._rows = rows.detach()
+        output: Tensor = _ComputeWithoutGraph.apply(self, rows, *self._parameters)
+        return output
+
+    def first_run(self, rows: Tensor) -> Tensor:
+        """The same without a graph."""
+        output: Tensor = self._module(rows)
+        return output
+
+    def again(self) -> Tensor:
+        """What :meth:`compute` gave, in the backward pass."""
+        return self._graph()[1].detach()
+
+    def differentiate(self, gradient: Tensor) -> Sequence[Tensor | None]:
+        """From the gradient of the output to those of the rows and the parameters; once."""
+        rows, output = self._graph()
+        self._rows = self._second_run = None
+        return torch.autograd.grad(output, (rows, *self._parameters), gradient)
+
+    def _graph(self) -> tuple[Tensor, Tensor]:
+        if self._second_run is None:
+            assert self._rows is not None, "an output is needed before it is computed, or after its backward"
+            with torch.enable_grad():
+                (rows,) = with_history([self._rows])
+                self._second_run = rows, self._module(rows)
+        return self._second_run
+
+
+class _ComputeWithoutGraph(torch.autograd.Function):
+    """The module of a :class:`DroppedOutput`; parameters are arguments because they have gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, dropped: DroppedOutput, rows: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.dropped = dropped
+        return dropped.first_run(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.dropped.differentiate(gradient)
+
+
+@contextmanager
+def recomputed(tensor: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
+    """Within it, no graph keeps ``tensor``; its backward takes that from ``again()``, of the same layout."""
+    # The graph keeps the hooks, which must not refer to the tensor.
+    memory, begin = tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+    def drop(saved: Tensor) -> Tensor | _Place:
+        is_kept = saved.untyped_storage()._cdata != memory
+        return saved if is_kept else _Place(saved, saved.storage_offset() - begin)
+
+    def unpack(packed: Tensor | _Place) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        packed.view(again())
+        found, packed.tensor = _unpacked(packed), None
+        return found
+
+    with torch.autograd.graph.saved_tensors_hooks(drop, unpack):
+        yield
 
 
 def _unpacked(packed: Tensor | _Place) -> Tensor:

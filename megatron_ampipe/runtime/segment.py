@@ -8,7 +8,6 @@ can be left to separate stages (:class:`WeightProducts`), and those of keys and 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -31,8 +30,8 @@ class Segment:
     Args:
         function: Takes tensors, returns a tuple of tensors.
         inputs: Its arguments; they are detached here.
-        recompute: Keep only the inputs, and run the stage again in :meth:`backward`. Only for stages that
-            draw no random numbers and have no side effects.
+        recall: Gives the inputs once more: nothing is kept here, and the stage runs again in
+            :meth:`backward`. Only for stages that draw no random numbers and have no side effects.
         releases: :meth:`backward` releases the gradients that it is given after their first use. Only for
             stages with one output.
 
@@ -48,17 +47,16 @@ class Segment:
         function: Callable[..., tuple[Tensor, ...]],
         inputs: Sequence[Tensor],
         *,
-        recompute: bool = False,
+        recall: Callable[[], Sequence[Tensor]] | None = None,
         releases: bool = False,
     ) -> None:
         self.crossed: tuple[StorageWeakRef, ...] = ()
         self._given: list[Tensor | None] | None = [] if releases else None
         self._again: Callable[[], object] | None = None
-        if not recompute:
+        if recall is None:
             self.values = self._build_graph(function, inputs)
             return
-        kept = tuple(tensor.detach() for tensor in inputs)
-        self._again = functools.partial(self._build_graph, function, kept)
+        self._again = lambda: self._build_graph(function, recall())
         with torch.no_grad():
             self.values = function(*inputs)
 

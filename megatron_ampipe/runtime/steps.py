@@ -203,7 +203,7 @@ class RunStage(Step):
         function: Called with the state, the chunk and the arguments.
         extras: Slots of further arguments, by keyword.
         segment: Slot of the graph; None if it is not differentiated.
-        recompute: Keep only the arguments, and run the function again before it is differentiated.
+        recompute: Keep no more than the arguments, and run the function again before it is differentiated.
         releases: Its backward releases the gradient that it is given after the first use.
         restores: Slots of graphs that will use what this has computed once more.
     """
@@ -228,9 +228,8 @@ class RunStage(Step):
             with torch.no_grad():
                 return function(block, stage.chunk, *inputs, **extras)
         bound = functools.partial(function, block, stage.chunk, **extras)
-        segment = slots[self.segment] = Segment(
-            bound, inputs, recompute=self.recompute, releases=self.releases
-        )
+        recall = block.recall(stage.kind, stage.chunk, inputs) if self.recompute else None
+        segment = slots[self.segment] = Segment(bound, inputs, recall=recall, releases=self.releases)
         if state.crossing is not None:
             segment.crossed = state.crossing.note_use(inputs)
         outputs, segment.values = segment.values, ()

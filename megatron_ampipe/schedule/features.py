@@ -45,6 +45,8 @@ class BlockFeatures:
         chunked_qkv: Queries, keys and values can be projected chunk by chunk.
         recomputed: The forward pass keeps only what the block is given, and its stages run again in the
             backward pass (``Stage.again``).
+        drops_normed: What the router and the experts are given is not kept either: the norm before them runs
+            again where it is needed.
         restored: What is not kept for the backward pass of the experts, and is restored in it: of each chunk
             of the backward pass, or once for all.
         condensed: Similar tokens are sent once.
@@ -69,6 +71,7 @@ class BlockFeatures:
     chooses: bool = False
     chunked_qkv: bool = False
     recomputed: bool = False
+    drops_normed: bool = False
     restored: tuple[tuple[Restored, ...], ...] = ()
     condensed: bool = False
     flex: bool = False

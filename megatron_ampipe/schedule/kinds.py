@@ -36,7 +36,7 @@ _KEY, _VALUE = Value("key", Layout.KEYS), Value("value", Layout.KEYS)
 RING_KEY, RING_VALUE = Value("ring key", Layout.BLOCK), Value("ring value", Layout.BLOCK)
 CONTEXT = Value("context", Layout.QUERIES)
 PARTIAL, _PROJECTED = Value("partial projection", Layout.QUERIES), Value("projection", Layout.HIDDEN)
-_RESIDUAL, _NORMED = Value("residual", Layout.HIDDEN), Value("normed", Layout.HIDDEN)
+_RESIDUAL, NORMED = Value("residual", Layout.HIDDEN), Value("normed", Layout.HIDDEN)
 _TOKENS, _PROBS = Value("tokens", Layout.CHUNK), Value("probs", Layout.CHUNK)
 _OWN_PROBS = Value("own probs", Layout.CHUNK)
 _LOGITS, _LOSS = Value("logits", Layout.CHUNK), Value("loss", Layout.SCALAR)
@@ -67,16 +67,16 @@ RERING = replace(RING, name="rering", directions=_BACKWARD)
 """In the backward pass, keys and values to the context-parallel rank before: they were not kept."""
 _ATTENDED = (QUERY, _KEY, _VALUE, CONTEXT, HIDDEN_STATES)
 ATTENTION = StageKind(
-    "attention", COMPUTE_LANE, _EITHER, takes=_ATTENDED, gives=(_RESIDUAL, _NORMED), covers_wait=True
+    "attention", COMPUTE_LANE, _EITHER, takes=_ATTENDED, gives=(_RESIDUAL, NORMED), covers_wait=True
 )
 """Core attention and output projection; and residual and pre-MoE norm, unless :data:`ADD_NORM` does these."""
 SCATTER_ROWS = StageKind("scatter-rows", TENSOR_LANE, _EITHER, takes=(PARTIAL,), gives=(_PROJECTED,))
 """Reduce-scatter of the output projection over tensor-parallel ranks; backward an all-gather."""
-ADD_NORM = replace(INPUT_NORM, name="add-norm", takes=(_PROJECTED, HIDDEN_STATES), gives=(_RESIDUAL, _NORMED))
+ADD_NORM = replace(INPUT_NORM, name="add-norm", takes=(_PROJECTED, HIDDEN_STATES), gives=(_RESIDUAL, NORMED))
 """Bias, dropout, residual, pre-MoE norm, of the rows that a tensor-parallel rank owns."""
-CHOOSE = StageKind("choose", COMPUTE_LANE, _WHOLE, takes=(_NORMED,), gives=(_CHOICE, _SCORES))
+CHOOSE = StageKind("choose", COMPUTE_LANE, _WHOLE, takes=(NORMED,), gives=(_CHOICE, _SCORES))
 """Router, where its choice for a token depends on tokens of other chunks."""
-ROUTE = StageKind("route", takes=(_NORMED, _CHOICE, _SCORES), gives=(_TOKENS, _PROBS, _LOGITS, _ROUTING))
+ROUTE = StageKind("route", takes=(NORMED, _CHOICE, _SCORES), gives=(_TOKENS, _PROBS, _LOGITS, _ROUTING))
 """Router, unless there is a :data:`CHOOSE`, and permutation of the tokens by expert."""
 CONDENSE = StageKind(
     "condense", takes=(_TOKENS, _PROBS, _ROUTING), gives=(_TOKENS, _PROBS, _OWN_PROBS, _ROUTING)
@@ -84,7 +84,7 @@ CONDENSE = StageKind(
 """Of similar tokens, those that are sent; they go with probabilities of 1."""
 LOSSES = StageKind("losses", COMPUTE_LANE, _WHOLE, takes=(_LOGITS,), gives=(_LOSS,))
 """Auxiliary and z losses of the router, once for the whole block."""
-SHARED = StageKind("shared", takes=(_NORMED,), gives=(_SHARED_OUTPUT,), covers_wait=True)
+SHARED = StageKind("shared", takes=(NORMED,), gives=(_SHARED_OUTPUT,), covers_wait=True)
 """Shared experts."""
 COUNTS = StageKind(
     "counts", COMM_LANE, takes=(_ROUTING,), gives=(_SPLITS,), directions=_FORWARD, host_reads=True
@@ -112,11 +112,11 @@ EXPAND = StageKind("expand", takes=(_EXPERT_OUTPUT, _OWN_PROBS), gives=(_EXPERT_
 """Expert outputs of the tokens that were sent, weighted for all tokens."""
 MERGE = StageKind("merge", takes=(_OUTPUT_SHAPE, _RESIDUAL, _SHARED_OUTPUT), gives=(HIDDEN_STATES,))
 """Unpermutation, projection of latent experts, shared expert output, residual."""
-MLP = StageKind("mlp", takes=(_NORMED, _RESIDUAL), gives=(HIDDEN_STATES,), covers_wait=True)
+MLP = StageKind("mlp", takes=(NORMED, _RESIDUAL), gives=(HIDDEN_STATES,), covers_wait=True)
 """Of a layer without experts: its MLP, residual."""
 
 # What gives back what the experts have not kept for their backward.
-REPERMUTE = StageKind("repermute", takes=(_NORMED,), gives=(_TOKENS,), directions=_BACKWARD, restores=EXPERT)
+REPERMUTE = StageKind("repermute", takes=(NORMED,), gives=(_TOKENS,), directions=_BACKWARD, restores=EXPERT)
 """Permutation of the tokens by expert once more, for :data:`REDISPATCH`."""
 REDISPATCH = replace(REPERMUTE, name="redispatch", lane=COMM_LANE, takes=(_TOKENS,))
 """All-to-all that sends the tokens once more, because what arrived was not kept."""
@@ -255,7 +255,7 @@ def _experts(block: BlockFeatures) -> _Candidates:
         (True, COMBINE),
         (block.condensed, EXPAND),
         (True, merge),
-        (redispatches, REPERMUTE),
+        (redispatches, replace(REPERMUTE, takes=()) if block.drops_normed else REPERMUTE),
         (redispatches, REDISPATCH),
         (redispatches and block.nodes, RESPREAD),
         (offloads_tokens, LOAD_TOKENS),

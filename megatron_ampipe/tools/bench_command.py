@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from tqdm import tqdm
 
-from megatron_ampipe.block.named_values import SHIPPED_WIRES, check_wire
+from megatron_ampipe.block.named_values import SHIPPED_WIRES, class_path
 from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import AMPipeError, BadInput
 from megatron_ampipe.files import outputs
@@ -302,7 +302,7 @@ def _variants(
             # Layers that overlap nothing share no schedule, and send everything as it is.
             pipeline, wire = replace(pipeline, stack=1), UNCHANGED
         if wire != UNCHANGED:
-            check_wire(wire, flag="--wire")
+            class_path(wire, SHIPPED_WIRES, flag="--wire")
         if exchange in useful:
             found.append(Variant(schedule, pipeline, None if wire == UNCHANGED else wire))
     return tuple(dict.fromkeys(found))

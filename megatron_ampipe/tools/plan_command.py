@@ -212,8 +212,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.trace is not None or arguments.tape is not None:
         _write_shown(predictor, plan, arguments)
     if arguments.output is not None:
-        head = f"ampipe plan --model {arguments.model} --cluster {arguments.cluster}"
-        plan.write(arguments.output, head=head)
+        plan.write(arguments.output, head=arguments.command_line.replace("\n", " "))
     if arguments.json == "-":
         print(text, end="")
         return 0

@@ -711,8 +711,70 @@ LAUNCHES = cases(
     batch=3,
 )  # fmt: skip
 
+
+def again(*modules: str, **model: Any) -> dict[str, Any]:
+    """Megatron's settings with which it recomputes these modules, and others."""
+    chosen = {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+    # torch's RMSNorm is several operations, whose gradients are then added in another order.
+    return chosen | {"moe_grouped_gemm": "moe_act" in modules, "normalization": "LayerNorm"} | model
+
+
+IN_MDM = {"layers": "mdm", "stack": 0}
+AGAIN = cases(
+    "again-",
+    {
+        "moe-act": {"model": LARGE | again("moe_act")},
+        "moe-act-alone": {"degree": 1, "schedule": "lancet", "model": again("moe_act")},
+        "moe-act-bias-degree2": {
+            "degree": 2, "backward_degree": 4, "model": TIGHT | again("moe_act", add_bias_linear=True),
+        },
+        "moe-act-stack-joined": IN_MDM
+        | {"schedule": "joined", "executor": "cuda", "model": LARGE | again("moe_act")},
+        "moe-act-memory": {"memory": "keep/rebuild/keep/S3", "model": LARGE | again("moe_act")},
+        "moe-act-core-attn-tp": {"parallel": TP, "model": LARGE | again("moe_act", "core_attn")},
+        "moe-act-tp-experts-ep": {
+            "world_size": 4, "parallel": TP_EXPERTS_EP, "model": LARGE | again("moe_act"),
+        },
+        "moe-act-moe": {"model": LARGE | again("moe_act", "moe")},
+        "layernorm": {"model": LARGE | SHARED | again("layernorm")},
+        "layernorm-rms": {"model": LARGE | SHARED | again("layernorm", normalization="RMSNorm")},
+        "layernorm-degree2-bias": {
+            "degree": 2, "backward_degree": 4, "model": TIGHT | again("layernorm", add_bias_linear=True),
+        },
+        "layernorm-moe-only-cuda": {
+            "schedule": "moe-only", "executor": "cuda", "model": LARGE | SHARED | again("layernorm"),
+        },
+        "layernorm-lancet": {"degree": 1, "schedule": "lancet", "model": LARGE | SHARED | again("layernorm")},
+        "layernorm-joined-stack": IN_MDM
+        | {"schedule": "joined", "backward_degree": 2, "model": LARGE | again("layernorm")},
+        "layernorm-stack-tp": IN_MDM | {"parallel": TP, "model": LARGE | SHARED | again("layernorm")},
+        "layernorm-tp": {"parallel": TP, "model": LARGE | SHARED | again("layernorm")},
+        "layernorm-cp-moe-only": {
+            "schedule": "moe-only", "parallel": CP, "degree": 3, "sequence_length": 36,
+            "model": LARGE | again("layernorm"),
+        },
+        "layernorm-choice": {"model": SINKHORN | Z | SHARED | again("layernorm")},
+        "layernorm-redispatch": {
+            "memory": "redispatch/keep/S2/rebuild", "model": LATENT_EXPERTS | TIGHT | again("layernorm"),
+        },
+        "layernorm-hybridep": {"model": LARGE | HYBRID | again("layernorm")},
+        "layernorm-moe-stack": {
+            "layers": "mm", "stack": 0, "executor": "cuda",
+            "model": LARGE | SHARED | again("layernorm", "moe"),
+        },
+        "every-module-mla": {
+            "layers": "dmm", "stack": 0, "rope": False,
+            "model": LATENT | LARGE | SHARED
+            | again("layernorm", "moe_act", "mla_up_proj", "shared_experts", "mlp", "core_attn"),
+        },
+    },
+    batch=3,
+    rope=True,
+)  # fmt: skip
+"""Selective recompute of parts of stages. Also compared with the same layer without it, bit by bit."""
+
 PARITY += CHANGED + MEMORY + DOCUMENTS + GATES + LANCET + FLEXES
 PARITY += ONCE_PER_RANK + ONCE_PER_NODE + COPIES_OVER_NODES + GATHERED + SCATTERED + LAUNCHES
-PARITY += PERMUTED
+PARITY += PERMUTED + AGAIN
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"

@@ -110,6 +110,7 @@ FEATURES = (
         "--recompute-granularity selective --recompute-modules core_attn moe",
         "--recompute-granularity selective --recompute-modules shared_experts",
         "--recompute-granularity selective --recompute-modules mla_up_proj",
+        "--recompute-granularity selective --recompute-modules layernorm mlp",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
     ),

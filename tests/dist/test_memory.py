@@ -19,7 +19,7 @@ from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.schedule import KEEP, MEGATRON, Exchange, Partner
 from megatron_ampipe.tools.measuring.grid import Case as GridCase
 from megatron_ampipe.tools.measuring.grid import block_of_case
-from tests.dist.cases import Case
+from tests.dist.cases import Case, again
 from tests.dist.worker import use_groups
 
 # How long a gloo thread keeps a buffer, and so the peak, depends on what else runs.
@@ -120,9 +120,28 @@ PARTNERS = [
     stack("mmmm", "partners", degree=1, partner=Partner(schedule="ampipe"), model="top2-swiglu-losses"),
     stack("mmmm", "partners, redispatch", degree=1, partner=Partner(order=MEGATRON), memory="redispatch"),
 ]
+
+
+def selective(*modules: str, model: str = "top1") -> Case:
+    """Four layers in a stack, with Megatron's selective recompute."""
+    plain = stack("mmmm", " ".join(modules), model=model)
+    return dataclasses.replace(plain, model=plain.model | again(*modules, normalization="RMSNorm"))
+
+
+AGAIN = [
+    # Of 23 tensors as wide as a row: those after the first product, those of both norms after their input.
+    (selective("moe_act"), (23 - 8) / 23),
+    (selective("layernorm"), (23 - 4) / 23),
+    (selective("layernorm", "moe_act"), (23 - 12) / 23),
+]
+OTHERS_AGAIN = [
+    selective("layernorm", "moe_act", model="top2-swiglu-losses"),
+    selective("layernorm", "shared_experts", model="shared"),
+    selective("moe", model="shared"),
+]
 PREDICTED = [
     *(*STOCK.values(), *CASES, SENT_ONCE, *LANCET, JOINED, TWO, *itertools.chain(*STACKS)),
-    *(*RESTORING, *DENSE, *EIGHTS),
+    *(*RESTORING, *DENSE, *EIGHTS, *(one for one, _ in AGAIN), *OTHERS_AGAIN),
 ]
 
 
@@ -290,6 +309,16 @@ def test_experts_that_restore_their_tensors_keep_less(case: Case, reports: Measu
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(("case", "share"), AGAIN, ids=[case.name for case, _ in AGAIN])
+def test_what_is_recomputed_is_not_kept(case: Case, share: float, reports: Measurements) -> None:
+    """Of a chunk, what runs again is there while its stages are differentiated, and no longer."""
+    keeping, dropping = reports[FOUR], reports[case]
+    assert dropping["after_forward_bytes"] / keeping["after_forward_bytes"] <= share + 0.02
+    assert dropping["peak_bytes"] / keeping["peak_bytes"] <= share + 0.07
+    assert dropping["left_bytes"] <= keeping["left_bytes"]
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", [*CASES, SENT_ONCE, *LANCET], ids=lambda case: case.name)
 def test_only_gradients_stay_allocated(case: Case, reports: Measurements) -> None:
     """After the backward pass only the gradients of the input and the parameters are alive."""
@@ -313,10 +342,10 @@ def predicted_bytes(case: Case, *, num_ranks: int = 2) -> float:
         dtype="bf16" if model.get("bf16") else "fp32",
     )
     block = block_of_case(block, num_ranks=num_ranks, fused_gradients=False)
+    block = dataclasses.replace(block, recompute_modules=tuple(model.get("recompute_modules", ())))
     return peak_bytes(
         dataclasses.replace(block, dense_ffn=model["ffn_hidden_size"], exchange=case.exchange),
         case.pipeline if case.partner is None else case.pipeline.with_partners(forward=True, backward=True),
-        # Of a pass ahead, a layer is kept before the backward pass has released one.
         # Of a pass ahead, about a layer is kept before the backward pass has released one.
         num_layers=len(case.layers) + (case.partner is not None),
         dense_layers=[layer for layer, kind in enumerate(case.layers) if kind == "d"],

@@ -116,11 +116,24 @@ def test_a_plan_is_made_at_start_up_from_a_cluster_file(stock: Run, cluster_file
     assert "AMPipe: input of" not in run.output, "nothing is tried"
 
 
+def test_partners_are_planned_at_start_up_and_read_from_the_plan(
+    stock: Run, cluster_file: Path, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    words = ["--ampipe-degree", "auto", "--ampipe-cluster", str(cluster_file), "--ampipe-partner"]
+    for why in ("planned from", "read from"):
+        run = train(*EP2, *EXACT, *words, "--ampipe-save-plan", str(plan))
+        assert_same_losses(run, stock)
+        assert why in run.output and "searched" in run.output
+        assert_in_table("run together; others as the degree says", run)
+    assert Plan.read(plan).partner is not None
+
+
 def test_a_plan_file_is_run(stock: Run, cluster_file: Path, tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text(MODEL)
     plan = tmp_path / "plan.yaml"
     words = ["--model", str(tmp_path / "model.yaml"), "--cluster", str(cluster_file), "--output", str(plan)]
-    assert main(["plan", *words]) == 0
+    assert main(["plan", *words, "--no-partner"]) == 0
     assert Plan.read(plan).helps
     run = train(*EP2, *EXACT, "--ampipe-plan", str(plan))
     assert_same_losses(run, stock)

@@ -44,7 +44,6 @@ VALUES = {
     "--ampipe-trace-dir": [["traces"]],
     "--ampipe-memory": [["rebuild"], ["redispatch"]],
     "--te-precision-config-file": [[str(REPOSITORY / "tests" / "megatron" / "precision.yaml")]],
-    "--recompute-modules": [["layernorm"], ["moe_act"], ["core_attn", "layernorm"]],
 }
 """Refused values; for other flags the test uses all choices except the default, or 2."""
 
@@ -63,7 +62,6 @@ COMPANIONS = {
     "--num-distributed-optimizer-instances": shlex.split(
         "--ampipe-grad-reduce placed --overlap-grad-reduce --use-distributed-optimizer"
     ),
-    "--recompute-modules": ["--recompute-granularity", "selective"],
     "--ampipe-memory": ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe"],
 }
 """Flags that the setting needs to have an effect."""
@@ -72,11 +70,8 @@ COMPANIONS = {
 @pytest.fixture(scope="module")
 def parser() -> argparse.ArgumentParser:
     """Megatron's, with the flags of AMPipe."""
-    from megatron.core.extensions import kitchen
     from megatron.training.arguments import add_megatron_arguments
 
-    # Megatron has the flags of this library only if it is installed; it is internal to NVIDIA.
-    kitchen.HAVE_KITCHEN = True
     made: argparse.ArgumentParser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     ending.report_parser_errors(made)
     flags.add_arguments(made)

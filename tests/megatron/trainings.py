@@ -147,7 +147,7 @@ TRAININGS: dict[str, Training] = {
         said=(
             "--moe-shared-expert-overlap switched off: ",
             "--overlap-moe-expert-parallel-comm switched off: --ampipe-partner does the same",
-            "partner the next micro-batch's forward pass",
+            "partner uncut, lancet, listed a backward pass and the next micro-batch's forward pass",
             "--delay-wgrad-compute switched off: ",
         ),
     ),
@@ -163,6 +163,8 @@ TRAININGS: dict[str, Training] = {
             f"{STACK}{PLACED}",
             f"--ampipe-schedule lancet {PLACED}",
             f"{PARTNER}{PLACED}",
+            f"{BLOCKS} --ampipe-partner --ampipe-partner-degree 2",
+            f"{PARTNER}--ampipe-partner-order megatron-1f1b",
         ),
     ),
     # The experts keep more after the restart than before.
@@ -186,6 +188,12 @@ TRAININGS: dict[str, Training] = {
         flags=FOUR_LAYERS + EP + LLAMA + FULL + "--moe-layer-freq [0,1,1,1] --mtp-num-layers 1",
         ours=(STACK, PARTNER),
         said=("full recompute every layer",),
+    ),
+    # A dense layer outside a stack has Megatron's own checkpoints.
+    "recompute-modules": Training(
+        flags=FOUR_LAYERS + EP + LLAMA + SHARED + "--moe-layer-freq [0,1,1,1] --recompute-granularity "
+        "selective --recompute-modules layernorm shared_experts mlp core_attn",
+        ours=(BLOCK, REDISPATCH, PARTNER),
     ),
     "recompute-interleaved": Training(
         flags=PP + FULL_BLOCK + OVERLAPS + "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2 "

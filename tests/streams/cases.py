@@ -97,8 +97,9 @@ def runs() -> Iterator[Run]:
         # The split of the sequence and the attention kernel make no difference here. Stand-ins of DeepEP and
         # HybridEP are of real ranks, and those of fused kernels no kernels; a ring and ids of tensor-parallel
         # rows are not modelled.
-        left_out = ("degree", "length", "kernel", "only", "flex", "fused", "gate-hash", "gate-ids")
+        left_out = ("degree", "length", "kernel", "only", "fused", "gate-hash", "gate-ids")
         told = case.name.startswith(left_out) or case.pipeline.is_stock
+        told = told or case.model.get("moe_token_dispatcher_type") == "flex"
         told = told or "context_parallel_size" in case.parallel or case.world_size > RANKS_OF_NODES
         if case.executor == "thread" and not told:
             yield Run(f"parity-{case.name}", dataclasses.replace(case, executor="cuda", kernel="exact"))

@@ -21,7 +21,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import ending
 
 FOLDER = Path(sys.argv[1])
-MEGATRON: Any = ModuleType("megatron.training.global_vars")
+MEGATRON: Any = ModuleType("megatron.training")
 MEGATRON.get_args = lambda: SimpleNamespace(load="/loaded")
 
 
@@ -125,7 +125,7 @@ def start(name: str) -> int:
     os.dup2(output, 2)
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(FOLDER / f"{name}.json")
     # In place of Megatron, whose import takes long.
-    sys.modules["megatron.training.global_vars"] = MEGATRON
+    sys.modules["megatron.training"] = MEGATRON
     code: Any = 99
     try:
         code = ending.run_to_end(WAYS[name])

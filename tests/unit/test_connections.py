@@ -61,6 +61,15 @@ def test_any_number_of_queues_is_accepted_with_tensor_and_context_parallelism(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_ampipe_refuses_is_said_before_megatrons_demand(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlap = ["--overlap-moe-expert-parallel-comm", *DEGREE_4]
+    with pytest.raises(BadInput, match="--ampipe-memory all"):
+        launch(monkeypatch, *shlex.split(LAYOUTS[layout]), *overlap, "--ampipe-memory", "all")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_stock_run_is_left_to_megatron(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match="require setting the environment variable CUDA_DEVICE_MAX_CONN"):
         launch(monkeypatch, *shlex.split(LAYOUTS[layout]))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ampipe.runtime.saved_tensors import DroppedRows
+from megatron_ampipe.runtime.saved_tensors import DroppedOutput, DroppedRows, recomputed
 from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, Segment
 
 
@@ -84,7 +84,8 @@ def test_a_gradient_is_released_after_its_first_use(releases: bool, recompute: b
     def stage(tensor: Tensor) -> tuple[Tensor]:
         return (Look.apply(tensor @ weight, notes) * 2,)
 
-    segment = Segment(stage, [inputs], recompute=recompute, releases=releases)
+    recall = (lambda: [inputs]) if recompute else None
+    segment = Segment(stage, [inputs], recall=recall, releases=releases)
     gradient = torch.randn(4, 3)
     expected, of_weight = gradient * 2 @ weight.t(), inputs.t() @ (gradient * 2)
     gradients: list[Tensor | None] = [gradient]
@@ -131,3 +132,43 @@ def test_gathered_rows_are_not_kept_and_come_back() -> None:
     torch.testing.assert_close((of_input, sums.take(0)), expected, rtol=0, atol=0)
     gc.collect()
     assert alive() is None, "what was gathered again is kept after its use"
+
+
+def test_a_dropped_output_is_computed_again_once_for_all_stages_that_took_it() -> None:
+    norm, weight = torch.nn.LayerNorm(4), Parameter(torch.randn(4, 4))
+    calls: list[weakref.ref[Any]] = []
+    norm.register_forward_hook(lambda *call: calls.append(weakref.ref(call[-1].untyped_storage())))
+    given = torch.randn(6, 2, 4)
+    copy = given.clone().requires_grad_()
+    parts = [part for rows in norm(copy).split(3) for part in project(rows, weight)]
+    trained = [*norm.parameters(), weight]
+    expected = torch.autograd.grad([part.sum() for part in parts], [copy, *trained])
+    del parts, copy
+    calls.clear()
+
+    dropped = DroppedOutput(norm)
+    giver = Segment(lambda rows: (dropped.compute(rows),), [given])
+    (output,), giver.values = giver.values, ()
+    takers = []
+    for half in range(2):
+
+        def stage(rows: Tensor, half: int = half) -> tuple[Tensor, ...]:
+            with recomputed(rows, lambda: dropped.again().split(3)[half]):
+                return project(rows, weight)
+
+        takers.append(Segment(stage, [output.split(3)[half]]))
+    values = [len(taker.values) for taker in takers]
+    del output
+    gc.collect()
+    assert [alive() for alive in calls] == [None], "a graph keeps the output"
+
+    sums = GradientSums(BlockParameters([], trained))
+    gradients = []
+    for taker, count in zip(takers, values, strict=True):
+        ones: list[Tensor | None] = [torch.ones(3, 2, 4) for _ in range(count)]
+        gradients += taker.backward(ones, parameters=[2], sums=sums)
+    (of_rows,) = giver.backward([torch.cat(gradients)], parameters=[0, 1], sums=sums)
+    found = (of_rows, *map(sums.take, range(3)))
+    torch.testing.assert_close(found, expected)
+    gc.collect()
+    assert [alive() for alive in calls] == [None, None], "it is computed more than twice, or kept"

@@ -3,6 +3,7 @@
 Stock layers and AMPipe layers use the same ones, so the two can be compared.
 """
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -48,6 +49,11 @@ def install() -> None:
     tracker._get_cuda_rng_state = get_rng_state
     tracker._set_cuda_rng_state = set_rng_state
 
+    # CheckpointWithoutOutput, with --recompute-modules layernorm, asks Transformer Engine also without FP8.
+    if not hasattr(tracker, "FP8GlobalStateManager"):
+        tracker.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+        tracker.activation_recompute_forward = tracker.fp8_autocast = lambda **_: contextlib.nullcontext()
+
     # MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize.
     moe_utils.maybe_move_tensor_to_cpu = _splits_to_host
     token_dispatcher.maybe_move_tensor_to_cpu = _splits_to_host
@@ -59,10 +65,13 @@ def install() -> None:
     linear._grad_accum_fusion_available = True
 
     # MoEAlltoAllTokenDispatcher with tensor-parallel experts.
-    for name, start in zip(("_gather", "_reduce_scatter"), UNEQUAL_GATHER, strict=True):
-        collective = getattr(mappings, f"{name}_along_first_dim")
-        uneven = _with_uneven_splits(collective, start, gathers=name == "_gather")
-        setattr(mappings, f"{name}_along_first_dim", uneven)
+    gather, scatter = UNEQUAL_GATHER
+    mappings._gather_along_first_dim = _with_uneven_splits(
+        mappings._gather_along_first_dim, gather, gathers=True
+    )
+    mappings._reduce_scatter_along_first_dim = _with_uneven_splits(
+        mappings._reduce_scatter_along_first_dim, scatter, gathers=False
+    )
 
     # TopKRouter.routing, with --moe-token-drop-policy position.
     dropping = _with_ordered_topk(router.apply_router_token_dropping)
