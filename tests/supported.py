@@ -38,6 +38,9 @@ logged losses: relative difference at most 1e-5. Cases have, alone and combined:
   and without padding.
 - **Experts**: SwiGLU, latent and shared experts, `--ampipe-memory`, selective recompute of any modules,
   full recompute inside the schedule, fp32 residual, evaluation.
+
+[FP8](gpu.md#fp8) is compared in fp64 over a stand-in of Transformer Engine (`tests/dist/test_fp8.py`).
+`tests/moe_flags.py` lists every flag of Megatron's MoE layers, and by what its effect in chunks is known.
 """
 
 TRAININGS = """\

@@ -219,7 +219,15 @@ def report_parser_errors(parser: argparse.ArgumentParser) -> None:
     """Make ``parser`` raise :class:`BadInput`, instead of printing 800 flags on every rank."""
 
     def error(message: str) -> NoReturn:
-        raise _parser_error(message, parser)
+        remedy = "Run with --help for the list."
+        flag, separator, rule = message.removeprefix("argument ").partition(": ")
+        if flag == "unrecognized arguments":
+            known = [flag for action in parser._actions for flag in action.option_strings]
+            near = did_you_mean(rule.split()[0].partition("=")[0], known)
+            raise BadInput("argument", rule, rule="there is no such flag", remedy=near or remedy)
+        if not separator or not message.startswith("argument "):
+            raise BadInput("arguments", "(incomplete)", rule=message, remedy=remedy)
+        raise BadInput(flag, "", rule=rule, remedy=remedy)
 
     parser.error = error  # type: ignore[method-assign]
     for action in parser._actions:
@@ -230,15 +238,3 @@ def report_parser_errors(parser: argparse.ArgumentParser) -> None:
             action.help = (action.help or "").replace("%", "%%")
     if int(os.environ.get("RANK", "0")) != 0:
         parser.print_help = lambda file=None: None  # type: ignore[method-assign]
-
-
-def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
-    remedy = "Run with --help for the list."
-    flag, separator, rule = message.removeprefix("argument ").partition(": ")
-    if flag == "unrecognized arguments":
-        known = [flag for action in parser._actions for flag in action.option_strings]
-        near = did_you_mean(rule.split()[0].partition("=")[0], known)
-        return BadInput("argument", rule, rule="there is no such flag", remedy=near or remedy)
-    if not separator or not message.startswith("argument "):
-        return BadInput("arguments", "(incomplete)", rule=message, remedy=remedy)
-    return BadInput(flag, "", rule=rule, remedy=remedy)

@@ -95,7 +95,7 @@ class AMPipeTransformerLayer(TransformerLayer):
         documents = None if untimed else block.documents(packing, attention_mask, hidden_states)
         if untimed or (ampipe.runs_megatron_layers and documents is None):
             stock = functools.partial(
-                super().forward,
+                block.in_precision(super().forward, self),
                 attention_mask=attention_mask,
                 context=context,
                 rotary_pos_emb=rotary_pos_emb,

@@ -251,6 +251,8 @@ def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -
         )
         return replace(plan, reason=reason)
     why = "a sequence of one row cannot be split"
+    if work.rows > 1:
+        why = f"no degree cuts the {work.rows} rows of a rank into chunks, with FP8 of whole tiles"
     if work.expert == 1:
         why = "each rank holds all experts, so nothing is sent that could be hidden"
     elif best is not None:
@@ -268,9 +270,11 @@ def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -
 def _best(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Candidate | None:
     """The best way to run the layers in AMPipe's; None if nothing can overlap."""
     best: Candidate | None = None
-    if predictor.block.rows > 1 and predictor.block.expert > 1:
-        best = (full_plan if full else choose_degree)(predictor, degrees)
-        if predictor.block.exchange is not Exchange.ROWS and len(predictor.layers) == 1:
+    block = predictor.block
+    possible = [degree for degree in degrees if block.splits_into(degree)]
+    if block.expert > 1 and possible:
+        best = (full_plan if full else choose_degree)(predictor, possible)
+        if block.exchange is not Exchange.ROWS and len(predictor.layers) == 1:
             # Without chunks nothing is hidden, but its exchange may be the faster one.
             best = min(named(predictor, "ampipe", 1, 1), best, key=by_time)
     whole = in_one_chunk(predictor)

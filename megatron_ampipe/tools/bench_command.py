@@ -18,6 +18,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from megatron_ampipe.block.named_values import SHIPPED_WIRES, class_path
+from megatron_ampipe.block.settings import PARTNER_ORDERS
 from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import AMPipeError, BadInput
 from megatron_ampipe.files import outputs
@@ -29,6 +30,7 @@ from megatron_ampipe.schedule import (
     SCHEDULE_NAMES,
     STRATEGIES,
     Exchange,
+    Partner,
     Pipeline,
     check_memory,
     parse_exchanges,
@@ -40,6 +42,8 @@ from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid,
 from megatron_ampipe.tools.measuring.link import RANKS, add_link_arguments, parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
+OFF = "off"
+"""The value of ``--partner`` without partners."""
 UNCHANGED = "none"
 """The value of ``--wire`` with which rows travel as they are."""
 LAYERS_OF_TRAINING, ROUNDS = 2, 3
@@ -105,6 +109,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exchange", "E,E", exchange, default="rows")
     wires = f"how rows are cast for the transfer: {UNCHANGED}, {', '.join(SHIPPED_WIRES)} or a class"
     add("--wire", "W,W", wires, default=UNCHANGED)
+    orders = " or ".join(PARTNER_ORDERS)
+    partners = f"with --end-to-end: partners, {OFF} or their order, {orders} (default: {OFF})"
+    add("--partner", "P,P", partners)
+    add("--micro-batches", "N", "with --end-to-end: of each rank in an iteration (default: 2)", type=positive)
     rounds = f"with --end-to-end: trainings of each kind, in turns (default: {ROUNDS})"
     add("--rounds", "N", rounds, type=positive)
     add("--json", "FILE", "write all samples, versions and hardware after every case", type=Path)
@@ -164,7 +172,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         with tqdm(leave=False, disable=None, unit=" passes") as bar:
             if arguments.end_to_end:
                 document["rounds"] = rounds = arguments.rounds or ROUNDS
-                document |= {"micro_batches": training.MICRO_BATCHES, "loss_tolerance": training.TOLERANCE}
+                document |= {"micro_batches": job.micro_batches, "loss_tolerance": training.TOLERANCE}
                 for case in training.measure(job, rounds=rounds, on_iteration=bar.update):
                     finished(case)
             else:
@@ -231,9 +239,12 @@ def _check_together(arguments: argparse.Namespace) -> None:
             if value is not None:
                 rule = "works with results of blocks, not with --end-to-end"
                 _refuse(flag, value, rule, f"Leave {flag} out; --json holds every sample.")
-    elif arguments.rounds is not None:
-        rule = "belongs to --end-to-end: without it, nothing is trained"
-        _refuse("--rounds", arguments.rounds, rule, "Add --end-to-end, or leave --rounds out.")
+    else:
+        for flag in ("rounds", "partner", "micro-batches"):
+            value = getattr(arguments, flag.replace("-", "_"))
+            if value is not None:
+                rule = "belongs to --end-to-end: without it, nothing is trained"
+                _refuse(f"--{flag}", value, rule, f"Add --end-to-end, or leave --{flag} out.")
     if arguments.wire != UNCHANGED and (arguments.end_to_end or arguments.predict):
         rule = "changes the losses of trainings, and predictions do not know it"
         _refuse("--wire", arguments.wire, rule, "Leave out --end-to-end and --predict.")
@@ -267,6 +278,7 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
         repeats=arguments.repeats,
         warmup=arguments.warmup,
         seed=arguments.seed,
+        micro_batches=arguments.micro_batches or 2,
     )
 
 
@@ -280,9 +292,10 @@ def _variants(
         remedy = "Choose --cases with several experts per token and rank, or --exchange rows,ranks."
         _refuse("--exchange", ",".join(exchanges), rule, remedy)
     found = [Variant(STOCK), Variant(CONTROL)]
-    for schedule, degrees, stack, memory, wire, exchange in itertools.product(
+    for schedule, degrees, stack, memory, wire, exchange, partner in itertools.product(
         *(arguments.schedules.split(","), arguments.degrees.split(","), arguments.stack.split(",")),
         *(arguments.memory.split(","), arguments.wire.split(","), exchanges),
+        (arguments.partner or OFF).split(","),
     ):
         cut = _cut(degrees, case)
         is_cut = cut.num_chunks > 1
@@ -298,7 +311,12 @@ def _variants(
             memory=memory if is_cut else KEEP,
             exchange=exchange,
         )
-        if not pipeline.overlaps:
+        if partner not in (OFF, *PARTNER_ORDERS):
+            rule = f"is not one of {', '.join((OFF, *PARTNER_ORDERS))}"
+            _refuse("--partner", partner or "(empty)", rule, "Use --partner off,listed.")
+        if partner != OFF and stack != "1":
+            pipeline = replace(pipeline, partner=Partner(order=partner))
+        elif not pipeline.overlaps:
             # Layers that overlap nothing share no schedule, and send everything as it is.
             pipeline, wire = replace(pipeline, stack=1), UNCHANGED
         if wire != UNCHANGED:

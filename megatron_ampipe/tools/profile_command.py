@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +74,17 @@ def run(arguments: argparse.Namespace) -> int:
     is_first = not started or os.environ["RANK"] == "0"
     with tqdm(unit=" steps", leave=False, disable=None if is_first else True) as bar:
 
-        def on_message(rank: int, event: str, _: Any) -> None:
+        def on_message(rank: int, event: str, _: Any = None) -> None:
             if rank == 0 and event == "progress":
                 bar.update()
 
         if started:
-            reports = _measure_here(job, int(os.environ["RANK"]), on_message)
+            import torch.distributed as dist
+
+            number, reports = int(os.environ["RANK"]), [None] * count
+            rank = Rank(job, number, say=partial(on_message, number))
+            dist.all_gather_object(reports, measure_rank(rank))
+            dist.destroy_process_group()
         else:
             reports = run_ranks(job, measure_rank, on_message=on_message)
     if not is_first:
@@ -106,14 +111,3 @@ def measure_rank(rank: Rank[ProfileJob]) -> dict[str, Any]:
     from megatron_ampipe.tools.measuring import operations
 
     return operations.measure(rank)
-
-
-def _measure_here(job: ProfileJob, number: int, on_message: Callable[[int, str, Any], None]) -> list[Any]:
-    """Measure as a rank that torchrun has started; what every rank found."""
-    import torch.distributed as dist
-
-    report = measure_rank(Rank(job, number, say=lambda event, value=None: on_message(number, event, value)))
-    reports: list[Any] = [None] * job.num_ranks
-    dist.all_gather_object(reports, report)
-    dist.destroy_process_group()
-    return reports

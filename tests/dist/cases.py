@@ -642,6 +642,18 @@ PERMUTED = [
     }.items()
 ]  # fmt: skip
 
+PERMUTED += [
+    Case(
+        f"fused-router-{name}", stock={"moe_router_fusion": False}, model=model | {"moe_router_fusion": True}
+    )
+    for name, model in {
+        "several": TOP2 | SEVERAL_AUX | Z,
+        "expert-bias-groups": BIASED
+        | SEQ_AUX
+        | {"num_moe_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    }.items()
+]
+
 # Against a stock layer that is made to compute the same, in a simple way (changed_functions.py).
 CHANGED = [
     Case("wire-halves-two-degrees", wire="tests.wires:HalvesWire", degree=2, backward_degree=4, layers="mm",

@@ -48,6 +48,7 @@ def runs_here(case: Case) -> bool:
         and not case.model.get("moe_latent_size")
         # Only with Transformer Engine; tests/te_permutation_standin.py is for the CPU.
         and not case.model.get("moe_permute_fusion")
+        and not case.model.get("moe_router_fusion")
         # Megatron's own layer adds a bias in place to a view, and fails.
         and not case.model.get("add_bias_linear")
     )

@@ -333,8 +333,8 @@ def test_packed_sequences_equal_separate_ones(tmp_path: Path, switched_off_at_th
         qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=40, max_seqlen_kv=40
     )
     found = model(tokens, torch.arange(64)[None], None, packed_seq_params=packing)
-    for one, other in zip(expected, found.split(lengths, dim=1), strict=True):
-        assert (other - one).norm() / one.norm() < 1e-5
+    for alone, part in zip(expected, found.split(lengths, dim=1), strict=True):
+        assert (part - alone).norm() / alone.norm() < 1e-5
 
 
 @pytest.mark.ranks(1)

@@ -44,6 +44,8 @@ VALUES = {
     "--ampipe-trace-dir": [["traces"]],
     "--ampipe-memory": [["rebuild"], ["redispatch"]],
     "--te-precision-config-file": [[str(REPOSITORY / "tests" / "megatron" / "precision.yaml")]],
+    "--fp8-recipe": [["delayed"], ["custom"]],
+    "--ampipe-memory-budget": [["40GiB"]],
 }
 """Refused values; for other flags the test uses all choices except the default, or 2."""
 
@@ -62,6 +64,9 @@ COMPANIONS = {
     "--num-distributed-optimizer-instances": shlex.split(
         "--ampipe-grad-reduce placed --overlap-grad-reduce --use-distributed-optimizer"
     ),
+    "--fp8-recipe": ["--fp8-format", "e4m3", "--transformer-impl", "transformer_engine"],
+    "--fp8-format": ["--fp8-recipe", "blockwise", "--transformer-impl", "local"],
+    "--ampipe-memory-budget": ["--use-transformer-engine-op-fuser"],
     "--ampipe-memory": ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe"],
 }
 """Flags that the setting needs to have an effect."""

@@ -182,7 +182,6 @@ def test_trains_like_megatrons_layers(name: str, runs: Runs) -> None:
     assert "chunk boundaries" not in stock.output, "not the layers that this run should use"
     for run in ours:
         assert run.validation_loss == digits(stock.validation_loss)
-        assert "every degree draws" not in run.table, "there is no dropout"
         for text in TRAININGS[name].said:
             assert text in run.table
     evaluations = NUM_ITERATIONS // 2 if "--eval-iters 1" in TRAININGS[name].flags else 0
@@ -365,7 +364,7 @@ def test_what_differs_by_rounding_or_at_random(tmp_path: Path) -> None:
     assert "rows and their gradients are cast" in fp8.table
     chunks = found["sinkhorn of chunks"]
     assert chunks.lm_loss[-1] < chunks.lm_loss[0]
-    assert "compares the tokens of a chunk, which is another function for each degree" in chunks.table
+    assert "another function for each degree: later tokens of a chunk" in chunks.table
 
 
 def test_evaluation_alone_equals_stock(runs: Runs) -> None:

@@ -60,6 +60,14 @@ def local_submodules() -> HybridStackSubmodules:
     dense = get_gpt_layer_local_spec(normalization="RMSNorm")
     latent = get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm")
     experts = get_gpt_layer_local_spec(num_experts=_ANY_NUMBER, normalization="RMSNorm")
+    # The layers of multi-token prediction come from the pattern.
+    prediction = MultiTokenPredictionLayerSubmodules(
+        enorm=WrappedTorchNorm,
+        hnorm=WrappedTorchNorm,
+        eh_proj=ColumnParallelLinear,
+        mtp_model_layer=None,
+        layer_norm=WrappedTorchNorm,
+    )
     specs: dict[str, Any] = {
         "mamba_layer": ModuleSpec(
             module=MambaLayer,
@@ -76,7 +84,12 @@ def local_submodules() -> HybridStackSubmodules:
         "mla_layer": _half(latent, TransformerLayer, _NO_MLP),
         "mlp_layer": _half(dense, MLPLayer, _NO_ATTENTION),
         "moe_layer": _half(experts, MoETransformerLayer, _NO_ATTENTION),
-        "mtp_block_spec": _mtp_block(),
+        "mtp_block_spec": ModuleSpec(
+            module=MultiTokenPredictionBlock,
+            submodules=MultiTokenPredictionBlockSubmodules(
+                layer_specs=[ModuleSpec(module=MultiTokenPredictionLayer, submodules=prediction)]
+            ),
+        ),
     }
     # 0.18 has no latent attention in hybrid models.
     known = {field.name for field in dataclasses.fields(HybridStackSubmodules)}
@@ -86,23 +99,6 @@ def local_submodules() -> HybridStackSubmodules:
 def _half(layer: ModuleSpec, module: type, without: dict[str, type]) -> ModuleSpec:
     """One half of a layer of a GPT."""
     return ModuleSpec(module=module, submodules=dataclasses.replace(layer.submodules, **without))
-
-
-def _mtp_block() -> ModuleSpec:
-    """Norms and projection of multi-token prediction, whose layers come from the pattern."""
-    layer = MultiTokenPredictionLayerSubmodules(
-        enorm=WrappedTorchNorm,
-        hnorm=WrappedTorchNorm,
-        eh_proj=ColumnParallelLinear,
-        mtp_model_layer=None,
-        layer_norm=WrappedTorchNorm,
-    )
-    return ModuleSpec(
-        module=MultiTokenPredictionBlock,
-        submodules=MultiTokenPredictionBlockSubmodules(
-            layer_specs=[ModuleSpec(module=MultiTokenPredictionLayer, submodules=layer)]
-        ),
-    )
 
 
 def mamba_split_conv1d_scan(

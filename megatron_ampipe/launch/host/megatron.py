@@ -50,9 +50,13 @@ def install() -> None:
     tracker._set_cuda_rng_state = set_rng_state
 
     # CheckpointWithoutOutput, with --recompute-modules layernorm, asks Transformer Engine also without FP8.
-    if not hasattr(tracker, "FP8GlobalStateManager"):
-        tracker.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
-        tracker.activation_recompute_forward = tracker.fp8_autocast = lambda **_: contextlib.nullcontext()
+    without_fp8 = {
+        "FP8GlobalStateManager": types.SimpleNamespace(is_fp8_enabled=lambda: False),
+        "activation_recompute_forward": lambda **_: contextlib.nullcontext(),
+        "fp8_autocast": lambda **_: contextlib.nullcontext(),
+    }
+    for name, stand_in in without_fp8.items():
+        vars(tracker).setdefault(name, stand_in)
 
     # MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize.
     moe_utils.maybe_move_tensor_to_cpu = _splits_to_host

@@ -53,6 +53,7 @@ class BenchJob(RankJob):
         variants: What is compared in each case, stock first.
         repeats: Timed passes of each variant, or iterations of a training; before them, ``warmup`` others.
         layers: How many consecutive layers are one measurement, each with its own weights.
+        micro_batches: Of each rank in an iteration of a training.
     """
 
     cases: tuple[Case, ...]
@@ -60,6 +61,7 @@ class BenchJob(RankJob):
     repeats: int
     warmup: int
     layers: int = 1
+    micro_batches: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

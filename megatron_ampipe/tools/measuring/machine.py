@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -33,9 +34,12 @@ def versions() -> dict[str, str]:
         version = found_version(name)
         if version is not None:
             found[name] = str(version)
-    commit = _commit()
-    if commit is not None:
-        found["commit"] = commit
+    root = Path(megatron_ampipe.__file__).resolve().parents[1]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    if (root / ".git").exists():
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+            found["commit"] = done.stdout.strip()
     return found
 
 
@@ -54,14 +58,3 @@ def cores_of(num_ranks: int) -> tuple[int, ...]:
         return ()
     usable = sorted(os.sched_getaffinity(0))
     return tuple(usable[:num_ranks]) if len(usable) >= num_ranks else ()
-
-
-def _commit() -> str | None:
-    root = Path(megatron_ampipe.__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -23,7 +23,6 @@ from megatron_ampipe.tools.measuring.link import Link
 INTERFACE = "ampipe0"
 """What the interface is called in every rank's namespace."""
 
-_PROGRAMS = ("ip", "tc", "nsenter")
 # How much may leave at once after a pause. It has to be small compared with a chunk: with the 256 KB of many
 # examples, whole chunks would pass a 100 Mbit/s link in almost no time.
 _BURST_BYTES, _BURST_S = 32 * 1024, 0.25e-3
@@ -44,16 +43,6 @@ class NetworkUnavailable(EnvironmentMissing):
         )
 
 
-def _check_usable() -> None:
-    if not hasattr(os, "unshare"):
-        raise NetworkUnavailable("network namespaces need Linux")
-    missing = [program for program in _PROGRAMS if shutil.which(program) is None]
-    if missing:
-        raise NetworkUnavailable(f"{' and '.join(missing)} not found (packages iproute2 and util-linux)")
-    if os.geteuid() != 0:
-        raise NetworkUnavailable("this is not root")
-
-
 @contextlib.contextmanager
 def connected(link: Link, num_ranks: int) -> Iterator[list[int]]:
     """Network namespaces that are connected, one for each rank, for as long as this lasts.
@@ -62,7 +51,13 @@ def connected(link: Link, num_ranks: int) -> Iterator[list[int]]:
         What :func:`enter` takes, by rank; NetworkUnavailable if they cannot be made here.
     """
     assert link.rate_bit_per_s is not None
-    _check_usable()
+    if not hasattr(os, "unshare"):
+        raise NetworkUnavailable("network namespaces need Linux")
+    missing = [program for program in ("ip", "tc", "nsenter") if shutil.which(program) is None]
+    if missing:
+        raise NetworkUnavailable(f"{' and '.join(missing)} not found (packages iproute2 and util-linux)")
+    if os.geteuid() != 0:
+        raise NetworkUnavailable("this is not root")
     with contextlib.ExitStack() as stack:
         pids = [stack.enter_context(_holder()) for _ in range(num_ranks)]
         if num_ranks == 2:

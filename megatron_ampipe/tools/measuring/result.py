@@ -116,6 +116,7 @@ def described(variant: Variant, job: BenchJob) -> dict[str, Any]:
         "memory": pipeline.memory,
         "exchange": pipeline.exchange,
         "wire": variant.wire,
+        "partner": None if pipeline.partner is None else pipeline.partner.order,
     }
 
 
@@ -236,6 +237,7 @@ _COLUMNS: dict[str, Callable[[Record], str]] = {
     "memory": _choice("memory", KEEP),
     "exchange": _choice("exchange", Exchange.ROWS),
     "wire": _choice("wire", None),
+    "partner": _choice("partner", None),
     "degree": lambda row: "" if "spread" in row else row.get("cut", ""),
     "ms": _figure("ms", "{:.2f}"),
     "iterations/s": _figure("iterations_per_s", "{:.3f}"),

@@ -26,8 +26,6 @@ from megatron_ampipe.tools.measuring.result import described, speedup, with_cont
 FORMAT = "ampipe-training-1"
 TOLERANCE = 1e-5
 """Largest relative difference of the losses that still counts as the same curve."""
-MICRO_BATCHES = 2
-"""Of each rank in an iteration: few, which is where the package is meant to help."""
 ITERATION = re.compile(
     r" iteration +(?P<number>\d+)/ *\d+ \|.*"
     r" elapsed time per iteration \(ms\): (?P<ms>[0-9.]+) \|.* lm loss: (?P<lm_loss>\S+) \|"
@@ -61,7 +59,9 @@ class Curve:
     lm_loss: tuple[float, ...]
 
 
-def training_flags(case: Case, *, layers: int, num_ranks: int, iterations: int, seed: int) -> tuple[str, ...]:
+def training_flags(
+    case: Case, *, layers: int, num_ranks: int, iterations: int, seed: int, micro_batches: int = 2
+) -> tuple[str, ...]:
     """Megatron's flags for training a model of blocks as :mod:`.blocks` builds them, on made-up data."""
     of_model = model_flags(case, num_ranks=num_ranks).items()
     flags = [
@@ -74,7 +74,7 @@ def training_flags(case: Case, *, layers: int, num_ranks: int, iterations: int, 
         *("--seq-length", case.sequence_length, "--max-position-embeddings", case.sequence_length),
         # A table of positions would be reduced over the link in every iteration, as large as all attention.
         *("--position-embedding-type", "rope"),
-        *("--micro-batch-size", case.batch, "--global-batch-size", case.batch * MICRO_BATCHES * num_ranks),
+        *("--micro-batch-size", case.batch, "--global-batch-size", case.batch * micro_batches * num_ranks),
         *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", _VOCABULARY),
         *("--train-iters", iterations, "--seed", seed, *_OPTIMIZER.split()),
         # AMPipe uses no mask; stock gets a kernel that needs none.
@@ -91,11 +91,16 @@ def variant_flags(variant: Variant) -> tuple[str, ...]:
     if pipeline.overlaps:
         settings |= {
             "backward-degree": pipeline.backward_degree,
-            "schedule": variant.schedule,
             "stack": pipeline.stack,
             "memory": pipeline.memory,
         }
-    return tuple(word for key, value in settings.items() for word in (f"--ampipe-{key}", str(value)))
+        # Passes with a partner then have a schedule that computes gradients of weights apart.
+        if pipeline.partner is None:
+            settings["schedule"] = variant.schedule
+    flags = [word for key, value in settings.items() for word in (f"--ampipe-{key}", str(value))]
+    if pipeline.partner is not None:
+        flags += ["--ampipe-partner", "--ampipe-partner-order", pipeline.partner.order]
+    return tuple(flags)
 
 
 def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[], object]) -> Iterator[dict[str, Any]]:
@@ -109,7 +114,12 @@ def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[], object]) -
     with signals_as_interrupts():
         for case, variants in zip(job.cases, job.variants, strict=True):
             flags = training_flags(
-                case, layers=job.layers, num_ranks=job.num_ranks, iterations=iterations, seed=job.seed
+                case,
+                layers=job.layers,
+                num_ranks=job.num_ranks,
+                iterations=iterations,
+                seed=job.seed,
+                micro_batches=job.micro_batches,
             )
             curves: list[list[Curve]] = [[] for _ in variants]
             for round_, step in itertools.product(range(rounds), range(len(variants))):
