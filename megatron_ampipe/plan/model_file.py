@@ -107,7 +107,7 @@ class ModelFlags(BaseModel):
     moe_expert_capacity_factor: Annotated[FiniteFloat, Field(ge=0)] | None = None
     moe_pad_expert_input_to_capacity: _Switch = False
     moe_grouped_gemm: _Switch = False
-    recompute_granularity: str | None = None
+    recompute_granularity: Literal["full", "selective"] | None = None
     recompute_modules: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ("core_attn",)
     group_query_attention: _Switch = False
     num_query_groups: _Size = 1
@@ -122,19 +122,19 @@ class ModelFlags(BaseModel):
     pipeline_model_parallel_size: _Size = 1
     cp_comm_type: str | list[str] | None = None
     attention_dropout: Annotated[FiniteFloat, Field(ge=0)] = 0.1
-    softmax_type: str = "vanilla"
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     expert_tensor_parallel_size: _Size | None = None
     expert_model_parallel_size: _Size | None = None
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "allgather"
     moe_router_load_balancing_type: Annotated[list[str], BeforeValidator(_listed)] = ["aux_loss"]
-    moe_token_drop_policy: str = "probs"
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
     moe_aux_loss_coeff: Annotated[list[FiniteFloat], BeforeValidator(_listed)] = [0.0]
     moe_z_loss_coeff: FiniteFloat | None = None
     window_size: Annotated[int | None, BeforeValidator(_window)] = None
     bf16: _Switch = False
     fp16: _Switch = False
-    fp8_format: str | None = None
-    fp8_recipe: str = "delayed"
+    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8", "custom"] = "delayed"
     no_gradient_accumulation_fusion: _Switch = False
     num_layers: _Size | None = None
     moe_layer_freq: Annotated[
@@ -142,7 +142,7 @@ class ModelFlags(BaseModel):
     ] = 1
     num_layers_per_virtual_pipeline_stage: _Size | None = None
     num_virtual_stages_per_pipeline_rank: _Size = 1
-    transformer_impl: str | None = None
+    transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] | None = None
     hybrid_layer_pattern: str | None = None
     decoder_first_pipeline_num_layers: _Size | None = None
     decoder_last_pipeline_num_layers: _Size | None = None

@@ -140,6 +140,8 @@ def test_an_error_in_a_plan_file_is_reported_with_its_line(
     [
         (["--cluster", "nowhere"], "--cluster nowhere: is neither"),
         (["--set", "seq-length"], "is not FLAG=VALUE"),
+        (["--set", "transformer-impl=banana"], "transformer-impl banana"),
+        (["--set", "fp8-format=hybrid"], "fp8-recipe"),
         (["--degrees", "2,1"], "'1' is not a whole number of at least 2"),
         (["--set", "fp8-format=hybrid"], "fp8-recipe (default): delayed scaling, Megatron's default, takes"),
         (["--exchange", "2dh"], "--exchange 2dh saves nothing in this layout"),
