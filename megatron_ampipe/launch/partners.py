@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 from torch.autograd import Variable
 
-from megatron_ampipe.errors import BadInput
+from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.launch.flags import LIFTS_ONE_CONNECTION
 from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.launch.refusals import packs_documents
@@ -68,12 +68,11 @@ class PartneredSteps(Hook):
 
     def _plan(self, model: Any, *args: Any, **kwargs: Any) -> MicroBatch:
         if packs_documents(self._args) and kwargs.get("packed_seq_params") is None:
-            raise BadInput(
-                "script",
-                "its forward_step",
-                rule="gives a schedule plan no packed_seq_params, so documents would not be separated",
-                remedy="Start the run with -m megatron_ampipe.pretrain_gpt, or leave --ampipe-partner out.",
+            rule = (
+                "the script's forward_step gives a schedule plan no packed_seq_params, so documents would mix"
             )
+            remedy = "Start the run with -m megatron_ampipe.pretrain_gpt, or leave it out."
+            raise SETTING["partner"].refuse("on", rule, remedy)
         # Megatron may run a step again, to see whether its result is the same.
         pipeline = self._pipelines[self._num_plans % len(self._pipelines)]
         self._num_plans += 1

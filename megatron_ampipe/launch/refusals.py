@@ -7,7 +7,7 @@ generated from it. What only a file or a module says is refused where it is read
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,13 @@ WAITS_FOR_STAGE = (
     "a pipeline stage without virtual stages waits for the next stage before every backward pass, so that no "
     "other micro-batch can run next to it"
 )
+
+
+def no_moe_layer(spec: Sequence[str]) -> BadInput:
+    """The error for a layer specification of ``--spec`` without anything to pipeline."""
+    rule = "there is nothing to pipeline: this layer specification has no MoE layer"
+    remedy = "Name one with MoE layers, or train with --ampipe-degree 1."
+    return BadInput("--spec", " ".join(spec), rule=rule, remedy=remedy)
 
 
 def waits_for_stage(arguments: Any) -> bool:

@@ -298,6 +298,7 @@ class TrainingSession:
         """
         if not self.changes_layers:
             return spec
+        from megatron_ampipe.launch.refusals import no_moe_layer
         from megatron_ampipe.layers import layer
 
         self.num_models += 1
@@ -310,12 +311,7 @@ class TrainingSession:
 
             changed = pipelined_stack(changed, self.context)
         if self.args.spec is not None and changed == spec:
-            raise BadInput(
-                "--spec",
-                " ".join(self.args.spec),
-                rule="there is nothing to pipeline: this layer specification has no MoE layer",
-                remedy="Name one with MoE layers, or train with --ampipe-degree 1.",
-            )
+            raise no_moe_layer(self.args.spec)
         return changed
 
     def refused_script(self, rule: str, remedy: str | None = None) -> BadInput:
