@@ -30,7 +30,7 @@ from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
 CASE = replace(
     next(case for case in read_grid(find_grid("cpu-small")) if case.topk == 1), sequence_length=2048
 )
-LAYERS, MICROBATCHES, ROUNDS = 4, 8, 3
+LAYERS, MICROBATCHES, ROUNDS = 4, 8, 2
 DEGREES = (2, 4)
 PARTNERS = {
     "partners": Partner(),
@@ -144,9 +144,8 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
     }
     steps |= {f"stack, degree {degree}": functools.partial(in_turn, stack(degree)) for degree in DEGREES}
     steps |= {
-        f"{name}, degree {degree}": functools.partial(with_partners, stack(degree, partner))
+        name: functools.partial(with_partners, stack(DEGREES[0], partner))
         for name, partner in PARTNERS.items()
-        for degree in (DEGREES if partner == Partner() else DEGREES[:1])
     }
 
     def stages_alone() -> dict[str, float]:

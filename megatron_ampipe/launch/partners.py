@@ -68,9 +68,7 @@ class PartneredSteps(Hook):
 
     def _plan(self, model: Any, *args: Any, **kwargs: Any) -> MicroBatch:
         if packs_documents(self._args) and kwargs.get("packed_seq_params") is None:
-            rule = (
-                "the script's forward_step gives a schedule plan no packed_seq_params, so documents would mix"
-            )
+            rule = "forward_step of this script gives no packed_seq_params, so documents would mix"
             remedy = "Start the run with -m megatron_ampipe.pretrain_gpt, or leave it out."
             raise SETTING["partner"].refuse("on", rule, remedy)
         # Megatron may run a step again, to see whether its result is the same.
