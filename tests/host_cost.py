@@ -6,8 +6,6 @@ operators and Python calls of a forward and a backward pass of AMPipe's layers, 
 processor time, of so many passes in turns (by default of none: it is not the same every time, as counts are).
 """
 
-from __future__ import annotations
-
 import cProfile
 import json
 import pstats

@@ -1,7 +1,5 @@
 """Attention that the kernels are compared with, exact pieces cut as those of flash kernels, and settings."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@
 of flags in ``docs/usage.md``: ``python -m tests.supported flags`` prints it.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator

@@ -8,8 +8,6 @@ first micro-batch, or has none; the backward of a call with that mark overwrites
 other adds to it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import types
 from collections.abc import Iterator

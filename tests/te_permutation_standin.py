@@ -6,8 +6,6 @@ is Megatron's own code. Rows that a kernel allocates and does not write are NaN,
 rows are not read.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

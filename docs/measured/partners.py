@@ -151,7 +151,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
 
     def stages_alone() -> dict[str, float]:
         """Seconds of all computation and of all transfers of a micro-batch, nothing at the same time."""
-        timed = factory.build_timed(Variant.of("lancet", 1, stack=0), num_passes=1)
+        timed: Any = factory.build_timed(Variant.of("lancet", 1, stack=0), num_passes=1)
         for number in range(2):
             timed.recorder.start_iteration(number)
             in_turn(timed.layers)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from megatron_ampipe.files.timeline import StageSpan, Timeline
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.search import OrderProblem, improve_order, short_stack
-from megatron_ampipe.plan.simulate import Compiled, Pace, compile_program, direction_bound, run
+from megatron_ampipe.plan.search import OrderProblem, Period, improve_order, short_stack
+from megatron_ampipe.plan.simulate import NOT_YET, Compiled, Pace, compile_program, direction_bound, run
 from megatron_ampipe.schedule import (
     IN_ONE_CHUNK,
     MEGATRON,
@@ -84,9 +84,22 @@ def _searched(predictor: Predictor, partner: Partner) -> Together:
     compiled, durations, pace = simulated(short, partner)
     lane_of = {compiled.stages[place]: lane for lane, places in compiled.lanes for place in places}
     first = megatron_period({stage: lane for stage, lane in lane_of.items() if not stage.layer})
-    problem = OrderProblem(compiled, durations, pace, direction=Direction.BACKWARD)
+    problem = _InTime(compiled, durations, pace, direction=Direction.BACKWARD)
     best = improve_order(problem, problem.period_of(_in_lanes(first, compiled)))
     return _together(predictor, replace(partner, period=problem.program(best)))
+
+
+class _InTime(OrderProblem):
+    """Orders in which gradients of weights come a layer late at most: reductions and memory wait for them."""
+
+    def time(self, period: Period) -> float:
+        turns: dict[bool, list[int]] = {True: [0], False: []}
+        for lane in period:
+            for number, layer in lane:
+                stage = self.stages[number]
+                if not stage.ahead:
+                    turns[stage.kind.weights_of is not None].append(-layer)
+        return NOT_YET if max(turns[True]) > 1 + min(turns[False]) else super().time(period)
 
 
 def _in_lanes(program: Program, compiled: Compiled) -> Program:

@@ -4,8 +4,6 @@ In fp64, so that what is rounded to other FP8 numbers than in the whole sequence
 tolerance. Weights change between iterations, and a stale quantized weight is an error of the stand-in.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -5,8 +5,6 @@ tests/unit/test_profile.py checks, are not applied here. A link's rate and laten
 whatever the load is.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Its hooks add each gradient to ``main_grad``, unless the layer has done so itself, as Transformer Engine's do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import warnings

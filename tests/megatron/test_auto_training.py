@@ -1,7 +1,5 @@
 """Degrees that are measured, planned, or read from a plan, in Megatron's loop: the losses equal stock's."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import replace

@@ -4,8 +4,6 @@ A stand-in builds a model with the call that the released package makes, and run
 package does. No such package is installed, and none has been run with AMPipe.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util

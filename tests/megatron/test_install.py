@@ -1,7 +1,5 @@
 """The distributions: built, versioned and installed as a user does, away from a checkout."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

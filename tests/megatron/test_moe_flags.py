@@ -1,7 +1,5 @@
 """``tests/moe_flags.py`` names every flag of Megatron's MoE layers, and what it says of each is so."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

@@ -3,10 +3,7 @@
 What one training would notice and no other stands in :data:`TRAININGS`, before its row.
 """
 
-from __future__ import annotations
-
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +38,7 @@ class Training:
     """What the start-up table of each run of AMPipe's layers says."""
     num_ranks: int = 2
     text: str | None = None
-    """The dataset, made by :func:`tests.megatron.texts.write`; None for mock data."""
+    """The dataset, made by ``test_training.write_texts``; None for mock data."""
     restarts: tuple[tuple[int, int], ...] = ()
     """Runs that go on from a checkpoint, each with the run that wrote it; then all of them are saved."""
     moments: bool = False
@@ -297,12 +294,3 @@ HYBRIDS: dict[str, Training] = {
     ),
 }
 TRAININGS |= ROUTERS | HYBRIDS
-
-
-def lines_by_ranks(names: set[str], folder: Path) -> Mapping[int, dict[str, list[str]]]:
-    """All runs of the trainings with these names, by number of ranks."""
-    found: dict[int, dict[str, list[str]]] = {}
-    for name, training in TRAININGS.items():
-        if name in names:
-            found.setdefault(training.num_ranks, {}).update(training.lines(name, folder))
-    return found

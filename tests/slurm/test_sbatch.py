@@ -1,7 +1,5 @@
 """``ampipe sbatch``: the shipped scripts, the site's file, refused input, the check of the flags."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -2,8 +2,6 @@
 the packages as fakes with their documented signatures. Their results on a GPU are tested in tests/gpu.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

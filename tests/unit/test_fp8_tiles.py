@@ -1,7 +1,5 @@
 """Chunks that FP8 can train: what a tile is, which degrees fit, and who refuses the others."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which layers of a hybrid model are pipelined, and what a model without such layers is told."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Partners: the order in which two passes share lanes, and how the two passes of a step meet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

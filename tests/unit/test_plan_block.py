@@ -1,7 +1,5 @@
 """Model files without Megatron: the sizes of a block, and errors with file and line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

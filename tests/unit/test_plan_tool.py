@@ -1,7 +1,5 @@
 """``ampipe plan``, and the plan file."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """From samples to a cluster file, and predictions compared with measurements. Nothing is measured."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,7 @@ from megatron_ampipe.schedule import Direction, build, even_chunks, kinds
 from megatron_ampipe.tools.measuring.cluster_fit import (
     Sample,
     assemble,
-    factor_and_rest,
     fit,
-    slowest,
 )
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case
 
@@ -60,21 +56,6 @@ def test_lines_and_what_is_refused() -> None:
     assert figures["alpha_us"] == pytest.approx(100, rel=0.05)
     with pytest.raises(RunFailed, match=r"permute: no line fits .*Farthest off is .*'beta_us_per_mb': "):
         fit(transfers("permute", [20.0, 40.0, 400.0, 160.0 * 2.5, 320.0]))
-
-
-def test_the_slowest_rank_counts() -> None:
-    reports = [{"a": {"b": us}, "samples": [Sample("gemm", {"alpha_us": 1.0}, 2 * us)]} for us in (1.0, 2.0)]
-    assert slowest(reports) == {"a": {"b": 2.0}, "samples": [Sample("gemm", {"alpha_us": 1.0}, 4.0)]}
-
-
-def test_what_a_stage_takes_more_is_a_factor_and_a_time() -> None:
-    expected = [1000.0, 2000.0, 4000.0, 8000.0]
-    more = [1.25 * us + 300 for us in expected]
-    assert factor_and_rest(expected, more) == pytest.approx((1.25, 300), rel=0.02)
-    # The model counts too much: nothing is taken away.
-    assert factor_and_rest(expected, [0.8 * us for us in expected]) == (1.0, 0.0)
-    # All equal: no factor can be told from a time.
-    assert factor_and_rest([500.0] * 4, [900.0] * 4) == pytest.approx((1.0, 400.0), abs=0.5)
 
 
 # A cluster from what a known one would have measured

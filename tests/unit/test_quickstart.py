@@ -1,7 +1,5 @@
 """The quick start without its trainings: which link it takes, what it says, how it ends."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

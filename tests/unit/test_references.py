@@ -3,8 +3,6 @@
 Names are read from the sources, and nothing is imported.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

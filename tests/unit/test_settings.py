@@ -1,7 +1,5 @@
 """Settings from YAML files: order, sources, text values, writing them back. With a small parser, no torch."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from pathlib import Path
@@ -12,7 +10,6 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import config_names, find_config, load, shown
 from megatron_ampipe.launch import config_files, flags
 from megatron_ampipe.launch.config_files import resolve
-from megatron_ampipe.launch.flags import config_from_args
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,12 +72,6 @@ def test_a_switch_can_be_taken_back_and_a_value_undone(
     last = resolve(["--ampipe-config", on, "--no-partial"], parser)
     assert last.words[-1] == "--no-partial" and "--partial" not in last.words
     assert last.settings[-1].flag == "--no-partial"
-
-
-def test_two_spellings_are_one_flag(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
-    first = write(tmp_path / "1.yaml", "save-interval: 5\n")
-    second = write(tmp_path / "2.yaml", "persistent-save-interval: 6\n")
-    assert resolve(["--ampipe-config", first, second], parser).words == ("--persistent-save-interval", "6")
 
 
 @pytest.mark.parametrize(
@@ -158,11 +149,6 @@ def test_the_record_stands_beside_the_logs(parser: argparse.ArgumentParser, tmp_
         record("--save", str(tmp_path / "file"))
 
 
-def test_a_launch_that_reads_no_files_refuses_the_flag(parser: argparse.ArgumentParser) -> None:
-    with pytest.raises(BadInput, match="--ampipe-config a b: this launch parses flags without reading files"):
-        config_from_args(parser.parse_args(["--ampipe-config", "a", "b"]))
-
-
 def test_names_are_found_files_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def find(text: str) -> Path:
         return find_config(text, folders=["models"], flag="--x", what="model")
@@ -174,11 +160,6 @@ def test_names_are_found_files_first(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert find("tiny") == Path("tiny")
     with pytest.raises(BadInput, match=r"--x mixtral-8x7: is neither a file .*mean mixtral-8x7b\?"):
         find("mixtral-8x7")
-
-
-def test_no_two_of_our_configurations_have_one_name() -> None:
-    each = [config_names(folder) for folder in ("models", "clusters", "runs")]
-    assert len(config_names("models", "clusters", "runs")) == sum(map(len, each))
 
 
 @pytest.mark.parametrize("name", config_names("models", "runs"))

@@ -1,6 +1,4 @@
-"""What a launch prints: the start-up table, on the first rank alone, and the last lines before training."""
-
-from __future__ import annotations
+"""What a launch says before training."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,17 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ampipe.launch import startup
-from megatron_ampipe.launch.startup import print_startup_table
-
-
-def test_reasons_are_shown_on_the_first_rank(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [("attention", "sdpa", "cudnn: not deterministic")]
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        print_startup_table(rows, [])
-        assert ("sdpa │ cudnn: not deterministic" in capsys.readouterr().out) == (rank == "0")
 
 
 def test_a_folder_without_a_checkpoint_is_said_before_the_first_iteration(
