@@ -30,7 +30,6 @@ COMMANDS = (
     "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.cli doctor",
     "torchrun --nproc-per-node 8 -m megatron_ampipe.cli profile",
     "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.launch",
-    "torchrun --standalone --nproc-per-node 2 Megatron-LM/pretrain_gpt.py",
     "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.pretrain_gpt",
 )
 """Allowed beginnings of a command, which other tests run."""
