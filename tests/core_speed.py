@@ -1,7 +1,5 @@
 """How many lines of Python a function executes, for tests that limit it: times vary on a shared machine."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

@@ -6,8 +6,6 @@ and collectives of tensors of the host. ``torch.cuda.set_sync_debug_mode("error"
 waits for the device. Streams order nothing, and no kernel of CUDA runs: ``tests/streams`` checks the order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -47,7 +45,6 @@ _LARGEST = 1000
 """Keys of the attention kernels that run here."""
 _ONLY_A_GPU = {
     "test_a_missing_wait_is_seen": "streams order nothing here",
-    "test_an_early_release_is_seen": "makes a tensor from an address on the device",
 }
 
 
@@ -288,8 +285,6 @@ class StandIns(Outcomes):
                 reason = "takes long on a CPU"
             if given.get("kernel") in test_attention.MARKS:
                 reason = "a kernel of CUDA"
-            if "one" in given and given["one"].recompute:
-                reason = "tests/dist/test_stress.py runs it on a CPU"
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 

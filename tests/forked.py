@@ -4,16 +4,17 @@ The imports take several seconds of CPU time per process, and the tests start hu
 runs ``python -m MODULE ARGUMENTS``. Tests of the launch itself start new processes.
 """
 
-from __future__ import annotations
-
 import atexit
+import json
 import multiprocessing
 import os
 import runpy
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -23,37 +24,71 @@ CONTEXT.set_forkserver_preload(["tests.preloaded"])
 _SPAWN = multiprocessing.get_context("spawn")
 
 
+def variables_of(rank: int, num_ranks: int) -> dict[str, str]:
+    """What a launcher tells a rank of a single node."""
+    own = {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
+    return own | {name: str(num_ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+
+
+def run_workers(
+    module: str, arguments: Sequence[str], *, world_size: int, preloaded: bool = True
+) -> list[Any]:
+    """Run ``python -m module ARGUMENTS`` on ``world_size`` ranks, and return what each has reported.
+
+    They report with :func:`tests.dist.worker.report`; ``preloaded`` as in :func:`run_ranks`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        common = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+            "AMPIPE_TEST_RENDEZVOUS": f"{folder}/rendezvous",
+        }
+        reports = [Path(folder) / f"rank{rank}.json" for rank in range(world_size)]
+        environments = [
+            common | variables_of(rank, world_size) | {"AMPIPE_TEST_REPORT": str(path)}
+            for rank, path in enumerate(reports)
+        ]
+        codes, logs = run_ranks(
+            module, arguments, environments=environments, timeout_s=1200, preloaded=preloaded
+        )
+        failed = [rank for rank, code in enumerate(codes) if code != 0]
+        ends = "\n".join(f"--- rank {rank}\n{logs[rank][-3000:]}" for rank in failed)
+        assert not failed, f"ranks {failed} of {module} ended with {codes}\n{ends}"
+        return [json.loads(path.read_text()) for path in reports]
+
+
 def run_ranks(
     module: str,
     arguments: Sequence[str],
     *,
     environments: Sequence[Mapping[str, str]],
-    logs: Sequence[Path],
     timeout_s: float,
     preloaded: bool = True,
-) -> list[int | None]:
+) -> tuple[list[int | None], list[str]]:
     """Run one process per environment, and kill those that have not ended after the timeout.
 
     They are not forked without ``preloaded``, to import another Megatron from their ``PYTHONPATH``. Returns
-    the exit code of each; negative for a signal, None after the timeout.
+    the exit code of each, negative for a signal, None after the timeout; and what each printed.
     """
     context = CONTEXT if preloaded else _SPAWN
-    processes = [
-        context.Process(target=run_module, args=(module, list(arguments), dict(environment), str(log)))
-        for environment, log in zip(environments, logs, strict=True)
-    ]
-    end = time.monotonic() + timeout_s
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(max(0.0, end - time.monotonic()))
-        return [process.exitcode for process in processes]
-    finally:
-        for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join()
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"rank{rank}.log" for rank in range(len(environments))]
+        processes = [
+            context.Process(target=run_module, args=(module, list(arguments), dict(environment), str(log)))
+            for environment, log in zip(environments, logs, strict=True)
+        ]
+        end = time.monotonic() + timeout_s
+        try:
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join(max(0.0, end - time.monotonic()))
+            return [process.exitcode for process in processes], [log.read_text() for log in logs]
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
 
 
 def run_module(module: str, arguments: list[str], environment: dict[str, str], log: str) -> None:

@@ -3,8 +3,6 @@
 Used by parity cases and by tests of the checker.
 """
 
-from __future__ import annotations
-
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor

@@ -6,8 +6,6 @@ operators and Python calls of a forward and a backward pass of AMPipe's layers, 
 processor time, of so many passes in turns (by default of none: it is not the same every time, as counts are).
 """
 
-from __future__ import annotations
-
 import cProfile
 import json
 import pstats
@@ -76,6 +74,8 @@ def layers() -> dict[str, Callable[[], None]]:
     from megatron_ampipe.tools.measuring.bench_job import Variant
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
     from megatron_ampipe.tools.measuring.grid import Case
+    from megatron_ampipe.tools.measuring.link import parse_link
+    from megatron_ampipe.tools.measuring.ranks import Rank, RankJob
 
     case = Case(
         name="tiny",
@@ -89,7 +89,8 @@ def layers() -> dict[str, Callable[[], None]]:
         activation="swiglu",
         dtype="fp32",
     )
-    factory = BlockFactory(case, rank=0, num_ranks=RANKS, on_cuda=False, seed=1, layers=LAYERS)
+    rank = Rank(RankJob(num_ranks=RANKS, link=parse_link(None)), 0)
+    factory = BlockFactory(rank, case, layers=LAYERS)
     built = {STOCK: factory.stock} | {
         name: factory.build(Variant.of(schedule, degree, stack=stack), executor=SequentialExecutor())
         for name, (schedule, degree, stack) in VARIANTS.items()

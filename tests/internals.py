@@ -5,8 +5,6 @@ that ``AMPIPE_MEGATRON`` names; writes ``internals.json`` and ``docs/internals.m
 hand keep what they have. ``tests/megatron/test_megatron_names.py`` compares.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

@@ -4,8 +4,6 @@ The checkout is one that ``AMPIPE_MEGATRON`` names, of a version that cannot be 
 fetched for it, and tests that need it are skipped without it. Its dataset helper has to be compiled.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

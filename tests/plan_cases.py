@@ -1,7 +1,5 @@
 """Blocks and clusters for tests of the planner."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -3,8 +3,6 @@
 ``python -m tests.planner`` rewrites the part of the page between markers; a test checks that it is current.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

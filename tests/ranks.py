@@ -4,19 +4,18 @@ On a rank a test is an ordinary one, after :func:`tests.dist.worker.start`; all 
 the same order. It has passed if it has on every rank.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.forked import run_workers
 
 MOST = 80
 """Tests that share processes."""
@@ -66,18 +65,12 @@ def on_ranks(items: list[pytest.Item]) -> None:
             launches[item.path, *mark.args].append(test)
     for (_, num_ranks), tests in launches.items():
         for shared in itertools.batched(tests, MOST):
+            names = [test.nodeid for test in shared]
             launch = functools.cache(
-                functools.partial(_launched, [test.nodeid for test in shared], num_ranks)
+                functools.partial(run_workers, "tests.ranks", names, world_size=num_ranks)
             )
             for test in shared:
                 test.launch = launch
-
-
-def _launched(tests: list[str], num_ranks: int) -> list[dict[str, str]]:
-    from tests.dist.launch import run_workers
-
-    with tempfile.TemporaryDirectory() as folder:
-        return run_workers("tests.ranks", tests, world_size=num_ranks, folder=Path(folder))
 
 
 def main() -> None:

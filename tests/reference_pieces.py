@@ -1,7 +1,5 @@
 """Attention that the kernels are compared with, exact pieces cut as those of flash kernels, and settings."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +10,7 @@ from torch.nn.functional import dropout as drop
 
 from megatron_ampipe.attention.backends import EXACT_PIECES, visible_keys
 from megatron_ampipe.attention.kernels import KERNELS, Kernel
-from megatron_ampipe.attention.pieces import PieceKernel, all_visible_keys, causal_then_earlier, repeat_heads
+from megatron_ampipe.attention.pieces import PieceKernel, all_visible_keys, causal_then_earlier
 from megatron_ampipe.runtime.segment import sum_dtype
 
 forward, backward = EXACT_PIECES.forward, EXACT_PIECES.backward
@@ -30,13 +28,14 @@ def exact(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """The definition, differentiable, with the softmax in the dtype of sums; a ``SpanFunction``."""
-    scores = torch.einsum("rbhc,sbhc->bhrs", query, repeat_heads(key, query.shape[2])).to(sum_dtype(query))
+    key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
+    scores = torch.einsum("rbhc,sbhc->bhrs", query, key).to(sum_dtype(query))
     scores = (scores * scale).masked_fill(~visible_keys(query, key, window), -math.inf)
     if sinks is not None:
         of_rows = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, of_rows], dim=-1)
     weights = drop(scores.softmax(dim=-1)[..., : key.shape[0]].to(value.dtype), p=dropout)
-    return torch.einsum("bhrs,sbhv->rbhv", weights, repeat_heads(value, query.shape[2]))
+    return torch.einsum("bhrs,sbhv->rbhv", weights, value)
 
 
 def _kernel(*, bottom_right: bool) -> Kernel:
@@ -45,7 +44,7 @@ def _kernel(*, bottom_right: bool) -> Kernel:
     def attend(
         query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, str]:
-        assert bottom_right or not causal or len(query) == len(key), "causal from the top left only"
+        assert bottom_right or not causal or query.shape[2] == key.shape[2], "causal from the top left only"
         return *forward(query, key, value, causal=causal, scale=scale), "state"
 
     def differentiate(*given: Any, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:

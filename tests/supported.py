@@ -4,8 +4,6 @@
 of flags in ``docs/usage.md``: ``python -m tests.supported flags`` prints it.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator
@@ -40,11 +38,14 @@ logged losses: relative difference at most 1e-5. Cases have, alone and combined:
   and without padding.
 - **Experts**: SwiGLU, latent and shared experts, `--ampipe-memory`, selective recompute of any modules,
   full recompute inside the schedule, fp32 residual, evaluation.
+
+[FP8](gpu.md#fp8) is compared in fp64 over a stand-in of Transformer Engine (`tests/dist/test_fp8.py`).
+`tests/moe_flags.py` lists every flag of Megatron's MoE layers, and by what its effect in chunks is known.
 """
 
 TRAININGS = """\
 Megatron's training loop is compared with stock runs in `tests/megatron/test_training.py`: combined
-parallelism, layers that share a schedule, exchanges, routers, [documents](documents.md) and hybrid models.
+parallelism, layers that share a schedule, exchanges, routers, [documents](features.md) and hybrid models.
 Logged losses and gradient norms agree to a relative difference of 2e-4 or better.
 """
 

@@ -5,8 +5,6 @@ is freed once it is used, streams wait for what they need, and memory is kept as
 ``runtime.streams`` demands.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence

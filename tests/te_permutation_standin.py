@@ -1,11 +1,12 @@
-"""Stand-ins for Transformer Engine's permutation kernels of ``--moe-permute-fusion``, for tests on a CPU.
+"""Stand-ins for Transformer Engine's kernels of ``--moe-permute-fusion`` and ``--moe-router-fusion``.
 
-They have the interface of ``transformer_engine.pytorch.permutation`` with a mask as map, its assertions, and
-its results for empty tensors; the rest is Megatron's own code. Rows that a kernel allocates and does not
-write are NaN, and the gradients of such rows are not read.
+For tests on a CPU. They have the interface of ``transformer_engine.pytorch.permutation`` with a mask as map,
+its assertions, and its results for empty tensors, and that of ``transformer_engine.pytorch.router``; the rest
+is Megatron's own code. Rows that a kernel allocates and does not write are NaN, and the gradients of such
+rows are not read.
 """
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +69,28 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
     return moe_sort_chunks_by_index_with_probs(inp, None, split_sizes, sorted_index)[0]
 
 
+def topk_with_score_function(logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    from megatron.core.transformer.moe import moe_utils
+
+    assert logits.dtype != torch.float64, "Current TE does not support float64 router type."
+    probs, routing_map = moe_utils.topk_routing_with_score_function(logits, **options)
+    return probs, routing_map
+
+
+def compute_score_for_moe_aux_loss(logits: Tensor, topk: int, score_function: str) -> tuple[Tensor, Tensor]:
+    from megatron.core.transformer.moe import moe_utils
+
+    routing_map, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, topk, score_function)
+    return routing_map, scores
+
+
+def moe_aux_loss(coeff: float, **options: Any) -> Tensor:
+    from megatron.core.transformer.moe import moe_utils
+
+    loss: Tensor = moe_utils.switch_load_balancing_loss_func(moe_aux_loss_coeff=coeff, **options)
+    return loss
+
+
 def install() -> None:
     """Make the stand-ins what Megatron has found of Transformer Engine."""
     from megatron.core.transformer.moe import moe_utils
@@ -79,4 +102,7 @@ def install() -> None:
     moe_utils.fused_unpermute = moe_unpermute
     moe_utils.fused_sort_chunks_by_index = moe_sort_chunks_by_index
     moe_utils.fused_sort_chunks_by_index_with_probs = moe_sort_chunks_by_index_with_probs
+    moe_utils.fused_topk_with_score_function = topk_with_score_function
+    moe_utils.fused_compute_score_for_moe_aux_loss = compute_score_for_moe_aux_loss
+    moe_utils.fused_moe_aux_loss = moe_aux_loss
     make_on_the_host(MoEAlltoAllTokenDispatcher)

@@ -1,7 +1,5 @@
 """Wire classes as a user could write them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -2,8 +2,8 @@
 
     python docs/measured/figures.py
 
-Each claim is a section: one table of results, then where its raw files come from: command, commit and load.
-Date, machine, samples, stages and losses stay in the raw files.
+Each claim is a section: one table of results, then the commit and the command of each raw file.
+Date, machine, its load, samples, stages and losses stay in the raw files.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ Rows = list[list[str]]
 HEAD = f"""# Figures
 
 Written by `{COMMAND}` from the raw files in [measured/](measured/), which hold every sample,
-the date and the machine. [How it was measured](measured.md) says what is compared. Times are medians in ms,
-with the fastest degree in parentheses. Megatron's times are left out where its layers used another
-all-to-all. *Of the bound*: lower bound over measured time. *Spread*: how far Megatron's layer, measured
-twice, differs.
+the date, the machine and its load. [How it was measured](measured.md) says what is compared. Times are
+medians in ms, with the fastest degree in parentheses. Megatron's times are left out where its layers used
+another all-to-all. *Of the bound*: lower bound over measured time. *Spread*: how far Megatron's layer,
+measured twice, differs. Under each table: the command, then its raw files, each with the commit that ran and
+its part of the command. Later versions may lack some of these flags.
 """
-ABSENT = "not stored"
+ABSENT = "commit not stored"
 
 
 def main() -> None:
@@ -71,19 +72,15 @@ def page(documents: Documents) -> str:
 
 
 def sources(documents: Documents) -> str:
-    """The words that all commands share, then a row for each file with the rest of its command."""
+    """The words that all commands share, then an item for each file: commit, and the rest of its command."""
     commands = {name: command_of(document) for name, document in documents.items()}
     shared = [chunk for chunk in next(iter(commands.values())) if all(chunk in c for c in commands.values())]
-    rows = [
-        [
-            f"[{name}](measured/{name}.json)",
-            *provenance(document),
-            " ".join(chunk for chunk in commands[name] if chunk not in shared),
-        ]
-        for name, document in documents.items()
-    ]
-    head = ["file", "commit", "load", "command" if not shared else "and"]
-    return f"Command: `{' '.join(shared)}`\n\n" * bool(shared) + without_empty(head, rows)
+    lines = [f"Command: `{' '.join(shared)}`", ""] if shared else []
+    for name, document in documents.items():
+        rest = " ".join(chunk for chunk in commands[name] if chunk not in shared)
+        line = f"- [{name}](measured/{name}.json), {commit_of(document)}"
+        lines.append(f"{line}: `{rest}`" if rest else line)
+    return "\n".join(lines) + "\n"
 
 
 def command_of(document: Document) -> list[str]:
@@ -91,19 +88,14 @@ def command_of(document: Document) -> list[str]:
     words = document.get("command", [])
     text = words if isinstance(words, str) else shlex.join(words)
     text = re.sub(r"/(?:home|root|work|tmp)/(\S+/)*", "", text)
-    chunks = re.split(r" (?=--)", re.sub(r"(--json \S+|\S+\.json) ?", "", text))
+    chunks = re.split(r"(?<=\.py) | (?=--)", re.sub(r"(--json \S+|\S+\.json) ?", "", text))
     return [chunk.strip() for chunk in chunks if chunk.strip()]
 
 
-def provenance(document: Document) -> list[str]:
-    """Commit, and load before and after."""
+def commit_of(document: Document) -> str:
+    """The commit of the code that ran, and whether files in it were modified."""
     commit, _, dirty = document.get("versions", {}).get("commit", ABSENT).partition("-")
-    runs = [one["hardware"] for one in (document, *document.get("runs", {}).values()) if "hardware" in one]
-    loads = [each[key][0] for key in ("load_average", "load_average_after") for each in runs if key in each]
-    return [
-        commit + " (modified)" * bool(dirty),
-        " to ".join(f"{load:.1f}" for load in (loads[0], loads[-1])[: len(loads)]) if loads else "",
-    ]
+    return commit + " (modified)" * bool(dirty)
 
 
 def same_transport(document: Document) -> bool:
@@ -337,8 +329,8 @@ CLAIMS: Mapping[str, tuple[str, str, Callable[[Documents], str]]] = {
     "Several layers as one schedule": (r"layers-(?!training).*", "measured.md", STACK),
     "Whole trainings": (r"layers-training-.*", "measured.md", STACK),
     "Exchanges": (r"exchange-.*|nodes-.*", "measured.md", EXCHANGE),
-    "Exchanges of small blocks": (r"choice-.*|2dh-.*", "nodes.md", EXCHANGE),
-    "Rows of tensor-parallel attention": (r"attention_rows", "nodes.md", attention_rows),
+    "Exchanges of small blocks": (r"choice-.*|2dh-.*", "exchange.md", EXCHANGE),
+    "Rows of tensor-parallel attention": (r"attention_rows", "exchange.md", attention_rows),
     "Weight gradients": (r"lancet-(?!covers).*", "weights.md", SCHEDULE),
     "Weight gradients hidden under a dispatch": (r"lancet-covers-.*", "weights.md", covered),
     "Memory": (r"memory-.*", "memory.md", memory),

@@ -102,7 +102,6 @@ def main() -> None:
         warmup=WARMUP,
         seed=1,
         timeout_s=SILENCE_S,
-        cores=(0, 1),
     )
     found = list(zip(*run_ranks(job, work), strict=True))
     judge = of_covers if asked.what == "covers" else of_joined

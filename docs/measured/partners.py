@@ -1,7 +1,9 @@
 """Steps of several micro-batches through four layers: Megatron's, stacks in chunks, and partners, in turns.
 
-All use the same transport. Megatron's layers are measured twice; the second is the control. Needs root for a
-real link, from the repository's root:
+All use the same transport. Megatron's layers are measured twice; the second is the control. Partners run as
+they are by default, cut in two, and in the order of Megatron's own for two micro-batches; passes without one
+are cut. The bound is the larger of all computation and all transfers, each stage timed alone. Needs root for
+a real link, from the repository's root:
 
     PYTHONPATH=. python docs/measured/partners.py docs/log/partners-200mbit.json 200mbit
     PYTHONPATH=. python docs/measured/partners.py docs/log/partners-25MB.json emulated:25MB/s
@@ -19,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ampipe.schedule import MEGATRON, Partner
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
 from megatron_ampipe.tools.measuring.link import parse_link
@@ -29,6 +32,11 @@ CASE = replace(
 )
 LAYERS, MICROBATCHES, ROUNDS = 4, 8, 3
 DEGREES = (2, 4)
+PARTNERS = {
+    "partners": Partner(),
+    "partners, cut in two": Partner(2),
+    f"partners, {MEGATRON}": Partner(order=MEGATRON),
+}
 TOLERANCE = 1e-4
 
 
@@ -42,7 +50,7 @@ class Steps(RankJob):
 def main() -> None:
     """Measure over one link, and write the document."""
     file, link = sys.argv[1:]
-    job = Steps(num_ranks=2, link=parse_link(link), cores=machine.cores_of(2), rounds=ROUNDS)
+    job = Steps(num_ranks=2, link=parse_link(link), rounds=ROUNDS)
     of_ranks = run_ranks(job, work)
     # The slowest rank of each step.
     names = list(of_ranks[0]["seconds"])
@@ -64,13 +72,15 @@ def main() -> None:
             f"{name:20} {each[0]:5.0f} ms a micro-batch ({each[1]:.0f} to {each[2]:.0f}), {gain:.2f}x, ",
             end="",
         )
-        print(f"processor {work_share:.2f}x")
+        bound_s = max(MICROBATCHES * max(found["stages_s"].values()) for found in of_ranks)
+        print(f"processor {work_share:.2f}x, {bound_s / medians[name]:.1%} of the bound")
     document = {
         "command": ["python", *sys.argv],
         "hardware": machine.hardware(),
         "versions": machine.versions(),
         "case": asdict(CASE) | {"layers": LAYERS, "microbatches": MICROBATCHES},
         "differences": of_ranks[0]["differences"],
+        "stages_seconds": [found["stages_s"] for found in of_ranks],
         "seconds": seconds,
         "processor_seconds": {name: [found["processor"][name] for found in of_ranks] for name in names},
     }
@@ -84,11 +94,10 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron_ampipe.runtime.partners import Partners
-    from megatron_ampipe.schedule.partners import pipeline_of
     from megatron_ampipe.tools.measuring.bench_job import Variant
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
 
-    factory = BlockFactory(CASE, rank=rank.number, num_ranks=2, on_cuda=False, seed=1, layers=LAYERS)
+    factory = BlockFactory(rank, CASE, layers=LAYERS)
     torch.manual_seed(5 + rank.number)
     shape = (CASE.sequence_length, CASE.batch, CASE.hidden)
     given, above = ([torch.randn(shape) for _ in range(MICROBATCHES)] for _ in range(2))
@@ -106,14 +115,10 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         context = layers.layers[0]._block.context
         context.partners = context.partners or Partners()
         usual, passes, gradients = context.pipeline, [], []
+        context.partners.partner = usual.partner
 
         def ahead(number: int) -> None:
-            context.pipeline = pipeline_of(
-                usual,
-                schedule="lancet",
-                forward_partner=number > 0,
-                backward_partner=number < MICROBATCHES - 1,
-            )
+            context.pipeline = usual.with_partners(forward=number > 0, backward=number < MICROBATCHES - 1)
             hidden = given[number].clone().requires_grad_()
             passes.append((hidden, layers(hidden_states=hidden, attention_mask=None)[0]))
             context.pipeline = usual
@@ -130,8 +135,8 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         behind(MICROBATCHES - 1)
         return gradients
 
-    def stack(degree: int) -> Any:
-        return factory.build(Variant.of("ampipe", degree, stack=0))
+    def stack(degree: int, partner: Partner | None = None) -> Any:
+        return factory.build(Variant.of("ampipe", degree, stack=0, partner=partner))
 
     steps: dict[str, Callable[[], list[torch.Tensor]]] = {
         "megatron": functools.partial(in_turn, factory.stock),
@@ -139,8 +144,22 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
     }
     steps |= {f"stack, degree {degree}": functools.partial(in_turn, stack(degree)) for degree in DEGREES}
     steps |= {
-        f"partners, degree {degree}": functools.partial(with_partners, stack(degree)) for degree in DEGREES
+        f"{name}, degree {degree}": functools.partial(with_partners, stack(degree, partner))
+        for name, partner in PARTNERS.items()
+        for degree in (DEGREES if partner == Partner() else DEGREES[:1])
     }
+
+    def stages_alone() -> dict[str, float]:
+        """Seconds of all computation and of all transfers of a micro-batch, nothing at the same time."""
+        timed: Any = factory.build_timed(Variant.of("lancet", 1, stack=0), num_passes=1)
+        for number in range(2):
+            timed.recorder.start_iteration(number)
+            in_turn(timed.layers)
+        seconds = {"compute": 0.0, "transfers": 0.0}
+        for span in timed.recorder.timeline(rank=rank.number, labels={}, iteration=1).spans:
+            kind = "compute" if span.lane == "compute" else "transfers"
+            seconds[kind] += (span.end_us - span.begin_us) / 1e6 / MICROBATCHES
+        return seconds
 
     def clear() -> None:
         for parameter in parameters:
@@ -173,7 +192,12 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
             seconds[name].append(time.perf_counter() - begin)
             processor[name].append(time.process_time() - begin_processor)
             rank.say("step")
-    return {"seconds": seconds, "processor": processor, "differences": differences}
+    return {
+        "seconds": seconds,
+        "processor": processor,
+        "differences": differences,
+        "stages_s": stages_alone(),
+    }
 
 
 if __name__ == "__main__":

@@ -69,7 +69,6 @@ def measure(data: str, degree: str) -> dict[str, Any]:
             link=parse_link("none"),
             num_ranks=RANKS,
             timeout_s=120.0,
-            cores=machine.cores_of(RANKS),
         )
         curve = run(job, iterations=ITERATIONS, title=f"degree {degree}")
         size = statistics.fmean(path.stat().st_size for path in Path(folder).iterdir())

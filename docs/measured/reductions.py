@@ -114,7 +114,6 @@ def main() -> None:
                     link=parse_link(link),
                     num_ranks=num_ranks,
                     timeout_s=600.0,
-                    cores=machine.cores_of(num_ranks),
                 )
                 with tempfile.TemporaryDirectory() as folder:
                     log = Path(folder) / "log"

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_ampipe.attention.pieces import (
+    HEADS_FIRST,
+    ROWS_FIRST,
     AttentionPiece,
     PieceKernel,
     all_visible_keys,
@@ -29,8 +31,6 @@ from megatron_ampipe.attention.pieces import (
 from megatron_ampipe.runtime.segment import sum_dtype
 from megatron_ampipe.schedule.chunks import DocumentRows, Span
 
-HEADS_FIRST = (1, 2, 0, 3)
-"""The order of the dimensions ``[B, H, R, C]``, which most operators take."""
 aten = torch.ops.aten
 
 
@@ -66,7 +66,7 @@ def sdpa(
     output = F.scaled_dot_product_attention(
         *tensors, attn_mask=bias, dropout_p=dropout, scale=scale, enable_gqa=shares_keys
     )
-    return output.permute(2, 0, 1, 3)
+    return output.permute(ROWS_FIRST)
 
 
 def torch_flash(query: Tensor, key: Tensor, value: Tensor, **scoring: Any) -> Tensor:
@@ -108,29 +108,26 @@ def _exact_forward(
     scores = _scores(query, key, causal=causal, scale=scale)
     lse = scores.logsumexp(dim=-1)
     weights = scores.sub_(lse.unsqueeze(-1)).exp_().to(value.dtype)
-    return torch.einsum("bhrs,sbhv->rbhv", weights, repeat_heads(value, query.shape[2])), lse
+    return weights @ repeat_heads(value, query.shape[1]), lse
 
 
 def _exact_backward(*given: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     gradient, query, key, value, output, lse = given
-    heads, groups, dtype = query.shape[2], key.shape[2], query.dtype
+    heads, groups, dtype = query.shape[1], key.shape[1], query.dtype
     weights = _scores(query, key, causal=causal, scale=scale).sub_(lse.unsqueeze(-1)).exp_()
-    mean = (gradient.to(weights.dtype) * output).sum(-1).permute(1, 2, 0).unsqueeze(-1)
-    of_scores = torch.einsum("rbhv,sbhv->bhrs", gradient, repeat_heads(value, heads)).to(weights.dtype)
+    mean = (gradient.to(weights.dtype) * output).sum(-1, keepdim=True)
+    of_scores = (gradient @ repeat_heads(value, heads).mT).to(weights.dtype)
     of_scores = of_scores.sub_(mean).mul_(weights).mul_(scale).to(dtype)
-    dq = torch.einsum("bhrs,sbhc->rbhc", of_scores, repeat_heads(key, heads))
-    dk = torch.einsum("bhrs,rbhc->sbhc", of_scores, query)
-    dv = torch.einsum("bhrs,rbhv->sbhv", weights.to(dtype), gradient)
+    dq, dk, dv = of_scores @ repeat_heads(key, heads), of_scores.mT @ query, weights.to(dtype).mT @ gradient
     if groups != heads:
-        dk, dv = (x.unflatten(2, (groups, -1)).sum(3) for x in (dk, dv))
+        dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
     return dq, dk, dv
 
 
 def _scores(query: Tensor, key: Tensor, *, causal: bool, scale: float) -> Tensor:
     """``[B, H, R, S]`` in the dtype of sums."""
-    scores = torch.einsum("rbhc,sbhc->bhrs", query, repeat_heads(key, query.shape[2]))
-    scores = scores.to(sum_dtype(query)) * scale
-    return scores.masked_fill_(~visible_keys(query, key, None), -math.inf) if causal else scores
+    scores = (query @ repeat_heads(key, query.shape[1]).mT).to(sum_dtype(query)) * scale
+    return scores.masked_fill_(~visible_keys(query[0, 0], key[0, 0], None), -math.inf) if causal else scores
 
 
 EXACT_PIECES = PieceKernel(all_visible_keys, _exact_forward, _exact_backward)
@@ -179,13 +176,12 @@ def _of_equal_heads(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) 
 
     In a triangle the keys are repeated; in a rectangle, query heads that share keys become additional rows.
     """
-    repeats = query.shape[1] // key.shape[1]
-    if causal and repeats > 1:
-        return query, *(x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    return query if causal else query.reshape(*key.shape[:2], -1, query.shape[-1]), key, value
+    if causal:
+        return query, *(repeat_heads(x, query.shape[1]) for x in (key, value))
+    return query.reshape(*key.shape[:2], -1, query.shape[-1]), key, value
 
 
-CPU_FLASH = PieceKernel(_cut_for_cpu, _cpu_forward, _cpu_backward, HEADS_FIRST)
+CPU_FLASH = PieceKernel(_cut_for_cpu, _cpu_forward, _cpu_backward)
 
 # torch's FlashAttention 2, and cuDNN, whose causal mask is aligned to the top left through torch: its causal
 # pieces need as many keys as queries. The states are random states, unused without dropout.
@@ -228,8 +224,8 @@ def _cudnn_backward(*given: Any, causal: bool, scale: float) -> tuple[Tensor, ..
     return found
 
 
-TORCH_FLASH_2 = PieceKernel(all_visible_keys, _torch_2_forward, _torch_2_backward, HEADS_FIRST)
-CUDNN = PieceKernel(causal_then_earlier, _cudnn_forward, _cudnn_backward, HEADS_FIRST)
+TORCH_FLASH_2 = PieceKernel(all_visible_keys, _torch_2_forward, _torch_2_backward)
+CUDNN = PieceKernel(causal_then_earlier, _cudnn_forward, _cudnn_backward)
 
 
 Bounds = tuple[Tensor, Tensor, int, int]

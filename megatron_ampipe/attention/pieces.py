@@ -21,6 +21,8 @@ from torch import Tensor
 from megatron_ampipe.runtime.segment import KeyValueSums, sum_dtype
 from megatron_ampipe.schedule.chunks import Span
 
+HEADS_FIRST, ROWS_FIRST = (1, 2, 0, 3), (2, 0, 1, 3)
+"""The order of the dimensions ``[B, H, R, C]``, which kernels take, and back to ``[R, B, H, C]``."""
 AddKeys = Callable[[int, Tensor, Tensor], None]
 """Adds the gradients of the keys and values from a row on (:meth:`KeyValueSums.add`)."""
 
@@ -57,17 +59,15 @@ class PieceKernel:
     """A span to its pieces, in order. Every row has one causal piece, which comes first. Pieces that have a
     row in common have all rows in common and are adjacent."""
     forward: Callable[..., tuple[Any, ...]]
-    """``(query, key, value, causal=, scale=)`` to ``(output, lse, *state)``."""
+    """``(query, key, value, causal=, scale=)``, of ``[B, H, R, C]``, to ``(output, lse, *state)``."""
     backward: Callable[..., Sequence[Tensor]]
     """``(gradient, query, key, value, output, lse, *state, causal=, scale=)`` to their three gradients."""
-    layout: tuple[int, int, int, int] | None = None
-    """The order of the dimensions of ``[R, B, H, C]`` in which both take and give tensors, if another one."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> PieceOutput:
         """Attention of ``[R, B, H, C]`` over ``[S, B, G, C]`` and ``[S, B, G, V]``."""
-        given = self._arranged(query, key, value)
+        given = (x.permute(HEADS_FIRST) for x in (query, key, value))
         output, lse, *state = self.forward(*given, causal=causal, scale=scale)
-        return PieceOutput(self._rows_first(output)[0], lse, tuple(state))
+        return PieceOutput(output.permute(ROWS_FIRST), lse, tuple(state))
 
     def differentiate(
         self, attended: PieceOutput, *tensors: Tensor, causal: bool, scale: float
@@ -76,19 +76,10 @@ class PieceKernel:
 
         ``attended`` is merged over all pieces of the rows.
         """
-        given = self._arranged(*tensors, attended.output)
+        given = (x.permute(HEADS_FIRST) for x in (*tensors, attended.output))
         gradients = self.backward(*given, attended.lse, *attended.state, causal=causal, scale=scale)
-        dq, dk, dv = self._rows_first(*gradients)
+        dq, dk, dv = (x.permute(ROWS_FIRST) for x in gradients)
         return dq, dk, dv
-
-    def _arranged(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tensors if self.layout is None else tuple(tensor.permute(self.layout) for tensor in tensors)
-
-    def _rows_first(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if self.layout is None:
-            return tensors
-        order = [self.layout.index(dimension) for dimension in range(4)]
-        return tuple(tensor.permute(order) for tensor in tensors)
 
 
 def causal_then_earlier(span: Span) -> tuple[AttentionPiece, ...]:
@@ -243,6 +234,6 @@ def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def repeat_heads(tensor: Tensor, heads: int) -> Tensor:
-    """``[S, B, G, C]`` to ``[S, B, heads, C]``; each key/value head serves consecutive query heads."""
-    repeats = heads // tensor.shape[2]
-    return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=2)
+    """``[B, G, S, C]`` to ``[B, heads, S, C]``; each key/value head serves consecutive query heads."""
+    repeats = heads // tensor.shape[1]
+    return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)

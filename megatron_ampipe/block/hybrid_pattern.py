@@ -10,62 +10,42 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 ATTENTION, EXPERTS, DENSE = "*+", "E", "-"
 
 
-@dataclass(frozen=True, slots=True)
-class HybridPattern:
-    """The layers of a hybrid model."""
+def stages_of(arguments: Any) -> tuple[str, ...] | None:
+    """The layers of every pipeline stage, virtual ones included, by Megatron's arguments; None for a GPT.
 
-    stages: tuple[str, ...]
-    """The layers of every pipeline stage, virtual ones included."""
+    Layers of multi-token prediction are left out: they run unchanged. Megatron spreads a pattern without
+    ``|`` over the stages, of which the first and the last may have another number of layers.
+    """
+    text = getattr(arguments, "hybrid_layer_pattern", None)
+    if text is None:
+        return None
+    layers, stages = text.partition("/")[0], arguments.pipeline_model_parallel_size or 1
+    if "|" in layers or stages == 1:
+        return tuple(layers.split("|"))
+    first = getattr(arguments, "decoder_first_pipeline_num_layers", None)
+    last = getattr(arguments, "decoder_last_pipeline_num_layers", None)
+    between = stages - (first is not None) - (last is not None)
+    sizes = [(len(layers) - (first or 0) - (last or 0)) // max(1, between)] * stages
+    if first is not None:
+        sizes[0] = first
+    if last is not None:
+        sizes[-1] = last
+    letters = iter(layers)
+    return tuple("".join(itertools.islice(letters, size)) for size in sizes)
 
-    @classmethod
-    def of(
-        cls, text: str, *, stages: int = 1, first: int | None = None, last: int | None = None
-    ) -> HybridPattern:
-        """From the value of ``--hybrid-layer-pattern``, which Megatron has checked.
 
-        Layers of multi-token prediction are left out: they run unchanged. Megatron spreads a pattern without
-        ``|`` over ``stages``; the ``first`` and the ``last`` may have another number of layers
-        (``--decoder-first-pipeline-num-layers``).
-        """
-        layers = text.partition("/")[0]
-        if "|" in layers or stages == 1:
-            return cls(tuple(layers.split("|")))
-        between = stages - (first is not None) - (last is not None)
-        sizes = [(len(layers) - (first or 0) - (last or 0)) // max(1, between)] * stages
-        if first is not None:
-            sizes[0] = first
-        if last is not None:
-            sizes[-1] = last
-        letters = iter(layers)
-        return cls(tuple("".join(itertools.islice(letters, size)) for size in sizes))
-
-    @classmethod
-    def of_arguments(cls, arguments: Any) -> HybridPattern | None:
-        """From Megatron's arguments; None for a GPT."""
-        text = getattr(arguments, "hybrid_layer_pattern", None)
-        if text is None:
-            return None
-        return cls.of(
-            text,
-            stages=arguments.pipeline_model_parallel_size or 1,
-            first=getattr(arguments, "decoder_first_pipeline_num_layers", None),
-            last=getattr(arguments, "decoder_last_pipeline_num_layers", None),
-        )
-
-    @property
-    def runs(self) -> tuple[tuple[bool, ...], ...]:
-        """The pairs that can share a schedule, and whether each has experts."""
-        return tuple(
-            tuple(stage[first + 2 * pair + 1] in EXPERTS for pair in range(num_pairs))
-            for stage in self.stages
-            for first, num_pairs in runs_of_pairs(stage)
-        )
+def runs_of(stages: Sequence[str]) -> tuple[tuple[bool, ...], ...]:
+    """The pairs that can share a schedule, and whether each has experts."""
+    return tuple(
+        tuple(stage[first + 2 * pair + 1] in EXPERTS for pair in range(num_pairs))
+        for stage in stages
+        for first, num_pairs in runs_of_pairs(stage)
+    )
 
 
 def runs_of_pairs(layers: Sequence[str]) -> Iterator[tuple[int, int]]:

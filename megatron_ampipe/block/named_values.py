@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_ampipe.errors import BadInput, did_you_mean
@@ -31,37 +31,26 @@ _UNITS = {"MiB": 2**20, "GiB": 2**30}
 _SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(MiB|GiB)", re.ASCII)
 
 
-def class_path(name: str) -> str:
-    """``package.module:Class`` for a value of ``--ampipe-router``; :class:`BadInput` if it names none."""
-    if name in SHIPPED_GATES:
-        return SHIPPED_GATES[name]
-    _require_class(ROUTER_FLAG, name, SHIPPED_GATES, "cosine", "my_package.my_module:MyRouter")
-    return name
-
-
-def check_wire(name: str, *, flag: str = WIRE_FLAG) -> None:
-    """Raise :class:`BadInput` for a value that is neither a shipped wire nor ``package.module:Class``."""
-    if name not in SHIPPED_WIRES:
-        _require_class(flag, name, SHIPPED_WIRES, "fp8", "my_package.my_module:MyWire")
-
-
-def _require_class(flag: str, name: str, shipped: Collection[str], *examples: str) -> None:
-    if _CLASS.fullmatch(name) is None:
+def class_path(name: str, shipped: Mapping[str, str], *, flag: str) -> str:
+    """``package.module:Class`` for a name of ``shipped``, or itself; :class:`BadInput` if it is neither."""
+    if name not in shipped and _CLASS.fullmatch(name) is None:
         rule = f"is neither package.module:Class nor one of {', '.join(shipped)}"
-        values = " or ".join(f"{flag} {example}" for example in examples)
-        remedy = did_you_mean(name, shipped) or f"Use for example {values}."
-        raise BadInput(flag, name or "(empty)", rule=rule, remedy=remedy)
+        remedy = f"Use for example {flag} {min(shipped)} or {flag} my_package.my_module:MyClass."
+        raise BadInput(flag, name or "(empty)", rule=rule, remedy=did_you_mean(name, shipped) or remedy)
+    return shipped.get(name, name)
 
 
 def import_class(
-    flag: str, name: str, path: str, *, fits: Callable[[type], bool], rule: str, remedy: str
+    name: str, shipped: Mapping[str, str], *, flag: str, fits: Callable[[type], bool], rule: str, remedy: str
 ) -> Any:
-    """The class at ``path`` (``package.module:Class``), which imports its module; or :class:`BadInput`.
+    """The class of :func:`class_path`, whose module is imported; or :class:`BadInput`.
 
-    ``name`` is what the user wrote for it. A class that does not fit is refused with ``rule`` and ``remedy``.
+    A class that does not fit is refused with ``rule`` and ``remedy``.
     """
     try:
-        value = pkgutil.resolve_name(path)
+        value = pkgutil.resolve_name(class_path(name, shipped, flag=flag))
+    except BadInput:
+        raise
     except Exception as error:
         rule = f"cannot be imported: {type(error).__name__}: {error}".rstrip(".")
         remedy = "Check the name, and that its folder is in PYTHONPATH on every rank."

@@ -11,13 +11,15 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from megatron_ampipe.block.named_values import (
+    ROUTER_FLAG,
     SHIPPED_GATES,
     SHIPPED_WIRES,
+    WIRE_FLAG,
     check_threshold,
-    check_wire,
     class_path,
     parse_size,
 )
@@ -128,8 +130,9 @@ class Settings:
 
     degree: int | str | None = _row(
         shown_default="1",
-        help="number of chunks of the sequence; 1 builds Megatron's own layers, 4 is a good first choice, "
-        "`auto` [tries several](tuning.md) in the first iterations and keeps the fastest",
+        help="number of chunks of the sequence; 1 builds Megatron's own layers, 4 is a "
+        "[good first choice](tuning.md#by-hand), `auto` [tries several](tuning.md#by-trying) in the first "
+        "iterations and keeps the fastest",
         type=_degree,
         of_plan=True,
     )
@@ -235,8 +238,9 @@ class Settings:
         "rows",
         metavar="KIND",
         help="how the all-to-all groups copies of a token: `rows` per expert, as Megatron; "
-        "[`ranks`](exchange.md) per rank, at degree 1 too; [`nodes`](nodes.md) per node; "
-        "[`2dh`](nodes.md#every-copy-in-two-hops) as `rows`, in two hops; `auto` leaves it to "
+        "[`ranks`](exchange.md) per rank, at degree 1 too; "
+        "[`nodes`](exchange.md#two-classes-of-links) per node; "
+        "[`2dh`](exchange.md#every-copy-in-two-hops) as `rows`, in two hops; `auto` leaves it to "
         "`--ampipe-degree auto`",
         choices=("rows", "ranks", "nodes", "2dh", AUTO),
         of_plan=True,
@@ -245,8 +249,8 @@ class Settings:
     )
     ranks_per_node: int | None = _row(
         shown_default="torchrun's",
-        help="consecutive ranks that share [faster links](nodes.md), for the exchanges `nodes` and `2dh` "
-        "and for tensor-parallel experts and attention",
+        help="consecutive ranks that share [faster links](exchange.md#two-classes-of-links), for the "
+        "exchanges `nodes` and `2dh` and for tensor-parallel experts and attention",
         type=int,
         minimum=1,
     )
@@ -274,7 +278,7 @@ class Settings:
         help="[router](gates.md) of every MoE layer, at degree 1 too: "
         f"{', '.join(f'`{name}`' for name in SHIPPED_GATES)}, or a subclass of Megatron's `TopKRouter` as "
         "`package.module:Class`, which `ampipe gate` checks",
-        check=class_path,
+        check=partial(class_path, shipped=SHIPPED_GATES, flag=ROUTER_FLAG),
         says="'ampipe gate' checks it",
     )
     router_scope: str = _row(
@@ -293,7 +297,7 @@ class Settings:
         help="what rows of tokens and their gradients become [while they travel](wire.md): "
         f"{', '.join(f'`{name}`' for name in SHIPPED_WIRES)}, or `package.module:Class`. Fewer bytes, "
         "rounded numbers",
-        check=check_wire,
+        check=partial(class_path, shipped=SHIPPED_WIRES, flag=WIRE_FLAG),
         acts="layers",
         with_auto=_DIFFERS,
         says="rows and their gradients are cast, so losses differ from a stock run's",
@@ -376,7 +380,7 @@ def check_given(given: dict[str, Any]) -> None:
         setting = SETTING[name]
         if "plan" in given and setting.of_plan:
             remedy = f"Leave {setting.flag} or --ampipe-plan out."
-            raise setting.refuse(value, f"is what the plan {given['plan']} says", remedy)
+            raise setting.refuse(value, f"conflicts with the plan {given['plan']}, which says it", remedy)
         if setting.with_auto is not None and given.get("degree") == AUTO:
             remedy = f"Leave {setting.flag} out, or name the degree: --ampipe-degree 4."
             raise setting.refuse(value, setting.with_auto, remedy)

@@ -99,9 +99,9 @@ class Fp8Wire:
 def load_wire(name: str) -> Wire:
     """The wire that ``--ampipe-wire NAME`` names, made without arguments; or ``BadInput``."""
     wire_class = import_class(
-        WIRE_FLAG,
         name,
-        SHIPPED_WIRES.get(name, name),
+        SHIPPED_WIRES,
+        flag=WIRE_FLAG,
         fits=lambda other: all(callable(getattr(other, method, None)) for method in ("encode", "decode")),
         rule="is no class with the methods encode(rows, trip) and decode(parts, out, trip)",
         remedy="Give it both; see docs/wire.md.",

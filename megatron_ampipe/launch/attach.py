@@ -40,7 +40,12 @@ from megatron_ampipe.runtime.partners import Partners
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import IN_ONE_CHUNK
-from megatron_ampipe.schedule.features import expert_tensor_ranks, gather_lane, uses_ring_attention
+from megatron_ampipe.schedule.features import (
+    expert_tensor_ranks,
+    gather_lane,
+    rows_of_tile,
+    uses_ring_attention,
+)
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 
@@ -114,6 +119,12 @@ def make_context(
             folder = Path(config.routing_dir)
             outputs.check_folder(folder.absolute(), flag=SETTING["routing_dir"].flag, value=folder)
         hooks.add(RoutingRecording(args, config, context))
+    rows += (warnings := startup.without_checkpoint(args))
+    last = [f"warning: {note} ({remedy})" for _, note, remedy in warnings]
+    if context is not None:
+        last.insert(0, f"{rows[0][0]} {rows[0][1]}; the table 'AMPipe' below Megatron's arguments says more")
+    if last:
+        hooks.add(startup.LastLines(last))
     startup.print_startup_table([("Megatron", compat.describe_megatron()), *rows], adjustments)
     return context
 
@@ -139,70 +150,48 @@ def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> list[host.Adj
 
     What cannot be changed without changing what is computed is refused instead (``refusals.py``).
     """
-    changes = [_drop_attention_mask(args), _unfuse_rotary(args)]
+    changes: list[host.Adjustment] = []
+
+    def note(flag: str, value: str | None, reason: str) -> None:
+        changes.append(host.Adjustment(flag, value, reason))
+
+    if args.create_attention_mask_in_dataloader and not startup.reads_masks(args):
+        # Nobody would read it, and its size is the sequence length squared.
+        args.create_attention_mask_in_dataloader = False
+        reason = "chunks know their causal mask from their position"
+        if args.reset_attention_mask:
+            reason = (
+                "no layer reads the mask of --reset-attention-mask, in a stock run neither: a token attends "
+                "to earlier documents too. To separate them, use --dataloader-inter-document-masking"
+            )
+        note("--no-create-attention-mask-in-dataloader", None, reason)
+    several = args.micro_batch_size > 1 and packs_documents(args)
+    if several and args.multi_latent_attention and args.apply_rope_fusion:
+        # The fused kernel takes one position for the rows of an index.
+        args.apply_rope_fusion = False
+        reason = "rows of several packed sequences differ in position: the same function"
+        note("--no-rope-fusion", None, reason)
     if args.moe_pad_expert_input_to_capacity:
         reason = "ignored: chunks send only the kept tokens, with the same result"
-        changes.append(host.Adjustment("--moe-pad-expert-input-to-capacity", None, reason))
+        note("--moe-pad-expert-input-to-capacity", None, reason)
     for flag, reason in SWITCHED_OFF.items():
         if flag in getattr(args, "ampipe_put_aside", ()):
-            changes.append(host.Adjustment(flag, None, f"switched off: {reason}"))
-    changes.append(_gather_keys_and_values(args))
-    if on_gpu:
-        changes.append(_prioritize_exchanges(args))
-    return [change for change in changes if change is not None]
-
-
-def _prioritize_exchanges(args: argparse.Namespace) -> host.Adjustment | None:
-    """Have NCCL run the exchanges on high-priority streams, so that they do not wait for matrix products."""
-    groups = ["ep", "tp_ep_mp"]
-    if gather_lane(args, None):
-        groups.append("ep_tp")
-    if uses_ring_attention(args):
-        groups.append("cp")
-    missing = [name for name in groups if name not in args.high_priority_stream_groups]
-    if not missing:
-        return None
-    # Megatron also adds to the list in place, for its own overlaps.
-    args.high_priority_stream_groups.extend(missing)
-    return host.Adjustment(
-        "--high-priority-stream-groups",
-        " ".join(args.high_priority_stream_groups),
-        "collectives that are ready do not wait for computation",
-    )
-
-
-def _drop_attention_mask(args: argparse.Namespace) -> host.Adjustment | None:
-    """Keep the data loader from building a mask of sequence length squared that nobody reads."""
-    if not args.create_attention_mask_in_dataloader or startup.reads_masks(args):
-        return None
-    args.create_attention_mask_in_dataloader = False
-    reason = "chunks know their causal mask from their position"
-    if args.reset_attention_mask:
-        reason = (
-            "no layer reads the mask of --reset-attention-mask, in a stock run neither: a token attends to "
-            "earlier documents too. To separate them, use --dataloader-inter-document-masking"
-        )
-    return host.Adjustment("--no-create-attention-mask-in-dataloader", None, reason)
-
-
-def _unfuse_rotary(args: argparse.Namespace) -> host.Adjustment | None:
-    """Rotate latent attention without its fused kernel where rows of one index have several positions."""
-    several = args.micro_batch_size > 1 and packs_documents(args)
-    if not (several and args.multi_latent_attention and args.apply_rope_fusion):
-        return None
-    args.apply_rope_fusion = False
-    reason = "rows of several packed sequences differ in position: the same function"
-    return host.Adjustment("--no-rope-fusion", None, reason)
-
-
-def _gather_keys_and_values(args: argparse.Namespace) -> host.Adjustment | None:
-    """Report that context parallelism gathers where another method was asked for."""
+            note(flag, None, f"switched off: {reason}")
+    in_ring = uses_ring_attention(args)
     modes = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
     others = [mode for mode in dict.fromkeys(modes) if mode != "all_gather"]
-    if args.context_parallel_size == 1 or not others or uses_ring_attention(args):
-        return None
-    reason = f"in pipelined blocks, in place of {' and '.join(others)}: the same function"
-    return host.Adjustment("--cp-comm-type", "all_gather", reason)
+    if args.context_parallel_size > 1 and others and not in_ring:
+        reason = f"in pipelined blocks, in place of {' and '.join(others)}: the same function"
+        note("--cp-comm-type", "all_gather", reason)
+    if on_gpu:
+        groups = {"ep": True, "tp_ep_mp": True, "ep_tp": gather_lane(args, None), "cp": in_ring}
+        given = args.high_priority_stream_groups
+        if missing := [name for name, is_used in groups.items() if is_used and name not in given]:
+            # Megatron also adds to the list in place, for its own overlaps.
+            given.extend(missing)
+            reason = "collectives that are ready do not wait for computation"
+            note("--high-priority-stream-groups", " ".join(given), reason)
+    return changes
 
 
 def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> Choice | None:
@@ -226,6 +215,7 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
         in_one_chunk=IN_ONE_CHUNK if is_open else None,
         say=print_on_first_rank,
         keep=functools.partial(save_choice, args, config.save_plan, shape),
+        rows_of_tile=functools.partial(rows_of_tile, args),
     )
     choice = auto.start(shape)
     hooks.add(Agreement(context.pipeline))

@@ -60,10 +60,11 @@ class AutoDegree(Hook):
         in_one_chunk: str | None = None,
         say: Callable[[str], None],
         keep: Callable[[Shape, Choice], None] = lambda shape, choice: None,
+        rows_of_tile: Callable[[int], int] = lambda batch: 1,
     ) -> None:
         self._context, self._planner, self._say = context, planner, say
         self._exchanges, self._in_one_chunk = exchanges, in_one_chunk
-        self._keep = keep
+        self._keep, self._rows_of_tile = keep, rows_of_tile
         self._ranges = SizeRanges()
         self._choices: dict[Shape, Choice] = {}
         self._shape: Shape | None = None
@@ -126,7 +127,7 @@ class AutoDegree(Hook):
         self._shape, self._trials = shape, None
         # The prediction does not apply to the shape of this iteration, which will be logged.
         self._context.predicted_ms = None
-        degrees, tokens = candidates(shape[0]), math.prod(shape)
+        degrees, tokens = candidates(shape[0], self._rows_of_tile(shape[1])), math.prod(shape)
         if shape in self._choices:
             self._settle(self._choices[shape])
         elif self._planner is not None:

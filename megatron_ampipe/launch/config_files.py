@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ampipe import __version__, compat
+from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.errors import BadInput, did_you_mean
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse, shown
@@ -111,6 +112,10 @@ def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
             line[actions[flag].dest] = _flag_value(group, actions[flag], _COMMAND_LINE)
         else:
             unknown += group
+    if "ampipe_plan" in line:
+        # The command line wins: files for several runs name a degree, which would conflict with the plan.
+        of_plan = {f"ampipe_{setting.name}" for setting in SETTING.values() if setting.of_plan}
+        files = {dest: setting for dest, setting in files.items() if dest not in of_plan}
     kept = [setting for dest, setting in files.items() if dest not in line]
     return Resolved(
         settings=(*kept, *line.values()),
@@ -127,7 +132,7 @@ def _sets(action: argparse.Action | None) -> bool:
 def _action_of_key(place: str, key: str, actions: dict[str, argparse.Action]) -> argparse.Action:
     flag = f"--{key}"
     if flag not in actions:
-        names = [name[2:] for name in actions if name.startswith("--")]
+        names = [OWN_SECTION, *(name[2:] for name in actions if name.startswith("--"))]
         near = did_you_mean(key, names, cutoff=0.5) or "Run with --help for the list."
         remedy = "Write it below 'ampipe:', indented." if f"{OWN_SECTION}-{key}" in names else near
         raise BadInput(f"{place}:", key, rule="there is no such flag", remedy=remedy)

@@ -39,11 +39,6 @@ _GLOO = "gloo/transport"
 
 def run_to_end(work: Callable[[], int]) -> int:
     """Run a launch, and return its exit code, whatever happens."""
-    wrong = _wrong_rank_variable()
-    if wrong is not None:
-        # These variables would say which rank prints and which ones wait.
-        print(f"\nerror: {wrong}", file=sys.stderr, flush=True)
-        return wrong.exit_code
     if _ERROR_FILE in os.environ:
         faulthandler.enable()
     try:
@@ -71,17 +66,6 @@ def _interrupt(*_: object) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable()
     raise KeyboardInterrupt
-
-
-def _wrong_rank_variable() -> BadInput | None:
-    """The error of a wrong value of torchrun's variables: a rank that is too large would wait forever."""
-    for rank, count in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        value, limit = os.environ.get(rank, "0"), os.environ.get(count, "1000000")
-        if not (value.isdecimal() and limit.isdecimal() and int(value) < int(limit)):
-            rule = f"must be a whole number below {count}, which is {limit}"
-            remedy = "Start the run with torchrun, which sets both, or unset them."
-            return BadInput(rank, value or "(empty)", rule=rule, remedy=remedy)
-    return None
 
 
 def keep_signal_from_children(args: argparse.Namespace) -> None:
@@ -181,7 +165,7 @@ def _refused(rule: str, place: str) -> BadInput:
 
 
 def _bad_checkpoint(error: BaseException) -> BadInput:
-    from megatron.training.global_vars import get_args
+    from megatron.training import get_args
 
     args = get_args()
     name = "load" if args.load is not None else "pretrained_checkpoint"
@@ -235,7 +219,15 @@ def report_parser_errors(parser: argparse.ArgumentParser) -> None:
     """Make ``parser`` raise :class:`BadInput`, instead of printing 800 flags on every rank."""
 
     def error(message: str) -> NoReturn:
-        raise _parser_error(message, parser)
+        remedy = "Run with --help for the list."
+        flag, separator, rule = message.removeprefix("argument ").partition(": ")
+        if flag == "unrecognized arguments":
+            known = [flag for action in parser._actions for flag in action.option_strings]
+            near = did_you_mean(rule.split()[0].partition("=")[0], known)
+            raise BadInput("argument", rule, rule="there is no such flag", remedy=near or remedy)
+        if not separator or not message.startswith("argument "):
+            raise BadInput("arguments", "(incomplete)", rule=message, remedy=remedy)
+        raise BadInput(flag, "", rule=rule, remedy=remedy)
 
     parser.error = error  # type: ignore[method-assign]
     for action in parser._actions:
@@ -246,15 +238,3 @@ def report_parser_errors(parser: argparse.ArgumentParser) -> None:
             action.help = (action.help or "").replace("%", "%%")
     if int(os.environ.get("RANK", "0")) != 0:
         parser.print_help = lambda file=None: None  # type: ignore[method-assign]
-
-
-def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
-    remedy = "Run with --help for the list."
-    flag, separator, rule = message.removeprefix("argument ").partition(": ")
-    if flag == "unrecognized arguments":
-        known = [flag for action in parser._actions for flag in action.option_strings]
-        near = did_you_mean(rule.split()[0].partition("=")[0], known)
-        return BadInput("argument", rule, rule="there is no such flag", remedy=near or remedy)
-    if not separator or not message.startswith("argument "):
-        return BadInput("arguments", "(incomplete)", rule=message, remedy=remedy)
-    return BadInput(flag, "", rule=rule, remedy=remedy)

@@ -39,6 +39,7 @@ from megatron_ampipe.schedule.pipeline import AMPipeConfig
 _SAME_EXCHANGES = "AMPipe schedules the same all-to-alls inside each micro-batch"
 _PARTNER_FLAG = "--overlap-moe-expert-parallel-comm"
 _SAME_WEIGHTS = "it delays weight gradients for an overlap that AMPipe replaces"
+_SAME_ROWS = "experts pad the rows of each chunk themselves, as without this flag"
 SWITCHED_OFF: Mapping[str, str] = {
     "--moe-shared-expert-overlap": "AMPipe schedules the shared experts itself",
     _PARTNER_FLAG: "--ampipe-partner does the same; with --ampipe-degree auto or a plan, which say how all "
@@ -46,6 +47,8 @@ SWITCHED_OFF: Mapping[str, str] = {
     "--ep-overlap-early-attn-memory-release": _SAME_EXCHANGES,
     "--overlap-dispatch-backward-with-experts-wgrad": _SAME_WEIGHTS,
     "--delay-wgrad-compute": _SAME_WEIGHTS,
+    "--moe-router-padding-for-quantization": _SAME_ROWS,
+    "--moe-router-padding-for-fp8": _SAME_ROWS,
     "--fused-residual-rmsnorm": (
         "stages call the norm and the residual addition one after the other, with the same result"
     ),

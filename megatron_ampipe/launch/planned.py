@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.block.hybrid_pattern import HybridPattern
+from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.named_values import parse_size, size_to_text
 from megatron_ampipe.block.settings import SETTING, settings_of
 from megatron_ampipe.errors import BadInput
@@ -20,6 +20,7 @@ from megatron_ampipe.files.inputs import find_config
 from megatron_ampipe.launch.refusals import (
     WAITS_FOR_STAGE,
     exchanges_of,
+    layout_of_args,
     ranks_per_node,
     recomputes,
     waits_for_stage,
@@ -38,10 +39,10 @@ from megatron_ampipe.schedule import (
     BlockFeatures,
     Exchange,
     Pipeline,
-    SequenceLayout,
     period,
 )
-from megatron_ampipe.schedule.features import boundary, features_of_settings
+from megatron_ampipe.schedule.chunks import require_whole_tiles
+from megatron_ampipe.schedule.features import boundary, features_of_settings, fp8_recipe, rows_of_tile
 
 
 def planner_of(
@@ -118,6 +119,8 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
         notes = (f"the plan was made on: {plan.made_for.get('cluster')}",)
         if other:
             notes += (f"the plan was made for {', '.join(other)}; its predictions may be wrong",)
+    if plan.memory != KEEP and fp8_recipe(args) is not None:
+        raise refused(f"has memory {plan.memory}, which does not know quantized tensors", "Use another plan.")
     if plan.memory != KEEP and (module := recomputes(args, "moe")) is not None:
         raise refused(
             f"has memory {plan.memory}, and --recompute-modules {module} computes the experts again",
@@ -134,7 +137,8 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
         # If layers share the order, two show whether it can be repeated.
         features = [_features_of(args, pipeline)] * (2 if _shares_schedule(args, pipeline) else 1)
         pipeline.schedule_of(features)
-        pipeline.chunks(args.seq_length, layout_of_args(args))
+        chunks = pipeline.chunks(args.seq_length, layout_of_args(args))
+        require_whole_tiles(chunks, rows_of_tile(args, args.micro_batch_size))
     except BadInput as error:
         if error.name == "--seq-length":
             raise
@@ -184,14 +188,6 @@ def made_for_of_args(args: argparse.Namespace) -> MadeFor:
     )
 
 
-def layout_of_args(args: argparse.Namespace) -> SequenceLayout:
-    """How the rows of a sequence are distributed over ranks."""
-    return SequenceLayout(
-        tensor_ranks=args.tensor_model_parallel_size if args.sequence_parallel else 1,
-        context_ranks=args.context_parallel_size,
-    )
-
-
 def rows_of_rank(args: argparse.Namespace) -> int:
     """Rows of the residual stream that a rank holds."""
     layout = layout_of_args(args)
@@ -230,10 +226,11 @@ def _model_of_args(args: argparse.Namespace) -> ModelFile:
     if getattr(args, "ampipe_recomputes", False):
         # Set aside: the layers recompute in place of Megatron.
         values["recompute-granularity"] = "full"
-    pattern = HybridPattern.of_arguments(args)
-    if pattern is not None and not pattern.runs:
+    stages = stages_of(args)
+    if stages is not None and not runs_of(stages):
         # Nothing is pipelined.
         del values["hybrid-layer-pattern"]
+    values |= {"fp8-format": getattr(args, "fp8", None), "fp8-recipe": fp8_recipe(args)}
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion
     return ModelFile(Path("arguments"), values, {}, settings_of(args))
 

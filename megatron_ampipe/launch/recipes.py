@@ -1,22 +1,25 @@
 """Switches AMPipe on from Python, for runs that are started without a command line of Megatron's.
 
-    from megatron_ampipe.launch.recipes import switch_on
+    from megatron_ampipe.launch.recipes import switch_on, switch_on_models
 
-    recipe = qwen3_30b_a3b_pretrain_config()
-    switch_on(recipe, degree=4)
+    switch_on(recipe, degree=4)      a recipe of Megatron-Bridge, before its training
+    switch_on_models(degree=4)       all models that this process builds from here on
 
-For recipes of Megatron-Bridge (``ConfigContainer``), its model providers, and Megatron's own configurations
-of models: all build their layers from a layer specification, or from a function that makes one, which is
-replaced by a function that pipelines it. Tables, traces and an automatic degree need a launch with flags.
+The first is for recipes (``ConfigContainer``), model providers, and Megatron's own configurations of models:
+their layer specification is replaced by a function that pipelines what it makes. The second is for programs
+that build models in their own ways (verl, ms-swift, slime): it changes the specification that constructors of
+Megatron's models are given. Tables, traces and an automatic degree need a launch with flags.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.flags import switch_off_overlaps
@@ -45,8 +48,10 @@ def switch_on(
     The layer specification of ``recipe``, which has a field ``model`` or is a model's configuration, is
     changed, and other overlaps of MoE communication are switched off. The other arguments are as the flags
     ``--ampipe-*``: at degree 1 nothing is changed, and ``stack`` is 0 for all layers. Raises
-    :class:`BadInput` if they are wrong, or AMPipe does not support the recipe.
+    :class:`BadInput` if they are wrong, or AMPipe does not support the recipe, and
+    :class:`EnvironmentMissing` for a torch or a Megatron that is too old.
     """
+    compat.require_peers()
     model = getattr(recipe, "model", recipe)
     name = GPT if hasattr(model, GPT) else HYBRID
     given = getattr(model, name, None)
@@ -78,18 +83,114 @@ def switch_on(
     setattr(model, name, layers(model) if name == HYBRID and is_of_megatron else layers)
 
 
+def switch_on_models(
+    *,
+    degree: int,
+    backward_degree: int | None = None,
+    schedule: str = "ampipe",
+    stack: int = ALL_LAYERS,
+    capacity_scope: str = "sequence",
+) -> None:
+    """Have every GPT and hybrid model that this process builds from now on pipelined. Call it once.
+
+    Models without MoE layers stay as they are. For each model, rank 0 prints which of the two it is. The
+    arguments are as for :func:`switch_on`. Raises :class:`BadInput` if they are wrong or AMPipe is switched
+    on already, and when a model is built that it does not support; :class:`EnvironmentMissing` for a torch or
+    a Megatron that is too old.
+    """
+    compat.require_peers()
+    import torch
+    from megatron.core.distributed import DistributedDataParallel
+
+    from megatron_ampipe.launch.hooks import on_training_stream
+    from megatron_ampipe.launch.script import models_of_megatron
+
+    config = _config(
+        degree=degree,
+        backward_degree=backward_degree,
+        schedule=schedule,
+        stack=stack,
+        capacity_scope=capacity_scope,
+    )
+    models = models_of_megatron()
+    if any(hasattr(model.__init__, "ampipe") for model in models):
+        remedy = "Call switch_on_models once, and switch_on for no recipe."
+        raise BadInput("degree", degree, rule="AMPipe is switched on in this process already", remedy=remedy)
+    if not config.pipelined:
+        return
+    connections.set_default()
+    for model in models:
+        model.__init__ = _constructor(model.__init__, config, name=GPT if model is models[0] else HYBRID)
+    if torch.cuda.is_available():
+        construct = on_training_stream(DistributedDataParallel.__init__)
+        DistributedDataParallel.__init__ = construct  # type: ignore[method-assign]
+
+
+def _constructor(construct: Callable[..., None], config: AMPipeConfig, *, name: str) -> Callable[..., None]:
+    """The constructor of a model, with pipelined layers in its argument ``name``."""
+    from megatron_ampipe.launch.auto import print_on_first_rank
+
+    signature = inspect.signature(construct)
+
+    @functools.wraps(construct)
+    def constructing(model: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(model, *args, **kwargs)
+        given, kind = bound.arguments, type(model)
+        transformer = given["config"]
+        if not transformer.num_moe_experts:
+            construct(model, *args, **kwargs)
+            print_on_first_rank(f"a {kind.__name__} has no MoE layers, and stays as it is")
+            return
+        recipe = SimpleNamespace(train=SimpleNamespace(seq_length=given["max_sequence_length"], **given))
+        refuse_unsupported(config, Arguments(recipe, transformer, capacity_scope=config.capacity_scope))
+        switch_off_overlaps(transformer)
+        given[name] = _pipelined(name, given[name], transformer, config, vp_stage=given.get("vp_stage"))
+        if any(base.__module__.startswith("mcore_bridge.") for base in kind.__mro__):
+            _check_patches_of_mcore_bridge(transformer, _context(config))
+        construct(*bound.args, **bound.kwargs)
+        print_on_first_rank(f"the layers of a {kind.__name__} are pipelined, degree {config.pipeline.degree}")
+
+    constructing.ampipe = config  # type: ignore[attr-defined]
+    return constructing
+
+
+def _check_patches_of_mcore_bridge(transformer: Any, context: AMPipeContext) -> None:
+    """Refuse what the models of ms-swift change in Megatron's layers, and pipelined layers would not do."""
+    from megatron_ampipe.layers.context import DocumentReader
+
+    if getattr(transformer, "mlp_padding_free", False):
+        rule = "padding would be routed to experts: the layer's method that leaves it out is not called"
+        raise BadInput("mlp_padding_free", True, rule=rule, remedy="Use --mlp_padding_free false.")
+    if not transformer.apply_rope_fusion:
+        rule = "layers are given the rotation of every row of packed sequences, and not a table of positions"
+        remedy = "Use --apply_rope_fusion true, or --padding_free false and --packing false."
+        refused = BadInput("apply_rope_fusion", False, rule=rule, remedy=remedy)
+        context.documents = DocumentReader(refused=refused)
+
+
 def pipelined_layers(
     model: Any, vp_stage: int | None = None, *, name: str, given: Any, settings: Mapping[str, Any]
 ) -> Any:
     """What ``given`` makes of a configuration's field ``name``, pipelined as :func:`switch_on` says."""
-    spec, context = specification(name, given, model, vp_stage=vp_stage), _context(_config(**settings))
-    if name == GPT:
-        from megatron_ampipe.layers.layer import pipelined
+    spec = specification(name, given, model, vp_stage=vp_stage)
+    transformer = getattr(model, "transformer", model)
+    return _pipelined(name, spec, transformer, _config(**settings), vp_stage=vp_stage)
 
-        return pipelined(spec, context)
-    from megatron_ampipe.layers.hybrid import pipelined_stack
 
-    return pipelined_stack(spec, context)
+def _pipelined(name: str, spec: Any, transformer: Any, config: AMPipeConfig, *, vp_stage: int | None) -> Any:
+    """A specification that a model is built from, with pipelined layers; ``transformer`` configures them."""
+    if name == HYBRID:
+        from megatron_ampipe.layers.hybrid import pipelined_stack
+
+        return pipelined_stack(spec, _context(config))
+    from megatron.core.transformer.transformer_block import _get_block_submodules
+
+    from megatron_ampipe.layers.layer import pipelined
+
+    if config.pipeline.stack != 1:
+        # One specification for all layers does not say which follow each other; Megatron's list does.
+        spec = _get_block_submodules(transformer, spec, vp_stage)
+    return pipelined(spec, _context(config))
 
 
 def specification(name: str, given: Any, model: Any, *, vp_stage: int | None = None) -> Any:

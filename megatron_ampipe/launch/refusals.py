@@ -11,11 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ampipe.block.hybrid_pattern import HybridPattern
+from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.settings import AUTO, settings_of
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, useful_exchanges
-from megatron_ampipe.schedule.features import expert_tensor_ranks, has_capacity
+from megatron_ampipe.schedule.chunks import SequenceLayout, require_whole_tiles
+from megatron_ampipe.schedule.features import (
+    FP8_TILES,
+    OTHER_FP8_RECIPE,
+    expert_tensor_ranks,
+    fp8_recipe,
+    has_capacity,
+    rows_of_tile,
+)
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 _DESTS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
@@ -70,6 +78,17 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
         # AMPipe's layers in one chunk, because of their exchange.
         flags, off = f"--ampipe-exchange {pipeline.exchange}", "--ampipe-exchange rows"
     _refuse(REFUSALS, arguments, flags, off)
+    tile = rows_of_tile(arguments, getattr(arguments, "micro_batch_size", None) or 1)
+    if tile > 1 and config.plan is None:
+        require_whole_tiles(pipeline.chunks(arguments.seq_length, layout_of_args(arguments)), tile)
+
+
+def layout_of_args(arguments: Any) -> SequenceLayout:
+    """How the rows of a sequence are distributed over ranks."""
+    return SequenceLayout(
+        tensor_ranks=arguments.tensor_model_parallel_size if arguments.sequence_parallel else 1,
+        context_ranks=arguments.context_parallel_size,
+    )
 
 
 def refuse_with_token_ids(router: str, arguments: Any) -> None:
@@ -137,8 +156,8 @@ def ranks_per_node(arguments: Any) -> int | None:
 
 
 def _without_pair(args: Any) -> bool:
-    pattern = HybridPattern.of_arguments(args.all)
-    return pattern is not None and not pattern.runs
+    stages = stages_of(args.all)
+    return stages is not None and not runs_of(stages)
 
 
 def _splits_weights_elsewhere(args: Any) -> bool:
@@ -175,10 +194,14 @@ def _recomputes_experts(args: Any) -> bool:
     return args.recompute_granularity == "full" or recomputes(args.all, "moe") is not None
 
 
+def _keeps_other_tensors(args: Any) -> bool:
+    """Whether experts keep other tensors for their backward pass than the inputs of two products."""
+    return bool(args.fp8 or args.use_transformer_engine_op_fuser)
+
+
 _OFF = "Leave it out, or train with --ampipe-degree 1."
-_BF16 = "Leave it out and use --bf16."
-_QUANTIZED = "quantized layers update their weights if marked as the first micro-batch, which AMPipe undoes"
 _OFFLOADING = "activation offloading is not supported yet"
+_GATHERED = "a layer gathers its weights and reduces their gradients in every call, and chunks are more calls"
 _SHARDED = "fully sharded parameters are not supported"
 
 _SCORES = (
@@ -286,12 +309,22 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --ampipe-degree 4, or add --ampipe-cluster FILE, which plans without measuring.",
         _measures_without_training,
     ),
-    Refusal("--fp8-format", "8-bit training is not supported yet", "Use --bf16."),
-    Refusal("--fp4-format", "4-bit training is not supported yet", "Use --bf16."),
-    Refusal("--te-precision-config-file", _QUANTIZED, _BF16),
-    Refusal("--kitchen-config-file", _QUANTIZED, _BF16),
     Refusal(
-        "--kitchen-recipe-number", _QUANTIZED, _BF16, lambda args: args.kitchen_recipe_number is not None
+        "--fp8-format",
+        "FP8 needs a GPU with Transformer Engine: Megatron's local layers compute as without it",
+        "Use --transformer-impl transformer_engine on a GPU, or leave it out.",
+        lambda args: bool(args.fp8) and args.transformer_impl in (None, "local"),
+    ),
+    Refusal(
+        "--fp8-recipe",
+        *OTHER_FP8_RECIPE,
+        lambda args: fp8_recipe(args) not in (None, *FP8_TILES) and fp8_recipe(args),
+    ),
+    Refusal("--fp4-format", "4-bit training is not supported yet", "Use --fp8-format e4m3, or --bf16."),
+    Refusal(
+        "--te-precision-config-file",
+        "the recipe of each layer is in a file that AMPipe does not read",
+        "Use --fp8-format e4m3 --fp8-recipe blockwise, or --bf16.",
     ),
     Refusal(
         "--ampipe-exchange",
@@ -328,14 +361,47 @@ REFUSALS: tuple[Refusal, ...] = (
         "Transformer Engine's buffers for it have the size of the whole sequence, and it aborts at a chunk",
         "Leave it out; chunks overlap with the communication of tensor parallelism without it.",
     ),
+    Refusal(
+        "--tensor-parallel-num-weight-shards",
+        _GATHERED,
+        _OFF,
+        lambda args: (args.tensor_parallel_num_weight_shards or 0) > (args.tensor_model_parallel_size or 1),
+    ),
+    Refusal(
+        "--expert-tensor-parallel-num-weight-shards",
+        _GATHERED,
+        _OFF,
+        lambda args: (args.expert_tensor_parallel_num_weight_shards or 0) > expert_tensor_ranks(args),
+    ),
     Refusal("--use-megatron-fsdp", _SHARDED, "Use --use-distributed-optimizer."),
     Refusal("--use-torch-fsdp2", _SHARDED, "Use --use-distributed-optimizer."),
     Refusal(
         "--ampipe-memory",
-        "--recompute-granularity full and --recompute-modules moe keep less of the experts than this",
-        "Leave it out, or recompute other modules: --recompute-granularity selective --recompute-modules "
-        "core_attn.",
-        lambda args: args.ampipe_memory not in (None, KEEP) and _recomputes_experts(args),
+        "--recompute-granularity full and --recompute-modules moe keep less of the experts than this, and "
+        "--fp8-format and --use-transformer-engine-op-fuser keep other tensors",
+        "Leave it out, or recompute other modules without FP8 and that fuser: --recompute-granularity "
+        "selective --recompute-modules core_attn.",
+        lambda args: (
+            args.ampipe_memory not in (None, KEEP)
+            and (_recomputes_experts(args) or _keeps_other_tensors(args))
+        ),
+    ),
+    Refusal(
+        "--ampipe-memory-budget",
+        "it chooses --ampipe-memory, and --fp8-format and --use-transformer-engine-op-fuser keep other "
+        "tensors than that knows",
+        "Leave it out.",
+        lambda args: args.ampipe_memory_budget is not None and _keeps_other_tensors(args),
+    ),
+    Refusal(
+        "--save-tokens-per-expert-interval",
+        "Megatron would record every chunk as a micro-batch",
+        "Leave it out; --ampipe-routing-dir DIR records how many tokens each expert gets.",
+    ),
+    Refusal(
+        "--moe-paged-stash",
+        "it puts tensors away in the order of Megatron's layers, and chunks run in another",
+        _OFF,
     ),
     Refusal(
         "--ampipe-grad-reduce",

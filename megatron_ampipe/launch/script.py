@@ -77,7 +77,6 @@ def wrap_steps(session: TrainingSession | None = None) -> None:
     if _models:
         return
     import megatron.training as package
-    from megatron.core.models.gpt import GPTModel
     from megatron.training import arguments, initialize, training
 
     made = TrainingSession
@@ -88,13 +87,20 @@ def wrap_steps(session: TrainingSession | None = None) -> None:
             setattr(initialize, name, getattr(arguments, name))
     training.setup_model_and_optimizer = _around(training.setup_model_and_optimizer, made.set_up)
     package.pretrain = training.pretrain = _around(training.pretrain, made.train)
-    _models = (GPTModel,)
-    if compat.has_hybrid_models():
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-        _models += (HybridModel,)
+    _models = models_of_megatron()
     for model in _models:
         model.__init__ = _around(model.__init__, made.construct)  # type: ignore[misc]
+
+
+def models_of_megatron() -> tuple[type, ...]:
+    """Megatron's GPT model, and its hybrid model where this version has one."""
+    from megatron.core.models.gpt import GPTModel
+
+    if not compat.has_hybrid_models():
+        return (GPTModel,)
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    return (GPTModel, HybridModel)
 
 
 def _around(function: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,7 +191,27 @@ class TrainingSession:
         if has_own_flags:
             # Refuses a --yaml-cfg, which has replaced them; Megatron does not validate it.
             flags.config_from_args(parsed)
+        if not self.is_patch:
+            self._check_early(parsed)
         return parsed
+
+    def _check_early(self, args: Any) -> None:
+        """What needs no validated arguments, before Megatron prints some 850 lines of them."""
+        config = flags.config_from_args(args)
+        # A checkpoint's arguments are not known yet.
+        if not args.use_checkpoint_args:
+            if config.pipelined and args.seq_length is not None:
+                config.pipeline.chunks(args.seq_length)
+            self._check_data(args)
+
+    def _check_data(self, args: Any) -> None:
+        from megatron_ampipe.launch.datasets import check_data, use_built_helpers
+        from megatron_ampipe.launch.hooks import Hooks
+
+        if self._hooks is None:
+            self._hooks = Hooks()
+            use_built_helpers(self._hooks.replace)
+            check_data(args, self._hooks.replace, of_script=self._script is not None)
 
     def validate(self, validate: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
         """Megatron's ``validate_args``; then AMPipe checks the run, and prints and writes what it does.
@@ -194,7 +220,6 @@ class TrainingSession:
         """
         validated = validate(args, *rest, **kwargs)
         from megatron_ampipe.launch.attach import find_gate, make_context
-        from megatron_ampipe.launch.datasets import check_data, use_built_helpers
         from megatron_ampipe.launch.hooks import Hooks
 
         if self.is_patch:
@@ -205,10 +230,9 @@ class TrainingSession:
             setattr(args, flags.LIFTS_ONE_CONNECTION, False)
         own = (config.router, config.routing_dir)
         is_active = config.pipelined or own != (None, None) or not self.is_patch
-        self._hooks = Hooks()
         if is_active:
-            use_built_helpers(self._hooks.replace)
-            check_data(args, self._hooks.replace, of_script=self._script is not None)
+            self._check_data(args)
+        self._hooks = self._hooks or Hooks()
         keep_signal_from_children(args)
         self.args = args
         self._gate = find_gate(config, args)

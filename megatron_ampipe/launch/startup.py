@@ -6,23 +6,48 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.launch import connections
+from megatron_ampipe.launch.auto import print_on_first_rank
+from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.launch.host import Adjustment
-from megatron_ampipe.launch.planned import layout_of_args, rows_of_rank
+from megatron_ampipe.launch.planned import rows_of_rank
 from megatron_ampipe.launch.recording import has_expert_communication
-from megatron_ampipe.launch.refusals import exchanges_of, packs_documents
+from megatron_ampipe.launch.refusals import exchanges_of, layout_of_args, packs_documents
 from megatron_ampipe.launch.trials import Choice, candidates
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule import KEEP, stack_to_text
-from megatron_ampipe.schedule.features import boundary, uses_ring_attention
+from megatron_ampipe.schedule.features import boundary, fp8_recipe, rows_of_tile, uses_ring_attention
+
+
+class LastLines(Hook):
+    """Lines that rank 0 prints before the first iteration, below all that Megatron prints at start-up."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self._lines = list(lines)
+
+    def before_step(self, models: list[Any]) -> None:
+        while self._lines:
+            print_on_first_rank(self._lines.pop(0))
+
 
 Row = tuple[str, ...]
 """Name and value of a setting, and the reason where there is one to give."""
+_SAME_TILES = (
+    "chunks end on whole tiles, so numbers are rounded as in Megatron's layers; the smallest are not in "
+    "gradients of experts' weights, where other tokens share a scale"
+)
+_FP8_MEANING = {
+    "blockwise": _SAME_TILES,
+    "mxfp8": _SAME_TILES,
+    "tensorwise": "a scale for each chunk, not for each sequence: losses differ from Megatron's in rounding",
+}
+"""What a recipe of FP8 means in chunks."""
 _NOTHING_TO_HIDE = (
     "--expert-model-parallel-size 1: one rank has all experts, so no token is sent and nothing can be "
     "hidden. AMPipe will not help; add expert-parallel ranks, or use --ampipe-degree 1"
@@ -76,11 +101,15 @@ def pipelined_rows(
         )
         rows.append(("partner", str(pipeline.partner), why))
     rows += context.config.startup_rows(stock=False)
-    is_local, documents = args.transformer_impl == "local", packs_documents(args) or masks_documents(args)
+    is_local, is_packed = args.transformer_impl == "local", packs_documents(args)
+    documents = is_packed or masks_documents(args)
     kernel = choose_kernel(args, local=is_local, on_gpu=on_gpu, documents=documents)
     rows.append(("attention", kernel.name, kernel.reason))
     if uses_ring_attention(args):
         rows.append(("context", f"ring of {args.context_parallel_size} ranks"))
+    rows += fp8_row(args)
+    if documents:
+        rows.append(("documents", "packed" if is_packed else "masked"))
     if on_gpu and (warning := connections.warning(os.environ.get(connections.VARIABLE))):
         rows.append(("warning", connections.VARIABLE, warning))
     if not has_expert_communication(args):
@@ -97,7 +126,7 @@ def _choice_rows(args: argparse.Namespace, context: AMPipeContext, choice: Choic
     """Degree, schedule and exchange, or what the first iterations choose from."""
     pipeline, config = context.pipeline, context.config
     if config.automatic and choice is None:
-        tried = candidates(rows_of_rank(args))
+        tried = candidates(rows_of_rank(args), rows_of_tile(args, args.micro_batch_size))
         return [
             ("degree", f"auto: the first iterations try {', '.join(map(str, tried))}, the fastest stays"),
             ("schedule", pipeline.schedule),
@@ -117,6 +146,17 @@ def _choice_rows(args: argparse.Namespace, context: AMPipeContext, choice: Choic
     ]
 
 
+def without_checkpoint(args: argparse.Namespace) -> list[Row]:
+    """That a run starts from scratch, if ``--load`` names a folder in which Megatron finds no checkpoint."""
+    from megatron.training.checkpointing import checkpoint_exists
+
+    given = (args.load, args.pretrained_checkpoint)
+    if args.load is None or args.ckpt_step is not None or any(map(checkpoint_exists, given)):
+        return []
+    note = f"--load {args.load} holds no checkpoint: the run starts from scratch"
+    return [("warning", note, "--exit-on-missing-checkpoint stops it instead")]
+
+
 def masks_documents(args: argparse.Namespace) -> bool:
     """Whether the data loader's masks separate documents; layers with a window do not read them."""
     return bool(args.create_attention_mask_in_dataloader) and reads_masks(args)
@@ -131,3 +171,9 @@ def reads_masks(args: argparse.Namespace) -> bool:
         and args.context_parallel_size == 1
         and (args.window_size is None or args.window_attn_skip_freq is not None)
     )
+
+
+def fp8_row(args: argparse.Namespace) -> list[Row]:
+    """What the recipe of FP8 means in chunks."""
+    recipe = fp8_recipe(args)
+    return [] if recipe is None else [("fp8", recipe, _FP8_MEANING[recipe])]

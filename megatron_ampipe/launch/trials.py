@@ -11,7 +11,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ampipe.schedule import Pipeline
+from megatron_ampipe.schedule import Pipeline, even_chunks
+from megatron_ampipe.schedule.chunks import have_whole_tiles
 
 Shape = tuple[int, int]
 """Rows of the residual stream that a rank holds, and batch."""
@@ -54,9 +55,14 @@ Planner = Callable[[Shape], Choice]
 """Chooses a pipeline from a cluster file, without measuring; the same one on every rank."""
 
 
-def candidates(rows: int) -> tuple[int, ...]:
-    """The degrees to try for this number of rows of a rank."""
-    return tuple(degree for degree in CANDIDATES if degree == 1 or rows >= degree * MINIMUM_ROWS)
+def candidates(rows: int, tile: int = 1) -> tuple[int, ...]:
+    """The degrees to try for this number of rows of a rank, whose chunks consist of tiles of so many rows."""
+    return tuple(
+        degree
+        for degree in CANDIDATES
+        if degree == 1
+        or (rows >= degree * MINIMUM_ROWS and have_whole_tiles(even_chunks(rows, degree), tile))
+    )
 
 
 def most_iterations(count: int) -> int:

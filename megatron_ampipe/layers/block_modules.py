@@ -22,7 +22,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import choose_kernel
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.flex import FlexChunk
 from megatron_ampipe.exchange.hops import node_groups
 from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
@@ -45,10 +47,17 @@ from megatron_ampipe.schedule import (
     with_memory,
 )
 from megatron_ampipe.schedule.chunks import Documents
-from megatron_ampipe.schedule.features import features_of_settings
+from megatron_ampipe.schedule.features import (
+    FP8_TILES,
+    OTHER_FP8_RECIPE,
+    features_of_settings,
+    fp8_recipe,
+)
 
 Tensors = Sequence[Sequence[Tensor]]
 """What a transfer is given of each of its chunks."""
+_OF_ATTENTION = frozenset({kinds.INPUT_NORM, kinds.QKV, kinds.ATTENTION, kinds.ADD_NORM})
+"""Computed kinds whose linear layers are those of attention."""
 Reads = Callable[["BlockModules"], Iterable[Module | Parameter | None]]
 
 
@@ -110,6 +119,9 @@ class BlockModules:
         )
         """Megatron's names of the modules that run again in the backward pass."""
         self.recomputed = self._recomputed_kinds()
+        if fp8_recipe(self.config) not in (None, *FP8_TILES):
+            rule, remedy = OTHER_FP8_RECIPE
+            raise BadInput("--fp8-recipe", fp8_recipe(self.config), rule=rule, remedy=remedy)
         self.drops_activations = "moe_act" in self._recomputes and kinds.EXPERT not in self.recomputed
         """Whether what the experts compute between their products runs again (``ActivationTensors``)."""
         # Pipeline and mode can change between two passes.
@@ -264,7 +276,21 @@ class BlockModules:
 
     def run(self, kind: StageKind) -> Function:
         """See ``BlockFunctions``."""
-        return _bound(FUNCTIONS[kind.row].run, kind)
+        function = _bound(FUNCTIONS[kind.row].run, kind)
+        layer = self.attention_layer if kind.row in _OF_ATTENTION else self.moe_layer
+        return self.in_precision(function, layer) if kind.lane.computes else function
+
+    def in_precision(self, function: Function, layer: TransformerLayer) -> Function:
+        """A function of a layer, run in the precision of that layer whatever runs it, and whenever."""
+        if not self.config.fp8:
+            return function
+        number = -1 if layer.is_mtp_layer else layer.layer_number - 1
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with compat.precision_of(self.config, number):
+                return function(*args, **kwargs)
+
+        return run
 
     def differentiate(self, kind: StageKind) -> Function:
         """See ``BlockFunctions``."""
@@ -341,6 +367,11 @@ class BlockModules:
     ) -> Documents | None:
         """The documents of a micro-batch, from what Megatron passes to the layer with ``hidden``."""
         layer = self.attention_layer
+        if packing is not None and (context := layer.pg_collection.cp.size()) > 1:
+            # A launch refuses its flags; other programs do not say before that they pack.
+            rule = "chunks of packed documents are not supported with context parallelism yet"
+            remedy = "Use one context-parallel rank, or sequences that are not packed."
+            raise BadInput("context_parallel_size", context, rule=rule, remedy=remedy)
         ranks = layer.pg_collection.tp.size() if layer.config.sequence_parallel else 1
         return self.context.documents.read(packing, mask, num_rows=hidden.shape[0] * ranks, ranks=ranks)
 
@@ -358,15 +389,18 @@ class BlockModules:
         apply = add(self.moe_layer.training, self.config.bias_dropout_fusion)
         return apply(output_with_bias, residual, self.moe_layer.hidden_dropout)
 
-    def add_first_weight_gradients(self) -> None:
+    def begin_micro_batch(self) -> None:
         """Make every linear layer of Transformer Engine add its weight's gradient to ``main_grad``.
 
         Megatron's wrappers let the backward of the first forward write what all others add. That would be
-        chunk 0, which is differentiated last. Megatron zeroes ``main_grad`` before every iteration.
+        chunk 0, which is differentiated last. Megatron zeroes ``main_grad`` before every iteration. The same
+        mark has a layer quantize its weight in that forward, which is asked for in another way.
         """
         for module in self._linear_layers_of_te:
             if module.is_first_microbatch:
                 module.is_first_microbatch = False
+                if self.config.fp8:
+                    compat.forget_quantized_weights(module)
 
     @cached_property
     def _linear_layers_of_te(self) -> tuple[Any, ...]:

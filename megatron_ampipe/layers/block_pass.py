@@ -69,7 +69,7 @@ class BlockPass:
         documents: Documents | None,
         token_ids: Tensor | None,
     ) -> None:
-        block.add_first_weight_gradients()
+        block.begin_micro_batch()
         self.block, self.features, self.chunks, self.whole = block, features, chunks, whole
         self.rotary_pos_emb, self.documents, self.token_ids = rotary_pos_emb, documents, token_ids
         self.attend = block.attend(hidden.is_cuda, documents is not None)

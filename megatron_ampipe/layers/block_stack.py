@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,8 @@ from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExec
 from megatron_ampipe.runtime.stack_call import StackCall
 from megatron_ampipe.runtime.tape import Tapes
 from megatron_ampipe.schedule import BlockFeatures, Chunk, Pipeline, SequenceLayout
-from megatron_ampipe.schedule.chunks import Documents
-from megatron_ampipe.schedule.features import boundary
+from megatron_ampipe.schedule.chunks import Documents, require_whole_tiles
+from megatron_ampipe.schedule.features import boundary, rows_of_tile
 
 # S sequence rows, B batch, D hidden size, R rows of the residual stream on one rank.
 
@@ -69,9 +69,12 @@ class BlockStack:
         self._blocks, self._context = blocks, context
         self.is_dense = all(block.dense for block in blocks)
         """Whether no block has experts, so that there is nothing to hide."""
-        # The pipeline can change between two iterations, so what follows from it is kept by pipeline.
-        self._chunks, self._sharding = cache(self._make_chunks), cache(self._make_sharding)
-        self._tapes = cache(self._make_tapes)
+        # The pipeline can change between two iterations, so what follows from it is kept by pipeline; and by
+        # length, of which there are many where micro-batches are packed from whole sequences.
+        self._chunks, self._sharding, self._tapes, self._check_tiles = map(
+            lru_cache(maxsize=64),
+            (self._make_chunks, self._make_sharding, self._make_tapes, self._require_tiles),
+        )
         layer = blocks[0].moe_layer
         groups, sharded = layer.pg_collection, layer.config.sequence_parallel
         self._layout = SequenceLayout(
@@ -113,6 +116,7 @@ class BlockStack:
         self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None, documents: Documents | None
     ) -> Tensor:
         blocks, context = self._blocks, self._context
+        self._check_tiles(context.pipeline, *hidden.shape[:2])
         if (executor := context.executor) is None:
             executor = context.executor = CudaExecutor() if hidden.is_cuda else ThreadExecutor()
         features = tuple(block.features(shares_schedule=len(blocks) > 1) for block in blocks)
@@ -165,6 +169,10 @@ class BlockStack:
         layout = self._layout
         chunks = pipeline.chunks(num_rows * layout.tensor_ranks * layout.context_ranks, layout)
         return chunks, Chunk.joined(chunks)
+
+    def _require_tiles(self, pipeline: Pipeline, num_rows: int, batch: int) -> None:
+        tile = rows_of_tile(self._blocks[0].config, batch)
+        require_whole_tiles(self._chunks(pipeline, num_rows)[0], tile)
 
     def _make_sharding(self, pipeline: Pipeline, num_rows: int) -> ChunkSharding:
         lengths = [chunk.hidden[0].length for chunk in self._chunks(pipeline, num_rows)[0]]

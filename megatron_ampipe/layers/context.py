@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.codecs import Condenser, Wire
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.partners import Partners
@@ -24,10 +25,11 @@ class DocumentReader:
 
     A packed micro-batch (``--sft``, ``--dataloader-inter-document-masking``) comes with the bounds of its
     documents. With ``--reset-attention-mask`` the data loader makes a mask, which is read if ``masked``.
+    ``refused`` is raised for a packed micro-batch.
     """
 
-    def __init__(self, *, masked: bool = False) -> None:
-        self._masked = masked
+    def __init__(self, *, masked: bool = False, refused: BadInput | None = None) -> None:
+        self._masked, self._refused = masked, refused
         self._last: weakref.ref[Any] | None = None
         self._documents: Documents | None = None
 
@@ -40,6 +42,8 @@ class DocumentReader:
         not attend to a key. Sequence parallelism spreads ``num_rows`` of all packed sequences together over
         so many tensor-parallel ``ranks``.
         """
+        if packing is not None and self._refused is not None:
+            raise self._refused
         source = packing if packing is not None else mask if self._masked else None
         if source is None:
             return None

@@ -17,15 +17,15 @@ from torch.nn import Module, Parameter
 from torch.nn.functional import normalize, softplus
 
 from megatron_ampipe.block.named_values import ROUTER_FLAG as FLAG
-from megatron_ampipe.block.named_values import class_path, import_class
+from megatron_ampipe.block.named_values import SHIPPED_GATES, import_class
 
 
 def load_gate(name: str) -> type[TopKRouter]:
     """The class that ``--ampipe-router NAME`` names, which imports its module; or :class:`BadInput`."""
     return import_class(
-        FLAG,
         name,
-        class_path(name),
+        SHIPPED_GATES,
+        flag=FLAG,
         fits=lambda found: issubclass(found, TopKRouter) and not issubclass(found, InferenceTopKRouter),
         rule="is not a subclass of megatron.core.transformer.moe.router.TopKRouter",
         remedy="Derive the class from TopKRouter and override gating or routing; see docs/gates.md.",

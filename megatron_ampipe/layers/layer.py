@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -94,7 +95,7 @@ class AMPipeTransformerLayer(TransformerLayer):
         documents = None if untimed else block.documents(packing, attention_mask, hidden_states)
         if untimed or (ampipe.runs_megatron_layers and documents is None):
             stock = functools.partial(
-                super().forward,
+                block.in_precision(super().forward, self),
                 attention_mask=attention_mask,
                 context=context,
                 rotary_pos_emb=rotary_pos_emb,
@@ -167,11 +168,21 @@ def _pipelined_layer(
         require_class(compat.mlp_class(spec.submodules.mlp), (MoELayer,), "MoE layer")
         require_class(spec.module, (TransformerLayer,), "MoE block")
         require_class(spec.submodules.self_attention.module, ATTENTION, "MoE attention")
+    for name in _not_called(spec.submodules):
+        rule = "the layer specification has a module there, which no stage would call"
+        raise BadInput("layer", name, rule=rule, remedy="Train with --ampipe-degree 1.")
     return ModuleSpec(
         module=AMPipeTransformerLayer,
         params={**spec.params, "ampipe": context, "joins_run": joins_run},
         submodules=with_chunk_router(spec.submodules, context) if is_moe else spec.submodules,
     )
+
+
+def _not_called(submodules: TransformerLayerSubmodules) -> list[str]:
+    """The modules of a layer that its stages do not know: cross-attention, or what a patch adds."""
+    known = {"input_layernorm", "self_attention", "self_attn_bda", "pre_mlp_layernorm", "mlp", "mlp_bda"}
+    names = {field.name for field in dataclasses.fields(submodules)} - known - {"sharded_state_dict_keys_map"}
+    return sorted(n for n in names if getattr(submodules, n) not in (IdentityOp, IdentityFuncOp))
 
 
 def _is_moe(spec: ModuleSpec) -> bool:

@@ -11,7 +11,15 @@ from typing import Any
 
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.plan.cluster import Dtype
-from megatron_ampipe.schedule import BlockFeatures, Exchange, SequenceLayout, Span, useful_exchanges
+from megatron_ampipe.schedule import (
+    BlockFeatures,
+    Exchange,
+    SequenceLayout,
+    Span,
+    even_chunks,
+    useful_exchanges,
+)
+from megatron_ampipe.schedule.chunks import have_whole_tiles
 from megatron_ampipe.schedule.features import BALANCED, features_of_settings
 
 PROBABILITY_BYTES = 4
@@ -49,6 +57,7 @@ class Block:
         imbalance: Tokens of the expert-parallel rank with the most, divided by the mean.
         dispatcher: ``alltoall`` or ``allgather``.
         dtype: Of matrix products. With ``fp8``, activations have 16 bits.
+        fp8_tile: Of how many tokens a chunk must have a multiple (``schedule.features.FP8_TILES``).
         window: Number of earlier keys that a query attends to; None for all.
         latent: Multi-latent attention, whose projection is not split into chunks.
         fused_gradients: Weight gradients are accumulated in the GEMM that computes them.
@@ -92,6 +101,7 @@ class Block:
     grouped: bool = _of_plan("--moe-grouped-gemm", essential=False, default=False)
     dispatcher: str = _of_plan("--moe-token-dispatcher-type", essential=False, default="alltoall")
     dtype: Dtype = _of_plan("precision", essential=False)  # noqa: RUF009
+    fp8_tile: int = 1
     losses: bool = False
     window: int | None = _of_plan(
         "--window-size", text=lambda keys: None if keys is None else f"{keys},0", default=None
@@ -148,6 +158,15 @@ class Block:
     def arriving_probabilities(self) -> int:
         """Probabilities that arrive at a rank with a row: one for each expert that it may be for."""
         return 1 if self.exchange.sends_every_copy else self.local_experts
+
+    @property
+    def rows_of_tile(self) -> int:
+        """Of how many rows a chunk must have a multiple."""
+        return self.fp8_tile // math.gcd(self.fp8_tile, self.batch)
+
+    def splits_into(self, degree: int) -> bool:
+        """Whether the rows can be cut into so many equal chunks."""
+        return degree <= self.rows and have_whole_tiles(even_chunks(self.rows, degree), self.rows_of_tile)
 
     @property
     def rows_per_token(self) -> float:

@@ -15,13 +15,20 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, ValidationError
 
-from megatron_ampipe.block.hybrid_pattern import HybridPattern
+from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.settings import SETTING, Settings
-from megatron_ampipe.errors import BadInput, did_you_mean, meant
+from megatron_ampipe.errors import BadInput, did_you_mean, meant, nearest
 from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, Dtype
-from megatron_ampipe.schedule.features import chooses_at_once, router_has_losses, uses_ring_attention
+from megatron_ampipe.schedule.features import (
+    FP8_TILES,
+    OTHER_FP8_RECIPE,
+    chooses_at_once,
+    fp8_recipe,
+    router_has_losses,
+    uses_ring_attention,
+)
 
 _LARGEST = 10**7
 """The largest value of any size. Time and memory of planning grow with the number of experts."""
@@ -127,6 +134,7 @@ class ModelFlags(BaseModel):
     bf16: _Switch = False
     fp16: _Switch = False
     fp8_format: str | None = None
+    fp8_recipe: str = "delayed"
     no_gradient_accumulation_fusion: _Switch = False
     num_layers: _Size | None = None
     moe_layer_freq: Annotated[
@@ -185,11 +193,11 @@ class ModelFile:
         rule = wrong["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         self.refuse(key, rule)
 
-    def refuse(self, key: str, rule: str) -> NoReturn:
+    def refuse(self, key: str, rule: str, remedy: str = "Write another value, or leave it out.") -> NoReturn:
         """Raise BadInput for the value of a key."""
         shown, line = f"{key} {self.values.get(key, '(default)')}", self.lines.get(key, 1)
         place = f"{self.path}:{line}:" if line else "--set"
-        raise BadInput(place, shown, rule=rule, remedy="Write another value, or leave it out.")
+        raise BadInput(place, shown, rule=rule, remedy=remedy)
 
 
 def find_model(text: str) -> Path:
@@ -211,9 +219,14 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
     values, lines = dict(top), dict(top.lines)
     section = values.pop("ampipe", LinedMapping(1))
     known = {setting.key for setting in SETTING.values()}
-    if not isinstance(section, LinedMapping) or not section.keys() <= known:
+    if not isinstance(section, LinedMapping):
         rule, remedy = "must hold AMPipe's settings, as keys with values", "Write 'degree: 4' below it."
         refuse(path, lines["ampipe"], "ampipe", rule, remedy)
+    for key in section.keys() - known:
+        refuse(path, section.lines[key], key, "there is no such setting of AMPipe", nearest(key, known))
+    for key, value in values.items():
+        if isinstance(value, LinedMapping):
+            refuse(path, lines[key], key, "is a section, and only 'ampipe:' is one", "Write 'ampipe:'.")
     for key, value in (overrides or {}).items():
         values[key], lines[key] = value, 0
         if key not in SIZE_FLAGS:
@@ -280,6 +293,7 @@ def block_of(
         grouped=flags.moe_grouped_gemm,
         dispatcher=flags.moe_token_dispatcher_type,
         dtype=_dtype(flags, cluster, assumed),
+        fp8_tile=FP8_TILES.get(fp8_recipe(flags) or "", 1),
         losses=router_has_losses(flags),
         window=flags.window_size,
         fused_gradients=not flags.no_gradient_accumulation_fusion,
@@ -299,9 +313,12 @@ def block_of(
     )
     _check(model, block, ranks)
     for key in model.values:
+        # Arguments of a run have no lines, and no wrong names.
+        place = f"{model.path}:{model.lines.get(key)}"
         if (near := meant(key, SIZE_FLAGS)) is not None:
-            place = f"{model.path}:{model.lines[key]}"
             assumed.append(f"{key} ({place}) is not read by the planner; did you mean {near}?")
+        elif key in {setting.key for setting in SETTING.values()}:
+            assumed.append(f"{key} ({place}) is not read: AMPipe's settings stand below 'ampipe:', indented")
     return block, tuple(assumed)
 
 
@@ -330,7 +347,7 @@ def _attention(flags: ModelFlags) -> dict[str, Any]:
 
 
 def _dtype(flags: ModelFlags, cluster: Cluster | None, assumed: list[str]) -> Dtype:
-    if flags.fp8_format is not None:
+    if fp8_recipe(flags) is not None:
         return "fp8"
     if flags.bf16 or flags.fp16:
         return "bf16" if flags.bf16 else "fp16"
@@ -346,6 +363,10 @@ def _check(model: ModelFile, block: Block, ranks: int) -> None:
     experts, length, needed = block.experts, block.sequence_length, block.expert * block.expert_tensor
     if length % slices:
         model.refuse("seq-length", f"must be a multiple of {slices}: {-(-length // slices) * slices}")
+    if fp8_recipe(model.flags) not in (None, *FP8_TILES):
+        model.refuse("fp8-recipe", *OTHER_FP8_RECIPE)
+    if block.dtype == "fp8" and block.local:
+        model.refuse("transformer-impl", "has no FP8", "Use transformer_engine, or leave fp8-format out.")
     if block.topk > experts:
         model.refuse("moe-router-topk", f"is above num-experts {experts}")
     if experts % block.expert or needed > ranks:
@@ -378,14 +399,15 @@ def layers_of(model: ModelFile) -> StageLayers:
     """
     flags = model.flags
     stages, frequency = flags.pipeline_model_parallel_size, flags.moe_layer_freq
-    pattern = HybridPattern.of_arguments(flags)
-    if pattern is not None:
-        if not pattern.runs:
+    hybrid = stages_of(flags)
+    if hybrid is not None:
+        runs = runs_of(hybrid)
+        if not runs:
             rule = "has no attention layer (* or +) with an MoE layer (E) right after it, such as M*EM*E"
             model.refuse("hybrid-layer-pattern", rule)
         # Pairs share schedules in runs; every stage is planned as its longest run.
-        parts = list(pattern.runs[::-1])
-        num_stages = len(pattern.stages)
+        parts = list(runs[::-1])
+        num_stages = len(hybrid)
     else:
         total = flags.num_layers or 1
         if flags.num_layers is None:

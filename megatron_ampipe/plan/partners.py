@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from megatron_ampipe.files.timeline import StageSpan, Timeline
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.search import OrderProblem, improve_order, short_stack
-from megatron_ampipe.plan.simulate import Compiled, Pace, compile_program, direction_bound, run
+from megatron_ampipe.plan.search import OrderProblem, Period, improve_order, short_stack
+from megatron_ampipe.plan.simulate import NOT_YET, Compiled, Pace, compile_program, direction_bound, run
 from megatron_ampipe.schedule import (
     IN_ONE_CHUNK,
     MEGATRON,
@@ -67,7 +67,7 @@ def _schedule(predictor: Predictor) -> str:
 
 
 def _together(predictor: Predictor, partner: Partner) -> Together:
-    compiled, durations, pace = _inputs(predictor, partner)
+    compiled, durations, pace = simulated(predictor, partner)
     times = dict(zip(compiled.stages, durations, strict=True))
     needs = {
         stage: tuple(compiled.stages[place] for place in places)
@@ -81,12 +81,25 @@ def _together(predictor: Predictor, partner: Partner) -> Together:
 def _searched(predictor: Predictor, partner: Partner) -> Together:
     """The same with the best order of a short stack, searched from that of Megatron."""
     short = short_stack(predictor)
-    compiled, durations, pace = _inputs(short, partner)
+    compiled, durations, pace = simulated(short, partner)
     lane_of = {compiled.stages[place]: lane for lane, places in compiled.lanes for place in places}
     first = megatron_period({stage: lane for stage, lane in lane_of.items() if not stage.layer})
-    problem = OrderProblem(compiled, durations, pace, direction=Direction.BACKWARD)
+    problem = _InTime(compiled, durations, pace, direction=Direction.BACKWARD)
     best = improve_order(problem, problem.period_of(_in_lanes(first, compiled)))
     return _together(predictor, replace(partner, period=problem.program(best)))
+
+
+class _InTime(OrderProblem):
+    """Orders in which gradients of weights come a layer late at most: reductions and memory wait for them."""
+
+    def time(self, period: Period) -> float:
+        turns: dict[bool, list[int]] = {True: [0], False: []}
+        for lane in period:
+            for number, layer in lane:
+                stage = self.stages[number]
+                if not stage.ahead:
+                    turns[stage.kind.weights_of is not None].append(-layer)
+        return NOT_YET if max(turns[True]) > 1 + min(turns[False]) else super().time(period)
 
 
 def _in_lanes(program: Program, compiled: Compiled) -> Program:
@@ -97,7 +110,7 @@ def _in_lanes(program: Program, compiled: Compiled) -> Program:
 
 def timeline(predictor: Predictor, partner: Partner, *, labels: Mapping[str, str] | None) -> Timeline:
     """Start and end of every stage; the forward ones are of the next micro-batch."""
-    compiled, durations, pace = _inputs(predictor, partner)
+    compiled, durations, pace = simulated(predictor, partner)
     begin, end = run(compiled, durations, pace)
     spans = [
         StageSpan(
@@ -118,8 +131,8 @@ def timeline(predictor: Predictor, partner: Partner, *, labels: Mapping[str, str
     )
 
 
-def _inputs(predictor: Predictor, partner: Partner) -> tuple[Compiled, list[float], Pace]:
-    """Both passes as one program, with the inputs of :func:`~.simulate.run`."""
+def simulated(predictor: Predictor, partner: Partner) -> tuple[Compiled, list[float], Pace]:
+    """Both passes as one program in the order that runs, with the inputs of :func:`~.simulate.run`."""
     schedule = build(partner.schedule, degree=partner.degree, features=predictor.features)
     schedule = predictor.whole(schedule if len(predictor.layers) == 1 else period(schedule))
     for direction in Direction:

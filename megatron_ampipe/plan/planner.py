@@ -59,6 +59,7 @@ class Plans:
     ``alone`` is the plan of one block, with which all take ``blocks_ms`` one after another; ``shared`` that
     of layers that share a schedule, None if they cannot; ``chosen`` one of the two, with the reason.
     Where passes may have a partner, ``together`` is the best way to run two, and ``as_megatron`` Megatron's.
+    ``fewer_bytes`` is how much faster its exchange makes it than the first that was compared.
     """
 
     alone: Plan
@@ -67,6 +68,7 @@ class Plans:
     chosen: Plan
     together: Together | None = None
     as_megatron: Together | None = None
+    fewer_bytes: float = 1.0
 
     @property
     def chosen_ms(self) -> float:
@@ -142,7 +144,8 @@ def make_plans(
             f" In each all-to-all, a rank sends {fewer} instead of {fewer * layout.ranks_per_node} messages "
             "to other nodes."
         )
-    return replace(best, chosen=replace(best.chosen, reason=reason))
+    fewer_bytes = compared[0].step_ms / best.step_ms
+    return replace(best, chosen=replace(best.chosen, reason=reason), fewer_bytes=fewer_bytes)
 
 
 def _plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: bool, stack: int) -> Plans:
@@ -251,6 +254,8 @@ def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -
         )
         return replace(plan, reason=reason)
     why = "a sequence of one row cannot be split"
+    if work.rows > 1:
+        why = f"no degree cuts the {work.rows} rows of a rank into chunks, with FP8 of whole tiles"
     if work.expert == 1:
         why = "each rank holds all experts, so nothing is sent that could be hidden"
     elif best is not None:
@@ -268,9 +273,11 @@ def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -
 def _best(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Candidate | None:
     """The best way to run the layers in AMPipe's; None if nothing can overlap."""
     best: Candidate | None = None
-    if predictor.block.rows > 1 and predictor.block.expert > 1:
-        best = (full_plan if full else choose_degree)(predictor, degrees)
-        if predictor.block.exchange is not Exchange.ROWS and len(predictor.layers) == 1:
+    block = predictor.block
+    possible = [degree for degree in degrees if block.splits_into(degree)]
+    if block.expert > 1 and possible:
+        best = (full_plan if full else choose_degree)(predictor, possible)
+        if block.exchange is not Exchange.ROWS and len(predictor.layers) == 1:
             # Without chunks nothing is hidden, but its exchange may be the faster one.
             best = min(named(predictor, "ampipe", 1, 1), best, key=by_time)
     whole = in_one_chunk(predictor)

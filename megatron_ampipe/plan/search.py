@@ -106,7 +106,7 @@ def candidates(predictor: Predictor, degrees: Iterable[int] = DEGREES) -> Iterat
     if predictor.block.splits_weights:
         names = (*names, "joined")
     for degree in degrees:
-        if degree <= predictor.block.rows:
+        if predictor.block.splits_into(degree):
             for name in names:
                 yield named(predictor, name, degree, degree)
 
@@ -155,7 +155,7 @@ def improve_chunks(predictor: Predictor, start: Candidate) -> Candidate:
     """Move rows between adjacent chunks while that saves time. The order of the stages is kept."""
     rows, count = predictor.block.rows, len(start.lengths)
     # A run must use the lengths that are found here, and it rounds them to this number of rows.
-    unit = row_unit(rows, count)
+    unit = max(row_unit(rows, count), predictor.block.rows_of_tile)
     shortest = max(1, rows // (MAX_SHORTENING * count))
     best, tries = start, CHUNK_EVALUATIONS // (count * len(predictor.layers))
     step = max(unit, rows // (2 * count) // unit * unit)

@@ -5,9 +5,9 @@ what the stage computes and copies, forward and backward, from :mod:`.operation_
 microseconds, without the overheads that a prediction adds.
 
 The host needs some time for every call, independent of the size of the tensors, so above some degree the
-device waits for the host. Calls were counted on real blocks (``tests/streams/census.py``; its test compares
-them): torch operations, collectives, and waits and records of events, with Megatron's local layers. Fused
-kernels need fewer calls; it is assumed that they reduce all stages in the same proportion.
+device waits for the host. Calls were counted on real blocks, and ``tests/streams/test_stream_order.py``
+compares them: torch operations, collectives, and waits and records of events, with Megatron's local layers.
+Fused kernels need fewer calls; it is assumed that they reduce all stages in the same proportion.
 """
 
 from __future__ import annotations

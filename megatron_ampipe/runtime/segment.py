@@ -181,9 +181,9 @@ class _TakeGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, given: list[Tensor | None], *outputs: Tensor) -> Tensor:
-        """``[0]``, of the device of the outputs."""
+        """``[0]``, of the device of the outputs, which may be quantized."""
         ctx.given = given
-        return outputs[0].new_empty(0)
+        return torch.empty(0, device=outputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

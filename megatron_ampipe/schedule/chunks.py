@@ -164,6 +164,33 @@ def chunk_sequence(
     return tuple(chunks)
 
 
+def have_whole_tiles(lengths: Sequence[int], tile: int) -> bool:
+    """Whether several chunks with so many rows, or a sequence in one, consist of tiles of ``tile`` rows."""
+    return len(lengths) == 1 or not any(length % tile for length in lengths)
+
+
+def require_whole_tiles(chunks: Sequence[Chunk], tile: int) -> None:
+    """Check that chunks consist of tiles of FP8, see ``features.rows_of_tile``.
+
+    Raises:
+        BadInput: one does not; names the largest smaller degree with which equal chunks would.
+    """
+    lengths = [sum(span.length for span in chunk.hidden) for chunk in chunks]
+    if have_whole_tiles(lengths, tile):
+        return
+    rows, degree = sum(lengths), len(lengths)
+    fitting = [number for number in range(2, degree) if have_whole_tiles(even_chunks(rows, number), tile)]
+    raise BadInput(
+        "--ampipe-degree",
+        degree,
+        rule=f"with this --fp8-recipe, chunks must have multiples of {tile} rows, and they have "
+        f"{' '.join(map(str, lengths))} of the {rows} of a rank",
+        remedy=f"Use --ampipe-degree {max(fitting)} without --ampipe-chunks."
+        if fitting
+        else "Use --ampipe-degree 1, a longer sequence, or a larger --micro-batch-size.",
+    )
+
+
 def row_unit(num_rows: int, degree: int) -> int:
     """Ends of chunks are rounded to multiples of this number of rows of a rank.
 

@@ -212,7 +212,7 @@ def _again(
             if other in again:
                 yield again[other]
             else:
-                # Behind a transfer whose result is kept: what it took has set state that is used here.
+                # After a transfer whose result is kept: what that took has set state that is used here.
                 yield from needed_by(other)
 
     needs = {}

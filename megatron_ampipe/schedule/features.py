@@ -6,6 +6,7 @@ same names. Whoever makes, checks or runs a schedule gets its features here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -17,6 +18,17 @@ BALANCED = ("sinkhorn", "quantile_balancing")
 """Load-balancing types that compare all tokens of a rank, or of a sequence, to choose their experts."""
 DEEPEP_RANKS_OF_NODE = 8
 """Among more ranks, DeepEP does not take the number of rows that will arrive (``num_worst_tokens``)."""
+FP8_TILES = {"blockwise": 128, "mxfp8": 32, "tensorwise": 16}
+"""The recipes of FP8 in which chunks can train, and of how many tokens a chunk must have a multiple.
+
+So many share a scale where the gradient of a weight is computed; with one scale for all, kernels ask for it.
+"""
+OTHER_FP8_RECIPE = (
+    "delayed scaling, Megatron's default, takes its scales from the largest values of earlier calls, and "
+    "chunks are more calls; what a custom recipe does is not known",
+    "Use --fp8-recipe blockwise, mxfp8 or tensorwise.",
+)
+"""Why no other recipe works, and what to do."""
 
 
 class Restored(StrEnum):
@@ -160,6 +172,20 @@ def has_capacity(settings: Any) -> bool:
     """Whether experts have a capacity limit: Megatron treats a negative factor as none, and 0 drops all."""
     factor = getattr(settings, "moe_expert_capacity_factor", None)
     return factor is not None and factor >= 0
+
+
+def fp8_recipe(settings: Any) -> str | None:
+    """Megatron's recipe of FP8; None without FP8."""
+    if not (getattr(settings, "fp8", None) or getattr(settings, "fp8_format", None)):
+        return None
+    recipe = getattr(settings, "fp8_recipe", None) or "delayed"
+    return str(getattr(recipe, "value", recipe))
+
+
+def rows_of_tile(settings: Any, batch: int) -> int:
+    """Of how many rows of ``batch`` tokens a chunk must have a multiple, so that FP8 has whole tiles."""
+    tile = FP8_TILES.get(fp8_recipe(settings) or "", 1)
+    return tile // math.gcd(tile, batch)
 
 
 def counts_inside(settings: Any) -> bool:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_ampipe.block.settings import PARTNER_ORDERS
-from megatron_ampipe.errors import BadInput
+from megatron_ampipe.block.settings import PARTNER_ORDERS, SETTING
 from megatron_ampipe.schedule import kinds
 from megatron_ampipe.schedule.dataflow import needs_of
 from megatron_ampipe.schedule.features import BlockFeatures
@@ -44,9 +43,8 @@ class Partner:
 
     def __post_init__(self) -> None:
         if self.order == MEGATRON and self.degree > 1:
-            remedy = "Leave it out, or --ampipe-partner-degree."
-            rule = "is an order of layers that are not cut into chunks"
-            raise BadInput("--ampipe-partner-order", self.order, rule=rule, remedy=remedy)
+            rule, remedy = "is an order of uncut layers", "Leave it out, or --ampipe-partner-degree."
+            raise SETTING["partner_order"].refuse(self.order, rule, remedy)
 
     def __str__(self) -> str:
         degree = "uncut" if self.degree == 1 else f"degree {self.degree}"

@@ -6,7 +6,7 @@ Arguments and their checks, the job, the document. Imports no torch: that is for
 from __future__ import annotations
 
 import argparse
-import re
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 from rich.console import Console
 from tqdm import tqdm
 
-from megatron_ampipe.block.named_values import SHIPPED_WIRES, check_wire
+from megatron_ampipe.block.named_values import SHIPPED_WIRES, class_path
+from megatron_ampipe.block.settings import PARTNER_ORDERS
 from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import AMPipeError, BadInput
 from megatron_ampipe.files import outputs
@@ -28,31 +29,21 @@ from megatron_ampipe.schedule import (
     PAPER_NAMES,
     SCHEDULE_NAMES,
     STRATEGIES,
+    Exchange,
+    Partner,
     Pipeline,
     check_memory,
-    of_chunks,
     parse_exchanges,
     parse_stack,
 )
-from megatron_ampipe.tools.measuring import machine, prediction, result, show, training
-from megatron_ampipe.tools.measuring.bench_job import (
-    CONTROL,
-    STOCK,
-    STOCK_GLOO,
-    BenchJob,
-    Variant,
-    every_way,
-)
-from megatron_ampipe.tools.measuring.grid import block_of_case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import (
-    NO_LINK,
-    RANKS,
-    LinkKind,
-    add_link_arguments,
-    parse_link,
-)
+from megatron_ampipe.tools.measuring import machine, prediction, result, training
+from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK, BenchJob, Variant
+from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
+from megatron_ampipe.tools.measuring.link import RANKS, add_link_arguments, parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
+OFF = "off"
+"""The value of ``--partner`` without partners."""
 UNCHANGED = "none"
 """The value of ``--wire`` with which rows travel as they are."""
 LAYERS_OF_TRAINING, ROUNDS = 2, 3
@@ -88,11 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text += " (default: %(default)s)" * (options.get("default") is not None)
         parser.add_argument(flag, metavar=metavar, help=text, **options)
 
-    def switch(flag: str, text: str) -> None:
-        parser.add_argument(flag, action="store_true", help=text)
-
     positive = at_least(1)
-    memories = ", ".join((*STRATEGIES, *PAPER_NAMES))
     add("--grid", "NAME|FILE", "blocks to measure: a file or a name in configs/bench", default="cpu-small")
     add("--cases", "NAME,NAME", "only these cases of the grid (default: all)")
     add_link_arguments(parser, fewest_ranks=1)
@@ -101,28 +88,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", "N", "timed passes of each layer", type=positive, default=10)
     add("--warmup", "N", "passes before those", type=at_least(0), default=2)
     add("--seed", "N", "of weights and inputs", type=at_least(0), default=1)
-    add("--timeout", "S", "fail after so long without an answer of any rank", type=positive, default=300)
-    switch(
-        "--pretend-peers",
+    pretend = (
         "run one rank; what the others would send is made from what it sends. Only with an emulated link; "
-        "the default where there are fewer GPUs than ranks",
+        "the default where there are fewer GPUs than ranks"
     )
-    switch(
-        "--end-to-end",
+    parser.add_argument("--pretend-peers", action="store_true", help=pretend)
+    end_to_end = (
         "train models of these blocks with Megatron's own loop instead, on CPUs: --repeats iterations after "
-        "--warmup ones",
+        "--warmup ones"
     )
+    parser.add_argument("--end-to-end", action="store_true", help=end_to_end)
     layers = f"consecutive blocks measured together (default: 1; {LAYERS_OF_TRAINING} with --end-to-end)"
     add("--layers", "N", layers, type=positive)
     stacks = "how many of these layers share a schedule: numbers (1 is block by block), or all"
     add("--stack", "N,N", stacks, default="1,all")
+    memories = ", ".join((*STRATEGIES, *PAPER_NAMES))
     memory = f"what the experts keep for their backward: {memories}, or one for each chunk (keep/rebuild)"
     add("--memory", "M,M", memory, default=KEEP)
     exchange = "how the all-to-all groups copies of a token: rows, or ranks where that saves something"
     add("--exchange", "E,E", exchange, default="rows")
     wires = f"how rows are cast for the transfer: {UNCHANGED}, {', '.join(SHIPPED_WIRES)} or a class"
     add("--wire", "W,W", wires, default=UNCHANGED)
-    switch("--gloo-all-to-all", "also measure Megatron's layers with gloo's own all-to-all (stock-gloo)")
+    orders = " or ".join(PARTNER_ORDERS)
+    partners = f"with --end-to-end: partners, {OFF} or their order, {orders} (default: {OFF})"
+    add("--partner", "P,P", partners)
+    add("--micro-batches", "N", "with --end-to-end: of each rank in an iteration (default: 2)", type=positive)
     rounds = f"with --end-to-end: trainings of each kind, in turns (default: {ROUNDS})"
     add("--rounds", "N", rounds, type=positive)
     add("--json", "FILE", "write all samples, versions and hardware after every case", type=Path)
@@ -131,14 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, or read a result; then print the table.
-
-    Raises:
-        BadInput: an argument, a grid or an output is refused.
-        EnvironmentMissing: the link needs what is not there.
-        DifferenceFound: the layers do not compute the same.
-        RunFailed: a rank was lost, or an output cannot be written any more.
-    """
+    """Measure, or read a result; then print the table."""
     if arguments.json is not None:
         outputs.check(arguments.json, flag="--json")
     _check_together(arguments)
@@ -157,28 +140,22 @@ def _show(document: dict[str, Any]) -> None:
     if document.get("format") != training.FORMAT:
         prediction.predict_peaks(document)
     # A table in a file or a pipe may be wider than this terminal.
-    show.show(document, Console(width=None if sys.stdout.isatty() else 170))
+    result.show(document, Console(width=None if sys.stdout.isatty() else 170))
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Check everything and run the ranks; the document, which is written whenever a case is finished.
-
-    If the run ends early, what is finished is shown.
-    """
+    """Run the ranks; the document, written whenever a case is finished, and shown if the run ends early."""
     job = _job(arguments)
+    of_job = ("pretended", "device", "cores", "layers", "repeats", "warmup", "seed")
     document: dict[str, Any] = {
-        "format": result.FORMAT,
+        "format": training.FORMAT if arguments.end_to_end else result.FORMAT,
         "command": arguments.command_line,
         "begin": _now(),
-        "end": None,
         "grid": Path(arguments.grid).stem,
         "link": job.link.text,
         "emulated": job.link.emulated,
         "ranks": job.num_ranks,
-        **{
-            key: getattr(job, key)
-            for key in ("pretended", "device", "cores", "layers", "repeats", "warmup", "seed")
-        },
+        **{key: getattr(job, key) for key in of_job},
         "versions": machine.versions(),
         "hardware": machine.hardware(),
         "cases": [],
@@ -194,9 +171,8 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         with tqdm(leave=False, disable=None, unit=" passes") as bar:
             if arguments.end_to_end:
-                rounds = arguments.rounds or ROUNDS
-                document |= {"format": training.FORMAT, "rounds": rounds}
-                document |= {"micro_batches": training.MICRO_BATCHES, "loss_tolerance": training.TOLERANCE}
+                document["rounds"] = rounds = arguments.rounds or ROUNDS
+                document |= {"micro_batches": job.micro_batches, "loss_tolerance": training.TOLERANCE}
                 for case in training.measure(job, rounds=rounds, on_iteration=bar.update):
                     finished(case)
             else:
@@ -225,8 +201,7 @@ def _time_blocks(
 
     def on_message(rank: int, event: str, value: Any) -> None:
         if event == "case":
-            index, report = value
-            reports[index][rank] = report
+            index, reports[index][rank] = value
             if len(reports[index]) == (1 if job.pretended else job.num_ranks):
                 finished(result.case_result(job, index, [reports[index][n] for n in sorted(reports[index])]))
         elif rank == 0 and event == "gpu":
@@ -264,102 +239,106 @@ def _check_together(arguments: argparse.Namespace) -> None:
             if value is not None:
                 rule = "works with results of blocks, not with --end-to-end"
                 _refuse(flag, value, rule, f"Leave {flag} out; --json holds every sample.")
-    elif arguments.rounds is not None:
-        rule = "belongs to --end-to-end: without it, nothing is trained"
-        _refuse("--rounds", arguments.rounds, rule, "Add --end-to-end, or leave --rounds out.")
+    else:
+        for flag in ("rounds", "partner", "micro-batches"):
+            value = getattr(arguments, flag.replace("-", "_"))
+            if value is not None:
+                rule = "belongs to --end-to-end: without it, nothing is trained"
+                _refuse(f"--{flag}", value, rule, f"Add --end-to-end, or leave --{flag} out.")
     if arguments.wire != UNCHANGED and (arguments.end_to_end or arguments.predict):
         rule = "changes the losses of trainings, and predictions do not know it"
         _refuse("--wire", arguments.wire, rule, "Leave out --end-to-end and --predict.")
 
 
 def _job(arguments: argparse.Namespace) -> BenchJob:
-    link, end_to_end = parse_link(arguments.link or NO_LINK), arguments.end_to_end
+    link, end_to_end = parse_link(arguments.link), arguments.end_to_end
     count = arguments.ranks or RANKS
-    num_gpus = 0 if link.kind is LinkKind.NETWORK or end_to_end else machine.num_gpus()
-    job = BenchJob(
-        cases=read_grid(find_grid(arguments.grid), only=arguments.cases, num_ranks=count),
-        layers=arguments.layers or (LAYERS_OF_TRAINING if end_to_end else 1),
+    num_gpus = 0 if link.is_network or end_to_end else machine.num_gpus()
+    pretended = arguments.pretend_peers or (link.emulated and 0 < num_gpus < count)
+    if end_to_end and link.emulated:
+        rule = "an emulated link would not slow the other collectives of a training"
+        _refuse("--link", link.text, rule, "Use --link 200mbit, or --link none.")
+    if pretended and not link.emulated:
+        _refuse("--pretend-peers", "", f"--link {link.text} needs real ranks", "Use --link emulated:RATE.")
+    cases = read_grid(find_grid(arguments.grid), only=arguments.cases, num_ranks=count)
+    layers = arguments.layers or (LAYERS_OF_TRAINING if end_to_end else 1)
+    fused = has_fused_weight_gradients(on_gpu=num_gpus > 0)
+    blocks = [block_of_case(case, num_ranks=count, fused_gradients=fused) for case in cases]
+    return BenchJob(
+        cases=cases,
+        variants=tuple(
+            _variants(arguments, case, set(block.exchanges(None)), layers)
+            for case, block in zip(cases, blocks, strict=True)
+        ),
+        layers=layers,
         link=link,
         num_ranks=count,
-        pretended=arguments.pretend_peers or (link.emulated and 0 < num_gpus < count),
+        pretended=pretended,
         device="cuda" if num_gpus else "cpu",
         repeats=arguments.repeats,
         warmup=arguments.warmup,
         seed=arguments.seed,
-        timeout_s=arguments.timeout,
-        cores=() if num_gpus else machine.cores_of(count),
+        micro_batches=arguments.micro_batches or 2,
     )
-    if end_to_end and (link.emulated or job.pretended):
-        rule = (
-            "a training needs real ranks: what it learns depends on every token that arrives, and an "
-            "emulated link would not slow its other collectives"
-        )
-        flag, value = ("--link", link.text) if link.emulated else ("--pretend-peers", "")
-        _refuse(flag, value, rule, "Use --link 200mbit, or --link none.")
-    if job.pretended and not link.emulated:
-        _refuse("--pretend-peers", "", f"--link {link.text} needs real ranks", "Use --link emulated:RATE.")
-    return replace(job, variants=_variants(arguments, job))
 
 
-def _variants(arguments: argparse.Namespace, job: BenchJob) -> tuple[tuple[Variant, ...], ...]:
-    """What is compared in each case: stock, its control, and every schedule in every way."""
-    cuts = _each(arguments.degrees, _cut)
+def _variants(
+    arguments: argparse.Namespace, case: Case, useful: set[Exchange], layers: int
+) -> tuple[Variant, ...]:
+    """What is compared in a case: stock, its control, and every schedule in every way."""
     exchanges = parse_exchanges(arguments.exchange, flag="--exchange")
-    ways = every_way(
-        cuts,
-        schedules=_each(arguments.schedules, _schedule),
-        stacks=_each(arguments.stack, lambda word: _stack(word, job.layers)),
-        memories=_each(arguments.memory, lambda word: _memory(word, cuts)),
-        exchanges=exchanges,
-        wires=_each(arguments.wire, _wire),
-    )
-    megatrons = (STOCK, CONTROL, *[STOCK_GLOO] * arguments.gloo_all_to_all)
-    fused = has_fused_weight_gradients(on_gpu=job.on_cuda)
-    found = []
-    for case in job.cases:
-        for cut in cuts:
-            if cut.num_chunks > case.sequence_length:
-                rule = f"is above the {case.sequence_length} rows of case {case.name}"
-                _refuse("--degrees", cut.num_chunks, rule, "Use --degrees 1,2,4.")
-        useful = block_of_case(case, num_ranks=job.num_ranks, fused_gradients=fused).exchanges(None)
-        chosen = [variant for variant in ways if variant.pipeline.exchange in useful]
-        if not set(useful) & set(exchanges):
-            rule = f"saves nothing in case {case.name}: no rank gets a token twice, or there are no nodes"
-            remedy = "Choose --cases with several experts per token and rank, or --exchange rows,ranks."
-            _refuse("--exchange", ",".join(exchanges), rule, remedy)
-        found.append((*map(Variant, megatrons), *chosen))
-    return tuple(found)
+    if not useful & set(exchanges):
+        rule = f"saves nothing in case {case.name}: no rank gets a token twice, or there are no nodes"
+        remedy = "Choose --cases with several experts per token and rank, or --exchange rows,ranks."
+        _refuse("--exchange", ",".join(exchanges), rule, remedy)
+    found = [Variant(STOCK), Variant(CONTROL)]
+    for schedule, degrees, stack, memory, wire, exchange, partner in itertools.product(
+        *(arguments.schedules.split(","), arguments.degrees.split(","), arguments.stack.split(",")),
+        *(arguments.memory.split(","), arguments.wire.split(","), exchanges),
+        (arguments.partner or OFF).split(","),
+    ):
+        cut = _cut(degrees, case)
+        is_cut = cut.num_chunks > 1
+        check_memory(memory, flag="--memory", backward_degree=cut.backward_degree if is_cut else None)
+        if schedule not in SCHEDULE_NAMES:
+            rule, remedy = f"is not one of {', '.join(SCHEDULE_NAMES)}", "Use --schedules moe-only,ampipe."
+            _refuse("--schedules", schedule or "(empty)", rule, remedy)
+        pipeline = replace(
+            cut,
+            schedule=schedule,
+            stack=_stack(stack, layers),
+            # In one chunk nothing is restored.
+            memory=memory if is_cut else KEEP,
+            exchange=exchange,
+        )
+        if partner not in (OFF, *PARTNER_ORDERS):
+            rule = f"is not one of {', '.join((OFF, *PARTNER_ORDERS))}"
+            _refuse("--partner", partner or "(empty)", rule, "Use --partner off,listed.")
+        if partner != OFF and stack != "1":
+            pipeline = replace(pipeline, partner=Partner(order=partner))
+        elif not pipeline.overlaps:
+            # Layers that overlap nothing share no schedule, and send everything as it is.
+            pipeline, wire = replace(pipeline, stack=1), UNCHANGED
+        if wire != UNCHANGED:
+            class_path(wire, SHIPPED_WIRES, flag="--wire")
+        if exchange in useful:
+            found.append(Variant(schedule, pipeline, None if wire == UNCHANGED else wire))
+    return tuple(dict.fromkeys(found))
 
 
-def _cut(word: str) -> Pipeline:
+def _cut(word: str, case: Case) -> Pipeline:
     """A value of ``--degrees``: ``4``, or ``4:2``."""
-    parts = re.fullmatch(r"([1-9]\d{0,8})(?::([1-9]\d{0,8}))?", word, re.ASCII)
-    forward, backward = (int(part or parts[1]) for part in parts.groups()) if parts else (0, 0)
-    if parts is None or max(forward, backward) % min(forward, backward):
+    forward, _, backward = word.partition(":")
+    try:
+        cut = Pipeline.of(int(forward), backward_degree=int(backward or forward))
+    except ValueError:
         rule = "is not a list of whole numbers of at least 1, or pairs of which one divides the other"
         remedy = "Use --degrees 1,2,4,8, or 4:2 for a backward pass of degree 2."
         _refuse("--degrees", word or "(empty)", rule, remedy)
-    return Pipeline.of(forward, backward_degree=backward)
-
-
-def _each[Value](text: str, parse: Callable[[str], Value]) -> list[Value]:
-    """The values of a list of words, separated by commas, each once."""
-    return list(dict.fromkeys(map(parse, text.split(","))))
-
-
-def _schedule(word: str) -> str:
-    if word not in SCHEDULE_NAMES:
-        rule, remedy = f"is not one of {', '.join(SCHEDULE_NAMES)}", "Use --schedules moe-only,ampipe."
-        _refuse("--schedules", word or "(empty)", rule, remedy)
-    return word
-
-
-def _memory(word: str, cuts: list[Pipeline]) -> str:
-    """Strategies of single chunks must be for one of the cuts."""
-    degrees = {cut.backward_degree for cut in cuts}
-    fits = len(of_chunks(word)) in {1, *degrees}
-    check_memory(word, flag="--memory", backward_degree=None if fits else max(degrees))
-    return word
+    if cut.num_chunks > case.sequence_length:
+        rule = f"is above the {case.sequence_length} rows of case {case.name}"
+        _refuse("--degrees", cut.num_chunks, rule, "Use --degrees 1,2,4.")
+    return cut
 
 
 def _stack(word: str, layers: int) -> int:
@@ -369,10 +348,3 @@ def _stack(word: str, layers: int) -> int:
         rule = f"is above the number of layers ({layers}), which cannot share a schedule with others"
         _refuse("--stack", word, rule, f"Use --layers {size}, or --stack all.")
     return size
-
-
-def _wire(word: str) -> str | None:
-    if word == UNCHANGED:
-        return None
-    check_wire(word, flag="--wire")
-    return word

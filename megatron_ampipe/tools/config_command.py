@@ -32,22 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     # Or --form would be taken for --format, and never reach Megatron.
     parser.allow_abbrev = False
-    parser.add_argument(
-        "--format", choices=("yaml", "command"), default="yaml", help="what to print (default: yaml)"
-    )
-    parser.add_argument(
-        "--ranks", type=at_least(1), metavar="N", help="check everything that a launch on N ranks checks"
-    )
+    add = parser.add_argument
+    add("--format", choices=("yaml", "command"), default="yaml", help="what to print (default: yaml)")
+    ranks = "check everything that a launch on N ranks checks"
+    add("--ranks", type=at_least(1), metavar="N", help=ranks)
     parser.set_defaults(training_flags=[])
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Resolve, check and print.
-
-    Raises:
-        EnvironmentMissing: torch or Megatron is not there.
-        BadInput: a file or a flag is wrong.
-    """
+    """Resolve, check and print."""
     from megatron_ampipe.launch import config_files, flags
 
     # Some libraries print to standard output when they are imported.

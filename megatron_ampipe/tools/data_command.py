@@ -13,7 +13,6 @@ that order: if there is an index, the dataset is finished.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import logging
 import os
@@ -37,9 +36,6 @@ SUFFIXES = ".txt,.md,.rst,.tex,.py,.c,.h,.cc,.cpp,.cu,.go,.java,.js,.rs,.sh"
 # Fewer documents than this leave parts of common --split values without one.
 _ENOUGH_DOCUMENTS = 200
 _LEAST_DOCUMENT_BYTES = 1024
-# Megatron's index holds a document's length as int32; one place is for the end-of-document token.
-_MAX_FILE_BYTES = 2**31 - 2
-_NAMED_BAD_FILES = 5
 _NOT_ENTERED = {"__pycache__"}
 _NOT_OF_THE_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
@@ -68,47 +64,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Turn a directory of text files into a dataset that Megatron trains on, byte by byte."
     )
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "directory",
-        metavar="DIRECTORY",
-        type=Path,
-        nargs="?",
-        help="tree of UTF-8 text files; without it, the source of the running Python's standard library",
+    add = parser.add_argument
+    directory = "tree of UTF-8 text files; without it, the source of the running Python's standard library"
+    suffixes = f"take files with these suffixes (default: {SUFFIXES}; .py without DIRECTORY)"
+    length = (
+        "cut files that are longer than N bytes into documents of about N bytes, at ends of lines; 0 cuts "
+        f"none (default: 0 for {_ENOUGH_DOCUMENTS} files or more; else what makes about as many documents, "
+        f"but at least {_LEAST_DOCUMENT_BYTES})"
     )
-    parser.add_argument(
-        "--output",
-        metavar="PREFIX",
-        type=Path,
-        required=True,
-        help="write PREFIX.bin and PREFIX.idx, for --data-path",
-    )
-    parser.add_argument(
-        "--suffixes",
-        metavar=".A,.B",
-        help=f"take files with these suffixes (default: {SUFFIXES}; .py without DIRECTORY)",
-    )
-    parser.add_argument(
-        "--document-bytes",
-        metavar="N",
-        type=at_least(0),
-        help="cut files that are longer than N bytes into documents of about N bytes, at ends of lines; "
-        f"0 cuts none (default: 0 for {_ENOUGH_DOCUMENTS} files or more; else what makes about "
-        f"as many documents, but at least {_LEAST_DOCUMENT_BYTES})",
-    )
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="replace an existing dataset PREFIX, and remove Megatron's cache of it",
-    )
+    add("directory", metavar="DIRECTORY", type=Path, nargs="?", help=directory)
+    prefix = "write PREFIX.bin and PREFIX.idx, for --data-path"
+    add("--output", metavar="PREFIX", type=Path, required=True, help=prefix)
+    add("--suffixes", metavar=".A,.B", help=suffixes)
+    add("--document-bytes", metavar="N", type=at_least(0), help=length)
+    force = "replace an existing dataset PREFIX, and remove Megatron's cache of it"
+    add("--force", action="store_true", help=force)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the dataset.
-
-    Raises:
-        EnvironmentMissing: megatron-core is absent.
-        RunFailed: writing failed.
-    """
+    """Make the dataset."""
     prefix, refuse = arguments.output, arguments.refuse
     final = outputs.check_prefix(prefix, suffixes=(".bin", ".idx"), flag="--output")
     if any(path.exists() for path in final) and not arguments.force:
@@ -129,13 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Megatron knows datasets by their names, and would take what it keeps of an old one for this one.
     for folder in (prefix / "cache").glob("*_indices"):
         shutil.rmtree(folder)
-    try:
-        _make(paths, final, document_bytes)
-    except OSError as error:
-        raise RunFailed(
-            f"{error.filename or prefix} cannot be written ({error.strerror}). Nothing unfinished has "
-            f"the name {prefix}."
-        ) from error
+    _make(paths, final, document_bytes)
     print(f"train with: --data-path {prefix} --tokenizer-type NullTokenizer --vocab-size {VOCABULARY}")
     return 0
 
@@ -154,10 +122,11 @@ def _files(directory: Path, suffixes: Sequence[str], left_out: set[str]) -> list
 
 def _make(paths: Sequence[Path], final: Sequence[Path], document_bytes: int) -> None:
     """Write the dataset, and print what is in it."""
-    data, index = (path.with_name(f"{path.name}.partial") for path in final)
-    builder = _builder(data)
+    data, index = final
     size_bytes, num_documents, bad = 0, 0, []
-    try:
+    # The data take their name first: where there is an index, the dataset is finished.
+    with outputs.atomic_file(index) as new_index, outputs.atomic_file(data) as new_data:
+        builder = _builder(new_data)
         # disable=None: no bar where stderr is no terminal.
         for path in tqdm(paths, leave=False, disable=None):
             try:
@@ -166,31 +135,19 @@ def _make(paths: Sequence[Path], final: Sequence[Path], document_bytes: int) -> 
             except (OSError, UnicodeDecodeError):
                 bad.append(path)
                 continue
-            if len(content) > _MAX_FILE_BYTES and not document_bytes:
-                raise RunFailed(f"{path} is too long for Megatron's index. Add --document-bytes 20000.")
             size_bytes += len(content)
             for tokens in _documents(content, document_bytes):
                 builder.add_document(tokens, [tokens.size])
                 num_documents += 1
         if not num_documents:
             raise RunFailed(f"none of {len(paths)} files is readable UTF-8 text. Choose others.")
-        builder.finalize(str(index))
-        for path in (data, index):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+        builder.finalize(str(new_index))
         # From here on there must be no index next to data that it does not describe.
-        final[1].unlink(missing_ok=True)
-        os.replace(data, final[0])
-        os.replace(index, final[1])
-    finally:
-        builder.data_file.close()
-        for path in (data, index):
-            with contextlib.suppress(OSError):
-                path.unlink()
+        index.unlink(missing_ok=True)
     counts = f"{len(paths) - len(bad):,} files, {size_bytes:,} bytes, {size_bytes + num_documents:,} tokens"
-    print(f"wrote {final[0]} and {final[1]}: {counts} in {num_documents:,} documents")
+    print(f"wrote {data} and {index}: {counts} in {num_documents:,} documents")
     if bad:
-        named = ", ".join(map(str, bad[:_NAMED_BAD_FILES]))
+        named = ", ".join(map(str, bad))
         print(f"left out {len(bad):,} files that are no readable UTF-8 text: {named}")
 
 
@@ -206,21 +163,17 @@ def _builder(data: Path) -> Any:
             f"ampipe data writes Megatron's dataset format and needs megatron-core ({error}). "
             "Install it: pip install megatron-core"
         ) from error
-    data.parent.mkdir(parents=True, exist_ok=True)
     return IndexedDatasetBuilder(str(data), dtype=numpy.uint16)
 
 
 def _documents(content: bytes, document_bytes: int) -> Iterator[numpy.ndarray]:
-    """The tokens of each document of a file: all of similar length, cut after a line, else a character."""
-    number = -(-len(content) // document_bytes) if document_bytes else 1
-    ends = []
-    for end in (index * len(content) // number for index in range(1, number)):
-        line_end = content.rfind(b"\n", end - len(content) // number // 4, end) + 1
-        # Bytes that continue a character of UTF-8 begin with the bits 10.
-        while not line_end and content[end] & 0xC0 == 0x80:
-            end -= 1
-        ends.append(line_end or end)
-    for begin, end in itertools.pairwise([0, *ends, len(content)]):
+    """The tokens of each document of a file: all of it, or lines of about so many bytes."""
+    ends, length = [], 0
+    for line in content.splitlines(keepends=True) if document_bytes else ():
+        length += len(line)
+        if length - (ends[-1] if ends else 0) >= document_bytes:
+            ends.append(length)
+    for begin, end in itertools.pairwise(dict.fromkeys([0, *ends, len(content)])):
         tokens = numpy.full(end - begin + 1, END_OF_DOCUMENT, dtype=numpy.uint16)
         tokens[:-1] = numpy.frombuffer(content, dtype=numpy.uint8, count=end - begin, offset=begin)
         yield tokens

@@ -69,20 +69,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check everything, and print it; 1 if there is a problem.
-
-    Raises:
-        BadInput, RunFailed: ``--json`` names no file that can be written.
-    """
-    if arguments.json not in (None, "-"):
+    """Check everything, and print it; 1 if there is a problem."""
+    to_stdout = arguments.json == "-"
+    if arguments.json is not None and not to_stdout:
         outputs.check(Path(arguments.json), flag="--json")
     # The document has the standard output for itself.
-    with contextlib.redirect_stdout(sys.stderr if arguments.json == "-" else sys.stdout):
+    with contextlib.redirect_stdout(sys.stderr if to_stdout else sys.stdout):
         found = check(quick=arguments.quick)
     if found is None:
         return 0
     text = json.dumps(found, indent=1) + "\n"
-    if arguments.json == "-":
+    if to_stdout:
         print(text, end="")
     elif arguments.json is not None:
         outputs.write_text(Path(arguments.json), text)
@@ -102,14 +99,9 @@ def check(*, quick: bool) -> dict[str, Any] | None:
     print(*notes, sep="\n", end="\n" if notes else "")
     if num_gpus is not None and not started and not quick:
         answers = _ask_ranks(num_gpus or _CPU_RANKS, measures=True)
-    if isinstance(answers, str):
-        problems.append(answers)
-    elif answers is not None:
-        problems += show(answers)
-    for problem in problems:
-        print(f"problem: {problem}")
-    if not problems:
-        print("all that is required is there")
+    problems += [answers] if isinstance(answers, str) else show(answers) if answers else []
+    verdict = [f"problem: {problem}" for problem in problems] or ["all that is required is there"]
+    print(*verdict, sep="\n")
     return {"packages": packages, "notes": notes, "ranks": answers, "problems": problems}
 
 
@@ -130,26 +122,22 @@ def examine() -> tuple[dict[str, str], list[str], int | None]:
     """Print everything that a training run may need.
 
     Returns:
-        What was said of each package, the problems, and the number of GPUs; None if torch cannot be imported.
+        What was said of each package, the problems, and the number of GPUs (None without torch).
     """
     absent = compat.missing_packages()
     present = [package for package in compat.OPTIONAL_PACKAGES if package not in absent]
     programs = {"torch": _TORCH, "Megatron": _MEGATRON, **{p.name: f"import {p.module}" for p in present}}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         answers = dict(zip(programs, pool.map(_probe, programs.values()), strict=True))
-    problems = []
     for name, (works, said) in answers.items():
         print(f"  {'ok' if works else 'broken':8}  {name}: {said}")
-        if not works:
-            problems.append(f"{name} cannot be used: {said}")
     for package in absent:
         print(f"  {'missing':8}  {package.name}. Without it, a run uses {package.fallback}.")
         print(f"{'':12}To get it: {package.remedy}")
-    works, said = answers["torch"]
-    found = re.search(r"(\d+) GPUs", said)
+    problems = [f"{name} cannot be used: {said}" for name, (works, said) in answers.items() if not works]
+    gpus = re.search(r"(\d+) GPUs", answers["torch"][1]) if answers["torch"][0] else None
     packages = {name: said for name, (_, said) in answers.items()}
-    packages |= {package.name: "missing" for package in absent}
-    return packages, problems, int(found[1]) if works and found else None
+    return packages | {each.name: "missing" for each in absent}, problems, int(gpus[1]) if gpus else None
 
 
 def _probe(program: str) -> tuple[bool, str]:
@@ -171,17 +159,15 @@ def _probe(program: str) -> tuple[bool, str]:
 
 def notes_on_variables(environ: Mapping[str, str], *, has_gpu: bool) -> list[str]:
     """What is to be said about environment variables that decide whether work overlaps."""
-    notes = []
-    queues = environ.get(connections.VARIABLE)
+    notes, queues = [], environ.get(connections.VARIABLE)
     if queues is not None:
         warning = connections.warning(queues)
-        notes.append(f"{connections.VARIABLE}={queues}: {warning or 'streams work independently'}")
+        notes = [f"{connections.VARIABLE}={queues}: {warning or 'streams work independently'}"]
     elif has_gpu:
-        notes.append(f"{connections.VARIABLE} is not set: pipelined launches set {connections.QUEUES}")
-    for name, means in _HARMFUL.items():
-        if (value := environ.get(name, "0")) not in ("", "0"):
-            notes.append(f"{name}={value}: {means}; unset it")
-    return notes
+        notes = [f"{connections.VARIABLE} is not set: pipelined launches set {connections.QUEUES}"]
+    given = {name: environ.get(name, "0") for name in _HARMFUL}
+    harmful = {name: value for name, value in given.items() if value not in ("", "0")}
+    return notes + [f"{name}={value}: {_HARMFUL[name]}; unset it" for name, value in harmful.items()]
 
 
 def show(found: Mapping[str, Any]) -> list[str]:

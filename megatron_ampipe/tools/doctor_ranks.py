@@ -11,7 +11,6 @@ import datetime
 import os
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,12 +21,9 @@ from torch import Tensor
 from megatron_ampipe.launch import connections
 from megatron_ampipe.runtime.collectives import Transfer, exchange_rows
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
-from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.runtime.tape import Call, Tape
-from megatron_ampipe.schedule import Stage, kinds
-from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.meters import run_lanes
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
 
 _COMPARED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "NVTE_", "UCX_", "AMPIPE_")
@@ -42,20 +38,13 @@ _TIME_LIMIT_S = 120.0
 _CHUNKS, _COLUMNS = 4, 1024
 _CHUNK_BYTES, _MATRIX = {"cuda": 32 * 2**20, "cpu": 8 * 2**20}, {"cuda": 4096, "cpu": 384}
 _REPEATS, _WARM_UP = 10, 2
-Order = Sequence[tuple[str, Stage]]
-_COMMUNICATION: Order = [(COMM, Stage(kinds.DISPATCH, chunk)) for chunk in range(_CHUNKS)]
-_COMPUTATION: Order = [(COMPUTE, Stage(kinds.EXPERT, chunk)) for chunk in range(_CHUNKS)]
 
 
 def start(num_ranks: int) -> dict[str, Any]:
-    """Run :func:`examine` in ranks on this machine.
-
-    Raises:
-        RunFailed: they failed, or took too long.
-    """
-    job = RankJob(num_ranks=num_ranks, link=parse_link("none"), timeout_s=_TIME_LIMIT_S)
-    found: dict[str, Any] = run_ranks(job, _examine_rank)[0]
-    return found
+    """Run :func:`examine` in ranks on this machine; RunFailed if they failed, or took too long."""
+    device: Any = "cuda" if torch.cuda.is_available() else "cpu"
+    job = RankJob(num_ranks=num_ranks, link=parse_link(None), device=device, timeout_s=_TIME_LIMIT_S)
+    return dict(run_ranks(job, _examine_rank)[0])
 
 
 def _examine_rank(rank: Rank[RankJob]) -> dict[str, Any]:
@@ -74,8 +63,7 @@ def examine(*, measures: bool, **place: Any) -> dict[str, Any]:
         place: How torch's process group finds the other ranks, where torchrun has not said it.
 
     Returns:
-        ``num_ranks``; ``differences``: see :func:`differences`; ``overlap``: what :func:`measure` found, and
-        the ``device``; None where it was not asked for, or a rank on a CPU has no peer.
+        ``num_ranks``; ``differences``; ``overlap``: what :func:`measure` found, and the ``device``, or None.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -111,80 +99,59 @@ def compared_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def differences(ranks: Sequence[Mapping[str, str]]) -> dict[str, dict[str, list[int]]]:
     """What differs between ranks: by version or variable the values, each with its ranks."""
-    found = {}
+    found: dict[str, dict[str, list[int]]] = {}
     for name in sorted({name for rank in ranks for name in rank}):
-        values: dict[str, list[int]] = {}
         for number, rank in enumerate(ranks):
-            values.setdefault(rank.get(name, "(not there)"), []).append(number)
-        if len(values) > 1:
-            found[name] = values
-    return found
+            found.setdefault(name, {}).setdefault(rank.get(name, "(not there)"), []).append(number)
+    return {name: values for name, values in found.items() if len(values) > 1}
 
 
-def hidden_share(communication_s: float, computation_s: float, together_s: float) -> float:
+def hidden_share(communication_us: float, computation_us: float, together_us: float) -> float:
     """What running both together saved, of the shorter of the two; from 0 to 1."""
-    saved = communication_s + computation_s - together_s
-    return min(1.0, max(0.0, saved / min(communication_s, computation_s)))
+    saved = communication_us + computation_us - together_us
+    return min(1.0, max(0.0, saved / min(communication_us, computation_us)))
 
 
 def measure(device: str) -> dict[str, float]:
-    """Time both alone and together.
-
-    Args:
-        device: ``cuda`` or ``cpu``; a process group of it is there.
+    """Time both alone and together; ``device`` is ``cuda`` or ``cpu``.
 
     Returns:
         Milliseconds, each the median of several times of the slowest rank: ``communication_ms``,
         ``computation_ms``, ``together_ms``; and the ``hidden_share``, from 0 to 1.
     """
     executor: Executor = CudaExecutor() if device == "cuda" else ThreadExecutor()
-    recorder, num_products = Recorder(), 1
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     matrix = torch.full((_MATRIX[device],) * 2, 1e-3, device=device, dtype=dtype)
     product = torch.empty_like(matrix)
     num_rows = _CHUNK_BYTES[device] // (4 * _COLUMNS * dist.get_world_size()) * dist.get_world_size()
     rows = torch.zeros(num_rows, _COLUMNS, device=device)
 
-    def run(call: Call) -> Transfer | None:
-        if call.stage.kind == kinds.DISPATCH:
-            return _exchange(rows)
-        for _ in range(num_products):
-            torch.mm(matrix, matrix, out=product)
-        return None
-
-    def synchronize() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    def seconds(order: Order) -> float:
-        """The time of the slowest rank, the same figure on every rank."""
-        tape = Tape.of(order, {stage: () for _, stage in order})
-        synchronize()
-        dist.barrier()
-        synchronize()
-        begin = time.perf_counter()
-        with torch.no_grad():
-            executor.execute(tape, run, recorder)
-        synchronize()
-        taken = torch.tensor([time.perf_counter() - begin], device=device, dtype=torch.float64)
-        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-        return float(taken)
+    def time_us(exchanges: int, products: int) -> float:
+        """Of the slowest rank, the same figure on every rank."""
+        spans = run_lanes(
+            executor,
+            lambda: _exchange(rows),
+            lambda: torch.mm(matrix, matrix, out=product),
+            exchanges=exchanges,
+            products=products,
+        )
+        took_us = max(span.end_us for span in spans) - min(span.begin_us for span in spans)
+        slowest = torch.tensor(took_us, device=device, dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return float(slowest)
 
     # The first one of each may set things up.
-    communication_s, computation_s = (
-        min(seconds(order) for _ in range(2)) for order in (_COMMUNICATION, _COMPUTATION)
-    )
-    num_products = max(1, round(communication_s / computation_s))
-    together = [stage for pair in zip(_COMMUNICATION, _COMPUTATION, strict=True) for stage in pair]
+    exchange_us, product_us = (min(time_us(*one) for _ in range(2)) for one in ((_CHUNKS, 0), (0, _CHUNKS)))
+    products = max(1, round(_CHUNKS * exchange_us / product_us))
     # In turns, so that a machine that becomes slower affects all equally.
     samples = [
-        [seconds(order) for order in (_COMMUNICATION, _COMPUTATION, together)]
+        [time_us(*both) for both in ((_CHUNKS, 0), (0, products), (_CHUNKS, products))]
         for _ in range(_WARM_UP + _REPEATS)
     ]
-    times_s = [statistics.median(times) for times in zip(*samples[_WARM_UP:], strict=True)]
+    times_us = [statistics.median(times) for times in zip(*samples[_WARM_UP:], strict=True)]
     names = ("communication_ms", "computation_ms", "together_ms")
-    milliseconds = {name: time_s * 1e3 for name, time_s in zip(names, times_s, strict=True)}
-    return {**milliseconds, "hidden_share": hidden_share(*times_s)}
+    milliseconds = {name: us / 1e3 for name, us in zip(names, times_us, strict=True)}
+    return {**milliseconds, "hidden_share": hidden_share(*times_us)}
 
 
 def _exchange(rows: Tensor) -> Transfer:

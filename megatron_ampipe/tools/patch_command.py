@@ -27,22 +27,14 @@ LINES = "from megatron_ampipe.launch import script as ampipe\nampipe.wrap_steps(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``ampipe patch``."""
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "action",
-        choices=("apply", "check", "revert"),
-        help="apply puts it in, revert removes it, check only says whether it was applied",
-    )
-    parser.add_argument(
-        "path", type=Path, metavar="PATH", help="a Megatron-LM checkout, the folder with megatron/ in it"
-    )
+    actions = "apply puts it in, revert removes it, check only says whether it was applied"
+    parser.add_argument("action", choices=("apply", "check", "revert"), help=actions)
+    tree = "a Megatron-LM checkout, the folder with megatron/ in it"
+    parser.add_argument("path", type=Path, metavar="PATH", help=tree)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run ``ampipe patch``.
-
-    Raises:
-        BadInput: The tree cannot be written to.
-    """
+    """Run ``ampipe patch``."""
     tree, action = arguments.path, arguments.action
     path = tree / FILE
     if not path.is_file():

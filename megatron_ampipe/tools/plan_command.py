@@ -111,11 +111,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--exchange",
-        default=Exchange.ROWS.value,
+        default=AUTO,
         metavar="E,E",
         help="how the all-to-all groups copies of a token, as --ampipe-exchange: "
         f"{', '.join(Exchange)}, several of these, or {AUTO} for all that the layout allows; the "
-        "first is kept unless another is predicted to save more than 1 %% (default: rows)",
+        f"first is kept unless another is predicted to save more than 1 %% (default: {AUTO})",
     )
     add(
         "--no-partner",
@@ -212,8 +212,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.trace is not None or arguments.tape is not None:
         _write_shown(predictor, plan, arguments)
     if arguments.output is not None:
-        head = f"ampipe plan --model {arguments.model} --cluster {arguments.cluster}"
-        plan.write(arguments.output, head=head)
+        plan.write(arguments.output, head=arguments.command_line.replace("\n", " "))
     if arguments.json == "-":
         print(text, end="")
         return 0
@@ -302,6 +301,9 @@ def answer_of(
         "predicted_speedup": plan.predicted_speedup,
         "hidden_share": plan.hidden_share,
         "partner": plan.partner is not None,
+        # The product of both is the speedup.
+        "speedup_by_overlap": plan.predicted_speedup / plans.fewer_bytes,
+        "speedup_by_fewer_bytes": plans.fewer_bytes,
         "hidden_by": timeline_of(predictor, plan).hidden_by if plan.helps else None,
         "memory_gib": plan.memory_gib,
         "device_memory_gib": predictor.cluster.device_memory_gib,
@@ -439,6 +441,11 @@ def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bo
     if plan.helps:
         say(f"choice: {plan.pipeline()}")
         say(f"predicted: {plan.predicted_speedup:.2f} times as fast as Megatron's layers ({answer['basis']})")
+        if answer["speedup_by_fewer_bytes"] != 1:
+            say(
+                "of which {speedup_by_overlap:.2f} by overlap, {speedup_by_fewer_bytes:.2f} by fewer bytes "
+                "or messages between ranks".format_map(answer)
+            )
         say(f"flags: {' '.join(flags_of(plan))}")
         if plan.searched:
             say("Its order was searched: use --output FILE, and --ampipe-plan FILE in place of these flags.")

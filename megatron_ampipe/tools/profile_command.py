@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,11 @@ from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least
 from megatron_ampipe.plan.cluster import write_cluster
 from megatron_ampipe.tools.measuring import machine
+from megatron_ampipe.tools.measuring.bench_job import ProfileJob
 from megatron_ampipe.tools.measuring.cluster_fit import assemble
-from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import (
-    NO_LINK,
-    RANKS,
-    LinkKind,
-    add_link_arguments,
-    parse_link,
-)
-from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
-
-NUM_STEPS, WARMUP = 3, 2
-"""Steps of a measurement before the rounds of a real block (computation, collectives, both concurrently), and
-rounds that do not count."""
+from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
+from megatron_ampipe.tools.measuring.link import RANKS, add_link_arguments, parse_link
+from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
 _EPILOG = """\
 examples:
@@ -52,79 +42,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     add = parser.add_argument
     grid = "file of blocks, or a name in configs/bench: the sizes of one of them are measured"
-    timeout = "fail after so many seconds without an answer of any rank"
     chosen = " (default: %(default)s)"
     add("--output", metavar="FILE", type=Path, required=True, help="the cluster file to write")
     add("--grid", metavar="NAME|FILE", default="cpu-small", help=grid + chosen)
     add("--case", metavar="NAME", help="which block of the grid (default: the first)")
     add_link_arguments(parser, fewest_ranks=2)
     add("--repeats", metavar="N", type=at_least(3), default=7, help="timed calls of each operation" + chosen)
-    add("--seed", metavar="N", type=at_least(0), default=1, help="of weights" + chosen)
-    add("--timeout", metavar="S", type=at_least(1), default=300, help=timeout + chosen)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileJob(RankJob):
-    """The block around which is measured, timed calls of each operation, and ranks of a node."""
-
-    case: Case
-    repeats: int
-    ranks_per_node: int
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, fit and write.
-
-    Raises:
-        BadInput: an argument is refused.
-        EnvironmentMissing: the link needs what is not there.
-        RunFailed: a rank was lost, no line fits the times of some operation, or the file cannot be written.
-    """
+    """Measure, fit and write."""
     outputs.check(arguments.output, flag="--output")
     started = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
     for flag, value in (("--link", arguments.link), ("--ranks", arguments.ranks)):
         if started and value is not None:
             rule = "is for ranks that the command starts itself, and torchrun has started these"
             raise BadInput(flag, value, rule=rule, remedy=f"Leave {flag} out.")
-    link = parse_link(arguments.link or NO_LINK)
+    link = parse_link(arguments.link)
     count = int(os.environ["WORLD_SIZE"]) if started else arguments.ranks or RANKS
-    case, *_ = read_grid(
-        find_grid(arguments.grid), only=arguments.case, flag="--case", num_ranks=1 if started else count
-    )
-    num_gpus = 0 if link.kind is LinkKind.NETWORK else machine.num_gpus()
+    case, *_ = read_grid(find_grid(arguments.grid), only=arguments.case, flag="--case", num_ranks=count)
+    num_gpus = 0 if link.is_network else machine.num_gpus()
     job = ProfileJob(
-        case=case,
+        cases=(case,),
         link=link,
         num_ranks=count,
         device="cuda" if num_gpus else "cpu",
         repeats=arguments.repeats,
-        seed=arguments.seed,
-        timeout_s=arguments.timeout,
-        cores=() if num_gpus or started else machine.cores_of(count),
+        warmup=2,
         ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]) if started else count,
     )
     is_first = not started or os.environ["RANK"] == "0"
-    steps = NUM_STEPS + WARMUP + arguments.repeats
-    with tqdm(total=steps, leave=False, disable=None if is_first else True) as bar:
+    with tqdm(unit=" steps", leave=False, disable=None if is_first else True) as bar:
 
-        def on_message(rank: int, event: str, _: Any) -> None:
+        def on_message(rank: int, event: str, _: Any = None) -> None:
             if rank == 0 and event == "progress":
                 bar.update()
 
         if started:
-            reports = _measure_here(job, int(os.environ["RANK"]), on_message)
+            import torch.distributed as dist
+
+            number, reports = int(os.environ["RANK"]), [None] * count
+            rank = Rank(job, number, say=partial(on_message, number))
+            dist.all_gather_object(reports, measure_rank(rank))
+            dist.destroy_process_group()
         else:
             reports = run_ranks(job, measure_rank, on_message=on_message)
     if not is_first:
         return 0
-    hardware, torch_version = machine.hardware(), machine.versions()["torch"]
-    kernel = reports[0]["kernel"]
+    kernel, torch_version = reports[0]["kernel"], machine.versions()["torch"]
     cluster = assemble(
         case,
         reports,
         ranks_per_node=job.ranks_per_node,
-        description=f"{hardware['cpu']}, torch {torch_version}: {count} ranks, link {link.text}, attention "
-        f"{kernel}, around case {case.name}",
+        description=f"{machine.hardware()['cpu']}, torch {torch_version}: {count} ranks, link {link.text}, "
+        f"attention {kernel}, around case {case.name}",
         source="measured by ampipe profile; medians of the slowest rank",
         device_memory_gib=reports[0]["device_memory_gib"],
     )
@@ -137,24 +108,6 @@ def measure_rank(rank: Rank[ProfileJob]) -> dict[str, Any]:
     """Measure in a rank; what :func:`.measuring.operations.measure` returns."""
     rank.start_megatron()
     # Imports Megatron, which must not come before the link is emulated.
-    import torch
-
     from megatron_ampipe.tools.measuring import operations
 
-    job = rank.job
-    found = operations.measure(rank, job.case, repeats=job.repeats, ranks_per_node=job.ranks_per_node)
-    memory = (
-        torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if job.on_cuda else None
-    )
-    return found | {"device_memory_gib": memory and round(memory / 2**30, 1)}
-
-
-def _measure_here(job: ProfileJob, number: int, on_message: Callable[[int, str, Any], None]) -> list[Any]:
-    """Measure as a rank that torchrun has started; what every rank found."""
-    import torch.distributed as dist
-
-    report = measure_rank(Rank(job, number, tell=lambda event, value: on_message(number, event, value)))
-    reports: list[Any] = [None] * job.num_ranks
-    dist.all_gather_object(reports, report)
-    dist.destroy_process_group()
-    return reports
+    return operations.measure(rank)

@@ -11,24 +11,20 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from megatron_ampipe.errors import AMPipeError, RunFailed
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least, configs_folder
 from megatron_ampipe.files.timeline import Timeline
-from megatron_ampipe.tools.measuring import machine, training
-from megatron_ampipe.tools.measuring.link import Link, LinkKind, parse_link
+from megatron_ampipe.tools.measuring import training
+from megatron_ampipe.tools.measuring.link import Link, parse_link
 from megatron_ampipe.tools.measuring.network import NetworkUnavailable, connected
 from megatron_ampipe.tools.measuring.ranks import signals_as_interrupts
-from megatron_ampipe.tools.measuring.training import TrainingJob, loss_difference
+from megatron_ampipe.tools.measuring.training import TrainingJob
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LINK = "100mbit"
@@ -40,8 +36,6 @@ NUM_RANKS = 2
 CONFIGS = [str(configs_folder() / name) for name in ("models/tiny.yaml", "runs/quickstart.yaml")]
 """What both runs train and how."""
 
-_TIMEOUT_S = 300.0
-_ROWS = 12
 _NEXT = """
 next:
   your own launch: replace pretrain_gpt.py by -m megatron_ampipe.pretrain_gpt, add --ampipe-degree 4
@@ -75,8 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--degree", type=at_least(1), default=4, help="chunks of the AMPipe run")
     iterations = f"training iterations, of which the first {WARMUP} are not timed"
+    add("--degree", type=at_least(1), default=4, help="chunks of the AMPipe run")
     add("--iterations", type=at_least(WARMUP + 1), default=12, help=iterations)
     link = (
         "what connects the processes: a rate such as 50mbit (a real network between network namespaces), "
@@ -89,14 +83,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def choose_link(wanted: str | None) -> tuple[Link, str | None]:
-    """The link that is wanted, or by default one of :data:`LINK`; and why that is emulated, if it is.
+    """The link that is wanted, or :data:`LINK`; and why that is emulated, if it is.
 
-    Raises:
-        BadInput: ``wanted`` is not a link.
-        EnvironmentMissing: it cannot be made here.
+    BadInput or EnvironmentMissing if it is wanted and not a link, or cannot be made here.
     """
     link = parse_link(wanted or LINK)
-    if link.kind is not LinkKind.NETWORK:
+    if not link.is_network:
         return link, None
     try:
         with connected(link, NUM_RANKS):
@@ -108,7 +100,7 @@ def choose_link(wanted: str | None) -> tuple[Link, str | None]:
 
 
 def _compare(link: Link, why_emulated: str | None, chosen: argparse.Namespace) -> int:
-    folder, degree, iterations = chosen.output.resolve(), chosen.degree, chosen.iterations
+    folder, iterations = chosen.output.resolve(), chosen.iterations
     print(f"link: {_name(link)}")
     if why_emulated is not None:
         print(f"    No real slow network can be made here: {why_emulated}.")
@@ -123,41 +115,34 @@ def _compare(link: Link, why_emulated: str | None, chosen: argparse.Namespace) -
         *("--train-iters", str(iterations), "--lr-warmup-iters", str(min(20, iterations // 3))),
         *("--data-path", str(data), "--data-cache-path", str(folder / "data" / "cache")),
     )
-    stock = TrainingJob(
-        flags=(*flags, "--ampipe-degree", "1"),
-        # The attention kernel of AMPipe's layers: Megatron's own is slower on a CPU.
-        stock_attends_as="fp32",
-        link=link,
-        num_ranks=NUM_RANKS,
-        timeout_s=_TIMEOUT_S,
-        cores=machine.cores_of(NUM_RANKS),
-    )
-    ampipe_flags = (*flags, "--ampipe-degree", str(degree), "--ampipe-trace-dir", str(traces))
-    pipelined = replace(stock, flags=ampipe_flags, stock_attends_as=None)
-    runs: dict[str, dict[str, Any]] = {}
-    curves = []
-    for name, title, job in (
-        ("baseline", "Megatron", stock),
-        ("ampipe", f"AMPipe, degree {degree}", pipelined),
+    of_ampipe = ("--ampipe-degree", str(chosen.degree), "--ampipe-trace-dir", str(traces))
+    curves, runs = [], {}
+    for name, title, own_flags, stock_attends_as in (
+        # With the attention kernel of AMPipe's layers: Megatron's own is slower on a CPU.
+        ("baseline", "Megatron", ("--ampipe-degree", "1"), "fp32"),
+        ("ampipe", f"AMPipe, degree {chosen.degree}", of_ampipe, None),
     ):
         log = folder / f"{name}.log"
         log.unlink(missing_ok=True)
+        job = TrainingJob(
+            flags=(*flags, *own_flags),
+            stock_attends_as=stock_attends_as,
+            link=link,
+            num_ranks=NUM_RANKS,
+        )
         with tqdm(total=iterations, desc=title, leave=False, disable=None) as bar:
-
-            def on_iteration(_: float, bar: tqdm[Any] = bar) -> None:
-                bar.update()
-
-            curve = training.run(job, iterations=iterations, title=title, on_iteration=on_iteration, log=log)
+            curve = training.run(job, iterations=iterations, title=title, on_iteration=bar.update, log=log)
         median_ms = statistics.median(curve.ms[WARMUP:])
         runs[name] = {"losses": curve.lm_loss, "ms": curve.ms, "median_ms": median_ms, "log": str(log)}
         curves.append(curve)
     _ampipe("draw", str(traces), "--output", str(timeline))
-    difference, iteration = loss_difference(*curves)
-    baseline_ms, ampipe_ms = (run["median_ms"] for run in runs.values())
+    difference, iteration = training.loss_difference(*curves)
+    stock_ms, ampipe_ms = (run["median_ms"] for run in runs.values())
+    speedup, hidden = stock_ms / ampipe_ms, Timeline.read_chrome(traces / "rank0.trace.json").hidden_share
     summary = {
-        "speedup": round(baseline_ms / ampipe_ms, 4),
+        "speedup": round(speedup, 4),
         "link": {
-            "kind": "real" if link.kind is LinkKind.NETWORK else str(link.kind),
+            "kind": "real" if link.is_network else ("emulated" if link.emulated else "none"),
             "rate_mbit_per_s": None if link.rate_bit_per_s is None else link.rate_bit_per_s / 1e6,
             "why_emulated": why_emulated,
         },
@@ -165,35 +150,24 @@ def _compare(link: Link, why_emulated: str | None, chosen: argparse.Namespace) -
         "warmup": WARMUP,
         "max_loss_diff": difference,
         "max_loss_diff_iteration": iteration,
-        "degree": degree,
-        "hidden_share": Timeline.read_chrome(traces / "rank0.trace.json").hidden_share,
+        "degree": chosen.degree,
+        "hidden_share": hidden,
         "timeline": str(timeline.with_suffix(".png")),
     }
     path = folder / "summary.json"
     outputs.write_text(path, json.dumps(summary, indent=2) + "\n")
-    _show_runs(summary)
     training.check_same(*curves, what=f"see {path} and both logs: the loss of AMPipe")
-    print(f"\n{summary['speedup']:.2f} times Megatron's speed, same losses\n    over {_name(link)}")
-    print(f"    an iteration (median, without the first {WARMUP}): ", end="")
-    print(f"Megatron {baseline_ms:.0f} ms, AMPipe {ampipe_ms:.0f} ms")
-    print(f"    losses: largest relative difference {difference:.1e}")
-    print(f"    communication that ran during computation: {summary['hidden_share']:.0%}")
-    print("    Both runs use the same all-to-all and attention kernel: what AMPipe gains is overlap.")
-    print(f"\ntimeline: {summary['timeline']}\nsummary: {path}\n{_NEXT.rstrip()}")
+    losses = " to ".join(f"{curves[0].lm_loss[place]:.4f}" for place in (0, -1))
+    print(
+        f"{speedup:.2f} times Megatron's speed, same losses\n    over {_name(link)}\n"
+        f"    an iteration (median, without the first {WARMUP}): Megatron {stock_ms:.0f} ms, AMPipe "
+        f"{ampipe_ms:.0f} ms\n"
+        f"    losses: {losses}, largest relative difference {difference:.1e}\n"
+        f"    communication that ran during computation: {hidden:.0%}\n"
+        "    Both runs use the same all-to-all and attention kernel: what AMPipe gains is overlap.\n\n"
+        f"timeline: {summary['timeline']}\nsummary: {path}\n{_NEXT.rstrip()}"
+    )
     return 0
-
-
-def _show_runs(summary: Mapping[str, Any]) -> None:
-    """Print the losses and times of both trainings next to each other."""
-    table = Table("iteration", "Megatron", f"AMPipe, degree {summary['degree']}", "relative difference")
-    stock, ampipe = summary["baseline"], summary["ampipe"]
-    pairs = list(enumerate(zip(stock["losses"], ampipe["losses"], strict=True), 1))
-    for number, (expected, actual) in pairs[:: max(1, len(pairs) // _ROWS)]:
-        difference = f"{abs(expected - actual) / expected:.1e}"
-        table.add_row(str(number), f"{expected:.6f}", f"{actual:.6f}", difference)
-    table.add_section()
-    table.add_row("ms, median", f"{stock['median_ms']:.0f}", f"{ampipe['median_ms']:.0f}")
-    Console().print(table)
 
 
 def _name(link: Link) -> str:

@@ -31,20 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Show who went where in a training that ran with --ampipe-routing-dir."
     parser.epilog = _EPILOG
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of --ampipe-routing-dir")
-    parser.add_argument(
-        "--ranks",
-        type=at_least(1),
-        metavar="N",
-        help="ranks between which the experts are divided (default: those of the training)",
-    )
+    ranks = "ranks between which the experts are divided (default: those of the training)"
+    parser.add_argument("--ranks", type=at_least(1), metavar="N", help=ranks)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the last iteration layer by layer, and means over all.
-
-    Raises:
-        BadInput: the folder has no recorded routing.
-    """
+    """Show the last iteration layer by layer, and means over all."""
     routing = read_routing(arguments.folder, flag="DIR")
     last, experts = routing.records[-1], routing.num_experts
     ranks = arguments.ranks or last.ranks
@@ -55,10 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("layer", "busiest expert", "idle experts", "busiest rank"):
         table.add_column(name, justify="right")
     for layer in last.layers:
-        rows = layer.per_expert()
-        loads = (busiest(rows), busiest(layer.per_place(ranks)))
-        expert, rank = (f"{load:.2f}" for load in loads)
-        table.add_row(str(layer.layer), expert, str(rows.count(0)), rank)
+        rows, rank = layer.per_expert(), busiest(layer.per_place(ranks))
+        table.add_row(str(layer.layer), f"{busiest(rows):.2f}", str(rows.count(0)), f"{rank:.2f}")
     Console().print(table)
     print(
         f"{len(routing.records)} iterations, mean of all layers: the busiest of {ranks} ranks has "

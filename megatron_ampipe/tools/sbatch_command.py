@@ -28,9 +28,7 @@ from megatron_ampipe.launch.config_files import CONFIG_FLAG
 
 SAVE_INTERVAL = 500
 """Iterations between checkpoints, where neither the command nor a file of the run says it."""
-_SET_BY_THE_SCRIPT = (
-    *("save", "load", "ckpt-step", "exit-signal", "exit-signal-handler", CONFIG_FLAG.removeprefix("--")),
-)
+_SET_BY_THE_SCRIPT = ("save", "load", "ckpt-step", "exit-signal", "exit-signal-handler", "ampipe-config")
 
 _EPILOG = """\
 examples:
@@ -48,6 +46,10 @@ name its folder with --folder. docs/slurm.md explains all of it.
 """
 
 
+_WORD = r"[\w.,:=+@%/\[\]-]+"
+"""Part of an ``#SBATCH`` line: a blank or a quote would end it."""
+
+
 def _matching(pattern: str, example: str) -> Callable[[str], str]:
     """A type for ``argparse``: text that matches; the error shows an example."""
 
@@ -59,10 +61,6 @@ def _matching(pattern: str, example: str) -> Callable[[str], str]:
     return text
 
 
-_WORD = r"[\w.,:=+@%/\[\]-]+"
-"""Part of an ``#SBATCH`` line: a blank or a quote would end it."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe sbatch``."""
     parser.description = "Write a SLURM job script that trains with AMPipe, show it, and submit it."
@@ -71,100 +69,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False
     parser.fromfile_prefix_chars = "@"
     parser.convert_arg_line_to_args = partial(shlex.split, comments=True)  # type: ignore[method-assign]
-    train = parser.add_argument_group("what to train")
-    train.add_argument(
-        "--model", metavar="NAME|FILE", help="the model: a YAML file or a name in configs/models"
+
+    def add(flag: str, metavar: str, text: str, **options: Any) -> None:
+        text += " (default: %(default)s)" * (options.get("default") not in (None, []))
+        parser.add_argument(flag, metavar=metavar, help=text, **options)
+
+    word, again = _matching(_WORD, "gpu"), {"action": "append", "default": []}
+    add("--model", "NAME|FILE", "the model: a YAML file or a name in configs/models")
+    add("--run", "NAME|FILE", "batch, learning rate, data", dest="run_file")
+    add("flags", "-- FLAGS", "flags of Megatron and AMPipe for the training run", nargs="*")
+    folder = (
+        "checkpoints and logs; all nodes see it (default: runs/JOB-NAME/JOB-NUMBER). Tasks of an array have "
+        "folders in it"
     )
-    train.add_argument("--run", metavar="NAME|FILE", dest="run_file", help="batch, learning rate, data")
-    train.add_argument(
-        "flags", metavar="-- FLAGS", nargs="*", help="flags of Megatron and AMPipe for the training run"
+    add("--folder", "DIR", folder, type=_matching(r".*\S.*", "runs/first"))
+    parser.add_argument("--no-check", action="store_true", help="do not check the flags with Megatron")
+    add("--nodes", "N", "number of nodes", type=at_least(1), required=True)
+    add("--cluster", "NAME|FILE", "says how many GPUs a node has; a name in configs/clusters")
+    add("--gpus-per-node", "N", "if no cluster file gives it", type=at_least(1))
+    add("--account", "A", "whom to charge", type=word)
+    add("--partition", "P", "where to run", type=word)
+    time = _matching(r"(\d+-)?\d+:\d\d:\d\d", "24:00:00")
+    add("--time", "T", "longest duration of the job: [DAYS-]HH:MM:SS", type=time, default="24:00:00")
+    option = (
+        "a further line for #SBATCH, as in --sbatch-option=--qos=high; can be repeated. All memory of a node "
+        "is asked for, unless one begins with --mem"
     )
-    train.add_argument("--no-check", action="store_true", help="do not check the flags with Megatron")
-    train.add_argument(
-        "--folder",
-        metavar="DIR",
-        type=_matching(r".*\S.*", "runs/first"),
-        help="checkpoints and logs; all nodes see it (default: runs/JOB-NAME/JOB-NUMBER). Tasks of an array "
-        "have folders in it",
+    example = "--sbatch-option=--qos=high"
+    add("--sbatch-option", "=--X=Y", option, type=_matching(f"--{_WORD}", example), **again)
+    setup = (
+        "a line of shell that each node runs first: 'module load cuda', 'source venv/bin/activate'; can be "
+        "repeated"
     )
-    where = parser.add_argument_group("where and how")
-    where.add_argument("--nodes", metavar="N", type=at_least(1), required=True, help="number of nodes")
-    where.add_argument(
-        "--cluster", metavar="NAME|FILE", help="says how many GPUs a node has; a name in configs/clusters"
-    )
-    where.add_argument("--gpus-per-node", metavar="N", type=at_least(1), help="if no cluster file gives it")
-    where.add_argument("--account", metavar="A", type=_matching(_WORD, "moe"), help="whom to charge")
-    where.add_argument("--partition", metavar="P", type=_matching(_WORD, "gpu"), help="where to run")
-    where.add_argument(
-        "--time",
-        metavar="T",
-        type=_matching(r"(\d+-)?\d+:\d\d:\d\d", "24:00:00"),
-        default="24:00:00",
-        help="longest duration of the job: [DAYS-]HH:MM:SS (default: 24:00:00)",
-    )
-    where.add_argument(
-        "--sbatch-option",
-        metavar="=--X=Y",
-        action="append",
-        type=_matching(f"--{_WORD}", "--sbatch-option=--qos=high"),
-        default=[],
-        help="a further line for #SBATCH, as in --sbatch-option=--qos=high; can be repeated. All memory of a "
-        "node is asked for, unless one begins with --mem",
-    )
-    where.add_argument(
-        "--setup",
-        metavar="LINE",
-        action="append",
-        default=[],
-        help="a line of shell that each node runs first: 'module load cuda', 'source venv/bin/activate'; can "
-        "be repeated",
-    )
-    where.add_argument(
-        "--container",
-        metavar="IMAGE",
-        help="run in this image, by pyxis: registry#image:tag, or a file /... or ./...",
-    )
-    where.add_argument(
-        "--mount",
-        metavar="FROM:TO",
-        action="append",
-        type=_matching(_WORD, "/data:/data:ro"),
-        default=[],
-        help="mount this besides the folders of the submission and of the job; can be repeated",
-    )
-    where.add_argument(
-        "--save-before-end",
-        metavar="S",
-        type=at_least(30),
-        default=300,
-        help="how many seconds before the job's end it is asked to save (default: 300)",
-    )
-    where.add_argument(
-        "--max-restarts",
-        metavar="N",
-        type=at_least(0),
-        default=20,
-        help="how often the job may go back to the queue (default: 20)",
-    )
-    done = parser.add_argument_group("the script")
-    done.add_argument(
-        "--job-name",
-        metavar="NAME",
-        type=_matching(r"\w[\w.,:=+@-]*", "moe-1"),
-        help="(default: the model's name)",
-    )
-    done.add_argument("--output", metavar="FILE", type=Path, help="write the script there")
-    done.add_argument("--submit", action="store_true", help="submit it")
+    add("--setup", "LINE", setup, **again)
+    add("--container", "IMAGE", "run in this image, by pyxis: registry#image:tag, or a file /... or ./...")
+    mount = "mount this besides the folders of the submission and of the job; can be repeated"
+    add("--mount", "FROM:TO", mount, type=_matching(_WORD, "/data:/data:ro"), **again)
+    saving = "how many seconds before the job's end it is asked to save"
+    add("--save-before-end", "S", saving, type=at_least(30), default=300)
+    add("--max-restarts", "N", "how often the job may go back to the queue", type=at_least(0), default=20)
+    name = "(default: the model's name)"
+    add("--job-name", "NAME", name, type=_matching(r"\w[\w.,:=+@-]*", "moe-1"))
+    add("--output", "FILE", "write the script there", type=Path)
+    parser.add_argument("--submit", action="store_true", help="submit it")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the script, and write and submit it on request.
-
-    Raises:
-        BadInput: a file is refused.
-        EnvironmentMissing: it is to be submitted, and there is no ``sbatch``.
-        RunFailed: ``sbatch`` refused it, or it cannot be written.
-    """
+    """Show the script, and write and submit it on request."""
     if arguments.output is not None:
         outputs.check(arguments.output, flag="--output")
     script = _render(arguments)
@@ -199,7 +150,11 @@ def _render(arguments: argparse.Namespace) -> str:
     arguments.job_name = arguments.job_name or stem
     if not arguments.no_check:
         _check_training(arguments, training)
-
+    # A flag and its values on each line.
+    lines: list[str] = []
+    for word in training:
+        start = "" if word.startswith("--") or not lines else f"{lines.pop()} "
+        lines.append(start + shlex.quote(word))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -213,38 +168,27 @@ def _render(arguments: argparse.Namespace) -> str:
         comment_end_string="#>",
     )
     environment.filters["quote"] = shlex.quote
-    lines: list[str] = []
-    for word in training:
-        if word.startswith("--") or not lines:
-            lines.append(shlex.quote(word))
-        else:
-            lines[-1] += f" {shlex.quote(word)}"
-    return environment.get_template("job.sbatch.j2").render(job=arguments, training_lines=lines)
+    template = environment.get_template("job.sbatch.j2")
+    return template.render(job=arguments, training_lines=lines)
 
 
 def _read_files(arguments: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
-    """The files of the run by name, in the order in which it reads them; the cluster's sets GPUs per node.
-
-    Built-in files are referred to by name, which is valid on every node.
-    """
+    """The files of the run by name, as every node knows them; the cluster's sets GPUs per node."""
     files: dict[str, Mapping[str, Any]] = {}
-    for flag, name, folder in (
-        ("--model", arguments.model, "models"),
-        ("--cluster", arguments.cluster, "clusters"),
-        ("--run", arguments.run_file, "runs"),
-    ):
+    named = {"models": arguments.model, "clusters": arguments.cluster, "runs": arguments.run_file}
+    for folder, name in named.items():
         if name is None:
             continue
-        path = find_config(name, folders=[folder], flag=flag, what="configuration")
-        files[name] = load(path, what="configuration", remedy=f"configs/{folder} has examples.")
-        if flag == "--cluster":
-            number = files[name].get("ranks_per_node")
+        path = find_config(name, folders=[folder], flag=f"--{folder[:-1]}", what="configuration")
+        content = load(path, what="configuration", remedy=f"configs/{folder} has examples.")
+        if folder == "clusters":
+            number = content.get("ranks_per_node")
             if not isinstance(number, int) or arguments.gpus_per_node not in (None, number):
                 arguments.refuse(f"{path}: ranks_per_node {number} must be --gpus-per-node, a whole number")
             arguments.gpus_per_node = number
-            if "flags" not in files[name]:
-                # The rest of such a file is for 'ampipe plan'.
-                del files[name]
+        if folder != "clusters" or "flags" in content:
+            # The rest of a cluster file is for 'ampipe plan'.
+            files[name] = content
     return files
 
 
@@ -257,13 +201,11 @@ def _check_combinations(arguments: argparse.Namespace, files: Mapping[str, Mappi
         refuse("add --gpus-per-node 8, or a cluster file: --cluster FILE")
     if arguments.mount and arguments.container is None:
         refuse("--mount has no effect without --container IMAGE")
-    days, _, clock = arguments.time.rpartition("-")
-    hours, minutes, seconds = map(int, clock.split(":"))
-    if arguments.save_before_end >= ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds:
+    days, hours, minutes, seconds = map(int, re.split("[-:]", f"0-{arguments.time}")[-4:])
+    if arguments.save_before_end >= ((days * 24 + hours) * 60 + minutes) * 60 + seconds:
         refuse(f"--save-before-end {arguments.save_before_end} s is not less than --time {arguments.time}")
     given = [f"{name}: {key}" for name, document in files.items() for key in document]
-    given += [word.partition("=")[0] for word in arguments.flags]
-    for name in given:
+    for name in (*given, *(word.partition("=")[0] for word in arguments.flags)):
         if name.rpartition(" ")[2].removeprefix("--") in _SET_BY_THE_SCRIPT:
             refuse(f"{name} is set by the job script: use --folder, --model and --run")
 

@@ -82,7 +82,8 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
         direction and kind, the host's time to issue a stage while the device is busy), and the fields of
         :class:`.Profile`.
     """
-    emulation = Rank(job, 0).start_megatron()
+    rank = Rank(job, 0)
+    emulation = rank.start_megatron()
     assert emulation is not None, "--link has to be an emulated one"
     (case,) = job.cases
     emulation.num_experts = case.experts
@@ -90,7 +91,7 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
 
     on_cuda = job.device == "cuda"
-    factory = BlockFactory(case, rank=0, num_ranks=job.num_ranks, on_cuda=on_cuda, seed=job.seed)
+    factory = BlockFactory(rank, case)
     block = _MarkedPasses(case, on_cuda=on_cuda, seed=job.seed)
     peaks: dict[str, int | None] = {}
     allocator: dict[str, dict[str, int]] = {}
@@ -106,8 +107,8 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
         block.run(pipelined)
     timed = factory.build_timed(Variant.of("ampipe", DEGREE), num_passes=_TIMED)
     for number in range(_TIMED):
-        timed.recorder.start_iteration(number)
-        block.run(timed.layers)
+        timed.timer.recorder.start_iteration(number)
+        block.run(timed)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with profile(activities=activities) as recorded:
         block.run(pipelined)

@@ -1,7 +1,5 @@
 """Builds a stock Megatron MoE layer and an AMPipe layer with the same weights, and runs both identically."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, NamedTuple
@@ -13,7 +11,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.parallel_state import (
+    get_expert_data_parallel_group,
+    get_tensor_model_parallel_group,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -85,7 +86,7 @@ def build_layers(
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A stock layer and an AMPipe layer that loaded its ``state_dict``; ``executor`` replaces the case's."""
     config = transformer_config(case)
-    specs = [_layer_spec(case, config, dense=kind == "d") for kind in case.layers]
+    specs = [layer_spec(case, config, dense=kind == "d") for kind in case.layers]
     gate = None if case.router is None else load_gate(case.router)
     if gate is not None:
         specs = [with_gate(spec, gate) for spec in specs]
@@ -98,6 +99,7 @@ def build_layers(
             exchange="auto" if chooses else "rows",
             wire=case.wire,
             condense=case.condense,
+            capacity_scope=case.capacity_scope,
             ranks_per_node=case.ranks_per_node,
         ),
         recorder=recorder or Recorder(),
@@ -131,16 +133,18 @@ def build_layers(
     for layer in getattr(stock, "layers", [stock]):
         if case.wire is not None:
             changed_functions.send_through(layer.mlp, load_wire(case.wire))
+        bounds = [chunk.hidden[-1].local_end for chunk in case.pipeline.chunks(case.sequence_length)]
         if case.condense is not None:
-            chunks = case.pipeline.chunks(case.sequence_length)
-            bounds = [chunk.hidden[-1].local_end for chunk in chunks]
             changed_functions.condense(layer.mlp, threshold=case.condense, bounds=bounds)
+        if case.capacity_scope == "chunk":
+            changed_functions.run_chunk_by_chunk(layer.mlp, bounds)
     for layer in (stock, ours):
         layer.train(case.training)
     return stock, ours
 
 
-def _layer_spec(case: Case, config: TransformerConfig, *, dense: bool) -> ModuleSpec:
+def layer_spec(case: Case, config: TransformerConfig, *, dense: bool) -> ModuleSpec:
+    """Megatron's specification of one layer."""
     make = get_gpt_layer_with_transformer_engine_spec if case.transformer_engine else get_gpt_layer_local_spec
     spec = make(
         None if dense else config.num_moe_experts,
@@ -237,21 +241,27 @@ def run(
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     with routing_records.watched(layer, case) as records:
         output, hidden = run_pass(layer, inputs)
-    found = {**records, "output": output.detach(), "input gradient": hidden.grad}
+    return {**records, "output": output.detach(), "input gradient": hidden.grad, **summed_results(layer)}
+
+
+def summed_results(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients, buffers and logged losses, by name; of the rows of a rank, summed as Megatron does later.
+
+    Layers that share a schedule hold other rows of the sequence than Megatron's.
+    """
+    tensor_group, found = get_tensor_model_parallel_group(), {}
     for name, parameter in layer.named_parameters():
-        gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         if getattr(parameter, "sequence_parallel", False):
-            # Of the rows of this rank alone: Megatron sums them in ``finalize_model_grads``.
-            gradient = gradient.clone()
-            torch.distributed.all_reduce(gradient, group=get_tensor_model_parallel_group())
+            torch.distributed.all_reduce(gradient, group=tensor_group)
+        elif tensor_group.size() > 1 and not getattr(parameter, "allreduce", True):
+            torch.distributed.all_reduce(gradient, group=get_expert_data_parallel_group())
         found[f"gradient of {name}"] = gradient
-    for name, buffer in layer.named_buffers():
-        found[f"buffer {name}"] = buffer.clone()
-    for name, values in logged_losses.by_name().items():
-        # Megatron adds them up, too, before it prints them.
-        torch.distributed.all_reduce(values, group=get_tensor_model_parallel_group())
-        found[f"logged {name}"] = values
-    return found
+    sums = {f"buffer {name}": buffer.clone() for name, buffer in layer.named_buffers()}
+    sums |= {f"logged {name}": values for name, values in logged_losses.by_name().items()}
+    for values in sums.values():
+        torch.distributed.all_reduce(values, group=tensor_group)
+    return found | sums
 
 
 def run_pass(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,12 +287,22 @@ def forward(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch
     return output, hidden
 
 
-def differences(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The maximum difference of each entry, relative to the maximum of the stock entry."""
+def differences(
+    stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], *, of_largest: float = 0.0
+) -> dict[str, float]:
+    """The maximum difference of each entry, relative to the maximum of the stock entry.
+
+    Of a gradient that is smaller than ``of_largest`` times the largest, relative to that: it is rounding.
+    """
     assert stock.keys() == ours.keys(), stock.keys() ^ ours.keys()
-    return {
-        name: ((expected - ours[name]).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
-        if not torch.equal(expected, ours[name])
-        else 0.0
-        for name, expected in stock.items()
-    }
+    gradients = [value for name, value in stock.items() if name.startswith("gradient")]
+    largest = max((value.abs().max().item() for value in gradients), default=0.0)
+    found = {}
+    for name, expected in stock.items():
+        if torch.equal(expected, ours[name]):
+            found[name] = 0.0
+            continue
+        floor = max(1e-12, of_largest * largest if name.startswith("gradient") else 0.0)
+        error = (expected - ours[name]).abs().max() / expected.abs().max().clamp_min(floor)
+        found[name] = error.item()
+    return found

@@ -3,8 +3,6 @@
 Read by the tests (one test per case) and by the worker processes (all cases of a launch).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +59,8 @@ class Case:
     """As ``--ampipe-wire``."""
     condense: float | None = None
     """As ``--ampipe-condense``."""
+    capacity_scope: str = "sequence"
+    """As ``--ampipe-capacity-scope``."""
     replay: str | None = None
     """What Megatron's routing replay does: ``record``, ``replay_forward`` or ``replay_backward``. A forward
     hook of each router looks on."""
@@ -73,21 +73,6 @@ class Case:
     def is_packed(self) -> bool:
         """Whether documents are packed: Megatron's own local attention does not take them."""
         return bool(self.documents) and not self.masked
-
-    @property
-    def draws_numbers(self) -> bool:
-        """Whether routing draws numbers for tokens: on a GPU, those of chunks are not those of the whole."""
-        return self.router == "noisy-topk" or any(name.startswith("moe_router_force") for name in self.model)
-
-    @property
-    def rounds_rows(self) -> bool:
-        """Whether rows are sent in fewer bits: what differs in its last bit may then differ in its first."""
-        return self.wire in ("fp8", "bf16")
-
-    @property
-    def needs_several_ranks(self) -> bool:
-        """Whether Megatron refuses to run it on one rank: its flex dispatcher needs TP x EP > 1."""
-        return self.model.get("moe_token_dispatcher_type") == "flex"
 
     @property
     def pipeline(self) -> Pipeline:
@@ -657,6 +642,18 @@ PERMUTED = [
     }.items()
 ]  # fmt: skip
 
+PERMUTED += [
+    Case(
+        f"fused-router-{name}", stock={"moe_router_fusion": False}, model=model | {"moe_router_fusion": True}
+    )
+    for name, model in {
+        "several": TOP2 | SEVERAL_AUX | Z,
+        "expert-bias-groups": BIASED
+        | SEQ_AUX
+        | {"num_moe_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    }.items()
+]
+
 # Against a stock layer that is made to compute the same, in a simple way (changed_functions.py).
 CHANGED = [
     Case("wire-halves-two-degrees", wire="tests.wires:HalvesWire", degree=2, backward_degree=4, layers="mm",
@@ -664,6 +661,11 @@ CHANGED = [
     Case("wire-fp8", wire="fp8", model=WIDE | AUX | SHARED),
     Case("condense-batch3-fp8", condense=0.3, wire="fp8", degree=2, batch=3, model=TOP2 | SEVERAL_AUX),
     Case("condense-all-equal", condense=1.0, shares=(0.6, 0.4), degree=2, model=WIDE),
+    *(
+        Case(f"capacity-of-chunks-{policy}", capacity_scope="chunk", degree=2, batch=2, executor="sequential",
+             model=TOP2 | {"moe_expert_capacity_factor": 0.7, "moe_token_drop_policy": policy})
+        for policy in ("probs", "position")
+    ),
     Case("condense-stack-recompute-wire", condense=0.25, wire="tests.wires:HalvesWire", degree=2,
          layers="mm", stack=0, recompute=UNIFORM, model=TOP2),
 ]  # fmt: skip

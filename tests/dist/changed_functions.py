@@ -1,11 +1,9 @@
-"""Makes a stock MoE layer compute what ``--ampipe-wire`` and ``--ampipe-condense`` ask for, plainly.
+"""Makes a stock MoE layer compute what flags ask for that change the function, plainly.
 
 Casts are applied to whole tensors, before Megatron's own collectives. Condensation sends all tokens to each
 expert in turn, by Megatron's dispatcher, and takes the results of the tokens that stand for others, which it
 finds in a loop.
 """
-
-from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
@@ -44,6 +42,16 @@ def send_through(layer: MoELayer, wire: Wire) -> None:
     dispatch, combine = dispatcher.token_dispatch, dispatcher.token_combine
     dispatcher.token_dispatch = lambda rows, probs: dispatch(_ThereAndBack.apply(rows, wire), probs)
     dispatcher.token_combine = lambda rows: combine(_ThereAndBack.apply(rows, wire))
+
+
+def run_chunk_by_chunk(layer: MoELayer, bounds: Sequence[int]) -> None:
+    """Call a stock layer for one chunk after another, which end before the rows ``bounds``."""
+    forward = layer.forward
+
+    def joined(hidden: Tensor, **nothing: None) -> tuple[Tensor, None]:
+        return torch.cat([forward(rows, **nothing)[0] for rows in hidden.tensor_split(bounds[:-1])]), None
+
+    layer.forward = joined
 
 
 def condense(layer: MoELayer, *, threshold: float, bounds: Sequence[int]) -> None:

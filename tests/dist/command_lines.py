@@ -3,23 +3,22 @@
 Forward and backward use Megatron's schedules.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
-from megatron.core import mpu, parallel_state
+from megatron.core import mpu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.training import global_vars
 from megatron.training.models.gpt import GPTModelBuilder
 
@@ -27,6 +26,8 @@ from megatron_ampipe.launch import gpt, pretrain
 from megatron_ampipe.launch.gpt import embedding_ranks
 from megatron_ampipe.launch.script import TrainingSession
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
+from tests.dist.blocks import differences, summed_results
+from tests.dist.worker import use_groups
 
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
@@ -63,33 +64,20 @@ def forget_last_launch() -> None:
     destroy_num_microbatches_calculator()
 
 
-class Groups:
-    """Megatron's process groups, created once for each combination of sizes and then reused."""
+def use_groups_of(args: Any) -> None:
+    """Set the process groups of a launch with these arguments, and seed the random state."""
+    kinds = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model")
+    names = [f"{kind}_parallel_size" for kind in (*kinds, "expert_tensor")]
+    # Which ranks hold embeddings follows from these flags, too.
+    embeddings = _embeddings_of(args.mtp_num_layers, args.untie_embeddings_and_output_weights)
+    _agree_on_names_of_groups()
+    use_groups(**{name: getattr(args, name) for name in names}, get_embedding_ranks=embeddings)
 
-    def __init__(self) -> None:
-        self._made: dict[tuple[Any, ...], dict[str, Any]] = {}
 
-    def use(self, args: Any) -> None:
-        """Set the process groups of a launch with these arguments, and seed the random state."""
-        sizes = {
-            "tensor_model_parallel_size": args.tensor_model_parallel_size,
-            "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
-            "virtual_pipeline_model_parallel_size": args.virtual_pipeline_model_parallel_size,
-            "context_parallel_size": args.context_parallel_size,
-            "expert_model_parallel_size": args.expert_model_parallel_size,
-            "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
-        }
-        key = (*sizes.values(), args.mtp_num_layers, args.untie_embeddings_and_output_weights)
-        state = vars(parallel_state)
-        names = [name for name in state if name.startswith("_") and name[1:2].isupper()]
-        if key not in self._made:
-            _agree_on_names_of_groups()
-            parallel_state.destroy_model_parallel()
-            parallel_state.initialize_model_parallel(**sizes, get_embedding_ranks=embedding_ranks)
-            self._made[key] = {name: state[name] for name in names}
-        # initialize_model_parallel assigns new values and modifies none in place.
-        state.update(self._made[key])
-        model_parallel_cuda_manual_seed(args.seed, force_reset_rng=True)
+@functools.cache
+def _embeddings_of(*flags: Any) -> Callable[..., list[int]]:
+    """A function that only equals itself with the same flags."""
+    return functools.partial(embedding_ranks)
 
 
 def _agree_on_names_of_groups() -> None:
@@ -104,99 +92,64 @@ def _agree_on_names_of_groups() -> None:
 
 def compare(args: Any, stock_config: Any, our_config: Any, *, pipelined: bool) -> None:
     """Train both models for a step, and assert that they agree."""
-    GROUPS.use(args)
+    use_groups_of(args)
     stock = build(stock_config)
     # Megatron's builder modifies its configuration.
     ours = build(our_config)
     spread_out(stock)
     for mine, other in zip(ours, stock, strict=True):
         mine.load_state_dict(other.state_dict(), strict=True)
-    assert [list(chunk.state_dict()) for chunk in stock] == [list(chunk.state_dict()) for chunk in ours]
-    layers = [type(layer) for chunk in ours for layer in chunk.modules()]
+    assert list(stock.state_dict()) == list(ours.state_dict())
     # A pipeline stage may have dense layers only.
-    has_routers = any(".router." in name for chunk in stock for name, _ in chunk.named_parameters())
+    has_routers = any(".router." in name for name, _ in stock.named_parameters())
+    layers = [type(layer) for layer in ours.modules()]
     assert (pipelined and has_routers) == (AMPipeTransformerLayer in layers)
-    expected, found = train(args, stock), train(args, ours)
-    assert expected.keys() == found.keys(), expected.keys() ^ found.keys()
-    losses, of_ours = expected.pop("losses"), found.pop("losses")
-    assert ((losses - of_ours).abs() <= LOSS_TOLERANCE * losses.abs()).all(), (losses, of_ours)
-    wrong = {
-        name: value for name, value in differences(expected, found).items() if not value <= GRADIENT_TOLERANCE
-    }
+    (expected, losses), (found, of_ours) = train(args, stock), train(args, ours)
+    assert of_ours == pytest.approx(losses, rel=LOSS_TOLERANCE)
+    errors = differences(expected, found, of_largest=1e-3)
+    wrong = {name: value for name, value in errors.items() if not value <= GRADIENT_TOLERANCE}
     assert not wrong, f"differs from stock: {wrong}"
 
 
-GROUPS = Groups()
-
-
-def build(config: Any) -> list[torch.nn.Module]:
+def build(config: Any) -> torch.nn.ModuleList:
+    """The model chunks of this rank."""
     config.finalize()
-    chunks: list[torch.nn.Module] = GPTModelBuilder(config).build_distributed_models(
-        ProcessGroupCollection.use_mpu_process_groups(),
-        wrap_with_ddp=False,
-        data_parallel_random_init=False,
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    chunks = GPTModelBuilder(config).build_distributed_models(
+        groups, wrap_with_ddp=False, data_parallel_random_init=False
     )
-    for chunk in chunks:
-        chunk.train()
-    return chunks
+    return torch.nn.ModuleList(chunks).train()
 
 
-def spread_out(chunks: list[torch.nn.Module]) -> None:
+def spread_out(chunks: torch.nn.Module) -> None:
     """Scale the weights as in a trained model: initially all experts are nearly tied."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for chunk in chunks:
-            for name, parameter in chunk.named_parameters():
-                if name.endswith("router.weight"):
-                    parameter.mul_(20)
-                elif parameter.dim() == 1:
-                    noise = torch.randn(parameter.shape, generator=generator) * 0.05
-                    parameter.add_(noise.to(parameter.dtype))
+        for name, parameter in chunks.named_parameters():
+            if name.endswith("router.weight"):
+                parameter.mul_(20)
+            elif parameter.dim() == 1:
+                noise = torch.randn(parameter.shape, generator=generator) * 0.05
+                parameter.add_(noise.to(parameter.dtype))
 
 
-def train(args: Any, chunks: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Loss of every micro-batch, every parameter's gradient, buffers and logged losses, by name."""
-    # Its entries are as long as the first model that logged had layers.
+def train(args: Any, chunks: torch.nn.ModuleList) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Every parameter's gradient, buffers and logged losses, by name; the loss of every micro-batch."""
+    # Megatron's logger is made for as many layers as the first model has.
     destroy_moe_metrics_tracker()
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            parameter.grad = None
+    chunks.zero_grad()
     batches = [iter(make_batches(args)) for _ in chunks]
     reduced = get_forward_backward_func()(
         forward_step_func=gpt.forward_step,
-        data_iterator=batches if len(chunks) > 1 else batches[0],
-        model=chunks if len(chunks) > 1 else chunks[0],
+        data_iterator=batches,
+        model=[*chunks],
         num_microbatches=NUM_MICROBATCHES,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         forward_only=False,
     )
-    losses = [entry["lm loss"][0] / entry["lm loss"][1] for entry in reduced]
-    found = {"losses": torch.stack(losses) if losses else torch.zeros(0)}
-    for index, chunk in enumerate(chunks):
-        for name, parameter in chunk.named_parameters():
-            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            found[f"gradient of {index} {name}"] = over_tensor_ranks(gradient.float().clone(), parameter)
-        for name, buffer in chunk.named_buffers():
-            if buffer.is_floating_point():
-                found[f"buffer {index} {name}"] = over_tensor_ranks(buffer.float().clone())
-    for name, metric in get_moe_metrics_tracker().metrics.items():
-        found[f"logged {name}"] = over_tensor_ranks(metric.values.float().clone())
-    return found
-
-
-def over_tensor_ranks(found: torch.Tensor, parameter: torch.nn.Parameter | None = None) -> torch.Tensor:
-    """What belongs to the rows of this rank, summed as Megatron does before it uses it.
-
-    Layers that share a schedule hold other rows of the sequence than Megatron's. Other gradients stay.
-    """
-    if mpu.get_tensor_model_parallel_world_size() == 1:
-        return found
-    if parameter is None or getattr(parameter, "sequence_parallel", False):
-        torch.distributed.all_reduce(found, group=mpu.get_tensor_model_parallel_group())
-    elif not getattr(parameter, "allreduce", True):
-        torch.distributed.all_reduce(found, group=mpu.get_expert_data_parallel_group())
-    return found
+    losses = [float(entry["lm loss"][0] / entry["lm loss"][1]) for entry in reduced]
+    return summed_results(chunks), losses
 
 
 def make_batches(args: Any) -> list[dict[str, torch.Tensor]]:
@@ -217,17 +170,3 @@ def make_batches(args: Any) -> list[dict[str, torch.Tensor]]:
         }
         for _ in range(NUM_MICROBATCHES)
     ]
-
-
-def differences(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> dict[str, float]:
-    """For each entry the maximum difference, relative to its maximum.
-
-    A gradient that is zero except for rounding is compared with a thousandth of the model's largest one.
-    """
-    largest = max(value.abs().max() for name, value in stock.items() if name.startswith("gradient"))
-    found = {}
-    for name, expected in stock.items():
-        floor = largest * 1e-3 if name.startswith("gradient") else 1e-12
-        error = (ours[name] - expected).abs().max()
-        found[name] = (error / expected.abs().max().clamp_min(floor)).item()
-    return found

@@ -5,8 +5,6 @@ With gradient accumulation fusion, the backward of a forward marked as first mic
 their first forward ever.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

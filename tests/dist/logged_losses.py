@@ -1,7 +1,5 @@
 """The losses that Megatron's routers log, for all supported versions of Megatron."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ With ``--overlap-param-gather``, Megatron waits for the all-gather of the parame
 with parameters and all torch calls are watched, so new stages need no change here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

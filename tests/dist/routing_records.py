@@ -1,7 +1,5 @@
 """What Megatron's routing replay and the forward hook of a router get, for the comparison with stock."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """``--ampipe-degree auto`` on ranks whose clocks and loads differ randomly: they choose the same degree."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

@@ -3,8 +3,6 @@
 Sizes are tiny, so the values mean nothing; the tests check that they exist and have the right type.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -19,8 +17,7 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.tools.measuring import network, training
-from megatron_ampipe.tools.measuring.link import parse_link
-from tests.dist.launch import REPOSITORY
+from tests.forked import REPOSITORY
 
 pytestmark = pytest.mark.alone
 
@@ -133,14 +130,15 @@ def test_layers_block_by_block_and_together(tmp_path: Path) -> None:
 
 @needs_network
 def test_over_a_real_network(tmp_path: Path) -> None:
-    words = ["--link", "200mbit", "--degrees", "2", "--repeats", "2", "--gloo-all-to-all"]
+    words = ["--link", "10mbit", "--degrees", "2", "--repeats", "2"]
     document, shown = bench(tmp_path, *words)
-    check_document(document, link="200mbit", rows=[("moe-only", 2, 1), ("ampipe", 2, 1)])
-    assert "stock-gloo" in shown and "wire MB" in shown
+    check_document(document, link="10mbit", rows=[("moe-only", 2, 1), ("ampipe", 2, 1)])
+    assert "wire MB" in shown
     for case in document["cases"]:
-        assert case["gloo_all_to_all"]["difference_from_stock"] == 0.0
         # Of the smaller case, more than the rows of one direction without headers.
         assert case["stock_wire_bytes"] > 64 * 32 * 4
+        # Each of two ranks sends half of them; the token bucket lets some pass at once.
+        assert case["stock_ms"] > 0.6 * case["stock_wire_bytes"] / 2 * 8 / 10e6 * 1e3
 
 
 def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:
@@ -159,12 +157,15 @@ def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:
 def test_end_to_end_training_alternates_the_variants(tmp_path: Path) -> None:
     link = "none" if NO_NETWORK else "400mbit"
     words = ["--end-to-end", "--cases", "rich", "--degrees", "4", "--schedules", "ampipe", "--repeats", "3"]
+    words += ["--stack", "all", "--partner", "off,listed", "--micro-batches", "3"]
     document, shown = bench(tmp_path, *words, "--rounds", "1", "--layers", "2", "--link", link)
-    assert {"ampipe", "stack", "control"} <= set(shown.split())
+    assert {"ampipe", "stack", "partner", "listed", "control"} <= set(shown.split())
     assert (document["format"], document["layers"], document["rounds"]) == (training.FORMAT, 2, 1)
     (case,) = document["cases"]
     assert {"--mock-data", "--expert-model-parallel-size"} <= set(case["flags"])
-    assert [(row["degree"], row["layers"], row["stack"]) for row in case["rows"]] == [(4, 2, 1), (4, 2, 2)]
+    assert [(row["degree"], row["stack"], row["partner"]) for row in case["rows"]] == [
+        (4, 2, None), (4, 2, "listed"),
+    ]  # fmt: skip
     for kind in (case["stock"], case["control"], *case["rows"]):
         (found,) = kind["trainings"]
         assert len(found["ms"]) == len(found["lm_loss"]) == 3
@@ -208,61 +209,6 @@ def test_different_results_are_refused_before_timing() -> None:
 
 
 # The network alone
-
-
-RECEIVE = """
-import socket
-server = socket.create_server(("10.77.0.1", 5555))
-print("ready", flush=True)
-for _ in range({senders}):
-    connection, _ = server.accept()
-    connection.recv({size}, socket.MSG_WAITALL)
-    connection.sendall(b"x")
-    control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-    assert control.rstrip(bytes(1)) == b"cubic", control
-"""
-SEND = """
-import socket, time
-connection = socket.create_connection(("10.77.0.1", 5555))
-begin = time.perf_counter()
-connection.sendall(bytes({size}))
-connection.recv(1)
-print(time.perf_counter() - begin)
-control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-assert control.rstrip(bytes(1)) == b"cubic", control
-"""
-
-
-@needs_network
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_network_has_its_rate(num_ranks: int) -> None:
-    """Every rank sends to the first at the rate of the link: two have one cable, more a bridge."""
-    size, rate = 500_000, 40e6
-
-    def inside(pid: int, *words: str) -> subprocess.Popen[str]:
-        command = ["nsenter", f"--net=/proc/{pid}/ns/net", *words]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-    def sent(pid: int) -> int:
-        lines = inside(pid, "cat", "/proc/self/net/dev").communicate(timeout=30)[0].splitlines()
-        (columns,) = (line.split(":")[1].split() for line in lines if network.INTERFACE in line)
-        return int(columns[8])
-
-    with network.connected(parse_link("40mbit"), num_ranks) as pids:
-        receive = RECEIVE.format(size=size, senders=num_ranks - 1)
-        receiver = inside(pids[0], sys.executable, "-c", receive)
-        assert receiver.stdout is not None
-        assert receiver.stdout.readline() == "ready\n"
-        for pid in pids[1:]:
-            before = sent(pid)
-            sender = inside(pid, sys.executable, "-c", SEND.format(size=size))
-            taken_s = float(sender.communicate(timeout=30)[0])
-            assert sender.returncode == 0
-            # The token bucket allows a small burst; a busy machine can only be slower.
-            assert taken_s >= 0.85 * (size - network.burst_bytes(rate)) * 8 / rate
-            assert size < sent(pid) - before < 1.02 * size
-        receiver.communicate(timeout=30)
-        assert receiver.returncode == 0
 
 
 # Interruptions
@@ -316,8 +262,7 @@ def running(
         def begun() -> bool:
             assert process.poll() is None, process.communicate()
             if early:
-                ranks = ranks_of(process.pid)
-                return len(ranks) == 2 and (NO_NETWORK is not None or len(networks_of(ranks)) == 2)
+                return len(ranks_of(process.pid)) == 2
             return bool(list(temporary.glob("*/rendezvous")))
 
         until(begun, "the ranks")
@@ -329,34 +274,6 @@ def running(
         process.communicate()
 
 
-def network_of(pid: int) -> str:
-    return os.readlink(f"/proc/{pid}/ns/net")
-
-
-def networks_of(pids: list[int]) -> set[str]:
-    """The network namespaces of processes, except that of the test."""
-    return {network_of(pid) for pid in pids} - {network_of(os.getpid())}
-
-
-def check_nothing_is_left(folder: Path, ranks: list[int], networks: set[str]) -> None:
-    until(lambda: not any(map(alive, ranks)), "the end of the ranks", timeout_s=10)
-    assert not list(folder.glob("*result.json*")), "a half-written result"
-
-    def used() -> set[str]:
-        found = set()
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                found.add(network_of(int(process.name)))
-        return found & networks
-
-    # No other process uses the ranks' namespaces, so the kernel removes them with their contents.
-    until(lambda: not used(), "the end of the namespaces", timeout_s=10)
-    interfaces = (
-        subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout if not NO_NETWORK else ""
-    )
-    assert network.INTERFACE not in interfaces
-
-
 @pytest.mark.parametrize(
     ("number", "words", "early"),
     [(signal.SIGINT, (), False), (signal.SIGTERM, ("--end-to-end",), False), (signal.SIGKILL, (), True)],
@@ -366,8 +283,6 @@ def test_an_interrupted_run_leaves_nothing(
 ) -> None:
     link = "none" if NO_NETWORK else "200mbit"
     with running(tmp_path, *words, "--link", link, early=early) as (process, ranks):
-        networks = networks_of(ranks)
-        assert len(networks) == (0 if NO_NETWORK else 2)
         process.send_signal(number)
         output = process.communicate(timeout=20)
         if number is signal.SIGKILL:
@@ -376,4 +291,9 @@ def test_an_interrupted_run_leaves_nothing(
             assert process.returncode == 130, output
             assert output[1] == "ampipe: interrupted; incomplete output was not saved under its final name\n"
             assert not list((tmp_path / "temporary").iterdir())
-        check_nothing_is_left(tmp_path, ranks, networks)
+        # With the ranks, the kernel ends their networks.
+        until(lambda: not any(map(alive, ranks)), "the end of the ranks", timeout_s=10)
+        assert not list(tmp_path.glob("*result.json*")), "a half-written result"
+        if NO_NETWORK is None:
+            shown = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
+            assert network.INTERFACE not in shown

@@ -1,7 +1,5 @@
 """``ampipe doctor`` with real ranks: checks that they agree, and reports overlap only if there is overlap."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,11 +1,8 @@
 """A failure ends a run with the original error: no hang, and no follow-up error instead."""
 
-from __future__ import annotations
-
 import os
+import shlex
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -24,9 +21,7 @@ from megatron_ampipe.schedule import (
     kinds,
 )
 from megatron_ampipe.schedule.features import BlockFeatures
-from tests.dist.launch import run_workers
-from tests.megatron.launcher import MODULE, REPOSITORY, TINY_GPT, TINY_MOE, environment
-from tests.rendezvous import meeting_place
+from tests.megatron.launcher import started
 
 DEGREE = 4
 FEATURES = BlockFeatures(losses=True, shared=True, ordered_routing=True)
@@ -107,66 +102,22 @@ def test_a_failure_does_not_wait_for_pending_collectives() -> None:
         stuck.set()
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_failing_collective_of_a_layer(direction: str, tmp_path: Path) -> None:
-    """Rank 0 raises the original error; rank 1 reports that its peer has ended, instead of waiting for it."""
-    first, second = run_workers(
-        "tests.dist.failures_worker", [direction], world_size=2, folder=tmp_path, timeout_s=100
-    )
-    assert (first["type"], first["message"]) == ("OSError", "the cable was pulled"), first["traceback"]
-    assert "another exception" not in first["traceback"], first["traceback"]
-    assert first["seconds"] < 10
-    assert second["type"] == "RuntimeError", second["traceback"]
-    assert "closed" in second["message"] or "reset" in second["message"], second["message"]
-    assert second["seconds"] < 30
-
-
 @pytest.mark.timeout(240)
 def test_the_survivor_of_a_killed_rank_ends_with_a_message(tmp_path: Path) -> None:
     """There is no launcher that would end the other ranks: the survivor must detect it itself."""
-    address = meeting_place()
-    arguments = [
-        *TINY_GPT, *TINY_MOE, "--mock-data", "--attention-dropout", "0", "--hidden-dropout", "0",
-        "--expert-model-parallel-size", "2", "--train-iters", "100000", "--ampipe-degree", str(DEGREE),
-        "--distributed-timeout-minutes", "1",
-    ]  # fmt: skip
     logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as stream:
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-u", "-m", MODULE, *arguments],
-                    cwd=REPOSITORY,
-                    env=environment()
-                    | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-                    | address,
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    try:
-        # The last rank logs. Rank 0, which holds the rendezvous store, survives.
-        _wait_for(lambda: "iteration        2/" in logs[1].read_text(), logs, timeout_s=120)
+    flags = shlex.split(
+        "--attention-dropout 0 --hidden-dropout 0 --expert-model-parallel-size 2 --train-iters 100000 "
+        f"--ampipe-degree {DEGREE} --distributed-timeout-minutes 1"
+    )
+    # Rank 0, which holds the rendezvous store, survives.
+    with started(*flags, logs=logs, until="iteration        2/") as ranks:
         os.kill(ranks[1].pid, signal.SIGKILL)
         killed_at_s = time.monotonic()
         code = ranks[0].wait(timeout=90)
         assert time.monotonic() - killed_at_s < 60, "the collective timeout"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
     said = logs[0].read_text()
     assert code == 3, said[-4000:]
     assert "error: rank 0 failed" in said
     assert "it has lost a peer, see above." in said
     assert "Traceback" in said, "the traceback of the failed collective"
-
-
-def _wait_for(condition: object, logs: list[Path], *, timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        ends = "\n".join(log.read_text()[-2000:] for log in logs)
-        assert time.monotonic() < deadline_s, f"training did not start\n{ends}"
-        time.sleep(0.2)

@@ -4,14 +4,13 @@ Counts all tensors that operations allocate and free, so it is exact and the sam
 that a kernel allocates internally is not counted; it is per chunk, so not more than stock's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import itertools
 import math
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -106,9 +105,10 @@ DENSE = [
     )
 ]
 # The block of docs/measured/memory-grid.yaml.
-BF16 = {"hidden_size": 256, "ffn_hidden_size": 1024, "moe_router_topk": 2, "bf16": True}
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
+WIDER = {"hidden_size": 256, "ffn_hidden_size": 1024, "moe_router_topk": 2} | BF16
 EIGHTS = [
-    dataclasses.replace(one, model=one.model | BF16)
+    dataclasses.replace(one, model=one.model | WIDER)
     for one in (
         stack("m" * 8, "bf16 degree 1", degree=1),
         stack("m" * 8, "bf16 offload", memory="offload"),
@@ -149,10 +149,6 @@ PREDICTED = [
 ]
 
 
-def dtype_of(case: Case) -> torch.dtype:
-    return torch.bfloat16 if case.model.get("bf16") else torch.float32
-
-
 class Measurements:
     """What this rank has measured: a stock block, and AMPipe blocks of several degrees, from all tensors.
 
@@ -177,36 +173,28 @@ class Measurements:
 
     def _build(self, case: Case) -> torch.nn.Module:
         """Layers with the attention kernel of the chunks, as in ``ampipe bench``."""
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.transformer.spec_utils import ModuleSpec
-        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-        from megatron_ampipe.layers.context import AMPipeContext
-        from megatron_ampipe.layers.layer import pipelined
-        from megatron_ampipe.schedule.pipeline import AMPipeConfig
-        from megatron_ampipe.tools.measuring.blocks import KernelAttention, Layers
+        from megatron_ampipe.tools.measuring.blocks import KernelAttention
         from megatron_ampipe.tools.measuring.meters import WatchedExecutor
-        from tests.dist.blocks import EXECUTORS, transformer_config
+        from tests.dist import blocks
 
-        config = transformer_config(case)
-        config.params_dtype = dtype_of(case)
-        specs = []
-        for kind in case.layers:
-            experts = None if kind == "d" else config.num_moe_experts
-            specs.append(get_gpt_layer_local_spec(experts, False, normalization="RMSNorm"))
-            specs[-1].submodules.self_attention.submodules.core_attention = ModuleSpec(
-                module=KernelAttention, params={"kernel": case.kernel}
-            )
-        context = AMPipeContext(
-            AMPipeConfig(pipeline=case.pipeline),
-            executor=WatchedExecutor(EXECUTORS[case.executor](), self._meter),
-            kernel=case.kernel,
-            recomputed_layers=case.recompute,
-        )
+        made = blocks.layer_spec
+
+        def with_kernel(*given: Any, **kind: bool) -> Any:
+            spec = made(*given, **kind)
+            attention = ModuleSpec(module=KernelAttention, params={"kernel": case.kernel})
+            spec.submodules.self_attention.submodules.core_attention = attention
+            return spec
+
+        executor = WatchedExecutor(blocks.EXECUTORS[case.executor](), self._meter)
+        with mock.patch.object(blocks, "layer_spec", with_kernel):
+            _, layer = blocks.build_layers(case, executor=executor)
+        # As Megatron initializes them: the planner predicts an even use of experts.
         torch.manual_seed(3 + torch.distributed.get_rank())
-        stack = TransformerBlockSubmodules(layer_specs=specs)
-        layer = Layers(pipelined(stack, context), dataclasses.replace(config))
-        layer.train()
+        for name, parameter in layer.named_parameters():
+            if name.endswith("router.weight"):
+                torch.nn.init.normal_(parameter, std=0.02)
         return layer
 
     def _two_micro_batches(self, layer: torch.nn.Module, hidden: torch.Tensor, gradient: torch.Tensor) -> int:
@@ -214,7 +202,7 @@ class Measurements:
         from megatron_ampipe.runtime.partners import Partners
         from megatron_ampipe.tools.measuring.meters import Watch
 
-        context = layer.layers[0]._block.context
+        context = getattr(layer, "layers", [layer])[0]._block.context
         context.partners = context.partners or Partners()
         usual, outputs = context.pipeline, []
 
@@ -247,8 +235,9 @@ class Measurements:
         layer, meter = self._build(case), self._meter
         rows = case.sequence_length // case.parallel.get("context_parallel_size", 1)
         shape = (rows, case.batch, case.model["hidden_size"])
-        hidden = torch.randn(shape, dtype=dtype_of(case), requires_grad=True)
-        gradient = torch.randn(shape, dtype=dtype_of(case))
+        dtype = case.model.get("params_dtype", torch.float32)
+        hidden = torch.randn(shape, dtype=dtype, requires_grad=True)
+        gradient = torch.randn(shape, dtype=dtype)
         best: dict[str, Any] = {"peak_bytes": 0}
         for _ in range(PEAK_PASSES):
             for tensor in (hidden, *layer.parameters()):
@@ -257,7 +246,6 @@ class Measurements:
             meter.restart([hidden, gradient, *layer.parameters()])
             torch.distributed.barrier()
             with Watch(meter):
-                meter.where.stage = "stock"
                 if case.partner:
                     after_forward = self._two_micro_batches(layer, hidden, gradient)
                 else:
@@ -266,12 +254,7 @@ class Measurements:
                     output.backward(gradient)
                     del output
             if meter.peak > best["peak_bytes"]:
-                largest = sorted(meter.at_peak, reverse=True)[:40]
-                best = {
-                    "peak_bytes": meter.peak,
-                    "after_forward_bytes": after_forward,
-                    "largest": largest,
-                }
+                best = {"peak_bytes": meter.peak, "after_forward_bytes": after_forward}
             # Of the last pass: the first one also makes what a layer keeps for good, such as index tensors.
             end = time.monotonic() + LETTING_GO_S
             model = f"{case.model} {case.layers}"
@@ -294,14 +277,14 @@ def stock_of(case: Case) -> Case:
 @pytest.mark.parametrize("case", [*CASES, SENT_ONCE], ids=lambda case: case.name)
 def test_peak_is_not_above_stock(case: Case, reports: Measurements) -> None:
     ratio = reports[case]["peak_bytes"] / reports[stock_of(case)]["peak_bytes"]
-    assert ratio <= ABOVE_STOCK, f"alive then: {reports[case]['largest']}"
+    assert ratio <= ABOVE_STOCK
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("blocks", "stack"), STACKS, ids=lambda case: case.name)
 def test_peak_of_a_stack_is_that_of_its_blocks(blocks: Case, stack: Case, reports: Measurements) -> None:
     ratio = reports[stack]["peak_bytes"] / reports[blocks]["peak_bytes"]
-    assert ratio <= ABOVE_BLOCK_BY_BLOCK, reports[stack]["largest"]
+    assert ratio <= ABOVE_BLOCK_BY_BLOCK
     # Nothing of a pass stays alive in a stack either.
     assert reports[stack]["left_bytes"] <= reports[blocks]["left_bytes"]
 
@@ -344,21 +327,6 @@ def test_what_is_recomputed_is_not_kept(case: Case, kept: float, peak: float, re
 def test_only_gradients_stay_allocated(case: Case, reports: Measurements) -> None:
     """After the backward pass only the gradients of the input and the parameters are alive."""
     assert reports[case]["left_bytes"] <= reports[stock_of(case)]["left_bytes"]
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", LANCET, ids=lambda case: case.name)
-def test_weight_gradients_that_wait_hold_what_one_product_takes(case: Case, reports: Measurements) -> None:
-    """The input of an expert's last product waits for the weight's gradient; Megatron's layer has used it."""
-    stock, ours = reports[stock_of(case)], reports[case]
-    width = SHAPE["ffn_hidden_size"]
-    held = max(
-        size
-        for size, place, shape in ours["largest"]
-        if place.startswith("expert") and list(shape[1:]) == [width]
-    )
-    above = ours["peak_bytes"] - stock["peak_bytes"]
-    assert above <= held + (ABOVE_STOCK - 1) * stock["peak_bytes"]
 
 
 def predicted_bytes(case: Case, *, num_ranks: int = 2) -> float:

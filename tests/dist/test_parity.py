@@ -3,8 +3,6 @@
 Output, input gradient, all parameter gradients, router buffers and logged losses, to 1e-5 relative.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -3,8 +3,6 @@
 The passes meet as in Megatron's loop: the first forward and the last backward pass run alone.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ tests/unit/test_profile.py checks, are not applied here. A link's rate and laten
 whatever the load is.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -73,8 +71,8 @@ def test_times_that_do_not_fit_end_with_3_and_write_nothing(
         cluster_fit.Sample("gemm", {"alpha_us": 1.0, "beta_us_per_gflop": x}, us)
         for x, us in ((1.0, 100.0), (2.0, 900.0), (3.0, 90.0))
     ]
-    finding = {"samples": bad, "slowdowns": {}, "block": {"issue": 0.0}, "kernel": "sdpa"}
-    finding["device_memory_gib"] = None
+    finding = {"samples": bad, "slowdowns": {}, "block": {}, "issue_of": {}, "kernel": "sdpa"}
+    finding |= {"device_memory_gib": None, "fused_gradients": True}
     monkeypatch.setattr(profile_command, "run_ranks", lambda *_, **__: [finding, finding])
     output = tmp_path / "cluster.yaml"
     assert main(["profile", "--grid", str(grid), "--output", str(output)]) == 3

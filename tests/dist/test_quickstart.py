@@ -1,7 +1,5 @@
 """The quick start as a newcomer runs it, over a real slow network where one can be made."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -11,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.dist.launch import REPOSITORY
 from tests.dist.test_bench import NO_NETWORK, environment
+from tests.forked import REPOSITORY
 
 # A run that shows a speedup needs both cores, and the time of a few iterations over a slow link.
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -32,11 +30,6 @@ IN_USER_NAMESPACE = ("unshare", "--user", "--map-root-user", "--")
 """As in scripts/quickstart.sh."""
 WITHOUT_RIGHTS = ("setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all", "--")
 """Root's files and none of its rights, except that without which it may not be mapped to root."""
-NO_NAMESPACES = (
-    *("unshare", "--user", "--map-root-user", "--net", "--"),
-    *("sh", "-c", 'echo 0 >/proc/sys/user/max_net_namespaces && exec "$@"', "sh"),
-)
-"""Root of a user namespace in which the kernel makes no network namespaces."""
 
 
 def test_it_is_faster_over_a_slow_link_with_the_same_losses(tmp_path: Path) -> None:
@@ -95,10 +88,3 @@ def possible(*command: str) -> bool:
 def test_without_rights_a_real_network_is_made_in_a_user_namespace() -> None:
     assert chosen(*WITHOUT_RIGHTS, *IN_USER_NAMESPACE) == ["100mbit", "None"]
     assert " ".join(IN_USER_NAMESPACE) in (REPOSITORY / "scripts" / "quickstart.sh").read_text()
-
-
-@pytest.mark.skipif(not possible(*NO_NAMESPACES), reason="no user namespace can be limited here")
-def test_where_the_kernel_makes_no_network_the_link_is_emulated() -> None:
-    link, why = chosen(*NO_NAMESPACES)
-    assert link == "emulated:100mbit"
-    assert "the kernel does not allow a new network namespace" in why

@@ -4,14 +4,12 @@ One case of each kind in :mod:`.test_parity`, which tests the newest version. Co
 older versions are in tests/megatron/test_checkout.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from megatron_ampipe.compat import SUPPORTED_MEGATRON
-from tests.dist.launch import run_workers
+from tests.forked import run_workers
 from tests.megatrons import OLDER, at_hand, folder_of, installed
 
 CASES = (
@@ -24,12 +22,10 @@ TESTS = [f"tests/dist/test_parity.py::test_equals_stock[{name}]" for name in CAS
 
 
 @pytest.fixture(scope="module", params=[version for version in at_hand() if version != installed()])
-def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def reports(request: pytest.FixtureRequest) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder_of(request.param)))
-        return run_workers(
-            "tests.ranks", TESTS, world_size=2, folder=tmp_path_factory.mktemp("versions"), preloaded=False
-        )
+        return run_workers("tests.ranks", TESTS, world_size=2, preloaded=False)
 
 
 @pytest.mark.parametrize("test", TESTS)

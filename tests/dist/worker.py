@@ -1,7 +1,5 @@
 """Start-up and report of the worker processes of the distributed tests."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import gc
@@ -49,10 +47,10 @@ def start_alone(world_size: int, **sizes: int) -> None:
     use_groups(**sizes)
 
 
-def use_groups(**sizes: int) -> bool:
-    """Use Megatron's process groups of these sizes, without any, all ranks are expert-parallel.
+def use_groups(**sizes: Any) -> bool:
+    """Use Megatron's process groups of these sizes; without any, all ranks are expert-parallel.
 
-    Returns whether they are new.
+    Returns whether they are new. Other arguments of ``initialize_model_parallel`` are passed on.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -70,7 +68,7 @@ def use_groups(**sizes: int) -> bool:
     return made
 
 
-_sizes: dict[str, int] = {}
+_sizes: dict[str, Any] = {}
 
 
 def end_groups() -> None:

@@ -5,8 +5,6 @@ The refusals are those of ``docs/supported.md``. The collectives of each parity 
 ``collectives.json``: the parity test compares them, and rewrites them with ``AMPIPE_TEST_WRITE=1``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools
@@ -192,7 +190,7 @@ def plans() -> Iterator[tuple[str, str]]:
                     model,
                     "--cluster",
                     cluster,
-                    *rest,
+                    *(rest if "--exchange" in rest else [*rest, "--exchange", "rows"]),
                     "--degrees",
                     "2,4",
                     "--no-partner",

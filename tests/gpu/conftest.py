@@ -1,7 +1,5 @@
 """A process group of one rank. Megatron's functions run as written: compiling them needs a C compiler."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

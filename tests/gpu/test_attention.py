@@ -3,8 +3,6 @@
 bf16 is compared with fp64 of the same inputs: whole sequences and later chunks, even and odd lengths.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -4,8 +4,6 @@ One device, one rank: collectives of a group of one rank are skipped, but not th
 that several streams use is tested in ``test_stress.py``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 
@@ -39,8 +37,10 @@ def runs_here(case: Case) -> bool:
         case.executor == "thread"
         and case.world_size <= 2
         and not case.parallel
-        and not case.needs_several_ranks
-        and not case.draws_numbers
+        # Megatron's flex dispatcher needs TP x EP > 1.
+        and case.model.get("moe_token_dispatcher_type") != "flex"
+        # Numbers that are drawn for chunks are not those of the whole.
+        and case.router != "noisy-topk"
         # CASES has degrees and schedules; a length or a zero gradient makes no difference to a device.
         and not case.name.startswith(("degree", "length", "only"))
         and not (case.name.startswith("backward-degree") and case.schedule != "ampipe")
@@ -48,6 +48,7 @@ def runs_here(case: Case) -> bool:
         and not case.model.get("moe_latent_size")
         # Only with Transformer Engine; tests/te_permutation_standin.py is for the CPU.
         and not case.model.get("moe_permute_fusion")
+        and not case.model.get("moe_router_fusion")
         # Megatron's own layer adds a bias in place to a view, and fails.
         and not case.model.get("add_bias_linear")
     )
@@ -80,7 +81,8 @@ def test_equals_stock_in_fp32(case: Case) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     stock, ours = (layer.cuda() for layer in build_layers(case))
     found = differences(run(stock, case, rank=0, device="cuda"), run(ours, case, rank=0, device="cuda"))
-    bound = ROUNDED_BOUND if case.rounds_rows else 1e-5
+    # What differs in its last bit may then differ in its first.
+    bound = ROUNDED_BOUND if case.wire in ("fp8", "bf16") else 1e-5
     assert {name: value for name, value in found.items() if not value <= bound} == {}
 
 

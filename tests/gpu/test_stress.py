@@ -1,10 +1,8 @@
 """Blocks of real sizes on a GPU, with slow stages and with released memory filled with NaN.
 
 Ranks are emulated, so received tensors are memory of the communication lane, as with several GPUs. The code
-is in ``tests/stress.py`` and ``tests/poison.py``; other tests run it on a CPU.
+is in ``tests/stress.py``; ``tests/cuda_standin.py`` runs it on a CPU.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 

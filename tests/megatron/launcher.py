@@ -1,18 +1,26 @@
 """Runs GPT pretraining of a tiny model in real processes, and parses Megatron's log. Used by tests."""
 
+import contextlib
+import fcntl
+import itertools
 import json
+import math
 import os
 import re
 import shlex
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.forked import REPOSITORY, run_ranks
-from tests.rendezvous import meeting_place
+import pytest
+
+from tests.forked import REPOSITORY, run_ranks, variables_of
 
 MODULE = "megatron_ampipe.pretrain_gpt"
 SEVERAL = "tests.megatron.runs_worker"
@@ -29,6 +37,11 @@ TINY_MOE = shlex.split(
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --disable-bias-linear"
 )
 MOCK_DATA = ["--mock-data"]
+
+# Below the ports that the kernel gives to connections on its own (from 32,768), so that none of them takes
+# a port between the choice and rank 0's store; the job scripts of tests/slurm use those from 20,000.
+_PORTS = range(10_000, 20_000)
+_held = []
 
 _FIELD = re.compile(r"\|\s*([a-z0-9_ ]+?):\s*([0-9.]+(?:E[+-]\d+)?)\s*(?=\|)")
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|")
@@ -81,7 +94,27 @@ def environment() -> dict[str, str]:
     """The environment of a test's processes: one thread each, and no rank variables of an outer launch."""
     outer = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     kept = {name: value for name, value in os.environ.items() if name not in outer}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def meeting_place() -> dict[str, str]:
+    """The variables that ``env://`` reads, with a free port that no other test on this machine chooses."""
+    folder = Path(tempfile.gettempdir()) / "ampipe-test-ports"
+    folder.mkdir(exist_ok=True)
+    first = os.getpid() * 7 % len(_PORTS)
+    for port in itertools.chain(_PORTS[first:], _PORTS[:first]):
+        lock = (folder / str(port)).open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with socket.socket() as tried:
+                tried.bind(("localhost", port))
+        except OSError:
+            lock.close()
+            continue
+        _held.append(lock)  # for as long as this process lives: the ranks bind the port later
+        return {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    raise RuntimeError(f"no free port from {_PORTS.start} to {_PORTS.stop - 1}")
 
 
 def torchrun_command(*arguments: str, num_ranks: int = 2) -> list[str]:
@@ -118,49 +151,70 @@ def pretrain(*arguments: str, num_ranks: int = 2, timeout_s: float = 240) -> Run
     return parse(code, "".join(logs))
 
 
-def pretrain_several(
-    runs: Mapping[str, Sequence[str]], *, num_ranks: int, timeout_s: float, module: str = SEVERAL
+def runs_of(
+    lines: Mapping[str, Sequence[str]], *, num_ranks: int = 2, timeout_s: float = 800
 ) -> dict[str, Run]:
-    """Runs of :func:`pretrain` on the same ranks, one after another, up to the first that fails.
+    """Runs of :func:`pretrain` on the same ranks, one after another; all must succeed.
 
     Args:
-        runs: The command line of each, by name.
+        lines: The command line of each, by name.
         num_ranks: Number of ranks of every run.
         timeout_s: Timeout of all runs together.
-        module: What each rank runs.
-
-    Returns:
-        The runs that were started, by name; the last one has the exit code of the ranks.
     """
-    arguments = [json.dumps([[name, list(words)] for name, words in runs.items()])]
-    code, logs = _run_forked(module, arguments, num_ranks=num_ranks, timeout_s=timeout_s)
+    arguments = [json.dumps([[name, list(words)] for name, words in lines.items()])]
+    code, logs = _run_forked(SEVERAL, arguments, num_ranks=num_ranks, timeout_s=timeout_s)
     outputs: dict[str, str] = {}
     for log in logs:
         for part in log.split(BEGINS)[1:]:
             name, _, output = part.partition("\n")
             outputs[name] = outputs.get(name, "") + output
+    # They end with the first that fails.
     last = list(outputs)[-1]
-    return {name: parse(code if name == last else 0, output) for name, output in outputs.items()}
+    assert code == 0, f"{last}:\n{outputs[last][-6000:]}"
+    assert outputs.keys() == lines.keys()
+    return {name: parse(0, output) for name, output in outputs.items()}
 
 
 def _run_forked(
     module: str, arguments: Sequence[str], *, num_ranks: int, timeout_s: float
 ) -> tuple[int, list[str]]:
     """The exit code of the first rank that failed, and what each rank printed."""
-    address = meeting_place()
-    environments = [
-        environment()
-        | address
-        | {name: str(num_ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-        | {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
-        for rank in range(num_ranks)
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / f"rank{rank}.log" for rank in range(num_ranks)]
-        codes = run_ranks(module, arguments, environments=environments, logs=paths, timeout_s=timeout_s)
-        logs = [path.read_text() for path in paths]
+    common = environment() | meeting_place()
+    environments = [common | variables_of(rank, num_ranks) for rank in range(num_ranks)]
+    codes, logs = run_ranks(module, arguments, environments=environments, timeout_s=timeout_s)
     assert None not in codes, f"not done in {timeout_s} s\n{''.join(logs)[-6000:]}"
     return next(filter(None, codes), 0), logs
+
+
+@contextlib.contextmanager
+def started(*arguments: str, logs: Sequence[Path], until: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A rank of the tiny GPT-MoE for each log, on mock data, as soon as the last one has said this.
+
+    They have no launcher; what still runs in the end is killed.
+    """
+    common, ranks = environment() | meeting_place(), []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("wb") as output:
+                ranks.append(
+                    subprocess.Popen(
+                        [sys.executable, "-u", "-m", MODULE, *TINY_GPT, *TINY_MOE, *MOCK_DATA, *arguments],
+                        cwd=REPOSITORY,
+                        env=common | variables_of(rank, len(logs)),
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        # A shell that runs tests in the background ignores SIGINT, and children inherit that.
+                        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+                    )
+                )
+        while until not in logs[-1].read_text():
+            assert {rank.poll() for rank in ranks} == {None}, "".join(log.read_text()[-4000:] for log in logs)
+            time.sleep(0.05)
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 def train(*arguments: str, num_ranks: int = 2, timeout_s: float = 240) -> Run:
@@ -191,3 +245,47 @@ def parse(exit_code: int, output: str) -> Run:
         losses=values,
         validation_loss=[float(value) for _, value in _VALIDATION.findall(output)],
     )
+
+
+LAST_DIGIT_OF_GRAD_NORM = 1.001e-3
+"""Pipelined layers add in another order than stock layers, so it may differ by one."""
+
+
+def digits(values: Sequence[float]) -> list[object]:
+    """What is equal to logged losses in seven digits, but for one unit of the last."""
+    # Logged is 1.234567E+00.
+    return [
+        pytest.approx(value, rel=0, abs=1.001e-6 * 10 ** math.floor(math.log10(value)) if value else 0)
+        for value in values
+    ]
+
+
+def assert_same_digits(stock: Run, *others: Run, iterations: int | None = None) -> None:
+    """Check that runs log what the stock run logs, but for one unit of the last digit.
+
+    Args:
+        stock: The reference.
+        others: What is compared with it.
+        iterations: How many iterations the stock run has, if it is a whole training, which must learn.
+    """
+    if iterations is not None:
+        assert stock.iterations == list(range(1, iterations + 1))
+        assert stock.lm_loss[-1] < stock.lm_loss[0], "a run that learns nothing proves little"
+    for ours in others:
+        assert ours.iterations == stock.iterations
+        assert ours.losses == {name: digits(values) for name, values in stock.losses.items()}
+        assert ours.grad_norm == pytest.approx(stock.grad_norm, abs=LAST_DIGIT_OF_GRAD_NORM)
+
+
+def assert_resumed(resumed: Run, unbroken: Run, *, first: int) -> None:
+    """Check that a run that goes on from a checkpoint logs what the unbroken run logs.
+
+    Args:
+        resumed: Its first iteration is number ``first``.
+        unbroken: From iteration 1.
+        first: Counted from 1.
+    """
+    assert resumed.iterations == list(range(first, unbroken.iterations[-1] + 1))
+    # Of the second iteration after a resume, Megatron prints the mean of the first two losses.
+    assert resumed.lm_loss[:1] == digits(unbroken.lm_loss[first - 1 : first])
+    assert resumed.grad_norm == pytest.approx(unbroken.grad_norm[first - 1 :], abs=LAST_DIGIT_OF_GRAD_NORM)

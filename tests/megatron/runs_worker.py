@@ -1,10 +1,8 @@
 """Several training runs, one after another, on the same ranks; Megatron's globals are reset in between.
 
 Each runs the complete entry point, or the launcher if its first word is a script. The first argument lists
-the runs as JSON: names, each with its command line. Used by :func:`tests.megatron.launcher.pretrain_several`.
+the runs as JSON: names, each with its command line. Used by :func:`tests.megatron.launcher.runs_of`.
 """
-
-from __future__ import annotations
 
 import json
 import sys

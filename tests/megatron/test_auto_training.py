@@ -1,7 +1,5 @@
 """Degrees that are measured, planned, or read from a plan, in Megatron's loop: the losses equal stock's."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import replace
@@ -89,7 +87,7 @@ def cluster_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     report["samples"] = [
         replace(sample, us=sample.us * (1 - 0.9 * sample.columns["alpha_us"])) for sample in report["samples"]
     ]
-    report["block"]["around"] = {"2": {"forward": 0.0, "backward": 0.0}}
+    report["block"]["around"] = {"forward": 0.0, "backward": 0.0}
     report["block"]["stages"] = {
         degree: {way: dict.fromkeys(stages, 0.0) for way, stages in ways.items()}
         for degree, ways in report["block"]["stages"].items()
@@ -118,11 +116,24 @@ def test_a_plan_is_made_at_start_up_from_a_cluster_file(stock: Run, cluster_file
     assert "AMPipe: input of" not in run.output, "nothing is tried"
 
 
+def test_partners_are_planned_at_start_up_and_read_from_the_plan(
+    stock: Run, cluster_file: Path, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    words = ["--ampipe-degree", "auto", "--ampipe-cluster", str(cluster_file), "--ampipe-partner"]
+    for why in ("planned from", "read from"):
+        run = train(*EP2, *EXACT, *words, "--ampipe-save-plan", str(plan))
+        assert_same_losses(run, stock)
+        assert why in run.output and "searched" in run.output
+        assert_in_table("run together; others as the degree says", run)
+    assert Plan.read(plan).partner is not None
+
+
 def test_a_plan_file_is_run(stock: Run, cluster_file: Path, tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text(MODEL)
     plan = tmp_path / "plan.yaml"
     words = ["--model", str(tmp_path / "model.yaml"), "--cluster", str(cluster_file), "--output", str(plan)]
-    assert main(["plan", *words]) == 0
+    assert main(["plan", *words, "--no-partner"]) == 0
     assert Plan.read(plan).helps
     run = train(*EP2, *EXACT, "--ampipe-plan", str(plan))
     assert_same_losses(run, stock)

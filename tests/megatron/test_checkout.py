@@ -3,8 +3,7 @@
 A run is launched once, for the first test that needs it, and shared.
 """
 
-from __future__ import annotations
-
+import functools
 import json
 import re
 import shlex
@@ -15,16 +14,18 @@ import pytest
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.launch import script as launcher
-from tests.megatron.checkout.layout import lay_out
+from tests.megatron.checkout.layout import SCRIPTS, lay_out
 from tests.megatron.launcher import (
     MOCK_DATA,
     TINY_GPT,
     TINY_MOE,
     Run,
+    assert_same_digits,
     execute,
     pretrain,
     torchrun_command,
 )
+from tests.megatrons import NEXT, folder_of, needs_checkout
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -54,6 +55,7 @@ LAUNCHES: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "0.19-degree4": (LAUNCHER, [*FROM_FILE, "{folder}/trace"]),
     "0.18": (LAUNCHER, []),
     "0.18-patched": (BY_HAND, [*DEGREE_4, "--ampipe-trace-dir", "{folder}/traced"]),
+    "0.18-patched-stock": (BY_HAND, []),
     "0.17": (LAUNCHER, []),
     "0.17-degree4": (LAUNCHER, [*FROM_FILE, "{folder}/trace017"]),
 }
@@ -71,14 +73,26 @@ class Launches:
     def __getitem__(self, name: str) -> Run:
         if name not in self._runs:
             starter, flags = LAUNCHES[name]
-            is_patched = starter == BY_HAND
-            script = lay_out(self.folder / name, name.partition("-")[0], copy=is_patched)
-            if is_patched:
-                assert main(["patch", "apply", str(script.parent)]) == 0
+            script = self._script(starter, name.partition("-")[0])
             words = [*FLAGS, *(flag.format(folder=self.folder) for flag in flags)]
             self._runs[name] = execute(torchrun_command(*starter, str(script), *words))
             assert self._runs[name].exit_code == 0, self._runs[name].output[-6000:]
         return self._runs[name]
+
+    def refused(self, starter: tuple[str, ...], *words: str) -> Run:
+        """A run of one rank with other flags."""
+        script = str(self._script(starter, "0.18"))
+        return execute(torchrun_command(*starter, script, *TINY_GPT, *TINY_MOE, *words, num_ranks=1))
+
+    def _script(self, starter: tuple[str, ...], version: str) -> Path:
+        is_patched = starter == BY_HAND
+        folder = self.folder / (f"{version}-patched" if is_patched else version)
+        if folder.exists():
+            return folder / SCRIPTS[0]
+        script = lay_out(folder, version, copy=is_patched)
+        if is_patched:
+            assert main(["patch", "apply", str(folder)]) == 0
+        return script
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +131,36 @@ def test_degree_4_equals_degree_1(name: str, stock: str, trace: str, launches: L
     assert "chunkboundaries" in output
     megatron = re.search(r"Megatron(0\.\d+)\.\d+from(\S*?)megatrondegree", output)
     assert megatron is not None
-    assert megatron.groups() == (name.partition("-")[0], f"{launches.folder}/{name}/")
+    assert megatron.groups() == (
+        name.partition("-")[0],
+        f"{launches.folder}/{name.removesuffix('-degree4')}/",
+    )
     for rank in (0, 1):
         events = json.loads((launches.folder / trace / f"rank{rank}.trace.json").read_text())["traceEvents"]
         assert {event["args"]["layer"] for event in events if "layer" in event.get("args", {})} == {1, 2}
+
+
+def test_a_patched_tree_without_ampipe_is_left_to_megatron(launches: Launches) -> None:
+    assert _logged(launches["0.18-patched-stock"]) == _logged(launches["0.18"])
+
+
+@pytest.mark.parametrize("starter", [LAUNCHER, BY_HAND], ids=["launcher", "patched"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--data-path", "{folder}/half"], "dataset {folder}/half: "),
+        ([*MOCK_DATA, "--lrr", "1"], "argument --lrr 1: there is no such flag"),
+    ],
+    ids=["half a dataset", "an unknown flag"],
+)
+def test_what_cannot_train_is_refused_as_by_the_entry_point(
+    words: list[str], said: str, starter: tuple[str, ...], launches: Launches
+) -> None:
+    (launches.folder / "half.bin").write_bytes(bytes(64))
+    words = [word.format(folder=launches.folder) for word in words]
+    run = launches.refused(starter, *words, "--ampipe-degree", "2")
+    assert f"error: {said.format(folder=launches.folder)}" in run.output, run.output[-4000:]
+    assert "exitcode  : 2" in run.output
 
 
 @pytest.mark.parametrize(("name", "trace"), [("0.19-degree4", "trace"), ("0.17-degree4", "trace017")])
@@ -129,8 +169,9 @@ def test_settings_of_a_file_are_used_and_recorded(name: str, trace: str, launche
     assert launches[name].exit_code == 0
     lines = (launches.folder / trace / "resolved.yaml").read_text().splitlines()
     source = launches.folder / "settings.yaml"
-    assert lines[0].startswith(f"# A run of {launches.folder}/{name}/pretrain_gpt.py on 2 ranks with ")
-    assert f"megatron-core {name.partition('-')[0]}." in lines[0]
+    version = name.removesuffix("-degree4")
+    assert lines[0].startswith(f"# A run of {launches.folder}/{version}/pretrain_gpt.py on 2 ranks with ")
+    assert f"megatron-core {version}." in lines[0]
     assert "# Not below, because neither Megatron nor AMPipe has such flags: --greeting well met" in lines
     assert "train-iters: 4  # command line" in lines
     assert f"  degree: 4  # {source}:3" in lines
@@ -180,3 +221,35 @@ def test_another_model_is_refused_before_it_trains(tmp_path: Path) -> None:
     flags = [*FLAGS, *DEGREE_4, "--expert-model-parallel-size", "1"]
     run = execute(torchrun_command("-m", "megatron_ampipe.launch", str(script), *flags, num_ranks=1))
     assert "it trains a Line, and only GPT and hybrid models can be pipelined" in run.error
+
+
+NEXT_FLAGS = shlex.split(
+    "--num-layers 4 --position-embedding-type rope --mamba-head-dim 16 --mamba-num-groups 2 "
+    "--mamba-state-dim 16"
+)
+NEXT_SCRIPTS = {
+    "pretrain_gpt.py": "",
+    "pretrain_hybrid.py": "--hybrid-layer-pattern M*EM*-*E --normalization RMSNorm",
+}
+
+
+@functools.cache
+def run_of_next(script: str, added: str) -> Run:
+    """One run of a script of the checkout that ``AMPIPE_MEGATRON`` names, as it is: the next Megatron."""
+    folder = folder_of(NEXT)
+    assert folder is not None
+    words = [*FLAGS, *NEXT_FLAGS, *shlex.split(NEXT_SCRIPTS[script]), *shlex.split(added)]
+    run = execute(torchrun_command(*LAUNCHER, str(folder / script), *words))
+    assert run.exit_code == 0, run.output[-6000:]
+    return run
+
+
+@needs_checkout
+@pytest.mark.parametrize("script", NEXT_SCRIPTS)
+@pytest.mark.parametrize(
+    "added", ["--ampipe-degree 4 --ampipe-stack 1", "--ampipe-degree 2 --ampipe-stack all"]
+)
+def test_scripts_of_the_next_megatron_train_like_stock(script: str, added: str) -> None:
+    ours = run_of_next(script, added)
+    assert_same_digits(run_of_next(script, ""), ours, iterations=4)
+    assert f"Megatron {NEXT}" in ours.table

@@ -1,7 +1,5 @@
 """Messages for a Megatron that is too old, too new, or lacks a part that only AMPipe's entry point needs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ A change in another Megatron is then reported here, by name and with AMPipe's fi
 before it shows as a wrong gradient.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.internals import MIRRORED, PAGE, RECORD, recorded, render, report_of, used

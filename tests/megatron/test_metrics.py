@@ -1,7 +1,5 @@
 """The metrics of a run with ``--ampipe-degree`` in Megatron's log, TensorBoard and Weights & Biases."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -70,36 +68,27 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, done.stdout
 
 
-def check_values(values: dict[str, float]) -> None:
-    assert values.keys() == TAGS
-    assert values["ampipe/degree"] == 2
-    assert 0 <= values["ampipe/hidden-share"] <= 1
-    assert values["ampipe/exposed-communication-ms"] > 0
-    # In milliseconds: a block of this size takes a few, and less than a second.
-    assert 0.1 < values["ampipe/block-forward-ms"] < 1000
-    assert 0.1 < values["ampipe/block-backward-ms"] < 1000
-
-
-def test_tensorboard_gets_scalars_at_the_log_interval(run: tuple[Path, str]) -> None:
+def test_tensorboard_and_weights_and_biases_get_scalars_at_the_log_interval(run: tuple[Path, str]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run[0] / "events"))
     events.Reload()
-    ours = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"] if tag.startswith("ampipe")}
-    assert ours.keys() == TAGS
-    assert {tuple(event.step for event in found) for found in ours.values()} == {(2, 4)}
-    for index in range(2):
-        check_values({tag: found[index].value for tag, found in ours.items()})
     assert "lm loss" in events.Tags()["scalars"]
-
-
-def test_weights_and_biases_gets_the_same(run: tuple[Path, str]) -> None:
+    ours = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"] if tag.startswith("ampipe")}
+    assert {tuple(event.step for event in found) for found in ours.values()} == {(2, 4)}
+    of_board = [{tag: found[index].value for tag, found in ours.items()} for index in range(2)]
     writes = [json.loads(line) for line in (run[0] / "writes").read_text().splitlines()]
-    ours = [(step, values) for step, values in writes if any(name.startswith("ampipe") for name in values)]
-    assert [step for step, _ in ours] == [2, 4]
-    for _, values in ours:
-        check_values(values)
-    assert len(writes) > len(ours), "Megatron's values are logged as well"
+    assert len(writes) > 2, "Megatron's values are logged as well"
+    of_wandb = {step: values for step, values in writes if any(name.startswith("ampipe") for name in values)}
+    assert list(of_wandb) == [2, 4]
+    for values in (*of_board, *of_wandb.values()):
+        assert values.keys() == TAGS
+        assert values["ampipe/degree"] == 2
+        assert 0 <= values["ampipe/hidden-share"] <= 1
+        assert values["ampipe/exposed-communication-ms"] > 0
+        # In milliseconds: a block of this size takes a few, and less than a second.
+        assert 0.1 < values["ampipe/block-forward-ms"] < 1000
+        assert 0.1 < values["ampipe/block-backward-ms"] < 1000
 
 
 def test_the_log_gets_one_line_after_megatrons(run: tuple[Path, str]) -> None:

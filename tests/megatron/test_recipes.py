@@ -1,7 +1,5 @@
 """AMPipe switched on from Python: models equal stock ones, and wrong recipes are refused."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """``--ampipe-routing-dir``: what trainings record at several degrees and layouts; it changes nothing."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ampipe.plan.recorded_routing import RecordedRouting, files_of, read_routing
-from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run
-from tests.megatron.pairs import assert_same_digits, runs_of
+from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, assert_same_digits, runs_of
 from tests.megatron.test_metrics import LINE
 
 pytestmark = pytest.mark.timeout(900)

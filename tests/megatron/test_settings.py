@@ -1,7 +1,5 @@
 """Checks configuration files with Megatron's parser and validation, and trains from them."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io
@@ -15,8 +13,8 @@ import pytest
 from megatron_ampipe import cli
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.launch import config_files, flags
-from tests.help_examples import help_examples
 from tests.megatron.launcher import pretrain
+from tests.unit.test_docs import help_examples
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -144,33 +142,12 @@ def test_every_example_of_config_does_what_it_shows(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(1)
-def test_config_shows_the_source_of_each_value() -> None:
-    found = command("config", *TINY, "--lr", "0.5", "--ampipe-degree", "4")
-    lines = found["out"].splitlines()
-    assert found["code"] == 0
-    assert "num-layers: 4  # configs/models/tiny.yaml:3" in lines
-    assert "lr: 0.5  # command line" in lines
-    assert lines[-2:] == ["ampipe:", "  degree: 4  # command line"]
-
-
-@pytest.mark.ranks(1)
 def test_config_prints_a_command_line() -> None:
     found = command("config", "--format", "command", *TINY, "--lr", "0.5")
     words = shlex.split(found["out"].replace("\\\n", " "))
     assert words[:2] == ["--num-layers", "4"]
     assert words[-2:] == ["--lr", "0.5"]
     assert words.count("--lr") == 1
-
-
-@pytest.mark.ranks(1)
-def test_config_ends_with_2_on_a_wrong_flag_and_on_what_a_launch_would_refuse() -> None:
-    refused = command("config", *TINY, "--num-layers", "two")
-    assert refused["code"] == 2
-    assert refused["err"].startswith("ampipe: --num-layers: invalid int value: 'two'.")
-    refused = command("config", "--ranks", "2", *TINY, "--mock-data", "--global-batch-size", "3")
-    assert refused["code"] == 2
-    assert "(refused by Megatron): " in refused["err"]
-    assert "global_batch_size (3)" in refused["err"]
 
 
 def test_yaml_trains_like_the_same_flags_and_resolved_yaml_repeats_the_run(tmp_path: Path) -> None:

@@ -4,16 +4,16 @@ The table is :data:`tests.megatron.trainings.TRAININGS`. Many trainings share th
 runs from one command line has a separate test below: another layout or precision, random numbers.
 """
 
-from __future__ import annotations
-
+import email
 import json
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,21 @@ import pytest
 
 from megatron_ampipe.block.named_values import SHIPPED_GATES
 from megatron_ampipe.block.settings import TRACED_ITERATIONS
+from megatron_ampipe.cli import main
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.schedule import Direction, build
 from megatron_ampipe.schedule.features import BlockFeatures
-from tests.megatron import texts
 from tests.megatron.checkout.layout import lay_out
-from tests.megatron.launcher import MOCK_DATA, REPOSITORY, Run, environment
-from tests.megatron.pairs import assert_resumed, assert_same_digits, digits, runs_of
+from tests.megatron.launcher import (
+    MOCK_DATA,
+    REPOSITORY,
+    Run,
+    assert_resumed,
+    assert_same_digits,
+    digits,
+    environment,
+    runs_of,
+)
 from tests.megatron.trainings import (
     BLOCKS,
     COMMON,
@@ -48,7 +56,6 @@ from tests.megatron.trainings import (
     STACK,
     TRAININGS,
     WHOLE_EXPERTS,
-    lines_by_ranks,
 )
 
 pytestmark = pytest.mark.timeout(1500)
@@ -59,6 +66,29 @@ BF16_TOLERANCE = 5e-4
 """Of the losses of a bf16 run, relative; measured: 5e-5. One bf16 value has a rounding error up to 2e-3."""
 PER_LAUNCH = 24
 """Runs that share their ranks."""
+
+
+WORDS = ["attention", "experts", "route", "tokens", "to", "ranks", "and", "back", "in", "chunks"]
+
+
+def write_texts(folder: Path, dataset: str) -> None:
+    """Write ``folder/dataset.bin`` and ``.idx``: each text file is a document.
+
+    ``text`` has the sources of a Python package, ``documents`` texts of 20 to 22 bytes.
+    """
+    texts = folder / f"texts of {dataset}"
+    texts.mkdir()
+    if dataset == "documents":
+        numbers, total = random.Random(3), 0
+        words = " ".join(numbers.choices(WORDS, k=400))
+        while total < 3000:
+            length, start = numbers.randint(20, 22), numbers.randrange(1000)
+            (texts / f"{total:04}.txt").write_text(words[start : start + length])
+            total += length
+    else:
+        for source in Path(email.__file__).parent.glob("*.py"):
+            shutil.copy(source, texts)
+    assert main(["data", str(texts), "--output", str(folder / dataset), "--document-bytes", "0"]) == 0
 
 
 class Runs:
@@ -79,8 +109,12 @@ class Runs:
         folder = self.folder
         for dataset in sorted({TRAININGS[name].text or "" for name in trainings} - {""}):
             if not (folder / f"{dataset}.bin").exists():
-                texts.write(folder, dataset)
-        for num_ranks, lines in lines_by_ranks(trainings, folder).items():
+                write_texts(folder, dataset)
+        by_ranks: dict[int, dict[str, list[str]]] = defaultdict(dict)
+        for name, training in TRAININGS.items():
+            if name in trainings:
+                by_ranks[training.num_ranks] |= training.lines(name, folder)
+        for num_ranks, lines in by_ranks.items():
             launch: dict[str, list[str]] = {}
             for run, words in lines.items():
                 # A restart needs the run before it.
@@ -148,7 +182,6 @@ def test_trains_like_megatrons_layers(name: str, runs: Runs) -> None:
     assert "chunk boundaries" not in stock.output, "not the layers that this run should use"
     for run in ours:
         assert run.validation_loss == digits(stock.validation_loss)
-        assert "every degree draws" not in run.table, "there is no dropout"
         for text in TRAININGS[name].said:
             assert text in run.table
     evaluations = NUM_ITERATIONS // 2 if "--eval-iters 1" in TRAININGS[name].flags else 0
@@ -229,17 +262,13 @@ def test_the_routers_are_different_functions(runs: Runs) -> None:
     assert "another function than a stock run's" in runs["cosine 2"].table
 
 
-def train(lines: Mapping[str, str], *, num_ranks: int = 2, module: str | None = None) -> Mapping[str, Run]:
+def train(lines: Mapping[str, str], *, num_ranks: int = 2) -> Mapping[str, Run]:
     """Runs on mock data, unless a line names a dataset; all on the same ranks."""
-    modules = {} if module is None else {"module": module}
-    return runs_of(
-        {
-            name: [*COMMON, *([] if "--data-path" in flags else MOCK_DATA), *shlex.split(flags)]
-            for name, flags in lines.items()
-        },
-        num_ranks=num_ranks,
-        **modules,
-    )
+    words = {
+        name: [*COMMON, *([] if "--data-path" in flags else MOCK_DATA), *shlex.split(flags)]
+        for name, flags in lines.items()
+    }
+    return runs_of(words, num_ranks=num_ranks)
 
 
 # From one checkpoint: experts by ids are the same in every layout.
@@ -335,7 +364,7 @@ def test_what_differs_by_rounding_or_at_random(tmp_path: Path) -> None:
     assert "rows and their gradients are cast" in fp8.table
     chunks = found["sinkhorn of chunks"]
     assert chunks.lm_loss[-1] < chunks.lm_loss[0]
-    assert "compares the tokens of a chunk, which is another function for each degree" in chunks.table
+    assert "another function for each degree: later tokens of a chunk" in chunks.table
 
 
 def test_evaluation_alone_equals_stock(runs: Runs) -> None:
@@ -353,12 +382,21 @@ def test_evaluation_alone_equals_stock(runs: Runs) -> None:
     assert ours == digits(expected)
 
 
-def test_conversations_train_like_stock(tmp_path: Path) -> None:
+FAKE_DATASETS = """
+import json
+def load_dataset(kind, *, data_files, split):
+    return [json.loads(line) for line in open(data_files)]
+"""
+"""In place of the package ``datasets``, with which Megatron reads conversations."""
+
+
+def test_conversations_train_like_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``--sft`` with the tokenizer of a folder; several conversations share a line and a sequence."""
+    (tmp_path / "datasets.py").write_text(FAKE_DATASETS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     tokenizers = pytest.importorskip("tokenizers", reason="Megatron's SFT tokenizer needs it")
     pytest.importorskip("transformers", reason="Megatron's SFT tokenizer needs it")
-    words = texts.WORDS
-    vocabulary = {word: number for number, word in enumerate(["<unk>", "</s>", *sorted(set(words))])}
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "</s>", *sorted(set(WORDS))])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -367,7 +405,7 @@ def test_conversations_train_like_stock(tmp_path: Path) -> None:
     numbers, lines = random.Random(5), []
     for _ in range(16):
         messages = [
-            {"role": role, "content": " ".join([*numbers.choices(words, k=numbers.randint(1, 9)), ""])}
+            {"role": role, "content": " ".join([*numbers.choices(WORDS, k=numbers.randint(1, 9)), ""])}
             for _ in range(numbers.randint(1, 4))
             for role in ("system", "user", "assistant")
         ]
@@ -379,7 +417,7 @@ def test_conversations_train_like_stock(tmp_path: Path) -> None:
         f"--tokenizer-model {tmp_path} --sft-tokenizer-prompt-format identity "
         f"--data-path {tmp_path / 'lines.jsonl'} "
     )
-    found = train({"stock": flags, "ours": flags + BLOCKS}, module="tests.megatron.sft_worker")
+    found = train({"stock": flags, "ours": flags + BLOCKS})
     assert_same_digits(found["stock"], found["ours"], iterations=NUM_ITERATIONS)
 
 
@@ -413,6 +451,6 @@ def test_the_checker_of_routers_finds_what_is_wrong() -> None:
     assert done.returncode == 4, done.stderr
     wrong = ("tests.gates:LookingAheadRouter, tests.gates:OwnLossRouter: a check failed", "see above")
     assert all(text in done.stderr for text in wrong)
-    assert "a change of token 0 changes the choice for token" in done.stdout
+    assert "if the choice compares tokens, set needs_all_tokens to the reason" in done.stdout
     assert "its routing computes a separate loss" in done.stdout
     assert "not compared in chunks, because each expert chooses among all tokens" in done.stdout

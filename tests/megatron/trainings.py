@@ -3,10 +3,7 @@
 What one training would notice and no other stands in :data:`TRAININGS`, before its row.
 """
 
-from __future__ import annotations
-
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +38,7 @@ class Training:
     """What the start-up table of each run of AMPipe's layers says."""
     num_ranks: int = 2
     text: str | None = None
-    """The dataset, made by :func:`tests.megatron.texts.write`; None for mock data."""
+    """The dataset, made by ``test_training.write_texts``; None for mock data."""
     restarts: tuple[tuple[int, int], ...] = ()
     """Runs that go on from a checkpoint, each with the run that wrote it; then all of them are saved."""
     moments: bool = False
@@ -150,7 +147,7 @@ TRAININGS: dict[str, Training] = {
         said=(
             "--moe-shared-expert-overlap switched off: ",
             "--overlap-moe-expert-parallel-comm switched off: --ampipe-partner does the same",
-            "partner the next micro-batch's forward pass",
+            "partner uncut, lancet, listed a backward pass and the next micro-batch's forward pass",
             "--delay-wgrad-compute switched off: ",
         ),
     ),
@@ -166,6 +163,8 @@ TRAININGS: dict[str, Training] = {
             f"{STACK}{PLACED}",
             f"--ampipe-schedule lancet {PLACED}",
             f"{PARTNER}{PLACED}",
+            f"{BLOCKS} --ampipe-partner --ampipe-partner-degree 2",
+            f"{PARTNER}--ampipe-partner-order megatron-1f1b",
         ),
     ),
     # The experts keep more after the restart than before.
@@ -295,12 +294,3 @@ HYBRIDS: dict[str, Training] = {
     ),
 }
 TRAININGS |= ROUTERS | HYBRIDS
-
-
-def lines_by_ranks(names: set[str], folder: Path) -> Mapping[int, dict[str, list[str]]]:
-    """All runs of the trainings with these names, by number of ranks."""
-    found: dict[int, dict[str, list[str]]] = {}
-    for name, training in TRAININGS.items():
-        if name in names:
-            found.setdefault(training.num_ranks, {}).update(training.lines(name, folder))
-    return found

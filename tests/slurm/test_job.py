@@ -1,7 +1,5 @@
 """The decisions of the job script, with a fake ``python`` inside the job that does not train."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """``ampipe sbatch``: the shipped scripts, the site's file, refused input, the check of the flags."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -165,10 +163,6 @@ def test_without_a_request_nothing_is_submitted_and_a_refusal_of_sbatch_is_an_er
 def test_without_slurm_nothing_can_be_submitted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*NODES, "--submit", *GPUS, *FLAGS]) == 1
     assert "--output job.sbatch" in capsys.readouterr().err
-
-
-def test_the_template_is_in_a_wheel() -> None:
-    assert 'package_data={"megatron_ampipe.tools": ["*.j2"]}' in (ROOT / "setup.py").read_text()
 
 
 def test_megatron_refuses_a_value_of_a_file_with_its_line(

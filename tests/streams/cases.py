@@ -1,7 +1,5 @@
 """The runs on the modelled device, as data: all kinds of blocks, and random orders of stages."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -27,7 +25,19 @@ from megatron_ampipe.schedule import (
     with_memory,
 )
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE, INTRA
-from tests.dist.cases import AUX, ONCE_PER_NODE, PARITY, TIGHT, TOP2, Case, Z
+from tests.dist.cases import (
+    ALLGATHER,
+    AUX,
+    MOE_AGAIN,
+    ONCE_PER_NODE,
+    PARITY,
+    SHARED,
+    TIGHT,
+    TOP2,
+    TP,
+    Case,
+    Z,
+)
 
 IssueOrder = Callable[..., tuple[tuple[str, Stage], ...]]
 """As ``schedule.issue_order``."""
@@ -51,25 +61,17 @@ class Run(NamedTuple):
     """In place of ``schedule.issue_order``."""
 
 
-TENSOR = {
-    "tensor_model_parallel_size": RANKS, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": RANKS
-}  # fmt: skip
-
-
 def block(*, local_experts: int = 1, **fields: object) -> Case:
     """A block with ``local_experts`` experts on each rank."""
     model = {"num_moe_experts": RANKS * local_experts} | fields.pop("model", {})  # type: ignore[operator]
     return Case("block", world_size=RANKS, executor="cuda", model=model, **fields)  # type: ignore[arg-type]
 
 
-RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-SHARED = {"moe_shared_expert_intermediate_size": 48}
-ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 LOSSES = AUX | Z | TOP2
 VARIANTS = {
     "plain": {},
-    "shared-recompute": SHARED | RECOMPUTE,
-    "allgather-recompute": ALLGATHER | RECOMPUTE,
+    "shared-recompute": SHARED | MOE_AGAIN,
+    "allgather-recompute": ALLGATHER | MOE_AGAIN,
     "capacity-losses": TIGHT | LOSSES,
 }
 
@@ -95,8 +97,9 @@ def runs() -> Iterator[Run]:
         # The split of the sequence and the attention kernel make no difference here. Stand-ins of DeepEP and
         # HybridEP are of real ranks, and those of fused kernels no kernels; a ring and ids of tensor-parallel
         # rows are not modelled.
-        left_out = ("degree", "length", "kernel", "only", "flex", "fused", "gate-hash", "gate-ids")
-        told = case.name.startswith(left_out) or case.pipeline.is_stock or case.needs_several_ranks
+        left_out = ("degree", "length", "kernel", "only", "fused", "gate-hash", "gate-ids")
+        told = case.name.startswith(left_out) or case.pipeline.is_stock
+        told = told or case.model.get("moe_token_dispatcher_type") == "flex"
         told = told or "context_parallel_size" in case.parallel or case.world_size > RANKS_OF_NODES
         if case.executor == "thread" and not told:
             yield Run(f"parity-{case.name}", dataclasses.replace(case, executor="cuda", kernel="exact"))
@@ -130,7 +133,7 @@ def runs_of_shares() -> Iterator[Run]:
 def runs_of_rows() -> Iterator[Run]:
     """Tensor-parallel ranks that gather and scatter rows on their lane, with named and with random orders."""
     model = {"add_bias_linear": True} | LOSSES
-    rows = block(parallel=TENSOR, layers="mdm", stack=0, model=model)
+    rows = block(parallel=TP, layers="mdm", stack=0, model=model)
     yield Run("rows-in-flight", rows, in_flight=3)
     yield Run("rows-late", rows, issue=lazy_issue)
     features = BlockFeatures(losses=True, chunked_qkv=True, row_links="network", gathers_rows=True)
@@ -145,7 +148,7 @@ def random_runs() -> Iterator[Run]:
         shared, losses, top2, recompute = (chooser.random() < 0.5 for _ in range(4))
         model = (SHARED if shared else {}) | (AUX if losses else {}) | (TOP2 if top2 else {})
         keeps = number % 5 == 0
-        model |= RECOMPUTE if keeps and recompute else {}
+        model |= MOE_AGAIN if keeps and recompute else {}
         case = block(local_experts=chooser.choice((1, 2)), model=model)
         features = BlockFeatures(losses=losses, shared=shared, chunked_qkv=True)
         memories = (KEEP,) if keeps else tuple(STRATEGIES)

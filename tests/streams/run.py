@@ -1,7 +1,5 @@
 """Runs real blocks through ``CudaExecutor`` on the modelled device."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

@@ -8,8 +8,6 @@ an operation follow from its schema, so new stages need no change here.
 Temporaries inside kernels and inside NCCL are not tracked, because they do not exist in a CPU run.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Iterator, Sequence

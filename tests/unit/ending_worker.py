@@ -3,8 +3,6 @@
 One process imports torch and forks a child for each. Run by :mod:`.test_ending`.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -23,7 +21,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import ending
 
 FOLDER = Path(sys.argv[1])
-MEGATRON: Any = ModuleType("megatron.training.global_vars")
+MEGATRON: Any = ModuleType("megatron.training")
 MEGATRON.get_args = lambda: SimpleNamespace(load="/loaded")
 
 
@@ -106,22 +104,16 @@ def lose_a_peer() -> int:
     raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [10.0.0.1]:1")
 
 
-WAYS: dict[str, Callable[[], int]] = {
-    "fail": fail,
-    "refuse": refuse,
-    "refuse_on_another_rank": refuse_on_another_rank,
-    "meet_nowhere": meet_nowhere,
-    "fill_disk": fill_disk,
-    "fail_to_load": fail_to_load,
-    "run_out_of_memory_in_loading": run_out_of_memory_in_loading,
-    "fail_by_ourselves_in_loading": fail_by_ourselves_in_loading,
-    "wait_for_a_worker": wait_for_a_worker,
-    "leave_as_megatron": leave_as_megatron,
-    "leave_as_script": leave_as_script,
-    "be_interrupted": be_interrupted,
-    "finish": lambda: 0,
-    "lose_a_peer": lose_a_peer,
-}
+def finish() -> int:
+    return 0
+
+
+FUNCTIONS: tuple[Callable[[], int], ...] = (
+    *(fail, refuse, refuse_on_another_rank, meet_nowhere, fill_disk, fail_to_load),
+    *(run_out_of_memory_in_loading, fail_by_ourselves_in_loading, wait_for_a_worker, leave_as_megatron),
+    *(leave_as_script, be_interrupted, finish, lose_a_peer),
+)
+WAYS = {function.__name__: function for function in FUNCTIONS}
 
 
 def start(name: str) -> int:
@@ -133,7 +125,7 @@ def start(name: str) -> int:
     os.dup2(output, 2)
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(FOLDER / f"{name}.json")
     # In place of Megatron, whose import takes long.
-    sys.modules["megatron.training.global_vars"] = MEGATRON
+    sys.modules["megatron.training"] = MEGATRON
     code: Any = 99
     try:
         code = ending.run_to_end(WAYS[name])

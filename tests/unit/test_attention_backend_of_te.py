@@ -1,7 +1,5 @@
 """Transformer Engine chooses a backend of attention once per shape; a stand-in counts its choices."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import types
@@ -90,10 +88,3 @@ def test_it_chooses_anew_for_other_parameters(latest: dict[str, Any]) -> None:
     core.fp8_meta["recipe"] = "second"
     attend(core)
     assert core.choices == 12
-
-
-def test_a_version_that_keeps_its_choice_elsewhere_is_left_alone(latest: dict[str, Any]) -> None:
-    core = Attention(latest)
-    sys.modules["transformer_engine.pytorch.attention.dot_product_attention"]._attention_backends = {}
-    attend(core)
-    assert core.choices == 4

@@ -2,8 +2,6 @@
 the packages as fakes with their documented signatures. Their results on a GPU are tested in tests/gpu.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,23 +73,21 @@ class Computing(Called):
         cudnn = "cudnn" in str(function)
         if "scaled_dot_product" not in str(function):
             return function(*args, **kwargs)
-        rows_first = [named[name].permute(2, 0, 1, 3) for name in ("query", "key", "value")]
+        query, key, value = (named[name] for name in ("query", "key", "value"))
         causal, scale = named["is_causal"], kwargs["scale"]
         assert named["dropout_p"] == 0.0
         # Through torch, cuDNN's causal mask is aligned to the top left only.
-        assert not (cudnn and causal) or len(rows_first[0]) == len(rows_first[1])
+        assert not (cudnn and causal) or query.shape[2] == key.shape[2]
         if "backward" not in str(function):
-            output, lse = reference_pieces.forward(*rows_first, causal=causal, scale=scale)
+            output, lse = reference_pieces.forward(query, key, value, causal=causal, scale=scale)
             lse = lse.unsqueeze(-1) if cudnn and self._lse_dimensions == 4 else lse
-            return output.permute(1, 2, 0, 3), lse, None, None, 1, 1, *self._random, None
-        assert (named["max_q"], named["max_k"]) == (len(rows_first[0]), len(rows_first[1]))
+            return output, lse, None, None, 1, 1, *self._random, None
+        assert (named["max_q"], named["max_k"]) == (query.shape[2], key.shape[2])
         assert named["philox_seed"] is self._random[0] and named["philox_offset"] is self._random[1]
         lse = named["logsumexp"]
         assert lse.is_contiguous() and lse.dim() == (self._lse_dimensions if cudnn else 3)
-        gradient, output = (named[name].permute(2, 0, 1, 3) for name in ("grad_out", "out"))
-        lse = lse.reshape(lse.shape[:3])
-        found = reference_pieces.backward(gradient, *rows_first, output, lse, causal=causal, scale=scale)
-        return tuple(x.permute(1, 2, 0, 3) for x in found)
+        given = named["grad_out"], query, key, value, named["out"], lse.reshape(lse.shape[:3])
+        return reference_pieces.backward(*given, causal=causal, scale=scale)
 
 
 FLASH_2, CUDNN = "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"

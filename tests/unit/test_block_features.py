@@ -1,7 +1,5 @@
 """What a block contains: one answer from a model file, from arguments and from a layer's configuration."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from pathlib import Path

@@ -11,7 +11,6 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import (
     Chunk,
     Pipeline,
-    SequenceLayout,
     Span,
     chunk_sequence,
     parse_shares,
@@ -36,16 +35,6 @@ def test_chunks_cover_the_sequence_in_order_and_differ_by_a_quarter_at_most(rows
     else:
         assert max(found) - min(found) <= 1
         assert found == sorted(found, reverse=True)
-
-
-@pytest.mark.parametrize("tensor_ranks", [1, 2])
-@pytest.mark.parametrize("context_ranks", [1, 2])
-def test_tiles_are_of_the_rows_of_a_rank(tensor_ranks: int, context_ranks: int) -> None:
-    layout = SequenceLayout(tensor_ranks=tensor_ranks, context_ranks=context_ranks)
-    chunks = chunk_sequence(2048 * tensor_ranks * context_ranks, degree=3, layout=layout)
-    assert lengths(chunks) == [768, 640, 640]
-    for chunk in chunks:
-        assert [span.global_start % 128 for span in chunk.queries] == [0] * len(chunk.queries)
 
 
 def test_shares_go_to_the_nearest_tile_where_every_chunk_has_four() -> None:

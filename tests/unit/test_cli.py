@@ -1,7 +1,5 @@
 """The ``ampipe`` command: exit codes, output, and imports."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,13 +1,9 @@
 """What travels in place of rows: wires, and which rows are sent where similar ones are condensed."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
-from megatron_ampipe.block.named_values import check_threshold, check_wire
+from megatron_ampipe.block.named_values import check_threshold
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.codecs import Condenser, Trip, load_wire
 from megatron_ampipe.launch.recording import compared_rows
@@ -65,7 +61,6 @@ def test_what_is_not_finite_stays_visible_and_no_rows_are_no_rows() -> None:
 )
 def test_other_names_are_refused(name: str, message: str) -> None:
     with pytest.raises(BadInput, match="--ampipe-wire") as caught:
-        check_wire(name)
         load_wire(name)
     assert message in str(caught.value)
 
@@ -76,63 +71,13 @@ def test_a_threshold_is_a_cosine(value: float) -> None:
         check_threshold(value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"condense": 0.9, "pipeline": Pipeline.of(4, exchange=Exchange.RANKS)},
-            "Use --ampipe-exchange rows, or leave --ampipe-condense out.",
-        ),
-        (
-            {"condense": 0.9, "pipeline": Pipeline.of(2, memory="keep/redispatch")},
-            "Use --ampipe-memory rebuild, or leave --ampipe-condense out.",
-        ),
-    ],
-)
-def test_settings_that_cannot_be_combined(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput) as caught:
-        AMPipeConfig(**settings)
-    assert message in str(caught.value)
-
-
-def rows_of(*angles: float) -> torch.Tensor:
-    """Rows whose cosine is that of the difference of their angles, in degrees; of different lengths."""
-    radians = torch.tensor(angles).deg2rad()
-    return torch.stack([radians.cos(), radians.sin()], dim=1) * torch.arange(1.0, len(angles) + 1)[:, None]
-
-
-def test_a_row_takes_the_result_of_the_earliest_row_that_goes() -> None:
-    # 20 degrees are similar. 15 follows 0, so 30 has none to follow and goes; 12 follows the first of two.
-    routing_map = torch.ones(5, 1, dtype=torch.bool)
-    condenser = Condenser(float(torch.tensor(20.0).deg2rad().cos()))
-    found = condenser.condense(rows_of(0, 15, 30, 12, 90), routing_map, batch=1, counted=True)
-    assert found.sent.tolist() == [0, 2, 4]
-    assert found.sent[found.place].tolist() == [0, 0, 2, 0, 4]
-    assert found.counts.tolist() == [3]
-    assert condenser.take_share() == 1 - 3 / 5
-    assert condenser.take_share() is None
-
-
-def test_only_rows_of_one_expert_and_one_sequence_are_compared() -> None:
-    # Tokens 0 and 2 are of sequence 0, tokens 1 and 3 of sequence 1; all are equal. Token 2 has two experts.
-    routing_map = torch.tensor([[1, 0], [1, 0], [1, 1], [0, 1]], dtype=torch.bool)
-    rows = torch.ones(5, 3)
-    found = Condenser(1.0).condense(rows, routing_map, batch=2, counted=False)
-    # Sorted by expert: tokens 0, 1, 2 of expert 0, then tokens 2, 3 of expert 1.
-    assert found.sent.tolist() == [0, 1, 3, 4]
-    assert found.place.tolist() == [0, 1, 0, 2, 3]
-    assert found.counts.tolist() == [2, 2]
-
-
-def test_later_rows_change_nothing_before_them() -> None:
-    generator = torch.Generator().manual_seed(2)
-    rows = torch.randn(40, 3, generator=generator)
-    routing_map = torch.ones(40, 1, dtype=torch.bool)
-    whole = Condenser(0.8).condense(rows, routing_map, batch=1, counted=False)
-    part = Condenser(0.8).condense(rows[:25], routing_map[:25], batch=1, counted=False)
-    taken = whole.sent[whole.place]
-    assert torch.equal(taken[:25], part.sent[part.place])
-    assert (taken <= torch.arange(40)).all() and 0 < len(whole.sent) < 40
+def test_settings_that_cannot_be_combined() -> None:
+    for pipeline, remedy in (
+        (Pipeline.of(4, exchange=Exchange.RANKS), "Use --ampipe-exchange rows,"),
+        (Pipeline.of(2, memory="keep/redispatch"), "Use --ampipe-memory rebuild,"),
+    ):
+        with pytest.raises(BadInput, match=f"{remedy} or leave --ampipe-condense out"):
+            AMPipeConfig(condense=0.9, pipeline=pipeline)
 
 
 def test_the_recorder_counts_the_rows_that_go_of_one_expert() -> None:

@@ -1,7 +1,5 @@
 """Hardware queues: what AMPipe sets, what it says, and that Megatron's demand for one queue is lifted."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io
@@ -17,7 +15,6 @@ from megatron.training import arguments
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections, flags
-from megatron_ampipe.launch.flags import LIFTS_ONE_CONNECTION, SWITCHED_OFF
 from megatron_ampipe.launch.pretrain import check_launch
 from megatron_ampipe.tools import doctor_command
 from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE
@@ -102,9 +99,3 @@ def test_the_doctor_says_what_one_queue_does(monkeypatch: pytest.MonkeyPatch) ->
     (note,) = doctor_command.notes_on_variables(os.environ, has_gpu=True)
     assert note.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1: one hardware queue") and connections.EXPORT in note
     assert connections.warning(connections.QUEUES) == ""
-
-
-def test_the_flag_that_lifts_the_demand_is_switched_off_like_the_others() -> None:
-    assert f"--{LIFTS_ONE_CONNECTION.replace('_', '-')}" in SWITCHED_OFF
-    assert getattr(parse(*DEGREE_4), LIFTS_ONE_CONNECTION) is True
-    assert not hasattr(parse(), LIFTS_ONE_CONNECTION)

@@ -4,19 +4,18 @@ Nothing but plans is run: a command in a ``sh`` block has to be one of ``COMMAND
 arguments have to parse.
 """
 
-from __future__ import annotations
-
 import argparse
+import importlib.util
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from megatron_ampipe.cli import TOOLS, main, parse
+from megatron_ampipe.cli import TOOLS, build_parser, main, parse
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.launch import flags
-from tests.help_examples import help_examples
+from tests.supported import flags_table, render
 from tests.unit.test_routing import eight_experts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +25,7 @@ PAGE_IDS = [path.relative_to(ROOT).as_posix() for path in PAGES]
 COMMANDS = (
     *(f"./scripts/{name}.sh" for name in ("quickstart", "test", "gpu_check")),
     "pip install -e .",
+    "python -m build --no-isolation",
     *(f"ampipe {tool}" for tool in TOOLS),
     "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.cli doctor",
     "torchrun --nproc-per-node 8 -m megatron_ampipe.cli profile",
@@ -103,6 +103,20 @@ def test_pages_are_as_short_as_they_should_be_and_the_log_is_indexed() -> None:
     assert days and re.findall(r"\]\((2[\d-]+\.md)\)", index) == days
 
 
+def help_examples(tool: str | None) -> list[list[str]]:
+    """The arguments after ``ampipe`` of every example in a tool's help; for None, in ``ampipe --help``."""
+    parser = build_parser(tool)
+    if tool is not None:
+        (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+        parser = commands.choices[tool]
+    lines = [line.strip() for line in str(parser.epilog).partition("examples:\n")[2].splitlines()]
+    commands = [line for line in lines if re.match(r"(ampipe|torchrun .* -m megatron_ampipe\.cli) ", line)]
+    # The text after two spaces is a description of the command.
+    found = [part for line in commands for part in re.split(r"\s{2,}", line)[0].split(" && ")]
+    words = [shlex.split(command) for command in found]
+    return [each[1 if each[0] == "ampipe" else each.index("megatron_ampipe.cli") + 1 :] for each in words]
+
+
 @pytest.mark.parametrize("tool", [None, *TOOLS])
 def test_every_example_of_help_parses(tool: str | None) -> None:
     """Examples of ``ampipe plan`` are also run, below, and those of ``ampipe config`` in test_settings.py."""
@@ -136,3 +150,23 @@ def test_usage_lists_every_environment_variable_of_ours() -> None:
     used = {name for path in sources for name in re.findall(r"\bAMPIPE_[A-Z_]+", path.read_text())}
     documented = set(re.findall(r"\bAMPIPE_[A-Z_]+", (ROOT / "docs" / "usage.md").read_text()))
     assert documented == used
+
+
+def test_generated_pages_and_tables_are_up_to_date() -> None:
+    supported, usage = (ROOT / "docs" / f"{name}.md" for name in ("supported", "usage"))
+    assert supported.read_text() == "\n".join(render()) + "\n", "run: python -m tests.supported"
+    table = "\n".join(flags_table())
+    assert f"\n{table}\n" in usage.read_text(), "run: python -m tests.supported flags"
+
+
+def test_figures_are_those_of_the_measurements_and_a_page_refers_to_each() -> None:
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs/measured/figures.py")
+    assert spec is not None and spec.loader is not None
+    figures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    documents, readme = figures.read_all(), (ROOT / "README.md").read_text()
+    assert figures.page(documents) == (ROOT / "docs/figures.md").read_text(), f"run {figures.COMMAND}"
+    assert figures.with_summary(readme, documents) == readme, f"run {figures.COMMAND}"
+    for title, (_, page, _) in figures.CLAIMS.items():
+        linked = re.findall(r"figures\.md#([\w-]+)", (ROOT / "docs" / page).read_text())
+        assert title.lower().replace(" ", "-") in linked, f"{page} has no link to {title}"

@@ -3,8 +3,6 @@
 Packages are small stand-ins that come first on the path; ranks are tested in tests/dist/test_doctor.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -102,22 +100,6 @@ def test_variables() -> None:
     one, blocking = notes_on(harmful, has_gpu=True)
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=32" in one
     assert blocking.startswith("CUDA_LAUNCH_BLOCKING=1: every kernel is waited for")
-
-
-def test_ranks_that_differ_are_found() -> None:
-    equal = [{"torch": "2.9", "NCCL_ALGO": "Ring"}] * 3
-    assert doctor_ranks.differences(equal) == {}
-    assert doctor_ranks.differences([*equal, {"torch": "2.8"}, {"NCCL_ALGO": "Ring"}]) == {
-        "torch": {"2.9": [0, 1, 2], "2.8": [3], "(not there)": [4]},
-        "NCCL_ALGO": {"Ring": [0, 1, 2, 4], "(not there)": [3]},
-    }
-
-
-def test_hidden_share() -> None:
-    hidden_share = doctor_ranks.hidden_share
-    assert [hidden_share(1.0, 2.0, seconds) for seconds in (2.7, 2.5)] == pytest.approx([0.3, 0.5])
-    # Noise must not give more than the possible maximum, nor less than none.
-    assert (hidden_share(1.0, 1.0, 0.9), hidden_share(1.0, 1.0, 2.4)) == (1.0, 0.0)
 
 
 def test_no_overlap_on_a_gpu_is_a_problem() -> None:

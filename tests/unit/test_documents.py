@@ -1,7 +1,5 @@
 """Documents that share a sequence: every kernel against a mask."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -12,33 +10,12 @@ from torch import Tensor
 from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import KERNELS, Kernel, choose_kernel
 from megatron_ampipe.runtime.segment import KeyValueSums
-from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
+from megatron_ampipe.schedule import Span, chunk_sequence
 from megatron_ampipe.schedule.chunks import Documents
 from tests.reference_pieces import settings_of_plain_attention
 
 LENGTH = 40
 DOCUMENTS = Documents(((0, 1, 2, 17, 39), (0,), (0, 20)), LENGTH, own_positions=True)
-LAYOUTS = {
-    "plain": SequenceLayout(),
-    "tensor-ranks": SequenceLayout(tensor_ranks=2),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("degree", [1, 3, 8])
-def test_every_row_sees_its_own_document(layout: str, degree: int) -> None:
-    for chunk in chunk_sequence(LENGTH, degree=degree, layout=LAYOUTS[layout]):
-        rows = [span.global_start + row for span in chunk.queries for row in range(span.length)]
-        seen: dict[tuple[int, int], range] = {}
-        for one in DOCUMENTS.rows_of(chunk.queries):
-            for place in range(one.num_rows):
-                last = one.last_key - one.num_rows + place + 1
-                seen[one.sequence, rows[one.first_row + place]] = range(one.first_key, last)
-        assert seen == {
-            (sequence, row): range(max(start for start in starts if start <= row), row + 1)
-            for sequence, starts in enumerate(DOCUMENTS.starts)
-            for row in rows
-        }
 
 
 def masked(query: Tensor, key: Tensor, value: Tensor, spans: tuple[Span, ...]) -> Tensor:

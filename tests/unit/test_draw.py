@@ -1,7 +1,5 @@
 """``ampipe draw``: selection of spans, contents of the pictures, predictions, and refused input."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.files.timeline import PREDICTED, StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
-from megatron_ampipe.tools.draw_command import compare, first_pass, sharing_layers, usual_iteration
+from megatron_ampipe.tools.draw_command import first_pass, usual_iteration
 
 PNG = b"\x89PNG\r\n"
 
@@ -107,14 +105,6 @@ def test_default_is_a_typical_iteration_and_the_first_layer_that_communicates(
     )
 
 
-def test_a_rank_without_the_layer_is_left_out(tmp_path: Path, drawn: dict[str, Any]) -> None:
-    trace(0, layers=(1, 2)).write_chrome(tmp_path / "rank0.trace.json")
-    trace(1, layers=(3, 4)).write_chrome(tmp_path / "rank1.trace.json")
-    for words, layers in ((["--layer", "4", "--iteration", "1"], [4]), ([], [2, 3])):
-        assert main(["draw", str(tmp_path), "--output", str(tmp_path / "p"), *words]) == 0
-        assert [timeline.spans[0].layer for timeline in drawn["timelines"]] == layers
-
-
 def stacks(rank: int) -> Timeline:
     """A dense layer, then two stacks of layers 2 to 4 and 5 to 6, whose layers begin before others end."""
     spans: list[StageSpan] = []
@@ -146,17 +136,6 @@ def test_layers_that_share_a_schedule_are_drawn_together(
     assert f"(layers {min(layers)}-{max(layers)})" in capsys.readouterr().out
 
 
-def test_layers_one_after_another_share_no_schedule() -> None:
-    spans = [
-        span
-        for layer in (1, 2, 3)
-        for span in one_pass(9000.0 * layer, layer=layer, direction="forward", iteration=1)
-    ]
-    assert sharing_layers(2, spans) == {2}
-    # A transfer that goes on while the next layer computes shares nothing.
-    assert sharing_layers(2, [*spans, StageSpan("comm", "reduce.0", "forward", 1, 1, 17_000, 20_000)]) == {2}
-
-
 def test_pictures_are_written_whole_and_the_same_each_time(traces: Path, tmp_path: Path) -> None:
     def pictures() -> tuple[bytes, bytes]:
         assert main(["draw", str(traces), "--output", str(tmp_path / "out" / "run.v1")]) == 0
@@ -170,12 +149,6 @@ def test_pictures_are_written_whole_and_the_same_each_time(traces: Path, tmp_pat
     expected = "rank 0, rank 1, compute, comm, chunk 0, chunk 1, whole block, 50% hidden"
     assert set(expected.split(", ")) <= set(texts)
     assert (svg, png) == pictures()
-
-
-def test_stages_of_no_length_and_many_chunks_can_be_drawn(tmp_path: Path) -> None:
-    spans = [StageSpan("compute", f"attention.{chunk}", "forward", 1, 1, 5.0, 5.0) for chunk in range(32)]
-    Timeline(0, tuple(spans)).write_chrome(tmp_path / "rank0.trace.json")
-    assert main(["draw", str(tmp_path), "--output", str(tmp_path / "p")]) == 0
 
 
 @pytest.mark.parametrize(
@@ -233,53 +206,9 @@ def test_every_rank_is_drawn_with_the_prediction_under_it(
     assert rows == [f"{direction} {kind} 2.00" for direction in ("forward", "backward") for kind in kinds]
 
 
-def figures_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures that are drawn, once for each file; the files are empty."""
-    figures: list[Any] = []
-
-    def keep(figure: Any, path: Path, **how: object) -> None:
-        figures.append(figure)
-        path.touch()
-
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", keep)
-    return figures
-
-
-def texts_of(figure: Any) -> set[str]:
-    lines = [*figure.texts, *(axes.yaxis.label for axes in figure.axes), *figure.legends[0].get_texts()]
-    return {line for text in lines for line in text.get_text().split("\n")}
-
-
-def test_the_picture_names_both_and_aligns_them(traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = figures_of(monkeypatch)
-    assert draw(traces) == 0
-    assert {"rank 0", "rank 1", "predicted", "layer 2", "layer 1", "50% hidden"} <= texts_of(figures[0])
-    # Two directions of four timelines. The longer of the two sets the scale: 8 ms of either direction.
-    assert [axes.get_xlim() for axes in figures[0].axes] == [(0, 8)] * 8
-    ends = [max(c.get_datalim(axes.transData).x1 for c in axes.collections) for axes in figures[0].axes]
-    assert ends == pytest.approx([8, 8, 4, 4] * 2, abs=0.05)
-
-
 def two_layers() -> Timeline:
     one = prediction()
     return replace(one, spans=one.spans + tuple(replace(span, layer=2) for span in one.spans))
-
-
-def test_layers_that_share_a_schedule_have_a_strip_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures = figures_of(monkeypatch)
-    timeline_picture.draw([two_layers()], targets=[tmp_path / "a.png"], title="")
-    assert {"strip: layer 1", "strip: layer 2", "layers 1-2"} <= texts_of(figures[0])
-
-
-def test_the_mean_is_over_the_ranks_that_ran_a_direction() -> None:
-    slow = Timeline(1, (StageSpan("compute", "qkv", "forward", 1, 1, 0.0, 3000.0),), LABELS)
-    fast = Timeline(0, (StageSpan("compute", "qkv", "backward", 1, 1, 0.0, 9000.0),), LABELS)
-    for ran, times in (([slow, fast], ["3.000", "9.000"]), ([slow], ["3.000"])):
-        table = compare(prediction(), ran)
-        stages, measured = (list(table.columns[index].cells) for index in (1, 3))
-        assert [time for stage, time in zip(stages, measured, strict=True) if stage == "qkv"] == times
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """How a process of a launch ends: exit code, last output, and the error that torchrun prints."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

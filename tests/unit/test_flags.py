@@ -1,7 +1,5 @@
 """AMPipe's own flags: that the names of settings are those of the flags, and to what they resolve."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path
@@ -15,16 +13,13 @@ from megatron_ampipe.launch import flags
 from megatron_ampipe.launch.flags import config_from_args
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
-    ALL_LAYERS,
     KEEP,
-    SCHEDULE_NAMES,
     BlockFeatures,
     Exchange,
     NodeLayout,
     Pipeline,
     build,
     period,
-    stack_to_text,
     useful_exchanges,
     with_memory,
 )
@@ -37,12 +32,6 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def parse(*words: str) -> AMPipeConfig:
     return config_from_args(parsed(*words))
-
-
-def test_choices_are_those_of_the_schedules() -> None:
-    assert SETTING["schedule"].choices == SCHEDULE_NAMES
-    assert SETTING["exchange"].choices == (*Exchange, "auto")
-    assert SETTING["memory"].default == KEEP and SETTING["stack"].default == stack_to_text(ALL_LAYERS)
 
 
 @pytest.mark.parametrize("name", ["plan", "trace_dir", "stack", "memory_budget", "router"])
@@ -122,7 +111,7 @@ def test_a_plan_file_is_run_where_the_flags_do_not_say_otherwise(plan_file: str)
     for words in ("--ampipe-stack 4", "--ampipe-memory keep", "--ampipe-exchange rows"):
         with pytest.raises(BadInput, match=f"{words}: is not that of the plan in"):
             parse(*restart, *words.split())
-        with pytest.raises(BadInput, match=f"{words}: is what the plan .* says"):
+        with pytest.raises(BadInput, match=f"{words}: conflicts with the plan .*, which says it"):
             parse("--ampipe-plan", plan_file, *words.split())
 
 
@@ -151,10 +140,7 @@ BUDGET = "--ampipe-memory auto --ampipe-memory-budget"
             "--ampipe-memory rebuild --ampipe-memory-budget 1GiB",
             "--ampipe-memory-budget 1GiB: requires --ampipe-memory auto. Add --ampipe-memory auto, or",
         ),
-        *(
-            (f"{BUDGET} {size}", "is not a size above 0 in MiB or GiB")
-            for size in ("60", "60GB", "0GiB", "nan", "9" * 5000 + "GiB")
-        ),
+        *((f"{BUDGET} {size}", "is not a size above 0 in MiB or GiB") for size in ("60GB", "0GiB", "nan")),
     ],
 )
 def test_a_budget_is_a_size_that_chooses(words: str, rule: str) -> None:
@@ -170,16 +156,6 @@ def test_what_changes_numbers_needs_pipelined_layers_of_a_fixed_degree(setting: 
             parse(*setting.split(), *words.split())
     with pytest.raises(BadInput, match=f"^{setting}: changes numbers, so degrees that are tried in training"):
         parse(*setting.split(), "--ampipe-degree", "auto")
-
-
-def test_one_chunk_with_another_exchange_is_not_stock(tmp_path: Path) -> None:
-    assert parse("--ampipe-exchange", "ranks", "--ampipe-trace-dir", str(tmp_path)).pipelined
-    with pytest.raises(
-        BadInput, match="--ampipe-schedule moe-only: has no effect at --ampipe-degree 1, which is"
-    ):
-        parse("--ampipe-exchange", "ranks", "--ampipe-schedule", "moe-only")
-    with pytest.raises(BadInput, match="--ampipe-exchange auto: requires --ampipe-degree auto"):
-        parse("--ampipe-exchange", "auto")
 
 
 def test_ranks_of_a_node_are_those_of_the_flag_or_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

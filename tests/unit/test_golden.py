@@ -1,7 +1,5 @@
 """Schedules and plans equal the golden texts byte by byte; predicted figures to 1e-9."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

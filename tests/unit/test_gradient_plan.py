@@ -1,7 +1,5 @@
 """How gradients are reduced with a plan: buckets, a pass with reductions. Golden plans hold the figures."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 With ``--recompute-modules moe_act`` in a stage of AMPipe, compared with the module on its own, bit by bit.
 """
 
-from __future__ import annotations
-
 import gc
 import types
 import weakref

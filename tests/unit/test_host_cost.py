@@ -1,7 +1,5 @@
 """What a layer costs the host over Megatron's layer, in counts that are the same every time."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,13 +1,17 @@
 """Which layers of a hybrid model are pipelined, and what a model without such layers is told."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_ampipe.block.hybrid_pattern import HybridPattern, runs_of_pairs
+from megatron_ampipe.block.hybrid_pattern import runs_of, runs_of_pairs, stages_of
 from megatron_ampipe.launch.refusals import REFUSALS
+
+UNEVEN = {
+    "pipeline_model_parallel_size": 3,
+    "decoder_first_pipeline_num_layers": 2,
+    "decoder_last_pipeline_num_layers": 3,
+}
 
 
 @pytest.mark.parametrize(
@@ -32,18 +36,17 @@ def test_runs_of_pairs(layers: str, runs: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize(
     ("text", "sizes", "stages"),
     [
-        ("*E|M*/E*", {"stages": 2}, ("*E", "M*")),
-        ("*EM*EM", {"stages": 2}, ("*EM", "*EM")),
-        ("*E*E*EM", {"stages": 3, "first": 2, "last": 3}, ("*E", "*E", "*EM")),
+        ("*E|M*/E*", {"pipeline_model_parallel_size": 2}, ("*E", "M*")),
+        ("*EM*EM", {"pipeline_model_parallel_size": 2}, ("*EM", "*EM")),
+        ("*E*E*EM", UNEVEN, ("*E", "*E", "*EM")),
     ],
 )
 def test_pipeline_stages(text: str, sizes: dict[str, int], stages: tuple[str, ...]) -> None:
-    assert HybridPattern.of(text, **sizes).stages == stages
+    assert stages_of(SimpleNamespace(hybrid_layer_pattern=text, **sizes)) == stages
 
 
 def test_dense_pairs_are_known() -> None:
-    pattern = HybridPattern.of("*-*EM*E|*EM")
-    assert pattern.runs == ((False, True), (True,), (True,))
+    assert runs_of(("*-*EM*E", "*EM")) == ((False, True), (True,), (True,))
 
 
 @pytest.mark.parametrize(

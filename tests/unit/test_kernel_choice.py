@@ -1,7 +1,5 @@
 """The attention kernel that is chosen for a layer and device, and the reasons against faster ones."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

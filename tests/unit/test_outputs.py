@@ -1,9 +1,5 @@
 """Output files of tools: checked before the work begins, and written atomically."""
 
-from __future__ import annotations
-
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +85,6 @@ def test_a_full_disk_ends_with_3_and_a_message(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_it_has_the_given_or_the_default_permissions(tmp_path: Path) -> None:
-    umask = os.umask(0o027)
-    try:
-        outputs.write_text(tmp_path / "plain", "x")
-        outputs.write_text(tmp_path / "script", "x", mode=0o755)
-    finally:
-        os.umask(umask)
-    assert stat.S_IMODE((tmp_path / "plain").stat().st_mode) == 0o640
-    assert stat.S_IMODE((tmp_path / "script").stat().st_mode) == 0o755
-
-
 def test_bench_keeps_its_result_when_the_file_is_lost_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,7 +99,7 @@ def test_bench_keeps_its_result_when_the_file_is_lost_meanwhile(
 
     monkeypatch.setattr(bench_command, "_measure", measured)
     monkeypatch.setattr(
-        "megatron_ampipe.tools.measuring.show.show", lambda document, console: print("the table")
+        "megatron_ampipe.tools.measuring.result.show", lambda document, console: print("the table")
     )
     assert main(["bench", "--json", str(folder / "x.json")]) == 3
     said = capsys.readouterr()

@@ -1,8 +1,8 @@
 """Partners: the order in which two passes share lanes, and how the two passes of a step meet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,11 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.host.torch_calls import HostStream
+from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
+from megatron_ampipe.plan.partners import as_megatron, best_together, simulated
+from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.plan.planner import make_plan
+from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.runtime import partners
+from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.partners import Partners
-from megatron_ampipe.schedule.partners import Partner, Task, together
-from megatron_ampipe.schedule.pipeline import Pipeline
+from megatron_ampipe.schedule import KEEP, Direction, Exchange, Partner, Pipeline, Program, program_from_text
+from megatron_ampipe.schedule.partners import Task, together
+from megatron_ampipe.tools.plan_command import UNNAMED
+from tests.plan_cases import cluster, sized_block
 
 LANES = ("compute", "comm")
 
@@ -122,6 +131,74 @@ def test_which_passes_of_a_step_have_a_partner(
     found = launched.partners_of(4, num_models, 2 if num_models > 1 else 4)
     shown = [f"{'f' if forward else '-'} {'b' if backward else '-'}" for forward, backward in found]
     assert shown == partners_of_passes
+
+
+PREDICTED = {
+    "dense, losses, shared": sized_block(shared_ffn=2048, losses=True, dense_ffn=8192),
+    "local, tensor-parallel": sized_block(tensor=2, local=True, splits_weights=True),
+    "recomputed": sized_block(recomputes=True, splits_weights=True),
+    "two hops": sized_block(experts=64, expert=16, topk=4, exchange=Exchange.NODES),
+}
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_what_the_planner_predicts_is_what_runs(name: str) -> None:
+    dense = (0,) if "dense" in name else ()
+    predictor = Predictor(PREDICTED[name], cluster("dgx-h100"), num_layers=3, dense=dense)
+    best, megatron = best_together(predictor, (1, 2)), as_megatron(predictor)
+    assert best.bound_us <= best.time_us <= megatron.time_us
+    for partner in (best.partner, megatron.partner, Partner(schedule=best.partner.schedule)):
+        program, _, _ = simulated(predictor, partner)
+        pipeline = Pipeline.of(1, stack=0, memory=KEEP, partner=partner)
+        of_pass = pipeline.with_partners(forward=True, backward=True)
+        tapes = compiled(
+            of_pass.schedule_of(predictor.layers),
+            predictor.layers,
+            chunks=of_pass.chunks(predictor.block.rows),
+            functions=[UNNAMED] * 3,
+            keep_graph=True,
+            host_waits=True,
+            threads=False,
+        ).passes
+        joint = partners.merged(tapes[Direction.BACKWARD], tapes[Direction.FORWARD], partner, host_waits=True)
+        lanes: dict[str, list[str]] = {}
+        for call in joint.calls:
+            lanes.setdefault(call.lane, []).append(str(call.stage))
+        assert lanes == {
+            lane: [str(program.stages[place]) for place in places] for lane, places in program.lanes
+        }
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster_name", "least"),
+    [("qwen3-30b-a3b-like", "dgx-h100", 1.20), ("deepseek-v2-lite", "dgx-h100", 1.15)],
+)
+def test_partners_pay_within_a_node(model: str, cluster_name: str, least: float) -> None:
+    source = cluster(cluster_name)
+    file = read_model(find_model(model))
+    layers = layers_of(file)
+    predictor = Predictor(block_of(file, source)[0], source, num_layers=layers.num_layers, dense=layers.dense)
+    plan = make_plan(predictor, full=False, with_partner=1.0)
+    assert plan.partner is not None and plan.predicted_speedup >= least
+    assert best_together(predictor, (1,)).bound_us >= 0.95 * 1e3 * plan.partner_ms
+
+
+def test_a_plan_with_partners_is_read_back_unchanged(tmp_path: Path) -> None:
+    plan = make_plan(Predictor(sized_block(topk=4), cluster(), num_layers=4), full=False, with_partner=1.0)
+    for period in (plan.partner.period, best_period()):
+        partner = replace(plan.partner, period=period)
+        replace(plan, partner=partner).write(tmp_path / "plan.yaml", head="a test")
+        assert Plan.read(tmp_path / "plan.yaml").pipeline().partner == partner
+    wrong = (tmp_path / "plan.yaml").read_text().replace("next:qkv.0", "next:qkw.0")
+    (tmp_path / "plan.yaml").write_text(wrong)
+    with pytest.raises(BadInput, match=r"plan\.yaml:\d+: schedule line 1 next:qkw\.0: is not a stage"):
+        Plan.read(tmp_path / "plan.yaml")
+
+
+def best_period() -> Program:
+    """That of Megatron, as text says it."""
+    stages = "next:expert.0@-1 expert.0 next:merge.0@-1 next:qkv.0 next:attention.0 route.0 qkv.0"
+    return program_from_text(f"compute: {stages}\ncomm: combine.0@1 next:combine.0\n", degree=1)
 
 
 class Step:

@@ -1,7 +1,5 @@
 """``ampipe patch`` on the sources of all supported Megatron versions, without importing them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

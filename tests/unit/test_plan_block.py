@@ -1,7 +1,5 @@
 """Model files without Megatron: the sizes of a block, and errors with file and line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +46,8 @@ def test_sizes_of_a_plain_model(tmp_path: Path) -> None:
     ("line", "parts"),
     [
         ("ampipe: 4", ["model.yaml:10: ampipe", "must hold AMPipe's settings"]),
+        ("ampipe:\n  degre: 4", ["model.yaml:11: degre: there is no such setting", "Did you mean degree?"]),
+        ("ampip:\n  degree: 4", ["model.yaml:10: ampip: is a section, and only 'ampipe:' is one"]),
         ("micro-batch-size: 0", ["micro-batch-size 0", "must be greater than or equal to 1"]),
         ("moe-expert-capacity-factor: much", ["must be a valid number"]),
         ("window-size: [128, 4]", ["attends to later keys"]),

@@ -1,7 +1,5 @@
 """Cluster files: built-in files, writing and reading back, and errors with their line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

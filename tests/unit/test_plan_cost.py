@@ -1,7 +1,5 @@
 """The cost model: values computed by hand, and how times depend on sizes."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """What a plan was made for, and its differences from a run."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ From the stored times of stages the simulator predicts the time of a pass, from 
 the memory model its peak. Nothing is copied by hand: every result counts that has such rows.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The search: never slower than named schedules, nearly optimal for small graphs, fast, deterministic."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Simulated timelines compared with values computed by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans of several layers that share a schedule: prediction, bound, and the search of a period."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,9 +1,8 @@
 """``ampipe plan``, and the plan file."""
 
-from __future__ import annotations
-
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +47,14 @@ def test_the_table_shows_the_choice_and_its_reason(model: Path, capsys: pytest.C
     assert re.search(r"flags: --ampipe-degree \d", shown.splitlines()[2])
     assert re.search(r"communication hidden: .*\d+% under partner", shown)
     assert re.search(r"partners, megatron-1f1b +│.*\n│ partners +│", shown) and "GiB" not in shown
+
+
+def test_the_first_line_of_a_plan_is_the_whole_command(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.yaml"
+    words = ["plan", "--model", str(model), "--cluster", "a800x8-20gbps", "--ranks", "16"]
+    words += ["--set", "seq-length=8192", "--output", str(output)]
+    assert main(words) == 0
+    assert output.read_text().splitlines()[0] == f"# {shlex.join(['ampipe', *words])}"
 
 
 def test_equation_10_of_mpipemoe_is_shown_next_to_the_simulation(
@@ -134,6 +141,7 @@ def test_an_error_in_a_plan_file_is_reported_with_its_line(
         (["--cluster", "nowhere"], "--cluster nowhere: is neither"),
         (["--set", "seq-length"], "is not FLAG=VALUE"),
         (["--degrees", "2,1"], "'1' is not a whole number of at least 2"),
+        (["--set", "fp8-format=hybrid"], "fp8-recipe (default): delayed scaling, Megatron's default, takes"),
         (["--exchange", "2dh"], "--exchange 2dh saves nothing in this layout"),
         (["--imbalance", "0.5"], "--imbalance 0.5: "),
         (["--stack", "some"], "must be a whole number of layers"),

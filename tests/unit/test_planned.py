@@ -1,7 +1,5 @@
 """What ``--ampipe-memory auto`` chooses, and that it says so."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

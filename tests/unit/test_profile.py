@@ -1,7 +1,5 @@
 """From samples to a cluster file, and predictions compared with measurements. Nothing is measured."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,7 @@ from megatron_ampipe.schedule import Direction, build, even_chunks, kinds
 from megatron_ampipe.tools.measuring.cluster_fit import (
     Sample,
     assemble,
-    factor_and_rest,
     fit,
-    slowest,
 )
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case
 
@@ -62,21 +58,6 @@ def test_lines_and_what_is_refused() -> None:
         fit(transfers("permute", [20.0, 40.0, 400.0, 160.0 * 2.5, 320.0]))
 
 
-def test_the_slowest_rank_counts() -> None:
-    reports = [{"a": {"b": us}, "samples": [Sample("gemm", {"alpha_us": 1.0}, 2 * us)]} for us in (1.0, 2.0)]
-    assert slowest(reports) == {"a": {"b": 2.0}, "samples": [Sample("gemm", {"alpha_us": 1.0}, 4.0)]}
-
-
-def test_what_a_stage_takes_more_is_a_factor_and_a_time() -> None:
-    expected = [1000.0, 2000.0, 4000.0, 8000.0]
-    more = [1.25 * us + 300 for us in expected]
-    assert factor_and_rest(expected, more) == pytest.approx((1.25, 300), rel=0.02)
-    # The model counts too much: nothing is taken away.
-    assert factor_and_rest(expected, [0.8 * us for us in expected]) == (1.0, 0.0)
-    # All equal: no factor can be told from a time.
-    assert factor_and_rest([500.0] * 4, [900.0] * 4) == pytest.approx((1.0, 400.0), abs=0.5)
-
-
 # A cluster from what a known one would have measured
 
 TRUTH = {
@@ -109,8 +90,8 @@ def samples_of_truth() -> list[Sample]:
 
 
 def report_of_truth() -> dict[str, Any]:
-    blank = {"stock": {"forward": 1.0, "backward": 1.0}, "stages": {}, "issue": 0.0}
-    around = {"2": {"forward": 900.0, "backward": 1200.0}}
+    blank = {"stock": {"forward": 1.0, "backward": 1.0}, "stages": {}}
+    around = {"forward": 900.0, "backward": 1200.0}
     report: dict[str, Any] = {
         "samples": samples_of_truth(),
         "slowdowns": {"compute_slowdown": 1.14, "communication_slowdown": 1.05, "latency_us": 300.0},
@@ -174,7 +155,6 @@ def test_a_known_cluster_comes_back(tmp_path: Path) -> None:
 def test_the_file_has_the_times_to_issue_a_stage_of_the_slowest_host(tmp_path: Path) -> None:
     reports = [report_of_truth(), report_of_truth()]
     for report, us in zip(reports, (50.0, 60.0), strict=True):
-        report["block"]["issue"] = 40.0
         report["issue_of"] = {way.value: {"qkv": us, "expert": 4 * us} for way in Direction}
     # Only one of the ranks did not wait for its device in this one.
     reports[1]["issue_of"]["forward"]["merge"] = 9.0

@@ -1,7 +1,5 @@
 """The pages, comments, docstrings and messages keep to the agreed wording."""
 
-from __future__ import annotations
-
 import io
 import re
 import tokenize

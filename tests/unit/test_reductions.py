@@ -3,8 +3,6 @@
 Where a schedule has them is in the golden texts.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable
@@ -95,18 +93,3 @@ def test_nothing_in_the_lane_shares_the_wire_with_a_reduction(empty: bool) -> No
     assert wire.shared >= {frozenset((f"{kind}.2", f"{kind}.1")) for kind in ("combine", "dispatch")}
     assert not any("reduce" in pair for pair in wire.shared)
     assert empty or frozenset(("combine.1", "dispatch.2")) not in wire.shared
-
-
-def test_what_a_reduction_fails_with_is_raised() -> None:
-    def failing() -> list[SimpleNamespace]:
-        raise ConnectionError("peer is gone")
-
-    ran = []
-
-    def run_stage(stage: Stage) -> Transfer:
-        ran.append(stage)
-        return Transfer((), begin=failing) if stage.kind == REDUCE else Transfer(())
-
-    with pytest.raises(ConnectionError, match="peer is gone"):
-        execute([Stage(REDUCE), Stage(kinds.DISPATCH, 0)], run_stage)
-    assert ran == [Stage(REDUCE)]

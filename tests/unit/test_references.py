@@ -3,8 +3,6 @@
 Names are read from the sources, and nothing is imported.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
@@ -16,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "megatron_ampipe").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FILES = [
+FILES = [str(path) for path in ROOT.glob("*.*")]
+FILES += [
     str(path) for top in ("megatron_ampipe", "docs", "scripts", "tests") for path in (ROOT / top).rglob("*.*")
 ]
 _ROLE = re.compile(r":(?:mod|func|class|meth|data|attr|exc):`~?\.*([\w.]+)`")

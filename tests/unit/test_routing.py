@@ -1,7 +1,5 @@
 """Files of a recorded routing: what they say, what is refused, and what ``ampipe`` makes of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

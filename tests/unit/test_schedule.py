@@ -3,8 +3,6 @@
 The orders themselves are golden texts (test_golden.py).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +37,6 @@ from megatron_ampipe.schedule import (
 PLAIN = BlockFeatures(chunked_qkv=True)
 DENSE = BlockFeatures(dense=True, chunked_qkv=True)
 EXPERTS = BlockFeatures(losses=True, shared=True, ordered_routing=True, chunked_qkv=True)
-RECOMPUTED = replace(EXPERTS, recomputed=True)
 
 names = st.sampled_from(SCHEDULE_NAMES)
 memories = st.sampled_from(sorted(STRATEGIES))
@@ -203,12 +200,6 @@ def test_an_incomplete_order_is_refused_and_not_completed(direction: Direction, 
                 check(unrolled(incomplete, layers), layers)
 
 
-def test_how_many_layers_share_a_schedule() -> None:
-    assert [Pipeline.of(4, stack=stack).stack_of(6) for stack in (0, 1, 4, 6, 9)] == [6, 1, 4, 6, 6]
-    assert str(Pipeline.of(4, stack=0)) == "degree 4, schedule ampipe, layers that share a schedule all"
-    assert str(Pipeline.of(4)) == "degree 4, schedule ampipe"
-
-
 @pytest.mark.parametrize(
     ("made_for", "run_as"),
     list(itertools.permutations([*STRATEGIES, "rebuild/keep", "redispatch/rebuild"], 2)),
@@ -218,18 +209,3 @@ def test_an_order_of_another_strategy_gets_the_stages_that_it_lacks(made_for: st
     order = period(Pipeline.of(2, memory=made_for).schedule_of([with_memory(EXPERTS, made_for)]))
     layers = [with_memory(EXPERTS, run_as)] * 2
     check(unrolled(order, layers), layers)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
-@pytest.mark.parametrize("degrees", [(4, 4), (2, 4), (8, 4), (1, 4), (6, 3)])
-def test_recomputed_blocks_run_again_two_at_a_time(schedule: str, degrees: tuple[int, int]) -> None:
-    forward, backward = degrees
-    pipeline = Pipeline.of(forward, backward_degree=backward, schedule=schedule, stack=0)
-    for layers in ([RECOMPUTED] * 4, [replace(DENSE, recomputed=True)] * 2 + [RECOMPUTED] * 2):
-        made = pipeline.schedule_of(layers)
-        needs = needs_of(made, layers, Direction.BACKWARD)
-        order = [stage for _, stage in issue_order(made.backward, needs, host_waits=False)]
-        for layer in range(len(layers) - 2):
-            begin = [place for place, stage in enumerate(order) if stage.layer == layer and stage.again]
-            above = [place for place, stage in enumerate(order) if stage.layer == layer + 2]
-            assert max(above) < min(begin)

@@ -1,7 +1,5 @@
 """Segments: what they keep and release, and sums of the chunks' gradients: values and allocations."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any
@@ -13,7 +11,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ampipe.runtime.saved_tensors import DroppedOutput, DroppedRows, recomputed
-from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, Segment, WeightProducts
+from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, Segment
 
 
 class Allocations(TorchDispatchMode):
@@ -60,18 +58,6 @@ def test_a_sum_is_allocated_once(dtype: torch.dtype) -> None:
     exact = torch.stack([gradient.double() for gradient in gradients]).sum(dim=0)
     # Rounded once, for every dtype.
     assert torch.allclose(total.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
-
-
-def test_a_single_gradient_is_returned_without_a_copy() -> None:
-    parameter = Parameter(torch.zeros(40, 30))
-    (gradient,) = chunk_gradients(torch.float32, count=1)
-    sums = GradientSums(BlockParameters([], [parameter]))
-    with Allocations() as allocations:
-        sums.add(0, None)
-        sums.add(0, gradient)
-        assert sums.take(0) is gradient
-    assert allocations.sizes_bytes(gradient) == []
-    assert sums.take(0) is None
 
 
 class Look(torch.autograd.Function):
@@ -186,30 +172,3 @@ def test_a_dropped_output_is_computed_again_once_for_all_stages_that_took_it() -
     torch.testing.assert_close(found, expected)
     gc.collect()
     assert [alive() for alive in calls] == [None, None], "it is computed more than twice, or kept"
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        # Two further sums of the weight's 128 numbers, or 24 numbers of each row.
-        ((3, 3, 4), [10]),
-        ((4, 0, 7), [4, 0, 7]),
-        ((3,), [3]),
-    ],
-)
-def test_joined_chunks_are_one_product_where_that_moves_less(rows: list[int], expected: list[int]) -> None:
-    weight = Parameter(torch.zeros(16, 8))
-    called: list[int] = []
-
-    def product(inputs: Tensor, gradient: Tensor) -> Tensor:
-        called.append(len(inputs))
-        return gradient.t() @ inputs
-
-    inputs, gradients = torch.randn(sum(rows), 1, 8), torch.randn(sum(rows), 1, 16)
-    chunks = [WeightProducts() for _ in rows]
-    for chunk, *of_chunk in zip(chunks, inputs.split(rows), gradients.split(rows), strict=True):
-        chunk.keep(weight, product, *of_chunk)
-    joined, sums = WeightProducts.joined(chunks), GradientSums(BlockParameters([], [weight]))
-    joined.add_to(sums)
-    assert called == expected and joined.tensors == []
-    torch.testing.assert_close(sums.take(0), gradients[:, 0].t() @ inputs[:, 0])

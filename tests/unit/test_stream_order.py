@@ -1,7 +1,5 @@
 """How long memory that several streams use is kept. tests/streams runs blocks on a modelled device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

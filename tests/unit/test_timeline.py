@@ -1,7 +1,5 @@
 """Timelines: arithmetic compared with brute force, file format, and files that are not traces."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -46,13 +44,6 @@ def test_hidden_time_equals_a_count_of_unit_cells(spans: list[StageSpan]) -> Non
     assert timeline.hidden_us == len(travelling & computing)
     expected = len(travelling & computing) / len(travelling) if travelling else 0.0
     assert timeline.hidden_share == expected
-
-
-@pytest.mark.parametrize(
-    ("stage", "chunk"), [("attention.3", 3), ("qkv", None), ("expert.12", 12), ("a.b", None), ("a.²", None)]
-)
-def test_chunk_is_read_from_the_stage(stage: str, chunk: int | None) -> None:
-    assert span("compute", 0, 1, stage).chunk == chunk
 
 
 def test_the_file_format_round_trips(tmp_path: Path) -> None:
@@ -100,11 +91,3 @@ def test_a_file_that_is_not_a_trace_is_refused(tmp_path: Path, text: str) -> Non
     path.write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(BadInput, match="is not a trace written by AMPipe"):
         Timeline.read_chrome(path)
-
-
-def test_a_missing_and_an_empty_trace_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="cannot be read"):
-        Timeline.read_chrome(tmp_path / "none.json")
-    Timeline(0, ()).write_chrome(tmp_path / "empty.json")
-    with pytest.raises(BadInput, match="is not a trace written by AMPipe"):
-        Timeline.read_chrome(tmp_path / "empty.json")

@@ -39,6 +39,8 @@ from torch.nn import functional
 
 # S rows, B sequences, H heads of width P, G groups of heads that share B and C of N numbers.
 
+_NO_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+_NO_ATTENTION = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
 _ANY_NUMBER = 8
 """Of experts: any number makes a specification an MoE layer's."""
 
@@ -58,6 +60,14 @@ def local_submodules() -> HybridStackSubmodules:
     dense = get_gpt_layer_local_spec(normalization="RMSNorm")
     latent = get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm")
     experts = get_gpt_layer_local_spec(num_experts=_ANY_NUMBER, normalization="RMSNorm")
+    # The layers of multi-token prediction come from the pattern.
+    prediction = MultiTokenPredictionLayerSubmodules(
+        enorm=WrappedTorchNorm,
+        hnorm=WrappedTorchNorm,
+        eh_proj=ColumnParallelLinear,
+        mtp_model_layer=None,
+        layer_norm=WrappedTorchNorm,
+    )
     specs: dict[str, Any] = {
         "mamba_layer": ModuleSpec(
             module=MambaLayer,
@@ -70,48 +80,25 @@ def local_submodules() -> HybridStackSubmodules:
                 mamba_bda=get_bias_dropout_add,
             ),
         ),
-        "attention_layer": _attention_of(dense),
-        "mla_layer": _attention_of(latent),
-        "mlp_layer": _mlp_of(dense, MLPLayer),
-        "moe_layer": _mlp_of(experts, MoETransformerLayer),
-        "mtp_block_spec": _mtp_block(),
+        "attention_layer": _half(dense, TransformerLayer, _NO_MLP),
+        "mla_layer": _half(latent, TransformerLayer, _NO_MLP),
+        "mlp_layer": _half(dense, MLPLayer, _NO_ATTENTION),
+        "moe_layer": _half(experts, MoETransformerLayer, _NO_ATTENTION),
+        "mtp_block_spec": ModuleSpec(
+            module=MultiTokenPredictionBlock,
+            submodules=MultiTokenPredictionBlockSubmodules(
+                layer_specs=[ModuleSpec(module=MultiTokenPredictionLayer, submodules=prediction)]
+            ),
+        ),
     }
     # 0.18 has no latent attention in hybrid models.
     known = {field.name for field in dataclasses.fields(HybridStackSubmodules)}
     return HybridStackSubmodules(**{name: spec for name, spec in specs.items() if name in known})
 
 
-def _attention_of(layer: ModuleSpec) -> ModuleSpec:
-    """The first half of a layer of a GPT."""
-    submodules = dataclasses.replace(
-        layer.submodules, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp
-    )
-    return ModuleSpec(module=TransformerLayer, submodules=submodules)
-
-
-def _mlp_of(layer: ModuleSpec, module: type) -> ModuleSpec:
-    """The second half of a layer of a GPT."""
-    submodules = dataclasses.replace(
-        layer.submodules, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp
-    )
-    return ModuleSpec(module=module, submodules=submodules)
-
-
-def _mtp_block() -> ModuleSpec:
-    """Norms and projection of multi-token prediction, whose layers come from the pattern."""
-    layer = MultiTokenPredictionLayerSubmodules(
-        enorm=WrappedTorchNorm,
-        hnorm=WrappedTorchNorm,
-        eh_proj=ColumnParallelLinear,
-        mtp_model_layer=None,
-        layer_norm=WrappedTorchNorm,
-    )
-    return ModuleSpec(
-        module=MultiTokenPredictionBlock,
-        submodules=MultiTokenPredictionBlockSubmodules(
-            layer_specs=[ModuleSpec(module=MultiTokenPredictionLayer, submodules=layer)]
-        ),
-    )
+def _half(layer: ModuleSpec, module: type, without: dict[str, type]) -> ModuleSpec:
+    """One half of a layer of a GPT."""
+    return ModuleSpec(module=module, submodules=dataclasses.replace(layer.submodules, **without))
 
 
 def mamba_split_conv1d_scan(

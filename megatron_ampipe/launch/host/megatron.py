@@ -69,10 +69,13 @@ def install() -> None:
     linear._grad_accum_fusion_available = True
 
     # MoEAlltoAllTokenDispatcher with tensor-parallel experts.
-    for name, start in zip(("_gather", "_reduce_scatter"), UNEQUAL_GATHER, strict=True):
-        collective = getattr(mappings, f"{name}_along_first_dim")
-        uneven = _with_uneven_splits(collective, start, gathers=name == "_gather")
-        setattr(mappings, f"{name}_along_first_dim", uneven)
+    gather, scatter = UNEQUAL_GATHER
+    mappings._gather_along_first_dim = _with_uneven_splits(
+        mappings._gather_along_first_dim, gather, gathers=True
+    )
+    mappings._reduce_scatter_along_first_dim = _with_uneven_splits(
+        mappings._reduce_scatter_along_first_dim, scatter, gathers=False
+    )
 
     # TopKRouter.routing, with --moe-token-drop-policy position.
     dropping = _with_ordered_topk(router.apply_router_token_dropping)

@@ -12,7 +12,7 @@ import logging
 import os
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,29 +81,16 @@ def install() -> None:
     )
 
 
-_gloo: Callable[..., Any] | None = None
-"""gloo's all-to-all sends larger messages in one direction of a link at a time, so it takes up to twice as
-long for the same bytes. Megatron's layers and AMPipe's call a replacement, as both call NCCL's on a GPU."""
-_uses_gloo = False
+_exchanges = False
+"""Whether the all-to-all is replaced: gloo sends larger messages in one direction of a link at a time, so it
+takes up to twice as long for the same bytes. Megatron's layers and AMPipe's call the replacement."""
 
 
 def install_all_to_all() -> None:
     """Replace ``torch.distributed.all_to_all_single``, which everybody looks up at every call; once."""
-    global _gloo
-    if _gloo is None:
-        _gloo, dist.all_to_all_single = dist.all_to_all_single, _all_to_all_single
-
-
-@contextlib.contextmanager
-def gloo_all_to_all() -> Iterator[None]:
-    """Use gloo's own all-to-all, to measure what the replacement gains; all ranks have to enter it."""
-    global _uses_gloo
-    assert _gloo is not None
-    _uses_gloo = True
-    try:
-        yield
-    finally:
-        _uses_gloo = False
+    global _exchanges
+    if not _exchanges:
+        _exchanges, dist.all_to_all_single = True, _all_to_all_single
 
 
 @torch.no_grad()
@@ -116,9 +103,6 @@ def _all_to_all_single(
     async_op: bool = False,
 ) -> Any:
     """As ``torch.distributed.all_to_all_single``; every rank has to send what its peer expects."""
-    if _uses_gloo:
-        assert _gloo is not None
-        return _gloo(output, input, output_split_sizes, input_split_sizes, group, async_op)
     group = group or dist.group.WORLD
     assert group is not None
     sent, received = (

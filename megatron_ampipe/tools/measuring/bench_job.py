@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, of_chunks
+from megatron_ampipe.schedule import Pipeline
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.ranks import RankJob
 
-STOCK, CONTROL, STOCK_GLOO = "stock", "control", "stock-gloo"
-"""Names among the variants: Megatron's own layer, the same measured a second time, and the same with gloo's
-own all-to-all (``launch.host.torch_calls``)."""
+STOCK, CONTROL = "stock", "control"
+"""Names among the variants: Megatron's own layer, and the same measured a second time."""
 PEAK_PASSES = 2
 """Passes of each variant whose memory is watched. The highest counts: with threads, the overlap varies."""
 
@@ -43,38 +40,9 @@ class Variant:
         return not self.pipeline.is_stock
 
     def __str__(self) -> str:
-        if self.schedule in (STOCK, CONTROL, STOCK_GLOO):
+        if self.schedule in (STOCK, CONTROL):
             return self.schedule
         return f"{self.pipeline}" + (f", wire {self.wire}" if self.wire else "")
-
-
-def every_way(
-    cuts: Sequence[Pipeline],
-    *,
-    schedules: Sequence[str],
-    stacks: Sequence[int] = (1,),
-    memories: Sequence[str] = (KEEP,),
-    exchanges: Sequence[Exchange] = (Exchange.ROWS,),
-    wires: Sequence[str | None] = (None,),
-) -> list[Variant]:
-    """Every schedule in every way: degrees, a stack, a memory, an exchange and a wire.
-
-    Strategies of the chunks of another degree are left out.
-    """
-    found = []
-    for schedule, cut, stack, memory, exchange, wire in itertools.product(
-        schedules, cuts, stacks, memories, exchanges, wires
-    ):
-        # In one chunk nothing is restored.
-        memory = memory if cut.num_chunks > 1 else KEEP
-        if len(of_chunks(memory)) not in (1, cut.backward_degree):
-            continue
-        pipeline = replace(cut, schedule=schedule, stack=stack, memory=memory, exchange=exchange)
-        if not pipeline.overlaps:
-            # Layers that overlap nothing share no schedule, and send everything as it is.
-            pipeline, wire = replace(pipeline, stack=1), None
-        found.append(Variant(schedule, pipeline, wire))
-    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +50,10 @@ class BenchJob(RankJob):
     """Blocks to measure, and how.
 
     Attributes:
-        cases: The blocks, one after another.
         variants: What is compared in each case, stock first.
-        repeats: Timed passes of each variant, or iterations of a training.
-        warmup: Those before them, which do not count.
+        repeats: Timed passes of each variant, or iterations of a training; before them, ``warmup`` others.
         layers: How many consecutive layers are one measurement, each with its own weights.
+        micro_batches: Of each rank in an iteration of a training.
     """
 
     cases: tuple[Case, ...]
@@ -94,3 +61,11 @@ class BenchJob(RankJob):
     repeats: int
     warmup: int
     layers: int = 1
+    micro_batches: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileJob(BenchJob):
+    """A block around which operations are measured, and how many ranks a node has."""
+
+    ranks_per_node: int

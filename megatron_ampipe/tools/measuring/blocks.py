@@ -5,20 +5,18 @@ every shape (``pinned_kernel``): Megatron's layer gets a core attention module t
 sequence, so that no variant gains by a better kernel. All hold the same ``Parameter`` objects.
 
 Experts are computed one after another, or all of a rank in grouped products: Megatron's ``TEGroupedMLP`` on
-Transformer Engine's grouped linear layers, or, where that is not installed, on torch's grouped product: other
-kernels, but likewise few launches for all experts, in place of several for each.
+torch's grouped product, which needs few launches for all experts, as Transformer Engine's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -27,7 +25,6 @@ from torch import Tensor
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import KERNELS, pinned_kernel
-from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import pipelined
@@ -35,9 +32,10 @@ from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
-from megatron_ampipe.tools.measuring.bench_job import STOCK_GLOO, Variant
-from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.bench_job import Variant
+from megatron_ampipe.tools.measuring.grid import Case, model_flags
 from megatron_ampipe.tools.measuring.meters import StageTimer
+from megatron_ampipe.tools.measuring.ranks import Rank
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,10 +58,10 @@ class Layers(torch.nn.Module):
     """Consecutive layers, built and called one after the other as by Megatron's ``TransformerBlock``.
 
     Attributes:
-        gloo_all_to_all: Whether a pass uses gloo's own all-to-all.
+        timer: What runs stages alone, in layers that :meth:`BlockFactory.build_timed` builds.
     """
 
-    gloo_all_to_all = False
+    timer: StageTimer
 
     def __init__(self, spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
         super().__init__()
@@ -79,23 +77,12 @@ class Layers(torch.nn.Module):
         return hidden_states, None
 
 
-class TimedLayers(NamedTuple):
-    """Layers whose stages run alone, what records them, and what runs them."""
-
-    layers: Layers
-    recorder: Recorder
-    timer: StageTimer
-
-
 class BlockFactory:
-    """Builds the variants of one case.
+    """Builds the variants of one case on a rank, with the same weights on all ranks, but for experts.
 
     Args:
+        rank: That has started Megatron.
         case: The block.
-        rank: Of this process.
-        num_ranks: Over which the experts are spread.
-        on_cuda: Where the layers shall be.
-        seed: Of the weights; the same on every rank.
         layers: How many such blocks follow one another, each with its own weights.
 
     Attributes:
@@ -104,30 +91,24 @@ class BlockFactory:
         fused_gradients: Whether linear layers add their weights' gradients to ``main_grad`` themselves.
     """
 
-    def __init__(
-        self,
-        case: Case,
-        *,
-        rank: int,
-        num_ranks: int,
-        on_cuda: bool,
-        seed: int,
-        layers: int = 1,
-    ) -> None:
-        self._on_cuda = on_cuda
-        self._config = _transformer_config(case, layers=layers, num_ranks=num_ranks, on_cuda=on_cuda)
+    def __init__(self, rank: Rank[Any], case: Case, *, layers: int = 1) -> None:
+        job, self._on_cuda = rank.job, rank.job.on_cuda
+        self._config = _transformer_config(
+            case, layers=layers, num_ranks=job.num_ranks, on_cuda=self._on_cuda
+        )
         self.kernel = pinned_kernel(
-            on_gpu=on_cuda, dtype=DTYPES[case.dtype], head_size=self._config.kv_channels
+            on_gpu=self._on_cuda, dtype=DTYPES[case.dtype], head_size=self._config.kv_channels
         )
         spec = get_gpt_layer_local_spec(case.experts, False, normalization=self._config.normalization)
-        _use_experts(spec, case)
+        if case.expert_kind == "torch-grouped":
+            _use_grouped_experts(spec)
         attention = spec.submodules.self_attention.submodules
         attention.core_attention = ModuleSpec(module=KernelAttention, params={"kernel": self.kernel})
         self._spec = TransformerBlockSubmodules(layer_specs=[spec] * layers)
-        torch.manual_seed(seed)
+        torch.manual_seed(job.seed)
         self.stock = self._build(self._spec)
         # If the experts of all ranks were equal, sending a token to a wrong one would go unnoticed.
-        torch.manual_seed(seed * 10_007 + rank)
+        torch.manual_seed(job.seed * 10_007 + rank.number)
         with torch.no_grad():
             for layer in self.stock.layers:
                 for parameter in layer.mlp.experts.parameters():
@@ -156,13 +137,14 @@ class BlockFactory:
         layers.load_state_dict(self.stock.state_dict(keep_vars=True), strict=True, assign=True)
         shared = dict(self.stock.named_parameters())
         assert all(parameter is shared[name] for name, parameter in layers.named_parameters())
-        layers.gloo_all_to_all = variant.schedule == STOCK_GLOO
         return layers
 
-    def build_timed(self, variant: Variant, *, num_passes: int, saved_bytes: int = 0) -> TimedLayers:
+    def build_timed(self, variant: Variant, *, num_passes: int, saved_bytes: int = 0) -> Layers:
         """The same layers, their stages run alone and recorded; see :class:`.StageTimer`."""
-        recorder, timer = Recorder(num_iterations=num_passes), StageTimer(saved_bytes=saved_bytes)
-        return TimedLayers(self.build(variant, recorder=recorder, executor=timer), recorder, timer)
+        timer = StageTimer(Recorder(num_iterations=num_passes), saved_bytes=saved_bytes)
+        layers = self.build(variant, recorder=timer.recorder, executor=timer)
+        layers.timer = timer
+        return layers
 
     def _build(self, spec: TransformerBlockSubmodules) -> Layers:
         layers = Layers(spec, dataclasses.replace(self._config))
@@ -171,37 +153,18 @@ class BlockFactory:
 
 
 def _transformer_config(case: Case, *, layers: int, num_ranks: int, on_cuda: bool) -> TransformerConfig:
-    """Megatron's configuration of the layers, without dropout, router losses and fusions that need extras."""
-    fields: dict[str, Any] = {}
-    if case.capacity is not None:
-        fields |= {"moe_expert_capacity_factor": case.capacity, "moe_token_drop_policy": "position"}
+    """Megatron's configuration of the layers, without fusions that need extras."""
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    flags = {flag.replace("-", "_"): value for flag, value in model_flags(case, num_ranks=num_ranks).items()}
+    fields = {name: value for name, value in flags.items() if name in known}
     if case.activation == "swiglu":
         fields |= {"gated_linear_unit": True, "activation_func": F.silu}
-    if case.dtype != "fp32":
-        # Else nearly tied experts change places where chunks round otherwise than the whole.
-        fields["moe_router_dtype"] = "fp32"
     return TransformerConfig(
         num_layers=layers,
-        hidden_size=case.hidden,
-        num_attention_heads=case.heads,
-        num_query_groups=case.query_groups,
-        kv_channels=case.head_size or case.hidden // case.heads,
-        ffn_hidden_size=case.ffn,
         num_moe_experts=case.experts,
-        moe_ffn_hidden_size=case.ffn,
-        moe_router_topk=case.topk,
-        # With one expert per token, a softmax over the chosen would always be 1.
-        moe_router_pre_softmax=case.topk == 1,
-        moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
-        moe_shared_expert_intermediate_size=case.shared_ffn,
-        moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=case.expert_kind != "sequential",
-        expert_model_parallel_size=num_ranks,
-        normalization="RMSNorm",
         add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
@@ -210,37 +173,15 @@ def _transformer_config(case: Case, *, layers: int, num_ranks: int, on_cuda: boo
         persist_layer_norm=False,
         use_cpu_initialization=not on_cuda,
         params_dtype=DTYPES[case.dtype],
-        bf16=case.dtype == "bf16",
-        fp16=case.dtype == "fp16",
         **fields,
     )
 
 
-def _use_experts(spec: ModuleSpec, case: Case) -> None:
-    """Put the case's kind of experts into a layer's specification.
-
-    Raises:
-        EnvironmentMissing: Transformer Engine is not there.
-    """
-    if case.expert_kind == "sequential":
-        return
-    if case.expert_kind == "grouped":
-        if not compat.has_transformer_engine():
-            raise EnvironmentMissing(
-                f"expert_kind grouped (case {case.name}) needs a GPU and Transformer Engine. Write "
-                "expert_kind: torch-grouped, which needs torch alone"
-            )
-        # As Megatron's specification for Transformer Engine has them.
-        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-        mlp = get_moe_module_spec_for_backend(
-            TESpecProvider(), num_experts=case.experts, moe_grouped_gemm=True
-        )
-        experts = compat.moe_submodules(mlp).experts
-    else:
-        linear = TorchGroupedLinear
-        submodules = GroupedMLPSubmodules(linear_fc1=linear, linear_fc2=linear, activation_func=None)
-        experts = partial(TEGroupedMLP, submodules=submodules)
+def _use_grouped_experts(spec: ModuleSpec) -> None:
+    """Have a layer's specification compute all experts of a rank in one product."""
+    linear = TorchGroupedLinear
+    submodules = GroupedMLPSubmodules(linear_fc1=linear, linear_fc2=linear, activation_func=None)
+    experts = partial(TEGroupedMLP, submodules=submodules)
     moe = dataclasses.replace(compat.moe_submodules(spec.submodules.mlp), experts=experts)
     spec.submodules.mlp = compat.with_moe_submodules(spec.submodules.mlp, moe)
 
@@ -249,18 +190,9 @@ class TorchGroupedLinear(torch.nn.Module):
     """A linear layer of each local expert, all in one product; in place of Transformer Engine's."""
 
     def __init__(
-        self,
-        num_experts: int,
-        num_inputs: int,
-        num_outputs: int,
-        *,
-        config: Any,
-        init_method: Any,
-        bias: bool,
-        **_: Any,
+        self, num_experts: int, num_inputs: int, num_outputs: int, *, config: Any, init_method: Any, **_: Any
     ) -> None:
         super().__init__()
-        assert not bias, "the blocks of a benchmark have none"
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         weight = torch.empty(num_experts, num_outputs, num_inputs, dtype=config.params_dtype, device=device)
         init_method(weight)

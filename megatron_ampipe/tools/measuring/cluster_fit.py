@@ -79,14 +79,11 @@ def slowest(reports: Sequence[Any]) -> Any:
 
 
 def fit(samples: Sequence[Sample], *, noise_us: float = 0.0) -> tuple[dict[str, float], float]:
-    """The line through the samples of one family; a larger error than ``noise_us`` counts.
+    """The line through the samples of one family; RunFailed if none fits by more than ``noise_us``.
 
     Returns:
         By the name of a figure of the cluster file, its value, at least 0; and the share of the spread of the
         times that the line explains, at least 0.
-
-    Raises:
-        RunFailed: no line fits; says which sample.
     """
     names = list(samples[0].columns)
     columns = np.array([[sample.columns[name] for name in names] for sample in samples])
@@ -111,8 +108,7 @@ def fit(samples: Sequence[Sample], *, noise_us: float = 0.0) -> tuple[dict[str, 
 def factor_and_rest(expected: Sequence[float], took: Sequence[float]) -> tuple[float, float]:
     """A factor of at least 1 and a time of at least 0 that turn expected times into measured ones.
 
-    A square error counts relative to the time, as above. Where both explain them equally well, as
-    with stages that are all equal, it is the time.
+    Where both explain them equally well, as with stages that are all equal, it is the time.
     """
     times, models = np.array(took), np.array(expected)
     weights = np.maximum(times, 1.0) ** -0.5
@@ -132,7 +128,7 @@ def assemble(
     source: str,
     device_memory_gib: float | None = None,
 ) -> Cluster:
-    """Reduce, fit, and put together: what goes into the file.
+    """Reduce, fit, and put together: what goes into the file; RunFailed if no line fits some operation.
 
     Args:
         case: The block around which was measured.
@@ -141,17 +137,17 @@ def assemble(
         description: For the file.
         source: Where the figures come from; stored with each of them.
         device_memory_gib: Of one rank, on GPUs.
-
-    Raises:
-        RunFailed: no line fits the times of some operation.
     """
     samples, found, slowdowns = (
         slowest([report[key] for report in reports]) for key in ("samples", "block", "slowdowns")
     )
+    block = block_of_case(case, num_ranks=len(reports), fused_gradients=reports[0]["fused_gradients"])
+    issue_of = [report["issue_of"] for report in reports]
+    on_host = not any(issue_of)
     families: dict[str, list[Sample]] = {}
     for sample in samples:
         families.setdefault(sample.family, []).append(sample)
-    noise_us = 0.0 if found["issue"] else HOST_NOISE_US
+    noise_us = HOST_NOISE_US if on_host else 0.0
     lines = {family: fit(of_family, noise_us=noise_us) for family, of_family in families.items()}
     measured: dict[str, Any] = {"basis": "measured", "source": source}
 
@@ -163,35 +159,29 @@ def assemble(
 
     def collectives(group: str, *, stock_factor: float = 1.0) -> Any:
         """On a host also Megatron's own exchange, by the same functions: so many times as slow."""
-        figures: dict[str, TransferCost] = {
-            family.partition(".")[2]: figure(TransferCost, family)
-            for family in lines
-            if family.startswith(f"{group}.")
-        }
-        if figures and not found["issue"]:
+        families = [family for family in lines if family.startswith(f"{group}.")]
+        figures = {family.partition(".")[2]: figure(TransferCost, family) for family in families}
+        if figures and on_host:
             one = figures.get("direct_all_to_all", figures["all_to_all"])
             alpha, beta = (_rounded(us * stock_factor) for us in (one.alpha_us, one.beta_us_per_mb))
             figures["stock_all_to_all"] = replace(one, alpha_us=alpha, beta_us_per_mb=beta)
         return figures or None
 
-    def overhead(forward_us: float, backward_us: float) -> Overhead:
+    def overhead(forward_us: float, backward_us: float, *, kind: Any = Overhead, **factors: float) -> Any:
         """At least 0: an overhead cannot correct a model that counts too much."""
-        forward_us, backward_us = (_rounded(max(0.0, us)) for us in (forward_us, backward_us))
-        return Overhead(**measured, forward_us=forward_us, backward_us=backward_us)
+        times = {"forward_us": forward_us, "backward_us": backward_us}
+        rounded = {name: _rounded(max(0.0, value)) for name, value in (times | factors).items()}
+        return kind(**measured, **rounded)
 
     def stage_overhead(fits: Sequence[Sequence[float]]) -> StageOverhead:
         """For each direction a factor and a time in microseconds."""
         (forward_factor, forward_us), (backward_factor, backward_us) = fits
-        return StageOverhead(
-            **measured,
-            forward_us=_rounded(forward_us),
-            backward_us=_rounded(backward_us),
-            forward_factor=_rounded(forward_factor),
-            backward_factor=_rounded(backward_factor),
-        )
+        factors = {"forward_factor": forward_factor, "backward_factor": backward_factor}
+        return overhead(forward_us, backward_us, kind=StageOverhead, **factors)
 
-    block = block_of_case(case, num_ranks=len(reports), fused_gradients=reports[0]["fused_gradients"])
-    issue_of = _issued(block, [report["issue_of"] for report in reports])
+    forward_issues = [statistics.fmean(of.get("forward", {}).values() or [0.0]) for of in issue_of]
+    by_kind = {kind: overhead(*times) for kind, times in _issued(block, issue_of).items()}
+    attention = {way: figure(AttentionLine, f"attention.{way}") for way in Direction}
     cluster = Cluster(
         description=description,
         ranks_per_node=ranks_per_node,
@@ -200,30 +190,23 @@ def assemble(
         inter=collectives("inter"),
         compute=Compute(
             gemm={case.dtype: figure(Gemm, "gemm")},
-            attention={
-                case.dtype: Attention(
-                    forward=figure(AttentionLine, "attention.forward"),
-                    backward=figure(AttentionLine, "attention.backward"),
-                )
-            },
+            attention={case.dtype: Attention(**attention)},
             memory=figure(TransferCost, "memory"),
             permute=figure(TransferCost, "permute"),
             copy=figure(TransferCost, "copy"),
         ),
         host=Host(
-            issue=overhead(found["issue"], found["issue"]),
-            issue_of={kind: overhead(*times) for kind, times in issue_of.items()} or None,
+            issue=overhead(max(forward_issues), max(forward_issues)),
+            issue_of=by_kind or None,
             stage={"any": stage_overhead([(1.0, 0.0)] * 2)},
-            block=overhead(
-                *(statistics.median(of[way] for of in found["around"].values()) for way in Direction)
-            ),
+            block=overhead(*(found["around"][way] for way in Direction)),
             stock=overhead(0.0, 0.0),
         ),
         overlap=Overlap(**measured, **{name: _rounded(value) for name, value in slowdowns.items()}),
     )
     model = Predictor(block, cluster)
     beyond = {way: found["stock"][way] - model.stock().of(way) for way in Direction}
-    if not found["issue"]:
+    if on_host:
         # The ranks of a block do not begin together: what its operations do not explain is in the exchanges.
         exchanges = model.stock_exchanges()
         slower = 1 + max(0.0, sum(beyond.values())) / (exchanges.forward + exchanges.backward)
@@ -235,32 +218,22 @@ def assemble(
     medians = [
         [statistics.median(each) for each in zip(*of, strict=True)] for of in zip(*fits.values(), strict=True)
     ]
-    host = replace(
-        cluster.host,
-        stage={"any": stage_overhead(medians)} | {kind: stage_overhead(each) for kind, each in fits.items()},
-        stock=overhead(*beyond.values()),
-    )
-    return replace(cluster, host=host)
+    stage = {kind: stage_overhead(each) for kind, each in ({"any": medians} | fits).items()}
+    return replace(cluster, host=replace(cluster.host, stage=stage, stock=overhead(*beyond.values())))
 
 
 def _issued(block: Block, reports: Sequence[Mapping[str, Any]]) -> dict[IssuedKind, list[float]]:
-    """By kind, the time to issue a stage in both directions, with one local expert, of the slowest host.
-
-    A kind that some rank could not measure, because its host waits for the device, is left out.
-    """
+    """By kind, the slowest host's times to issue a stage, with one local expert, if all measured it."""
     kinds = {kind.name: kind for kind in MOE_BLOCK}
     found: dict[IssuedKind, list[float]] = {}
     for name in get_args(IssuedKind):
-        times = []
-        for way in Direction:
-            of_ranks = [report.get(way.value, {}).get(name) for report in reports]
-            if name == "counts" and way is Direction.BACKWARD:
-                # A backward pass has none.
-                times.append(0.0)
-            elif None not in of_ranks:
-                times.append(max(of_ranks) / issued_parts(kinds[name], way, block))
-        if len(times) == 2:
-            found[name] = times
+        # A backward pass has no counts.
+        ways = [Direction.FORWARD] if name == "counts" else list(Direction)
+        times = [[report.get(way, {}).get(name) for report in reports] for way in ways]
+        if all(None not in of_ranks for of_ranks in times):
+            parts = (issued_parts(kinds[name], way, block) for way in ways)
+            found[name] = [max(of_ranks) / part for of_ranks, part in zip(times, parts, strict=True)]
+            found[name] += [0.0] * (name == "counts")
     return found
 
 

@@ -67,8 +67,7 @@ class Emulation:
     ) -> _InTurn | None:
         """In place of ``all_gather_into_tensor``: every pretended rank's counts, made of this rank's.
 
-        ``input`` is ``[chunks * experts]``, of one chunk or of several that are exchanged at once, and
-        ``output`` ``[ranks * chunks * experts]``.
+        ``input`` is ``[chunks * experts]``, ``output`` ``[ranks * chunks * experts]``.
         """
         ranks = _or_world(group).size()
         experts = self.num_experts
@@ -187,11 +186,7 @@ def _foreign_bytes(tensor: Tensor, splits: Sequence[int] | None, group: dist.Pro
 
 
 def device_spin() -> tuple[Callable[[float], object], str | None]:
-    """A function that keeps the current stream busy for a number of seconds.
-
-    Returns:
-        The function; and why it counts clock cycles, if it does.
-    """
+    """A function that keeps the current stream busy for a number of seconds; why it counts cycles, if so."""
     try:
         spin = _by_nanoseconds()
     except (RuntimeError, AttributeError, OSError) as error:

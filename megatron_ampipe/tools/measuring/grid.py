@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_ampipe.errors import BadInput, nearest
 from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse
@@ -37,8 +37,8 @@ class Case:
         ffn: Width inside an expert.
         shared_ffn: Width inside the shared experts together; none if left out.
         activation: Inside experts.
-        expert_kind: ``sequential``: a rank's experts one after another. ``grouped``: Transformer Engine's
-            grouped GEMM, as with --moe-grouped-gemm. ``torch-grouped``: torch's grouped GEMM.
+        expert_kind: ``sequential``: a rank's experts one after another. ``torch-grouped``: torch's grouped
+            GEMM, as with --moe-grouped-gemm.
         capacity: Capacity factor; tokens above it are dropped by their position. If left out, none is.
         dtype: Of parameters and activations.
     """
@@ -55,19 +55,47 @@ class Case:
     ffn: int
     shared_ffn: int | None = None
     activation: Literal["gelu", "swiglu"]
-    expert_kind: Literal["sequential", "grouped", "torch-grouped"] = "sequential"
+    expert_kind: Literal["sequential", "torch-grouped"] = "sequential"
     capacity: float | None = field(default=None, metadata=_ABOVE_0)
     dtype: Literal["fp32", "bf16", "fp16"]
 
 
-def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block:
-    """The block as the planner needs it: local layers, no router losses, as :mod:`.blocks` builds them.
+def model_flags(case: Case, *, num_ranks: int) -> dict[str, Any]:
+    """The model of a block as Megatron's flags without dashes; True for a flag without a value.
 
-    Args:
-        case: The block.
-        num_ranks: Over which the experts are spread.
-        fused_gradients: Whether linear layers add their weights' gradients to ``main_grad`` themselves.
+    Without dropout and router losses; the experts are spread over ``num_ranks``.
     """
+    flags: dict[str, Any] = {
+        "hidden-size": case.hidden,
+        "num-attention-heads": case.heads,
+        "kv-channels": case.head_size or case.hidden // case.heads,
+        "group-query-attention": case.query_groups and True,
+        "num-query-groups": case.query_groups,
+        "ffn-hidden-size": case.ffn,
+        "moe-ffn-hidden-size": case.ffn,
+        "swiglu": case.activation == "swiglu" or None,
+        "num-experts": case.experts,
+        "expert-model-parallel-size": num_ranks,
+        "moe-router-topk": case.topk,
+        # With one expert per token, a softmax over the chosen would always be 1.
+        "moe-router-pre-softmax": case.topk == 1 or None,
+        "moe-router-load-balancing-type": "none",
+        "moe-token-dispatcher-type": "alltoall",
+        "moe-shared-expert-intermediate-size": case.shared_ffn,
+        "moe-expert-capacity-factor": case.capacity,
+        "moe-token-drop-policy": case.capacity and "position",
+        "normalization": "RMSNorm",
+        "attention-dropout": 0.0,
+        "hidden-dropout": 0.0,
+    }
+    if case.dtype != "fp32":
+        # Else nearly tied experts change places where chunks round otherwise than the whole.
+        flags |= {case.dtype: True, "moe-router-dtype": "fp32"}
+    return {flag: value for flag, value in flags.items() if value is not None}
+
+
+def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block:
+    """The block as the planner needs it: local layers, no router losses, as :mod:`.blocks` builds them."""
     head_size = case.head_size or case.hidden // case.heads
     key_value_width = 2 * (case.query_groups or case.heads) * head_size
     return Block(
@@ -105,28 +133,20 @@ class _GridFile:
 
 
 def find_grid(text: str) -> Path:
-    """The file that ``--grid`` means: one that exists, or the name of one in ``configs/bench``.
-
-    Raises:
-        BadInput: neither.
-    """
+    """The file that ``--grid`` means: one that exists, or the name of one in ``configs/bench``."""
     return find_config(text, folders=["bench"], flag="--grid", what="grid")
 
 
 def read_grid(
     path: Path, *, only: str | None = None, flag: str = "--cases", num_ranks: int = 1
 ) -> tuple[Case, ...]:
-    """Read and check a grid.
+    """Read and check a grid; BadInput names the file, the line and the key that is wrong.
 
     Args:
         path: The file.
         only: Names of the wanted cases, separated by commas; None for all.
         flag: The flag that named them, for the error.
         num_ranks: Over which the experts are spread.
-
-    Raises:
-        BadInput: naming the file, the line and the key that is wrong; there is no such case; or the ranks
-            cannot share the experts equally.
     """
     top = load(path, what="grid", remedy="Look at configs/bench/cpu-small.yaml for the format.")
     found, _ = read_record(path, _GridFile, top)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +16,13 @@ from megatron_ampipe.compat import found_version
 
 def hardware() -> dict[str, object]:
     """The machine as it is now, with how busy it is."""
+    cpuinfo = Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.M) if cpuinfo.is_file() else []
     return {
         "host": platform.node(),
         "kernel": platform.release(),
-        "cpu": _first_value(Path("/proc/cpuinfo"), "model name") or platform.processor(),
+        "cpu": models[0] if models else platform.processor(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory": _first_value(Path("/proc/meminfo"), "MemTotal"),
         "load_average": [round(load, 2) for load in os.getloadavg()],
     }
 
@@ -31,9 +34,12 @@ def versions() -> dict[str, str]:
         version = found_version(name)
         if version is not None:
             found[name] = str(version)
-    commit = _commit()
-    if commit is not None:
-        found["commit"] = commit
+    root = Path(megatron_ampipe.__file__).resolve().parents[1]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    if (root / ".git").exists():
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+            found["commit"] = done.stdout.strip()
     return found
 
 
@@ -52,25 +58,3 @@ def cores_of(num_ranks: int) -> tuple[int, ...]:
         return ()
     usable = sorted(os.sched_getaffinity(0))
     return tuple(usable[:num_ranks]) if len(usable) >= num_ranks else ()
-
-
-def _commit() -> str | None:
-    root = Path(megatron_ampipe.__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-def _first_value(path: Path, key: str) -> str | None:
-    """Of ``key : value`` lines, the first value of the key."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    values = (line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key)
-    return next(values, None)

@@ -6,9 +6,9 @@ link saves up while it is idle; in a pipeline that only happens before the first
 one has that advantage here. On a GPU the stream is kept busy until a stage is issued, so that its time is
 that of its kernels, not of their launches.
 
-**Memory** (:func:`peak_bytes`). On a CPU, every storage that an operation returns counts from then until it
+**Memory** on a CPU (:class:`TensorMeter`). Every storage that an operation returns counts from then until it
 is freed, so the number is the same on every machine; what a kernel allocates internally is not seen. Watching
-slows a pass down, so a pass that is watched is not timed. On a GPU, torch's allocator counts.
+slows a pass down, so a pass that is watched is not timed.
 
 **Bytes**: by counters of the network interface (:func:`sent_bytes`).
 """
@@ -30,13 +30,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_ampipe.files.timeline import StageSpan
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import Executor, RunCall, finish, run_on_host
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.saved_tensors import is_host_memory
 from megatron_ampipe.runtime.streams import Crossing
 from megatron_ampipe.runtime.tape import Call, Tape
-from megatron_ampipe.schedule import Stage, stage_from_text
+from megatron_ampipe.schedule import Stage, kinds, stage_from_text
+from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
 from megatron_ampipe.tools.measuring.network import INTERFACE
 
 _FIRST_S, _LEAST_S, _MOST_S = 5e-3, 2e-4, 1e-2
@@ -49,16 +51,19 @@ class StageTimer:
     """Runs stages one after another in the order they are issued; see ``runtime.executors.Executor``.
 
     Args:
+        recorder: Records each stage.
         saved_bytes: Bytes that the link lets through at once after it was idle; on a CPU.
     """
 
     host_waits = False
     threads = False
 
-    def __init__(self, *, saved_bytes: int = 0) -> None:
-        self._saved_bytes = saved_bytes
+    def __init__(self, recorder: Recorder, *, saved_bytes: int = 0) -> None:
+        self.recorder, self._saved_bytes = recorder, saved_bytes
         self.needs: dict[str, dict[str, list[str]]] = {}
         """By direction and stage of a whole pass, the names of the stages it waited for."""
+        self.apart_s: dict[str, list[float]] = {}
+        """By direction, the seconds of each pass between stages: ranks met, or the device was kept busy."""
         self._busy_s: dict[str, float] = {}
         self._issued_us: dict[tuple[str, str], list[float]] = {}
 
@@ -71,17 +76,17 @@ class StageTimer:
         needs = self.needs.setdefault(recorder.direction.value, {})
         for call in tape.calls:
             needs[name(call.stage)] = [name(tape.calls[position].stage) for position in call.needs]
-        on_cuda, is_first = torch.cuda.is_available(), True
+        on_cuda, is_first, apart_s = torch.cuda.is_available(), True, 0.0
         for call in tape.calls:
-            stage = call.stage
+            stage, begin_s = call.stage, time.perf_counter()
             if stage.is_communication and not stage.kind.copies:
-                if on_cuda:
-                    torch.cuda.synchronize()
-                dist.barrier()
+                meet(on_cuda=on_cuda)
                 if self._saved_bytes and not is_first:
                     _spend(self._saved_bytes)
                 is_first = False
+                apart_s += time.perf_counter() - begin_s
             if on_cuda:
+                apart_s += self._busy_s.get(stage.kind.name, _FIRST_S)
                 # By events: with a host's clock the wait for the device would be part of every stage.
                 with (
                     self._busy(stage.kind.name, recorder.direction.value),
@@ -90,13 +95,11 @@ class StageTimer:
                     finish(run(call))
             else:
                 run_on_host(call, run, recorder)
+        self.apart_s.setdefault(recorder.direction.value, []).append(apart_s)
 
     @contextmanager
     def _busy(self, kind: str, direction: str) -> Iterator[None]:
-        """Keeps the current CUDA stream busy while the host issues something, so that all of it is queued.
-
-        For how long is learned by kind from how long the host took the last time.
-        """
+        """Keeps the stream busy while a stage is issued: twice as long as that took the last time."""
         torch.cuda._sleep(int(self._busy_s.get(kind, _FIRST_S) * _CYCLES_PER_S))
         over = torch.cuda.Event()
         over.record()
@@ -114,6 +117,46 @@ class StageTimer:
         for (direction, kind), times in self._issued_us.items():
             found.setdefault(direction, {})[kind] = round(statistics.median(times), 1)
         return found
+
+
+def run_lanes(
+    executor: Executor,
+    exchange: Callable[[], Transfer | None],
+    compute: Callable[[], object],
+    *,
+    exchanges: int,
+    products: int,
+) -> list[StageSpan]:
+    """Run so many exchanges and computations at the same time, each in a lane; ranks meet before.
+
+    Returns:
+        When each ran: ``dispatch`` in the lane ``comm``, ``expert`` in ``compute``.
+    """
+    order = [(COMM, Stage(kinds.DISPATCH, number)) for number in range(exchanges)]
+    order += [(COMPUTE, Stage(kinds.EXPERT, number)) for number in range(products)]
+    recorder = Recorder(num_iterations=1)
+    recorder.start_iteration(0)
+
+    def run(call: Call) -> Transfer | None:
+        if call.lane == COMM:
+            return exchange()
+        compute()
+        return None
+
+    meet(on_cuda=torch.cuda.is_available())
+    with torch.no_grad():
+        executor.execute(Tape.of(order, {stage: () for _, stage in order}), run, recorder)
+    return list(recorder.timeline(rank=0, labels={}).spans)
+
+
+def meet(*, on_cuda: bool) -> None:
+    """Wait until every rank is here and idle."""
+    if on_cuda:
+        torch.cuda.synchronize()
+    dist.barrier()
+    if on_cuda:
+        # NCCL's barrier may return when it is only enqueued.
+        torch.cuda.synchronize()
 
 
 def _spend(saved_bytes: int) -> None:
@@ -144,44 +187,33 @@ def _name(stage: Stage, layer_number: int) -> str:
 
 
 class TensorMeter:
-    """Bytes of all storages that were allocated since :meth:`restart` and are still alive.
-
-    Attributes:
-        now: At present.
-        peak: At most.
-        at_peak: What was alive then: bytes, the stage and operation that made it, and its shape.
-    """
+    """Bytes of storages that were allocated since :meth:`restart`: alive ``now``, and their ``peak``."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self.where = threading.local()
         self.restart(())
 
     def restart(self, known: Iterable[Tensor]) -> None:
         """Reset; tensors in ``known`` are not counted."""
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._live: dict[int, tuple[int, str, list[int]]] = {}
+        self._live: dict[int, int] = {}
         self.now = self.peak = 0
-        self.at_peak: list[tuple[int, str, list[int]]] = []
 
-    def see(self, tensor: Tensor, operation: str) -> None:
+    def see(self, tensor: Tensor) -> None:
         """Count the storage of a tensor that an operation has returned."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         with self._lock:
             if key in self._known or key in self._live or not size or is_host_memory(tensor):
                 return
-            place = f"{getattr(self.where, 'stage', '')} {operation}"
-            self._live[key] = (size, place, list(tensor.shape))
+            self._live[key] = size
             weakref.finalize(storage, self._gone, key, self._live)
             self.now += size
-            if self.now > self.peak:
-                self.peak = self.now
-                self.at_peak = list(self._live.values())
+            self.peak = max(self.peak, self.now)
 
-    def _gone(self, key: int, live: dict[int, tuple[int, str, list[int]]]) -> None:
+    def _gone(self, key: int, live: dict[int, int]) -> None:
         with self._lock:
-            size, *_ = live.pop(key)
+            size = live.pop(key)
             if live is self._live:
                 self.now -= size
 
@@ -200,17 +232,12 @@ class Watch(TorchDispatchMode):
         output = operation(*args, **(kwargs or {}))
         for tensor in output if isinstance(output, (tuple, list)) else [output]:
             if isinstance(tensor, Tensor):
-                self._meter.see(tensor, str(operation))
+                self._meter.see(tensor)
         return output
 
 
 class WatchedExecutor:
-    """Runs stages as another executor does, and watches the threads of all lanes; see ``executors.Executor``.
-
-    Args:
-        executor: The other one, on a CPU.
-        meter: Counts; the thread that computes is watched by whoever starts the pass.
-    """
+    """Runs stages as another executor does, on a CPU, and has a meter watch the threads of its lanes."""
 
     host_waits = False
     threads = True
@@ -223,7 +250,6 @@ class WatchedExecutor:
         computing = threading.get_ident()
 
         def watched(call: Call) -> Transfer | None:
-            self._meter.where.stage = str(call.stage)
             # A mode is active in one thread only.
             if threading.get_ident() == computing:
                 return run(call)
@@ -231,34 +257,6 @@ class WatchedExecutor:
                 return run(call)
 
         self._executor.execute(tape, watched, recorder, crossing)
-
-
-def peak_bytes(
-    run: Callable[[], None], *, passes: int, known: Iterable[Tensor], meter: TensorMeter | None
-) -> int:
-    """The most bytes that a pass holds at once, beyond what exists before it.
-
-    Args:
-        run: Runs the pass.
-        passes: How often; the highest peak counts.
-        known: What exists before. Gradients, which a pass makes, must not be there yet when ``run`` computes.
-        meter: On a CPU, what the executor of the pass is watched with; None on a GPU.
-    """
-    known, found = list(known), []
-    for _ in range(passes):
-        if meter is None:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            run()
-            found.append(torch.cuda.max_memory_allocated() - before)
-            continue
-        meter.restart(known)
-        meter.where.stage = "outside stages"
-        with Watch(meter):
-            run()
-        found.append(meter.peak)
-    return max(found)
 
 
 def sent_bytes() -> int:

@@ -23,8 +23,6 @@ from megatron_ampipe.tools.measuring.link import Link
 INTERFACE = "ampipe0"
 """What the interface is called in every rank's namespace."""
 
-_SUBNET, _ADDRESS = "10.77.0.0/16", "10.77.{high}.{low}"
-_PROGRAMS = ("ip", "tc", "nsenter")
 # How much may leave at once after a pause. It has to be small compared with a chunk: with the 256 KB of many
 # examples, whole chunks would pass a 100 Mbit/s link in almost no time.
 _BURST_BYTES, _BURST_S = 32 * 1024, 0.25e-3
@@ -45,51 +43,42 @@ class NetworkUnavailable(EnvironmentMissing):
         )
 
 
-def _check_usable() -> None:
-    if not hasattr(os, "unshare"):
-        raise NetworkUnavailable("network namespaces need Linux")
-    missing = [program for program in _PROGRAMS if shutil.which(program) is None]
-    if missing:
-        raise NetworkUnavailable(f"{' and '.join(missing)} not found (packages iproute2 and util-linux)")
-    if os.geteuid() != 0:
-        raise NetworkUnavailable("this is not root")
-
-
 @contextlib.contextmanager
 def connected(link: Link, num_ranks: int) -> Iterator[list[int]]:
     """Network namespaces that are connected, one for each rank, for as long as this lasts.
 
     Yields:
-        What :func:`enter` takes, by rank.
-
-    Raises:
-        NetworkUnavailable: not root, not Linux, a program is absent, or the kernel does not allow it.
+        What :func:`enter` takes, by rank; NetworkUnavailable if they cannot be made here.
     """
     assert link.rate_bit_per_s is not None
-    _check_usable()
+    if not hasattr(os, "unshare"):
+        raise NetworkUnavailable("network namespaces need Linux")
+    missing = [program for program in ("ip", "tc", "nsenter") if shutil.which(program) is None]
+    if missing:
+        raise NetworkUnavailable(f"{' and '.join(missing)} not found (packages iproute2 and util-linux)")
+    if os.geteuid() != 0:
+        raise NetworkUnavailable("this is not root")
     with contextlib.ExitStack() as stack:
         pids = [stack.enter_context(_holder()) for _ in range(num_ranks)]
         if num_ranks == 2:
-            _inside(pids[0], "ip", "link", "add", "name", INTERFACE, "type", "veth",
-                    "peer", "name", INTERFACE, "netns", str(pids[1]))  # fmt: skip
+            _inside(pids[0], f"ip link add {INTERFACE} type veth peer {INTERFACE} netns {pids[1]}")
         else:
             switch = stack.enter_context(_holder())
-            _inside(switch, "ip", "link", "add", "switch", "type", "bridge")
-            _inside(switch, "ip", "link", "set", "switch", "up")
+            _inside(switch, "ip link add switch up type bridge")
             for rank, pid in enumerate(pids):
-                _inside(switch, "ip", "link", "add", "name", f"port{rank}", "type", "veth",
-                        "peer", "name", INTERFACE, "netns", str(pid))  # fmt: skip
-                _inside(switch, "ip", "link", "set", f"port{rank}", "master", "switch", "up")
-                _shape(switch, f"port{rank}", link.rate_bit_per_s)
+                port = f"port{rank}"
+                _inside(switch, f"ip link add {port} type veth peer {INTERFACE} netns {pid}")
+                _inside(switch, f"ip link set {port} master switch up")
+                _shape(switch, port, link.rate_bit_per_s)
         for rank, pid in enumerate(pids):
-            address = _ADDRESS.format(high=(rank + 1) // 256, low=(rank + 1) % 256)
-            _inside(pid, "ip", "link", "set", "lo", "up")
-            _inside(pid, "ip", "link", "set", INTERFACE, "gso_max_size", str(_SEGMENT_BYTES), "up")
+            address = f"10.77.0.{rank + 1}"
+            _inside(pid, "ip link set lo up")
+            _inside(pid, f"ip link set {INTERFACE} gso_max_size {_SEGMENT_BYTES} up")
             _shape(pid, INTERFACE, link.rate_bit_per_s)
-            _inside(pid, "ip", "address", "add", f"{address}/16", "dev", INTERFACE)
+            _inside(pid, f"ip address add {address}/24 dev {INTERFACE}")
             # A namespace can use only what its host lists; a route can use any.
-            _inside(pid, "ip", "route", "change", _SUBNET, "dev", INTERFACE, "src", address,
-                    "congctl", _CONGESTION_CONTROL)  # fmt: skip
+            cubic = f"congctl {_CONGESTION_CONTROL}"
+            _inside(pid, f"ip route change 10.77.0.0/24 dev {INTERFACE} src {address} {cubic}")
         yield pids
 
 
@@ -130,13 +119,12 @@ def _holder() -> Iterator[int]:
 
 
 def _shape(pid: int, interface: str, rate_bit_per_s: float) -> None:
-    _inside(pid, "tc", "qdisc", "add", "dev", interface, "root", "tbf", "rate", f"{rate_bit_per_s:.0f}bit",
-            "burst", f"{burst_bytes(rate_bit_per_s)}b", "latency", _QUEUE)  # fmt: skip
+    bucket = f"rate {rate_bit_per_s:.0f}bit burst {burst_bytes(rate_bit_per_s)}b latency {_QUEUE}"
+    _inside(pid, f"tc qdisc add dev {interface} root tbf {bucket}")
 
 
-def _inside(pid: int, *command: str) -> None:
-    words = ["nsenter", f"--net=/proc/{pid}/ns/net", "--", *command]
+def _inside(pid: int, command: str) -> None:
+    words = ["nsenter", f"--net=/proc/{pid}/ns/net", "--", *command.split()]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:
-        said = done.stderr.strip() or done.returncode
-        raise NetworkUnavailable(f"'{' '.join(command)}' failed: {said}")
+        raise NetworkUnavailable(f"'{command}' failed: {done.stderr.strip() or done.returncode}")

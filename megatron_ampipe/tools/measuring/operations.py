@@ -8,8 +8,8 @@ what one rank sends to the others of its group. Between nodes, AMPipe's all-to-a
 place in all nodes, as in the first of two hops; the other collectives there are between all ranks, and the
 size of an all-to-all is then what leaves the node.
 
-**A real block** (:func:`block_times`), stage by stage and as a whole, and Megatron's own: what they take
-beyond their operations. It is built, and its stages run alone, as in ``ampipe bench``.
+**A real block**, stage by stage and as a whole, and Megatron's own, as ``ampipe bench`` measures them: what
+they take beyond their operations.
 
 All operations are timed once in each round, so that a disturbance of some seconds hits a few rounds of all of
 them, which the medians ignore.
@@ -19,68 +19,92 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.runtime.collectives import exchange_rows
-from megatron_ampipe.runtime.executors import SequentialExecutor
-from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.executors import CudaExecutor, ThreadExecutor
 from megatron_ampipe.runtime.saved_tensors import HostCopies
 from megatron_ampipe.schedule import Direction, Span
-from megatron_ampipe.tools.measuring.bench_job import Variant
-from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
+from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
+from megatron_ampipe.tools.measuring import timed_passes
+from megatron_ampipe.tools.measuring.bench_job import STOCK, ProfileJob, Variant
+from megatron_ampipe.tools.measuring.blocks import DTYPES
 from megatron_ampipe.tools.measuring.cluster_fit import Sample
 from megatron_ampipe.tools.measuring.grid import Case
-from megatron_ampipe.tools.measuring.meters import stage_times
+from megatron_ampipe.tools.measuring.meters import meet, run_lanes
 from megatron_ampipe.tools.measuring.ranks import Rank
-from megatron_ampipe.tools.measuring.timed_passes import Clock, Passes, meet
+from megatron_ampipe.tools.measuring.timed_passes import Clock
 
-WARMUP = 2
-"""Rounds that do not count."""
 CUTS = (1, 2, 4, 8, 16)
 """Into how many parts the rows of a block are cut, to get smaller sizes."""
-OVERLAP_US = 300e3
-"""For about how long computation and communication run concurrently."""
+EXCHANGES = 20
+"""That run while products are computed."""
 DEGREES = (2, 4, 8)
+VARIANTS = (Variant(STOCK), *(Variant.of("ampipe", degree) for degree in DEGREES))
 """Of the real block."""
-_SIGN_S = 1.0
-_MINIMUM_ROUNDS, _MAXIMUM_ROUNDS = 3, 100
 
 
-def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int) -> dict[str, Any]:
-    """Measure around one block, on a rank that has started Megatron; a message ``progress`` after each step.
+def measure(rank: Rank[ProfileJob]) -> dict[str, Any]:
+    """Measure around the block of a job, on a rank that has started Megatron.
 
     Returns:
-        ``samples``, ``slowdowns``, ``block`` and ``issue_of`` (:func:`block_times`), ``kernel`` and
-        ``fused_gradients``.
+        ``samples``, ``slowdowns``, ``block`` and ``issue_of`` (:func:`block_times`), ``kernel``,
+        ``fused_gradients`` and ``device_memory_gib`` (None on a CPU).
     """
     job = rank.job
-    factory = BlockFactory(
-        case, rank=rank.number, num_ranks=job.num_ranks, on_cuda=job.on_cuda, seed=job.seed
-    )
-    operations = Operations(rank, case, repeats=repeats, kernel=factory.kernel)
-    links = link_groups(ranks_per_node)
+    block = timed_passes.measure(rank, job.cases[0], VARIANTS)
+    operations, links = Operations(rank, kernel=block["kernel"]), links_of(job.ranks_per_node)
+    samples = timed(rank, list(operations.computation()))
     meet(on_cuda=job.on_cuda)
-    samples = timed(rank, list(operations.computation()), repeats=repeats)
-    meet(on_cuda=job.on_cuda)
-    rank.progress()
-    samples += timed(rank, [each for link in links for each in operations.traffic(link)], repeats=repeats)
-    rank.progress()
-    # On the links where the longest transfers are.
-    slowdowns = operations.slowdowns(links[-1].exchange)
-    rank.progress()
+    samples += timed(rank, [probe for link in links for probe in operations.traffic(*link)])
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if job.on_cuda else 0
     return {
         "samples": samples,
-        "slowdowns": slowdowns,
-        **block_times(rank, case, factory, repeats=repeats),
-        "kernel": factory.kernel,
-        "fused_gradients": factory.fused_gradients,
+        # On the links where the longest transfers are.
+        "slowdowns": operations.slowdowns(links[-1][1]),
+        "block": block_times(block["variants"]),
+        "issue_of": block["variants"][-1]["issued_us"],
+        "kernel": block["kernel"],
+        "fused_gradients": block["fused_gradients"],
+        "device_memory_gib": round(memory / 2**30, 1) or None,
+    }
+
+
+def block_times(variants: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Median microseconds of a block's parts, from what was measured of :data:`VARIANTS`.
+
+    Returns:
+        ``stages``: by degree, direction and stage, of the stage alone; ``around``: by direction, of what a
+        pass spends outside its stages; ``stock``: by direction, of Megatron's own layer.
+    """
+
+    def passes_us(passes: Mapping[str, Any], way: Direction) -> Any:
+        wall_us, backward_us = (1e6 * np.array(passes[part]) for part in ("wall_s", "backward_s"))
+        return backward_us if way is Direction.BACKWARD else wall_us - backward_us
+
+    stock, *pipelined = variants
+    alone, stages, apart_s = (pipelined[0][part] for part in ("alone", "stages", "apart_s"))
+    inside_us = {
+        way: np.sum([*stages[way].values()], axis=0) + 1e6 * np.array(apart_s[way]) for way in Direction
+    }
+    around_us = {way: passes_us(alone, way) - inside_us[way] for way in Direction}
+    return {
+        "stock": {way: float(np.median(passes_us(stock, way))) for way in Direction},
+        "stages": {
+            str(degree): {
+                way: {stage: statistics.median(us) for stage, us in variant["stages"][way].items()}
+                for way in Direction
+            }
+            for degree, variant in zip(DEGREES, pipelined, strict=True)
+        },
+        "around": {way: float(np.median(around_us[way])) for way in Direction},
     }
 
 
@@ -88,19 +112,16 @@ def measure(rank: Rank[Any], case: Case, *, repeats: int, ranks_per_node: int) -
 class Probe:
     """An operation of one size to be timed; ``family`` and ``columns`` as in :class:`.Sample`.
 
-    Attributes:
-        count: How many such operations it is; the time is divided by that.
-        together: It is a collective: ranks meet before each call, so that no wait for a late one counts.
+    If it is a collective (``together``), ranks meet before each call, so that no wait for a late one counts.
     """
 
     family: str
     columns: Mapping[str, float]
     operation: Callable[[], object]
-    count: int = 1
     together: bool = False
 
 
-def timed(rank: Rank[Any], probes: Sequence[Probe], *, repeats: int) -> list[Sample]:
+def timed(rank: Rank[ProfileJob], probes: Sequence[Probe]) -> list[Sample]:
     """The typical time of each operation over so many calls, all of them timed in turns.
 
     Of a computation that is the median. Of a collective it is the lower quartile: on a host, a thread of
@@ -108,18 +129,16 @@ def timed(rank: Rank[Any], probes: Sequence[Probe], *, repeats: int) -> list[Sam
     sometimes to more than half of the calls (docs/log).
     """
     times_us: list[list[float]] = [[] for _ in probes]
-    for number in range(WARMUP + repeats):
+    job = rank.job
+    for number in range(job.warmup + job.repeats):
         for times, probe in zip(times_us, probes, strict=True):
             if probe.together:
-                meet(on_cuda=rank.job.on_cuda)
-            clock = Clock(on_cuda=rank.job.on_cuda)
+                meet(on_cuda=job.on_cuda)
+            clock = Clock(on_cuda=job.on_cuda)
             probe.operation()
-            took_s = clock.passed_s()
-            times += [took_s * 1e6 / probe.count] * (number >= WARMUP)
-            if took_s > _SIGN_S:
-                rank.say("alive")
+            times += [clock.passed_s() * 1e6] * (number >= job.warmup)
         # Rarely: messages must not slow short calls down.
-        rank.say("alive")
+        rank.progress()
     return [
         Sample(
             probe.family,
@@ -130,44 +149,31 @@ def timed(rank: Rank[Any], probes: Sequence[Probe], *, repeats: int) -> list[Sam
     ]
 
 
-class LinkGroups(NamedTuple):
-    """The ranks over which one class of links is measured.
-
-    Attributes:
-        name: ``intra`` or ``inter``, as in a cluster file.
-        exchange: Of AMPipe's all-to-all.
-        all: Of the other collectives.
-        near: How many of those are reached over other links, this rank included.
-    """
-
-    name: str
-    exchange: dist.ProcessGroup
-    all: dist.ProcessGroup
-    near: int = 1
+LinkRanks = tuple[str, dist.ProcessGroup, dist.ProcessGroup, int]
+"""``intra`` or ``inter``; the ranks of AMPipe's all-to-all, and of all other collectives; how many of these
+are reached over other links, this rank included."""
 
 
-def link_groups(ranks_per_node: int) -> list[LinkGroups]:
+def links_of(ranks_per_node: int) -> list[LinkRanks]:
     """What to measure on this rank: links within its node, if it has several ranks, then those between."""
     world = list(range(dist.get_world_size()))
     nodes = [world[first : first + ranks_per_node] for first in world[::ranks_per_node]]
-    links = []
+    links: list[LinkRanks] = []
     if ranks_per_node > 1:
         node = dist.new_subgroups_by_enumeration(nodes)[0]
-        links.append(LinkGroups("intra", node, node))
+        links.append(("intra", node, node, 1))
     if len(nodes) > 1:
         between = dist.new_subgroups_by_enumeration([world[place::ranks_per_node] for place in nodes[0]])[0]
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        links.append(LinkGroups("inter", between, everyone, near=ranks_per_node))
+        links.append(("inter", between, dist.group.WORLD, ranks_per_node))
     return links
 
 
 class Operations:
     """The operations of a block on this rank, to be timed."""
 
-    def __init__(self, rank: Rank[Any], case: Case, *, repeats: int, kernel: str) -> None:
-        self._rank, self._repeats, self._on_cuda = rank, repeats, rank.job.on_cuda
-        self._case, self._kernel = case, KERNELS[kernel]
+    def __init__(self, rank: Rank[ProfileJob], *, kernel: str) -> None:
+        case: Case = rank.job.cases[0]
+        self._rank, self._case, self._kernel = rank, case, KERNELS[kernel]
         self._device, self._dtype = rank.job.device, DTYPES[case.dtype]
         self._head_size = case.head_size or case.hidden // case.heads
         self._groups = case.query_groups or case.heads
@@ -196,8 +202,9 @@ class Operations:
         inputs, weight, gradient = self._random(rows, k), self._random(n, k), self._random(rows, n)
         gflops, weights = 2e-9 * rows * k * n, 1e-6 * k * n
         columns = {"alpha_us": 1.0, "beta_us_per_gflop": gflops, "weights_us_per_million": weights}
+        twice = {name: 2 * count for name, count in columns.items()}
         yield Probe("gemm", columns, lambda: inputs @ weight.t())
-        yield Probe("gemm", columns, lambda: (gradient @ weight, gradient.t() @ inputs), count=2)
+        yield Probe("gemm", twice, lambda: (gradient @ weight, gradient.t() @ inputs))
 
     def _attention(self, start: int, end: int) -> Iterator[Probe]:
         """Rows ``[start, end)`` with all keys up to them, forward and backward."""
@@ -222,8 +229,7 @@ class Operations:
         yield Probe("attention.backward", {**columns, "beta_us_per_gflop": 2.5 * gflops}, differentiate)
 
     def _passes_over_memory(self, rows: int) -> Iterator[Probe]:
-        """A residual is added; rows are put into another order and back; what arrives for the experts is
-        copied to host memory and back, as the lane ``copy`` does."""
+        """A residual is added; rows are reordered; what arrives is copied to host memory; and back."""
         left, right = (self._random(rows, self._case.hidden) for _ in range(2))
         tokens = self._random(rows * self._case.topk, self._case.hidden)
         order = torch.randperm(len(tokens)).to(tokens.device)
@@ -241,26 +247,26 @@ class Operations:
         yield _of_bytes("permute", 2 * tokens.nbytes, permute, count=2)
         yield _of_bytes("copy", tokens.nbytes, copy, count=2)
 
-    def traffic(self, link: LinkGroups) -> Iterator[Probe]:
-        for rows in self._rows(link.exchange):
-            yield self._exchange(f"{link.name}.all_to_all", link.exchange, rows)
-        sizes = self._rows(link.all)
-        if link.near > 1:
-            for rows in sizes:
-                yield self._exchange(f"{link.name}.direct_all_to_all", link.all, rows, near=link.near)
-        ranks = link.all.size()
+    def traffic(
+        self, name: str, exchange: dist.ProcessGroup, everyone: dist.ProcessGroup, near: int
+    ) -> Iterator[Probe]:
+        for rows in self._rows(exchange):
+            yield self._exchange(f"{name}.all_to_all", exchange, rows)
+        sizes, ranks = self._rows(everyone), everyone.size()
+        for rows in sizes if near > 1 else ():
+            yield self._exchange(f"{name}.direct_all_to_all", everyone, rows, near=near)
         for rows in (1, *(rows // ranks for rows in sizes)):
             part = self._random(rows, self._case.hidden)
             whole, sent = part.repeat(ranks, 1), part.nbytes * (ranks - 1)
 
             def gather(part: Tensor = part, whole: Tensor = whole) -> None:
-                dist.all_gather_into_tensor(torch.empty_like(whole), part, group=link.all)
+                dist.all_gather_into_tensor(torch.empty_like(whole), part, group=everyone)
 
             def reduce(part: Tensor = part, whole: Tensor = whole) -> None:
-                dist.reduce_scatter_tensor(torch.empty_like(part), whole, group=link.all)
+                dist.reduce_scatter_tensor(torch.empty_like(part), whole, group=everyone)
 
-            yield _of_bytes(f"{link.name}.all_gather", sent, gather, together=True)
-            yield _of_bytes(f"{link.name}.reduce_scatter", sent, reduce, together=True)
+            yield _of_bytes(f"{name}.all_gather", sent, gather, together=True)
+            yield _of_bytes(f"{name}.reduce_scatter", sent, reduce, together=True)
 
     def _exchange(self, family: str, group: dist.ProcessGroup, rows: int, *, near: int = 1) -> Probe:
         """An all-to-all of tokens and probabilities; its size is what goes to others than ``near`` ranks."""
@@ -275,58 +281,35 @@ class Operations:
         return _of_bytes(family, sent, exchange, together=True)
 
     def slowdowns(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """How much longer computation and an all-to-all take while the other runs.
-
-        Returns:
-            As in a cluster file: factors of at least 1 on computation and on time on the wire, and what every
-            all-to-all takes longer, whatever its size.
-        """
-        sizes = self._rows(group)
-        (small_mb, small_us, small_concurrent_us, _), (large_mb, large_us, large_concurrent_us, compute) = (
-            self._with_products(group, rows, left_rows=sizes[-2]) for rows in (sizes[0], sizes[-2])
-        )
-        alone = max(0.0, (large_us - small_us) / (large_mb - small_mb))
-        concurrent = max(0.0, (large_concurrent_us - small_concurrent_us) / (large_mb - small_mb))
-        slowdown = max(1.0, concurrent / alone) if alone else 1.0
+        """How much longer computation and an all-to-all take while the other runs, as in a cluster file."""
+        sizes, hidden = self._rows(group), self._case.hidden
+        left, weight = self._random(sizes[-2], hidden), self._random(hidden, self._case.ffn)
+        product = Probe("", {}, lambda: left @ weight)
+        executor = CudaExecutor() if self._rank.job.on_cuda else ThreadExecutor()
+        found = []
+        for rows in (sizes[0], sizes[-2]):
+            exchange = self._exchange("", group, rows)
+            alone = timed(self._rank, [exchange, product])
+            exchange_us, product_us = (sample.us for sample in alone)
+            # As many products as take about as long as the exchanges.
+            products = max(1, round(EXCHANGES * exchange_us / product_us))
+            run, compute = exchange.operation, product.operation
+            spans = run_lanes(executor, run, compute, exchanges=EXCHANGES, products=products)
+            exchanged = [span for span in spans if span.lane == COMM]
+            begin_us, end_us = exchanged[0].begin_us, exchanged[-1].end_us
+            computed = [span for span in spans if span.lane == COMPUTE and span.begin_us <= end_us]
+            slowed_us = statistics.fmean(span.end_us - span.begin_us for span in computed)
+            mb, together_us = exchange.columns["beta_us_per_mb"], (end_us - begin_us) / EXCHANGES
+            found.append((mb, exchange_us, together_us, slowed_us / product_us))
+        (small_mb, small_us, small_together_us, _), (mb, us, together_us, compute_slowdown) = found
+        alone_us = max(0.0, (us - small_us) / (mb - small_mb))
+        slowed_us = max(0.0, (together_us - small_together_us) / (mb - small_mb))
+        slowdown = max(1.0, slowed_us / alone_us) if alone_us else 1.0
         return {
-            "compute_slowdown": compute,
+            "compute_slowdown": max(1.0, compute_slowdown),
             "communication_slowdown": slowdown,
-            "latency_us": max(0.0, small_concurrent_us - small_us - small_mb * alone * (slowdown - 1.0)),
+            "latency_us": max(0.0, small_together_us - small_us - small_mb * alone_us * (slowdown - 1.0)),
         }
-
-    def _with_products(
-        self, group: dist.ProcessGroup, rows: int, *, left_rows: int
-    ) -> tuple[float, float, float, float]:
-        """An all-to-all of ``rows`` rows concurrent with matrix products.
-
-        Returns:
-            Its size in MB, its microseconds alone and with the products, and the products' slowdown.
-        """
-        ranks, hidden = group.size(), self._case.hidden
-        tokens, left = self._random(rows, hidden), self._random(left_rows, hidden)
-        weight, splits = self._random(hidden, self._case.ffn), [rows // ranks] * ranks
-
-        def exchange() -> None:
-            exchange_rows([tokens], send=splits, receive=splits, group=group).wait()
-
-        def compute() -> Tensor:
-            return left @ weight
-
-        probes = [Probe("", {}, exchange, together=True), Probe("", {}, compute)]
-        exchange_us, compute_us = (sample.us for sample in timed(self._rank, probes, repeats=self._repeats))
-        # Every rank must exchange equally often, whatever its clock says.
-        slowest = torch.tensor([exchange_us], dtype=torch.float64, device=self._device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        rounds = max(_MINIMUM_ROUNDS, min(_MAXIMUM_ROUNDS, int(OVERLAP_US / float(slowest))))
-        meet(on_cuda=self._on_cuda)
-        if self._on_cuda:
-            # As many computations as take about as long as the exchanges.
-            calls = max(1, int(rounds * exchange_us / compute_us))
-            computing_us, communicating_us = _concurrent_on_streams(exchange, compute, rounds, calls)
-        else:
-            computing_us, communicating_us = _concurrent_on_threads(exchange, compute, rounds)
-        megabytes = 1e-6 * tokens.nbytes * (ranks - 1) / ranks
-        return megabytes, exchange_us, communicating_us, max(1.0, computing_us / compute_us)
 
     def _rows(self, group: dist.ProcessGroup) -> list[int]:
         """Rows that are exchanged for parts of the block's tokens; each rank gets equally many."""
@@ -340,100 +323,6 @@ class Operations:
 def _of_bytes(
     family: str, size: float, operation: Callable[[], object], *, count: int = 1, together: bool = False
 ) -> Probe:
-    columns = {"alpha_us": 1.0, "beta_us_per_mb": 1e-6 * size}
-    return Probe(family, columns, operation, count=count, together=together)
-
-
-def _concurrent_on_threads(
-    exchange: Callable[[], object], compute: Callable[[], object], rounds: int
-) -> tuple[float, float]:
-    """Microseconds of one computation and of one exchange; as many computations as fit in."""
-
-    def communicate() -> float:
-        clock = Clock(on_cuda=False)
-        for _ in range(rounds):
-            exchange()
-        return clock.passed_s()
-
-    clock, calls = Clock(on_cuda=False), 0
-    with ThreadPoolExecutor(1) as thread:
-        communicating = thread.submit(communicate)
-        while calls == 0 or not communicating.done():
-            compute()
-            calls += 1
-        computing_us = clock.passed_s() * 1e6 / calls
-    return computing_us, communicating.result() * 1e6 / rounds
-
-
-def _concurrent_on_streams(
-    exchange: Callable[[], object], compute: Callable[[], object], rounds: int, calls: int
-) -> tuple[float, float]:
-    """Likewise on the device, each on a stream."""
-    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-    stream.wait_stream(current)
-    marks = []
-    for on, operation, count in ((stream, exchange, rounds), (current, compute, calls)):
-        with torch.cuda.stream(on):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(count):
-                operation()
-            end.record()
-            marks.append((begin, end, count))
-    torch.cuda.synchronize()
-    times_us = [float(begin.elapsed_time(end)) * 1e3 / count for begin, end, count in marks]
-    return times_us[1], times_us[0]
-
-
-def block_times(rank: Rank[Any], case: Case, factory: BlockFactory, *, repeats: int) -> dict[str, Any]:
-    """Microseconds of a block's parts on this rank.
-
-    Returns:
-        ``block``: ``stages``: by degree, direction and stage, the median of the stage alone; ``around``: by
-        degree and direction, of what a pass spends outside its stages; ``stock``: by direction, of Megatron's
-        own layer; ``issue``: of the host to issue a stage, in the mean. ``issue_of``: the same by direction
-        and kind, while the device is busy (empty where the host computes, and ``issue`` is 0).
-    """
-    rounds = WARMUP + repeats
-    passes = Passes(rank, case, progress=lambda: rank.say("alive"))
-    alone, in_order, layers = {}, {}, {}
-    for degree in DEGREES:
-        variant = Variant.of("ampipe", degree)
-        alone[degree] = factory.build_timed(variant, num_passes=rounds)
-        in_order[degree] = Recorder(num_iterations=rounds)
-        layers[degree] = factory.build(variant, recorder=in_order[degree], executor=SequentialExecutor())
-    stock: list[dict[Direction, float]] = []
-    whole: dict[int, list[dict[Direction, float]]] = {degree: [] for degree in DEGREES}
-    for number in range(rounds):
-        stock.append(passes.run(factory.stock).by_direction_us)
-        for degree, timer in alone.items():
-            timer.recorder.start_iteration(number)
-            passes.run(timer.layers)
-            in_order[degree].start_iteration(number)
-            whole[degree].append(passes.run(layers[degree]).by_direction_us)
-        rank.progress()
-    stages = {
-        str(degree): {
-            way: {stage: statistics.median(us[WARMUP:]) for stage, us in of_stages.items()}
-            for way, of_stages in stage_times(timer.recorder).items()
-        }
-        for degree, timer in alone.items()
-    }
-    issue_of = alone[DEGREES[-1]].timer.issued_us()
-    block = {
-        "stock": {way: statistics.median(times[way] for times in stock[WARMUP:]) for way in Direction},
-        "stages": stages,
-        "around": {str(degree): _outside(whole[degree], in_order[degree]) for degree in DEGREES},
-        "issue": statistics.fmean(issue_of["forward"].values()) if "forward" in issue_of else 0.0,
-    }
-    return {"block": block, "issue_of": issue_of}
-
-
-def _outside(whole: Sequence[dict[Direction, float]], recorder: Recorder) -> dict[str, float]:
-    """The median of what passes took beyond the sum of their stages."""
-    times, found = stage_times(recorder), {}
-    for way in Direction:
-        in_stages = map(sum, zip(*times[way.value].values(), strict=True))
-        beyond = [took[way] - inside for took, inside in zip(whole, in_stages, strict=True)]
-        found[way.value] = max(0.0, statistics.median(beyond[WARMUP:]))
-    return found
+    """So many operations, each of ``size`` bytes."""
+    columns = {"alpha_us": float(count), "beta_us_per_mb": 1e-6 * size * count}
+    return Probe(family, columns, operation, together)

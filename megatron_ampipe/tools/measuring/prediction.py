@@ -14,17 +14,10 @@ from megatron_ampipe.tools.measuring.grid import Case, block_of_case
 
 
 def predict(document: dict[str, Any], cluster: Cluster) -> None:
-    """Add predictions to a result.
+    """Add predictions to a result, from a cluster that was measured on the same machine and link.
 
     Every row gets ``predicted_ms`` and ``error`` (predicted / measured - 1), every case ``choice``: the row
     with the least predicted time, and ``loss``, by how much it is slower than the fastest row.
-
-    Args:
-        document: What ``ampipe bench --json`` holds; changed.
-        cluster: Measured on the same machine and link.
-
-    Raises:
-        BadInput: the cluster has no figure for something that a block does.
     """
     layers = document["layers"]
     for case in document["cases"]:
@@ -40,19 +33,13 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
 
 
 def predict_peaks(document: dict[str, Any]) -> None:
-    """Add ``predicted_peak_bytes`` to every row of a result, ``stock_predicted_peak_bytes`` to every case.
-
-    Of all layers, gradients of parameters included, as ``peak_bytes`` is measured. Needs no cluster.
-    """
+    """Add predictions of ``peak_bytes`` to every row and case of a result. Needs no cluster."""
+    options: dict[str, Any] = {"local": True, "gathers": True}
     for case in document["cases"]:
-        block, num_layers = block_of(case, document["ranks"]), case.get("layers", 1)
-
-        def predicted(pipeline: Pipeline, block: Block = block, num_layers: int = num_layers) -> int:
-            return round(peak_bytes(block, pipeline, num_layers=num_layers, local=True, gathers=True))
-
-        case["stock_predicted_peak_bytes"] = predicted(Pipeline.of(1))
+        block, options["num_layers"] = block_of(case, document["ranks"]), case.get("layers", 1)
+        case["stock_predicted_peak_bytes"] = round(peak_bytes(block, Pipeline.of(1), **options))
         for row in case["rows"]:
-            row["predicted_peak_bytes"] = predicted(pipeline_of(row))
+            row["predicted_peak_bytes"] = round(peak_bytes(block, pipeline_of(row), **options))
 
 
 def _predicted_ms(pipeline: Pipeline, predictor: Predictor, *, layers: int) -> float:

@@ -3,19 +3,16 @@
 Importing it needs no torch::
 
     def work(rank: Rank[RankJob]) -> float:      # of a module or script that can be imported again
-        rank.connect()                           # torch's process group over the link
+        rank.start_megatron()
         rank.say("progress")                     # reaches on_message of the command at once
         return seconds
 
-    job = RankJob(num_ranks=2, link=parse_link("200mbit"), cores=machine.cores_of(2))
+    job = RankJob(num_ranks=2, link=parse_link("200mbit"))
     seconds_by_rank = run_ranks(job, work, on_message=lambda rank, event, value: ...)
 
-What ``work`` needs besides is in fields of a subclass of :class:`RankJob`. Jobs, messages and results are
-pickled.
-
-Ranks are processes that ``multiprocessing`` spawns, each in a separate session: Ctrl-C reaches only the
-command, which then kills them, and the kernel kills them if the command dies itself. Not torch's elastic
-agent: ranks in network namespaces cannot reach its TCP store.
+What ``work`` needs besides is in fields of a subclass of :class:`RankJob`. Ranks are spawned processes, each
+in a separate session: Ctrl-C reaches only the command, which then kills them, and the kernel kills them if
+the command dies itself. Not torch's elastic agent: ranks in network namespaces cannot reach its TCP store.
 """
 
 from __future__ import annotations
@@ -31,8 +28,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
@@ -40,20 +38,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ampipe.errors import AMPipeError, DifferenceFound, EnvironmentMissing, RunFailed
 from megatron_ampipe.tools.measuring import machine, network
-from megatron_ampipe.tools.measuring.link import Link, LinkKind
+from megatron_ampipe.tools.measuring.link import Link
 
 if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
 
     from megatron_ampipe.tools.measuring.emulation import Emulation
 
-_LOG_LINES = 15
+_LOG_LINES = 30
 _GRACE_S, _POLL_S = 0.3, 1.0
 """How long other ranks' failures are awaited after the first, and how often ranks are looked after: rarely,
 as on two cores the command competes with them."""
 _PAUSE_S = 0.02
 _PR_SET_PDEATHSIG = 1
-_KINDS: dict[int, type[AMPipeError]] = {1: EnvironmentMissing, 4: DifferenceFound}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +59,6 @@ class RankJob:
 
     Attributes:
         pretended: One process stands for all ranks; see :mod:`.emulation`.
-        cores: One for each rank; empty when ranks are not pinned.
         seed: Of weights and inputs.
         timeout_s: A collective fails after this time, and the run when no rank says anything for so long.
     """
@@ -71,13 +67,17 @@ class RankJob:
     link: Link
     device: Literal["cpu", "cuda"] = "cpu"
     pretended: bool = False
-    cores: tuple[int, ...] = ()
     seed: int = 1
     timeout_s: float = 300.0
 
     @property
     def on_cuda(self) -> bool:
         return self.device == "cuda"
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """One for each rank that computes on a CPU, where there are enough; else none is pinned."""
+        return () if self.on_cuda else machine.cores_of(self.num_ranks)
 
 
 class Rank[Job: RankJob]:
@@ -87,7 +87,7 @@ class Rank[Job: RankJob]:
         job: What is to be done.
         number: From 0.
         rendezvous: File over which ranks find each other; None under torchrun, which has set the environment.
-        tell: Takes an event and a value to the command.
+        say: Sends an event and a value to the command.
     """
 
     def __init__(
@@ -96,14 +96,9 @@ class Rank[Job: RankJob]:
         number: int,
         *,
         rendezvous: Path | None = None,
-        tell: Callable[[str, object], None] = lambda *_: None,
+        say: Callable[..., None] = lambda *_: None,
     ) -> None:
-        self.job, self.number = job, number
-        self.rendezvous, self._tell = rendezvous, tell
-
-    def say(self, event: str, value: object = None) -> None:
-        """Send a message to the command."""
-        self._tell(event, value)
+        self.job, self.number, self.rendezvous, self.say = job, number, rendezvous, say
 
     def progress(self) -> None:
         """Say that a step has ended, and leave a core to the command while it draws that."""
@@ -111,11 +106,7 @@ class Rank[Job: RankJob]:
         time.sleep(_PAUSE_S)
 
     def connect(self) -> Emulation | None:
-        """Join torch's process group over the job's link; to be called before Megatron is imported.
-
-        Returns:
-            What emulates the link.
-        """
+        """Join torch's process group, before Megatron is imported; returns what emulates the link."""
         import torch
         import torch.distributed as dist
 
@@ -142,9 +133,7 @@ class Rank[Job: RankJob]:
         if self.rendezvous is not None:
             settings["init_method"] = f"file://{self.rendezvous}"
             settings["timeout"] = datetime.timedelta(seconds=job.timeout_s)
-            os.environ["GLOO_SOCKET_IFNAME"] = (
-                network.INTERFACE if job.link.kind is LinkKind.NETWORK else "lo"
-            )
+            os.environ["GLOO_SOCKET_IFNAME"] = network.INTERFACE if job.link.is_network else "lo"
         dist.init_process_group("nccl" if job.on_cuda else "gloo", **settings)
         return emulation
 
@@ -180,18 +169,16 @@ def run_ranks[Job: RankJob](
 
     Args:
         job: How, and what.
-        work: Runs in each rank. It must be importable by name, and imports Megatron only after
-            :meth:`Rank.connect`.
+        work: Runs in each rank. It must be importable by name.
         on_message: Told rank, event and value of everything that ranks say.
-        log: File to which all ranks' output is appended; None for temporary files, one for each rank.
+        log: File to which all ranks' output is appended; None for a temporary one.
 
     Returns:
         What ``work`` has returned, by rank.
 
     Raises:
         RunFailed: a rank failed or was lost, or none said anything for ``job.timeout_s``.
-        EnvironmentMissing: the link cannot be made, or a rank raised it.
-        DifferenceFound: a rank raised it.
+        EnvironmentMissing, DifferenceFound: a rank raised it, or the link cannot be made.
     """
     count = 1 if job.pretended else job.num_ranks
     results: list[Any] = [None] * count
@@ -205,19 +192,19 @@ def run_ranks[Job: RankJob](
                 f"{count} ranks need as many GPUs, and there are {num_gpus}. Use fewer --ranks, or "
                 "ampipe bench with --link emulated:RATE, which pretends the others."
             )
-        if job.link.kind is LinkKind.NETWORK:
+        if job.link.is_network:
             namespaces = [*stack.enter_context(network.connected(job.link, count))]
-        logs = [log or folder / f"rank{rank}.log" for rank in range(count)]
+        log = log or folder / "log"
         processes: dict[Connection, SpawnProcess] = {}
         stack.callback(_end, processes)
         spawn = multiprocessing.get_context("spawn")
         for rank, namespace in enumerate(namespaces):
             pipe, of_rank = spawn.Pipe()
-            arguments = (work, job, rank, folder, logs[rank], namespace, os.getpid(), of_rank)
+            arguments = (work, job, rank, folder, log, namespace, os.getpid(), of_rank)
             processes[pipe] = spawn.Process(target=_run_rank, args=arguments)
             processes[pipe].start()
             of_rank.close()
-        for rank, event, value in _messages(processes, logs, timeout_s=job.timeout_s):
+        for rank, event, value in _messages(processes, log, timeout_s=job.timeout_s):
             if event == "done":
                 results[rank] = value
             else:
@@ -237,16 +224,12 @@ def _end(processes: Mapping[Connection, SpawnProcess]) -> None:
 
 
 def _messages(
-    processes: Mapping[Connection, SpawnProcess], logs: Sequence[Path], *, timeout_s: float
+    processes: Mapping[Connection, SpawnProcess], log: Path, *, timeout_s: float
 ) -> Iterator[tuple[int, str, Any]]:
-    """Messages with their rank, until every rank has said ``done``.
-
-    Raises:
-        AMPipeError: a rank failed or was lost, or all were silent for too long.
-    """
+    """Messages with their rank, until every rank has said ``done``; raises the first cause of a failure."""
     pipes = {pipe: rank for rank, pipe in enumerate(processes)}
     missing = dict(enumerate(processes.values()))
-    failures: dict[int, tuple[str, int]] = {}
+    failures: dict[int, AMPipeError] = {}
     last_sign, failing_since = time.monotonic(), 0.0
     while missing:
         for pipe in wait(list(pipes), timeout=_GRACE_S if failing_since else _POLL_S):
@@ -259,7 +242,8 @@ def _messages(
                 continue
             last_sign = time.monotonic()
             if event == "failed":
-                failures[rank] = value
+                kind, text = value
+                failures[rank] = kind(text)
                 continue
             if event == "done":
                 del missing[rank], pipes[pipe]
@@ -269,31 +253,28 @@ def _messages(
         if codes or failures:
             failing_since = failing_since or time.monotonic()
             if time.monotonic() - failing_since > _GRACE_S:
-                raise _first_cause(codes, failures, logs)
+                raise _first_cause(codes, failures, log)
         elif time.monotonic() - last_sign > timeout_s:
-            raise RunFailed(f"no rank answered for {timeout_s:g} s; all were ended.{_tail(0, logs)}")
+            raise RunFailed(f"no rank answered for {timeout_s:g} s; all were ended.{_tail(log)}")
 
 
-def _first_cause(
-    codes: Mapping[int, int], failures: Mapping[int, tuple[str, int]], logs: Sequence[Path]
-) -> AMPipeError:
+def _first_cause(codes: Mapping[int, int], failures: Mapping[int, AMPipeError], log: Path) -> AMPipeError:
     """Peers of a rank that was killed or that failed lose their connection to it, and fail too."""
     for rank, code in codes.items():
         if code < 0:
             return RunFailed(f"rank {rank} was killed by {signal.Signals(-code).name}; the others were ended")
-    for message, exit_code in failures.values():
-        if exit_code in _KINDS:
-            return _KINDS[exit_code](message)
-    for rank, (message, _) in failures.items():
-        return RunFailed(f"rank {rank} failed: {message}{_tail(rank, logs)}")
+    for error in failures.values():
+        if not isinstance(error, RunFailed):
+            return error
+    for rank, error in failures.items():
+        return RunFailed(f"rank {rank} failed: {error}{_tail(log)}")
     rank, code = next(iter(codes.items()))
-    return RunFailed(f"rank {rank} ended with exit code {code}{_tail(rank, logs)}")
+    return RunFailed(f"rank {rank} ended with exit code {code}{_tail(log)}")
 
 
-def _tail(rank: int, logs: Sequence[Path]) -> str:
-    log = logs[rank]
+def _tail(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
-    return "".join(f"\n  {line}" for line in ["", f"last lines of rank {rank}:", *lines] if lines)
+    return "".join(f"\n  {line}" for line in ["", "last lines of the ranks:", *lines] if lines)
 
 
 def _run_rank(
@@ -332,25 +313,26 @@ def _run_rank(
     try:
         if namespace is not None:
             network.enter(namespace)
-        if job.cores:
+        if cores := job.cores:
             # Before torch starts its threads, which inherit it.
-            os.sched_setaffinity(0, {job.cores[number]})
-        rank = Rank(
-            job,
-            number,
-            rendezvous=folder / "rendezvous",
-            tell=lambda event, value: pipe.send((event, value)),
-        )
+            os.sched_setaffinity(0, {cores[number]})
+        rank = Rank(job, number, rendezvous=folder / "rendezvous", say=partial(_say, pipe))
         pipe.send(("done", work(rank)))
         code = 0
+    except (EnvironmentMissing, DifferenceFound) as error:
+        pipe.send(("failed", (type(error), str(error))))
     except AMPipeError as error:
-        pipe.send(("failed", (str(error), error.exit_code)))
+        pipe.send(("failed", (RunFailed, str(error))))
     except BaseException as error:
         traceback.print_exc()
-        pipe.send(("failed", (f"{type(error).__name__}: {error}", RunFailed.exit_code)))
+        pipe.send(("failed", (RunFailed, f"{type(error).__name__}: {error}")))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _say(pipe: Connection, event: str, value: object = None) -> None:
+    pipe.send((event, value))
 
 
 @contextlib.contextmanager

@@ -1,48 +1,38 @@
-"""The document of ``ampipe bench --json``: medians of samples, ratios with their spread, bounds. No torch.
+"""The document of ``ampipe bench --json`` and its table: medians, ratios with their spread, bounds. No torch.
 
 The time of a pass is the maximum over ranks. The speedup is the median of the ratios stock / variant taken
-within each repeat, where the machine was in the same state for both; its spread is the range from the 10th to
-the 90th percentile of these ratios. What the machine itself contributes is the spread of the control, which
-is Megatron's layer measured a second time, in turns with everything else.
+within each repeat, where the machine was in the same state for both. What the machine itself contributes is
+the spread of the control, which is Megatron's layer measured a second time, in turns with everything else.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from megatron_ampipe.files import inputs, outputs
 from megatron_ampipe.plan.simulate import direction_bound
-from megatron_ampipe.schedule import Stage, stage_from_text
-from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK_GLOO, BenchJob, Variant
+from megatron_ampipe.schedule import KEEP, Exchange, Stage, stage_from_text
+from megatron_ampipe.tools.measuring.bench_job import CONTROL, BenchJob, Variant
 
 FORMAT = "ampipe-bench-1"
 
-StageSamples = Mapping[str, Mapping[str, Sequence[float]]]
-"""By direction and stage, the microseconds of every pass, alone."""
-
 
 def write(document: Mapping[str, Any], path: Path) -> None:
-    """Write the document; it appears under its name only when it is whole.
-
-    Raises:
-        RunFailed: it cannot be written.
-    """
+    """Write the document; it appears under its name only when it is whole."""
     outputs.write_text(path, json.dumps(document) + "\n")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a document of blocks that :func:`write` wrote, with what older ones lack filled in.
-
-    Raises:
-        BadInput: it cannot be read, or is no such document.
-    """
+    """Read a document of blocks that :func:`write` wrote, and fill in what older ones lack; or BadInput."""
 
     def parse(text: str) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(text)
@@ -62,11 +52,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 def speedup(stock: Sequence[float], samples: Sequence[float]) -> dict[str, float]:
     """The ratios stock / variant within each repeat: ``speedup``, their median, and two percentiles."""
     ratios = [before / after for before, after in zip(stock, samples, strict=True)]
-    return {
-        "speedup": round(statistics.median(ratios), 4),
-        "speedup_p10": round(percentile(ratios, 0.1), 4),
-        "speedup_p90": round(percentile(ratios, 0.9), 4),
-    }
+    shares = {"speedup": 0.5, "speedup_p10": 0.1, "speedup_p90": 0.9}
+    return {name: round(percentile(ratios, share), 4) for name, share in shares.items()}
 
 
 def with_control(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -74,36 +61,22 @@ def with_control(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         ``control``, with its ``spread``: how far the 10th or the 90th percentile of stock / control is from
-        1, whichever is further, as a factor (0.03 for 3 %). ``gloo_all_to_all``, None where that was not
-        measured. ``rows``, all others, with ``difference_seen``: whether the speedup is further from 1 than
-        the spread.
+        1, whichever is further, as a factor (0.03 for 3 %). ``rows``, all others, with ``difference_seen``:
+        whether the speedup is further from 1 than the spread.
     """
-    by_name = {row["schedule"]: row for row in rows}
-    control = by_name[CONTROL]
+    control, *others = rows
+    assert control["schedule"] == CONTROL
     spread = round(max(control["speedup_p90"], 1 / control["speedup_p10"]) - 1, 4)
-    others = [row for row in rows if row["schedule"] not in (CONTROL, STOCK_GLOO)]
     return {
         "control": control | {"spread": spread},
-        "gloo_all_to_all": by_name.get(STOCK_GLOO),
         "rows": [
             row | {"difference_seen": max(row["speedup"], 1 / row["speedup"]) - 1 > spread} for row in others
         ],
     }
 
 
-def slowest_rank(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Of each repeat, the maximum over ranks."""
-    return [max(samples) for samples in zip(*samples_by_rank, strict=True)]
-
-
 def case_result(job: BenchJob, index: int, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One entry of ``cases`` in the document.
-
-    Args:
-        job: What was measured.
-        index: Of the case.
-        reports: What each rank found (:func:`.timed_passes.measure`).
-    """
+    """One entry of ``cases`` in the document, from what each rank found (:func:`.timed_passes.measure`)."""
     case, variants = job.cases[index], job.variants[index]
     by_variant = list(zip(*(report["variants"] for report in reports), strict=True))
     stock, *figures = map(_figures, by_variant)
@@ -132,43 +105,36 @@ def case_result(job: BenchJob, index: int, reports: Sequence[Mapping[str, Any]])
 def described(variant: Variant, job: BenchJob) -> dict[str, Any]:
     """What a row says of its variant."""
     pipeline = variant.pipeline
-    backward = pipeline.backward_degree
+    backward = None if pipeline.backward_degree == pipeline.degree else pipeline.backward_degree
     return {
         "schedule": variant.schedule,
         "degree": pipeline.degree,
-        # None where it is the forward pass's, as in the files of earlier versions.
-        "backward_degree": None if backward == pipeline.degree else backward,
-        "cut": str(pipeline.degree) + f":{backward}" * (backward != pipeline.degree),
+        "backward_degree": backward,
+        "cut": str(pipeline.degree) + (f":{backward}" if backward else ""),
         "layers": job.layers,
         "stack": pipeline.stack,
         "memory": pipeline.memory,
         "exchange": pipeline.exchange,
         "wire": variant.wire,
+        "partner": None if pipeline.partner is None else pipeline.partner.order,
     }
 
 
 def _figures(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the document holds of every variant, stock included.
-
-    ``backward_ms`` is from the end of the forward pass of a rank. ``peak_bytes`` is of the rank that holds
-    most, beyond weights and input. ``wire_bytes`` (None where nothing was counted) are of all ranks together,
-    by the kernel's counters.
-    """
-
-    def ms(key: str) -> list[list[float]]:
-        return [[round(1e3 * seconds, 4) for seconds in rank[key]] for rank in of_ranks]
-
-    by_rank = ms("wall_s")
-    samples = slowest_rank(by_rank)
+    """What the document holds of every variant, stock included; times are those of the slowest rank."""
+    by_rank = [[round(1e3 * seconds, 4) for seconds in rank["wall_s"]] for rank in of_ranks]
+    samples = [max(of_repeat) for of_repeat in zip(*by_rank, strict=True)]
+    backward_s = map(max, zip(*(rank["backward_s"] for rank in of_ranks), strict=True))
     sent = zip(*(rank["wire_bytes"] for rank in of_ranks), strict=True)
-    of_repeats = [sum(repeat) for repeat in sent if None not in repeat]
+    # Of all ranks together, by the kernel's counters.
+    sums = [sum(repeat) for repeat in sent if None not in repeat]
     return {
         "ms": round(statistics.median(samples), 4),
-        "backward_ms": round(statistics.median(slowest_rank(ms("backward_s"))), 4),
+        "backward_ms": round(1e3 * statistics.median(backward_s), 4),
         "samples_ms": samples,
         "samples_ms_by_rank": by_rank,
         "peak_bytes": max(rank["peak_bytes"] for rank in of_ranks),
-        "wire_bytes": round(statistics.median(of_repeats)) if of_repeats else None,
+        "wire_bytes": round(statistics.median(sums)) if sums else None,
     }
 
 
@@ -187,7 +153,7 @@ def _stages(variant: Variant, of_ranks: Sequence[Mapping[str, Any]], *, ms: floa
     }
 
 
-def _bound_us(samples: StageSamples, needs: Any, *, stack: int) -> float:
+def _bound_us(samples: Mapping[str, Any], needs: Any, *, stack: int) -> float:
     """Of a pass on one rank, from medians; layers in groups of ``stack`` share a schedule."""
     total = 0.0
     for direction, stages in samples.items():
@@ -199,3 +165,93 @@ def _bound_us(samples: StageSamples, needs: Any, *, stack: int) -> float:
         for graph in graphs.values():
             total += direction_bound({stage: times[stage] for stage in graph}, graph)
     return total
+
+
+Record = Mapping[str, Any]
+"""A document, a case or a row."""
+
+_CAPTION = (
+    "ms: median of a forward and a backward pass of all layers, or of a training's iteration; degree 1 is "
+    "stock again. speedup: median of stock / this within a repeat, and its 10th to 90th percentile; no "
+    "difference is seen where it is nearer to 1 than the spread of the control, which is stock once more. "
+    "of bound: the least possible time as a share of this. MiB: the peak beyond weights and input. wire MB: "
+    "sent by all ranks. More: docs/measured.md"
+)
+
+
+def show(document: Record, console: Console) -> None:
+    """Print one row for each layer of each case; a column without any figure is left out."""
+    lines: list[tuple[str, Record, str | None]] = []
+    for case in document["cases"]:
+        fastest = min(case["rows"], key=lambda row: row["ms"], default=None)
+        lines.append((case["name"], _stock(case), None))
+        for row in (*([case["control"]] if "control" in case else []), *case["rows"]):
+            lines.append(("", row, "bold" if row is fastest else None))
+    columns = {name: [cell(row) for _, row, _ in lines] for name, cell in _COLUMNS.items()}
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    table = Table(title=_heading(document), caption=_CAPTION, caption_justify="left")
+    table.add_column("case", overflow="fold")
+    table.add_column("layer")
+    for name in columns:
+        # In a narrow terminal a figure goes on in the next line rather than losing its end.
+        table.add_column(name, justify="right", overflow="fold")
+    for (name, row, style), *cells in zip(lines, *columns.values(), strict=True):
+        if name:
+            table.add_section()
+        table.add_row(name, row["schedule"], *cells, style=style)
+    console.print(table)
+
+
+def _heading(document: Record) -> str:
+    link = f"link {document['link']}" + " (emulated)" * document["emulated"]
+    ranks = f"{document['ranks']} ranks" + ", all but one pretended" * document["pretended"]
+    layers = f", {document['layers']} layers" * (document["layers"] > 1)
+    return "training · " * ("rounds" in document) + f"grid {document['grid']}{layers} · {link} · {ranks}"
+
+
+def _stock(case: Record) -> dict[str, Any]:
+    """The figures of stock, as a row without speedup."""
+    figures = {key.removeprefix("stock_"): value for key, value in case.items() if key.startswith("stock_")}
+    return {"schedule": "stock", **figures, **case.get("stock", {})}
+
+
+def _figure(key: str, form: str, factor: float = 1) -> Callable[[Record], str]:
+    return lambda row: "" if row.get(key) is None else form.format(row[key] * factor)
+
+
+def _choice(key: str, usual: object) -> Callable[[Record], str]:
+    """Empty where it is as usual."""
+    return lambda row: "" if row.get(key, usual) == usual else str(row[key])
+
+
+def _speedup(row: Record) -> str:
+    """The speedup, with what the control says of it."""
+    if "speedup" not in row:
+        return ""
+    said = f" (spread {row['spread']:.1%})" if "spread" in row else ""
+    return f"{row['speedup']:.3f}" + (said if row.get("difference_seen", True) else " no difference seen")
+
+
+_COLUMNS: dict[str, Callable[[Record], str]] = {
+    "stack": _choice("stack", 1),
+    "memory": _choice("memory", KEEP),
+    "exchange": _choice("exchange", Exchange.ROWS),
+    "wire": _choice("wire", None),
+    "partner": _choice("partner", None),
+    "degree": lambda row: "" if "spread" in row else row.get("cut", ""),
+    "ms": _figure("ms", "{:.2f}"),
+    "iterations/s": _figure("iterations_per_s", "{:.3f}"),
+    "speedup": _speedup,
+    "10-90 %": lambda row: (
+        f"{row['speedup_p10']:.3f}-{row['speedup_p90']:.3f}" if "speedup_p10" in row else ""
+    ),
+    "of bound": _figure("bound_share", "{:.1%}"),
+    "MiB": _figure("peak_bytes", "{:.1f}", 2**-20),
+    "predicted MiB": _figure("predicted_peak_bytes", "{:.1f}", 2**-20),
+    "wire MB": _figure("wire_bytes", "{:.2f}", 1e-6),
+    "difference": lambda row: f"{row['difference_from_stock']:.1e}" if row.get("wire") else "",
+    "loss difference": _figure("loss_difference", "{:.1e}"),
+    "predicted": _figure("predicted_ms", "{:.2f}"),
+    "off by": _figure("error", "{:+.1%}"),
+}
+"""By heading, what makes a cell of a row; empty where the row has no such figure."""

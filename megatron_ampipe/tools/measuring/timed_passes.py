@@ -8,10 +8,9 @@ that becomes slower affects all equally.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.errors import DifferenceFound
-from megatron_ampipe.launch.host.torch_calls import gloo_all_to_all
 from megatron_ampipe.runtime.executors import ThreadExecutor
-from megatron_ampipe.schedule import Direction
 from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES, BenchJob, Variant
 from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.measuring.grid import Case
-from megatron_ampipe.tools.measuring.link import LinkKind
 from megatron_ampipe.tools.measuring.meters import (
     TensorMeter,
+    Watch,
     WatchedExecutor,
-    peak_bytes,
+    meet,
     sent_bytes,
     stage_times,
 )
@@ -50,25 +47,16 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
     Returns:
         ``kernel`` and ``fused_gradients``; and a list ``variants`` with, for each: the fields of
         :class:`PassSample`, by repeat; ``stages``: microseconds of every stage alone, and ``needs``: what
-        each waits for (None where the layer is Megatron's own); ``difference`` from stock; ``peak_bytes``.
-
-    Raises:
-        DifferenceFound: on every rank, if some variant differs from stock on some rank.
+        each waits for, ``issued_us``: of the host on a GPU, ``alone`` and ``apart_s``: these passes, and
+        their seconds between stages (None where the layer is Megatron's own); ``difference`` from stock;
+        ``peak_bytes``.
     """
     job = rank.job
-    factory = BlockFactory(
-        case,
-        rank=rank.number,
-        num_ranks=job.num_ranks,
-        on_cuda=job.on_cuda,
-        seed=job.seed,
-        layers=job.layers,
-    )
-    on_network, rate = job.link.kind is LinkKind.NETWORK, job.link.rate_bit_per_s
-    passes = Passes(rank, case, counts_wire=on_network)
+    factory = BlockFactory(rank, case, layers=job.layers)
+    passes = Passes(rank, case)
     layers = [factory.stock, *(factory.build(variant) for variant in variants[1:])]
     difference = compare(passes, layers, variants, rank=rank.number, case=case)
-    saved_bytes = burst_bytes(rate) if on_network and rate else 0
+    saved_bytes = burst_bytes(job.link.rate_bit_per_s) if job.link.is_network else 0
     timed = [
         factory.build_timed(variant, num_passes=job.repeats, saved_bytes=saved_bytes)
         if variant.pipelined
@@ -83,30 +71,36 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
         watched = [layers[0], *(factory.build(variant, executor=executor) for variant in variants[1:])]
     peaks = [passes.peak_bytes(layer, meter=meter) for layer in watched]
     for _ in range(job.warmup):
-        for layer in (*layers, *(build.layers for build in timed if build)):
+        for layer in (*layers, *filter(None, timed)):
             passes.run(layer)
-    samples: list[list[PassSample]] = [[] for _ in layers]
+    samples, alone = ([[] for _ in layers] for _ in range(2))
     for repeat in range(job.repeats):
         order = [(repeat + step) % len(layers) for step in range(len(layers))]
         for index in order:
             samples[index].append(passes.run(layers[index]))
-        for build in (timed[index] for index in order):
-            if build:
-                build.recorder.start_iteration(repeat)
-                passes.run(build.layers)
-                build.recorder.pause()
+        for index, layer in ((index, timed[index]) for index in order if timed[index] is not None):
+            layer.timer.recorder.start_iteration(repeat)
+            alone[index].append(passes.run(layer))
+            layer.timer.recorder.pause()
 
     found = [
         {
-            **dict(zip(PassSample._fields, zip(*of_variant, strict=True), strict=True)),
-            "stages": build and stage_times(build.recorder),
-            "needs": build and build.timer.needs,
+            **_by_field(of_variant),
+            "stages": layer and stage_times(layer.timer.recorder),
+            "needs": layer and layer.timer.needs,
+            "issued_us": layer and layer.timer.issued_us(),
+            "alone": layer and _by_field(alone[place]),
+            "apart_s": layer and {way: all_s[job.warmup :] for way, all_s in layer.timer.apart_s.items()},
             "difference": difference[place],
             "peak_bytes": peaks[place],
         }
-        for place, (of_variant, build) in enumerate(zip(samples, timed, strict=True))
+        for place, (of_variant, layer) in enumerate(zip(samples, timed, strict=True))
     ]
     return {"kernel": factory.kernel, "fused_gradients": factory.fused_gradients, "variants": found}
+
+
+def _by_field(samples: Sequence[PassSample]) -> dict[str, tuple[Any, ...]]:
+    return dict(zip(PassSample._fields, zip(*samples, strict=True), strict=True))
 
 
 class PassSample(NamedTuple):
@@ -122,26 +116,13 @@ class PassSample(NamedTuple):
     backward_s: float
     wire_bytes: int | None
 
-    @property
-    def by_direction_us(self) -> dict[Direction, float]:
-        """Microseconds of the forward and of the backward part."""
-        backward_us = self.backward_s * 1e6
-        return {Direction.FORWARD: self.wall_s * 1e6 - backward_us, Direction.BACKWARD: backward_us}
-
 
 class Passes:
     """Runs one pass of any layer on always the same input and output gradient, and reports each."""
 
-    def __init__(
-        self,
-        rank: Rank[Any],
-        case: Case,
-        *,
-        counts_wire: bool = False,
-        progress: Callable[[], None] | None = None,
-    ) -> None:
-        self._counts_wire, self._progress = counts_wire, progress or rank.progress
-        self.on_cuda = rank.job.on_cuda
+    def __init__(self, rank: Rank[Any], case: Case) -> None:
+        self._rank, self.on_cuda = rank, rank.job.on_cuda
+        self._counts_wire = rank.job.link.is_network
         generator = torch.Generator().manual_seed(rank.job.seed * 10_007 + rank.number)
         shape = (case.sequence_length, case.batch, case.hidden)
         self._hidden, self._gradient = (
@@ -167,17 +148,25 @@ class Passes:
         return found
 
     def peak_bytes(self, layer: torch.nn.Module, *, meter: TensorMeter | None) -> int:
-        """See :func:`.peak_bytes`; ``meter`` is what the layer's executor is watched with."""
-        known = [self._hidden, self._gradient]
-        for parameter in layer.parameters():
-            known += [parameter, *([parameter.main_grad] if hasattr(parameter, "main_grad") else [])]
-
-        def run() -> None:
-            self._run(layer)
+        """The most bytes that a pass holds beyond what it is given, by ``meter`` on a CPU."""
+        known = [self._hidden, self._gradient, *layer.parameters()]
+        known += [each.main_grad for each in layer.parameters() if hasattr(each, "main_grad")]
+        peaks = []
+        for _ in range(PEAK_PASSES):
             _clear_gradients(layer)
-
+            if meter is None:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                self._run(layer)
+                peaks.append(torch.cuda.max_memory_allocated() - before)
+            else:
+                meter.restart(known)
+                with Watch(meter):
+                    self._run(layer)
+                peaks.append(meter.peak)
         _clear_gradients(layer)
-        return peak_bytes(run, passes=PEAK_PASSES, known=known, meter=meter)
+        return max(peaks)
 
     def _run(self, layer: torch.nn.Module) -> tuple[PassSample, Tensor, Tensor]:
         _clear_gradients(layer)
@@ -187,13 +176,12 @@ class Passes:
         try:
             sent_before = sent_bytes() if self._counts_wire else 0
             meet(on_cuda=self.on_cuda)
-            with gloo_all_to_all() if layer.gloo_all_to_all else contextlib.nullcontext():
-                begin = time.perf_counter()
-                output, _ = layer(hidden_states=hidden, attention_mask=None)
-                between = Clock(on_cuda=self.on_cuda)
-                output.backward(self._gradient)
-                backward_s = between.passed_s()
-                wall_s = time.perf_counter() - begin
+            begin = time.perf_counter()
+            output, _ = layer(hidden_states=hidden, attention_mask=None)
+            between = Clock(on_cuda=self.on_cuda)
+            output.backward(self._gradient)
+            backward_s = between.passed_s()
+            wall_s = time.perf_counter() - begin
             wire_bytes = None
             if self._counts_wire:
                 # A rank may have what it waited for while a peer still receives.
@@ -202,17 +190,7 @@ class Passes:
             return PassSample(wall_s, backward_s, wire_bytes), output, hidden
         finally:
             gc.enable()
-            self._progress()
-
-
-def meet(*, on_cuda: bool) -> None:
-    """Wait until every rank is here and idle."""
-    if on_cuda:
-        torch.cuda.synchronize()
-    dist.barrier()
-    if on_cuda:
-        # NCCL's barrier may return when it is only enqueued.
-        torch.cuda.synchronize()
+            self._rank.progress()
 
 
 class Clock:
@@ -245,38 +223,30 @@ def compare(
     passes: Passes, layers: list[torch.nn.Module], variants: Sequence[Variant], *, rank: int, case: Case
 ) -> list[float]:
     """The largest difference of each variant from stock, over tensors and ranks; the same on every rank."""
-    limits = [_limit(case, variant) for variant in variants]
     expected = passes.results(layers[0])
-    worst, where = [0.0], ["output"]
-    for layer, limit in zip(layers[1:], limits[1:], strict=True):
-        found, by_norm = passes.results(layer), limit != TOLERANCE
-        differences = {name: _difference(expected[name], found[name], by_norm=by_norm) for name in expected}
-        where.append(max(differences, key=differences.__getitem__))
-        worst.append(differences[where[-1]])
-    over_ranks = torch.tensor(worst, dtype=torch.float64, device=expected["output"].device)
-    dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX)
-    found_worst: list[float] = over_ranks.tolist()
-    for variant, limit, value, name in zip(variants, limits, found_worst, where, strict=True):
-        if value > limit:
+    found = []
+    for layer, variant in zip(layers, variants, strict=True):
+        limit, order = (TOLERANCE, torch.inf) if case.dtype == "fp32" else (TOLERANCE_16_BIT, 2)
+        if variant.wire is not None:
+            limit, order = TOLERANCE_OF_WIRES, 2
+        results = passes.results(layer)
+        differences = {name: _difference(expected[name], results[name], order) for name in expected}
+        name = max(differences, key=differences.__getitem__)
+        worst = torch.tensor(differences[name], dtype=torch.float64, device=expected["output"].device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        found.append(float(worst))
+        if worst > limit:
             raise DifferenceFound(
-                f"case {case.name}: {variant} does not compute what Megatron's layers do: off by {value:.1e} "
+                f"case {case.name}: {variant} does not compute what Megatron's layers do: off by {worst:.1e} "
                 f"(on rank {rank} most in the {name}), allowed is {limit:.0e}; the case was not measured. A "
                 "tie between experts can do this: try another --seed."
             )
-    return found_worst
+    return found
 
 
-def _limit(case: Case, variant: Variant) -> float:
-    """By how much a variant may differ from stock."""
-    if variant.wire is not None:
-        return TOLERANCE_OF_WIRES
-    return TOLERANCE if case.dtype == "fp32" else TOLERANCE_16_BIT
-
-
-def _difference(expected: Tensor, found: Tensor, *, by_norm: bool) -> float:
-    """Relative, by the norms of the tensors or by their largest values; infinite for NaN."""
+def _difference(expected: Tensor, found: Tensor, order: float) -> float:
+    """Relative to the norm of this order of the tensor; infinite for NaN."""
     expected, found = expected.double(), found.double()
-    order = 2 if by_norm else torch.inf
     size = torch.linalg.vector_norm(expected, order).clamp_min(1e-12)
     difference = torch.linalg.vector_norm(expected - found, order) / size
     return float(difference.nan_to_num(nan=torch.inf, posinf=torch.inf))

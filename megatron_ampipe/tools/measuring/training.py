@@ -8,32 +8,24 @@ quick start and for measuring scripts. Needs torch in the ranks only.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
+import math
 import re
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any
 
 from megatron_ampipe.errors import DifferenceFound, RunFailed
-from megatron_ampipe.schedule import Exchange
-from megatron_ampipe.tools.measuring.bench_job import STOCK_GLOO, BenchJob, Variant
-from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant
+from megatron_ampipe.tools.measuring.grid import Case, model_flags
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks, signals_as_interrupts
 from megatron_ampipe.tools.measuring.result import described, speedup, with_control
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FORMAT = "ampipe-training-1"
 TOLERANCE = 1e-5
 """Largest relative difference of the losses that still counts as the same curve."""
-MICRO_BATCHES = 2
-"""Of each rank in an iteration: few, which is where the package is meant to help."""
 ITERATION = re.compile(
     r" iteration +(?P<number>\d+)/ *\d+ \|.*"
     r" elapsed time per iteration \(ms\): (?P<ms>[0-9.]+) \|.* lm loss: (?P<lm_loss>\S+) \|"
@@ -43,9 +35,6 @@ ITERATION = re.compile(
 _VOCABULARY = 256
 # A learning rate and an epsilon that do not amplify rounding: see docs/log.
 _OPTIMIZER = "--lr 5e-4 --adam-eps 1e-5 --lr-decay-style constant --lr-warmup-iters 0 --clip-grad 1.0"
-# Routed in fp32, as the blocks of ``ampipe bench`` are.
-_ROUTER = ("--moe-router-dtype", "fp32")
-_PRECISION = {"fp32": (), "bf16": ("--bf16", *_ROUTER), "fp16": ("--fp16", *_ROUTER)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +45,10 @@ class TrainingJob(RankJob):
         flags: The command line of ``megatron_ampipe.pretrain_gpt``.
         stock_attends_as: For a stock training, the precision for which its core attention is to be the
             kernel that AMPipe's layers have; None in a training of AMPipe's, which has it.
-        gloo_all_to_all: Whether it uses gloo's own all-to-all.
     """
 
     flags: tuple[str, ...]
     stock_attends_as: str | None
-    gloo_all_to_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,109 +59,84 @@ class Curve:
     lm_loss: tuple[float, ...]
 
 
-def training_flags(case: Case, *, layers: int, num_ranks: int, iterations: int, seed: int) -> tuple[str, ...]:
-    """Megatron's flags for training a model of a case's blocks, as :mod:`.blocks` builds them.
-
-    The data are made up, and the experts are spread over all ranks. An embedding and an output layer are
-    small compared with the blocks.
-    """
+def training_flags(
+    case: Case, *, layers: int, num_ranks: int, iterations: int, seed: int, micro_batches: int = 2
+) -> tuple[str, ...]:
+    """Megatron's flags for training a model of blocks as :mod:`.blocks` builds them, on made-up data."""
+    of_model = model_flags(case, num_ranks=num_ranks).items()
     flags = [
-        *("--hidden-size", case.hidden, "--num-attention-heads", case.heads),
-        *("--kv-channels", case.head_size or case.hidden // case.heads),
-        *("--ffn-hidden-size", case.ffn, "--moe-ffn-hidden-size", case.ffn),
-        *("--num-experts", case.experts, "--moe-router-topk", case.topk),
-        *("--moe-router-load-balancing-type", "none", "--moe-token-dispatcher-type", "alltoall"),
-        *("--normalization", "RMSNorm", "--disable-bias-linear", "--no-bias-gelu-fusion"),
-        *("--attention-dropout", 0, "--hidden-dropout", 0),
-        *_PRECISION[case.dtype],
-        *("--num-layers", layers, "--expert-model-parallel-size", num_ranks),
+        *(
+            word
+            for flag, value in of_model
+            for word in ([f"--{flag}"] if value is True else [f"--{flag}", value])
+        ),
+        *("--num-layers", layers, "--disable-bias-linear", "--no-bias-gelu-fusion"),
         *("--seq-length", case.sequence_length, "--max-position-embeddings", case.sequence_length),
         # A table of positions would be reduced over the link in every iteration, as large as all attention.
         *("--position-embedding-type", "rope"),
-        *("--micro-batch-size", case.batch, "--global-batch-size", case.batch * MICRO_BATCHES * num_ranks),
+        *("--micro-batch-size", case.batch, "--global-batch-size", case.batch * micro_batches * num_ranks),
         *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", _VOCABULARY),
         *("--train-iters", iterations, "--seed", seed, *_OPTIMIZER.split()),
         # AMPipe uses no mask; stock gets a kernel that needs none.
         "--no-create-attention-mask-in-dataloader",
         *("--log-interval", 1, "--eval-interval", 1_000_000, "--eval-iters", 0),
     ]
-    if case.topk == 1:
-        flags += ["--moe-router-pre-softmax"]
-    if case.query_groups is not None:
-        flags += ["--group-query-attention", "--num-query-groups", case.query_groups]
-    if case.shared_ffn is not None:
-        flags += ["--moe-shared-expert-intermediate-size", case.shared_ffn]
-    if case.activation == "swiglu":
-        flags += ["--swiglu"]
-    if case.capacity is not None:
-        flags += ["--moe-expert-capacity-factor", case.capacity, "--moe-token-drop-policy", "position"]
     return tuple(str(flag) for flag in flags)
 
 
 def variant_flags(variant: Variant) -> tuple[str, ...]:
     """What makes a training stock or AMPipe's."""
-    one = variant.pipeline
-    if not variant.pipelined:
-        return ("--ampipe-degree", "1")
-    exchange = () if one.exchange is Exchange.ROWS else ("--ampipe-exchange", str(one.exchange))
-    if not one.overlaps:
-        return ("--ampipe-degree", "1", *exchange)
-    flags = ["--ampipe-degree", str(one.degree)]
-    if one.backward_degree != one.degree:
-        flags += ["--ampipe-backward-degree", str(one.backward_degree)]
-    flags += ["--ampipe-schedule", variant.schedule, "--ampipe-stack", str(one.stack)]
-    return (*flags, "--ampipe-memory", one.memory, *exchange)
+    pipeline = variant.pipeline
+    settings = {"degree": pipeline.degree, "exchange": pipeline.exchange}
+    if pipeline.overlaps:
+        settings |= {
+            "backward-degree": pipeline.backward_degree,
+            "stack": pipeline.stack,
+            "memory": pipeline.memory,
+        }
+        # Passes with a partner then have a schedule that computes gradients of weights apart.
+        if pipeline.partner is None:
+            settings["schedule"] = variant.schedule
+    flags = [word for key, value in settings.items() for word in (f"--ampipe-{key}", str(value))]
+    if pipeline.partner is not None:
+        flags += ["--ampipe-partner", "--ampipe-partner-order", pipeline.partner.order]
+    return tuple(flags)
 
 
 def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[], object]) -> Iterator[dict[str, Any]]:
-    """Train every case with every variant in every round; yields the entries ``cases`` of the document.
+    """Train every case with every variant in ``rounds`` rounds; yields the entries ``cases`` of the document.
 
-    Args:
-        job: ``warmup`` and ``repeats`` are iterations of a training that do not and that do count.
-        rounds: Trainings of each variant.
-        on_iteration: Called at every iteration.
-
-    Raises:
-        DifferenceFound: a loss differs from the stock training's.
-        RunFailed: a training did not come to its end.
+    ``job.warmup`` and ``job.repeats`` are iterations of a training that do not and that do count. RunFailed
+    if a training did not come to its end, DifferenceFound if a loss differs from the stock training's.
     """
+    iterations = job.warmup + job.repeats
     # Between two trainings there is nothing to clean up, but the exit code should be the same.
     with signals_as_interrupts():
         for case, variants in zip(job.cases, job.variants, strict=True):
+            flags = training_flags(
+                case,
+                layers=job.layers,
+                num_ranks=job.num_ranks,
+                iterations=iterations,
+                seed=job.seed,
+                micro_batches=job.micro_batches,
+            )
             curves: list[list[Curve]] = [[] for _ in variants]
             for round_, step in itertools.product(range(rounds), range(len(variants))):
                 index = (round_ + step) % len(variants)
-                curve = _train(case, variants[index], job, on_iteration=on_iteration)
+                variant = variants[index]
+                training = TrainingJob(
+                    flags=(*flags, *variant_flags(variant)),
+                    stock_attends_as=None if variant.pipelined else case.dtype,
+                    link=job.link,
+                    num_ranks=job.num_ranks,
+                )
+                title = f"case {case.name}: the training of {variant}"
+                curve = run(training, iterations=iterations, title=title, on_iteration=on_iteration)
                 curves[index].append(curve)
                 # The first training of all is stock's.
-                check_same(curves[0][0], curve, what=f"case {case.name}: the loss of {variants[index]}")
-            yield case_result(case, job, variants, curves)
-
-
-def _flags(case: Case, job: BenchJob) -> tuple[str, ...]:
-    iterations = job.warmup + job.repeats
-    return training_flags(
-        case, layers=job.layers, num_ranks=job.num_ranks, iterations=iterations, seed=job.seed
-    )
-
-
-def _train(case: Case, variant: Variant, job: BenchJob, *, on_iteration: Callable[[], object]) -> Curve:
-    """One training, on newly started ranks."""
-    training = TrainingJob(
-        flags=(*_flags(case, job), *variant_flags(variant)),
-        stock_attends_as=None if variant.pipelined else case.dtype,
-        link=job.link,
-        num_ranks=job.num_ranks,
-        timeout_s=job.timeout_s,
-        cores=job.cores,
-        gloo_all_to_all=variant.schedule == STOCK_GLOO,
-    )
-    return run(
-        training,
-        iterations=job.warmup + job.repeats,
-        title=f"case {case.name}: the training of {variant}",
-        on_iteration=lambda _: on_iteration(),
-    )
+                check_same(curves[0][0], curve, what=f"case {case.name}: the loss of {variant}")
+            yield case_result(case, job, variants, curves) | {"flags": list(flags)}
 
 
 def run[Job: TrainingJob](
@@ -182,30 +144,25 @@ def run[Job: TrainingJob](
     *,
     iterations: int,
     title: str,
-    on_iteration: Callable[[float], object] = lambda _: None,
+    on_iteration: Callable[[], object] = lambda: None,
     work: Callable[[Rank[Job]], None] | None = None,
     log: Path | None = None,
 ) -> Curve:
-    """Run one training to its end.
+    """Run one training to its end; RunFailed if a rank failed, or an iteration is missing.
 
     Args:
         training: What to run.
-        iterations: How many it is to log.
+        iterations: How many it is to log; ``on_iteration`` is called at each.
         title: What an error calls it.
-        on_iteration: Told the loss of every iteration.
         work: What each rank does; :func:`train` if None.
         log: As of :func:`.run_ranks`.
-
-    Raises:
-        RunFailed: a rank failed, or an iteration is missing.
-        EnvironmentMissing: the network cannot be made.
     """
     logged: list[tuple[float, float]] = []
 
     def on_message(_rank: int, event: str, value: Any) -> None:
         if event == "iteration":
             logged.append((value["ms"], value["lm_loss"]))
-            on_iteration(value["lm_loss"])
+            on_iteration()
 
     try:
         run_ranks(training, work or train, on_message=on_message, log=log)
@@ -217,11 +174,7 @@ def run[Job: TrainingJob](
 
 
 def check_same(stock: Curve, curve: Curve, *, what: str) -> None:
-    """Refuse losses that differ from those of the stock training.
-
-    Raises:
-        DifferenceFound: they do by more than :data:`TOLERANCE`.
-    """
+    """Raise DifferenceFound if losses differ from the stock training's by more than :data:`TOLERANCE`."""
     difference, iteration = loss_difference(stock, curve)
     # Written so that NaN is a difference.
     if not difference <= TOLERANCE:
@@ -234,10 +187,10 @@ def check_same(stock: Curve, curve: Curve, *, what: str) -> None:
 
 def loss_difference(stock: Curve, other: Curve) -> tuple[float, int]:
     """The largest relative difference of the losses, and the iteration, from 1, that has it."""
-    differences = [abs(b - a) / max(abs(a), 1e-12) for a, b in zip(stock.lm_loss, other.lm_loss, strict=True)]
+    losses = zip(stock.lm_loss, other.lm_loss, strict=True)
+    differences = [(abs(b - a) / max(abs(a), 1e-12), iteration) for iteration, (a, b) in enumerate(losses, 1)]
     # NaN is the largest.
-    place = max(range(len(differences)), key=lambda i: (differences[i] != differences[i], differences[i]))
-    return differences[place], place + 1
+    return max(differences, key=lambda pair: (math.isnan(pair[0]), pair[0]))
 
 
 def case_result(
@@ -258,7 +211,6 @@ def case_result(
     return {
         "name": case.name,
         "block": asdict(case),
-        "flags": list(_flags(case, job)),
         "layers": job.layers,
         "stock": {**_speed(stock), "trainings": [asdict(curve) for curve in curves[0]]},
         **with_control(rows),
@@ -275,22 +227,32 @@ def train(rank: Rank[TrainingJob]) -> None:
 
     Two things are added, so that neither side has an advantage that the other could have: the local layers of
     a stock run attend with the kernel that AMPipe's use, and gloo's event loops are batch threads there too.
-
-    Raises:
-        RunFailed: it failed; the reason is in this rank's log.
     """
     job = rank.job
     rank.connect()
     from megatron_ampipe.launch import pretrain
-    from megatron_ampipe.launch.host.torch_calls import gloo_all_to_all
 
     if job.stock_attends_as is not None:
         _use_kernel_of_ampipe(job.stock_attends_as)
-    sys.stdout = _Log(sys.stdout, rank)
-    with gloo_all_to_all() if job.gloo_all_to_all else contextlib.nullcontext():
-        code = pretrain.main(job.flags)
+    _tell_iterations(rank)
+    code = pretrain.main(job.flags)
     if code != 0:
         raise RunFailed(f"the training ended with code {code}")
+
+
+def _tell_iterations(rank: Rank[TrainingJob]) -> None:
+    """Have the last rank, which prints iterations, also say them."""
+    from megatron.training import training
+
+    show = training.print_rank_last
+
+    def print_rank_last(text: str) -> None:
+        show(text)
+        logged = ITERATION.search(text)
+        if logged and rank.number == rank.job.num_ranks - 1:
+            rank.say("iteration", {name: float(value) for name, value in logged.groupdict().items()})
+
+    training.print_rank_last = print_rank_last
 
 
 def _use_kernel_of_ampipe(dtype: str) -> None:
@@ -302,36 +264,10 @@ def _use_kernel_of_ampipe(dtype: str) -> None:
     from megatron_ampipe.runtime.executors import demote_gloo_threads
     from megatron_ampipe.tools.measuring.blocks import DTYPES, KernelAttention
 
-    class StockAttention(KernelAttention):
-        """Demotes gloo's threads in the first pass, as a pipeline does, when all process groups exist."""
+    def core_attention(_: LocalSpecProvider) -> ModuleSpec:
+        # The process groups exist, and no pass has begun.
+        demote_gloo_threads()
+        kernel = pinned_kernel(on_gpu=False, dtype=DTYPES[dtype])
+        return ModuleSpec(module=KernelAttention, params={"kernel": kernel})
 
-        demoted = False
-
-        def forward(self, *inputs: Any, **more: Any) -> Tensor:
-            if not StockAttention.demoted:
-                demote_gloo_threads()
-                StockAttention.demoted = True
-            return super().forward(*inputs, **more)
-
-    kernel = pinned_kernel(on_gpu=False, dtype=DTYPES[dtype])
-    spec = ModuleSpec(module=StockAttention, params={"kernel": kernel})
-    LocalSpecProvider.core_attention = lambda self: spec
-
-
-class _Log(io.TextIOBase):
-    """Standard output that also tells the command of every iteration."""
-
-    def __init__(self, stream: TextIO, rank: Rank[TrainingJob]) -> None:
-        self._stream, self._rank, self._line = stream, rank, ""
-
-    def write(self, text: str) -> int:
-        self._stream.write(text)
-        *lines, self._line = (self._line + text).split("\n")
-        for line in lines:
-            if found := ITERATION.search(line):
-                values = {"ms": float(found["ms"]), "lm_loss": float(found["lm_loss"])}
-                self._rank.say("iteration", {"number": int(found["number"]), **values})
-        return len(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
+    LocalSpecProvider.core_attention = core_attention

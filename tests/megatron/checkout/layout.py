@@ -1,7 +1,5 @@
 """Creates folders that look like a Megatron-LM checkout, for each supported version."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

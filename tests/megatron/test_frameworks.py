@@ -1,0 +1,426 @@
+"""AMPipe in programs that start Megatron from Python: with stand-ins, two steps train as without it.
+
+A stand-in builds a model with the call that the released package makes, and runs code of the user where that
+package does. No such package is installed, and none has been run with AMPipe.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from megatron_ampipe import compat
+from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.launch import recipes
+from megatron_ampipe.launch.recipes import switch_on, switch_on_models
+from tests.dist.worker import use_groups
+from tests.megatron.test_recipes import LENGTH, SETTINGS, VOCABULARY, configuration, gradients
+
+SIZES = {name: value for name, value in SETTINGS.items() if name != "moe_shared_expert_intermediate_size"}
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "frameworks.md"
+
+BRIDGE = (
+    *("transformer_layer_spec", "vocab_size", "max_sequence_length", "fp16_lm_cross_entropy"),
+    *("parallel_output", "share_embeddings_and_output_weights", "position_embedding_type", "rotary_percent"),
+    *("rotary_base", "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "pre_process"),
+    *("post_process", "scatter_embedding_sequence_parallel", "pg_collection", "vp_stage", "mtp_block_spec"),
+)
+SLIME = (
+    *("config", "transformer_layer_spec", "vocab_size", "max_sequence_length", "pre_process", "post_process"),
+    *("fp16_lm_cross_entropy", "parallel_output", "share_embeddings_and_output_weights"),
+    *("position_embedding_type", "rotary_percent", "rotary_base", "rope_scaling", "vp_stage"),
+    "mtp_block_spec",
+)
+MBRIDGE = (
+    *("config", "transformer_layer_spec", "pre_process", "post_process"),
+    *("share_embeddings_and_output_weights", "vocab_size", "max_sequence_length"),
+    *("position_embedding_type", "rotary_base", "vp_stage"),
+)
+MCORE_BRIDGE = (
+    *("pre_process", "post_process", "share_embeddings_and_output_weights", "position_embedding_type"),
+    *("rotary_base", "mtp_block_spec", "vp_stage"),
+)
+CALLS = {
+    "Megatron-Bridge 0.6.0, GPTModelProvider.provide": BRIDGE,
+    "mbridge 0.15.1, LLMBridge._model_provider, of verl 0.7.0": MBRIDGE,
+    "mcore-bridge 1.2.2, GPTModel.__init__, of ms-swift": MCORE_BRIDGE,
+    "slime 0.3.1, model_provider": SLIME,
+}
+"""Keywords with which the released packages call the constructor of Megatron's model."""
+
+
+def block_spec(config: Any) -> Any:
+    """What most of them take as the specification, with Transformer Engine in place of local layers."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=None)
+
+
+def transformer_config(cls: Any = None, **others: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return (cls or TransformerConfig)(**SIZES, **others)
+
+
+def groups() -> Any:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def bridge_recipe() -> Any:
+    """A ``ConfigContainer`` with the provider of a Qwen3 or Mixtral: one specification for all layers."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    def default_layer_spec(config: Any) -> Any:
+        return get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
+
+    @dataclasses.dataclass
+    class Provider(TransformerConfig):
+        transformer_layer_spec: Any = default_layer_spec
+        vocab_size: int = VOCABULARY
+        seq_length: int = LENGTH
+
+        def provide(self, pre_process: Any = None, post_process: Any = None, vp_stage: Any = None) -> Any:
+            spec = self.transformer_layer_spec
+            if not isinstance(spec, ModuleSpec):
+                takes_stage = "vp_stage" in inspect.signature(spec).parameters
+                spec = spec(self, vp_stage=vp_stage) if takes_stage else spec(self)
+            values = {
+                "transformer_layer_spec": spec, "vocab_size": self.vocab_size,
+                "max_sequence_length": self.seq_length, "fp16_lm_cross_entropy": False,
+                "parallel_output": True, "share_embeddings_and_output_weights": True,
+                "position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_base": 10000,
+                "rope_scaling": False, "rope_scaling_factor": 1.0, "seq_len_interpolation_factor": None,
+                "pre_process": True, "post_process": True, "scatter_embedding_sequence_parallel": True,
+                "pg_collection": groups(), "vp_stage": vp_stage, "mtp_block_spec": None,
+            }  # fmt: skip
+            assert values.keys() == set(BRIDGE)
+            return GPTModel(self, **values)
+
+    return SimpleNamespace(model=transformer_config(Provider), ddp=SimpleNamespace(use_megatron_fsdp=False))
+
+
+def bridge(folder: Path, *, on: bool) -> Any:
+    """``pretrain(recipe, forward_step)``, which has the provider make the model."""
+    recipe = bridge_recipe()
+    if on:
+        switch_on(recipe, degree=4)
+    return recipe.model.provide()
+
+
+def bridge_by_models(folder: Path, *, on: bool) -> Any:
+    """The same with the other switch, which leaves the recipe as it is."""
+    if on:
+        switch_on_models(degree=4)
+    recipe = bridge_recipe()
+    model = recipe.model.provide()
+    assert "default_layer_spec" in str(recipe.model.transformer_layer_spec)
+    return model
+
+
+MADE: list[Any] = []
+
+
+def task(*, degree: int) -> None:
+    """A task of NeMo-Run: it makes the recipe and trains, in the process that the executor starts."""
+    recipe = bridge_recipe()
+    switch_on(recipe, degree=degree)
+    MADE.append(recipe.model.provide())
+
+
+def nemo_run(folder: Path, *, on: bool) -> Any:
+    """``run.Partial(task, degree=4)``: written by the launcher, called by its runner on each rank."""
+    name = f"{__name__}.{task.__qualname__}"
+    written = json.dumps({"function": name, "arguments": {"degree": 4 if on else 1}})
+    read = json.loads(written)
+    load_function(read["function"])(**read["arguments"])
+    return MADE.pop()
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """slime's and NeMo-Run's name for a function: that of its module, a dot, its own."""
+    module, _, name = path.rpartition(".")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def user_file(folder: Path) -> Path:
+    """The file of docs/frameworks.md, on the path of Python."""
+    code = PAGE.read_text().partition("```python\n# ampipe_on.py\n")[2].partition("```")[0]
+    assert "switch_on_models(degree=4)" in code
+    folder.mkdir(exist_ok=True)
+    (folder / "ampipe_on.py").write_text(code)
+    sys.path.insert(0, str(folder))
+    sys.modules.pop("ampipe_on", None)
+    importlib.invalidate_caches()
+    return folder / "ampipe_on.py"
+
+
+def verl(folder: Path, *, on: bool) -> Any:
+    """``actor_rollout_ref.model.external_lib=ampipe_on``, imported by a worker before it builds the model."""
+    from megatron.core.models.gpt import GPTModel
+
+    if on:
+        user_file(folder)
+        importlib.import_module("ampipe_on")
+    config = transformer_config()
+    values = {
+        "config": config, "transformer_layer_spec": block_spec(config), "pre_process": True,
+        "post_process": True, "share_embeddings_and_output_weights": False, "vocab_size": VOCABULARY,
+        "max_sequence_length": 40960, "position_embedding_type": "rope", "rotary_base": 10000,
+        "vp_stage": None,
+    }  # fmt: skip
+    assert values.keys() == set(MBRIDGE)
+    return GPTModel(**values)
+
+
+def swift(folder: Path, *, on: bool, **settings: Any) -> Any:
+    """``--external_plugins ampipe_on.py``, imported by its path when arguments are read."""
+    from megatron.core.models.gpt import GPTModel
+
+    if on:
+        spec = importlib.util.spec_from_file_location("ampipe_on", user_file(folder))
+        assert spec is not None and spec.loader is not None
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+    class OfMcoreBridge(GPTModel):
+        def __init__(self, config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> None:
+            values = {
+                "pre_process": True, "post_process": True, "share_embeddings_and_output_weights": False,
+                "position_embedding_type": "rope", "rotary_base": 10000, "mtp_block_spec": None,
+                "vp_stage": vp_stage,
+            }  # fmt: skip
+            assert values.keys() == set(MCORE_BRIDGE)
+            super().__init__(config, transformer_layer_spec, VOCABULARY, 32768, **values)
+
+    OfMcoreBridge.__module__ = "mcore_bridge.model.gpt_model"
+    config = transformer_config()
+    vars(config).update(settings)
+    return OfMcoreBridge(config=config, transformer_layer_spec=block_spec(config))
+
+
+def slime(folder: Path, *, on: bool) -> Any:
+    """``--custom-megatron-init-path ampipe_on.start``, called in each actor before it builds models."""
+    from megatron.core.models.gpt import GPTModel
+
+    args = SimpleNamespace(custom_megatron_init_path="ampipe_on.start" if on else None)
+    if args.custom_megatron_init_path:
+        user_file(folder)
+        load_function(args.custom_megatron_init_path)(args)
+    config = transformer_config()
+    values = {
+        "config": config, "transformer_layer_spec": block_spec(config), "vocab_size": VOCABULARY,
+        "max_sequence_length": 4096, "pre_process": True, "post_process": True,
+        "fp16_lm_cross_entropy": False, "parallel_output": True,
+        "share_embeddings_and_output_weights": False, "position_embedding_type": "rope",
+        "rotary_percent": 1.0, "rotary_base": 10000, "rope_scaling": False,
+    }  # fmt: skip
+    assert values.keys() <= set(SLIME)
+    return GPTModel(**values)
+
+
+FRAMEWORKS = (bridge, bridge_by_models, nemo_run, verl, swift, slime)
+
+
+@pytest.fixture
+def switched_off_at_the_end() -> Iterator[None]:
+    """The constructors of Megatron's models, and the path of Python, as they were."""
+    from megatron_ampipe.launch.script import models_of_megatron
+
+    kept = [(model, model.__init__) for model in models_of_megatron()]
+    path = list(sys.path)
+    yield
+    for model, construct in kept:
+        model.__init__ = construct
+    # What all models of a process share.
+    recipes._context.cache_clear()
+    sys.path[:] = path
+
+
+def losses_of(model: Any, *, steps: int = 2) -> list[float]:
+    """Of every step of SGD, for the same tokens, which differ by rank."""
+    from tests.dist import logged_losses
+
+    # Megatron keeps losses for as many layers as the first model has.
+    logged_losses.clear()
+    generator = torch.Generator().manual_seed(100 + torch.distributed.get_rank())
+    tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(tokens, torch.arange(LENGTH).expand(2, -1), None, labels=tokens.roll(-1, 1)).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def layers_of(model: Any) -> set[str]:
+    return {type(layer).__name__ for layer in model.decoder.layers}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("build", FRAMEWORKS, ids=lambda build: build.__name__)
+def test_two_steps_equal_those_of_stock_layers(
+    build: Callable[..., Any], tmp_path: Path, switched_off_at_the_end: None
+) -> None:
+    use_groups()
+    torch.manual_seed(7)
+    stock = build(tmp_path, on=False)
+    assert layers_of(stock) <= {"TransformerLayer", "MoETransformerLayer"}
+    weights = {name: value.clone() for name, value in stock.state_dict().items() if value is not None}
+    expected = losses_of(stock)
+    model = build(tmp_path, on=True)
+    assert layers_of(model) == {"AMPipeTransformerLayer"}
+    # All layers share a schedule.
+    first, second = model.decoder.layers
+    assert first._stack() is not None and second._stack() is None
+    model.load_state_dict(weights, strict=False)
+    found = losses_of(model)
+    assert expected[0] - expected[1] > 1e-3, "a step that changes nothing compares nothing"
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.ranks(2)
+def test_a_hybrid_model_of_a_process_equals_the_stock_one(switched_off_at_the_end: None) -> None:
+    from tests.dist import logged_losses
+
+    use_groups()
+    logged_losses.clear()
+    stock, chosen = configuration("hybrid"), configuration("hybrid")
+    stock.transformer.moe_shared_expert_overlap = False
+    of_stock, expected = gradients(stock)
+    switch_on_models(degree=4)
+    model, found = gradients(chosen, weights_of=of_stock)
+    assert not chosen.transformer.moe_shared_expert_overlap
+    assert "HybridAttentionLayer" in layers_of(model) and "HybridAttentionLayer" not in layers_of(of_stock)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert (found[name] - value).norm() <= 1e-5 * value.norm().clamp(min=1e-30), name
+
+
+@pytest.mark.ranks(2)
+def test_packed_sequences_equal_separate_ones(tmp_path: Path, switched_off_at_the_end: None) -> None:
+    """verl and slime remove padding: several sequences are one after another in a micro-batch."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    use_groups()
+    torch.manual_seed(7)
+    stock = verl(tmp_path, on=False).eval()
+    model = verl(tmp_path, on=True).eval()
+    model.load_state_dict(stock.state_dict(), strict=False)
+    lengths = (24, 40)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    tokens = torch.randint(VOCABULARY, (1, sum(lengths)), generator=generator)
+    expected = [stock(part, torch.arange(part.shape[1])[None], None) for part in tokens.split(lengths, dim=1)]
+    bounds = torch.tensor([0, 24, 64], dtype=torch.int32)
+    packing = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=40, max_seqlen_kv=40
+    )
+    found = model(tokens, torch.arange(64)[None], None, packed_seq_params=packing)
+    for alone, part in zip(expected, found.split(lengths, dim=1), strict=True):
+        assert (part - alone).norm() / alone.norm() < 1e-5
+
+
+@pytest.mark.ranks(1)
+def test_packed_sequences_of_ms_swift_need_its_fused_rotation(
+    tmp_path: Path, switched_off_at_the_end: None
+) -> None:
+    """Without it, mcore-bridge gives layers the rotation of every row, and not the table of positions."""
+    use_groups()
+    model = swift(tmp_path, on=True)
+    reader = model.decoder.layers[0]._block.context.documents
+    with pytest.raises(BadInput, match=r"apply_rope_fusion False: .* Use --apply_rope_fusion true"):
+        reader.read(SimpleNamespace(qkv_format="thd"), None, num_rows=8)
+    assert reader.read(None, None, num_rows=8) is None
+    with pytest.raises(BadInput, match=r"mlp_padding_free True: .* Use --mlp_padding_free false"):
+        swift(tmp_path, on=False, mlp_padding_free=True)
+
+
+@pytest.mark.ranks(1)
+def test_what_the_switch_of_a_process_does_and_refuses(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, switched_off_at_the_end: None
+) -> None:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    use_groups()
+    construct, signature = GPTModel.__init__, inspect.signature(GPTModel.__init__)
+    switch_on_models(degree=1)
+    assert GPTModel.__init__ is construct
+    with pytest.raises(BadInput, match="--ampipe-degree 0: must be a whole number"):
+        switch_on_models(degree=0)
+    switch_on_models(degree=4)
+    assert inspect.signature(GPTModel.__init__) == signature, "frameworks read it"
+    with pytest.raises(BadInput, match="degree 2: AMPipe is switched on in this process already"):
+        switch_on_models(degree=2)
+    dense = transformer_config()
+    dense.num_moe_experts = None
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    model = GPTModel(dense, spec, VOCABULARY, LENGTH, position_embedding_type="rope")
+    assert layers_of(model) == {"TransformerLayer"}
+    assert "AMPipe: a GPTModel has no MoE layers, and stays as it is" in capsys.readouterr().out
+    verl(tmp_path, on=False)
+    assert "AMPipe: the layers of a GPTModel are pipelined, degree 4" in capsys.readouterr().out
+    config = transformer_config()
+    with pytest.raises(BadInput, match="--position-embedding-type mrope"):
+        GPTModel(config, block_spec(config), VOCABULARY, LENGTH, position_embedding_type="mrope")
+
+
+@pytest.mark.ranks(1)
+def test_modules_that_a_patch_adds_to_a_layer_are_refused() -> None:
+    """slime patches Megatron: a norm after attention and after the experts, for GLM-4."""
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+    from megatron_ampipe.layers.layer import pipelined
+
+    use_groups()
+
+    @dataclasses.dataclass
+    class Patched(TransformerLayerSubmodules):
+        post_mlp_layernorm: Any = IdentityOp
+
+    spec = block_spec(transformer_config())
+    context = recipes._context(
+        recipes._config(degree=2, backward_degree=None, schedule="ampipe", stack=0, capacity_scope="sequence")
+    )
+    for layer in spec.layer_specs:
+        layer.submodules = Patched(**vars(layer.submodules))
+    assert pipelined(spec, context) is not spec
+    spec.layer_specs[1].submodules.post_mlp_layernorm = torch.nn.LayerNorm
+    with pytest.raises(BadInput, match="layer post_mlp_layernorm: the layer specification has a module"):
+        pipelined(spec, context)
+
+
+def test_an_old_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl 0.7.0 is made for 0.13."""
+    monkeypatch.setattr(compat, "found_version", lambda name: Version("0.13.1"))
+    for switch in (switch_on_models, lambda degree: switch_on(bridge_recipe(), degree=degree)):
+        with pytest.raises(EnvironmentMissing, match=r"0\.13\.1 is too old"):
+            switch(degree=4)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_megatron_takes_what_the_packages_give_its_model(call: str) -> None:
+    """In the installed version. The page names the same releases."""
+    from megatron.core.models.gpt import GPTModel
+
+    assert set(CALLS[call]) <= inspect.signature(GPTModel.__init__).parameters.keys()
+    release = " ".join(call.partition(",")[0].split())
+    assert release in " ".join(PAGE.read_text().split())

@@ -1,0 +1,214 @@
+"""The distributions: built, versioned and installed as a user does, away from a checkout."""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from megatron_ampipe import compat
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = (
+    *("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt"),
+    *("configs", "patches", "docs", "megatron_ampipe"),
+)
+TAG = "0.3.0"
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """The output of a command, without this checkout on its path."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
+    # Where build is on the path, and not installed.
+    if os.environ.get("PYTHONPATH") and command[1:3] == ("-m", "build"):
+        env["PYTHONPATH"] = os.environ["PYTHONPATH"]
+    done = subprocess.run(
+        command, cwd=cwd, env=env | environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def git(*words: str, cwd: Path) -> str:
+    return run("git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.hooksPath=", *words, cwd=cwd)
+
+
+def version_of(source: Path) -> str:
+    return run(sys.executable, "setup.py", "--version", cwd=source).split()[-1]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone of the sources at a tag."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "*.json")
+            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, folder)
+    (folder / ".gitignore").write_text("*.egg-info\nbuild\n__pycache__\n")
+    git("init", "-q", cwd=folder)
+    git("add", ".", cwd=folder)
+    git("commit", "-qm", "All", cwd=folder)
+    git("tag", f"v{TAG}", cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def distributions(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The source distribution and the wheel, which the command of docs/install.md makes from it."""
+    command = "python -m build --no-isolation"
+    assert f"\n{command}\n" in (ROOT / "docs/install.md").read_text()
+    output = tmp_path_factory.mktemp("dist")
+    run(sys.executable, *command.split()[1:], "--outdir", output, cwd=source)
+    by_kind = {path.suffix: path for path in output.iterdir()}
+    assert by_kind.keys() == {".gz", ".whl"}
+    return by_kind
+
+
+@pytest.fixture(scope="module")
+def installed(distributions: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of a fresh environment, which sees the packages of this one but not this checkout."""
+    folder = tmp_path_factory.mktemp("fresh") / "environment"
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    site = next(folder.glob("lib/python*/site-packages"))
+    # As --system-site-packages does for a Python that is itself no virtual environment. Nothing in a folder
+    # that is added so is executed, so the editable installation there stays out.
+    (site / "peers.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    python = folder / "bin" / "python"
+    wheel = distributions[".whl"]
+    install = ("--no-deps", "--no-index", "--ignore-installed", "--quiet", wheel)
+    run(sys.executable, "-m", "pip", "--python", python, "install", *install, cwd=folder.parent)
+    return folder / "bin"
+
+
+def test_the_version_is_that_of_the_tag(source: Path, distributions: dict[str, Path], tmp_path: Path) -> None:
+    assert version_of(source) == TAG
+    with tarfile.open(distributions[".gz"]) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    assert unpacked.name == f"megatron_ampipe-{TAG}" and not (unpacked / ".git").exists()
+    assert version_of(unpacked) == TAG
+    (unpacked / "PKG-INFO").unlink()
+    assert version_of(unpacked) == "0+unknown"
+    clone = tmp_path / "clone"
+    git("clone", "-q", str(source), str(clone), cwd=tmp_path)
+    git("commit", "-q", "--allow-empty", "-m", "Next", cwd=clone)
+    assert re.fullmatch(rf"{TAG}\.post1\+g[0-9a-f]+", version_of(clone))
+    (clone / "README.md").write_text("changed")
+    assert re.fullmatch(rf"{TAG}\.post1\+g[0-9a-f]+\.changed", version_of(clone))
+    git("tag", "-d", f"v{TAG}", cwd=clone)
+    assert re.fullmatch(r"0\+g[0-9a-f]+\.changed", version_of(clone))
+
+
+def test_a_wheel_holds_all_modules_and_data(distributions: dict[str, Path]) -> None:
+    with zipfile.ZipFile(distributions[".whl"]) as wheel:
+        names = set(wheel.namelist())
+        metadata = wheel.read(f"megatron_ampipe-{TAG}.dist-info/METADATA").decode()
+    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron_ampipe").rglob("*.*")}
+    package = {name for name in package if "__pycache__" not in name}
+    data = {
+        f"megatron_ampipe/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob("*.*")
+    }
+    assert names == package | data | {name for name in names if ".dist-info/" in name}
+    assert any(name.endswith("LICENSE") for name in names)
+    for line in ("License-Expression: Apache-2.0", "Requires-Python: >=3.12", "# megatron_ampipe"):
+        assert line in metadata or line.replace("-Expression", "") in metadata
+    with tarfile.open(distributions[".gz"]) as archive:
+        members = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"CHANGELOG.md", "LICENSE", "README.md", "docs/install.md", "patches/megatron-lm.patch"} <= members
+
+
+def test_links_of_the_readme_lead_to_the_repository(source: Path, tmp_path: Path) -> None:
+    setup = (source / "setup.py").read_text()
+    changed = setup.replace("HOME: str | None = None", 'HOME = "https://example.org/ampipe"')
+    assert changed != setup
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns(".git"))
+    (copy / "setup.py").write_text(changed)
+    run(sys.executable, "setup.py", "-q", "egg_info", cwd=copy)
+    info = (copy / "megatron_ampipe.egg-info/PKG-INFO").read_text()
+    assert "](https://example.org/ampipe/raw/main/docs/images/timeline.png)" in info
+    assert "](https://example.org/ampipe/blob/main/docs/usage.md#flags)" in info
+    assert "](docs/" not in info
+
+
+def test_commands_run_outside_of_a_checkout(installed: Path, tmp_path: Path) -> None:
+    ampipe, python = installed / "ampipe", installed / "python"
+    assert run(ampipe, "--version", cwd=tmp_path) == f"megatron-ampipe {TAG}\n"
+    assert "usage: ampipe" in run(ampipe, "--help", cwd=tmp_path)
+    where = run(python, "-c", "import megatron_ampipe; print(megatron_ampipe.__file__)", cwd=tmp_path)
+    assert Path(where.strip()).is_relative_to(installed.parent)
+    for model in sorted((ROOT / "configs/models").glob("*.yaml")):
+        told = run(ampipe, "plan", "--model", model.stem, "--cluster", "dgx-h100", cwd=tmp_path)
+        assert "degree" in told, model
+    script = run(ampipe, "sbatch", "--nodes", "2", "--gpus-per-node", "8", "--model", "mixtral-8x7b",
+                 "--run", "many-nodes", "--no-check", cwd=tmp_path)  # fmt: skip
+    assert "#SBATCH --nodes=2" in script
+    assert "lr" in run(ampipe, "config", "--ampipe-config", "tiny", "quickstart", cwd=tmp_path)
+    told = run(python, "-m", "megatron_ampipe.pretrain_gpt", "--help", cwd=tmp_path)
+    assert "--ampipe-degree" in told and "--num-experts" in told
+
+
+CONTAINERS = {
+    "25.01": {"torch": "2.6.0a0+ecf3bae40a.nv25.1", "numpy": "1.26.4", "packaging": "23.2"},
+    "25.09": {"torch": "2.9.0a0+50eac811a6.nv25.9", "numpy": "1.26.4", "scipy": "1.16.1"},
+    "25.11": {"torch": "2.10.0a0+b558c986e8.nv25.11"},
+}
+"""Of NVIDIA's PyTorch images, as public logs of programs that ran in them show it."""
+
+
+@pytest.mark.parametrize("megatron", ["0.17.0rc0", "0.17.1", "0.19.2", None])
+@pytest.mark.parametrize("image", CONTAINERS)
+def test_torch_and_megatron_of_a_container_are_not_replaced(
+    image: str, megatron: str | None, distributions: dict[str, Path]
+) -> None:
+    """As pip resolves: what is there stays if it satisfies all requirements, and the newest of others comes.
+
+    The requirements of what comes are those of the packages that these tests run with.
+    """
+    there = CONTAINERS[image] | ({} if megatron is None else {"megatron-core": megatron})
+    with zipfile.ZipFile(distributions[".whl"]) as wheel:
+        text = wheel.read(f"megatron_ampipe-{TAG}.dist-info/METADATA").decode()
+    own = re.findall(r"^Requires-Dist: (.*)$", text, re.M)
+    waiting = [(Requirement(line), "megatron-ampipe") for line in own if "extra ==" not in line]
+    seen: dict[str, str] = {}
+    while waiting:
+        requirement, by = waiting.pop()
+        package = canonicalize_name(requirement.name)
+        # Others than torch and Megatron may be newer afterwards, but not because of this package.
+        if package in there and (by == "megatron-ampipe" or package in ("torch", "megatron-core")):
+            # pip takes an installed pre-release.
+            fits = requirement.specifier.contains(there[package], prereleases=True)
+            if image == "25.01" and megatron is None and by == "megatron-core":
+                assert not fits, "docs/install.md says that this image needs --no-deps"
+                continue
+            assert fits, f"{by} needs {requirement}, and the container has {there[package]}"
+        if f"{package}{requirement.extras}" in seen:
+            continue
+        seen[f"{package}{requirement.extras}"] = by
+        for line in importlib.metadata.requires(package) or []:
+            added = Requirement(line)
+            of_extra = any(added.marker and added.marker.evaluate({"extra": e}) for e in requirement.extras)
+            is_plain = added.marker is None or added.marker.evaluate({"extra": ""})
+            # What is there has its own requirements.
+            if (of_extra and not is_plain) or (is_plain and package not in there):
+                waiting.append((added, package))
+    assert {"accelerate", "transformers", "scipy"} <= {name.removesuffix("set()") for name in seen}
+
+
+def test_at_start_up_a_pre_release_counts_as_its_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = CONTAINERS["25.01"] | {"megatron-core": "0.17.0rc0"}
+    monkeypatch.setattr(compat, "found_version", lambda name: Version(versions[name]))
+    compat.require_peers()

@@ -1,0 +1,57 @@
+"""``tests/moe_flags.py`` names every flag of Megatron's MoE layers, and what it says of each is so."""
+
+import argparse
+
+import pytest
+
+from megatron_ampipe.launch.flags import SWITCHED_OFF
+from megatron_ampipe.launch.refusals import REFUSALS
+from tests.dist.cases import PARITY
+from tests.megatron.launcher import REPOSITORY
+from tests.moe_flags import PUT_ASIDE, REFUSED, SAME
+
+pytestmark = pytest.mark.ranks(1)
+
+
+def moe_flags() -> dict[str, argparse.Action]:
+    """By name; the groups of Megatron's parser hold only a few of them."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return {
+        action.option_strings[0]: action
+        for group in parser._action_groups
+        for action in group._group_actions
+        if action.option_strings
+        and (
+            "moe" in (group.title or "").lower()
+            or any(word in action.option_strings[0] for word in ("moe", "expert", "op-fuser"))
+        )
+    }
+
+
+def test_every_flag_is_listed_once() -> None:
+    listed = [*SAME, *PUT_ASIDE, *REFUSED]
+    assert len(listed) == len(set(listed))
+    missing = moe_flags().keys() - set(listed)
+    assert not missing, f"say in tests/moe_flags.py what these do in chunks: {sorted(missing)}"
+
+
+def test_flags_that_are_put_aside_or_refused_are_so() -> None:
+    assert SWITCHED_OFF.keys() >= PUT_ASIDE
+    assert set(REFUSED.values()) <= {row.setting for row in REFUSALS}
+    assert not SAME.keys() & SWITCHED_OFF.keys()
+
+
+@pytest.mark.parametrize("flag", SAME)
+def test_the_means_exist(flag: str) -> None:
+    means, _, text = SAME[flag].partition(": ")
+    if means == "parity":
+        dest = flag.removeprefix("--").replace("-", "_")
+        assert any(dest in case.model or dest in case.parallel for case in PARITY)
+    elif means.startswith("becomes "):
+        assert means.removeprefix("becomes ") in SAME or means.endswith("--recompute-modules")
+    elif means not in ("outside", "reading"):
+        assert text in (REPOSITORY / means).read_text()
+    else:
+        assert text
