@@ -82,6 +82,8 @@ def peak_bytes(
     modules = _LOCAL[element] if local else _FUSED
     dense, arrived, inner = _kept(block, modules)
     rebuilt = inner * _rebuilt_share(block, modules)
+    rows = block.rows * block.batch * block.hidden * element
+    norm_again = (_of_norm(block, modules) - rows) * ("layernorm" in block.recompute_modules)
     names = of_chunks(pipeline.memory)
     # Of the experts of each chunk: what is kept, what is loaded from host memory, and what is restored right
     # before they are differentiated; of a redispatch while tokens of the next chunk are on their way.
@@ -94,6 +96,8 @@ def peak_bytes(
         with_tokens = "offload_tokens" in restored or {"offload", "redispatch"} & restored == {"offload"}
         loaded.append((inner * ("offload" in restored) + arrived * with_tokens) / chunks)
         computed = 0.0 if "offload" in restored else dropped
+        # Tokens are sent again from what a norm gives.
+        computed += norm_again * (AHEAD if "redispatch" in restored else 1)
         again.append((3 * arrived * ("redispatch" in restored) + computed) / chunks)
     kept = dense + sum(of_experts)
     # Numbers of weights of a layer on one rank.
@@ -101,7 +105,6 @@ def peak_bytes(
     attention = _weights(_of_attention(block))
     summed, of_attention = (0.0, 0.0) if block.fused_gradients else (experts, attention)
     sum_bytes = element if stock else SUM_BYTES
-    rows = block.rows * block.batch * block.hidden * element
     keys = _keys(block)
     # Of a ring also what arrives: keys of the next step, and gradients of the last one.
     sums = keys * (element if stock else (SUM_BYTES + element) * (2 if block.ring else 1))
@@ -214,12 +217,17 @@ def _kept_by_attention(block: Block, modules: _Modules) -> float:
     norms_again = int("layernorm" in block.recompute_modules)
     if "mla_up_proj" in block.recompute_modules or (norms_again and (block.latent or modules != _FUSED)):
         norms_again += 1
-    per_norm = (modules.norms * element + modules.norms_wide * 4) / 2
-    per_row = (per_norm * (2 - norms_again) + element * norms_again) * block.hidden
+    norms = _of_norm(block, modules) * (2 - norms_again) + tokens * block.hidden * element * norms_again
     width = (block.heads * (block.head_size + block.value_size)) / block.tensor
     # Also the log-sum-exp of each head.
     attended = tokens * block.tensor * (width * element + 4 * block.heads / block.tensor)
-    return tokens * per_row + attended + _keys(block) * element
+    return norms + attended + _keys(block) * element
+
+
+def _of_norm(block: Block, modules: _Modules) -> float:
+    """Bytes that a norm and its input keep."""
+    per_number = (modules.norms * block.element_bytes + modules.norms_wide * 4) / 2
+    return block.rows * block.batch * block.hidden * per_number
 
 
 def _shared(block: Block, modules: _Modules) -> float:

@@ -122,17 +122,21 @@ PARTNERS = [
 ]
 
 
-def selective(*modules: str, model: str = "top1") -> Case:
+def selective(*modules: str, model: str = "top1", **fields: Any) -> Case:
     """Four layers in a stack, with Megatron's selective recompute."""
-    plain = stack("mmmm", " ".join(modules), model=model)
+    plain = stack("mmmm", " ".join([*modules, *map(str, fields.values())]), model=model, **fields)
     return dataclasses.replace(plain, model=plain.model | again(*modules, normalization="RMSNorm"))
 
 
 AGAIN = [
     # Of 23 tensors as wide as a row: those after the first product, those of both norms after their input.
-    (selective("moe_act"), (23 - 8) / 23),
-    (selective("layernorm"), (23 - 4) / 23),
-    (selective("layernorm", "moe_act"), (23 - 12) / 23),
+    # Then the peak, with what runs again and gradients of parameters.
+    (selective("moe_act"), (23 - 8) / 23, 0.73),
+    (selective("layernorm"), (23 - 4) / 23, 0.86),
+    (selective("layernorm", "moe_act"), (23 - 12) / 23, 0.57),
+    # Not of the whole sequence, from which chunks take slices, either.
+    (selective("layernorm", schedule="moe-only", stack=1), (23 - 4) / 23, 0.87),
+    (selective("layernorm", memory="redispatch"), (10 - 4) / 23, 0.42),
 ]
 OTHERS_AGAIN = [
     selective("layernorm", "moe_act", model="top2-swiglu-losses"),
@@ -141,7 +145,7 @@ OTHERS_AGAIN = [
 ]
 PREDICTED = [
     *(*STOCK.values(), *CASES, SENT_ONCE, *LANCET, JOINED, TWO, *itertools.chain(*STACKS)),
-    *(*RESTORING, *DENSE, *EIGHTS, *(one for one, _ in AGAIN), *OTHERS_AGAIN),
+    *(*RESTORING, *DENSE, *EIGHTS, *(one for one, *_ in AGAIN), *OTHERS_AGAIN),
 ]
 
 
@@ -309,12 +313,12 @@ def test_experts_that_restore_their_tensors_keep_less(case: Case, reports: Measu
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("case", "share"), AGAIN, ids=[case.name for case, _ in AGAIN])
-def test_what_is_recomputed_is_not_kept(case: Case, share: float, reports: Measurements) -> None:
+@pytest.mark.parametrize(("case", "kept", "peak"), AGAIN, ids=[case.name for case, *_ in AGAIN])
+def test_what_is_recomputed_is_not_kept(case: Case, kept: float, peak: float, reports: Measurements) -> None:
     """Of a chunk, what runs again is there while its stages are differentiated, and no longer."""
     keeping, dropping = reports[FOUR], reports[case]
-    assert dropping["after_forward_bytes"] / keeping["after_forward_bytes"] <= share + 0.02
-    assert dropping["peak_bytes"] / keeping["peak_bytes"] <= share + 0.07
+    assert dropping["after_forward_bytes"] / keeping["after_forward_bytes"] <= kept + 0.02
+    assert dropping["peak_bytes"] / keeping["peak_bytes"] <= peak
     assert dropping["left_bytes"] <= keeping["left_bytes"]
 
 
