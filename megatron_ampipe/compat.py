@@ -214,6 +214,14 @@ def backend_of_shape(key: Hashable) -> Iterator[None]:
     _BACKENDS_BY_SHAPE[key] = remembered
 
 
+@cache
+def _switch_of_transformer_engine() -> tuple[Any, Any]:
+    """Whether its layers compute in FP8 at present, and the context within which they do, or do not."""
+    engine = importlib.import_module("transformer_engine.pytorch")
+    fp8 = importlib.import_module("transformer_engine.pytorch.fp8")
+    return fp8.FP8GlobalStateManager.is_fp8_enabled, engine.fp8_autocast
+
+
 def precision_of(config: Any, layer: int) -> contextlib.AbstractContextManager[None]:
     """Within it, Transformer Engine computes as in Megatron's loop over the layers: in FP8, or in 16 bits.
 
@@ -225,13 +233,14 @@ def precision_of(config: Any, layer: int) -> contextlib.AbstractContextManager[N
     """
     from megatron.core import fp8_utils
 
+    is_enabled, autocast = _switch_of_transformer_engine()
     quantizes = not fp8_utils.is_first_last_bf16_layer(config, layer)
-    if fp8_utils.FP8GlobalStateManager.is_fp8_enabled() == quantizes:
+    if is_enabled() == quantizes:
         return contextlib.nullcontext()
-    if quantizes:
-        context: contextlib.AbstractContextManager[None] = fp8_utils.get_fp8_context(config, layer)
-        return context
-    return fp8_utils.transformer_engine.pytorch.fp8_autocast(enabled=False)  # type: ignore[no-any-return]
+    context: contextlib.AbstractContextManager[None] = (
+        fp8_utils.get_fp8_context(config, layer) if quantizes else autocast(enabled=False)
+    )
+    return context
 
 
 def forget_quantized_weights(linear: Any) -> None:

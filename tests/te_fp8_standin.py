@@ -9,12 +9,13 @@ other adds to it.
 """
 
 import contextlib
-import types
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron_ampipe import compat
 
 LARGEST = 448.0
 """Of e4m3."""
@@ -59,10 +60,7 @@ def install() -> None:
     # The stand-in saves nothing else.
     transformer_engine.set_save_original_input = lambda module: None
     fp8_utils.get_fp8_context = get_fp8_context
-    fp8_utils.FP8GlobalStateManager = FP8GlobalStateManager
-    fp8_utils.transformer_engine = types.SimpleNamespace(
-        pytorch=types.SimpleNamespace(fp8_autocast=fp8_autocast)
-    )
+    compat._switch_of_transformer_engine = lambda: (FP8GlobalStateManager.is_fp8_enabled, fp8_autocast)
     transformer_config.is_te_min_version = lambda *_, **__: True
 
 

@@ -313,8 +313,7 @@ def block_of(
     )
     _check(model, block, ranks)
     for key in model.values:
-        # Arguments of a run have no lines, and no wrong names.
-        place = f"{model.path}:{model.lines.get(key)}"
+        place = f"{model.path}:{model.lines.get(key, 1)}"
         if (near := meant(key, SIZE_FLAGS)) is not None:
             assumed.append(f"{key} ({place}) is not read by the planner; did you mean {near}?")
         elif key in {setting.key for setting in SETTING.values()}:
