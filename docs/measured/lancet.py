@@ -10,7 +10,7 @@ less that in ``covered``).
 
     python docs/measured/lancet.py covers docs/measured/lancet-covers-200mbit.json --repeats 120
 
-``joined``: what gradients of weights of all chunks at once take back of what cutting costs: processor time of
+``joined``: what gradients of weights of all chunks at once take back of what cutting costs: time of
 degree 4 over that of Megatron's layer, on the blocks of ``cpu-small``.
 
     python docs/measured/lancet.py joined docs/measured/lancet-joined-none.json --link none --repeats 24
@@ -22,7 +22,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -148,25 +148,14 @@ def of_covers(ranks: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def of_joined(ranks: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Likewise: seconds that both ranks' processors worked, over those for Megatron's layer; times."""
+    """Likewise: times, of the slower rank."""
     names = [variant.schedule for variant in variants("joined")]
-
-    def by_pass(figure: str, of_ranks: Callable[..., float]) -> dict[str, list[float]]:
-        return {
-            name: [of_ranks(one) for one in zip(*(rank[index][figure] for rank in ranks), strict=True)]
-            for index, name in enumerate(names)
-        }
-
-    processor, times = by_pass("processor_s", sum), by_pass("wall_s", max)
-    stock = processor[STOCK]
-    ratios = {
-        name: [ours / theirs for ours, theirs in zip(samples, stock, strict=True)]
-        for name, samples in processor.items()
+    times = {
+        name: [max(one) for one in zip(*(rank[index]["wall_s"] for rank in ranks), strict=True)]
+        for index, name in enumerate(names)
     }
     return {
-        "processor time over Megatron's": {name: statistics.median(found) for name, found in ratios.items()},
         "ms": {name: 1e3 * statistics.median(found) for name, found in times.items()},
-        "samples processor s": processor,
         "samples s": times,
     }
 

@@ -178,7 +178,7 @@ def _words_of(place: str, flag: str, value: Any, action: argparse.Action) -> tup
         if not isinstance(value, bool):
             rule = "is a switch, and takes true or false without quotes"
             raise BadInput(f"{place}:", f"{flag[2:]}: {value!r}", rule=rule, remedy="Write true or false.")
-        on = (flag, "true") if action.type is bool else (flag,)
+        on = (flag, "true") if action.type is bool and not is_pair else (flag,)
         return on if value else (f"--no-{flag[2:]}",) if is_pair else ()
     values = value if isinstance(value, list) else [value]
     is_several = isinstance(value, list) and action.nargs is None

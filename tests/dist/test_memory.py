@@ -195,6 +195,8 @@ class Measurements:
         for name, parameter in layer.named_parameters():
             if name.endswith("router.weight"):
                 torch.nn.init.normal_(parameter, std=0.02)
+            elif "norm" in name or name.endswith("bias"):
+                torch.nn.init.constant_(parameter, float("norm" in name and name.endswith("weight")))
         return layer
 
     def _two_micro_batches(self, layer: torch.nn.Module, hidden: torch.Tensor, gradient: torch.Tensor) -> int:
