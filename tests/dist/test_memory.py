@@ -135,7 +135,7 @@ AGAIN = [
     (selective("layernorm"), (23 - 4) / 23, 0.86),
     (selective("layernorm", "moe_act"), (23 - 12) / 23, 0.57),
     # Not of the whole sequence, from which chunks take slices, either.
-    (selective("layernorm", schedule="moe-only", stack=1), (23 - 4) / 23, 0.87),
+    (selective("layernorm", schedule="moe-only", stack=1, executor="sequential"), (23 - 4) / 23, 0.87),
     (selective("layernorm", memory="redispatch"), (10 - 4) / 23, 0.42),
 ]
 OTHERS_AGAIN = [
