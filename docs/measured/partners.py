@@ -152,10 +152,10 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         """Seconds of all computation and of all transfers of a micro-batch, nothing at the same time."""
         timed: Any = factory.build_timed(Variant.of("lancet", 1, stack=0), num_passes=1)
         for number in range(2):
-            timed.recorder.start_iteration(number)
-            in_turn(timed.layers)
+            timed.timer.recorder.start_iteration(number)
+            in_turn(timed)
         seconds = {"compute": 0.0, "transfers": 0.0}
-        for span in timed.recorder.timeline(rank=rank.number, labels={}, iteration=1).spans:
+        for span in timed.timer.recorder.timeline(rank=rank.number, labels={}, iteration=1).spans:
             kind = "compute" if span.lane == "compute" else "transfers"
             seconds[kind] += (span.end_us - span.begin_us) / 1e6 / MICROBATCHES
         return seconds
@@ -166,6 +166,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
             if hasattr(parameter, "main_grad"):
                 parameter.main_grad.zero_()
 
+    stages_s = stages_alone()
     differences: dict[str, float] = {}
     expected: list[torch.Tensor] = []
     for name, step in steps.items():
