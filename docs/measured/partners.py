@@ -1,9 +1,10 @@
 """Steps of several micro-batches through four layers: Megatron's, stacks in chunks, and partners, in turns.
 
-All use the same transport. Megatron's layers are measured twice; the second is the control. Partners run as
-they are by default, cut in two, and in the order of Megatron's own for two micro-batches; passes without one
-are cut. The bound is the larger of all computation and all transfers, each stage timed alone. Needs root for
-a real link, from the repository's root:
+All use the same transport. Megatron's layers are measured twice; the second is the control. Partners run in
+the order of Megatron's own for two micro-batches (the default), cut in two, and in the order that the
+planner's search finds for the times of all stages, measured alone; passes without one are cut in two. The
+bound is the larger of all computation and all transfers, each stage timed alone. Needs root for a real link,
+from the repository's root:
 
     PYTHONPATH=. python docs/measured/partners.py docs/log/partners-200mbit.json 200mbit
     PYTHONPATH=. python docs/measured/partners.py docs/log/partners-25MB.json emulated:25MB/s
@@ -21,9 +22,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ampipe.plan.cluster import find_cluster, read_cluster
+from megatron_ampipe.plan.partners import best_period, simulated
+from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.simulate import Pace
 from megatron_ampipe.schedule import MEGATRON, Partner
 from megatron_ampipe.tools.measuring import machine
-from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
+from megatron_ampipe.tools.measuring.grid import block_of_case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.link import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
 
@@ -33,9 +38,8 @@ CASE = replace(
 LAYERS, MICROBATCHES, ROUNDS = 4, 8, 2
 DEGREES = (2, 4)
 PARTNERS = {
-    "partners": Partner(),
-    "partners, cut in two": Partner(2),
     f"partners, {MEGATRON}": Partner(order=MEGATRON),
+    "partners, cut in two": Partner(2),
 }
 TOLERANCE = 1e-4
 
@@ -81,6 +85,7 @@ def main() -> None:
         "case": asdict(CASE) | {"layers": LAYERS, "microbatches": MICROBATCHES},
         "differences": of_ranks[0]["differences"],
         "stages_seconds": [found["stages_s"] for found in of_ranks],
+        "searched": of_ranks[0]["searched"].splitlines(),
         "seconds": seconds,
         "processor_seconds": {name: [found["processor"][name] for found in of_ranks] for name in names},
     }
@@ -135,6 +140,41 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         behind(MICROBATCHES - 1)
         return gradients
 
+    def stages_alone() -> dict[tuple[str, str, bool], float]:
+        """Seconds of each stage of a micro-batch, with its direction: means of all layers and both ranks."""
+        timed = factory.build_timed(Variant.of("lancet", 1, stack=0), num_passes=1)
+        for number in range(2):
+            timed.timer.recorder.start_iteration(number)
+            in_turn(timed)
+        found: dict[tuple[str, str, bool], float] = {}
+        for span in timed.timer.recorder.timeline(rank=rank.number, labels={}, iteration=1).spans:
+            stage = span.stage, span.direction, span.lane == "compute"
+            found[stage] = found.get(stage, 0.0) + (span.end_us - span.begin_us) / 1e6 / MICROBATCHES / LAYERS
+        of_ranks: list[Any] = [None, None]
+        dist.all_gather_object(of_ranks, found)
+        return {stage: statistics.fmean(times[stage] for times in of_ranks) for stage in found}
+
+    def sums(alone: dict[tuple[str, str, bool], float]) -> dict[str, float]:
+        """All computation and all transfers of a micro-batch."""
+        kinds = {"compute": True, "transfers": False}
+        return {
+            kind: LAYERS * sum(time for (_, _, computes), time in alone.items() if computes is wanted)
+            for kind, wanted in kinds.items()
+        }
+
+    def searched(alone: dict[tuple[str, str, bool], float]) -> Partner:
+        case = replace(CASE, dtype="bf16")
+        block = block_of_case(case, num_ranks=2, fused_gradients=factory.fused_gradients)
+        # Only the stages of the program are used, not the figures of this cluster, which has none of fp32.
+        predictor = Predictor(block, read_cluster(find_cluster("a800x8-20gbps")), num_layers=LAYERS)
+        program, _, _ = simulated(predictor, Partner())
+        times = {(name, direction): time for (name, direction, _), time in alone.items()}
+        directions = ["forward" if stage.ahead else "backward" for stage in program.stages]
+        durations = [
+            times.get((stage.name, way), 0.0) for stage, way in zip(program.stages, directions, strict=True)
+        ]
+        return Partner(period=best_period(program, durations, Pace()))
+
     def stack(degree: int, partner: Partner | None = None) -> Any:
         return factory.build(Variant.of("ampipe", degree, stack=0, partner=partner))
 
@@ -143,22 +183,12 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         "control": functools.partial(in_turn, factory.stock),
     }
     steps |= {f"stack, degree {degree}": functools.partial(in_turn, stack(degree)) for degree in DEGREES}
+    alone = stages_alone()
+    partners = PARTNERS | {"partners, searched": searched(alone)}
     steps |= {
         name: functools.partial(with_partners, stack(DEGREES[0], partner))
-        for name, partner in PARTNERS.items()
+        for name, partner in partners.items()
     }
-
-    def stages_alone() -> dict[str, float]:
-        """Seconds of all computation and of all transfers of a micro-batch, nothing at the same time."""
-        timed: Any = factory.build_timed(Variant.of("lancet", 1, stack=0), num_passes=1)
-        for number in range(2):
-            timed.timer.recorder.start_iteration(number)
-            in_turn(timed)
-        seconds = {"compute": 0.0, "transfers": 0.0}
-        for span in timed.timer.recorder.timeline(rank=rank.number, labels={}, iteration=1).spans:
-            kind = "compute" if span.lane == "compute" else "transfers"
-            seconds[kind] += (span.end_us - span.begin_us) / 1e6 / MICROBATCHES
-        return seconds
 
     def clear() -> None:
         for parameter in parameters:
@@ -166,7 +196,6 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
             if hasattr(parameter, "main_grad"):
                 parameter.main_grad.zero_()
 
-    stages_s = stages_alone()
     differences: dict[str, float] = {}
     expected: list[torch.Tensor] = []
     for name, step in steps.items():

@@ -198,11 +198,11 @@ class Settings:
         of_plan=True,
         requires=("--ampipe-partner",),
     )
-    partner_order: str = _row(
-        "listed",
-        help="how both passes share the lanes: `listed` (list scheduling, by the times of a plan where there "
-        "is one), or `megatron-1f1b` for comparison, the fixed order of Megatron's "
-        "`--overlap-moe-expert-parallel-comm`",
+    partner_order: str | None = _row(
+        shown_default="megatron-1f1b, or listed where these passes are cut",
+        help="how both passes share the lanes, where no plan says it: `megatron-1f1b`, a layer forward and a "
+        "layer backward in turns as with Megatron's `--overlap-moe-expert-parallel-comm`, or `listed`, list "
+        "scheduling by typical times",
         choices=PARTNER_ORDERS,
         of_plan=True,
         requires=("--ampipe-partner",),

@@ -24,7 +24,6 @@ from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
     ALL_LAYERS,
     KEEP,
-    LISTED,
     Exchange,
     Partner,
     Pipeline,
@@ -239,7 +238,7 @@ def _pipeline(given: dict[str, Any]) -> Pipeline:
         partner = Partner(
             given.get("partner_degree", 1),
             schedule or SETTING["schedule"].default,
-            given.get("partner_order", LISTED),
+            given.get("partner_order"),
         )
     return Pipeline.of(
         1 if degree == AUTO else degree,

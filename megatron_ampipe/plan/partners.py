@@ -14,6 +14,7 @@ from megatron_ampipe.plan.search import OrderProblem, Period, improve_order, sho
 from megatron_ampipe.plan.simulate import NOT_YET, Compiled, Pace, compile_program, direction_bound, run
 from megatron_ampipe.schedule import (
     IN_ONE_CHUNK,
+    LISTED,
     MEGATRON,
     Direction,
     Partner,
@@ -53,7 +54,13 @@ def best_together(predictor: Predictor, degrees: Sequence[int]) -> Together:
     for degree in degrees:
         if degree <= rows:
             partner = Partner(degree, _schedule(predictor))
-            ways += [_together(predictor, partner), _searched(predictor, partner)]
+            # Of equal ones, that which needs no plan file.
+            listed = replace(partner, order=LISTED)
+            ways += [
+                _together(predictor, partner),
+                _together(predictor, listed),
+                _searched(predictor, partner),
+            ]
     return min(ways, key=lambda way: way.time_us)
 
 
@@ -80,13 +87,17 @@ def _together(predictor: Predictor, partner: Partner) -> Together:
 
 def _searched(predictor: Predictor, partner: Partner) -> Together:
     """The same with the best order of a short stack, searched from that of Megatron."""
-    short = short_stack(predictor)
-    compiled, durations, pace = simulated(short, partner)
+    compiled, durations, pace = simulated(short_stack(predictor), partner)
+    return _together(predictor, replace(partner, period=best_period(compiled, durations, pace)))
+
+
+def best_period(compiled: Compiled, durations: Sequence[float], pace: Pace) -> Program:
+    """The best order of a layer of each pass, for a program of both and the times of its stages."""
     lane_of = {compiled.stages[place]: lane for lane, places in compiled.lanes for place in places}
     first = megatron_period({stage: lane for stage, lane in lane_of.items() if not stage.layer})
     problem = _InTime(compiled, durations, pace, direction=Direction.BACKWARD)
     best = improve_order(problem, problem.period_of(_in_lanes(first, compiled)))
-    return _together(predictor, replace(partner, period=problem.program(best)))
+    return problem.program(best)
 
 
 class _InTime(OrderProblem):

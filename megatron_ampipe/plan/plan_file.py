@@ -18,7 +18,6 @@ from megatron_ampipe.files.records import read_record, write_record
 from megatron_ampipe.plan.block import RECORDED, Block
 from megatron_ampipe.schedule import (
     KEEP,
-    LISTED,
     SCHEDULE_NAMES,
     Exchange,
     Partner,
@@ -239,7 +238,7 @@ class _PartnerFile:
 
     degree: int = 1
     schedule: Literal["ampipe", "lancet"]
-    order: str = LISTED
+    order: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +260,7 @@ def _partner_section(partner: Partner) -> _PartnerFile:
 
 
 def _partner_of(path: Path, section: _PartnerFile, lines: Mapping[str, int]) -> Partner:
-    if section.order in PARTNER_ORDERS:
+    if section.order in (None, *PARTNER_ORDERS):
         return Partner(section.degree, section.schedule, section.order)
     try:
         period = program_from_text(section.order, degree=section.degree)

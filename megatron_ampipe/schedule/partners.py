@@ -31,14 +31,15 @@ class Partner:
     Attributes:
         degree: Into how many chunks both are cut.
         schedule: Name of the order of the stages of each of them.
-        order: How their stages share the lanes: one of ``PARTNER_ORDERS``.
+        order: How their stages share the lanes: one of ``PARTNER_ORDERS``. If None, as Megatron's layers do,
+            or listed where they are cut.
         period: An order that a planner found, of one layer of each pass; its stages as in
             ``Schedule.repeats``.
     """
 
     degree: int = 1
     schedule: str = IN_ONE_CHUNK
-    order: str = LISTED
+    order: str | None = None
     period: Program | None = None
 
     def __post_init__(self) -> None:
@@ -46,9 +47,15 @@ class Partner:
             rule, remedy = "is an order of uncut layers", "Leave it out, or --ampipe-partner-degree."
             raise SETTING["partner_order"].refuse(self.order, rule, remedy)
 
+    @property
+    def is_listed(self) -> bool:
+        """Whether list scheduling orders both passes."""
+        return self.period is None and (self.order == LISTED or (self.order is None and self.degree > 1))
+
     def __str__(self) -> str:
         degree = "uncut" if self.degree == 1 else f"degree {self.degree}"
-        return f"{degree}, {self.schedule}, {'searched' if self.period is not None else self.order}"
+        order = LISTED if self.is_listed else MEGATRON if self.period is None else "searched"
+        return f"{degree}, {self.schedule}, {order}"
 
 
 class Task(NamedTuple):
@@ -144,7 +151,7 @@ def shared_lanes(
         needs: For each stage those that it waits for.
         partner: How the order is found. Each pass keeps its own, see :func:`in_order_of`.
     """
-    if partner.order == LISTED and partner.period is None:
+    if partner.is_listed:
         return _listed(stages, needs)
     lane_of = {stage: lane for lane, stage in stages}
     period = _period_of(partner, lane_of)
@@ -175,7 +182,7 @@ def in_order_of(
 
     What a pass keeps and frees depends on its order, so :func:`shared_lanes` does not change it.
     """
-    if partner.order == LISTED and partner.period is None:
+    if partner.is_listed:
         return schedule
     forward = direction is Direction.FORWARD
     of_pass = {
