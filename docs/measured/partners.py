@@ -225,7 +225,8 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         "seconds": seconds,
         "processor": processor,
         "differences": differences,
-        "stages_s": stages_alone(),
+        "stages_s": sums(alone),
+        "searched": program_to_text(partners["partners, searched"].period),
     }
 
 
