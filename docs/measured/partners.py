@@ -26,7 +26,7 @@ from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.partners import best_period, simulated
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.simulate import Pace
-from megatron_ampipe.schedule import MEGATRON, Partner
+from megatron_ampipe.schedule import MEGATRON, Partner, program_to_text
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.grid import block_of_case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.link import parse_link
