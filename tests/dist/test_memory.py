@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.schedule import KEEP, MEGATRON, Exchange, Partner
+from megatron_ampipe.schedule import KEEP, LISTED, MEGATRON, Exchange, Partner
 from megatron_ampipe.tools.measuring.grid import Case as GridCase
 from megatron_ampipe.tools.measuring.grid import block_of_case
 from tests.dist.cases import Case, again
@@ -116,8 +116,8 @@ EIGHTS = [
     )
 ] + [stack("m" * 8, memory, memory=memory) for memory in ("S2", "rebuild/keep/rebuild/rebuild")]
 PARTNERS = [
-    stack("mmmm", "partners, weight gradients apart", degree=1, partner=Partner()),
-    stack("mmmm", "partners", degree=1, partner=Partner(schedule="ampipe"), model="top2-swiglu-losses"),
+    stack("mmmm", "partners, weight gradients apart", degree=1, partner=Partner(order=LISTED)),
+    stack("mmmm", "partners", degree=1, partner=Partner(1, "ampipe", LISTED), model="top2-swiglu-losses"),
     stack("mmmm", "partners, redispatch", degree=1, partner=Partner(order=MEGATRON), memory="redispatch"),
 ]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ampipe.schedule import MEGATRON, Partner, program_from_text
+from megatron_ampipe.schedule import LISTED, Partner, program_from_text
 from tests import deep_ep_standin
 from tests.dist.cases import PARITY, Case
 from tests.dist.worker import use_groups
@@ -43,8 +43,8 @@ comm: combine.0@1 next:combine.0 dispatch.0@1 next:counts.0@1 next:dispatch.0@1
 """.replace("\n ", " ").strip()
 """What a planner may find: it knows neither weight gradients apart nor what other blocks have."""
 WAYS = {
-    "listed": Partner(),
-    "megatron": Partner(order=MEGATRON),
+    "megatron": Partner(),
+    "listed": Partner(order=LISTED),
     "searched": Partner(period=program_from_text(SEARCHED, degree=1)),
     "degree2": Partner(2),
 }

@@ -147,7 +147,7 @@ TRAININGS: dict[str, Training] = {
         said=(
             "--moe-shared-expert-overlap switched off: ",
             "--overlap-moe-expert-parallel-comm switched off: --ampipe-partner does the same",
-            "partner uncut, lancet, listed a backward pass and the next micro-batch's forward pass",
+            "partner uncut, lancet, megatron-1f1b a backward pass and the next micro-batch's forward pass",
             "--delay-wgrad-compute switched off: ",
         ),
     ),
@@ -164,7 +164,7 @@ TRAININGS: dict[str, Training] = {
             f"--ampipe-schedule lancet {PLACED}",
             f"{PARTNER}{PLACED}",
             f"{BLOCKS} --ampipe-partner --ampipe-partner-degree 2",
-            f"{PARTNER}--ampipe-partner-order megatron-1f1b",
+            f"{PARTNER}--ampipe-partner-order listed",
         ),
     ),
     # The experts keep more after the restart than before.

@@ -21,7 +21,16 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.runtime import partners
 from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.partners import Partners
-from megatron_ampipe.schedule import KEEP, Direction, Exchange, Partner, Pipeline, Program, program_from_text
+from megatron_ampipe.schedule import (
+    KEEP,
+    LISTED,
+    Direction,
+    Exchange,
+    Partner,
+    Pipeline,
+    Program,
+    program_from_text,
+)
 from megatron_ampipe.schedule.partners import Task, together
 from megatron_ampipe.tools.plan_command import UNNAMED
 from tests.plan_cases import cluster, sized_block
@@ -147,7 +156,7 @@ def test_what_the_planner_predicts_is_what_runs(name: str) -> None:
     predictor = Predictor(PREDICTED[name], cluster("dgx-h100"), num_layers=3, dense=dense)
     best, megatron = best_together(predictor, (1, 2)), as_megatron(predictor)
     assert best.bound_us <= best.time_us <= megatron.time_us
-    for partner in (best.partner, megatron.partner, Partner(schedule=best.partner.schedule)):
+    for partner in (best.partner, megatron.partner, Partner(1, best.partner.schedule, LISTED)):
         program, _, _ = simulated(predictor, partner)
         pipeline = Pipeline.of(1, stack=0, memory=KEEP, partner=partner)
         of_pass = pipeline.with_partners(forward=True, backward=True)
