@@ -378,7 +378,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--expert-tensor-parallel-num-weight-shards",
         _GATHERED,
         _OFF,
-        lambda args: (args.expert_tensor_parallel_num_weight_shards or 0) > expert_tensor_ranks(args),
+        lambda args: (args.expert_tensor_parallel_num_weight_shards or 0) > (expert_tensor_ranks(args) or 1),
     ),
     Refusal("--use-megatron-fsdp", _SHARDED, "Use --use-distributed-optimizer."),
     Refusal("--use-torch-fsdp2", _SHARDED, "Use --use-distributed-optimizer."),
