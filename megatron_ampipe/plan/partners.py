@@ -87,7 +87,7 @@ def _together(predictor: Predictor, partner: Partner) -> Together:
 
 def _searched(predictor: Predictor, partner: Partner) -> Together:
     """The same with the best order of a short stack, searched from that of Megatron."""
-    compiled, durations, pace = simulated(short_stack(predictor), partner)
+    compiled, durations, pace = simulated(short_stack(predictor), replace(partner, order=LISTED))
     return _together(predictor, replace(partner, period=best_period(compiled, durations, pace)))
 
 
