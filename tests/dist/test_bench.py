@@ -137,8 +137,6 @@ def test_over_a_real_network(tmp_path: Path) -> None:
     for case in document["cases"]:
         # Of the smaller case, more than the rows of one direction without headers.
         assert case["stock_wire_bytes"] > 64 * 32 * 4
-        # Each of two ranks sends half of them; the token bucket lets some pass at once.
-        assert case["stock_ms"] > 0.6 * case["stock_wire_bytes"] / 2 * 8 / 10e6 * 1e3
 
 
 def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import itertools
 import math
 import time
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -173,30 +172,36 @@ class Measurements:
 
     def _build(self, case: Case) -> torch.nn.Module:
         """Layers with the attention kernel of the chunks, as in ``ampipe bench``."""
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.transformer.spec_utils import ModuleSpec
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-        from megatron_ampipe.tools.measuring.blocks import KernelAttention
+        from megatron_ampipe.layers.context import AMPipeContext
+        from megatron_ampipe.layers.layer import pipelined
+        from megatron_ampipe.schedule.pipeline import AMPipeConfig
+        from megatron_ampipe.tools.measuring.blocks import KernelAttention, Layers
         from megatron_ampipe.tools.measuring.meters import WatchedExecutor
-        from tests.dist import blocks
+        from tests.dist.blocks import EXECUTORS, transformer_config
 
-        made = blocks.layer_spec
-
-        def with_kernel(*given: Any, **kind: bool) -> Any:
-            spec = made(*given, **kind)
-            attention = ModuleSpec(module=KernelAttention, params={"kernel": case.kernel})
-            spec.submodules.self_attention.submodules.core_attention = attention
-            return spec
-
-        executor = WatchedExecutor(blocks.EXECUTORS[case.executor](), self._meter)
-        with mock.patch.object(blocks, "layer_spec", with_kernel):
-            _, layer = blocks.build_layers(case, executor=executor)
-        # As Megatron initializes them: the planner predicts an even use of experts.
+        config = transformer_config(case)
+        config.params_dtype = torch.bfloat16 if case.model.get("bf16") else torch.float32
+        specs = []
+        for kind in case.layers:
+            experts = None if kind == "d" else config.num_moe_experts
+            specs.append(get_gpt_layer_local_spec(experts, False, normalization="RMSNorm"))
+            specs[-1].submodules.self_attention.submodules.core_attention = ModuleSpec(
+                module=KernelAttention, params={"kernel": case.kernel}
+            )
+        context = AMPipeContext(
+            AMPipeConfig(pipeline=case.pipeline),
+            executor=WatchedExecutor(EXECUTORS[case.executor](), self._meter),
+            kernel=case.kernel,
+            recomputed_layers=case.recompute,
+        )
         torch.manual_seed(3 + torch.distributed.get_rank())
-        for name, parameter in layer.named_parameters():
-            if name.endswith("router.weight"):
-                torch.nn.init.normal_(parameter, std=0.02)
-            elif "norm" in name or name.endswith("bias"):
-                torch.nn.init.constant_(parameter, float("norm" in name and name.endswith("weight")))
+        stack = TransformerBlockSubmodules(layer_specs=specs)
+        layer = Layers(pipelined(stack, context), dataclasses.replace(config))
+        layer.train()
         return layer
 
     def _two_micro_batches(self, layer: torch.nn.Module, hidden: torch.Tensor, gradient: torch.Tensor) -> int:
