@@ -28,10 +28,11 @@ from megatron_ampipe.launch.refusals import (
 from megatron_ampipe.launch.trials import Choice, Planner, Shape
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, read_cluster
+from megatron_ampipe.plan.kept import Kept, by_work, fitting, simulated
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, block_of, layers_of
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
-from megatron_ampipe.plan.planner import Kept, by_work, fitting, make_plan, simulated
+from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import (
     KEEP,

@@ -54,13 +54,9 @@ def best_together(predictor: Predictor, degrees: Sequence[int]) -> Together:
     for degree in degrees:
         if degree <= rows:
             partner = Partner(degree, _schedule(predictor))
-            # Of equal ones, that which needs no plan file.
-            listed = replace(partner, order=LISTED)
-            ways += [
-                _together(predictor, partner),
-                _together(predictor, listed),
-                _searched(predictor, partner),
-            ]
+            # Where passes are cut, they are listed without being asked. Of equal ones the first is chosen.
+            named = [partner] if degree > 1 else [partner, replace(partner, order=LISTED)]
+            ways += [*(_together(predictor, one) for one in named), _searched(predictor, partner)]
     return min(ways, key=lambda way: way.time_us)
 
 

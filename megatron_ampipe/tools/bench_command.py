@@ -243,7 +243,7 @@ def _check_together(arguments: argparse.Namespace) -> None:
         for flag in ("rounds", "partner", "micro-batches"):
             value = getattr(arguments, flag.replace("-", "_"))
             if value is not None:
-                rule = "belongs to --end-to-end: without it, nothing is trained"
+                rule = "requires --end-to-end: without it, nothing is trained"
                 _refuse(f"--{flag}", value, rule, f"Add --end-to-end, or leave --{flag} out.")
     if arguments.wire != UNCHANGED and (arguments.end_to_end or arguments.predict):
         rule = "changes the losses of trainings, and predictions do not know it"

@@ -9,42 +9,35 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from megatron_ampipe.block.settings import AUTO
-from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least, value_of
-from megatron_ampipe.files.timeline import PREDICTED, Timeline
+from megatron_ampipe.files.timeline import PREDICTED
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.plan.gradients import PLACED, STOCK, plan_gradients
 from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
-from megatron_ampipe.plan.partners import timeline as partner_timeline
-from megatron_ampipe.plan.plan_file import SHARE_TOLERANCE, Plan
-from megatron_ampipe.plan.planner import Plans, equation_10_us, make_plans, sharing_layers
+from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.plan.planner import make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.recorded_routing import with_routing
-from megatron_ampipe.plan.search import DEGREES, candidates, in_one_chunk
+from megatron_ampipe.plan.search import DEGREES
 from megatron_ampipe.schedule import (
-    KEEP,
-    MEGATRON,
-    SCHEDULE_NAMES,
-    STRATEGIES,
     BlockFeatures,
     Chunk,
     Exchange,
     Pipeline,
     Schedule,
-    even_chunks,
     parse_exchanges,
     parse_stack,
 )
+from megatron_ampipe.tools.plan_answer import answer_of, show, timeline_of
 
 _MOST_CHUNKS = 64
 """A schedule of thousands of chunks would take minutes to build."""
@@ -266,254 +259,3 @@ def tape_text(schedule: Schedule, layers: Sequence[BlockFeatures], chunks: Seque
     options = {"keep_graph": True, "host_waits": True, "threads": False}
     functions = [UNNAMED] * len(layers)
     return f"{compiler.compiled(schedule, layers, chunks=chunks, functions=functions, **options)}\n"
-
-
-def answer_of(
-    predictor: Predictor, plans: Plans, arguments: argparse.Namespace, assumed: list[str]
-) -> dict[str, Any]:
-    """Everything that is shown, as plain data; ``predictor`` is of all layers of a pipeline stage."""
-    plan = plans.chosen
-    try:
-        gradients = _gradients(predictor, plan)
-    except BadInput as error:
-        # Nothing else of the plan needs this figure.
-        gradients = None
-        assumed.append(f"reductions of gradients are not predicted: {error.value} {error.rule}")
-    block = predictor.of_layers(1)
-    return {
-        "model": arguments.model,
-        "cluster": arguments.cluster,
-        "assumed": assumed,
-        "stock_ms": plan.stock_ms,
-        "degrees": _rows(block, arguments.degrees),
-        "stacks": _stacks(predictor, plans),
-        "layers": _layers(predictor, plans),
-        "basis": predictor.cluster.basis,
-        "gradients": gradients,
-        "forward_degree": plan.forward_degree,
-        "backward_degree": plan.backward_degree,
-        "stack": plan.stack,
-        "num_layers": plan.num_layers,
-        "shares": list(plan.shares),
-        "schedule": plan.schedule.name,
-        "exchange": plan.exchange,
-        "predicted_ms": plan.predicted_ms,
-        "predicted_speedup": plan.predicted_speedup,
-        "hidden_share": plan.hidden_share,
-        "partner": plan.partner is not None,
-        # The product of both is the speedup.
-        "speedup_by_overlap": plan.predicted_speedup / plans.fewer_bytes,
-        "speedup_by_fewer_bytes": plans.fewer_bytes,
-        "hidden_by": timeline_of(predictor, plan).hidden_by if plan.helps else None,
-        "memory_gib": plan.memory_gib,
-        "device_memory_gib": predictor.cluster.device_memory_gib,
-        "helps": plan.helps,
-        "reason": plan.reason,
-        "memory_strategies": _memory_strategies(block, plan) if plan.helps else None,
-    }
-
-
-def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Megatron's layer, and the named schedules at each degree in equal chunks."""
-    stock = predictor.stock()
-    ways = [("stock", 1, stock, 0.0, {KEEP: predictor.peak_bytes(None, memory=KEEP)})]
-    whole = in_one_chunk(predictor)
-    for way in (*([] if whole is None else [whole]), *candidates(predictor, degrees)):
-        hidden = predictor.timeline(way.schedule, way.lengths).hidden_share
-        memory = {strategy: predictor.peak_bytes(way.schedule, memory=strategy) for strategy in STRATEGIES}
-        ways.append((way.schedule.name, way.schedule.degree, way.time, hidden, memory))
-    return [
-        {
-            "degree": degree,
-            "schedule": name,
-            "forward_ms": time.forward / 1e3,
-            "backward_ms": time.backward / 1e3,
-            "predicted_ms": time.total / 1e3,
-            "speedup": stock.total / time.total,
-            "hidden_share": hidden,
-            "memory_gib": memory[KEEP] / 2**30,
-            # By what the experts keep, for --ampipe-memory.
-            "memory_gib_by_strategy": {strategy: size / 2**30 for strategy, size in memory.items()},
-        }
-        for name, degree, time, hidden, memory in ways
-    ]
-
-
-def _memory_strategies(predictor: Predictor, plan: Plan) -> dict[str, Any]:
-    """What MPipeMoE's equation 10 chooses of its strategies, and which is fastest by simulation."""
-    degree = plan.backward_degree
-    costs_us = equation_10_us(predictor, degree=degree)
-    times = {}
-    for name in (KEEP, *costs_us):
-        of_memory = predictor.of_layers(1, memory=name)
-        schedule = Pipeline.of(degree, memory=name).schedule_of(of_memory.layers)
-        times[name] = of_memory.pass_us(schedule, even_chunks(predictor.block.rows, degree)).total / 1e3
-    return {
-        "degree": degree,
-        "equation_10": min(costs_us, key=lambda name: costs_us[name]),
-        "equation_10_ms": {name: cost / 1e3 for name, cost in costs_us.items()},
-        "simulated": min(costs_us, key=lambda name: times[name]),
-        "simulated_ms": times,
-    }
-
-
-def _stacks(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
-    """The layers of a pipeline stage block by block, and sharing a schedule; empty if they cannot."""
-    shared = plans.shared
-    if shared is None:
-        return []
-    assert shared.stock_ms is not None and shared.predicted_ms is not None
-    lengths = [round(share * predictor.block.rows) for share in shared.shares]
-    bound = sharing_layers(predictor, shared.stack).bound_us(shared.schedule, lengths)
-    blocks, together = (
-        {
-            "stack": plan.stack,
-            "layers": shared.num_layers,
-            "forward_degree": plan.forward_degree,
-            "backward_degree": plan.backward_degree,
-            "schedule": plan.schedule.name if plan.helps else "stock",
-            "predicted_ms": time_ms,
-            "speedup": shared.stock_ms / time_ms,
-        }
-        for plan, time_ms in ((plans.alone, plans.blocks_ms), (shared, shared.predicted_ms))
-    )
-    together["share_of_bound"] = bound.total / 1e3 / shared.predicted_ms
-    return [blocks, together]
-
-
-def _layers(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
-    """The layers of a pipeline stage in chunks and with partners; empty if neither can be."""
-    running = _with_a_partner(predictor, plans)
-    stock_us = running.stock().total
-    rows = []
-    for row in _stacks(predictor, plans):
-        way = "block by block" if row["stack"] == 1 else "one schedule"
-        bound = f"{row['share_of_bound']:.1%}" if "share_of_bound" in row else ""
-        rows.append(row | {"way": f"{way}, degree {row['forward_degree']}", "of_bound": bound})
-    for name, together in ((f"partners, {MEGATRON}", plans.as_megatron), ("partners", plans.together)):
-        if together is not None:
-            row = {"way": name, "predicted_ms": together.time_us / 1e3}
-            row |= {"speedup": stock_us / together.time_us}
-            rows.append(row | {"of_bound": f"{together.bound_us / together.time_us:.1%}"})
-    return rows
-
-
-def _with_a_partner(predictor: Predictor, plans: Plans) -> Predictor:
-    """Of the layers that :attr:`Plans.together` is predicted for."""
-    return predictor.of_layers(1) if plans.shared is None else sharing_layers(predictor, plans.shared.stack)
-
-
-def timeline_of(predictor: Predictor, plan: Plan, *, labels: Mapping[str, str] | None = None) -> Timeline:
-    """The predicted timeline of the layers that a plan is for; with a partner, of both passes."""
-    if plan.partner is not None:
-        layers = predictor.of_layers(1) if plan.stack == 1 else sharing_layers(predictor, plan.stack)
-        return partner_timeline(layers, plan.partner, labels=labels)
-    rows = predictor.block.rows
-    lengths = [chunk.hidden[0].length for chunk in plan.pipeline(rows=rows).chunks(rows)]
-    return sharing_layers(predictor, plan.stack).timeline(plan.schedule, lengths, labels=labels)
-
-
-def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
-    """How gradients are reduced with the chosen plan; None without a plan or without anything to reduce."""
-    if not plan.helps:
-        return None
-    running = sharing_layers(predictor, plan.stack)
-    lengths = [round(share * predictor.block.rows) for share in plan.shares]
-    with_experts = sum(not features.dense for features in predictor.layers)
-    num_layers = len(running.layers) if running is predictor else with_experts
-    return plan_gradients(running, plan.schedule, lengths, num_layers=num_layers)
-
-
-def _table(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
-    """A table of rows; ``columns`` are their headings, and formats of a row."""
-    table = Table(*columns, title=title)
-    for row in rows:
-        table.add_row(*(text.format_map(row) for text in columns.values()))
-    return table
-
-
-def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bool = False) -> None:
-    """Print an answer of :func:`answer_of` and the chosen plan: what to do first, then what was compared."""
-
-    def say(text: str, **style: Any) -> None:
-        console.print(text, soft_wrap=True, **style)
-
-    if plan.helps:
-        say(f"choice: {plan.pipeline()}")
-        say(f"predicted: {plan.predicted_speedup:.2f} times as fast as Megatron's layers ({answer['basis']})")
-        if answer["speedup_by_fewer_bytes"] != 1:
-            say(
-                "of which {speedup_by_overlap:.2f} by overlap, {speedup_by_fewer_bytes:.2f} by fewer bytes "
-                "or messages between ranks".format_map(answer)
-            )
-        say(f"flags: {' '.join(flags_of(plan))}")
-        if plan.searched:
-            say("Its order was searched: use --output FILE, and --ampipe-plan FILE in place of these flags.")
-    else:
-        say("choice: degree 1, Megatron's own layers")
-    say(answer["reason"])
-    if answer["hidden_by"] is not None:
-        shares = (f"{share:.0%} under {source}" for source, share in answer["hidden_by"].items() if share)
-        say(f"communication hidden: {', '.join(shares) or 'none'}")
-    for sentence in answer["assumed"]:
-        say(f"assumed: {sentence}", style="dim")
-    if answer["layers"]:
-        columns = {"layers": "{way}", "predicted ms": "{predicted_ms:.3f}", "speedup": "{speedup:.2f}"}
-        columns["of bound"] = "{of_bound}"
-        title = "layers of a pipeline stage, a micro-batch forward and backward"
-        console.print(_table(title, answer["layers"], columns))
-    ways = {"degree": "{degree}", "schedule": "{schedule}"}
-    directions = {name: f"{{{name}_ms:.3f}}" for name in ("forward", "backward", "predicted")}
-    gains = {"speedup": "{speedup:.2f}", "hidden": "{hidden_share:.1%}"}
-    rows = answer["degrees"]
-    console.print(_table("one block, one micro-batch, predicted ms", rows, ways | directions | gains))
-    if not verbose:
-        return
-    sizes = [{name: f"{size:.2f}" for name, size in row["memory_gib_by_strategy"].items()} for row in rows]
-    rows = [dict.fromkeys(STRATEGIES, "") | row | size for row, size in zip(rows, sizes, strict=True)]
-    title = "GiB of activations, one block, by --ampipe-memory"
-    console.print(_table(title, rows, ways | {name: f"{{{name}}}" for name in STRATEGIES}))
-    if (gradients := answer["gradients"]) is not None:
-        say(_advice_on_gradients(gradients))
-    if (memory := answer["memory_strategies"]) is not None:
-        times = ", ".join(f"{name} {time_ms:.3f}" for name, time_ms in memory["simulated_ms"].items())
-        say(
-            f"to hold less, degree {memory['degree']}: {memory['equation_10']} by MPipeMoE's equation 10, "
-            f"{memory['simulated']} by simulation (ms of the block: {times})"
-        )
-
-
-def flags_of(plan: Plan) -> list[str]:
-    """The flags of a training run that come nearest to a plan without its file."""
-    pipeline = plan.pipeline()
-    if max(plan.shares) - min(plan.shares) > SHARE_TOLERANCE:
-        flags = ["--ampipe-chunks", ",".join(f"{share:.4g}" for share in plan.shares)]
-    else:
-        flags = ["--ampipe-degree", str(plan.forward_degree)]
-    if plan.backward_degree != plan.forward_degree:
-        flags += ["--ampipe-backward-degree", str(plan.backward_degree)]
-    if plan.schedule.name in SCHEDULE_NAMES and plan.schedule.name not in ("ampipe", "sequential"):
-        flags += ["--ampipe-schedule", plan.schedule.name]
-    if plan.stack == 1 and pipeline.num_chunks > 1:
-        flags += ["--ampipe-stack", "1"]
-    if plan.memory != KEEP:
-        flags += ["--ampipe-memory", plan.memory]
-    if plan.exchange is not Exchange.ROWS:
-        flags += ["--ampipe-exchange", plan.exchange]
-    if plan.partner is not None:
-        flags.append("--ampipe-partner")
-        if plan.partner.degree > 1:
-            flags += ["--ampipe-partner-degree", str(plan.partner.degree)]
-    return flags
-
-
-def _advice_on_gradients(gradients: Mapping[str, Any]) -> str:
-    ways, name = {way["name"]: way for way in gradients["ways"]}, gradients["chosen"]
-    both = {name: way["pass_ms"] + way["left_ms"] for name, way in ways.items()}
-    compared = f"placed {both[PLACED]:.3f} ms, stock {both[STOCK]:.3f} ms"
-    if name not in (STOCK, PLACED):
-        return f"gradients: overlapping their reductions saves nothing ({compared})"
-    flags, size = "--overlap-grad-reduce", ways[name]["bucket_size"]
-    flags += "" if name == STOCK else f" --ampipe-grad-reduce {PLACED}"
-    flags += "" if size is None else f" --ddp-bucket-size {size}"
-    return f"gradients: use {flags} ({compared}); {ways[name]['left_ms']:.3f} ms are left after the pass"

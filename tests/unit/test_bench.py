@@ -101,7 +101,7 @@ def test_a_slow_network_needs_root_and_iproute2(
         ("--exchange nodes", "--exchange nodes: saves nothing in case top1"),
         ("--pretend-peers", "--pretend-peers: --link none needs real ranks"),
         ("--from /absent.json", "--from /absent.json: cannot be read"),
-        ("--rounds 3", "--rounds 3: belongs to --end-to-end"),
+        ("--rounds 3", "--rounds 3: requires --end-to-end"),
         ("--end-to-end --link emulated:1gbit", "--link emulated:1gbit: an emulated link would not"),
     ],
 )

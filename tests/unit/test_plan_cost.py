@@ -8,7 +8,7 @@ import pytest
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.block import chunk_rows
 from megatron_ampipe.plan.cluster import TransferCost
-from megatron_ampipe.plan.planner import equation_10
+from megatron_ampipe.plan.kept import equation_10
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.stage_costs import COSTS, FACTS
 from megatron_ampipe.schedule import (

@@ -18,7 +18,8 @@ from megatron_ampipe.plan.model_file import block_of, read_model
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import check
+from megatron_ampipe.schedule import LISTED, Partner, check
+from megatron_ampipe.tools.plan_answer import flags_of
 from tests.plan_cases import cluster, sized_block
 from tests.planner import PAGE, page
 from tests.unit.test_plan_block import PLAIN
@@ -42,7 +43,7 @@ def test_the_table_shows_the_choice_and_its_reason(model: Path, capsys: pytest.C
     assert main(["plan", "--model", str(model), "--cluster", "a800x8-20gbps"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"1 +│ stock .* 1\.00", shown)
-    assert re.search(r"choice: degree \d.*, shares .*, schedule \S+", shown)
+    assert re.search(r"choice: degree \d.*, schedule \S+", shown)
     assert "times as fast" in shown.splitlines()[1] and "no GPU has run this" in shown.splitlines()[1]
     assert re.search(r"flags: --ampipe-degree \d", shown.splitlines()[2])
     assert re.search(r"communication hidden: .*\d+% under partner", shown)
@@ -55,6 +56,20 @@ def test_the_first_line_of_a_plan_is_the_whole_command(model: Path, tmp_path: Pa
     words += ["--set", "seq-length=8192", "--output", str(output)]
     assert main(words) == 0
     assert output.read_text().splitlines()[0] == f"# {shlex.join(['ampipe', *words])}"
+
+
+def test_flags_name_all_of_a_plan_that_has_a_name() -> None:
+    block = sized_block(topk=4)
+    plan = make_plan(Predictor(block, cluster(), num_layers=4), full=False, with_partner=1.0)
+    usual = ["--ampipe-degree", str(plan.forward_degree)]
+    for partner, flags in (
+        (None, []),
+        (Partner(), ["--ampipe-partner"]),
+        (Partner(order=LISTED), ["--ampipe-partner", "--ampipe-partner-order", "listed"]),
+        (Partner(plan.forward_degree), ["--ampipe-partner", "--ampipe-partner-degree", usual[1]]),
+    ):
+        found = replace(plan, partner=partner, partner_ms=None)
+        assert flags_of(found, rows=block.rows) == usual + flags and not found.searched
 
 
 def test_equation_10_of_mpipemoe_is_shown_next_to_the_simulation(
