@@ -30,7 +30,7 @@ from megatron_ampipe.exchange.hops import node_groups
 from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, reads_mask
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.linear_layers import Linear, Products, expert_products, linears_of, weights_apart
+from megatron_ampipe.layers.linear_layers import Products, expert_products, linears_of, weights_apart
 from megatron_ampipe.runtime.block_functions import Function
 from megatron_ampipe.runtime.collectives import lane_group
 from megatron_ampipe.runtime.reductions import Reductions
@@ -353,7 +353,7 @@ class BlockModules:
         return self.parameters.all
 
     @cached_property
-    def _linears(self) -> Mapping[StageKind, Sequence[Linear]]:
+    def _linears(self) -> Mapping[StageKind, Sequence[Module]]:
         """The linear layers of each kind of stage whose weight gradients can be separate stages."""
         return {kind: linears_of(parts) for kind, parts in self._read.items()}
 
