@@ -50,6 +50,7 @@ from megatron_ampipe.schedule.chunks import Documents
 from megatron_ampipe.schedule.features import (
     FP8_TILES,
     OTHER_FP8_RECIPE,
+    WEIGHTS_TOGETHER,
     features_of_settings,
     fp8_recipe,
 )
@@ -300,7 +301,11 @@ class BlockModules:
 
     def weights_apart(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:
         """See ``BlockFunctions``."""
-        return weights_apart(self._linears[kind], products)
+        linears = self._linears[kind]
+        if not linears:
+            rule, remedy = WEIGHTS_TOGETHER
+            raise BadInput("--ampipe-schedule", self.context.pipeline.schedule, rule=rule, remedy=remedy)
+        return weights_apart(linears, products)
 
     @cached_property
     def _read(self) -> Mapping[StageKind, Sequence[Module | Parameter]]:
