@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megatron_ampipe.schedule import LISTED, Partner
-from tests import te_linear_standin
 from tests.dist.cases import ATTENTION_AGAIN, LARGE, LATENT, MOE_AGAIN, SHARED, TP, Case, again
 from tests.dist.worker import empty_is_nan, use_groups
 
@@ -46,6 +45,7 @@ CASES = {
 
 def layers_over_engine(name: str, *, grouped: bool, fused: bool) -> tuple[Case, Any, Any]:
     """A case, Megatron's layer and AMPipe's."""
+    from tests import te_linear_standin
     from tests.dist import logged_losses
     from tests.dist.blocks import build_layers
 
@@ -64,6 +64,7 @@ def layers_over_engine(name: str, *, grouped: bool, fused: bool) -> tuple[Case, 
 def train(layer: Any, case: Case) -> dict[str, torch.Tensor]:
     """Micro-batches as of :mod:`.test_partners`; gradients of ``main_grad`` where they are added to it."""
     from tests.dist.test_partners import step, step_with_partners
+    from tests.te_linear_standin import Engine
 
     fused = case.model["gradient_accumulation_fusion"]
     for parameter in layer.parameters():
@@ -73,7 +74,7 @@ def train(layer: Any, case: Case) -> dict[str, torch.Tensor]:
             parameter.grad_added_to_main_grad = False
     # In an iteration that is not the first, Megatron's own layers add as well.
     for module in layer.modules():
-        if isinstance(module, te_linear_standin.Engine):
+        if isinstance(module, Engine):
             module.is_first_microbatch = False
     is_ours = case.partner is not None and hasattr(getattr(layer, "layers", [layer])[0], "_block")
     with empty_is_nan():
@@ -95,6 +96,7 @@ def test_equals_stock(name: str, grouped: bool, fused: bool) -> None:
     from megatron_ampipe.layers.block_modules import BlockModules
     from tests.dist.blocks import differences
     from tests.dist.test_partners import NUM_MICROBATCHES
+    from tests.te_linear_standin import delayed_products
 
     # These layers exchange the rows inside.
     with mock.patch.object(BlockModules, "scatters_rows", False):
@@ -102,8 +104,8 @@ def test_equals_stock(name: str, grouped: bool, fused: bool) -> None:
         expected, found = train(stock, case), train(ours, case)
     wrong = {name: value for name, value in differences(expected, found).items() if not value <= TOLERANCE}
     assert not wrong, f"differs from stock: {wrong}"
-    assert not any(te_linear_standin.delayed_products(stock).values())
-    delayed = te_linear_standin.delayed_products(ours)
+    assert not any(delayed_products(stock).values())
+    delayed = delayed_products(ours)
     # The named orders have no stage for the weights of a dense layer.
     dense = [name for name in delayed if case.layers == "mdm" and "layers.1.mlp" in name]
     assert not any(delayed.pop(name) for name in dense)
