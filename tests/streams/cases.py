@@ -115,7 +115,7 @@ def runs() -> Iterator[Run]:
 def runs_of_engine() -> Iterator[Run]:
     """Layers that delay the gradients of their weights."""
     for schedule in ("lancet", "joined"):
-        case = block(local_experts=2, schedule=schedule, model=SHARED | LOSSES)
+        case = block(schedule=schedule, model=SHARED | LOSSES)
         yield Run(f"engine-{schedule}-in-flight", case, in_flight=3, engine=True)
         yield Run(f"engine-{schedule}-late", case, issue=lazy_issue, engine=True)
 
