@@ -22,6 +22,8 @@ _TESTS = {
     "test_equals_stock_in_fp32": "parity fp32",
     "test_equals_stock_in_bf16": "parity bf16",
     "test_every_layer_case_in_fp32": "parity fp32, every layer",
+    "test_partners_equal_stock_in_fp32": "partners, parity fp32",
+    "test_partners_equal_the_sequence_of_stages": "partners under stress",
     "test_equals_the_sequence_of_stages": "under stress, compared with its stages in turn",
     "test_equals_stock_at_real_sizes": "under stress, parity fp32",
     "test_a_missing_wait_is_seen": "the stress shows a missing wait",

@@ -43,7 +43,8 @@ COMPILER = "a C compiler with Python.h and triton"
 TESTS = {
     # Modules and names of tests, seconds, needs beyond those of all tests.
     "cases": (("test_cuda.py", "test_gradients.py"), "not transformer and not compiled", 90, ()),
-    "stress": (("test_stress.py",), "", 50, ()),
+    "partners": (("test_partners.py",), "", 60, ()),
+    "stress": (("test_stress.py",), "", 90, ()),
     "attention": (("test_attention.py",), "", 35, ()),
     "transformer engine": (
         ("test_gradients.py",), "transformer_engine", 30, ("transformer_engine.pytorch",),
@@ -175,7 +176,7 @@ def plan(scratch: Path, output: Path) -> list[Step]:
     python = sys.executable
     profile = scratch / "profile.json"
     steps = {name: _tests(name, scratch) for name in TESTS}
-    ordered = [steps[name] for name in ("cases", "stress", "attention")]
+    ordered = [steps[name] for name in ("cases", "partners", "stress", "attention")]
     ordered.append(
         Step(
             kind="profile",

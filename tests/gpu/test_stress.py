@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_ampipe.runtime.executors import CudaExecutor
+from megatron_ampipe.schedule import LISTED, Partner
 from tests import stress
 from tests.dist.cases import Case
 from tests.stress import STRESSES, StressSetup, block
@@ -50,6 +51,13 @@ def test_equals_the_sequence_of_stages(one: Case) -> None:
 def test_equals_stock_at_real_sizes(degree: int) -> None:
     differences, _ = stress.differences_under(block(degree, local_experts=2), SETUP, stock=True)
     assert {name: value for name, value in differences.items() if not value <= TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("partner", [Partner(), Partner(order=LISTED), Partner(2)], ids=str)
+def test_partners_equal_the_sequence_of_stages(partner: Partner) -> None:
+    differences, filled = stress.differences_under(block(4, local_experts=2), SETUP, partner=partner)
+    assert {name: value for name, value in differences.items() if not value <= TOLERANCE} == {}
+    assert filled > 0
 
 
 def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
