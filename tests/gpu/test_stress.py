@@ -4,6 +4,7 @@ Ranks are emulated, so received tensors are memory of the communication lane, as
 is in ``tests/stress.py``; ``tests/cuda_standin.py`` runs it on a CPU.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,8 @@ from tests.stress import STRESSES, StressSetup, block
 
 # Longer than the host needs for a stage, so that the host runs ahead of the device.
 DELAY_CYCLES = 3_000_000
+# Transfers take a short time, and a longer one than stages: either lane is behind the other at times.
+TURNS = itertools.cycle((1, 1, 8))
 SETUP = StressSetup(
     device="cuda",
     # Tensors of 4 MiB at degree 8, and of 32 MiB if all tokens are exchanged at once.
@@ -25,7 +28,7 @@ SETUP = StressSetup(
     ffn=2048,
     executor=CudaExecutor,
     delay=lambda: torch.cuda._sleep(DELAY_CYCLES),
-    travel=lambda: torch.cuda._sleep(DELAY_CYCLES),
+    travel=lambda: torch.cuda._sleep(next(TURNS) * DELAY_CYCLES),
 )
 TOLERANCE = 1e-4
 """Relative to the largest value, in fp32: sums over 4096 rows in another order. What is poisoned is NaN."""
