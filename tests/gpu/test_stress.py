@@ -18,7 +18,7 @@ from tests.stress import STRESSES, StressSetup, block
 
 # Longer than the host needs for a stage, so that the host runs ahead of the device.
 DELAY_CYCLES = 3_000_000
-# Transfers take a short time, and a longer one than stages: either lane is behind the other at times.
+# Transfers take a shorter and a longer time than stages, so that now one lane waits and now the other.
 TURNS = itertools.cycle((1, 1, 8))
 SETUP = StressSetup(
     device="cuda",
