@@ -110,16 +110,22 @@ class AMPipeTransformerLayer(TransformerLayer):
             passes = ampipe.recorder.passes
             passes.record_shape(*hidden_states.shape[:2])
             return passes.timed_layer(layer, hidden_states)
-        assert_no_extra_arguments(kwargs)
+        refuse_extra_arguments(kwargs)
         if stack is not None:
             hidden_states = stack(hidden_states, rotary_pos_emb, documents)
         return hidden_states, context
 
 
-def assert_no_extra_arguments(kwargs: dict[str, Any]) -> None:
-    """Assert that no other layer argument is set; start-up refuses every setting that would set one."""
-    given = [name for name, value in kwargs.items() if value is not None]
-    assert not given, f"an AMPipe layer was called with {given}, which start-up should have refused"
+def refuse_extra_arguments(kwargs: dict[str, Any]) -> None:
+    """Raise :class:`BadInput` for a further argument of a layer; start-up refuses settings that set one."""
+    for name, value in kwargs.items():
+        if value is not None:
+            raise BadInput(
+                name,
+                f"of the type {type(value).__name__}",
+                rule="the model passes it to its layers, and no chunk reads it",
+                remedy="Leave it out of the call of the model, or train at degree 1.",
+            )
 
 
 def pipelined(
