@@ -257,6 +257,12 @@ class Cluster:
             f"{measured} of {len(bases)} measured, the rest from data sheets or assumed; no GPU has run this"
         )
 
+    def basis_of(self, operation: Operation) -> str:
+        """How the figures of one operation were found, in a word."""
+        figures = (figures.get(operation) for figures in (self.intra or {}, self.inter or {}))
+        measured = {figure.basis == "measured" for figure in figures if figure is not None}
+        return "partly measured" if len(measured) > 1 else "measured" if True in measured else "estimated"
+
     def collective(self, operation: Operation, *, across_nodes: bool) -> TransferCost:
         """The figure of a collective; like the next methods, BadInput if the file has none."""
         section, figures = ("inter", self.inter) if across_nodes else ("intra", self.intra)
@@ -278,6 +284,8 @@ class Cluster:
         value = (figures or {}).get(key)
         if value is None:
             rule, remedy = "is missing, and this block needs it", "Add it, or measure with ampipe profile."
+            if key in get_args(FlexBackend):
+                remedy = "Add it, as measured by DeepEP's own tests; see configs/clusters/dgx-h100.yaml."
             self.refuse(f"{section}.{key}", rule, remedy)
         return value
 

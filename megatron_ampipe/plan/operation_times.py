@@ -238,6 +238,25 @@ class OperationTimes:
         """A collective of a group that is spread over so many ranks, and so perhaps over several nodes."""
         return self.cluster.collective(operation, across_nodes=ranks > self.cluster.ranks_per_node)
 
+    def flex_us(self, tokens: float) -> float:
+        """So many tokens of a rank through DeepEP or HybridEP, which use both classes of links at once.
+
+        A token goes once to each node, and there over NVLink to each rank that has experts of it.
+        """
+        work = self.block
+        ranks = work.expert * work.expert_tensor
+        near = min(ranks, self.cluster.ranks_per_node)
+        nodes = -(-ranks // near)
+        links = [(False, near, work.rows_to(work.expert) * work.expert_tensor)] * (near > 1)
+        links += [(True, nodes, work.rows_to(nodes))] * (nodes > 1)
+        size = tokens * work.row_bytes(work.topk)
+        return max(
+            self.cluster.collective(work.dispatcher, across_nodes=across).time_us(  # type: ignore[arg-type]
+                size * rows * (places - 1) / places
+            )
+            for across, places, rows in links
+        )
+
     def links(self) -> list[tuple[TransferCost, float]]:
         """The links that an all-to-all uses, each with its share of the rows."""
         work, cluster = self.block, self.cluster

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan.block import chunk_rows
+from megatron_ampipe.plan.block import chunk_rows, even_rows
 from megatron_ampipe.plan.cluster import TransferCost
 from megatron_ampipe.plan.kept import equation_10
 from megatron_ampipe.plan.operation_times import GRADIENT_BYTES, OperationTimes
@@ -147,6 +147,26 @@ def test_two_hops_need_several_nodes() -> None:
     block = sized_block(expert=16, experts=64, topk=8, exchange=Exchange.NODES)
     with pytest.raises(BadInput, match="does not spread 16 expert-parallel ranks equally"):
         Predictor(block, source)
+
+
+def test_the_flex_dispatcher_sends_a_token_once_to_each_place() -> None:
+    """By hand, over four nodes of eight: of four nodes three are others, and of eight ranks in each seven."""
+    block = sized_block(experts=64, topk=8, expert=32, dispatcher="deepep")
+    nodes = cluster("dgx-h100")
+    times = OperationTimes(block, nodes, block.features)
+    row = 1024 * 2 + 8 * 4
+    between, within = (nodes.collective("deepep", across_nodes=across) for across in (True, False))
+    to_nodes, to_ranks = even_rows(64, 8, 4), even_rows(64, 8, 32)
+    assert times.flex_us(4096) == pytest.approx(between.time_us(4096 * to_nodes * 3 / 4 * row))
+    assert within.time_us(4096 * to_ranks * 7 / 8 * row) < times.flex_us(4096)
+    near = OperationTimes(dataclasses.replace(block, expert=8), nodes, block.features)
+    size = 4096 * even_rows(64, 8, 8) * 7 / 8 * row
+    assert near.flex_us(4096) == pytest.approx(within.time_us(size))
+    # DeepEP counts in the call that sends, unless all ranks are in a node; no sorting around the exchange.
+    assert block.features.flex and not dataclasses.replace(block, expert=8).features.flex
+    assert not any(stage.kind == kinds.COUNTS for stage in Predictor(block, nodes).stages([block.rows]))
+    with pytest.raises(BadInput, match=r"inter\.deepep: is missing, .* DeepEP's own tests"):
+        Predictor(block, cluster("aws-p5-efa")).stock()
 
 
 def test_a_reduction_over_nodes_uses_all_adapters_of_its_ranks() -> None:
