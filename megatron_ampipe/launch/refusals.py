@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
+from megatron_ampipe.block.hybrid_pattern import stages_of
 from megatron_ampipe.block.settings import AUTO, settings_of
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, useful_exchanges
@@ -162,11 +162,6 @@ def ranks_per_node(arguments: Any) -> int | None:
     return given if given is not None or not of_launcher.isdecimal() else int(of_launcher)
 
 
-def _without_pair(args: Any) -> bool:
-    stages = stages_of(args.all)
-    return stages is not None and not runs_of(stages)
-
-
 def _splits_weights_elsewhere(args: Any) -> bool:
     if args.ampipe_schedule is None or args.transformer_impl in (None, "local"):
         return False
@@ -228,10 +223,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--hybrid-layer-pattern",
-        "there is nothing to pipeline: no attention layer (* or +) has an MoE layer (E) right after it in its"
-        " pipeline stage",
+        "there is nothing to pipeline: it has no MoE layer (E)",
         "Use a pattern such as M*EM*E, or train with --ampipe-degree 1.",
-        _without_pair,
+        lambda args: "E" not in "".join(stages_of(args.all) or "E"),
     ),
     Refusal(
         "--ampipe-partner",
@@ -280,8 +274,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--experimental-attention-variant",
-        "only softmax attention over all earlier tokens is supported",
-        _OFF,
+        "sparse attention is not supported",
+        "Use --experimental-attention-variant gated_delta_net, or train with --ampipe-degree 1.",
+        lambda args: args.experimental_attention_variant not in (None, "gated_delta_net"),
     ),
     Refusal(
         "--context-parallel-size",

@@ -178,6 +178,15 @@ TRAININGS: dict[str, Training] = {
     "own-layers": Training(
         flags=FOUR_LAYERS + EP + "--spec tests.megatron.custom_spec block", ours=(STACK, BLOCKS)
     ),
+    # As in Qwen3-Next, three of four layers have gated delta nets.
+    "delta-nets": Training(
+        flags=FOUR_LAYERS + EP + LLAMA + SHARED + OVERLAPS + "--spec tests.megatron.custom_spec deltas "
+        "--linear-attention-freq 4 --linear-conv-kernel-dim 4 --linear-key-head-dim 8 "
+        "--linear-value-head-dim 8 --linear-num-key-heads 2 --linear-num-value-heads 4",
+        ours=(f"{STACK}{PLACED}", PARTNER, FULL + BLOCKS),
+        restarts=((0, 1), (1, 0)),
+        moments=True,
+    ),
     # Several micro-batches wait for their backward at the same time.
     "interleaved": Training(
         flags=PP + "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2",
@@ -281,6 +290,8 @@ HYBRIDS: dict[str, Training] = {
         said=("layers per schedule",),
         restarts=((0, 2), (2, 0)),
     ),
+    # Each MoE layer is a block without attention.
+    "hybrid-without-pairs": Training(flags=EP + HYBRID + "ME*-ME", ours=(STACK, PARTNER)),
     "hybrid-mtp": Training(
         flags=EP + HYBRID + "*E*E/*E", ours=(STACK, PARTNER), said=("layers per schedule",)
     ),
