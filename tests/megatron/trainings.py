@@ -142,13 +142,16 @@ TRAININGS: dict[str, Training] = {
     "other-overlaps": Training(
         flags=EP + SHARED,
         ours=(
-            f"{BLOCKS} --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+            f"{BLOCKS} --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm --delay-wgrad-compute "
+            "--fine-grained-activation-offloading --offload-modules expert_fc1 moe_act",
         ),
         said=(
             "--moe-shared-expert-overlap switched off: ",
             "--overlap-moe-expert-parallel-comm switched off: --ampipe-partner does the same",
             "partner uncut, lancet, megatron-1f1b a backward pass and the next micro-batch's forward pass",
             "--delay-wgrad-compute switched off: ",
+            "--fine-grained-activation-offloading switched off: --ampipe-memory offload puts away",
+            "memory offload",
         ),
     ),
     # Layers that share a schedule. An evaluation takes the pre-hooks of the gather away. With Megatron's own
