@@ -557,9 +557,9 @@ DELTA = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
-DELTA_NETS = [
-    Case(f"delta-{name}", **{"layers": "gmg", "stack": 0, "model": LARGE | SHARED | DELTA} | settings)
-    for name, settings in {
+DELTA_NETS = cases(
+    "delta-",
+    {
         "two-degrees": {"degree": 2, "backward_degree": 4, "batch": 3},
         "moe-only-capacity": {"schedule": "moe-only", "model": LARGE | TIGHT | DELTA},
         "probs": {"model": TOP2 | SWIGLU | DROPS | AUX | DELTA, "executor": "sequential"},
@@ -570,13 +570,14 @@ DELTA_NETS = [
         "memory": {"memory": "rebuild/S3/redispatch/keep", "executor": "cuda"},
         "recompute": {"recompute": UNIFORM},
         "recompute-modules": {
-            "model": LARGE | DELTA | {
-                "recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe"],
-            }
+            "model": LARGE
+            | DELTA
+            | {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe"]}
         },
         "nodes": {"world_size": 4, "ranks_per_node": 2, "exchange": Exchange.NODES, "model": WIDE | DELTA},
-    }.items()
-]  # fmt: skip
+    },
+    **{"layers": "gmg", "stack": 0, "model": LARGE | SHARED | DELTA},
+)
 
 LANCET = [
     Case(f"lancet-{name}", **{"schedule": "lancet", "degree": 1} | settings)

@@ -183,8 +183,8 @@ TRAININGS: dict[str, Training] = {
     ),
     # As in Qwen3-Next, three of four layers have gated delta nets.
     "delta-nets": Training(
-        flags=FOUR_LAYERS + EP + LLAMA + SHARED + OVERLAPS + "--spec tests.megatron.custom_spec deltas "
-        "--linear-attention-freq 4 --linear-conv-kernel-dim 4 --linear-key-head-dim 8 "
+        flags=FOUR_LAYERS + EP + LLAMA + SHARED + "--spec tests.megatron.custom_spec deltas "
+        "--overlap-grad-reduce --linear-attention-freq 4 --linear-conv-kernel-dim 4 --linear-key-head-dim 8 "
         "--linear-value-head-dim 8 --linear-num-key-heads 2 --linear-num-value-heads 4",
         ours=(f"{STACK}{PLACED}", PARTNER, FULL + BLOCKS),
         restarts=((0, 1), (1, 0)),
@@ -294,7 +294,7 @@ HYBRIDS: dict[str, Training] = {
         restarts=((0, 2), (2, 0)),
     ),
     # Each MoE layer is a block without attention.
-    "hybrid-without-pairs": Training(flags=EP + HYBRID + "ME*-ME", ours=(STACK, PARTNER)),
+    "hybrid-without-pairs": Training(flags=EP + OVERLAPS + HYBRID + "ME*-ME", ours=(STACK, PARTNER)),
     "hybrid-mtp": Training(
         flags=EP + HYBRID + "*E*E/*E", ours=(STACK, PARTNER), said=("layers per schedule",)
     ),
