@@ -37,6 +37,7 @@ from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from megatron_ampipe.tools.measuring.blocks import Layers
 from tests.dist import changed_functions, logged_losses, routing_records
 from tests.dist.cases import Case
+from tests.gated_delta_net_standin import with_gated_delta_net
 
 EXECUTORS = {"sequential": SequentialExecutor, "thread": ThreadExecutor, "cuda": CudaExecutor}
 HEADS = 4
@@ -89,6 +90,10 @@ def build_layers(
     """A stock layer and an AMPipe layer that loaded its ``state_dict``; ``executor`` replaces the case's."""
     config = transformer_config(case)
     specs = [layer_spec(case, config, dense=kind == "d") for kind in case.layers]
+    specs = [
+        with_gated_delta_net(spec) if kind == "g" else spec
+        for kind, spec in zip(case.layers, specs, strict=True)
+    ]
     gate = None if case.router is None else load_gate(case.router)
     if gate is not None:
         specs = [with_gate(spec, gate) for spec in specs]
@@ -115,6 +120,8 @@ def build_layers(
     )
     of_stock = dataclasses.replace(config, **case.stock)
     torch.manual_seed(11)
+    # Of a gated delta net.
+    model_parallel_cuda_manual_seed(11, force_reset_rng=True)
     down = WholeLinear if case.whole_down else multi_latent_attention.TELinear
     with mock.patch.object(multi_latent_attention, "TELinear", down):
         if len(specs) == 1:
