@@ -176,7 +176,7 @@ class Settings:
         help="order of the stages: `ampipe` overlaps communication with attention and experts, `moe-only` "
         "with experts, [`lancet`](weights.md) also with weight gradients, at degree 1 too; "
         "[`joined`](weights.md#all-chunks-at-once) computes those of all chunks at once; `sequential` "
-        "overlaps nothing. `lancet` and `joined` need `--transformer-impl local`",
+        "overlaps nothing",
         choices=("ampipe", "moe-only", "lancet", "joined", "sequential"),
         acts="chunks",
         of_plan=True,
