@@ -31,7 +31,7 @@ from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, read_cluster
 from megatron_ampipe.plan.kept import Kept, by_work, fitting, simulated
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, block_of, layers_of
+from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, StageLayers, block_of, layers_of
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
@@ -69,7 +69,7 @@ def planner_of(
         BadInput: the file is wrong, or does not contain a figure that this model needs.
     """
     cluster = _cluster_of_flag(cluster_file)
-    block, layers = block_of_args(args), layers_of(_model_of_args(args))
+    block, layers = block_of_args(args), _layers_of_args(args)
 
     def plan(shape: Shape) -> Choice:
         rows, batch = shape
@@ -245,11 +245,21 @@ def _model_of_args(args: argparse.Namespace) -> ModelFile:
         values["recompute-granularity"] = "full"
     stages = stages_of(args)
     if stages is not None and not runs_of(stages):
-        # Nothing is pipelined.
+        # Plans are made for no other layers.
         del values["hybrid-layer-pattern"]
     values |= {"fp8-format": getattr(args, "fp8", None), "fp8-recipe": fp8_recipe(args)}
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion
     return ModelFile(Path("arguments"), values, {}, settings_of(args))
+
+
+def _layers_of_args(args: argparse.Namespace) -> StageLayers:
+    """The layers that a plan is made for. Raises :class:`BadInput` if none has attention and experts."""
+    stages = stages_of(args)
+    if stages is not None and not runs_of(stages):
+        rule = "plans are made for an attention layer (* or +) with an MoE layer (E) right after it"
+        remedy = "Leave out --ampipe-cluster and --ampipe-memory-budget, or use a pattern such as M*EM*E."
+        raise BadInput("--hybrid-layer-pattern", args.hybrid_layer_pattern, rule=rule, remedy=remedy)
+    return layers_of(_model_of_args(args))
 
 
 def choose_memory(
@@ -271,7 +281,7 @@ def choose_memory(
         BadInput: none fits, or the budget is no size, or the cluster file is wrong.
     """
     limit = parse_size(budget)
-    block, layers = block_of_args(args), layers_of(_model_of_args(args))
+    block, layers = block_of_args(args), _layers_of_args(args)
     block = replace(block, exchange=pipeline.exchange)
     num_layers, passes, given = layers.num_layers, in_flight(args), pipeline
     # Of a pass with a partner, a layer is kept ahead before the backward pass has released one.

@@ -53,9 +53,10 @@ class Restored(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockFeatures:
-    """What a block contains besides attention.
+    """What a block contains.
 
     Attributes:
+        attention: Attention before the experts. Without it, the block begins with the norm before the router.
         dense: An MLP in place of routed experts.
         losses: The router has auxiliary or z losses.
         shared: There are shared experts.
@@ -83,6 +84,7 @@ class BlockFeatures:
         latent: ``merge`` projects what the experts return, so its backward needs their values.
     """
 
+    attention: bool = True
     dense: bool = False
     losses: bool = False
     shared: bool = False
@@ -129,6 +131,13 @@ class BlockFeatures:
         """The features of a block with the same attention and an MLP."""
         of_attention = ("chunked_qkv", "recomputed", "reduces", "row_links", "gathers_rows", "ring_ranks")
         return BlockFeatures(dense=True, **{name: getattr(self, name) for name in of_attention})
+
+    @property
+    def without_attention(self) -> BlockFeatures:
+        """The features of a block with the same experts whose attention is not a part of it."""
+        return replace(
+            self, attention=False, chunked_qkv=False, row_links="", gathers_rows=False, ring_ranks=1
+        )
 
 
 def features_of_settings(

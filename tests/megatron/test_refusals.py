@@ -27,7 +27,8 @@ VALUES = {
     "--tensor-model-parallel-size": [["2"]],
     "--position-embedding-type": [["mrope", "--mrope-section", "2", "3", "3"]],
     "--window-size": [["8,8"]],
-    "--hybrid-layer-pattern": [["E*-"], ["*|E", "--pipeline-model-parallel-size", "2"]],
+    "--hybrid-layer-pattern": [["M*-"], ["*-/*E"]],
+    "--experimental-attention-variant": [["dsa"]],
     "--moe-token-dispatcher-type": [
         ["flex", "--ampipe-memory", "rebuild"],
         ["flex", "--moe-flex-dispatcher-backend", "hybridep", "--moe-expert-rank-capacity-factor", "2"],
