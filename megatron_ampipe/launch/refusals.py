@@ -320,16 +320,11 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--moe-token-dispatcher-type",
-        "is not supported with --ampipe-memory, --moe-expert-rank-capacity-factor or "
-        "--moe-hybridep-pad-uneven-dispatch-inputs",
+        "is not supported with --ampipe-memory or --moe-hybridep-pad-uneven-dispatch-inputs",
         "Leave them out, or use --moe-token-dispatcher-type alltoall, with which --ampipe-memory works.",
         lambda args: (
             _in_flex(args)
-            and (
-                args.ampipe_memory not in (None, KEEP)
-                or args.moe_expert_rank_capacity_factor is not None
-                or bool(args.moe_hybridep_pad_uneven_dispatch_inputs)
-            )
+            and (args.ampipe_memory not in (None, KEEP) or bool(args.moe_hybridep_pad_uneven_dispatch_inputs))
         ),
     ),
     Refusal(
