@@ -219,7 +219,6 @@ def _keeps_other_tensors(args: Any) -> bool:
 
 _OFF = "Leave it out, or train with --ampipe-degree 1."
 _GATHERED = "a layer gathers its weights and reduces their gradients in every call, and chunks are more calls"
-_SHARDED = "fully sharded parameters are not supported"
 
 _SCORES = (
     "only Transformer Engine's attention keeps the largest scores, which context-parallel layers and packed "
@@ -401,8 +400,22 @@ REFUSALS: tuple[Refusal, ...] = (
         _OFF,
         lambda args: (args.expert_tensor_parallel_num_weight_shards or 0) > (expert_tensor_ranks(args) or 1),
     ),
-    Refusal("--use-megatron-fsdp", _SHARDED, "Use --use-distributed-optimizer."),
-    Refusal("--use-torch-fsdp2", _SHARDED, "Use --use-distributed-optimizer."),
+    Refusal(
+        "--use-megatron-fsdp",
+        "a layer gathers its parameters for one pass at a time, which --ampipe-partner (also as "
+        "--overlap-moe-expert-parallel-comm) would not, and reduces gradients in its own way, which "
+        "--ampipe-grad-reduce placed does not hold back",
+        "Leave these out, or use --use-distributed-optimizer in place of Megatron-FSDP.",
+        lambda args: (
+            args.use_megatron_fsdp
+            and bool(args.ampipe_partner or settings_of(args.all).grad_reduce == "placed")
+        ),
+    ),
+    Refusal(
+        "--use-torch-fsdp2",
+        "it gathers the parameters of modules that Megatron calls, and has no expert-parallel ranks",
+        "Use --use-megatron-fsdp or --use-distributed-optimizer.",
+    ),
     Refusal(
         "--ampipe-memory",
         "--recompute-granularity full and --recompute-modules moe keep less of the experts than this, and "

@@ -65,6 +65,7 @@ COMPANIONS = {
     "--num-distributed-optimizer-instances": shlex.split(
         "--ampipe-grad-reduce placed --overlap-grad-reduce --use-distributed-optimizer"
     ),
+    "--use-megatron-fsdp": ["--ampipe-partner"],
     "--fp8-recipe": ["--fp8-format", "e4m3", "--transformer-impl", "transformer_engine"],
     "--fp8-format": ["--fp8-recipe", "blockwise", "--transformer-impl", "local"],
     "--ampipe-memory-budget": ["--use-transformer-engine-op-fuser"],
