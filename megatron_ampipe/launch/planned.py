@@ -15,6 +15,7 @@ from typing import Any
 from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.named_values import parse_size, size_to_text
 from megatron_ampipe.block.settings import SETTING, settings_of
+from megatron_ampipe.compat import delays_weight_gradients
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import find_config
 from megatron_ampipe.launch.refusals import (
@@ -43,7 +44,13 @@ from megatron_ampipe.schedule import (
     period,
 )
 from megatron_ampipe.schedule.chunks import require_whole_tiles
-from megatron_ampipe.schedule.features import boundary, features_of_settings, fp8_recipe, rows_of_tile
+from megatron_ampipe.schedule.features import (
+    boundary,
+    features_of_settings,
+    fp8_recipe,
+    rows_of_tile,
+    splits_weights,
+)
 
 
 def planner_of(
@@ -203,11 +210,20 @@ def features_of_args(args: argparse.Namespace, *, shares_schedule: bool = False)
     return features_of_settings(args, own, shares_schedule=shares_schedule, local=local)
 
 
+def layers_split_weights(args: argparse.Namespace) -> bool:
+    """Whether the layers of a run can compute gradients of weights apart, with what is installed."""
+    return splits_weights(args) and (args.transformer_impl == "local" or delays_weight_gradients())
+
+
 def block_of_args(args: argparse.Namespace) -> Block:
     """The block of Megatron's arguments."""
     block, _ = block_of(_model_of_args(args), None, ranks=args.world_size)
     # The layers go by the nodes of the run, whatever machines the figures are of.
-    block = replace(block, ranks_per_node=ranks_per_node(args))
+    block = replace(
+        block,
+        ranks_per_node=ranks_per_node(args),
+        splits_weights=block.splits_weights and layers_split_weights(args),
+    )
     if not args.bf16 and not args.fp16:
         # A model file has no key for fp32: without a precision, it means that of the cluster.
         block = replace(block, dtype="fp32")

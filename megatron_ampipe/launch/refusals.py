@@ -19,10 +19,12 @@ from megatron_ampipe.schedule.chunks import SequenceLayout, require_whole_tiles
 from megatron_ampipe.schedule.features import (
     FP8_TILES,
     OTHER_FP8_RECIPE,
+    WEIGHTS_TOGETHER,
     expert_tensor_ranks,
     fp8_recipe,
     has_capacity,
     rows_of_tile,
+    splits_weights,
 )
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
@@ -179,7 +181,7 @@ def ranks_per_node(arguments: Any) -> int | None:
 
 
 def _splits_weights_elsewhere(args: Any) -> bool:
-    if args.ampipe_schedule is None or args.transformer_impl in (None, "local"):
+    if args.ampipe_schedule is None or args.transformer_impl is None or splits_weights(args):
         return False
     return Pipeline.of(1, schedule=args.ampipe_schedule).splits_weights
 
@@ -255,8 +257,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--ampipe-schedule",
-        "only the linear layers of --transformer-impl local can compute gradients of weights apart",
-        "Use --transformer-impl local, or --ampipe-schedule ampipe and --ampipe-degree 4.",
+        *WEIGHTS_TOGETHER,
         _splits_weights_elsewhere,
     ),
     Refusal(

@@ -30,7 +30,7 @@ from megatron_ampipe.exchange.hops import node_groups
 from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, reads_mask
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.linear_layers import Linear, Products, expert_products, linears_of, weights_apart
+from megatron_ampipe.layers.linear_layers import Products, expert_products, linears_of, weights_apart
 from megatron_ampipe.runtime.block_functions import Function
 from megatron_ampipe.runtime.collectives import lane_group
 from megatron_ampipe.runtime.reductions import Reductions
@@ -50,6 +50,7 @@ from megatron_ampipe.schedule.chunks import Documents
 from megatron_ampipe.schedule.features import (
     FP8_TILES,
     OTHER_FP8_RECIPE,
+    WEIGHTS_TOGETHER,
     features_of_settings,
     fp8_recipe,
 )
@@ -306,7 +307,11 @@ class BlockModules:
 
     def weights_apart(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:
         """See ``BlockFunctions``."""
-        return weights_apart(self._linears[kind], products)
+        linears = self._linears[kind]
+        if not linears:
+            rule, remedy = WEIGHTS_TOGETHER
+            raise BadInput("--ampipe-schedule", self.context.pipeline.schedule, rule=rule, remedy=remedy)
+        return weights_apart(linears, products)
 
     @cached_property
     def _read(self) -> Mapping[StageKind, Sequence[Module | Parameter]]:
@@ -371,7 +376,7 @@ class BlockModules:
         return self.parameters.all
 
     @cached_property
-    def _linears(self) -> Mapping[StageKind, Sequence[Linear]]:
+    def _linears(self) -> Mapping[StageKind, Sequence[Module]]:
         """The linear layers of each kind of stage whose weight gradients can be separate stages."""
         return {kind: linears_of(parts) for kind, parts in self._read.items()}
 

@@ -26,7 +26,7 @@ from megatron_ampipe.layers.block_stack import BlockStack, LayerRun
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import (
     ATTENTION,
-    assert_no_extra_arguments,
+    refuse_extra_arguments,
     require_class,
     with_chunk_router,
 )
@@ -51,7 +51,7 @@ class _PairedLayer(TransformerLayer):
         if stack is not None and self is self.block.attention_layer:
             rotary_pos_emb = kwargs.pop("rotary_pos_emb", None)
             packing, mask = kwargs.pop("packed_seq_params", None), kwargs.pop("attention_mask", None)
-            assert_no_extra_arguments(kwargs)
+            refuse_extra_arguments(kwargs)
             documents = self.block.documents(packing, mask, hidden_states)
             hidden_states = stack(hidden_states, rotary_pos_emb, documents)
         return hidden_states, None

@@ -114,7 +114,7 @@ class AMPipeTransformerLayer(TransformerLayer):
             passes = ampipe.recorder.passes
             passes.record_shape(*hidden_states.shape[:2])
             return passes.timed_layer(layer, hidden_states)
-        assert_no_extra_arguments(kwargs)
+        refuse_extra_arguments(kwargs)
         if not block.attends:
             attention = functools.partial(
                 block.in_precision(self._forward_attention, self),
@@ -130,10 +130,16 @@ class AMPipeTransformerLayer(TransformerLayer):
         return hidden_states, context
 
 
-def assert_no_extra_arguments(kwargs: dict[str, Any]) -> None:
-    """Assert that no other layer argument is set; start-up refuses every setting that would set one."""
-    given = [name for name, value in kwargs.items() if value is not None]
-    assert not given, f"an AMPipe layer was called with {given}, which start-up should have refused"
+def refuse_extra_arguments(kwargs: dict[str, Any]) -> None:
+    """Raise :class:`BadInput` for a further argument of a layer; start-up refuses settings that set one."""
+    for name, value in kwargs.items():
+        if value is not None:
+            raise BadInput(
+                name,
+                f"of the type {type(value).__name__}",
+                rule="the model passes it to its layers, and no chunk reads it",
+                remedy="Leave it out of the call of the model, or train at degree 1.",
+            )
 
 
 def pipelined(

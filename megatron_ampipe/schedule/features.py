@@ -29,6 +29,13 @@ OTHER_FP8_RECIPE = (
     "Use --fp8-recipe blockwise, mxfp8 or tensorwise.",
 )
 """Why no other recipe works, and what to do."""
+WEIGHTS_TOGETHER = (
+    "only the linear layers of --transformer-impl local, and of Transformer Engine from "
+    "2.3 on without its fused operations, can compute gradients of weights apart",
+    "Use --ampipe-schedule ampipe and --ampipe-degree 4, or leave --use-transformer-engine-op-fuser and "
+    "--use-grouped-gemm-for-shared-expert out.",
+)
+"""Why layers cannot run a schedule that computes gradients of weights apart, and what to do."""
 
 
 class Restored(StrEnum):
@@ -252,6 +259,14 @@ def ring_hindrance(settings: Any) -> str | None:
     if getattr(settings, "softmax_type", "vanilla") != "vanilla":
         return "attention sinks"
     return None
+
+
+def splits_weights(settings: Any) -> bool:
+    """Whether the linear layers can compute gradients of weights apart from those of their inputs."""
+    if settings.transformer_impl != "transformer_engine":
+        return bool(settings.transformer_impl == "local")
+    fused = ("use_transformer_engine_op_fuser", "use_grouped_gemm_for_shared_expert")
+    return not any(getattr(settings, name, None) for name in fused)
 
 
 def boundary(settings: Any, *, whole_attention: bool) -> str | None:

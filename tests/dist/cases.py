@@ -48,6 +48,9 @@ class Case:
     """For each sequence of the micro-batch the first row of each document; none for whole sequences."""
     transformer_engine: bool = False
     """The layers are Transformer Engine's."""
+    whole_down: bool = False
+    """Latent attention projects down as with Transformer Engine: each tensor-parallel rank its rows, with all
+    columns. With Megatron's local layers the key of the positions gets a wrong gradient there."""
     masked: bool = False
     """Separate the documents by a mask; otherwise they are packed."""
     exchange: Exchange = Exchange.ROWS
@@ -186,6 +189,9 @@ PARITY = [
             "-shares": {"layers": "mm", "degree": 3, "shares": (0.5, 0.3, 0.2)},
             "-mla-yarn": {"layers": "mdm", "model": YARN | LARGE},
             "-mla-tp": {"layers": "mdm", "parallel": TP, "model": LATENT | LARGE},
+            "-mla-tp-whole-down": {
+                "layers": "mdm", "parallel": TP, "model": LATENT | LARGE, "whole_down": True,
+            },
             "-mla-cp": {"layers": "mdm", "parallel": CP, "model": LATENT | LARGE},
         },
         layers="mmm",

@@ -49,6 +49,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "documents": {"documents": ((0, 100, 333),), "sequence_length": 512, "batch": 1},
     "stack-recompute": {"layers": "mm", "stack": 0, "recompute": math.inf},
     "partners": {"layers": "mdm", "stack": 0},
+    "lancet": {"schedule": "lancet"},
+    "joined": {"schedule": "joined", "layers": "mdm", "stack": 0},
+    "partners-lancet": {"schedule": "lancet", "layers": "mdm", "stack": 0},
 }
 
 RUN_TWICE = {"recompute-moe": "experts", "recompute-others": "shared_experts", "stack-recompute": ""}
@@ -168,7 +171,7 @@ def test_chunks_of_whole_tiles_round_as_the_whole_sequence(variant: str, recipe:
 
     case = case_of(variant, recipe)
     stock, ours = pair(case, recipe, experts_round=False)
-    found = train(ours, case, partners=variant == "partners")
+    found = train(ours, case, partners="partners" in variant)
     wrong = differences(train(stock, case), found)
     assert {name: value for name, value in wrong.items() if not value <= TOLERANCE} == {}
     run_twice = RUN_TWICE.get(variant) if recipe == "mxfp8" else None

@@ -60,7 +60,7 @@ COMPANIONS = {
     "--skip-train": ["--ampipe-degree", "auto"],
     "--ampipe-wire": ["--moe-token-dispatcher-type", "allgather"],
     "--ampipe-condense": ["--moe-router-topk", "1", "--moe-apply-probs-on-input"],
-    "--ampipe-schedule": ["--transformer-impl", "transformer_engine"],
+    "--ampipe-schedule": ["--transformer-impl", "transformer_engine", "--use-transformer-engine-op-fuser"],
     "--ampipe-trace-dir": ["--skip-train"],
     "--num-distributed-optimizer-instances": shlex.split(
         "--ampipe-grad-reduce placed --overlap-grad-reduce --use-distributed-optimizer"

@@ -135,6 +135,13 @@ TRAININGS: dict[str, Training] = {
         ours=(f"{BLOCKS} --ampipe-stack all",),
         said=("layers per schedule 1, in place of all",),
     ),
+    # What Megatron weighs otherwise than one rank would: docs/troubleshooting.md.
+    "masked-mtp-cp": Training(
+        flags=CP + ROPE + GQA + "--seq-length 64 --vocab-size 256 --split 100,0,0 --eod-mask-loss "
+        "--mtp-num-layers 1 --calculate-per-token-loss --softmax-type learnable",
+        text="documents",
+        moments=True,
+    ),
     "latent-mtp": Training(
         flags=EP + LATENT + ROPE + "--multi-latent-attention --q-lora-rank 16 --mtp-num-layers 1"
     ),
