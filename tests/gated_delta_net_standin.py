@@ -30,7 +30,7 @@ def delta_rule(
     """``q, k [B, S, H, K]``, ``v [B, S, H, V]`` and ``g, beta [B, S, H]`` to ``[B, S, H, V]``."""
     assert not any(states.values())
     q, k, v, decay, beta = q.double(), k.double(), v.double(), g.double().exp(), beta.double()
-    state, rows = torch.zeros(*k.shape[:1], *k.shape[2:], v.shape[-1], dtype=v.dtype), []
+    state, rows = torch.zeros(*k.shape[:1], *k.shape[2:], v.shape[-1], dtype=v.dtype, device=v.device), []
     for row in range(q.shape[1]):
         state = state * decay[:, row, :, None, None]
         known = torch.einsum("bhkv,bhk->bhv", state, k[:, row])
