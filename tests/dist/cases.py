@@ -637,6 +637,11 @@ FLEXES += [
         "capacity": {"model": TIGHT | AUX | FLEX | {"moe_router_topk": 2}},
         "tp-experts": {"parallel": TP_EXPERTS, "model": LARGE | FLEX},
         "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "model": LARGE | FLEX},
+        "memory": {"memory": "rebuild/S3/offload/keep", "model": LARGE | FLEX | SHARED},
+        "hybridep-memory": {
+            "memory": "offload/keep/rebuild/S3", "degree": 2, "backward_degree": 4, "executor": "cuda",
+            "model": LARGE | HYBRID,
+        },
         "hybridep-of-stock": {
             "model": LARGE | HYBRID | {"moe_permute_fusion_into_hybridep": True}, "stock": {},
         },

@@ -107,7 +107,7 @@ LAUNCHES = {
         ALLTOALL + "--hybrid-layer-pattern MEME --mamba-head-dim 64 --mamba-num-groups 8"
     ),
     "experts in host memory": Launch(
-        ALLTOALL + "--fine-grained-activation-offloading --offload-modules expert_fc1 moe_act",
+        DEEPEP + "--fine-grained-activation-offloading --offload-modules expert_fc1 moe_act",
         ("memory offload", "--fine-grained-activation-offloading switched off"),
     ),
     "sharded parameters": Launch(
