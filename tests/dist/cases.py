@@ -580,6 +580,7 @@ DELTA_NETS = cases(
             | DELTA
             | {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe"]}
         },
+        "documents": {"documents": MANY, "batch": 3, "model": LARGE | SEQ_AUX | DELTA},
         "nodes": {"world_size": 4, "ranks_per_node": 2, "exchange": Exchange.NODES, "model": WIDE | DELTA},
     },
     **{"layers": "gmg", "stack": 0, "model": LARGE | SHARED | DELTA},
