@@ -356,6 +356,12 @@ class BlockModules:
             if parameter.requires_grad and parameter not in used
         ]
         assert not missing, f"no stage of the block uses {missing}: their gradients would be lost"
+        if self.config.gradient_accumulation_fusion and any(
+            getattr(parameter, "overwrite_main_grad", False) for parameter in used
+        ):
+            rule = "with Megatron-FSDP, a fused product overwrites what earlier chunks have added"
+            remedy = "Use --no-gradient-accumulation-fusion."
+            raise BadInput("gradient_accumulation_fusion", True, rule=rule, remedy=remedy)
         return BlockParameters(
             tuple(parameter for parameter, is_early in used.items() if is_early),
             tuple(parameter for parameter, is_early in used.items() if not is_early),

@@ -293,6 +293,8 @@ def boundary(settings: Any, *, whole_attention: bool) -> str | None:
             return f"{tensor} attention of the whole sequence needs Megatron's order of the rows"
         if any(getattr(settings, name, None) for name in records):
             return f"{tensor} records of the routing need Megatron's order of the rows"
+    if getattr(settings, "use_megatron_fsdp", False):
+        return "Megatron-FSDP gathers the parameters of a layer when that layer is called"
     if settings.recompute_granularity == "full":
         return "Megatron's full recompute works around one layer"
     return None
