@@ -110,6 +110,24 @@ def test_only_dispatchers_that_a_cluster_has_are_compared(
     assert {row["dispatcher"] for row in rows} - {"alltoall"} == others
 
 
+def test_the_answer_says_what_the_fullest_rank_holds(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--set", "vocab-size=50257", "--exchange", "rows", "--no-partner", "--degrees", "2")
+    memory = plan_as_json(model, capsys, *words)["rank_memory"]
+    parts = ("weights", "gradients", "optimizer", "activations", "buffers")
+    assert memory["total_gib"] == pytest.approx(sum(memory[f"{part}_gib"] for part in parts))
+    command = ["plan", "--model", str(model), "--cluster", "a800x8-20gbps", *words]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert f"memory of the fullest rank, estimated: {memory['total_gib']:.1f} of 80 GiB (weights " in shown
+    assert "does not fit" not in shown
+    assert main([*command, "--set", "micro-batch-size=8"]) == 0
+    assert "That does not fit: use more ranks" in capsys.readouterr().out
+    # Without a vocabulary there is no estimate, and the reason is said.
+    assert main([*command[:5], *words[2:]]) == 0
+    shown = capsys.readouterr().out
+    assert "memory of a rank is not estimated: the model file has no vocab-size" in " ".join(shown.split())
+
+
 def test_flags_name_all_of_a_plan_that_has_a_name() -> None:
     block = sized_block(topk=4)
     plan = make_plan(Predictor(block, cluster(), num_layers=4), full=False, with_partner=1.0)
