@@ -27,6 +27,7 @@ from megatron_ampipe.schedule.features import (
     chooses_at_once,
     fp8_recipe,
     router_has_losses,
+    splits_weights,
     uses_ring_attention,
 )
 
@@ -346,7 +347,7 @@ def block_of(
         recomputes=flags.recompute_granularity == "full",
         recompute_modules=flags.recompute_modules if flags.recompute_granularity == "selective" else (),
         local=local,
-        splits_weights=local and not flags.moe_grouped_gemm,
+        splits_weights=splits_weights(flags) and not (local and flags.moe_grouped_gemm),
         replicas=max(1, of_stage // tensor),
         expert_replicas=max(1, of_stage // (expert * expert_tensor)),
         shards_optimizer=flags.use_distributed_optimizer,
