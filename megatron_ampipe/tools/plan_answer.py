@@ -111,7 +111,7 @@ def _dispatchers(predictor: Predictor, plans: Plans, flags: str) -> list[dict[st
     words = flags.split()
     dispatcher = words[-1] if "--moe-token-dispatcher-type" in words else predictor.block.dispatcher
     stock_ms = plans.step_ms * plans.chosen.predicted_speedup
-    operation: Any = "all_to_all" if dispatcher == "alltoall" else dispatcher
+    operation: Any = {"alltoall": "all_to_all", "allgather": "all_gather"}.get(dispatcher, dispatcher)
     return [
         {
             "dispatcher": dispatcher,
@@ -283,7 +283,9 @@ def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bo
         rows = [row | {"exchange": row["exchange"] or "its own"} for row in dispatchers]
         columns = {"dispatcher": "{dispatcher}", "exchange": "{exchange}", "Megatron's ms": "{stock_ms:.1f}"}
         columns |= {"AMPipe's ms": "{predicted_ms:.1f}", "speedup": "{speedup:.2f}", "figures": "{figures}"}
-        console.print(_table("the same layers by dispatcher, with its best plan", rows, columns))
+        console.print(
+            _table("the same layers by dispatcher that the cluster file has figures of", rows, columns)
+        )
     ways = {"degree": "{degree}", "schedule": "{schedule}"}
     directions = {name: f"{{{name}_ms:.3f}}" for name in ("forward", "backward", "predicted")}
     gains = {"speedup": "{speedup:.2f}", "hidden": "{hidden_share:.1%}"}

@@ -98,6 +98,10 @@ def test_dispatchers_and_grouped_products_are_compared_without_being_asked(
         # Between nodes with EFA there is no DeepEP; within one there is.
         (["--cluster", "aws-p5-efa", "--ranks", "16", "--set", "expert-model-parallel-size=16"], set()),
         (["--cluster", "aws-p5-efa"], {"deepep", "hybridep"}),
+        (
+            ["--cluster", "dgx-h100", "--set", "moe-token-dispatcher-type=allgather"],
+            {"allgather", "deepep", "hybridep"},
+        ),
         (["--cluster", "dgx-h100", "--exchange", "rows"], set()),
     ],
 )
