@@ -84,7 +84,7 @@ def test_bytes_of_a_rank_equal_those_of_megatron(name: str, tmp_path: Path) -> N
 
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     experts = [one for one in parameters if not getattr(one, "allreduce", True)]
-    # Megatron gives experts buffers of their own only where fewer ranks reduce them.
+    # Megatron gives experts separate buffers only where fewer ranks reduce them.
     counted = (sum(found.parameters), found.parameters.experts if experts else 0)
     assert counted == tuple(sum(map(torch.Tensor.numel, those)) for those in (parameters, experts))
     assert found.weights == sum(parameter.nbytes for parameter in parameters)
