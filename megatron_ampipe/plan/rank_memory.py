@@ -126,8 +126,7 @@ def _parameters(flags: TrainingFlags, block: Block, stage: int, parts: list[tupl
     if last:
         count += of_norm + embedding * (not tied)
         count += mtp * (2 * hidden * hidden / block.tensor + 3 * of_norm)
-        predictor = _layer(flags, block, of_norm, kinds[-1])
-        total += Parameters(mtp * predictor.others, mtp * predictor.experts)
+        total = sum([_layer(flags, block, of_norm, has_experts) for has_experts in kinds[-1:] * mtp], total)
     return total + Parameters(count)
 
 

@@ -36,6 +36,8 @@ LAYOUTS = {
     "pipeline": "--pipeline-model-parallel-size 2 --add-qkv-bias --disable-bias-linear",
     "virtual": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
     "--untie-embeddings-and-output-weights --moe-layer-freq 2",
+    "predictor": "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --untie-embeddings-and-output-weights "
+    "--position-embedding-type rope --disable-bias-linear",
     "sharded": "--use-distributed-optimizer --bf16",
     "sharded-experts": "--use-distributed-optimizer --bf16 --expert-model-parallel-size 2 "
     "--disable-bias-linear",
