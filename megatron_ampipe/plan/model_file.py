@@ -8,7 +8,7 @@ A model file holds Megatron's flags without leading dashes (``num-layers: 12``) 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -162,8 +162,37 @@ class ModelFlags(BaseModel):
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 
-SIZE_FLAGS = tuple(name.replace("_", "-") for name in ModelFlags.model_fields)
-"""As keys of a model file."""
+class TrainingFlags(ModelFlags):
+    """Also the flags that determine the parameters of a whole model, and what the optimizer keeps of them."""
+
+    vocab_size: _SizeOrNone = 0
+    make_vocab_size_divisible_by: _Size = 128
+    untie_embeddings_and_output_weights: _Switch = False
+    position_embedding_type: str = "learned_absolute"
+    max_position_embeddings: _SizeOrNone = 0
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    qk_layernorm: _Switch = False
+    disable_bias_linear: _Switch = False
+    add_qkv_bias: _Switch = False
+    moe_shared_expert_gate: _Switch = False
+    mtp_num_layers: _SizeOrNone | None = 0
+    moe_latent_size: _SizeOrNone | None = 0
+    optimizer: str = "adam"
+    sgd_momentum: Annotated[FiniteFloat, Field(ge=0)] = 0.9
+    grad_reduce_in_bf16: _Switch = False
+    use_precision_aware_optimizer: _Switch = False
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    main_params_dtype: Literal["fp32", "fp16"] = "fp32"
+    exp_avg_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+
+
+def _keys(flags: type[ModelFlags]) -> tuple[str, ...]:
+    """As keys of a model file."""
+    return tuple(name.replace("_", "-") for name in flags.model_fields)
+
+
+SIZE_FLAGS, TRAINING_FLAGS = _keys(ModelFlags), _keys(TrainingFlags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +218,13 @@ class ModelFile:
         Raises:
             BadInput: one is missing or invalid; the message names file and line.
         """
-        given = {key: value for key, value in self.values.items() if key in SIZE_FLAGS and value is not None}
+        return self.read(ModelFlags)
+
+    def read[Flags: ModelFlags](self, kind: type[Flags]) -> Flags:
+        """The values of these flags; BadInput as :attr:`flags`."""
+        values = {key.replace("-", "_"): value for key, value in self.values.items() if value is not None}
         try:
-            return ModelFlags.model_validate({key.replace("-", "_"): value for key, value in given.items()})
+            return kind.model_validate({key: values[key] for key in kind.model_fields if key in values})
         except ValidationError as error:
             wrong = error.errors()[0]
         key = str(wrong["loc"][0]).replace("_", "-")
@@ -237,8 +270,8 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
             refuse(path, lines[key], key, "is a section, and only 'ampipe:' is one", "Write 'ampipe:'.")
     for key, value in (overrides or {}).items():
         values[key], lines[key] = value, 0
-        if key not in SIZE_FLAGS:
-            rule = f"has no effect: no size of a block depends on it. {did_you_mean(key, SIZE_FLAGS)}"
+        if key not in TRAINING_FLAGS:
+            rule = f"has no effect: no size of a block depends on it. {did_you_mean(key, TRAINING_FLAGS)}"
             ModelFile(path, values, lines).refuse(key, rule.rstrip(". "))
     own = {key.replace("-", "_"): value for key, value in section.items()}
     return ModelFile(path, values, lines, Settings(**own))
@@ -322,7 +355,7 @@ def block_of(
     _check(model, block, ranks)
     for key in model.values:
         place = f"{model.path}:{model.lines.get(key, 1)}"
-        if (near := meant(key, SIZE_FLAGS)) is not None:
+        if (near := meant(key, TRAINING_FLAGS)) is not None:
             assumed.append(f"{key} ({place}) is not read by the planner; did you mean {near}?")
         elif key in {setting.key for setting in SETTING.values()}:
             assumed.append(f"{key} ({place}) is not read: AMPipe's settings stand below 'ampipe:', indented")
@@ -407,7 +440,6 @@ def layers_of(model: ModelFile) -> StageLayers:
         BadInput: a value is invalid; the message names file and line.
     """
     flags = model.flags
-    stages, frequency = flags.pipeline_model_parallel_size, flags.moe_layer_freq
     hybrid = stages_of(flags)
     if hybrid is not None:
         runs = runs_of(hybrid)
@@ -418,21 +450,36 @@ def layers_of(model: ModelFile) -> StageLayers:
         parts = list(runs[::-1])
         num_stages = len(hybrid)
     else:
-        total = flags.num_layers or 1
-        if flags.num_layers is None:
-            frequency = 1
-        if isinstance(frequency, int):
-            frequency = [int(layer % frequency == 0) for layer in range(total)]
-        if len(frequency) != total:
-            model.refuse("moe-layer-freq", f"is of {len(frequency)} layers, and num-layers is {total}")
-        stages *= flags.num_virtual_stages_per_pipeline_rank
-        if flags.num_layers_per_virtual_pipeline_stage is not None:
-            in_stage = flags.num_layers_per_virtual_pipeline_stage
-            stages = max(flags.pipeline_model_parallel_size, total // in_stage)
-        num_stages, size = stages, -(-total // stages)
-        parts = [tuple(map(bool, frequency[start : start + size])) for start in range(0, total, size)]
+        parts = layers_by_stage(model)
+        num_stages = len(parts)
     # Those with the most experts; of equal ones the last.
     part = max(reversed(parts), key=lambda layers: (sum(layers), len(layers)))
-    dense = tuple(layer for layer, experts in enumerate(part) if not experts)
     waits = 1 < flags.pipeline_model_parallel_size == num_stages
-    return StageLayers(len(part), dense, waits)
+    return StageLayers(len(part), without_experts(part), waits)
+
+
+def layers_by_stage(model: ModelFile) -> list[tuple[bool, ...]]:
+    """Whether each layer has experts, by (virtual) pipeline stage in the order of the pass.
+
+    Not of a hybrid model. Raises BadInput as :func:`layers_of`.
+    """
+    flags = model.flags
+    stages, frequency = flags.pipeline_model_parallel_size, flags.moe_layer_freq
+    total = flags.num_layers or 1
+    if flags.num_layers is None:
+        frequency = 1
+    if isinstance(frequency, int):
+        frequency = [int(layer % frequency == 0) for layer in range(total)]
+    if len(frequency) != total:
+        model.refuse("moe-layer-freq", f"is of {len(frequency)} layers, and num-layers is {total}")
+    stages *= flags.num_virtual_stages_per_pipeline_rank
+    if flags.num_layers_per_virtual_pipeline_stage is not None:
+        in_stage = flags.num_layers_per_virtual_pipeline_stage
+        stages = max(flags.pipeline_model_parallel_size, total // in_stage)
+    size = -(-total // stages)
+    return [tuple(map(bool, frequency[size * stage : size * (stage + 1)])) for stage in range(stages)]
+
+
+def without_experts(part: Sequence[bool]) -> tuple[int, ...]:
+    """The layers of a stage without experts, from 0."""
+    return tuple(layer for layer, experts in enumerate(part) if not experts)

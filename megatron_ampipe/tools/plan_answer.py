@@ -17,6 +17,7 @@ from megatron_ampipe.plan.partners import timeline as partner_timeline
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import GROUPED, Plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.rank_memory import RankMemory
 from megatron_ampipe.plan.search import MINIMUM_SAVING, candidates, in_one_chunk
 from megatron_ampipe.schedule import (
     KEEP,
@@ -33,12 +34,14 @@ def answer_of(
     predictor: Predictor,
     plans: Plans,
     others: Mapping[str, Plans],
+    memory: list[RankMemory] | str,
     arguments: argparse.Namespace,
     assumed: list[str],
 ) -> dict[str, Any]:
     """Everything that is shown, as plain data; ``predictor`` is of all layers of a pipeline stage.
 
-    ``others`` are the plans with other flags of Megatron (``plan.planner.alternatives``).
+    ``others`` are the plans with other flags of Megatron (``plan.planner.alternatives``), ``memory`` is that
+    of each pipeline stage (``plan.rank_memory.memory_by_stage``).
     """
     plan = plans.chosen
     try:
@@ -47,6 +50,8 @@ def answer_of(
         # Nothing else of the plan needs this figure.
         gradients = None
         assumed.append(f"reductions of gradients are not predicted: {error.value} {error.rule}")
+    if isinstance(memory, str):
+        assumed.append(f"memory of a rank is not estimated: {memory}")
     block = predictor.of_layers(1)
     return {
         "model": arguments.model,
@@ -85,6 +90,19 @@ def answer_of(
         "dispatchers": [
             row for flags, of in {"": plans, **others}.items() for row in _dispatchers(predictor, of, flags)
         ],
+        "rank_memory": None if isinstance(memory, str) else _fullest(memory),
+    }
+
+
+def _fullest(ranks: Sequence[RankMemory]) -> dict[str, Any]:
+    """The memory of the fullest rank, in numbers of parameters and GiB."""
+    memory = max(ranks, key=lambda rank: rank.total)
+    kinds = ("weights", "gradients", "optimizer", "activations", "buffers", "total")
+    return {
+        "pipeline_stage": memory.stage,
+        "parameters": round(memory.parameters.others),
+        "expert_parameters": round(memory.parameters.experts),
+        **{f"{kind}_gib": getattr(memory, kind) / 2**30 for kind in kinds},
     }
 
 
@@ -93,7 +111,7 @@ def _dispatchers(predictor: Predictor, plans: Plans, flags: str) -> list[dict[st
     words = flags.split()
     dispatcher = words[-1] if "--moe-token-dispatcher-type" in words else predictor.block.dispatcher
     stock_ms = plans.step_ms * plans.chosen.predicted_speedup
-    operation: Any = "all_to_all" if dispatcher == "alltoall" else dispatcher
+    operation: Any = {"alltoall": "all_to_all", "allgather": "all_gather"}.get(dispatcher, dispatcher)
     return [
         {
             "dispatcher": dispatcher,
@@ -252,6 +270,8 @@ def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bo
     if answer["hidden_by"] is not None:
         shares = (f"{share:.0%} under {source}" for source, share in answer["hidden_by"].items() if share)
         say(f"communication hidden: {', '.join(shares) or 'none'}")
+    if (held := answer["rank_memory"]) is not None:
+        say(_held(held, answer["device_memory_gib"]))
     for sentence in answer["assumed"]:
         say(f"assumed: {sentence}", style="dim")
     if answer["layers"]:
@@ -263,7 +283,9 @@ def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bo
         rows = [row | {"exchange": row["exchange"] or "its own"} for row in dispatchers]
         columns = {"dispatcher": "{dispatcher}", "exchange": "{exchange}", "Megatron's ms": "{stock_ms:.1f}"}
         columns |= {"AMPipe's ms": "{predicted_ms:.1f}", "speedup": "{speedup:.2f}", "figures": "{figures}"}
-        console.print(_table("the same layers by dispatcher, with its best plan", rows, columns))
+        console.print(
+            _table("the same layers by dispatcher that the cluster file has figures of", rows, columns)
+        )
     ways = {"degree": "{degree}", "schedule": "{schedule}"}
     directions = {name: f"{{{name}_ms:.3f}}" for name in ("forward", "backward", "predicted")}
     gains = {"speedup": "{speedup:.2f}", "hidden": "{hidden_share:.1%}"}
@@ -323,6 +345,21 @@ def flags_of(plan: Plan, *, rows: int) -> list[str]:
         if plan.partner.order is not None:
             flags += ["--ampipe-partner-order", plan.partner.order]
     return flags
+
+
+def _held(memory: Mapping[str, Any], device_gib: float | None) -> str:
+    """What the fullest rank holds, and whether that fits."""
+    parts = ("weights", "gradients", "optimizer", "activations", "buffers")
+    shown = ", ".join(f"{part} {memory[f'{part}_gib']:.1f}" for part in parts if memory[f"{part}_gib"])
+    of_device = "" if device_gib is None else f" of {device_gib:g}"
+    total = memory["total_gib"]
+    text = f"memory of the fullest rank, estimated: {total:.1f}{of_device} GiB ({shown})"
+    if device_gib is None or total <= device_gib:
+        return text
+    return (
+        f"{text}. That does not fit: use more ranks with --use-distributed-optimizer, more pipeline stages, "
+        "or keep fewer activations (--ampipe-memory, --recompute-granularity)"
+    )
 
 
 def _advice_on_gradients(gradients: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, rea
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import alternatives, make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.rank_memory import memory_by_stage
 from megatron_ampipe.plan.recorded_routing import with_routing
 from megatron_ampipe.plan.search import DEGREES
 from megatron_ampipe.schedule import (
@@ -202,7 +203,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif layers.waits and not arguments.no_partner:
         assumed.append("no partners: they need virtual stages (--num-layers-per-virtual-pipeline-stage)")
     predictor = predictor.changed(exchange=plan.exchange)
-    answer = answer_of(predictor, plans, others, arguments, assumed)
+    memory = memory_by_stage(model, predictor.block, plan.pipeline(rows=predictor.block.rows))
+    answer = answer_of(predictor, plans, others, memory, arguments, assumed)
     text = json.dumps(answer, indent=1) + "\n"
     if arguments.trace is not None or arguments.tape is not None:
         _write_shown(predictor, plan, arguments)

@@ -98,6 +98,10 @@ def test_dispatchers_and_grouped_products_are_compared_without_being_asked(
         # Between nodes with EFA there is no DeepEP; within one there is.
         (["--cluster", "aws-p5-efa", "--ranks", "16", "--set", "expert-model-parallel-size=16"], set()),
         (["--cluster", "aws-p5-efa"], {"deepep", "hybridep"}),
+        (
+            ["--cluster", "dgx-h100", "--set", "moe-token-dispatcher-type=allgather"],
+            {"allgather", "deepep", "hybridep"},
+        ),
         (["--cluster", "dgx-h100", "--exchange", "rows"], set()),
     ],
 )
@@ -108,6 +112,24 @@ def test_only_dispatchers_that_a_cluster_has_are_compared(
     model.write_text(PLAIN.replace("num-experts: 8", "num-experts: 16") + "moe-grouped-gemm: true\n")
     rows = plan_as_json(model, capsys, "--degrees", "2", "--stack", "1", *words)["dispatchers"]
     assert {row["dispatcher"] for row in rows} - {"alltoall"} == others
+
+
+def test_the_answer_says_what_the_fullest_rank_holds(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--set", "vocab-size=50257", "--exchange", "rows", "--no-partner", "--degrees", "2")
+    memory = plan_as_json(model, capsys, *words)["rank_memory"]
+    parts = ("weights", "gradients", "optimizer", "activations", "buffers")
+    assert memory["total_gib"] == pytest.approx(sum(memory[f"{part}_gib"] for part in parts))
+    command = ["plan", "--model", str(model), "--cluster", "a800x8-20gbps", *words]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert f"memory of the fullest rank, estimated: {memory['total_gib']:.1f} of 80 GiB (weights " in shown
+    assert "does not fit" not in shown
+    assert main([*command, "--set", "micro-batch-size=8"]) == 0
+    assert "That does not fit: use more ranks" in capsys.readouterr().out
+    # Without a vocabulary there is no estimate, and the reason is said.
+    assert main([*command[:5], *words[2:]]) == 0
+    shown = capsys.readouterr().out
+    assert "memory of a rank is not estimated: the model file has no vocab-size" in " ".join(shown.split())
 
 
 def test_flags_name_all_of_a_plan_that_has_a_name() -> None:
