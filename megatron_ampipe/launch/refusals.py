@@ -283,11 +283,7 @@ REFUSALS: tuple[Refusal, ...] = (
         *_SCORES,
         lambda args: bool(args.log_max_attention_logit) and _keeps_no_scores(args),
     ),
-    Refusal(
-        "--cpu-offloading-num-layers",
-        "it puts away the tensors of whole layers in the order of Megatron's, and chunks run in another",
-        "Use --ampipe-memory offload, which puts away those of experts.",
-    ),
+    Refusal("--cpu-offloading-num-layers", "activation offloading is not supported yet", _OFF),
     Refusal(
         "--fine-grained-activation-offloading",
         "--ampipe-memory offload does it for experts in their own order: for --offload-modules expert_fc1 "
