@@ -319,16 +319,12 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--moe-token-dispatcher-type",
-        "is not supported with --moe-expert-rank-capacity-factor, --moe-hybridep-pad-uneven-dispatch-inputs, "
-        "or --ampipe-memory redispatch, S2, S4 and auto, for which tokens would be sent once more",
+        "is not supported with --moe-hybridep-pad-uneven-dispatch-inputs, or --ampipe-memory redispatch, S2, "
+        "S4 and auto, for which tokens would be sent once more",
         "Leave them out, or use --ampipe-memory rebuild, or --moe-token-dispatcher-type alltoall.",
         lambda args: (
             _in_flex(args)
-            and (
-                _resends(args.ampipe_memory)
-                or args.moe_expert_rank_capacity_factor is not None
-                or bool(args.moe_hybridep_pad_uneven_dispatch_inputs)
-            )
+            and (_resends(args.ampipe_memory) or bool(args.moe_hybridep_pad_uneven_dispatch_inputs))
         ),
     ),
     Refusal(

@@ -176,7 +176,10 @@ class BlockModules:
         local = self.moe.num_local_experts, self.moe.local_expert_indices
         if name != "alltoall":
             kind = FlexChunk if name == "flex" else AllGatherChunk
-            return kind(*local, config=self.config, pg_collection=groups)
+            chunk = kind(*local, config=self.config, pg_collection=groups)
+            if getattr(self.config, "moe_expert_rank_capacity_factor", None) is not None:
+                chunk.share_budget(self.moe.token_dispatcher)
+            return chunk
         ranks_per_node = self.context.config.ranks_per_node
         return AllToAllChunk(
             *local,

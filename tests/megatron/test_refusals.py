@@ -31,7 +31,6 @@ VALUES = {
     "--experimental-attention-variant": [["dsa"]],
     "--moe-token-dispatcher-type": [
         ["flex", "--ampipe-memory", "rebuild/S2/keep/keep"],
-        ["flex", "--moe-flex-dispatcher-backend", "hybridep", "--moe-expert-rank-capacity-factor", "2"],
         ["flex", "--moe-flex-dispatcher-backend", "hybridep", "--moe-hybridep-pad-uneven-dispatch-inputs"],
     ],
     "--moe-flex-dispatcher-backend": [["ncclep"]],
