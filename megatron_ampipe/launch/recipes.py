@@ -74,8 +74,12 @@ def switch_on(
     config = _config(**settings)
     if not config.pipelined:
         return
-    refuse_unsupported(config, Arguments(recipe, model, capacity_scope=capacity_scope))
+    arguments = Arguments(recipe, model, capacity_scope=capacity_scope)
+    refuse_unsupported(config, arguments)
     switch_off_overlaps(model)
+    if getattr(arguments, "use_megatron_fsdp", False):
+        # As in a launch: it gathers parameters by layers, and has fused products overwrite gradients.
+        settings["stack"], model.gradient_accumulation_fusion = 1, False
     connections.set_default()
     layers = functools.partial(pipelined_layers, name=name, given=given, settings=settings)
     # Megatron's own configuration of a hybrid model holds a specification only.

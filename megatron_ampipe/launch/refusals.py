@@ -283,17 +283,12 @@ REFUSALS: tuple[Refusal, ...] = (
         *_SCORES,
         lambda args: bool(args.log_max_attention_logit) and _keeps_no_scores(args),
     ),
-    Refusal(
-        "--cpu-offloading-num-layers",
-        "it puts away the tensors of whole layers in the order of Megatron's, and chunks run in another",
-        "Use --ampipe-memory offload, which puts away those of experts.",
-    ),
+    Refusal("--cpu-offloading-num-layers", "activation offloading is not supported yet", _OFF),
     Refusal(
         "--fine-grained-activation-offloading",
         "--ampipe-memory offload does it for experts in their own order: for --offload-modules expert_fc1 "
         "and moe_act, without FP8, --use-transformer-engine-op-fuser, --ampipe-memory or --ampipe-plan",
-        "Use --offload-modules expert_fc1 moe_act, or leave it out; --recompute-modules layernorm moe_act "
-        "keeps less too.",
+        "Use --offload-modules expert_fc1 moe_act, or --recompute-modules layernorm moe_act in place of it.",
     ),
     Refusal("--hybrid-context-parallel", "hybrid context parallelism is not supported", _OFF),
     Refusal(
@@ -403,10 +398,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--use-megatron-fsdp",
-        "a layer gathers its parameters for one pass at a time, which --ampipe-partner (also as "
-        "--overlap-moe-expert-parallel-comm) would not, and reduces gradients in its own way, which "
-        "--ampipe-grad-reduce placed does not hold back",
-        "Leave these out, or use --use-distributed-optimizer in place of Megatron-FSDP.",
+        "it gathers parameters for one pass at a time, and reduces gradients itself: not with "
+        "--ampipe-partner, --overlap-moe-expert-parallel-comm or --ampipe-grad-reduce placed",
+        "Leave these out, or use --use-distributed-optimizer.",
         lambda args: (
             args.use_megatron_fsdp
             and bool(args.ampipe_partner or settings_of(args.all).grad_reduce == "placed")
@@ -414,7 +408,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--use-torch-fsdp2",
-        "it gathers the parameters of modules that Megatron calls, and has no expert-parallel ranks",
+        "Megatron combines it with no expert-parallel ranks",
         "Use --use-megatron-fsdp or --use-distributed-optimizer.",
     ),
     Refusal(

@@ -129,9 +129,9 @@ def test_it_is_a_function_of_the_configuration_and_of_the_stage() -> None:
         (_model(num_moe_experts=None), {"degree": 4}, "--num-experts (not set)"),
         (_model(fp8="hybrid"), {"degree": 4}, "--fp8-format hybrid"),
         (
-            SimpleNamespace(model=_model(), ddp=SimpleNamespace(use_megatron_fsdp=True)),
+            SimpleNamespace(model=_model(), ddp=SimpleNamespace(use_torch_fsdp2=True)),
             {"degree": 4},
-            "--use-megatron-fsdp",
+            "--use-torch-fsdp2",
         ),
         (SimpleNamespace(model=SimpleNamespace()), {"degree": 4}, "has neither transformer_layer_spec nor"),
     ],
@@ -140,6 +140,13 @@ def test_what_is_refused(recipe: Any, settings: dict[str, Any], expected: str) -
     with pytest.raises(BadInput) as refused:
         switch_on(recipe, **settings)
     assert expected in str(refused.value)
+
+
+def test_megatron_fsdp_has_layers_and_gradients_apart() -> None:
+    model = _model(gradient_accumulation_fusion=True)
+    switch_on(SimpleNamespace(model=model, ddp=SimpleNamespace(use_megatron_fsdp=True)), degree=4)
+    assert model.transformer_layer_spec.keywords["settings"]["stack"] == 1
+    assert model.gradient_accumulation_fusion is False
 
 
 def test_twice_is_refused() -> None:
