@@ -243,6 +243,14 @@ class GradientSums:
             self._sums[number] = first + gradient if is_wide else first.float().add_(gradient)
             self._writable[number] = True
 
+    def entry(self, number: int) -> tuple[Tensor | None, bool]:
+        """The sum so far, and whether it can be written in place."""
+        return self._sums[number], self._writable[number]
+
+    def put(self, number: int, total: Tensor | None, is_writable: bool) -> None:
+        """Set the sum, as :meth:`entry` gave it of the same stages in another pass."""
+        self._sums[number], self._writable[number] = total, is_writable
+
     def take(self, number: int) -> Tensor | None:
         """Remove and return the sum, in the parameter's dtype; None if no stage contributed."""
         total, self._sums[number] = self._sums[number], None
