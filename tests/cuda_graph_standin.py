@@ -13,8 +13,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
+
+from megatron_ampipe.attention import backends
 
 _READS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
@@ -143,5 +146,12 @@ def stand_ins() -> Iterator[None]:
     with (
         mock.patch.object(torch.cuda, "CUDAGraph", RecordedGraph),
         mock.patch.object(torch.cuda, "graph_pool_handle", lambda: (0, next(pools))),
+        mock.patch.object(backends, "causal_lower_right", _causal_lower_right),
     ):
         yield
+
+
+def _causal_lower_right(*sizes: int) -> Tensor:
+    # torch cannot make this subclass in a dispatch mode.
+    with _disable_current_modes():
+        return causal_lower_right(*sizes)

@@ -16,11 +16,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ampipe import compat
-from megatron_ampipe.attention import backends
 from megatron_ampipe.launch.host.torch_calls import FACTORIES, TENSOR_FACTORIES
 from megatron_ampipe.schedule import Span
 from tests import cuda_graph_standin
@@ -190,16 +188,9 @@ def stand_ins() -> Iterator[Places]:
         # Where there is a GPU, the host platform gives Megatron neither.
         replace(LocalSpecProvider, "core_attention", lambda _: DotProductAttention)
         replace(moe_layer, "HAVE_TE", False)
-        replace(backends, "causal_lower_right", _causal_lower_right)
         stack.enter_context(cuda_graph_standin.stand_ins())
         stack.enter_context(places)
         yield places
-
-
-def _causal_lower_right(*sizes: int) -> Tensor:
-    # torch cannot make this subclass in a dispatch mode.
-    with _disable_current_modes():
-        return causal_lower_right(*sizes)
 
 
 def _placing(make: Callable[..., Tensor], places: Places) -> Callable[..., Tensor]:
