@@ -135,8 +135,13 @@ def _capture_stock(layer: Any) -> None:
     )
     routes = _Graphed(route, [layer.pre_mlp_layernorm, moe.router])
 
+    kept: dict[str, Any] = {}
+
     def forward(hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         residual, tokens, probs = routes(*attend(hidden_states))
+        # Later steps read what the graph has left there.
+        kept.update({} if kept else vars(moe.token_dispatcher))
+        vars(moe.token_dispatcher).update(kept)
         output, bias = moe.routed_experts_compute(*moe.dispatch(tokens, probs))
         output = moe.postprocess(moe.combine(output), None)
         return layer._forward_post_mlp((output, bias), residual), None
