@@ -167,6 +167,12 @@ def _release(found: Version) -> Version:
     return Version(f"{found.major}.{found.minor}")
 
 
+def delays_weight_gradients() -> bool:
+    """Whether Transformer Engine's linear layers can delay gradients of weights; so where none is found."""
+    found = found_version("transformer-engine")
+    return found is None or _release(found) >= Version("2.3")
+
+
 @cache
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine is installed."""

@@ -5,18 +5,26 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import ModelFile, block_of, find_model, layers_of, read_model
-from megatron_ampipe.plan.planner import make_plans
+from megatron_ampipe.plan.planner import alternatives, make_plans
 from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.schedule import Exchange
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
+BETWEEN = """\
+The same over four nodes of eight GPUs, as speed over Megatron's layers with the dispatcher `alltoall`: layers
+of AMPipe with the best exchange; with another [dispatcher](#which-dispatcher) Megatron's and AMPipe's:"""
 BEGIN, END = "<!-- begin: python -m tests.planner -->", "<!-- end -->"
 
 MODELS = ("deepseek-v2-lite", "deepseek-v3-like", "gpt-moe-base", "mixtral-8x7b", "qwen3-30b-a3b-like")
 CLUSTERS = ("a800x8-20gbps", "ampipe-g5", "dgx-h100", "fsmoe-testbed-a", "gb200-nvl72")
-"""Models and clusters in the table."""
+"""Models and clusters in the first table, on one node."""
+OVER_NODES = ("qwen3-30b-a3b-like",)
+NODES = ("dgx-h100", "aws-p5-efa", "h100-roce-400g", "h100-ethernet-100g")
+"""That of the second, on 32 ranks."""
 
 
 def stacks() -> Iterator[str]:
@@ -49,12 +57,40 @@ def _cell(model: ModelFile, cluster: Cluster) -> str:
     return ", ".join(cells)
 
 
+def dispatchers() -> Iterator[str]:
+    """Speed over Megatron's all-to-all: Megatron's with DeepEP, AMPipe's exchanges, DeepEP and HybridEP."""
+    clusters = {name: read_cluster(find_cluster(name)) for name in NODES}
+    yield f"| model | {' | '.join(clusters)} |"
+    yield "|---" * (1 + len(clusters)) + "|"
+    for name in OVER_NODES:
+        model = read_model(find_model(name))
+        cells = (_dispatchers(model, cluster) for cluster in clusters.values())
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def _dispatchers(model: ModelFile, cluster: Cluster) -> str:
+    block, _ = block_of(model, cluster, ranks=32)
+    layers = layers_of(model)
+    predictor = Predictor(block, cluster, num_layers=layers.num_layers, dense=layers.dense)
+    options: dict[str, Any] = {"full": False, "with_partner": 1.0, "degrees": (2, 3, 4)}
+    options["exchanges"] = (Exchange.ROWS, Exchange.RANKS, Exchange.NODES)
+    plans, others = make_plans(predictor, **options), alternatives(predictor, **options)
+    stock_ms = predictor.stock().total / 1e3
+    cells = [f"{plans.chosen.exchange} {stock_ms / plans.step_ms:.2f}"]
+    for flags, plan in others.items():
+        backend = flags.split()[-1]
+        own = predictor.changed(dispatcher=backend).stock().total / 1e3
+        cells.append(f"{backend} {stock_ms / own:.2f}, {stock_ms / plan.step_ms:.2f}")
+    return "; ".join(cells)
+
+
 def page() -> str:
     """The page with a new table."""
     head, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, end, tail = rest.partition(END)
     assert end, f"the page has no {BEGIN}"
-    return f"{head}{begin}\n\n" + "\n".join(stacks()) + f"\n\n{end}{tail}"
+    tables = "\n".join([*stacks(), "", BETWEEN, "", *dispatchers()])
+    return f"{head}{begin}\n\n{tables}\n\n{end}{tail}"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ Compares a block run by :class:`PoisoningExecutor` with the same block run stage
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import SequentialExecutor
+from megatron_ampipe.schedule import Partner
 from megatron_ampipe.tools.measuring.emulation import Emulation, mirror
 from tests.dist.cases import LARGE, MOE_AGAIN, Case
+from tests.dist.test_partners import step, step_with_partners
 
 RANKS = 4
 
@@ -109,6 +113,7 @@ def differences_under(
     setup: StressSetup,
     *,
     stock: bool = False,
+    partner: Partner | None = None,
     insert_fault: Callable[[torch.nn.Module], object] | None = None,
 ) -> tuple[dict[str, float], int]:
     """The differences between a block under stress and the same block run sequentially.
@@ -117,6 +122,7 @@ def differences_under(
         case: The block.
         setup: Device and sizes.
         stock: Compare with Megatron's layer instead.
+        partner: Three micro-batches with partners in this order, instead of one.
         insert_fault: Inserts a fault into the layer under stress.
 
     Returns:
@@ -130,16 +136,22 @@ def differences_under(
     case = dataclasses.replace(case, sequence_length=setup.sequence_length, model=model)
     _num_experts = model["num_moe_experts"]
     plain = build_layers(dataclasses.replace(case, schedule="sequential"), executor=SequentialExecutor())
+    one_pass = functools.partial(run, case=case, rank=0, device=setup.device)
+    of_plain, under_stress = one_pass, one_pass
+    if partner is not None:
+        of_plain = functools.partial(step, case=case)
+        under_stress = functools.partial(step_with_partners, case=case, partner=partner)
     with mirrored():
-        expected = run(plain[0 if stock else 1].to(setup.device), case, rank=0, device=setup.device)
+        expected = of_plain(plain[0 if stock else 1].to(setup.device))
     poisoning = PoisoningExecutor(setup.executor(), delay=setup.delay, travel=setup.travel)
     _, stressed = build_layers(case, executor=poisoning)
     if insert_fault is not None:
         insert_fault(stressed)
     stressed.to(setup.device)
     # Two passes, so that the second one allocates memory that the first has released.
-    run(stressed, case, rank=0, device=setup.device)
-    found = run(stressed, case, rank=0, device=setup.device)
+    under_stress(stressed)
+    stressed.zero_grad()
+    found = under_stress(stressed)
     return differences(expected, found), poisoning.filled
 
 
@@ -350,8 +362,9 @@ def _key(tensor: Tensor) -> int:
 
 
 def _references(tensor: Tensor) -> int:
-    """The number of references to the memory, in torch and Python."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    """The number of references to the memory: in torch, where all of Python count as one, and in Python."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
 def _references_of_an_alias() -> int:

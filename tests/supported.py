@@ -52,8 +52,8 @@ Logged losses and gradient norms agree to a relative difference of 2e-4 or bette
 SWITCHED_OFF_HEAD = """\
 ## Switched off
 
-With `--ampipe-degree` above 1 these flags, which request another overlap or a fusion and change no result,
-are switched off. The start-up table lists them.
+With `--ampipe-degree` above 1 these flags, which request another overlap, a fusion or less memory and change
+no result, are switched off. The start-up table lists them.
 
 | setting | why |
 |---|---|\

@@ -114,9 +114,13 @@ class QuantizedLinear(torch.nn.Module):
     """
 
     def __init__(self, weight: torch.nn.Parameter, recipe: str, *, rounds_gradient: bool = True) -> None:
+        from tests.te_linear_standin import WeightGradStore
+
         super().__init__()
         self.weight, self.recipe, self.rounds_gradient = weight, recipe, rounds_gradient
         self.is_first_microbatch = True
+        self.use_bias, self.fuse_wgrad_accumulation = False, True
+        self.wgrad_store: Any = WeightGradStore()
         self._fp8_workspaces: dict[str, Kept] = {}
         self.calls: list[bool] = []
         self.quantized = 0
@@ -126,7 +130,8 @@ class QuantizedLinear(torch.nn.Module):
         self.calls.append(FP8GlobalStateManager.is_fp8_enabled())
         if self.calls[-1]:
             kept = self._kept(backward=torch.is_grad_enabled())
-        output = _Linear.apply(rows, self.weight, self, kept, self.is_first_microbatch)
+        options = self, self.wgrad_store, kept, self.is_first_microbatch
+        output = _Linear.apply(rows, self.weight, options)
         self.is_first_microbatch = False
         return output, None
 
@@ -144,9 +149,10 @@ class QuantizedLinear(torch.nn.Module):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Any, linear: Any, kept: Kept | None, first: bool) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Any, options: Any) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.weight, ctx.linear, ctx.kept, ctx.first = weight, linear, kept, first
+        ctx.weight, (ctx.linear, ctx.store, ctx.kept, ctx.first) = weight, options
+        linear, _, kept, _ = options
         flat = rows.flatten(0, -2)
         if kept is None:
             return rows @ weight.t()
@@ -154,8 +160,8 @@ class _Linear(torch.autograd.Function):
         return product.view(*rows.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        (rows,), weight, kept = ctx.saved_tensors, ctx.weight, ctx.kept
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        (rows,), weight, kept, first = ctx.saved_tensors, ctx.weight, ctx.kept, ctx.first
         flat, of_output = rows.flatten(0, -2), gradient.flatten(0, -2)
         if kept is None:
             of_rows, tile = of_output @ weight, None
@@ -164,14 +170,19 @@ class _Linear(torch.autograd.Function):
             of_rows = rounded(of_output, (1, tile)) @ kept.along_columns
         if tile is not None and ctx.linear.rounds_gradient:
             flat, of_output = rounded(flat, (tile, 1)), rounded(of_output, (tile, 1))
-        of_weight = of_output.t() @ flat
-        if ctx.first:
-            weight.main_grad.copy_(of_weight)
+
+        def product(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, None]:
+            of_weight = outputs.t() @ inputs
+            total: Tensor = weight.main_grad
+            return total.copy_(of_weight) if first else total.add_(of_weight), None
+
+        if ctx.store.delay_wgrad_compute():
+            ctx.store.put([flat, of_output], product)
         else:
-            weight.main_grad.add_(of_weight)
+            product(flat, of_output)
         weight.grad_added_to_main_grad = True
         # A placeholder: this gradient must not be read.
-        return of_rows.view_as(rows), torch.full_like(weight, float("nan")), None, None, None
+        return of_rows.view_as(rows), torch.full_like(weight, float("nan")), None
 
 
 def quantize_linears(layer: torch.nn.Module, recipe: str, *, experts_round_gradients: bool) -> None:

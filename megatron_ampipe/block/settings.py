@@ -130,7 +130,7 @@ class Settings:
 
     degree: int | str | None = _row(
         shown_default="1",
-        help="number of chunks of the sequence; 1 builds Megatron's own layers, 4 is a "
+        help="number of chunks of the sequence; 1 builds Megatron's own layers, 2 is a "
         "[good first choice](tuning.md#by-hand), `auto` [tries several](tuning.md#by-trying) in the first "
         "iterations and keeps the fastest",
         type=_degree,
@@ -176,7 +176,7 @@ class Settings:
         help="order of the stages: `ampipe` overlaps communication with attention and experts, `moe-only` "
         "with experts, [`lancet`](weights.md) also with weight gradients, at degree 1 too; "
         "[`joined`](weights.md#all-chunks-at-once) computes those of all chunks at once; `sequential` "
-        "overlaps nothing. `lancet` and `joined` need `--transformer-impl local`",
+        "overlaps nothing",
         choices=("ampipe", "moe-only", "lancet", "joined", "sequential"),
         acts="chunks",
         of_plan=True,

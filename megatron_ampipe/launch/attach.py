@@ -23,7 +23,13 @@ from megatron_ampipe.launch.auto import Agreement, AutoDegree, print_on_first_ra
 from megatron_ampipe.launch.flags import SWITCHED_OFF
 from megatron_ampipe.launch.hooks import Hook, Hooks, PlacedReductions
 from megatron_ampipe.launch.partners import PartneredSteps
-from megatron_ampipe.launch.planned import choice_of_plan, choose_memory, planner_of, rows_of_rank
+from megatron_ampipe.launch.planned import (
+    choice_of_plan,
+    choose_memory,
+    layers_split_weights,
+    planner_of,
+    rows_of_rank,
+)
 from megatron_ampipe.launch.recording import Recording, RoutingRecording
 from megatron_ampipe.launch.refusals import (
     captured_modules,
@@ -73,7 +79,7 @@ def make_context(
             )
             config = replace(config, pipeline=memory.pipeline)
         # Gradients of weights during transfers, where the user and the layers leave that open.
-        is_open = args.ampipe_schedule is None and args.transformer_impl == "local"
+        is_open = args.ampipe_schedule is None and layers_split_weights(args)
         if config.partner and config.pipeline.partner is not None and is_open:
             partner = replace(config.pipeline.partner, schedule=IN_ONE_CHUNK)
             config = replace(config, pipeline=replace(config.pipeline, partner=partner))
@@ -224,7 +230,7 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
         )
     shape = (rows_of_rank(args), args.micro_batch_size)
     # Gradients of weights during transfers, where the user and the layers leave that open.
-    is_open = args.ampipe_schedule is None and args.transformer_impl == "local"
+    is_open = args.ampipe_schedule is None and layers_split_weights(args)
     auto = AutoDegree(
         context,
         planner=planner,

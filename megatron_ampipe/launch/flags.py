@@ -19,7 +19,7 @@ from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.launch import config_files, connections, host
 from megatron_ampipe.launch.config_files import CONFIG_FLAG
 from megatron_ampipe.launch.ending import report_parser_errors
-from megatron_ampipe.launch.refusals import ranks_per_node
+from megatron_ampipe.launch.refusals import offloads_experts, ranks_per_node
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
     ALL_LAYERS,
@@ -37,6 +37,7 @@ from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 _SAME_EXCHANGES = "AMPipe schedules the same all-to-alls inside each micro-batch"
 _PARTNER_FLAG = "--overlap-moe-expert-parallel-comm"
+_OFFLOADING_FLAG = "--fine-grained-activation-offloading"
 _SAME_WEIGHTS = "it delays weight gradients for an overlap that AMPipe replaces"
 _SAME_ROWS = "experts pad the rows of each chunk themselves, as without this flag"
 SWITCHED_OFF: Mapping[str, str] = {
@@ -48,6 +49,7 @@ SWITCHED_OFF: Mapping[str, str] = {
     "--delay-wgrad-compute": _SAME_WEIGHTS,
     "--moe-router-padding-for-quantization": _SAME_ROWS,
     "--moe-router-padding-for-fp8": _SAME_ROWS,
+    _OFFLOADING_FLAG: "--ampipe-memory offload puts away all that experts keep, these modules included",
     "--fused-residual-rmsnorm": (
         "stages call the norm and the residual addition one after the other, with the same result"
     ),
@@ -137,6 +139,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             if config_from_args(args).pipelined:
                 # Plain text: Megatron writes its arguments into checkpoints, which stock Megatron reads.
                 args.ampipe_put_aside = switch_off_overlaps(args)
+                if _OFFLOADING_FLAG in args.ampipe_put_aside:
+                    args.ampipe_memory = "offload"
                 is_open = args.ampipe_degree != AUTO and not (args.ampipe_plan or args.ampipe_save_plan)
                 if _PARTNER_FLAG in args.ampipe_put_aside and is_open:
                     args.ampipe_partner = True
@@ -160,6 +164,9 @@ def full_parser() -> argparse.ArgumentParser:
 def switch_off_overlaps(arguments: Any) -> tuple[str, ...]:
     """Switch off the flags in :data:`SWITCHED_OFF`, before Megatron checks them. Names those set."""
     names = {flag: flag.removeprefix("--").replace("-", "_") for flag in SWITCHED_OFF}
+    if not offloads_experts(arguments):
+        # It is refused then.
+        del names[_OFFLOADING_FLAG]
     given = tuple(flag for flag, name in names.items() if getattr(arguments, name, False))
     for flag in given:
         setattr(arguments, names[flag], False)

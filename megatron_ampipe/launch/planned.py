@@ -15,6 +15,7 @@ from typing import Any
 from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.named_values import parse_size, size_to_text
 from megatron_ampipe.block.settings import SETTING, settings_of
+from megatron_ampipe.compat import delays_weight_gradients
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import find_config
 from megatron_ampipe.launch.refusals import (
@@ -30,7 +31,7 @@ from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, read_cluster
 from megatron_ampipe.plan.kept import Kept, by_work, fitting, simulated
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, block_of, layers_of
+from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, StageLayers, block_of, layers_of
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
@@ -43,7 +44,13 @@ from megatron_ampipe.schedule import (
     period,
 )
 from megatron_ampipe.schedule.chunks import require_whole_tiles
-from megatron_ampipe.schedule.features import boundary, features_of_settings, fp8_recipe, rows_of_tile
+from megatron_ampipe.schedule.features import (
+    boundary,
+    features_of_settings,
+    fp8_recipe,
+    rows_of_tile,
+    splits_weights,
+)
 
 
 def planner_of(
@@ -62,7 +69,7 @@ def planner_of(
         BadInput: the file is wrong, or does not contain a figure that this model needs.
     """
     cluster = _cluster_of_flag(cluster_file)
-    block, layers = block_of_args(args), layers_of(_model_of_args(args))
+    block, layers = block_of_args(args), _layers_of_args(args)
 
     def plan(shape: Shape) -> Choice:
         rows, batch = shape
@@ -203,11 +210,20 @@ def features_of_args(args: argparse.Namespace, *, shares_schedule: bool = False)
     return features_of_settings(args, own, shares_schedule=shares_schedule, local=local)
 
 
+def layers_split_weights(args: argparse.Namespace) -> bool:
+    """Whether the layers of a run can compute gradients of weights apart, with what is installed."""
+    return splits_weights(args) and (args.transformer_impl == "local" or delays_weight_gradients())
+
+
 def block_of_args(args: argparse.Namespace) -> Block:
     """The block of Megatron's arguments."""
     block, _ = block_of(_model_of_args(args), None, ranks=args.world_size)
     # The layers go by the nodes of the run, whatever machines the figures are of.
-    block = replace(block, ranks_per_node=ranks_per_node(args))
+    block = replace(
+        block,
+        ranks_per_node=ranks_per_node(args),
+        splits_weights=block.splits_weights and layers_split_weights(args),
+    )
     if not args.bf16 and not args.fp16:
         # A model file has no key for fp32: without a precision, it means that of the cluster.
         block = replace(block, dtype="fp32")
@@ -229,11 +245,21 @@ def _model_of_args(args: argparse.Namespace) -> ModelFile:
         values["recompute-granularity"] = "full"
     stages = stages_of(args)
     if stages is not None and not runs_of(stages):
-        # Nothing is pipelined.
+        # Plans are made for no other layers.
         del values["hybrid-layer-pattern"]
     values |= {"fp8-format": getattr(args, "fp8", None), "fp8-recipe": fp8_recipe(args)}
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion
     return ModelFile(Path("arguments"), values, {}, settings_of(args))
+
+
+def _layers_of_args(args: argparse.Namespace) -> StageLayers:
+    """The layers that a plan is made for. Raises :class:`BadInput` if none has attention and experts."""
+    stages = stages_of(args)
+    if stages is not None and not runs_of(stages):
+        rule = "plans are made for an attention layer (* or +) with an MoE layer (E) right after it"
+        remedy = "Leave out --ampipe-cluster and --ampipe-memory-budget, or use a pattern such as M*EM*E."
+        raise BadInput("--hybrid-layer-pattern", args.hybrid_layer_pattern, rule=rule, remedy=remedy)
+    return layers_of(_model_of_args(args))
 
 
 def choose_memory(
@@ -255,7 +281,7 @@ def choose_memory(
         BadInput: none fits, or the budget is no size, or the cluster file is wrong.
     """
     limit = parse_size(budget)
-    block, layers = block_of_args(args), layers_of(_model_of_args(args))
+    block, layers = block_of_args(args), _layers_of_args(args)
     block = replace(block, exchange=pipeline.exchange)
     num_layers, passes, given = layers.num_layers, in_flight(args), pipeline
     # Of a pass with a partner, a layer is kept ahead before the backward pass has released one.

@@ -196,7 +196,7 @@ class RoutingRecording(Hook):
         num_chunks = 1 if self._context is None else self._context.pipeline.num_chunks
         tokens, parts = (), collections.defaultdict(list)
         for _, lengths, part in sorted((one for each in gathered for one in each), key=lambda one: one[0]):
-            # A MoE layer of a hybrid model that is not pipelined sees no chunks.
+            # A layer that Megatron runs sees no chunks.
             if len(lengths) == num_chunks:
                 tokens = lengths
                 parts[part.layer].append(part)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
+from megatron_ampipe.block.hybrid_pattern import stages_of
 from megatron_ampipe.block.settings import AUTO, settings_of
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, useful_exchanges
@@ -20,10 +20,12 @@ from megatron_ampipe.schedule.features import (
     BALANCED,
     FP8_TILES,
     OTHER_FP8_RECIPE,
+    WEIGHTS_TOGETHER,
     expert_tensor_ranks,
     fp8_recipe,
     has_capacity,
     rows_of_tile,
+    splits_weights,
 )
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
@@ -139,6 +141,22 @@ def recomputes(arguments: Any, *modules: str) -> str | None:
     return next((module for module in chosen if module in modules), None)
 
 
+def offloads_experts(arguments: Any) -> bool:
+    """Whether ``--ampipe-memory offload`` can take the place of Megatron's fine-grained offloading.
+
+    It puts away all that experts keep: more than ``--offload-modules`` may name, with the same result.
+    """
+    args = _Arguments(arguments)
+    chosen = (args.ampipe_memory, args.ampipe_memory_budget, args.ampipe_plan)
+    return bool(
+        args.fine_grained_activation_offloading
+        and args.offload_modules
+        and {*args.offload_modules} <= {"expert_fc1", "moe_act"}
+        and chosen == (None, None, None)
+        and not (_in_flex(args) or _recomputes_experts(args) or _keeps_other_tensors(args))
+    )
+
+
 def packs_documents(arguments: Any) -> bool:
     """Whether sequences are packed from documents, which do not attend to one another."""
     return bool(arguments.sft or getattr(arguments, "dataloader_inter_document_masking", False))
@@ -163,18 +181,10 @@ def ranks_per_node(arguments: Any) -> int | None:
     return given if given is not None or not of_launcher.isdecimal() else int(of_launcher)
 
 
-def _without_pair(args: Any) -> bool:
-    stages = stages_of(args.all)
-    return stages is not None and not runs_of(stages)
-
-
-def _splits_weights(args: Any) -> bool:
-    schedule = args.ampipe_schedule
-    return schedule is not None and Pipeline.of(1, schedule=schedule).splits_weights
-
-
 def _splits_weights_elsewhere(args: Any) -> bool:
-    return args.transformer_impl not in (None, "local") and _splits_weights(args)
+    if args.ampipe_schedule is None or args.transformer_impl is None or splits_weights(args):
+        return False
+    return Pipeline.of(1, schedule=args.ampipe_schedule).splits_weights
 
 
 def _measures_without_training(args: Any) -> bool:
@@ -241,6 +251,7 @@ def _cannot_capture(args: Any) -> str | None:
         and Pipeline.of(1, schedule=args.ampipe_schedule).splits_weights,
         "--ampipe-partner": args.ampipe_partner,
         "--ampipe-memory": args.ampipe_memory not in (None, KEEP) or args.ampipe_memory_budget,
+        "--fine-grained-activation-offloading": args.fine_grained_activation_offloading,
         "--ampipe-exchange": args.ampipe_exchange not in (None, AUTO, Exchange.ROWS),
         "--ampipe-condense": args.ampipe_condense is not None,
         "--ampipe-router": args.ampipe_router,
@@ -263,7 +274,6 @@ def _cannot_capture(args: Any) -> str | None:
 
 
 _OFF = "Leave it out, or train with --ampipe-degree 1."
-_OFFLOADING = "activation offloading is not supported yet"
 _GATHERED = "a layer gathers its weights and reduces their gradients in every call, and chunks are more calls"
 _SHARDED = "fully sharded parameters are not supported"
 
@@ -284,10 +294,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--hybrid-layer-pattern",
-        "there is nothing to pipeline: no attention layer (* or +) has an MoE layer (E) right after it in its"
-        " pipeline stage",
+        "there is nothing to pipeline: it has no MoE layer (E)",
         "Use a pattern such as M*EM*E, or train with --ampipe-degree 1.",
-        _without_pair,
+        lambda args: "E" not in "".join(stages_of(args.all) or "E"),
     ),
     Refusal(
         "--ampipe-partner",
@@ -303,8 +312,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--ampipe-schedule",
-        "only the linear layers of --transformer-impl local can compute gradients of weights apart",
-        "Use --transformer-impl local, or --ampipe-schedule ampipe and --ampipe-degree 4.",
+        *WEIGHTS_TOGETHER,
         _splits_weights_elsewhere,
     ),
     Refusal(
@@ -325,8 +333,19 @@ REFUSALS: tuple[Refusal, ...] = (
         *_SCORES,
         lambda args: bool(args.log_max_attention_logit) and _keeps_no_scores(args),
     ),
-    Refusal("--cpu-offloading-num-layers", _OFFLOADING, _OFF),
-    Refusal("--fine-grained-activation-offloading", _OFFLOADING, _OFF),
+    Refusal(
+        "--cpu-offloading-num-layers",
+        "it puts away the tensors of whole layers in the order of Megatron's, and chunks run in another",
+        "Use --ampipe-memory offload, which puts away those of experts.",
+    ),
+    Refusal(
+        "--fine-grained-activation-offloading",
+        "--ampipe-memory offload does it for experts in their own order: for --offload-modules expert_fc1 "
+        "and moe_act alone, the dispatcher alltoall, without FP8, --use-transformer-engine-op-fuser, "
+        "--ampipe-memory and --ampipe-plan",
+        "Use --offload-modules expert_fc1 moe_act, or leave it out; --recompute-modules layernorm moe_act "
+        "keeps less too.",
+    ),
     Refusal("--hybrid-context-parallel", "hybrid context parallelism is not supported", _OFF),
     Refusal(
         "--window-size",
@@ -336,8 +355,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--experimental-attention-variant",
-        "only softmax attention over all earlier tokens is supported",
-        _OFF,
+        "sparse attention is not supported",
+        "Use --experimental-attention-variant gated_delta_net, or train with --ampipe-degree 1.",
+        lambda args: args.experimental_attention_variant not in (None, "gated_delta_net"),
     ),
     Refusal(
         "--context-parallel-size",

@@ -105,6 +105,8 @@ def pipelined_rows(
     documents = is_packed or masks_documents(args)
     kernel = choose_kernel(args, local=is_local, on_gpu=on_gpu, documents=documents)
     rows.append(("attention", kernel.name, kernel.reason))
+    if variant := getattr(args, "experimental_attention_variant", None):
+        rows.append(("other layers", variant, "Megatron's own, before experts that are pipelined"))
     if uses_ring_attention(args):
         rows.append(("context", f"ring of {args.context_parallel_size} ranks"))
     if context.graph_modules:

@@ -39,6 +39,8 @@ def _read_by_attention(block: BlockModules) -> list[Module]:
 
 
 def _read_by_add_norm(block: BlockModules) -> list[Module | Parameter | None]:
+    if not block.attends:
+        return [block.moe_layer.pre_mlp_layernorm]
     # The bias is added after the sum, and so once.
     return [block.moe_layer.pre_mlp_layernorm, block.attention_layer.self_attention.linear_proj.bias]
 
@@ -202,11 +204,17 @@ def scatter_rows(
 
 
 @runs(kinds.ADD_NORM, reads=_read_by_add_norm, graph="attn")
-def add_norm(state: BlockPass, chunk: int | None, projected: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-    """``[rows, B, D]`` and the residual stream to ``(residual, normed)``, both ``[rows, B, D]``."""
+def add_norm(state: BlockPass, chunk: int | None, *rows: Tensor) -> tuple[Tensor, ...]:
+    """``[rows, B, D]`` and the residual stream to ``(residual, normed)``, both ``[rows, B, D]``.
+
+    A block without attention has the residual stream alone.
+    """
+    *projected, hidden = rows
+    if not projected:
+        return hidden, state.normed(chunk, hidden)
     # The bias is a parameter of a module that the same chunk has called before.
     bias = state.block.attention_layer.self_attention.linear_proj.bias
-    return _add_norm(state, chunk, (projected, bias), hidden)
+    return _add_norm(state, chunk, (*projected, bias), hidden)
 
 
 def _add_norm(

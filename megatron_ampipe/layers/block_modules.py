@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -30,7 +30,7 @@ from megatron_ampipe.exchange.hops import node_groups
 from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, reads_mask
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.linear_layers import Linear, Products, expert_products, linears_of, weights_apart
+from megatron_ampipe.layers.linear_layers import Products, expert_products, linears_of, weights_apart
 from megatron_ampipe.runtime.block_functions import Function
 from megatron_ampipe.runtime.collectives import lane_group
 from megatron_ampipe.runtime.reductions import Reductions
@@ -50,6 +50,7 @@ from megatron_ampipe.schedule.chunks import Documents
 from megatron_ampipe.schedule.features import (
     FP8_TILES,
     OTHER_FP8_RECIPE,
+    WEIGHTS_TOGETHER,
     features_of_settings,
     fp8_recipe,
 )
@@ -101,8 +102,9 @@ class BlockModules:
     """The modules of a block, and the functions of its stages (``runtime.block_functions.BlockFunctions``).
 
     Norm, attention and residual of ``attention_layer`` come first; norm, MoE layer and residual of
-    ``moe_layer`` follow, which may be the same layer. A dense layer, with an MLP in place of experts, can
-    share the schedule of other blocks. If ``recomputed``, training keeps only what the block is given, and
+    ``moe_layer`` follow, which may be the same layer. Without softmax attention, the block begins with that
+    norm, and what precedes it is left to Megatron. A dense layer, with an MLP in place of experts, can share
+    the schedule of other blocks. If ``recomputed``, training keeps only what the block is given, and
     runs it again in the backward pass.
     """
 
@@ -117,6 +119,8 @@ class BlockModules:
         self.attention_layer, self.moe_layer, self.moe = attention_layer, moe_layer, moe_layer.mlp
         self.config, self.context, self._is_recomputed = moe_layer.config, context, recomputed
         self.dense = not moe_layer.is_moe_layer
+        self.attends = isinstance(attention_layer.self_attention, Attention)
+        """Whether attention is a part of the block."""
         self.is_latent = not self.dense and bool(getattr(self.config, "moe_latent_size", None))
         self._recomputes = (
             {*self.config.recompute_modules} if self.config.recompute_granularity == "selective" else set()
@@ -139,12 +143,12 @@ class BlockModules:
         self.drops_normed = bool(moe_layer.recompute_pre_mlp_layernorm)
         """Likewise of what the router and the experts are given."""
         self._features = cache(self._make_features)
-        self._reads_mask = reads_mask(attention_layer.self_attention)
+        self._reads_mask = self.attends and reads_mask(attention_layer.self_attention)
         self._make_groups()
 
     def _recomputed_kinds(self) -> frozenset[StageKind]:
         """Kinds that run again as a whole; core attention is recomputed by ``ChunkAttention``."""
-        if "mla_up_proj" in self._recomputes:
+        if self.attends and "mla_up_proj" in self._recomputes:
             self.attention_layer.self_attention.recompute_up_proj = False
         return frozenset(
             kind for kind, function in FUNCTIONS.items() if self._recomputes & {*function.recompute}
@@ -196,6 +200,8 @@ class BlockModules:
     @cached_property
     def scatters_rows(self) -> bool:
         """Whether tensor-parallel ranks add and scatter what attention projects, as a stage."""
+        if not self.attends:
+            return False
         projection = self.attention_layer.self_attention.linear_proj
         return (
             type(projection) is RowParallelLinear
@@ -247,7 +253,7 @@ class BlockModules:
         return with_memory(features, pipeline.memory)
 
     def _features_of_settings(self, *, with_losses: bool, shares_schedule: bool) -> BlockFeatures:
-        return features_of_settings(
+        features = features_of_settings(
             self.config,
             self.context.config,
             with_losses=with_losses,
@@ -255,6 +261,7 @@ class BlockModules:
             shares_schedule=shares_schedule,
             local=self.scatters_rows,
         )
+        return features if self.attends else features.without_attention
 
     @property
     def chooses(self) -> bool:
@@ -304,7 +311,11 @@ class BlockModules:
 
     def weights_apart(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:
         """See ``BlockFunctions``."""
-        return weights_apart(self._linears[kind], products)
+        linears = self._linears[kind]
+        if not linears:
+            rule, remedy = WEIGHTS_TOGETHER
+            raise BadInput("--ampipe-schedule", self.context.pipeline.schedule, rule=rule, remedy=remedy)
+        return weights_apart(linears, products)
 
     @cached_property
     def _read(self) -> Mapping[StageKind, Sequence[Module | Parameter]]:
@@ -361,8 +372,8 @@ class BlockModules:
                 used[parameter] = used.get(parameter, True) and kind in kinds.FEED_FORWARD
         missing = [
             name
-            for layer in (self.attention_layer, self.moe_layer)
-            for name, parameter in layer.named_parameters()
+            for part in self._parts
+            for name, parameter in part.named_parameters()
             if parameter.requires_grad and parameter not in used
         ]
         assert not missing, f"no stage of the block uses {missing}: their gradients would be lost"
@@ -372,12 +383,18 @@ class BlockModules:
         )
 
     @property
+    def _parts(self) -> tuple[Module, ...]:
+        """All that the block runs."""
+        layer = self.moe_layer
+        return (self.attention_layer, layer) if self.attends else (layer.pre_mlp_layernorm, layer.mlp)
+
+    @property
     def all_parameters(self) -> Sequence[Parameter]:
         """See ``BlockFunctions``."""
         return self.parameters.all
 
     @cached_property
-    def _linears(self) -> Mapping[StageKind, Sequence[Linear]]:
+    def _linears(self) -> Mapping[StageKind, Sequence[Module]]:
         """The linear layers of each kind of stage whose weight gradients can be separate stages."""
         return {kind: linears_of(parts) for kind, parts in self._read.items()}
 
@@ -428,7 +445,7 @@ class BlockModules:
 
     @cached_property
     def _linear_layers_of_te(self) -> tuple[Any, ...]:
-        modules = (module for layer in (self.attention_layer, self.moe_layer) for module in layer.modules())
+        modules = (module for part in self._parts for module in part.modules())
         return tuple({module: None for module in modules if hasattr(module, "is_first_microbatch")})
 
 

@@ -72,9 +72,10 @@ class BlockPass:
         block.begin_micro_batch()
         self.block, self.features, self.chunks, self.whole = block, features, chunks, whole
         self.rotary_pos_emb, self.documents, self.token_ids = rotary_pos_emb, documents, token_ids
-        self.attend = block.attend(hidden.is_cuda, documents is not None)
-        self.ring_ranks = block.attention_layer.pg_collection.cp
-        self.has_gate = has_gate(block.attention_layer.self_attention)
+        if features.attention:
+            self.attend = block.attend(hidden.is_cuda, documents is not None)
+            self.ring_ranks = block.attention_layer.pg_collection.cp
+            self.has_gate = has_gate(block.attention_layer.self_attention)
         if features.row_links:
             keeps = features.recomputed or not torch.is_grad_enabled()
             self.row_transfers = RowTransfers(block.row_group, keeps=keeps)

@@ -1,8 +1,9 @@
 """Hybrid models: pipelines an attention layer and the MoE layer after it, two layers in Megatron, as a block.
 
 The attention layer of such a pair runs both layers, and the second layer returns its input. Pairs that follow
-each other directly can share a schedule, pairs of an attention layer and an MLP among them. All other layers,
-such as Mamba, run unchanged and end a schedule. Parameters and checkpoint keys are those of the stock stack.
+each other directly can share a schedule, pairs of an attention layer and an MLP among them. An MoE layer
+after any other layer is a block without attention. All other layers, such as Mamba, run unchanged and end a
+schedule. Parameters and checkpoint keys are those of the stock stack.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from megatron_ampipe.layers.block_stack import BlockStack, LayerRun
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import (
     ATTENTION,
-    assert_no_extra_arguments,
+    refuse_extra_arguments,
     require_class,
     with_chunk_router,
 )
 
 
 class _PairedLayer(TransformerLayer):
-    """A layer of a hybrid stack; one of a pair if ``block`` is set."""
+    """A layer of a hybrid stack; one of a block if ``block`` is set."""
 
     block: BlockModules | None = None
-    """Both layers of the pair."""
+    """Both layers of a pair, or an MoE layer."""
     stack: Callable[[], BlockStack | None]
-    """Gives the stack that begins with the pair; None where an earlier pair runs it."""
+    """Gives the stack that begins with the block; None where an earlier pair runs it."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """``[S, B, D]`` to the same shape and None; a layer that an earlier one runs returns its input."""
@@ -47,10 +48,10 @@ class _PairedLayer(TransformerLayer):
         # A pair without experts on its own has nothing to hide.
         if stack is not None and stack.is_dense:
             return super().forward(hidden_states, *args, **kwargs)
-        if stack is not None and isinstance(self, HybridAttentionLayer):
+        if stack is not None and self is self.block.attention_layer:
             rotary_pos_emb = kwargs.pop("rotary_pos_emb", None)
             packing, mask = kwargs.pop("packed_seq_params", None), kwargs.pop("attention_mask", None)
-            assert_no_extra_arguments(kwargs)
+            refuse_extra_arguments(kwargs)
             documents = self.block.documents(packing, mask, hidden_states)
             hidden_states = stack(hidden_states, rotary_pos_emb, documents)
         return hidden_states, None
@@ -69,16 +70,21 @@ class HybridMLPLayer(_PairedLayer, MLPLayer):
 
 
 class AMPipeHybridStack(HybridStack):
-    """A hybrid stack that pipelines every pair of an attention layer and the MoE layer after it.
+    """A hybrid stack that pipelines every MoE layer, with the attention layer before it if there is one.
 
     Raises:
-        BadInput: a layer of a pair has a class that AMPipe does not support.
+        BadInput: one of these layers has a class that AMPipe does not support.
     """
 
     def __init__(self, *args: Any, ampipe: AMPipeContext, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for first, num_pairs in runs_of_pairs(self.layer_type_list):
             _join(list(self.layers[first : first + 2 * num_pairs]), ampipe)
+        for layer in self.layers:
+            if isinstance(layer, HybridMoELayer) and layer.block is None:
+                require_class(type(layer.mlp), (MoELayer,), "hybrid MoE layer")
+                layer.block = BlockModules(layer, layer, ampipe)
+                layer.stack = LayerRun(ampipe).add(layer.block)
 
 
 def _join(layers: Sequence[TransformerLayer], context: AMPipeContext) -> None:

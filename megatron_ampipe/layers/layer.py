@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
@@ -36,12 +37,15 @@ from megatron_ampipe.schedule import stack_to_text
 
 ATTENTION = (SelfAttention, MLASelfAttention)
 """The classes of attention that can be pipelined."""
+_OTHER_ATTENTION = (GatedDeltaNet,)
+"""Those that stay Megatron's: of their layers, the MoE layer alone is pipelined."""
 
 
 class AMPipeTransformerLayer(TransformerLayer):
     """A transformer layer whose attention and MoE layer, or MLP, are pipelined.
 
-    Same modules, parameters and checkpoint keys as ``TransformerLayer``; only ``forward`` differs.
+    Of a layer with other attention than softmax attention, the MoE layer alone is. Same modules, parameters
+    and checkpoint keys as ``TransformerLayer``; only ``forward`` differs.
 
     Args:
         ampipe: State shared by all pipelined layers.
@@ -110,16 +114,32 @@ class AMPipeTransformerLayer(TransformerLayer):
             passes = ampipe.recorder.passes
             passes.record_shape(*hidden_states.shape[:2])
             return passes.timed_layer(layer, hidden_states)
-        assert_no_extra_arguments(kwargs)
+        refuse_extra_arguments(kwargs)
+        if not block.attends:
+            attention = functools.partial(
+                block.in_precision(self._forward_attention, self),
+                attention_mask=attention_mask,
+                context=context,
+                rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=packing,
+            )
+            again = functools.partial(checkpoint, attention, False) if block.recomputes else attention
+            hidden_states, context = again(hidden_states)
         if stack is not None:
             hidden_states = stack(hidden_states, rotary_pos_emb, documents)
         return hidden_states, context
 
 
-def assert_no_extra_arguments(kwargs: dict[str, Any]) -> None:
-    """Assert that no other layer argument is set; start-up refuses every setting that would set one."""
-    given = [name for name, value in kwargs.items() if value is not None]
-    assert not given, f"an AMPipe layer was called with {given}, which start-up should have refused"
+def refuse_extra_arguments(kwargs: dict[str, Any]) -> None:
+    """Raise :class:`BadInput` for a further argument of a layer; start-up refuses settings that set one."""
+    for name, value in kwargs.items():
+        if value is not None:
+            raise BadInput(
+                name,
+                f"of the type {type(value).__name__}",
+                rule="the model passes it to its layers, and no chunk reads it",
+                remedy="Leave it out of the call of the model, or train at degree 1.",
+            )
 
 
 def pipelined(
@@ -167,7 +187,7 @@ def _pipelined_layer(
     if is_moe:
         require_class(compat.mlp_class(spec.submodules.mlp), (MoELayer,), "MoE layer")
         require_class(spec.module, (TransformerLayer,), "MoE block")
-        require_class(spec.submodules.self_attention.module, ATTENTION, "MoE attention")
+        require_class(spec.submodules.self_attention.module, ATTENTION + _OTHER_ATTENTION, "MoE attention")
     for name in _not_called(spec.submodules):
         rule = "the layer specification has a module there, which no stage would call"
         raise BadInput("layer", name, rule=rule, remedy="Train with --ampipe-degree 1.")
@@ -195,7 +215,7 @@ def _can_share(spec: ModuleSpec, context: AMPipeContext) -> bool:
     if context.config.pipeline.stack == 1 and not context.config.automatic:
         return False
     if _is_moe(spec):
-        return True
+        return spec.submodules.self_attention.module not in _OTHER_ATTENTION
     return (
         spec.module is TransformerLayer
         and spec.submodules.self_attention.module in ATTENTION

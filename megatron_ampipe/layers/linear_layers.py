@@ -1,4 +1,4 @@
-"""Megatron's linear layers, run otherwise for a while; as modules that are called, so that their hooks run.
+"""Linear layers, run otherwise for a while; as modules that are called, so that their hooks run.
 
 Without their transfers, without the gradients of their weights, or by what keeps less for the backward pass.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,41 +25,56 @@ from torch.nn import Module, Parameter
 from megatron_ampipe.runtime.saved_tensors import InnerTensors
 from megatron_ampipe.runtime.segment import WeightProducts, keep_for_weight
 
-Linear = ColumnParallelLinear | RowParallelLinear
+_LOCAL = (ColumnParallelLinear, RowParallelLinear)
 Products = tuple[tuple[Module, ...], tuple[Module, ...]]
 """The first and the last linear layers of the local experts; one each where they are a grouped product."""
 
 
-@contextlib.contextmanager
-def replaced(modules: Sequence[Module], name: str, values: Sequence[object]) -> Iterator[None]:
+def replaced(modules: Sequence[Module], name: str, values: Sequence[object]) -> AbstractContextManager[None]:
     """Within it, an attribute of each module, or the method of its class, is one of these values."""
-    before = [vars(module).get(name) for module in modules]
-    for module, value in zip(modules, values, strict=True):
+    return _replaced([(module, name, value) for module, value in zip(modules, values, strict=True)])
+
+
+@contextlib.contextmanager
+def _replaced(values: Sequence[tuple[Module, str, object]]) -> Iterator[None]:
+    before = [vars(module).get(name) for module, name, _ in values]
+    for module, name, value in values:
         vars(module)[name] = value
     try:
         yield
     finally:
-        for module, own in zip(modules, before, strict=True):
+        for (module, name, _), own in zip(values, before, strict=True):
             if own is None:
                 del vars(module)[name]
             else:
                 vars(module)[name] = own
 
 
-def linears_of(parts: Iterable[Module | Parameter]) -> tuple[Linear, ...]:
-    """The linear layers within these modules whose weight gradients can be computed apart."""
+def linears_of(parts: Iterable[Module | Parameter]) -> tuple[Module, ...]:
+    """The linear layers within these modules whose weight gradients can be computed apart.
+
+    Megatron's local ones, and its wrappers of those of Transformer Engine that can delay them.
+    """
     modules = (module for part in parts if isinstance(part, Module) for module in part.modules())
-    return tuple({one: None for one in modules if type(one) in (ColumnParallelLinear, RowParallelLinear)})
+    return tuple({one: None for one in modules if type(one) in _LOCAL or _is_of_engine(one)})
 
 
-def weights_apart(linears: Sequence[Linear], products: WeightProducts) -> AbstractContextManager[None]:
+def _is_of_engine(module: Module) -> bool:
+    return hasattr(module, "is_first_microbatch") and getattr(module, "wgrad_store", None) is not None
+
+
+def weights_apart(linears: Sequence[Module], products: WeightProducts) -> AbstractContextManager[None]:
     """Within it, these layers leave the gradients of their trained weights to ``products``."""
-    trained = [linear for linear in linears if linear.weight.requires_grad]
-    forwards = [functools.partial(_forward, linear.weight, products) for linear in trained]
-    return replaced(trained, "_forward_impl", forwards)
+    values: list[tuple[Module, str, object]] = []
+    for linear in linears:
+        if type(linear) not in _LOCAL:
+            values.append((linear, "wgrad_store", _Store(linear, products)))
+        elif linear.weight.requires_grad:
+            values.append((linear, "_forward_impl", functools.partial(_forward, linear.weight, products)))
+    return _replaced(values)
 
 
-def transfers_apart(linear: Linear) -> AbstractContextManager[None]:
+def transfers_apart(linear: ColumnParallelLinear | RowParallelLinear) -> AbstractContextManager[None]:
     """Within it, a layer neither gathers its input nor adds and scatters its output; it returns its bias."""
     return replaced([linear], "explicit_expert_comm", [True])
 
@@ -133,8 +148,69 @@ def _weight_gradient(
         else linear_layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp16
     )
     add(inputs, gradient, main_grad)
+    return _placeholder(weight, inputs.dtype)
+
+
+def _placeholder(weight: Parameter, dtype: torch.dtype) -> Tensor | None:
+    """What stands for a gradient that was added to ``main_grad``; None outside of Megatron's DDP."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
     weight.grad_added_to_main_grad = True
-    return make(main_grad.shape, dtype=inputs.dtype, device=inputs.device)
+    return make(weight.main_grad.shape, dtype=dtype, device=weight.device)
+
+
+class _Store:
+    """In place of a layer's ``WeightGradStore`` of Transformer Engine while it runs forward in one stage.
+
+    The backward of that run leaves its product here, and what it takes: the layer's own store is one queue,
+    which knows neither chunks nor micro-batches. Called from the thread of that backward.
+
+    Args:
+        linear: A ``Linear``, ``LayerNormLinear`` or ``GroupedLinear`` of Transformer Engine.
+        products: Where the product waits.
+    """
+
+    def __init__(self, linear: Any, products: WeightProducts) -> None:
+        self._linear, self._products = linear, products
+
+    def delay_wgrad_compute(self) -> bool:
+        """Whether products are delayed."""
+        return True
+
+    def put(self, tensors: list[Any], function: Callable[..., Sequence[Any]]) -> None:
+        """Delay the product ``function(*tensors)``.
+
+        Args:
+            tensors: Inputs and gradient; of a grouped layer both by expert, and where its results go.
+            function: Gives ``(gradient, gradient of the bias, ...)``; a grouped layer's the second by expert.
+        """
+        weights = _weights(self._linear, "weight")
+        self._products.delay(weights, functools.partial(_delayed_gradients, self._linear, function), tensors)
+
+
+def _weights(linear: Any, name: str) -> list[Parameter]:
+    """The weights of a layer of Transformer Engine, or its biases."""
+    count = getattr(linear, "num_gemms", None)
+    return [getattr(linear, name)] if count is None else [getattr(linear, f"{name}{i}") for i in range(count)]
+
+
+def _delayed_gradients(
+    linear: Any, function: Callable[..., Sequence[Any]], tensors: list[Any]
+) -> Iterator[tuple[Parameter, Tensor | None]]:
+    """As ``backward_dw`` of Transformer Engine's layers, which writes the gradients to the parameters."""
+    of_weights, of_biases, *_ = function(*tensors)
+    if hasattr(linear, "num_gemms"):
+        of_weights = tensors[2]
+    else:
+        of_weights, of_biases = [of_weights], [of_biases]
+    for weight, gradient in zip(_weights(linear, "weight"), of_weights, strict=True):
+        if weight.requires_grad:
+            fused = linear.fuse_wgrad_accumulation
+            yield weight, _placeholder(weight, weight.dtype) if fused else gradient
+    # Of a layer that adds no bias, or has summed its gradient itself, they are missing or empty.
+    present = [gradient is not None and gradient.numel() > 0 for gradient in of_biases]
+    if linear.use_bias and any(present):
+        for bias, gradient in zip(_weights(linear, "bias"), of_biases, strict=True):
+            if bias.requires_grad:
+                yield bias, gradient

@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 from megatron_ampipe.block.settings import Settings
-from megatron_ampipe.plan.cluster import Dtype
+from megatron_ampipe.plan.cluster import Dtype, FlexBackend
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Exchange,
@@ -23,6 +23,7 @@ from megatron_ampipe.schedule.chunks import have_whole_tiles
 from megatron_ampipe.schedule.features import BALANCED, features_of_settings
 
 PROBABILITY_BYTES = 4
+FLEX_BACKENDS = get_args(FlexBackend)
 
 
 def _of_plan(
@@ -55,7 +56,7 @@ class Block:
         chooses: The router chooses for all tokens at once (``schedule.features.chooses_at_once``).
         padded: Megatron's own layer pads every expert's input to its capacity.
         imbalance: Tokens of the expert-parallel rank with the most, divided by the mean.
-        dispatcher: ``alltoall`` or ``allgather``.
+        dispatcher: ``alltoall``, ``allgather``, or the backend of ``flex`` (:data:`FLEX_BACKENDS`).
         dtype: Of matrix products. With ``fp8``, activations have 16 bits.
         fp8_tile: Of how many tokens a chunk must have a multiple (``schedule.features.FP8_TILES``).
         window: Number of earlier keys that a query attends to; None for all.
@@ -155,9 +156,19 @@ class Block:
         return self.hidden * self.element_bytes + PROBABILITY_BYTES * probabilities
 
     @property
+    def flex(self) -> bool:
+        """Whether the dispatcher is Megatron's flex dispatcher, which sends a token once to each place."""
+        return self.dispatcher in FLEX_BACKENDS
+
+    @property
+    def sends_every_copy(self) -> bool:
+        """Whether a row is of one expert."""
+        return self.exchange.sends_every_copy and not self.flex
+
+    @property
     def arriving_probabilities(self) -> int:
         """Probabilities that arrive at a rank with a row: one for each expert that it may be for."""
-        return 1 if self.exchange.sends_every_copy else self.local_experts
+        return 1 if self.sends_every_copy else self.local_experts
 
     @property
     def rows_of_tile(self) -> int:
@@ -171,7 +182,7 @@ class Block:
     @property
     def rows_per_token(self) -> float:
         """Rows that experts' ranks receive for a token, its own rank included."""
-        return self.topk if self.exchange.sends_every_copy else self.rows_to(self.expert)
+        return self.topk if self.sends_every_copy else self.rows_to(self.expert)
 
     def rows_to(self, places: int) -> float:
         """Rows of a token if each of so many ranks or nodes, between which the experts are divided, gets one.
@@ -223,7 +234,8 @@ class Block:
             multi_latent_attention=self.latent,
             expert_model_parallel_size=self.expert,
             expert_tensor_parallel_size=self.expert_tensor,
-            moe_token_dispatcher_type=self.dispatcher,
+            moe_token_dispatcher_type="flex" if self.flex else self.dispatcher,
+            moe_flex_dispatcher_backend=self.dispatcher,
             moe_shared_expert_intermediate_size=self.shared_ffn,
             moe_expert_capacity_factor=self.capacity,
             # A kind of balancing that chooses at once stands for all that does.

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse, shown
 from megatron_ampipe.files.records import read_record, write_record
@@ -22,8 +22,16 @@ Basis = Literal["measured", "derived", "datasheet"]
 """``measured``: timed by ``ampipe profile`` or by the named source. ``derived``: computed or assumed, as the
 source text says. ``datasheet``: a vendor's figure."""
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
+FlexBackend = Literal["deepep", "hybridep"]
+"""Of Megatron's flex dispatcher: a token once to each node, and once to each of its ranks that needs it."""
 Operation = Literal[
-    "all_to_all", "direct_all_to_all", "stock_all_to_all", "all_gather", "reduce_scatter", "all_reduce"
+    "all_to_all",
+    "direct_all_to_all",
+    "stock_all_to_all",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    FlexBackend,
 ]
 IssuedKind = Literal[
     "qkv", "attention", "route", "losses", "shared", "counts", "dispatch", "expert", "combine", "merge"
@@ -209,9 +217,11 @@ class Cluster:
         intra: Collectives between ranks of one node. ``stock_all_to_all`` is the operation of Megatron's
             layer where it differs from AMPipe's (gloo).
         inter: Collectives between ranks on different nodes. ``all_to_all`` is between the ranks of one place
-            in all nodes; ``direct_all_to_all`` and ``stock_all_to_all`` are between all ranks of all nodes,
-            and their size is what leaves the node. Without ``direct_all_to_all``, such an exchange takes as
-            long as the slower one of the two classes of links.
+            in all nodes, so that each has the adapters of one GPU; all others are between all ranks of all
+            nodes. Of ``direct_all_to_all`` and ``stock_all_to_all`` the size is what leaves the node. Without
+            ``direct_all_to_all``, such an exchange takes as long as the slower one of the two classes of
+            links. An all-gather or a reduce-scatter uses all adapters of a node; of a group with fewer ranks
+            in each node, those of its ranks, as fast as in ``all_to_all``.
         flags: Flags for runs on this cluster; checked at launch or by ``ampipe config``.
         path: The file that it was read from.
         lines: The line of each key in that file.
@@ -238,13 +248,20 @@ class Cluster:
     def basis(self) -> str:
         """How the figures of products and collectives were found, in words."""
         known: list[Mapping[Any, Figure]] = [self.compute.gemm, self.intra or {}, self.inter or {}]
-        bases = [figure.basis for figures in known for figure in figures.values()]
+        flex = get_args(FlexBackend)
+        bases = [figure.basis for figures in known for key, figure in figures.items() if key not in flex]
         measured = bases.count("measured")
         if measured == len(bases):
             return "all measured"
         return (
             f"{measured} of {len(bases)} measured, the rest from data sheets or assumed; no GPU has run this"
         )
+
+    def basis_of(self, operation: Operation) -> str:
+        """How the figures of one operation were found, in a word."""
+        figures = (figures.get(operation) for figures in (self.intra or {}, self.inter or {}))
+        measured = {figure.basis == "measured" for figure in figures if figure is not None}
+        return "partly measured" if len(measured) > 1 else "measured" if True in measured else "estimated"
 
     def collective(self, operation: Operation, *, across_nodes: bool) -> TransferCost:
         """The figure of a collective; like the next methods, BadInput if the file has none."""
@@ -267,6 +284,8 @@ class Cluster:
         value = (figures or {}).get(key)
         if value is None:
             rule, remedy = "is missing, and this block needs it", "Add it, or measure with ampipe profile."
+            if key in get_args(FlexBackend):
+                remedy = "Add it, as measured by DeepEP's own tests; see configs/clusters/dgx-h100.yaml."
             self.refuse(f"{section}.{key}", rule, remedy)
         return value
 

@@ -149,7 +149,7 @@ class ReducedPass:
     def __init__(
         self, predictor: Predictor, schedule: Schedule, lengths: Sequence[int], *, num_layers: int
     ) -> None:
-        self._predictor = predictor.with_reductions()
+        self._predictor = predictor.changed(places_reductions=True)
         self._times: dict[Stage, float] = {}
         self._issue: dict[Stage, float] = {}
         lanes: dict[str, list[Stage]] = {}
@@ -162,7 +162,7 @@ class ReducedPass:
             first -= count
             part = predictor if count == len(predictor.layers) else predictor.of_layers(count)
             self.without_us += part.pass_us(schedule, lengths).backward
-            part = part.with_reductions()
+            part = part.changed(places_reductions=True)
             whole = placed(part.whole(schedule), part.layers)
             compiled, durations, pace = part.inputs(whole, lengths, Direction.BACKWARD)
             moved = {

@@ -19,7 +19,7 @@ from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.settings import SETTING, Settings
 from megatron_ampipe.errors import BadInput, did_you_mean, meant, nearest
 from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse
-from megatron_ampipe.plan.block import Block
+from megatron_ampipe.plan.block import FLEX_BACKENDS, Block
 from megatron_ampipe.plan.cluster import Cluster, Dtype
 from megatron_ampipe.schedule.features import (
     FP8_TILES,
@@ -27,6 +27,7 @@ from megatron_ampipe.schedule.features import (
     chooses_at_once,
     fp8_recipe,
     router_has_losses,
+    splits_weights,
     uses_ring_attention,
 )
 
@@ -125,7 +126,8 @@ class ModelFlags(BaseModel):
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     expert_tensor_parallel_size: _Size | None = None
     expert_model_parallel_size: _Size | None = None
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "allgather"
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "allgather"
+    moe_flex_dispatcher_backend: str = "deepep"
     moe_router_load_balancing_type: Annotated[list[str], BeforeValidator(_listed)] = ["aux_loss"]
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
     moe_aux_loss_coeff: Annotated[list[FiniteFloat], BeforeValidator(_listed)] = [0.0]
@@ -147,6 +149,12 @@ class ModelFlags(BaseModel):
     decoder_first_pipeline_num_layers: _Size | None = None
     decoder_last_pipeline_num_layers: _Size | None = None
     use_distributed_optimizer: _Switch = False
+
+    @property
+    def dispatcher(self) -> str:
+        """As :attr:`Block.dispatcher`."""
+        flex = self.moe_token_dispatcher_type == "flex"
+        return self.moe_flex_dispatcher_backend if flex else self.moe_token_dispatcher_type
 
     @property
     def groups(self) -> int:
@@ -291,7 +299,7 @@ def block_of(
         padded=flags.moe_pad_expert_input_to_capacity,
         imbalance=imbalance,
         grouped=flags.moe_grouped_gemm,
-        dispatcher=flags.moe_token_dispatcher_type,
+        dispatcher=flags.dispatcher,
         dtype=_dtype(flags, cluster, assumed),
         fp8_tile=FP8_TILES.get(fp8_recipe(flags) or "", 1),
         losses=router_has_losses(flags),
@@ -306,7 +314,7 @@ def block_of(
         recomputes=flags.recompute_granularity == "full",
         recompute_modules=flags.recompute_modules if flags.recompute_granularity == "selective" else (),
         local=local,
-        splits_weights=local and not flags.moe_grouped_gemm,
+        splits_weights=splits_weights(flags) and not (local and flags.moe_grouped_gemm),
         replicas=max(1, of_stage // tensor),
         expert_replicas=max(1, of_stage // (expert * expert_tensor)),
         shards_optimizer=flags.use_distributed_optimizer,
@@ -366,6 +374,8 @@ def _check(model: ModelFile, block: Block, ranks: int) -> None:
         model.refuse("fp8-recipe", *OTHER_FP8_RECIPE)
     if block.dtype == "fp8" and block.local:
         model.refuse("transformer-impl", "has no FP8", "Use transformer_engine, or leave fp8-format out.")
+    if model.flags.dispatcher not in ("alltoall", "allgather", *FLEX_BACKENDS):
+        model.refuse("moe-flex-dispatcher-backend", "cannot run in chunks", "Use deepep or hybridep.")
     if block.topk > experts:
         model.refuse("moe-router-topk", f"is above num-experts {experts}")
     if experts % block.expert or needed > ranks:

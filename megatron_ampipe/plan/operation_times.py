@@ -200,11 +200,10 @@ class OperationTimes:
         """An all-gather forward and a reduce-scatter backward, or the reverse, of one rank's part."""
         if ranks == 1:
             return ZERO
-        size = elements * self.block.element_bytes * (ranks - 1)
-        spread = ranks * (self.block.tensor if wide else 1)
+        size, apart = elements * self.block.element_bytes * (ranks - 1), self.block.tensor if wide else 1
         return Pair(
-            self.figure("all_gather", spread).time_us(size),
-            self.figure("reduce_scatter", spread).time_us(size),
+            self._ring_us("all_gather", size, ranks, apart=apart),
+            self._ring_us("reduce_scatter", size, ranks, apart=apart),
         )
 
     def reduction_us(self, parameters: float, *, experts: bool) -> float:
@@ -220,12 +219,43 @@ class OperationTimes:
             return 0.0
         size = parameters * GRADIENT_BYTES * (ranks - 1) / ranks
         if work.shards_optimizer:
-            return self.figure("reduce_scatter", ranks * apart).time_us(size)
-        return 2 * self.figure("all_gather", ranks * apart).time_us(size)
+            return self._ring_us("reduce_scatter", size, ranks, apart=apart)
+        return 2 * self._ring_us("all_gather", size, ranks, apart=apart)
+
+    def _ring_us(self, operation: Operation, size: float, ranks: int, *, apart: int) -> float:
+        """An all-gather or a reduce-scatter: every rank sends so many bytes to the next one of its group.
+
+        The group has every ``apart``-th rank. Between nodes, bytes go through the adapters of all its ranks
+        in a node: all of the node's, as the figure was measured, or a part that is as slow as an all-to-all.
+        """
+        time, near = self.figure(operation, ranks * apart).time_us(size), self.cluster.ranks_per_node
+        if ranks * apart <= near or apart == 1:
+            return time
+        through_one = self.cluster.collective("all_to_all", across_nodes=True)
+        return max(time, through_one.time_us(size / max(1, near // apart)))
 
     def figure(self, operation: Operation, ranks: int) -> TransferCost:
         """A collective of a group that is spread over so many ranks, and so perhaps over several nodes."""
         return self.cluster.collective(operation, across_nodes=ranks > self.cluster.ranks_per_node)
+
+    def flex_us(self, tokens: float) -> float:
+        """So many tokens of a rank through DeepEP or HybridEP, which use both classes of links at once.
+
+        A token goes once to each node, and there over NVLink to each rank that has experts of it.
+        """
+        work = self.block
+        ranks = work.expert * work.expert_tensor
+        near = min(ranks, self.cluster.ranks_per_node)
+        nodes = -(-ranks // near)
+        links = [(False, near, work.rows_to(work.expert) * work.expert_tensor)] * (near > 1)
+        links += [(True, nodes, work.rows_to(nodes))] * (nodes > 1)
+        size = tokens * work.row_bytes(work.topk)
+        return max(
+            self.cluster.collective(work.dispatcher, across_nodes=across).time_us(  # type: ignore[arg-type]
+                size * rows * (places - 1) / places
+            )
+            for across, places, rows in links
+        )
 
     def links(self) -> list[tuple[TransferCost, float]]:
         """The links that an all-to-all uses, each with its share of the rows."""

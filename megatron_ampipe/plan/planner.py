@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_ampipe.plan.block import FLEX_BACKENDS
 from megatron_ampipe.plan.partners import DEGREES as TOGETHER_DEGREES
 from megatron_ampipe.plan.partners import Together, as_megatron, best_together
 from megatron_ampipe.plan.plan_file import Plan, made_for
@@ -34,6 +35,7 @@ from megatron_ampipe.schedule import (
 from megatron_ampipe.schedule.features import boundary
 
 _WITH_WEIGHTS = ", and gradients of weights computed during transfers"
+GROUPED = "--moe-grouped-gemm"
 MINIMUM_SPEEDUP = 1.01
 """Blocks are not split into chunks for a smaller predicted speedup: predictions are not that exact."""
 
@@ -45,7 +47,8 @@ class Plans:
     ``alone`` is the plan of one block, with which all take ``blocks_ms`` one after another; ``shared`` that
     of layers that share a schedule, None if they cannot; ``chosen`` one of the two, with the reason.
     Where passes may have a partner, ``together`` is the best way to run two, and ``as_megatron`` Megatron's.
-    ``fewer_bytes`` is how much faster its exchange makes it than the first that was compared.
+    ``fewer_bytes`` is how much faster its exchange makes it than the first that was compared; ``by_exchange``
+    are the milliseconds of the layers with each (:attr:`step_ms`).
     """
 
     alone: Plan
@@ -55,6 +58,7 @@ class Plans:
     together: Together | None = None
     as_megatron: Together | None = None
     fewer_bytes: float = 1.0
+    by_exchange: tuple[tuple[Exchange, float], ...] = ()
 
     @property
     def chosen_ms(self) -> float:
@@ -110,13 +114,17 @@ def make_plans(
     useful = [exchange for exchange in exchanges if exchange in work.exchanges(near)]
     compared = []
     for exchange in useful or [Exchange.ROWS]:
-        of_exchange = predictor.with_exchange(exchange)
+        of_exchange = predictor.changed(exchange=exchange)
         plans = _plans_of_exchange(of_exchange, degrees=degrees, full=full, stack=stack)
         compared.append(_with_partner(of_exchange, plans, with_partner, stack=stack))
     best = compared[0]
     for plans in compared[1:]:
         if plans.step_ms < (1 - MINIMUM_SAVING) * best.step_ms:
             best = plans
+    by_exchange = tuple(
+        (used, plans.step_ms) for used, plans in zip(useful or [Exchange.ROWS], compared, strict=True)
+    )
+    best = replace(best, by_exchange=by_exchange)
     if len(compared) == 1:
         return best
     exchange = best.chosen.exchange
@@ -132,6 +140,34 @@ def make_plans(
         )
     fewer_bytes = compared[0].step_ms / best.step_ms
     return replace(best, chosen=replace(best.chosen, reason=reason), fewer_bytes=fewer_bytes)
+
+
+def alternatives(predictor: Predictor, **options: Any) -> dict[str, Plans]:
+    """The plans with flags of Megatron that the model does not have, by these flags.
+
+    They are grouped products of the experts, and other dispatchers that the cluster has figures of.
+
+    Args:
+        predictor: Of all layers of a pipeline stage.
+        options: Those of :func:`make_plans`.
+
+    Raises:
+        BadInput: as :func:`make_plans`.
+    """
+    block, cluster = predictor.block, predictor.cluster
+    changes: dict[str, dict[str, Any]] = {}
+    if not (block.grouped or block.local or block.local_experts == 1):
+        changes[GROUPED] = {"grouped": True}
+    if block.expert > 1 and block.dispatcher != "alltoall":
+        changes["--moe-token-dispatcher-type alltoall"] = {"dispatcher": "alltoall"}
+    for backend in FLEX_BACKENDS:
+        needed = [cluster.intra, cluster.inter]
+        if block.expert * block.expert_tensor <= cluster.ranks_per_node:
+            needed.pop()
+        if block.expert > 1 and backend != block.dispatcher and all(backend in (of or {}) for of in needed):
+            flags = f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {backend}"
+            changes[flags] = {"dispatcher": backend}
+    return {flags: make_plans(predictor.changed(**fields), **options) for flags, fields in changes.items()}
 
 
 def _plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: bool, stack: int) -> Plans:

@@ -23,7 +23,6 @@ from megatron_ampipe.schedule import (
     WEIGHTS,
     BlockFeatures,
     Direction,
-    Exchange,
     Pipeline,
     Schedule,
     Stage,
@@ -194,13 +193,9 @@ class Predictor:
         stock = self.block.stock
         return OperationTimes(stock, self.cluster, stock.features, stock=True)
 
-    def with_exchange(self, exchange: Exchange) -> Predictor:
-        """A predictor of the same layers with another exchange."""
-        return self.of_layers(len(self.layers), dense=self._dense, exchange=exchange)
-
-    def with_reductions(self) -> Predictor:
-        """The same that reduce gradients in stages of their schedule."""
-        return self.of_layers(len(self.layers), dense=self._dense, places_reductions=True)
+    def changed(self, **changes: Any) -> Predictor:
+        """A predictor of the same layers with other fields of the block."""
+        return self.of_layers(len(self.layers), dense=self._dense, **changes)
 
     def of_layers(
         self, num_layers: int, *, dense: Collection[int] = (), memory: str | None = None, **changes: Any

@@ -103,7 +103,8 @@ by_time = operator.attrgetter("total_us")
 def candidates(predictor: Predictor, degrees: Iterable[int] = DEGREES) -> Iterator[Candidate]:
     """The named schedules at each degree, the same in both directions, with equal chunks."""
     names = NAMED if len(predictor.layers) == 1 else NAMED[:1]
-    if predictor.block.splits_weights:
+    if predictor.block.splits_weights and predictor.block.local:
+        # Transformer Engine's layers have one product for each chunk.
         names = (*names, "joined")
     for degree in degrees:
         if predictor.block.splits_into(degree):

@@ -191,7 +191,8 @@ def choose(times: OperationTimes, work: Work) -> Pair:
 @CostOf(kinds.CONDENSE)
 @CostOf(kinds.EXPAND)
 def permute(times: OperationTimes, work: Work) -> Pair:
-    return times.move(times.sent(work.rows))
+    # The flex dispatcher takes tokens in their own order, and adds what comes back.
+    return ZERO if times.block.flex else times.move(times.sent(work.rows))
 
 
 @CostOf(kinds.ROUTE, calls=(17, 12))
@@ -229,6 +230,9 @@ def exchange(times: OperationTimes, work: Work) -> Pair:
     if sizes.dispatcher == "allgather":
         elements = times.tokens(work.rows) * sizes.hidden
         time = times.gather(elements, sizes.expert * sizes.expert_tensor).forward
+        return Pair(time, time)
+    if sizes.flex:
+        time = times.flex_us(times.tokens(work.rows) * sizes.load)
         return Pair(time, time)
     # A row leaves its rank with a probability for each expert that it may be for.
     near = 1 if times.nodes is None else times.nodes.ranks_per_node
@@ -278,7 +282,9 @@ def scatter(times: OperationTimes, work: Work) -> Pair:
 def arrange(times: OperationTimes, work: Work) -> Pair:
     """Rows sorted by expert, or copied for the experts; or the way back, where copies are added."""
     sizes = times.block
-    if sizes.dispatcher != "alltoall" or (sizes.local_experts == 1 and sizes.exchange.sends_every_copy):
+    # HybridEP's exchange sorts them.
+    sorts = sizes.dispatcher in ("alltoall", "deepep")
+    if not sorts or (sizes.local_experts == 1 and sizes.sends_every_copy):
         return ZERO
     return times.move(sizes.received(work.rows.hidden))
 

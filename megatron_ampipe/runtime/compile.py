@@ -230,8 +230,9 @@ class _Steps:
         gradients = self.gradients[stage.layer]
         if not kind.own_backward:
             segment = block.slot("segment", kind, chunk)
-            step: Step = Differentiate(stage, segment, block.parameters.get(kind, ()))
-            step.others.append(segment)
+            products = block.slot("products", kind, chunk) if kind in self._apart else None
+            step: Step = Differentiate(stage, segment, block.parameters.get(kind, ()), products)
+            step.others += [segment] if products is None else [segment, products]
             gradients.take(step, chunk)
         else:
             function = block.functions.differentiate(kind)

@@ -61,7 +61,12 @@ class Segment:
             self.values = function(*inputs)
 
     def backward(
-        self, gradients: list[Tensor | None], *, parameters: Sequence[int], sums: GradientSums
+        self,
+        gradients: list[Tensor | None],
+        *,
+        parameters: Sequence[int],
+        sums: GradientSums,
+        products: WeightProducts | None = None,
     ) -> Sequence[Tensor | None]:
         """Compute the gradients and release the graph; can be called once.
 
@@ -70,6 +75,8 @@ class Segment:
                 refers to them, they are freed when they are no longer needed.
             parameters: Numbers in ``sums`` of the parameters that the stage uses; their gradients are added.
             sums: Accumulates the parameter gradients of the chunks.
+            products: Where the stage leaves gradients of weights; what autograd gives in their place is not
+                added.
 
         Returns:
             The gradient of each input; None for an input that no output depends on.
@@ -101,8 +108,9 @@ class Segment:
             True,
             accumulate_grad=False,
         )
+        late = () if products is None else products.late
         for place, number in enumerate(parameters, count):
-            if computed[place] is not None:
+            if computed[place] is not None and trained[number] not in late:
                 sums.add(number, computed[place])
         self._output_edges = self._input_edges = ()
         return computed[:count]
@@ -261,6 +269,9 @@ class GradientSums:
 WeightProduct = Callable[[Tensor, Tensor], Tensor | None]
 """``inputs [R, K]`` and ``gradient [R, N]`` to the weight's gradient ``[N, K]``, or to what Megatron returns
 in its place where it was added to ``main_grad``."""
+Delayed = Callable[[list[Any]], Iterable[tuple[Parameter, Tensor | None]]]
+"""From what a layer has delayed its products with, to parameters with their gradients, or with what Megatron
+returns in place of one that was added to ``main_grad``."""
 SUM_BYTES = 4
 """Of a number in a sum of gradients."""
 
@@ -271,11 +282,14 @@ class WeightProducts:
     A linear layer's backward is two products, and only that for its input is on the critical path. A layer
     that runs within ``BlockFunctions.weights_apart`` computes that one alone, and :func:`keep_for_weight`
     keeps what the other takes. torch's own graph cannot be split for this: Megatron's linear function
-    computes both products whichever is asked for.
+    computes both products whichever is asked for. Transformer Engine's layers delay their product themselves.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[Parameter, tuple[WeightProduct, list[Tensor], list[Tensor]]] = {}
+        self._delayed: list[tuple[Delayed, list[Any]]] = []
+        self.late: set[Parameter] = set()
+        """Weights whose gradients layers have delayed themselves."""
 
     def keep(self, weight: Parameter, product: WeightProduct, inputs: Tensor, gradient: Tensor) -> None:
         """Keep what a product takes; rows may be spread over several leading dimensions."""
@@ -283,10 +297,19 @@ class WeightProducts:
         rows.append(inputs.reshape(-1, inputs.shape[-1]))
         gradients.append(gradient.reshape(-1, gradient.shape[-1]))
 
+    def delay(self, weights: Iterable[Parameter], product: Delayed, tensors: list[Any]) -> None:
+        """Keep what a layer has delayed the gradients of these weights with: tensors, and lists of them."""
+        self.late.update(weights)
+        self._delayed.append((product, tensors))
+
     @property
     def tensors(self) -> list[Tensor]:
         """Everything that is kept."""
-        return [tensor for _, *kept in self._waiting.values() for part in kept for tensor in part]
+        kept = [tensor for _, *kept in self._waiting.values() for part in kept for tensor in part]
+        for _, parts in self._delayed:
+            flat = (tensor for part in parts for tensor in (part if isinstance(part, list) else [part]))
+            kept += [tensor for tensor in flat if isinstance(tensor, Tensor)]
+        return kept
 
     @classmethod
     def joined(cls, parts: Iterable[WeightProducts]) -> WeightProducts:
@@ -297,6 +320,7 @@ class WeightProducts:
                 _, of_all, gradients_of_all = found._waiting.setdefault(weight, (product, [], []))
                 of_all += rows
                 gradients_of_all += gradients
+            found._delayed += part._delayed
         return found
 
     def add_to(self, sums: GradientSums) -> None:
@@ -311,6 +335,11 @@ class WeightProducts:
                 number = sums.numbers[weight]
                 while rows:
                     sums.add(number, product(rows.pop(0), gradients.pop(0)))
+            while self._delayed:
+                delayed, tensors = self._delayed.pop(0)
+                for parameter, gradient in delayed(tensors):
+                    sums.add(sums.numbers[parameter], gradient)
+                del tensors
 
 
 def _are_one_product(rows: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:

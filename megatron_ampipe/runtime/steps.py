@@ -243,10 +243,12 @@ class Differentiate(Step):
     Attributes:
         segment: Slot of its graph.
         parameters: Numbers of the parameters that it uses, in the sums of the block.
+        products: Slot of what its weights' gradients wait in; None if they do not.
     """
 
     segment: int
     parameters: Sequence[int]
+    products: int | None = None
 
     def work(self, state: Pass, inputs: list[Any]) -> Sequence[Tensor | None]:
         """See :class:`Step`."""
@@ -254,7 +256,10 @@ class Differentiate(Step):
         state.slots[self.segment] = None
         if state.crossing is not None:
             state.crossing.note_backward(segment.crossed)
-        return segment.backward(inputs, parameters=self.parameters, sums=state.sums[self.stage.layer])
+        products = None if self.products is None else state.slots[self.products]
+        return segment.backward(
+            inputs, parameters=self.parameters, sums=state.sums[self.stage.layer], products=products
+        )
 
 
 @dataclass(slots=True)

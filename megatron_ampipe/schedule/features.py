@@ -29,6 +29,13 @@ OTHER_FP8_RECIPE = (
     "Use --fp8-recipe blockwise, mxfp8 or tensorwise.",
 )
 """Why no other recipe works, and what to do."""
+WEIGHTS_TOGETHER = (
+    "only the linear layers of --transformer-impl local, and of Transformer Engine from "
+    "2.3 on without its fused operations, can compute gradients of weights apart",
+    "Use --ampipe-schedule ampipe and --ampipe-degree 4, or leave --use-transformer-engine-op-fuser and "
+    "--use-grouped-gemm-for-shared-expert out.",
+)
+"""Why layers cannot run a schedule that computes gradients of weights apart, and what to do."""
 
 
 class Restored(StrEnum):
@@ -46,9 +53,10 @@ class Restored(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockFeatures:
-    """What a block contains besides attention.
+    """What a block contains.
 
     Attributes:
+        attention: Attention before the experts. Without it, the block begins with the norm before the router.
         dense: An MLP in place of routed experts.
         losses: The router has auxiliary or z losses.
         shared: There are shared experts.
@@ -76,6 +84,7 @@ class BlockFeatures:
         latent: ``merge`` projects what the experts return, so its backward needs their values.
     """
 
+    attention: bool = True
     dense: bool = False
     losses: bool = False
     shared: bool = False
@@ -122,6 +131,13 @@ class BlockFeatures:
         """The features of a block with the same attention and an MLP."""
         of_attention = ("chunked_qkv", "recomputed", "reduces", "row_links", "gathers_rows", "ring_ranks")
         return BlockFeatures(dense=True, **{name: getattr(self, name) for name in of_attention})
+
+    @property
+    def without_attention(self) -> BlockFeatures:
+        """The features of a block with the same experts whose attention is not a part of it."""
+        return replace(
+            self, attention=False, chunked_qkv=False, row_links="", gathers_rows=False, ring_ranks=1
+        )
 
 
 def features_of_settings(
@@ -243,6 +259,14 @@ def ring_hindrance(settings: Any) -> str | None:
     if getattr(settings, "softmax_type", "vanilla") != "vanilla":
         return "attention sinks"
     return None
+
+
+def splits_weights(settings: Any) -> bool:
+    """Whether the linear layers can compute gradients of weights apart from those of their inputs."""
+    if settings.transformer_impl != "transformer_engine":
+        return bool(settings.transformer_impl == "local")
+    fused = ("use_transformer_engine_op_fuser", "use_grouped_gemm_for_shared_expert")
+    return not any(getattr(settings, name, None) for name in fused)
 
 
 def boundary(settings: Any, *, whole_attention: bool) -> str | None:

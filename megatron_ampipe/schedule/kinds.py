@@ -73,7 +73,8 @@ ATTENTION = StageKind(
 SCATTER_ROWS = StageKind("scatter-rows", TENSOR_LANE, _EITHER, takes=(PARTIAL,), gives=(_PROJECTED,))
 """Reduce-scatter of the output projection over tensor-parallel ranks; backward an all-gather."""
 ADD_NORM = replace(INPUT_NORM, name="add-norm", takes=(_PROJECTED, HIDDEN_STATES), gives=(_RESIDUAL, NORMED))
-"""Bias, dropout, residual, pre-MoE norm, of the rows that a tensor-parallel rank owns."""
+"""Bias, dropout, residual, pre-MoE norm, of the rows that a tensor-parallel rank owns; the norm alone in a
+block without attention."""
 CHOOSE = StageKind("choose", COMPUTE_LANE, _WHOLE, takes=(NORMED,), gives=(_CHOICE, _SCORES))
 """Router, where its choice for a token depends on tokens of other chunks."""
 ROUTE = StageKind("route", takes=(NORMED, _CHOICE, _SCORES), gives=(_TOKENS, _PROBS, _LOGITS, _ROUTING))
@@ -209,6 +210,8 @@ type _Candidates = Sequence[tuple[bool, StageKind]]
 
 def _attention(block: BlockFeatures) -> _Candidates:
     """From the input norm to the norm before the router."""
+    if not block.attention:
+        return [(True, replace(ADD_NORM, scope=Scope.CHUNK, takes=(HIDDEN_STATES,)))]
     lane = TENSOR_INTRA_LANE if block.row_links == INTRA_LANE.resource else TENSOR_LANE
     scope = Scope.EITHER if block.chunked_qkv else Scope.WHOLE
     scatters = bool(block.row_links)

@@ -80,12 +80,14 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
     """
     chunks, lead = range(degree), max(1, degree // 4)
     norms = [kinds.INPUT_NORM] if features.gathers_rows else []
-    adds = [kinds.ADD_NORM] if features.row_links else []
+    adds = [kinds.ADD_NORM] if features.row_links or not features.attention else []
     projects, whole = [QKV], list[StageKind]()
     if not features.chunked_qkv:
         norms, projects, whole = [], [], [*norms, QKV]
     steps = _attends(features)
     earlier, attends = steps[:-1], [*steps[-1:], ATTENTION]
+    if not features.attention:
+        norms, projects, whole, attends = [], [], [], []
     # Backward, each list after a transfer of the chunk, during which another chunk is computed.
     before = [group for group in (adds, [*attends[::-1], *projects], norms) if group]
     choice = [Stage(kinds.CHOOSE)] if features.chooses else []
@@ -163,6 +165,8 @@ def _joined(degree: int, features: BlockFeatures) -> Schedule:
 
 def _moe_only(degree: int, features: BlockFeatures) -> Schedule:
     """Attention whole; only the MoE layer is pipelined."""
+    if not features.attention:
+        return replace(_ampipe(degree, features), name="moe-only")
     chunks, last_first = range(degree), range(degree)[::-1]
     attention = [
         *([kinds.INPUT_NORM] if features.gathers_rows else []),

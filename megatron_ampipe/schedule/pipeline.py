@@ -154,6 +154,8 @@ class Pipeline:
         # them does not fit one that is left over, such as an MTP layer.
         if order is not None and order.repeats and len(layers) == 1:
             order = order if layers[0].chunked_qkv or QKV in order.forward.whole else None
+        if not layers[0].attention:
+            order = None
         if order is None:
             # The builders know blocks with experts; what is of a dense one is added, and what runs again.
             block = next((block for block in layers if not block.dense), layers[0])

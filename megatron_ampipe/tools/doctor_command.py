@@ -182,8 +182,9 @@ def show(found: Mapping[str, Any]) -> list[str]:
         return problems
     share = overlap["hidden_share"]
     verdict = "overlaps" if share >= 0.5 else "overlaps in part" if share >= 0.2 else "does not overlap"
+    transfer = "all-to-all" if found["num_ranks"] > 1 else "a kernel that waits"
     print(
-        f"overlap on {overlap['device']}: all-to-all {overlap['communication_ms']:.1f} ms, computation "
+        f"overlap on {overlap['device']}: {transfer} {overlap['communication_ms']:.1f} ms, computation "
         f"{overlap['computation_ms']:.1f} ms, together {overlap['together_ms']:.1f} ms: {share:.0%} hidden, "
         f"{verdict}"
     )

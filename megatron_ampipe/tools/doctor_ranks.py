@@ -38,6 +38,7 @@ _TIME_LIMIT_S = 120.0
 _CHUNKS, _COLUMNS = 4, 1024
 _CHUNK_BYTES, _MATRIX = {"cuda": 32 * 2**20, "cpu": 8 * 2**20}, {"cuda": 4096, "cpu": 384}
 _REPEATS, _WARM_UP = 10, 2
+_WAIT_CYCLES = 500_000
 
 
 def start(num_ranks: int) -> dict[str, Any]:
@@ -157,8 +158,9 @@ def measure(device: str) -> dict[str, float]:
 def _exchange(rows: Tensor) -> Transfer:
     num_ranks = dist.get_world_size()
     if num_ranks == 1:
-        # One GPU has no peer to exchange with; a copy shows whether its streams overlap.
-        return Transfer((rows.clone(),))
+        # One GPU has no peer; a kernel that waits, in one thread, shows whether its streams overlap.
+        torch.cuda._sleep(_WAIT_CYCLES)
+        return Transfer((rows,))
     share = [len(rows) // num_ranks] * num_ranks
     assert dist.group.WORLD is not None
     return exchange_rows([rows], send=share, receive=share, group=dist.group.WORLD)

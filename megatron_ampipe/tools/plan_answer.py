@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -15,9 +15,9 @@ from megatron_ampipe.plan.gradients import PLACED, STOCK, plan_gradients
 from megatron_ampipe.plan.kept import equation_10_us
 from megatron_ampipe.plan.partners import timeline as partner_timeline
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.plan.planner import Plans, sharing_layers
+from megatron_ampipe.plan.planner import GROUPED, Plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.search import candidates, in_one_chunk
+from megatron_ampipe.plan.search import MINIMUM_SAVING, candidates, in_one_chunk
 from megatron_ampipe.schedule import (
     KEEP,
     MEGATRON,
@@ -30,9 +30,16 @@ from megatron_ampipe.schedule import (
 
 
 def answer_of(
-    predictor: Predictor, plans: Plans, arguments: argparse.Namespace, assumed: list[str]
+    predictor: Predictor,
+    plans: Plans,
+    others: Mapping[str, Plans],
+    arguments: argparse.Namespace,
+    assumed: list[str],
 ) -> dict[str, Any]:
-    """Everything that is shown, as plain data; ``predictor`` is of all layers of a pipeline stage."""
+    """Everything that is shown, as plain data; ``predictor`` is of all layers of a pipeline stage.
+
+    ``others`` are the plans with other flags of Megatron (``plan.planner.alternatives``).
+    """
     plan = plans.chosen
     try:
         gradients = _gradients(predictor, plan)
@@ -75,7 +82,30 @@ def answer_of(
         "helps": plan.helps,
         "reason": plan.reason,
         "memory_strategies": _memory_strategies(block, plan) if plan.helps else None,
+        "dispatchers": [
+            row for flags, of in {"": plans, **others}.items() for row in _dispatchers(predictor, of, flags)
+        ],
     }
+
+
+def _dispatchers(predictor: Predictor, plans: Plans, flags: str) -> list[dict[str, Any]]:
+    """The layers with each exchange of a dispatcher, and the flags of Megatron that the model lacks."""
+    words = flags.split()
+    dispatcher = words[-1] if "--moe-token-dispatcher-type" in words else predictor.block.dispatcher
+    stock_ms = plans.step_ms * plans.chosen.predicted_speedup
+    operation: Any = "all_to_all" if dispatcher == "alltoall" else dispatcher
+    return [
+        {
+            "dispatcher": dispatcher,
+            "exchange": exchange.value if dispatcher == "alltoall" else None,
+            "flags": words,
+            "stock_ms": stock_ms,
+            "predicted_ms": time_ms,
+            "speedup": stock_ms / time_ms,
+            "figures": predictor.cluster.basis_of(operation),
+        }
+        for exchange, time_ms in plans.by_exchange
+    ]
 
 
 def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -216,6 +246,8 @@ def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bo
             say("Its order was searched: use --output FILE, and --ampipe-plan FILE in place of these flags.")
     else:
         say("choice: degree 1, Megatron's own layers")
+    for sentence in _faster_with(answer["dispatchers"]):
+        say(sentence)
     say(answer["reason"])
     if answer["hidden_by"] is not None:
         shares = (f"{share:.0%} under {source}" for source, share in answer["hidden_by"].items() if share)
@@ -227,6 +259,11 @@ def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bo
         columns["of bound"] = "{of_bound}"
         title = "layers of a pipeline stage, a micro-batch forward and backward"
         console.print(_table(title, answer["layers"], columns))
+    if len(dispatchers := [row for row in answer["dispatchers"] if GROUPED not in row["flags"]]) > 1:
+        rows = [row | {"exchange": row["exchange"] or "its own"} for row in dispatchers]
+        columns = {"dispatcher": "{dispatcher}", "exchange": "{exchange}", "Megatron's ms": "{stock_ms:.1f}"}
+        columns |= {"AMPipe's ms": "{predicted_ms:.1f}", "speedup": "{speedup:.2f}", "figures": "{figures}"}
+        console.print(_table("the same layers by dispatcher, with its best plan", rows, columns))
     ways = {"degree": "{degree}", "schedule": "{schedule}"}
     directions = {name: f"{{{name}_ms:.3f}}" for name in ("forward", "backward", "predicted")}
     gains = {"speedup": "{speedup:.2f}", "hidden": "{hidden_share:.1%}"}
@@ -245,6 +282,21 @@ def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bo
         say(
             f"to hold less, degree {memory['degree']}: {memory['equation_10']} by MPipeMoE's equation 10, "
             f"{memory['simulated']} by simulation (ms of the block: {times})"
+        )
+
+
+def _faster_with(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Which other flags of Megatron are predicted to be faster than those of the model; the best first."""
+    model_ms = min(row["predicted_ms"] for row in rows if not row["flags"])
+    best: dict[str, Mapping[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: row["predicted_ms"]):
+        if row["flags"] and row["predicted_ms"] < (1 - MINIMUM_SAVING) * model_ms:
+            best.setdefault(" ".join(row["flags"]), row)
+    for flags, row in best.items():
+        time_ms, speedup, figures = row["predicted_ms"], row["speedup"], row["figures"]
+        yield (
+            f"with {flags}: layers take {time_ms:.4g} ms in place of {model_ms:.4g}, {speedup:.2f} times as "
+            f"fast as Megatron's with it (figures {figures})"
         )
 
 

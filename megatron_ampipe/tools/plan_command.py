@@ -24,7 +24,7 @@ from megatron_ampipe.files.timeline import PREDICTED
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.plan.planner import make_plans, sharing_layers
+from megatron_ampipe.plan.planner import alternatives, make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.recorded_routing import with_routing
 from megatron_ampipe.plan.search import DEGREES
@@ -108,7 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="E,E",
         help="how the all-to-all groups copies of a token, as --ampipe-exchange: "
         f"{', '.join(Exchange)}, several of these, or {AUTO} for all that the layout allows; the "
-        f"first is kept unless another is predicted to save more than 1 %% (default: {AUTO})",
+        f"first is kept unless another is predicted to save more than 1 %% (default: {AUTO}, which "
+        "compares dispatchers and grouped products of Megatron too)",
     )
     add(
         "--no-partner",
@@ -187,20 +188,21 @@ def run(arguments: argparse.Namespace) -> int:
             "twice, or ranks are not spread equally over several nodes with several of them on each; use "
             f"--exchange {AUTO}, which leaves out what does not apply"
         )
-    plans = make_plans(
-        predictor,
-        degrees=arguments.degrees,
-        stack=stack,
-        exchanges=exchanges,
-        with_partner=0.0 if arguments.no_partner or layers.waits else 1.0,
-    )
+    options = {
+        "degrees": arguments.degrees,
+        "stack": stack,
+        "exchanges": exchanges,
+        "with_partner": 0.0 if arguments.no_partner or layers.waits else 1.0,
+    }
+    plans = make_plans(predictor, **options)
+    others = alternatives(predictor, **options) if arguments.exchange == AUTO else {}
     plan = plans.chosen
     if plan.partner is not None:
         assumed.append("steps have many micro-batches: the first forward, last backward pass run alone")
     elif layers.waits and not arguments.no_partner:
         assumed.append("no partners: they need virtual stages (--num-layers-per-virtual-pipeline-stage)")
-    predictor = predictor.with_exchange(plan.exchange)
-    answer = answer_of(predictor, plans, arguments, assumed)
+    predictor = predictor.changed(exchange=plan.exchange)
+    answer = answer_of(predictor, plans, others, arguments, assumed)
     text = json.dumps(answer, indent=1) + "\n"
     if arguments.trace is not None or arguments.tape is not None:
         _write_shown(predictor, plan, arguments)

@@ -90,11 +90,13 @@ def _check(chosen: argparse.Namespace) -> int:
         output.mkdir(parents=True, exist_ok=True)
         (output / "log.txt").write_text("")
         planned = plan(Path(scratch), output)
-        lacking = missing(list(dict.fromkeys(need for step in planned for need in step.needs)), environment)
+        needs = dict.fromkeys(need for group in planned for step in group for need in step.needs)
+        lacking = missing(list(needs), environment)
         log, deadline = output / "log.txt", begin + chosen.budget
         done = [
-            run(step, environment=environment, lacking=lacking, log=log, deadline=deadline)
-            for step in planned
+            ended
+            for group in planned
+            for ended in run(group, environment=environment, lacking=lacking, log=log, deadline=deadline)
         ]
         return _report(device, done, output=output, seconds=time.monotonic() - begin)
 

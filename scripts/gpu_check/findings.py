@@ -6,6 +6,7 @@ Called by :mod:`.__main__`, with the document that ``summary.json`` holds.
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ _TESTS = {
     "test_equals_stock_in_fp32": "parity fp32",
     "test_equals_stock_in_bf16": "parity bf16",
     "test_every_layer_case_in_fp32": "parity fp32, every layer",
+    "test_partners_equal_stock_in_fp32": "partners, parity fp32",
+    "test_partners_equal_the_sequence_of_stages": "partners under stress",
     "test_equals_the_sequence_of_stages": "under stress, compared with its stages in turn",
     "test_equals_stock_at_real_sizes": "under stress, parity fp32",
     "test_a_missing_wait_is_seen": "the stress shows a missing wait",
@@ -171,6 +174,35 @@ def _required_share(found: Mapping[str, Any]) -> float:
     return 0.5 * under_computation * (1 - 1 / int(found["degree"]))
 
 
+def _training(text: str) -> Iterator[Row]:
+    """Losses of Megatron's loop with AMPipe, compared with those without."""
+    found = json.loads(text)
+    stock = found["kinds"]["stock"]
+    for name, difference in found["differences"].items():
+        if name != "stock":
+            yield Row(
+                f"training, {name}",
+                Outcome.OK if difference <= found["allowed"] else Outcome.DIFFERENT,
+                f"losses of {len(stock['losses'])} iterations differ by {difference:.0e} at most, "
+                f"{found['allowed']:.0e} allowed; stock {stock['ms']:.0f} ms an iteration, "
+                f"this {found['kinds'][name]['ms']:.0f}",
+            )
+
+
+def _partners(text: str) -> Iterator[Row]:
+    """Steps of several micro-batches through four layers."""
+    document = json.loads(text)
+    medians = {name: statistics.median(seconds) for name, seconds in document["seconds"].items()}
+    case, stock = document["case"], medians.pop("megatron")
+    shown = ", ".join(f"{name} {stock / seconds:.2f}x" for name, seconds in medians.items())
+    each_ms = 1e3 * stock / case["microbatches"]
+    yield Row(
+        f"partners, {case['name']}, {document['command'][3]}",
+        Outcome.OK,
+        f"stock {each_ms:.1f} ms a micro-batch; {shown}",
+    )
+
+
 def _bench(text: str) -> Iterator[Row]:
     """The fastest row of each schedule of each case."""
     document = json.loads(text)
@@ -190,4 +222,10 @@ def _bench(text: str) -> Iterator[Row]:
         )
 
 
-_READERS = {"tests": _tests, "profile": _profile, "bench": _bench}
+_READERS = {
+    "tests": _tests,
+    "training": _training,
+    "profile": _profile,
+    "partners": _partners,
+    "bench": _bench,
+}

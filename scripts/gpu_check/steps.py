@@ -18,40 +18,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from megatron_ampipe.errors import DifferenceFound, EnvironmentMissing
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BUDGET_S = 530
 """For everything: under nine minutes, with some seconds for the start and the table."""
-DEGREES = "1,2,4,8"
+DEGREES = "2,4"
 LINKS = ("emulated:20GB/s", "emulated:50GB/s")
 TRACED_LINK = LINKS[0]
 BENCHMARKS = {
-    # Of the paper's sizes a small, a middle and a large one.
-    "paper": ("base-16k-b1-c1,large-16k-b1-c2,xl-32k-b1-c1", 4, 50),
-    "mixtral": ("mixtral-8k", 8, 32),
-    "deepseek": ("deepseek-8k,deepseek-8k-grouped", 8, 33),
+    "mixtral": ("mixtral-8k", 8, 45),
+    "deepseek": ("deepseek-8k-grouped", 8, 35),
+    # Of the paper's sizes a middle and a large one.
+    "paper": ("large-16k-b1-c2,xl-32k-b1-c1", 4, 50),
 }
 """By grid: cases, ranks, seconds."""
-_PROFILE_S, _DEVICE_S = 55, 60
+_PROFILE_S, _PARTNERS_S, _TRAINING_S, _DEVICE_S = 45, 70, 110, 60
 _RUN = "packaging", "ruamel.yaml", "numpy", "torch", "megatron.core"
 _TEST = (*_RUN, "pytest", "pytest_timeout")
 COMPILER = "a C compiler with Python.h and triton"
 """What Triton needs to compile; all other needs are modules."""
 TESTS = {
     # Modules and names of tests, seconds, needs beyond those of all tests.
-    "cases": (("test_cuda.py", "test_gradients.py"), "not transformer and not compiled", 90, ()),
-    "stress": (("test_stress.py",), "", 50, ()),
-    "attention": (("test_attention.py",), "", 35, ()),
+    "cases": (("test_cuda.py", "test_gradients.py"), "not transformer and not compiled", 110, ()),
+    "partners": (("test_partners.py",), "", 110, ()),
+    "stress": (("test_stress.py",), "", 110, ()),
+    "attention": (("test_attention.py",), "", 110, ()),
     "transformer engine": (
-        ("test_gradients.py",), "transformer_engine", 30, ("transformer_engine.pytorch",),
+        ("test_gradients.py",), "transformer_engine", 110, ("transformer_engine.pytorch",),
     ),
-    "compiled": (("test_cuda.py",), "compiled", 40, (COMPILER,)),
+    "compiled": (("test_cuda.py",), "compiled", 110, (COMPILER,)),
 }  # fmt: skip
-"""By step: parts of ``tests/gpu``."""
-_GRACE_S = 5.0
+"""By step: parts of ``tests/gpu``, all run together."""
+_GRACE_S, _POLL_S = 5.0, 0.05
 # Less than this is not worth starting anything.
 _SHORTEST_S = 5.0
 
@@ -76,7 +76,7 @@ class Step:
     """One process.
 
     Attributes:
-        kind: How its findings are read: ``tests``, ``profile`` or ``bench``.
+        kind: How its findings are read: ``tests``, ``training``, ``profile``, ``partners`` or ``bench``.
         name: In the table.
         command: What is run, in the checkout.
         result: The file that it writes.
@@ -165,42 +165,35 @@ class Device:
         return device
 
 
-def plan(scratch: Path, output: Path) -> list[Step]:
-    """All steps, the most important first.
+def plan(scratch: Path, output: Path) -> list[list[Step]]:
+    """All steps, the most important first; those of a list run together.
 
     Args:
         scratch: Folder for what the steps write.
         output: Folder that the user keeps.
     """
-    python = sys.executable
-    profile = scratch / "profile.json"
-    steps = {name: _tests(name, scratch) for name in TESTS}
-    ordered = [steps[name] for name in ("cases", "stress", "attention")]
-    ordered.append(
-        Step(
-            kind="profile",
-            name="profile",
-            command=(
-                *(python, "-m", "gpu_check.profiled", "--link", TRACED_LINK),
-                *("--trace", str(output / "trace.json.gz"), "--json", str(profile)),
-            ),
-            result=profile,
-            limit_s=_PROFILE_S,
-            needs=(*_RUN, "rich", "tqdm"),
-        )
+    python, needs = sys.executable, (*_RUN, "rich", "tqdm")
+    training, profile, partners = (scratch / f"{name}.json" for name in ("training", "profile", "partners"))
+    together = [_tests(name, scratch) for name in TESTS]
+    words: tuple[str, ...] = (python, "-m", "gpu_check.trained", "--json", str(training))
+    together.append(Step("training", "training", words, training, _TRAINING_S, (*needs, "pydantic")))
+    words = (
+        *(python, "-m", "gpu_check.profiled", "--link", TRACED_LINK),
+        *("--trace", str(output / "trace.json.gz"), "--json", str(profile)),
     )
-    ordered += [steps[name] for name in ("transformer engine", "compiled")]
-    for link in LINKS:
-        for grid, (cases, ranks, limit_s) in BENCHMARKS.items():
+    alone = [Step("profile", "profile", words, profile, _PROFILE_S, needs)]
+    words = (python, "docs/measured/partners.py", str(partners), TRACED_LINK, "mixtral", "mixtral-4k")
+    alone.append(Step("partners", f"partners, {TRACED_LINK}", words, partners, _PARTNERS_S, needs))
+    for grid, (cases, ranks, limit_s) in BENCHMARKS.items():
+        for link in LINKS[:1] if grid == "paper" else LINKS:
             file = scratch / f"{grid}-{link.partition(':')[2].replace('/', '-per-')}.json"
-            command = (
+            words = (
                 *(python, "-m", "megatron_ampipe.cli", "bench", "--grid", grid, "--cases", cases),
                 *("--link", link, "--ranks", str(ranks), "--pretend-peers", "--degrees", DEGREES),
                 *("--repeats", "5", "--warmup", "1", "--json", str(file)),
             )
-            name = f"bench {grid}, {link}"
-            ordered.append(Step("bench", name, command, file, limit_s, needs=(*_RUN, "rich", "tqdm")))
-    return ordered
+            alone.append(Step("bench", f"bench {grid}, {link}", words, file, limit_s, needs))
+    return [together, *([step] for step in alone)]
 
 
 def _tests(name: str, scratch: Path) -> Step:
@@ -262,69 +255,98 @@ def missing(needs: Sequence[str], environment: Mapping[str, str]) -> dict[str, s
 
 
 def run(
-    step: Step, *, environment: Mapping[str, str], lacking: Mapping[str, str], log: Path, deadline: float
-) -> Done:
-    """Run one step to its end, or to the end of its time.
+    steps: Sequence[Step],
+    *,
+    environment: Mapping[str, str],
+    lacking: Mapping[str, str],
+    log: Path,
+    deadline: float,
+) -> list[Done]:
+    """Run steps together, each to its end, or to the end of its time.
 
     Args:
-        step: What to run.
-        environment: Of its process.
+        steps: What to run.
+        environment: Of their processes.
         lacking: What of the needs of all steps is not there, as :func:`missing` found it.
-        log: All that it says is appended to this.
+        log: All that they say is appended to this, step by step.
         deadline: Of the whole check, on the clock of ``time.monotonic``.
     """
-    if deadline - time.monotonic() < _SHORTEST_S:
-        return Done(step.kind, step.name, Outcome.NO_TIME, 0.0, "no time left", None)
-    lacks = [f"{need} ({lacking[need]})" for need in step.needs if need in lacking]
-    if lacks:
-        return Done(step.kind, step.name, Outcome.SKIPPED, 0.0, f"needs {', '.join(lacks)}", None)
-    begin = time.monotonic()
-    limit_s = max(0.0, min(step.limit_s, deadline - begin))
-    print(f"{step.name} (at most {limit_s:.0f} s)", flush=True)
-    with log.open("ab") as file:
-        file.write(f"\n== {step.name}\n".encode())
-        file.flush()
-        start = file.tell()
-        settings = {**environment, **step.environment}
-        code = _wait(step.command, environment=settings, log=file, limit_s=limit_s)
-    seconds = round(time.monotonic() - begin, 1)
-    if code is None:
-        outcome, said = Outcome.CUT, f"did not end within {limit_s:.0f} s"
-    elif code == 0:
-        outcome, said = Outcome.OK, ""
-    else:
-        outcome = Outcome.DIFFERENT if code == DifferenceFound.exit_code else Outcome.FAILED
-        said = _last_line(log, start) or f"exit code {code}"
-    found = step.result.read_text() if step.result.is_file() else None
-    return Done(step.kind, step.name, outcome, seconds, said, found)
+    done: dict[str, Done] = {}
+    running: list[_Running] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for step in steps:
+                lacks = [f"{need} ({lacking[need]})" for need in step.needs if need in lacking]
+                if deadline - time.monotonic() < _SHORTEST_S:
+                    done[step.name] = Done(step.kind, step.name, Outcome.NO_TIME, 0.0, "no time left", None)
+                elif lacks:
+                    said = f"needs {', '.join(lacks)}"
+                    done[step.name] = Done(step.kind, step.name, Outcome.SKIPPED, 0.0, said, None)
+                else:
+                    own_log = Path(folder) / str(len(running))
+                    running.append(_Running(step, environment, log=own_log, deadline=deadline))
+            while left := [one for one in running if one.step.name not in done]:
+                for one in left:
+                    if (ended := one.done()) is not None:
+                        done[one.step.name] = ended
+                        with log.open("ab") as file:
+                            file.write(f"\n== {one.step.name}\n".encode() + one.log.read_bytes())
+                time.sleep(_POLL_S)
+        finally:
+            # Also on Ctrl-C.
+            for one in running:
+                one.end()
+    return [done[step.name] for step in steps]
 
 
-def _wait(command: Sequence[str], *, environment: Mapping[str, str], log: Any, limit_s: float) -> int | None:
-    """The exit code; None if the time was over and everything of it was ended."""
-    process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        return process.wait(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        # Also on Ctrl-C. First kindly: ampipe bench then ends its ranks.
-        if process.poll() is None:
-            process.terminate()
+class _Running:
+    """A step whose process runs."""
+
+    def __init__(self, step: Step, environment: Mapping[str, str], *, log: Path, deadline: float) -> None:
+        self.step, self.log = step, log
+        self._begin = time.monotonic()
+        self._limit_s = max(0.0, min(step.limit_s, deadline - self._begin))
+        print(f"{step.name} (at most {self._limit_s:.0f} s)", flush=True)
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                step.command,
+                cwd=REPOSITORY,
+                env={**environment, **step.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def done(self) -> Done | None:
+        """What it was, once it has ended or its time is over; None before."""
+        code = self._process.poll()
+        seconds = time.monotonic() - self._begin
+        if code is None and seconds < self._limit_s:
+            return None
+        self.end()
+        if code is None:
+            outcome, said = Outcome.CUT, f"did not end within {self._limit_s:.0f} s"
+        elif code == 0:
+            outcome, said = Outcome.OK, ""
+        else:
+            outcome = Outcome.DIFFERENT if code == DifferenceFound.exit_code else Outcome.FAILED
+            said = _last_line(self.log) or f"exit code {code}"
+        step = self.step
+        found = step.result.read_text() if step.result.is_file() else None
+        return Done(step.kind, step.name, outcome, round(seconds, 1), said, found)
+
+    def end(self) -> None:
+        """End all of it that still runs; first kindly: ``ampipe bench`` then ends its ranks."""
+        if self._process.poll() is None:
+            self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=_GRACE_S)
+                self._process.wait(timeout=_GRACE_S)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
-def _last_line(log: Path, start: int) -> str:
-    lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines()
+def _last_line(log: Path) -> str:
+    lines = log.read_bytes().decode(errors="replace").strip().splitlines()
     return lines[-1].strip() if lines else ""

@@ -1,8 +1,8 @@
 """The wheels that a machine with torch and without a network lacks: packing here, unpacking there.
 
-Python's own library, and pip for packing alone. torch is not among them, nor what comes with torch. The one
-compiled module in them serves datasets, which the check does not read, so one pack serves every Python from
-3.12 on.
+Python's own library, and pip for packing alone. torch is not among them, nor what comes with torch.
+Compiled modules in them serve training alone, which is skipped where they do not fit: one pack serves every
+Python from 3.12 on.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ MODULES = {
 }
 """What is packed, with what each of them imports as. numpy comes with torch."""
 
+TRAINING = "pydantic"
+"""Imported by Megatron's training loop; packed with what it needs."""
 # Any wheel for the oldest Python that serves has the same files but for compiled ones.
 _PYTHON_VERSION = "3.12"
 _CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
@@ -58,13 +60,14 @@ def pack(folder: Path) -> int:
     for earlier in folder.glob("*.whl"):
         earlier.unlink()
     tag = _PYTHON_VERSION.replace(".", "")
-    _pip(
-        *("download", "--no-deps", "--only-binary=:all:", "--constraint", str(_CONSTRAINTS)),
-        *("--python-version", _PYTHON_VERSION, "--implementation", "cp"),
-        *(word for abi in (f"cp{tag}", "abi3", "none") for word in ("--abi", abi)),
-        *(word for platform in (*_PLATFORMS, "any") for word in ("--platform", platform)),
-        *("--dest", str(folder), *MODULES),
-    )
+    for what in (["--no-deps", *MODULES], [TRAINING]):
+        _pip(
+            *("download", "--only-binary=:all:", "--constraint", str(_CONSTRAINTS)),
+            *("--python-version", _PYTHON_VERSION, "--implementation", "cp"),
+            *(word for abi in (f"cp{tag}", "abi3", "none") for word in ("--abi", abi)),
+            *(word for platform in (*_PLATFORMS, "any") for word in ("--platform", platform)),
+            *("--dest", str(folder), *what),
+        )
     return sum(path.stat().st_size for path in folder.glob("*.whl"))
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -16,6 +17,7 @@ from megatron.core.parallel_state import (
     get_tensor_model_parallel_group,
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -35,6 +37,7 @@ from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from megatron_ampipe.tools.measuring.blocks import Layers
 from tests.dist import changed_functions, logged_losses, routing_records
 from tests.dist.cases import Case
+from tests.gated_delta_net_standin import with_gated_delta_net
 
 EXECUTORS = {"sequential": SequentialExecutor, "thread": ThreadExecutor, "cuda": CudaExecutor}
 HEADS = 4
@@ -87,6 +90,10 @@ def build_layers(
     """A stock layer and an AMPipe layer that loaded its ``state_dict``; ``executor`` replaces the case's."""
     config = transformer_config(case)
     specs = [layer_spec(case, config, dense=kind == "d") for kind in case.layers]
+    specs = [
+        with_gated_delta_net(spec) if kind == "g" else spec
+        for kind, spec in zip(case.layers, specs, strict=True)
+    ]
     gate = None if case.router is None else load_gate(case.router)
     if gate is not None:
         specs = [with_gate(spec, gate) for spec in specs]
@@ -113,14 +120,20 @@ def build_layers(
     )
     of_stock = dataclasses.replace(config, **case.stock)
     torch.manual_seed(11)
-    if len(specs) == 1:
-        stock = build_module(specs[0], config=of_stock, layer_number=1)
-        ours = build_module(pipelined(specs[0], context), config=dataclasses.replace(config), layer_number=1)
-    else:
-        stock = Layers(TransformerBlockSubmodules(layer_specs=specs), of_stock)
-        ours = Layers(
-            pipelined(TransformerBlockSubmodules(layer_specs=specs), context), dataclasses.replace(config)
-        )
+    # Of a gated delta net.
+    model_parallel_cuda_manual_seed(11, force_reset_rng=True)
+    down = WholeLinear if case.whole_down else multi_latent_attention.TELinear
+    with mock.patch.object(multi_latent_attention, "TELinear", down):
+        if len(specs) == 1:
+            stock = build_module(specs[0], config=of_stock, layer_number=1)
+            ours = build_module(
+                pipelined(specs[0], context), config=dataclasses.replace(config), layer_number=1
+            )
+        else:
+            stock = Layers(TransformerBlockSubmodules(layer_specs=specs), of_stock)
+            ours = Layers(
+                pipelined(TransformerBlockSubmodules(layer_specs=specs), context), dataclasses.replace(config)
+            )
     context.pipeline = case.pipeline
     # Random values everywhere: biases and norms are initialized to constants, which would hide errors.
     generator = torch.Generator().manual_seed(5)
@@ -153,10 +166,25 @@ def layer_spec(case: Case, config: TransformerConfig, *, dense: bool) -> ModuleS
         config.multi_latent_attention,
         **({} if case.transformer_engine else {"normalization": config.normalization}),
     )
+    if case.whole_down:
+        attention = spec.submodules.self_attention.submodules
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
     if config.multi_latent_attention or case.is_packed:
         # Megatron's module has no argument for the head size of values, and takes no packed documents.
         spec.submodules.self_attention.submodules.core_attention = HostDotProductAttention
     return spec
+
+
+class WholeLinear(torch.nn.Linear):
+    """In place of Transformer Engine's ``TELinear`` of the mode ``duplicated``."""
+
+    def __init__(self, input_size: int, output_size: int, *, parallel_mode: str, **_: Any) -> None:
+        assert parallel_mode == "duplicated"
+        super().__init__(input_size, output_size, bias=False)
+        self.weight.sequence_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return super().forward(hidden), None
 
 
 class Inputs(NamedTuple):

@@ -38,7 +38,8 @@ class Case:
     stack: int = 1
     """How many layers share a schedule; 0 for all."""
     layers: str = "m"
-    """The layers, one after the other: ``m`` with experts, ``d`` dense."""
+    """The layers, one after the other: ``m`` with experts, ``d`` dense, ``g`` with experts after a gated
+    delta net."""
     recompute: float = 0
     """How many layers are recomputed as a whole inside the schedule."""
     memory: str = KEEP
@@ -47,6 +48,9 @@ class Case:
     """For each sequence of the micro-batch the first row of each document; none for whole sequences."""
     transformer_engine: bool = False
     """The layers are Transformer Engine's."""
+    whole_down: bool = False
+    """Latent attention projects down as with Transformer Engine: each tensor-parallel rank its rows, with all
+    columns. With Megatron's local layers the key of the positions gets a wrong gradient there."""
     masked: bool = False
     """Separate the documents by a mask; otherwise they are packed."""
     exchange: Exchange = Exchange.ROWS
@@ -185,6 +189,9 @@ PARITY = [
             "-shares": {"layers": "mm", "degree": 3, "shares": (0.5, 0.3, 0.2)},
             "-mla-yarn": {"layers": "mdm", "model": YARN | LARGE},
             "-mla-tp": {"layers": "mdm", "parallel": TP, "model": LATENT | LARGE},
+            "-mla-tp-whole-down": {
+                "layers": "mdm", "parallel": TP, "model": LATENT | LARGE, "whole_down": True,
+            },
             "-mla-cp": {"layers": "mdm", "parallel": CP, "model": LATENT | LARGE},
         },
         layers="mmm",
@@ -552,6 +559,32 @@ GATES = [
     Case("gate-ids-tp", router="tests.gates:BiasedByIdRouter", parallel=TP, batch=3, model=TOP2 | AUX | Z),
 ]
 
+DELTA = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+DELTA_NETS = cases(
+    "delta-",
+    {
+        "two-degrees": {"degree": 2, "backward_degree": 4, "batch": 3},
+        "moe-only-capacity": {"schedule": "moe-only", "model": LARGE | TIGHT | DELTA},
+        "probs": {"model": TOP2 | SWIGLU | DROPS | AUX | DELTA, "executor": "sequential"},
+        "sequential": {"schedule": "sequential", "executor": "sequential"},
+        "joined-one-layer": {"layers": "g", "stack": 1, "schedule": "joined"},
+        "tp": {"parallel": TP, "schedule": "lancet"},
+        "cp": {"parallel": CP},
+        "memory": {"memory": "rebuild/S3/redispatch/keep", "executor": "cuda"},
+        "recompute": {"recompute": UNIFORM},
+        "recompute-modules": {
+            "model": LARGE
+            | DELTA
+            | {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe"]}
+        },
+        "nodes": {"world_size": 4, "ranks_per_node": 2, "exchange": Exchange.NODES, "model": WIDE | DELTA},
+    },
+    **{"layers": "gmg", "stack": 0, "model": LARGE | SHARED | DELTA},
+)
+
 LANCET = [
     Case(f"lancet-{name}", **{"schedule": "lancet", "degree": 1} | settings)
     for name, settings in {
@@ -787,6 +820,6 @@ AGAIN = cases(
 
 PARITY += CHANGED + MEMORY + DOCUMENTS + GATES + LANCET + FLEXES
 PARITY += ONCE_PER_RANK + ONCE_PER_NODE + COPIES_OVER_NODES + GATHERED + SCATTERED + LAUNCHES
-PARITY += PERMUTED + AGAIN
+PARITY += PERMUTED + AGAIN + DELTA_NETS
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"

@@ -5,6 +5,7 @@ tolerance. Weights change between iterations, and a stale quantized weight is an
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests import te_fp8_standin
-from tests.dist.cases import AUX, MOE_AGAIN, SHARED, TOP2, Case
+from tests.dist.cases import AUX, MOE_AGAIN, SHARED, TOP2, Case, again
 from tests.dist.worker import use_groups
 
 pytestmark = pytest.mark.ranks(2)
@@ -34,13 +35,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stack-first-layer-bf16": {"layers": "mdm", "stack": 0},
     # Megatron's layers recompute through Transformer Engine in FP8.
     "recompute-moe": {"model": MOE_AGAIN, "stock": {"recompute_granularity": None}},
-    "recompute-norms": {
-        "model": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
-        "stock": {"recompute_granularity": None},
+    **{
+        f"recompute-{name}": {
+            "model": again(*modules, normalization="RMSNorm", moe_grouped_gemm=True),
+            "stock": {"recompute_granularity": None},
+        }
+        for name, modules in {
+            "norms": ["layernorm"],
+            "activations": ["moe_act"],
+            "others": ["layernorm", "moe_act", "shared_experts", "core_attn"],
+        }.items()
     },
+    "documents": {"documents": ((0, 100, 333),), "sequence_length": 512, "batch": 1},
     "stack-recompute": {"layers": "mm", "stack": 0, "recompute": math.inf},
     "partners": {"layers": "mdm", "stack": 0},
+    "lancet": {"schedule": "lancet"},
+    "joined": {"schedule": "joined", "layers": "mdm", "stack": 0},
+    "partners-lancet": {"schedule": "lancet", "layers": "mdm", "stack": 0},
 }
+
+RUN_TWICE = {"recompute-moe": "experts", "recompute-others": "shared_experts", "stack-recompute": ""}
+"""In these, layers with this in their name run first without a graph."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -65,7 +80,8 @@ def case_of(variant: str, recipe: str) -> Case:
         "num_layers": len(layers),
     }
     # 512 tokens, and 128 in a chunk.
-    return Case("fp8", sequence_length=256, batch=2, **{**fields, "model": model | fields.get("model", {})})
+    common = {"sequence_length": 256, "batch": 2}
+    return Case("fp8", **{**common, **fields, "model": model | fields.get("model", {})})
 
 
 def pair(case: Case, recipe: str, *, experts_round: bool) -> list[torch.nn.Module]:
@@ -78,11 +94,11 @@ def pair(case: Case, recipe: str, *, experts_round: bool) -> list[torch.nn.Modul
     return pair
 
 
-def forward(layer: Any, hidden: Tensor) -> Tensor:
+def forward(layer: Any, hidden: Tensor, packing: Any) -> Tensor:
     """As Megatron's loop over the layers."""
     for one in getattr(layer, "layers", [layer]):
         with te_fp8_standin.get_fp8_context(one.config, one.layer_number - 1):
-            hidden, _ = one(hidden_states=hidden, attention_mask=None)
+            hidden, _ = one(hidden_states=hidden, attention_mask=None, packed_seq_params=packing)
     return hidden
 
 
@@ -106,7 +122,7 @@ def train(layer: Any, case: Case, *, partners: bool = False) -> dict[str, Tensor
             rank = torch.distributed.get_rank() + 2 * (microbatch + NUM_MICROBATCHES * iteration)
             given = inputs_of(case, rank=rank, dtype=torch.float64)
             hidden = given.hidden.requires_grad_()
-            passes.append((given.gradient, hidden, forward(layer, hidden)))
+            passes.append((given.gradient, hidden, forward(layer, hidden, given.packing)))
 
         def behind(microbatch: int, passes: list[Any] = passes, iteration: int = iteration) -> None:
             gradient, hidden, output = passes[microbatch]
@@ -155,15 +171,15 @@ def test_chunks_of_whole_tiles_round_as_the_whole_sequence(variant: str, recipe:
 
     case = case_of(variant, recipe)
     stock, ours = pair(case, recipe, experts_round=False)
-    found = train(ours, case, partners=variant == "partners")
+    found = train(ours, case, partners="partners" in variant)
     wrong = differences(train(stock, case), found)
     assert {name: value for name, value in wrong.items() if not value <= TOLERANCE} == {}
-    again = recipe == "mxfp8" and variant in ("recompute-moe", "stack-recompute")
+    run_twice = RUN_TWICE.get(variant) if recipe == "mxfp8" else None
     for name, linear in linears_of(ours).items():
         in_bf16 = "first-layer-bf16" in variant and name.startswith("layers.0.")
         assert linear.calls and set(linear.calls) == {not in_bf16}
         # In each iteration once; a first run without a graph makes the one copy that it needs.
-        runs = 2 if again and (case.recompute or "experts" in name) else 1
+        runs = 2 if run_twice is not None and run_twice in name else 1
         assert linear.quantized == (0 if in_bf16 else runs * NUM_ITERATIONS), name
 
 
@@ -181,6 +197,18 @@ def test_only_rounding_differs(recipe: str) -> None:
     assert experts & others
     assert (others <= experts) == (recipe != "tensorwise")
     assert max(first.values()) < (ROUNDING if recipe == "tensorwise" else SMALLEST)
+
+
+def test_several_packed_sequences_share_scales_of_attention_weights() -> None:
+    """Megatron's layers have one sequence after another, and chunks the same rows of all."""
+    from tests.dist.blocks import differences
+
+    case = dataclasses.replace(case_of("degree4", "blockwise"), documents=((0, 100, 233), (0, 50)))
+    stock, ours = pair(case, "blockwise", experts_round=False)
+    found = differences(train(stock, case), train(ours, case))
+    others = {name for name, value in found.items() if not value <= TOLERANCE}
+    assert others and all("gradient" in name and "self_attention" in name for name in others)
+    assert max(found.values()) < SMALLEST
 
 
 def test_a_stale_weight_is_seen() -> None:
@@ -208,8 +236,6 @@ def test_a_wrong_precision_is_seen() -> None:
 
 @pytest.mark.parametrize(("degree", "recipe"), [(8, "blockwise"), (3, "mxfp8")])
 def test_other_chunks_are_refused(degree: int, recipe: str) -> None:
-    import dataclasses
-
     from megatron_ampipe.errors import BadInput
 
     case = dataclasses.replace(case_of("degree4", recipe), degree=degree)

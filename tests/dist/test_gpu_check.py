@@ -41,6 +41,9 @@ def test_the_gpu_tests_pass_on_stand_ins_for_cuda() -> None:
         "test_a_missing_wait_is_seen",
         "test_all_chunks_use_the_same_backend",
         "test_compiled_by_megatron_in_fp32",
+        "test_partners_equal_stock_in_fp32",
+        "test_partners_equal_the_sequence_of_stages",
+        "test_transformer_engine_delays_weight_gradients",
         "test_transformer_engine_under_overlapped_reduction",
         "test_transformer_engine_in_fp8",
     }
@@ -79,6 +82,22 @@ def test_without_a_gpu_it_ends_with_1_and_one_line(tmp_path: Path) -> None:
     assert "finds no CUDA device" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_the_training_step_compares_losses(tmp_path: Path) -> None:
+    tiny = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 2"
+    words = [
+        *(sys.executable, "-m", "gpu_check.trained", "--json", tmp_path / "training.json"),
+        *("--arguments", f"{tiny} --max-position-embeddings 64"),
+    ]
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "scripts")])
+    environment = without_gpu() | {"PYTHONPATH": path}
+    done = subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "training.json").read_text())
+    assert len(found["kinds"]["stock"]["losses"]) == 2
+    assert found["differences"].keys() == {"stock", "degree 4", "partners"}
+    assert max(found["differences"].values()) < 1e-6
 
 
 def test_the_profiling_step_runs_to_its_end(tmp_path: Path) -> None:

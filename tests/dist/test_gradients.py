@@ -184,14 +184,21 @@ DDP: dict[str, dict[str, Any]] = {
     "stack-fused-sharded-lancet": FUSED_SHARDED | {"schedule": "lancet", "degree": 1},
     "joined": {"routing": "one-expert-for-all", "schedule": "joined", "degree": 4},
     "stack-fused-sharded-joined": FUSED_SHARDED | {"schedule": "joined", "degree": 2},
+    "engine-lancet": {"engine": True, "schedule": "lancet", "degree": 2},
+    "engine-fused-joined": {
+        "engine": True, "fusion": True, "schedule": "joined", "degree": 4, "routing": "one-expert-for-all",
+    },
+    "engine-stack-fused-sharded-lancet": FUSED_SHARDED
+    | {"engine": True, "schedule": "lancet", "degree": 2},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DDP)
 def test_ddp_sees_every_parameter_once_per_micro_batch(name: str) -> None:
     settings = dict(DDP[name])
-    # Linear layers add their weights' gradients to main_grad; or overwrite it in the first micro-batch.
-    fusion, first_writes = (settings.pop(key, False) for key in ("fusion", "first_writes"))
+    # Linear layers add their weights' gradients to main_grad; or overwrite it in the first micro-batch; or
+    # are stand-ins of Transformer Engine's, which do both.
+    fusion, first_writes, engine = (settings.pop(key, False) for key in ("fusion", "first_writes", "engine"))
     sharded, routing = settings.pop("sharded", False), settings.pop("routing", None)
     with empty_is_nan() if fusion else contextlib.nullcontext():
         pair = layers(settings.pop("kinds", "m"), gradient_accumulation_fusion=fusion, **settings)
@@ -201,6 +208,10 @@ def test_ddp_sees_every_parameter_once_per_micro_batch(name: str) -> None:
                 from tests.dist.first_writes import use_first_writes
 
                 use_first_writes(layer)
+            if engine:
+                from tests.te_linear_standin import use_engine
+
+                use_engine(layer, grouped=True)
             if routing is not None:
                 route_by_direction(layer)
             inputs = [

@@ -76,12 +76,13 @@ def test_equals_stock(case: Case, way: str) -> None:
     assert not wrong, f"differs from stock: {wrong}"
 
 
-def inputs(case: Case, microbatch: int) -> Any:
+def inputs(layer: torch.nn.Module, case: Case, microbatch: int) -> Any:
     from tests.dist.blocks import inputs_of
 
     # Tensor-parallel ranks share ids, and their number divides this one.
     rank = torch.distributed.get_rank() + 8 * microbatch
-    return inputs_of(case, rank=rank, dtype=torch.float32)
+    device = next(layer.parameters()).device.type
+    return inputs_of(case, rank=rank, device=device, dtype=torch.float32)
 
 
 def step(layer: torch.nn.Module, case: Case) -> dict[str, torch.Tensor]:
@@ -92,7 +93,7 @@ def step(layer: torch.nn.Module, case: Case) -> dict[str, torch.Tensor]:
     logged_losses.clear()
     found = {}
     for microbatch in range(NUM_MICROBATCHES):
-        given = inputs(case, microbatch)
+        given = inputs(layer, case, microbatch)
         output, hidden = forward(layer, given)
         output.backward(given.gradient)
         found |= results(microbatch, output, hidden)
@@ -116,7 +117,7 @@ def step_with_partners(layer: torch.nn.Module, case: Case, partner: Partner) -> 
         context.pipeline = replace(usual, partner=partners.partner).with_partners(
             forward=microbatch > 0, backward=microbatch < NUM_MICROBATCHES - 1
         )
-        given = inputs(case, microbatch)
+        given = inputs(layer, case, microbatch)
         passes.append((given, *forward(layer, given)))
 
     def behind(microbatch: int) -> None:

@@ -101,6 +101,6 @@ def test_as_one_of_torchruns_ranks(grid: Path, tmp_path: Path, num_ranks: int) -
         assert {"all_to_all", "direct_all_to_all"} <= set(cluster.inter or ())
         (case,) = read_grid(grid)
         block = block_of_case(case, num_ranks=4, fused_gradients=True)
-        predictor = Predictor(block, cluster).with_exchange(Exchange.NODES)
+        predictor = Predictor(block, cluster).changed(exchange=Exchange.NODES)
         schedule = build("ampipe", degree=2, features=predictor.features)
         assert predictor.pass_us(schedule, (128, 128)).forward > 0

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.dist.cases import Case, Z
+from tests.dist.cases import SHARED, Case, Z
 from tests.gpu.test_cuda import BF16_BOUND
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
@@ -94,7 +94,19 @@ def test_transformer_engine_under_overlapped_reduction(
     compare(of_transformer_engine(), record_property)
 
 
-def test_transformer_engine_in_fp8(record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "apart"])
+@pytest.mark.parametrize(("schedule", "degree"), [("lancet", 1), ("lancet", 4), ("joined", 4)])
+def test_transformer_engine_delays_weight_gradients(
+    schedule: str, degree: int, fused: bool, record_property: Callable[[str, object], None]
+) -> None:
+    pytest.importorskip("transformer_engine.pytorch", reason="needs transformer_engine")
+
+    case = of_transformer_engine(gradient_accumulation_fusion=fused, **SHARED)
+    compare(dataclasses.replace(case, schedule=schedule, degree=degree), record_property)
+
+
+@pytest.mark.parametrize("schedule", ["ampipe", "joined"])
+def test_transformer_engine_in_fp8(schedule: str, record_property: Callable[[str, object], None]) -> None:
     """In the second iteration, a quantized weight of the first would have the wrong sign."""
     pytest.importorskip("transformer_engine.pytorch", reason="needs transformer_engine")
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
@@ -110,7 +122,7 @@ def test_transformer_engine_in_fp8(record_property: Callable[[str, object], None
     record_property("recipe", recipe)
     case = of_transformer_engine(fp8="e4m3", fp8_recipe=recipe)
     # Of 512 rows, a chunk has one tile.
-    case = dataclasses.replace(case, sequence_length=512)
+    case = dataclasses.replace(case, sequence_length=512, schedule=schedule)
     compare(case, record_property, bound=FP8_BOUND, turned=True)
 
 

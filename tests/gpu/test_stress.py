@@ -4,18 +4,22 @@ Ranks are emulated, so received tensors are memory of the communication lane, as
 is in ``tests/stress.py``; ``tests/cuda_standin.py`` runs it on a CPU.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from megatron_ampipe.runtime.executors import CudaExecutor
+from megatron_ampipe.schedule import LISTED, Partner
 from tests import stress
 from tests.dist.cases import Case
 from tests.stress import STRESSES, StressSetup, block
 
 # Longer than the host needs for a stage, so that the host runs ahead of the device.
 DELAY_CYCLES = 3_000_000
+# Transfers take a shorter and a longer time than stages, so that now one lane waits and now the other.
+TURNS = itertools.cycle((1, 1, 8))
 SETUP = StressSetup(
     device="cuda",
     # Tensors of 4 MiB at degree 8, and of 32 MiB if all tokens are exchanged at once.
@@ -24,7 +28,7 @@ SETUP = StressSetup(
     ffn=2048,
     executor=CudaExecutor,
     delay=lambda: torch.cuda._sleep(DELAY_CYCLES),
-    travel=lambda: torch.cuda._sleep(DELAY_CYCLES),
+    travel=lambda: torch.cuda._sleep(next(TURNS) * DELAY_CYCLES),
 )
 TOLERANCE = 1e-4
 """Relative to the largest value, in fp32: sums over 4096 rows in another order. What is poisoned is NaN."""
@@ -50,6 +54,13 @@ def test_equals_the_sequence_of_stages(one: Case) -> None:
 def test_equals_stock_at_real_sizes(degree: int) -> None:
     differences, _ = stress.differences_under(block(degree, local_experts=2), SETUP, stock=True)
     assert {name: value for name, value in differences.items() if not value <= TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("partner", [Partner(), Partner(order=LISTED), Partner(2)], ids=str)
+def test_partners_equal_the_sequence_of_stages(partner: Partner) -> None:
+    differences, filled = stress.differences_under(block(4, local_experts=2), SETUP, partner=partner)
+    assert {name: value for name, value in differences.items() if not value <= TOLERANCE} == {}
+    assert filled > 0
 
 
 def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -352,6 +352,22 @@ def test_packed_sequences_of_ms_swift_need_its_fused_rotation(
         swift(tmp_path, on=False, mlp_padding_free=True)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["gpt", "hybrid"])
+def test_padding_that_a_model_is_told_is_refused(kind: str) -> None:
+    """Megatron's scripts tell none. Its router would leave such rows out of its losses."""
+    from tests.dist import logged_losses
+
+    use_groups()
+    logged_losses.clear()
+    recipe = configuration(kind)
+    switch_on(recipe, degree=2)
+    model, _ = gradients(recipe)
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
+    with pytest.raises(BadInput, match=r"padding_mask of the type Tensor: .* Leave it out of the call"):
+        model(tokens, torch.arange(LENGTH).expand(2, -1), None, padding_mask=tokens.bool())
+
+
 @pytest.mark.ranks(1)
 def test_what_the_switch_of_a_process_does_and_refuses(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, switched_off_at_the_end: None

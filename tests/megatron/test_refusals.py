@@ -27,7 +27,8 @@ VALUES = {
     "--tensor-model-parallel-size": [["2"]],
     "--position-embedding-type": [["mrope", "--mrope-section", "2", "3", "3"]],
     "--window-size": [["8,8"]],
-    "--hybrid-layer-pattern": [["E*-"], ["*|E", "--pipeline-model-parallel-size", "2"]],
+    "--hybrid-layer-pattern": [["M*-"], ["*-/*E"]],
+    "--experimental-attention-variant": [["dsa"]],
     "--moe-token-dispatcher-type": [
         ["flex", "--ampipe-memory", "rebuild"],
         ["flex", "--moe-flex-dispatcher-backend", "hybridep", "--moe-expert-rank-capacity-factor", "2"],
@@ -85,7 +86,7 @@ COMPANIONS = {
     "--skip-train": ["--ampipe-degree", "auto"],
     "--ampipe-wire": ["--moe-token-dispatcher-type", "allgather"],
     "--ampipe-condense": ["--moe-router-topk", "1", "--moe-apply-probs-on-input"],
-    "--ampipe-schedule": ["--transformer-impl", "transformer_engine"],
+    "--ampipe-schedule": ["--transformer-impl", "transformer_engine", "--use-transformer-engine-op-fuser"],
     "--ampipe-trace-dir": ["--skip-train"],
     "--num-distributed-optimizer-instances": shlex.split(
         "--ampipe-grad-reduce placed --overlap-grad-reduce --use-distributed-optimizer"

@@ -135,6 +135,13 @@ TRAININGS: dict[str, Training] = {
         ours=(f"{BLOCKS} --ampipe-stack all",),
         said=("layers per schedule 1, in place of all",),
     ),
+    # What Megatron weighs otherwise than one rank would: docs/troubleshooting.md.
+    "masked-mtp-cp": Training(
+        flags=CP + ROPE + GQA + "--seq-length 64 --vocab-size 256 --split 100,0,0 --eod-mask-loss "
+        "--mtp-num-layers 1 --calculate-per-token-loss --softmax-type learnable",
+        text="documents",
+        moments=True,
+    ),
     "latent-mtp": Training(
         flags=EP + LATENT + ROPE + "--multi-latent-attention --q-lora-rank 16 --mtp-num-layers 1"
     ),
@@ -142,13 +149,16 @@ TRAININGS: dict[str, Training] = {
     "other-overlaps": Training(
         flags=EP + SHARED,
         ours=(
-            f"{BLOCKS} --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+            f"{BLOCKS} --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm --delay-wgrad-compute "
+            "--fine-grained-activation-offloading --offload-modules expert_fc1 moe_act",
         ),
         said=(
             "--moe-shared-expert-overlap switched off: ",
             "--overlap-moe-expert-parallel-comm switched off: --ampipe-partner does the same",
             "partner uncut, lancet, megatron-1f1b a backward pass and the next micro-batch's forward pass",
             "--delay-wgrad-compute switched off: ",
+            "--fine-grained-activation-offloading switched off: --ampipe-memory offload puts away",
+            "memory offload",
         ),
     ),
     # Layers that share a schedule. An evaluation takes the pre-hooks of the gather away. With Megatron's own
@@ -177,6 +187,15 @@ TRAININGS: dict[str, Training] = {
     # Layers of the user's own specification.
     "own-layers": Training(
         flags=FOUR_LAYERS + EP + "--spec tests.megatron.custom_spec block", ours=(STACK, BLOCKS)
+    ),
+    # As in Qwen3-Next, three of four layers have gated delta nets.
+    "delta-nets": Training(
+        flags=FOUR_LAYERS + EP + LLAMA + SHARED + "--spec tests.megatron.custom_spec deltas "
+        "--overlap-grad-reduce --linear-attention-freq 4 --linear-conv-kernel-dim 4 --linear-key-head-dim 8 "
+        "--linear-value-head-dim 8 --linear-num-key-heads 2 --linear-num-value-heads 4",
+        ours=(f"{STACK}{PLACED}", PARTNER, FULL + BLOCKS),
+        restarts=((0, 1), (1, 0)),
+        moments=True,
     ),
     # Several micro-batches wait for their backward at the same time.
     "interleaved": Training(
@@ -281,6 +300,8 @@ HYBRIDS: dict[str, Training] = {
         said=("layers per schedule",),
         restarts=((0, 2), (2, 0)),
     ),
+    # Each MoE layer is a block without attention.
+    "hybrid-without-pairs": Training(flags=EP + OVERLAPS + HYBRID + "ME*-ME", ours=(STACK, PARTNER)),
     "hybrid-mtp": Training(
         flags=EP + HYBRID + "*E*E/*E", ours=(STACK, PARTNER), said=("layers per schedule",)
     ),

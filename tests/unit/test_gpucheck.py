@@ -50,7 +50,8 @@ def test_packing_fetches_everything_but_torch_and_it_can_be_unpacked(
     make_wheel(pack, "old")
     assert command.main(["--pack", str(pack)]) == 0
     assert f"1 wheels, 0.0 MiB, in {pack}" in capsys.readouterr().out
-    (words,) = calls
+    words, of_training = calls
+    assert {"pydantic", "--only-binary=:all:"} <= set(of_training)
     assert "megatron-core" in words and not {"torch", "numpy"} & set(words)
     assert {"--no-deps", "--only-binary=:all:"} <= set(words)
     wheels.unpack(pack, site)
@@ -84,10 +85,14 @@ def test_the_check_needs_no_compiled_modules_of_its_wheels(tmp_path: Path) -> No
 
 
 def test_the_steps_fit_into_nine_minutes_and_use_what_exists(tmp_path: Path) -> None:
-    planned = plan(tmp_path, tmp_path)
-    assert sum(step.limit_s for step in planned) <= steps.BUDGET_S < 9 * 60
+    groups = plan(tmp_path, tmp_path)
+    assert sum(max(step.limit_s for step in group) for group in groups) <= steps.BUDGET_S < 9 * 60
+    # What is timed runs alone.
+    timed = {"profile", "partners", "bench"}
+    assert all(len(group) == 1 for group in groups for step in group if step.kind in timed)
+    planned = [step for group in groups for step in group]
     assert len({step.name for step in planned}) == len({step.result for step in planned}) == len(planned)
-    assert {step.kind for step in planned} == {"tests", "profile", "bench"}
+    assert {step.kind for step in planned} == {"tests", "training", *timed}
     for step in planned:
         # Without a C compiler, torch's would fail.
         compiles = step.environment["TORCHDYNAMO_DISABLE"] == "0"
@@ -139,7 +144,8 @@ def run_it(
     log = tmp_path / "log"
     log.touch()
     deadline = time.monotonic() + budget_s
-    return run(what, environment={}, lacking=lacking or {}, log=log, deadline=deadline)
+    (done,) = run([what], environment={}, lacking=lacking or {}, log=log, deadline=deadline)
+    return done
 
 
 def test_the_outcome_of_a_step_follows_its_exit_code(tmp_path: Path) -> None:
@@ -287,6 +293,30 @@ def finished(kind: str, found: object, outcome: Outcome = Outcome.OK, said: str 
 def rows(*done: Done) -> dict[str, tuple[Outcome, str]]:
     found = findings.rows({"steps": [dataclasses.asdict(one) for one in done]})
     return {row.check: (row.outcome, row.finding) for row in found}
+
+
+TRAINING = {
+    "kinds": {"stock": {"losses": [[7.0, 1.0]] * 8, "ms": 400.0}, "partners": {"losses": [], "ms": 300.0}},
+    "differences": {"stock": 0.0, "partners": 2e-5},
+    "allowed": 1e-4,
+}
+PARTNERS = {
+    "command": ["python", "partners.py", "file", "emulated:20GB/s"],
+    "case": {"name": "mixtral-4k", "microbatches": 8},
+    "seconds": {"megatron": [0.8, 0.8], "control": [0.8, 0.8], "partners, searched": [0.5, 0.7]},
+}
+
+
+def test_findings_of_trainings_and_partners() -> None:
+    found = rows(finished("training", TRAINING), finished("partners", PARTNERS))
+    assert found["training, partners"] == (
+        Outcome.OK,
+        "losses of 8 iterations differ by 2e-05 at most, 1e-04 allowed; stock 400 ms an iteration, this 300",
+    )
+    said = "stock 100.0 ms a micro-batch; control 1.00x, partners, searched 1.33x"
+    assert found["partners, mixtral-4k, emulated:20GB/s"] == (Outcome.OK, said)
+    off = TRAINING | {"differences": {"partners": 2e-4}}
+    assert rows(finished("training", off))["training, partners"][0] is Outcome.DIFFERENT
 
 
 def test_findings_of_a_good_run() -> None:

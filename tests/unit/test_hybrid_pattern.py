@@ -51,9 +51,9 @@ def test_dense_pairs_are_known() -> None:
 
 @pytest.mark.parametrize(
     ("text", "stages", "refused"),
-    [(None, 1, False), ("*EM", 1, False), ("ME*-", 1, True), ("M*|E", 2, True), ("M*EM", 2, True)],
+    [(None, 1, False), ("*EM", 1, False), ("ME*-", 1, False), ("M*|M-", 2, True), ("M*-M/*E", 1, True)],
 )
-def test_a_model_without_pairs_is_refused(text: str | None, stages: int, refused: bool) -> None:
+def test_a_model_without_experts_is_refused(text: str | None, stages: int, refused: bool) -> None:
     arguments = SimpleNamespace(hybrid_layer_pattern=text, pipeline_model_parallel_size=stages)
     (row,) = [row for row in REFUSALS if row.setting == "--hybrid-layer-pattern"]
     assert row.applies(arguments) == (text if refused else None)

@@ -43,6 +43,23 @@ def test_sizes_of_a_plain_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("lines", "splits"),
+    [
+        ("", False),
+        ("transformer-impl: transformer_engine", True),
+        ("transformer-impl: transformer_engine\nmoe-grouped-gemm: true", True),
+        ("transformer-impl: local", True),
+        ("transformer-impl: local\nmoe-grouped-gemm: true", False),
+        ("transformer-impl: inference_optimized", False),
+    ],
+)
+def test_weights_are_split_where_the_layers_are_known_to_do_so(
+    lines: str, splits: bool, tmp_path: Path
+) -> None:
+    assert read(tmp_path, PLAIN + lines + "\n")[0].splits_weights == splits
+
+
+@pytest.mark.parametrize(
     ("line", "parts"),
     [
         ("ampipe: 4", ["model.yaml:10: ampipe", "must hold AMPipe's settings"]),

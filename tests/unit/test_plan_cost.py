@@ -6,9 +6,10 @@ import itertools
 import pytest
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan.block import chunk_rows
+from megatron_ampipe.plan.block import chunk_rows, even_rows
 from megatron_ampipe.plan.cluster import TransferCost
 from megatron_ampipe.plan.kept import equation_10
+from megatron_ampipe.plan.operation_times import GRADIENT_BYTES, OperationTimes
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.stage_costs import COSTS, FACTS
 from megatron_ampipe.schedule import (
@@ -146,6 +147,60 @@ def test_two_hops_need_several_nodes() -> None:
     block = sized_block(expert=16, experts=64, topk=8, exchange=Exchange.NODES)
     with pytest.raises(BadInput, match="does not spread 16 expert-parallel ranks equally"):
         Predictor(block, source)
+
+
+def test_the_flex_dispatcher_sends_a_token_once_to_each_place() -> None:
+    """By hand, over four nodes of eight: of four nodes three are others, and of eight ranks in each seven."""
+    block = sized_block(experts=64, topk=8, expert=32, dispatcher="deepep")
+    nodes = cluster("dgx-h100")
+    times = OperationTimes(block, nodes, block.features)
+    row = 1024 * 2 + 8 * 4
+    between, within = (nodes.collective("deepep", across_nodes=across) for across in (True, False))
+    to_nodes, to_ranks = even_rows(64, 8, 4), even_rows(64, 8, 32)
+    assert times.flex_us(4096) == pytest.approx(between.time_us(4096 * to_nodes * 3 / 4 * row))
+    assert within.time_us(4096 * to_ranks * 7 / 8 * row) < times.flex_us(4096)
+    near = OperationTimes(dataclasses.replace(block, expert=8), nodes, block.features)
+    size = 4096 * even_rows(64, 8, 8) * 7 / 8 * row
+    assert near.flex_us(4096) == pytest.approx(within.time_us(size))
+    # DeepEP counts in the call that sends, unless all ranks are in a node; no sorting around the exchange.
+    assert block.features.flex and not dataclasses.replace(block, expert=8).features.flex
+    assert not any(stage.kind == kinds.COUNTS for stage in Predictor(block, nodes).stages([block.rows]))
+    with pytest.raises(BadInput, match=r"inter\.deepep: is missing, .* DeepEP's own tests"):
+        Predictor(block, cluster("aws-p5-efa")).stock()
+
+
+def test_a_reduction_over_nodes_uses_all_adapters_of_its_ranks() -> None:
+    """Of four nodes of eight: by the adapters of one GPU the same bytes take 25 microseconds per MB."""
+    nodes, mb = cluster("dgx-h100"), 100.0
+
+    def reduced(**changes: object) -> float:
+        """Microseconds per MB that leave a rank, without the fixed time, of experts if there are any."""
+        block = sized_block(experts=64, **changes)
+        times = OperationTimes(block, nodes, block.features)
+        experts = block.expert_replicas > 1
+        ranks = block.expert_replicas if experts else block.replicas
+        return (times.reduction_us(mb * 1e6 / GRADIENT_BYTES, experts=experts) / 2 - 40) / (
+            mb * (ranks - 1) / ranks
+        )
+
+    # All ranks of the nodes: NVLink, 3.1746, is slower than 25 / 8.
+    assert reduced(replicas=32) == pytest.approx(3.1746)
+    # Tensor-parallel ranks have groups of their own, which share the adapters.
+    assert reduced(replicas=16, tensor=2) == pytest.approx(25 / 4, rel=0.1)
+    assert reduced(replicas=4, tensor=8) == pytest.approx(25)
+    # An expert on one GPU of each node, on one of every other GPU, or of every GPU of a node.
+    assert reduced(expert_replicas=4, expert=8) == pytest.approx(25)
+    assert reduced(expert_replicas=8, expert=4) == pytest.approx(25 / 2, rel=0.1)
+    assert reduced(expert_replicas=4, expert=16) == pytest.approx(25)
+
+
+def test_a_predicted_all_reduce_is_near_one_that_was_measured() -> None:
+    """nccl-tests on four nodes of eight H100 with 3200 Gbit/s: 280 GB/s of 1 GiB as it counts them."""
+    block = sized_block(replicas=32)
+    for name in ("dgx-h100", "aws-p5-efa", "h100-roce-400g"):
+        nodes = cluster(name)
+        time_us = OperationTimes(block, nodes, block.features).reduction_us(2**30 / 4, experts=False)
+        assert 2 * 31 / 32 * 2**30 / time_us / 1e3 == pytest.approx(280, rel=0.15), name
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_weight_gradients_are_joined_where_sums_cost_more(
     """Mixtral's experts are large: a sum in fp32 of each chunk's gradients takes long."""
     large = {"hidden": 4096, "ffn": 14336, "gated": True, "projections": ((4096, 6144),), "heads": 32}
     sizes = large | {"head_size": 128, "value_size": 128, "sequence_length": 4096}
-    block = sized_block(**sizes, splits_weights=local, fused_gradients=fused)
+    block = sized_block(**sizes, splits_weights=True, local=local, fused_gradients=fused)
     found = choose(Predictor(block, cluster(), num_layers=num_layers), (2, 3))
     assert found.schedule.joins_weights == (local and not fused)
     if found.schedule.joins_weights:

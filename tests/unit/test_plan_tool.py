@@ -58,6 +58,58 @@ def test_the_first_line_of_a_plan_is_the_whole_command(model: Path, tmp_path: Pa
     assert output.read_text().splitlines()[0] == f"# {shlex.join(['ampipe', *words])}"
 
 
+def test_dispatchers_and_grouped_products_are_compared_without_being_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model.yaml"
+    model.write_text(PLAIN.replace("num-experts: 8", "num-experts: 256").replace("topk: 1", "topk: 4"))
+    words = ["--cluster", "dgx-h100", "--ranks", "16", "--degrees", "2", "--stack", "1", "--no-partner"]
+    words += ["--set", "expert-model-parallel-size=16"]
+    rows = plan_as_json(model, capsys, *words)["dispatchers"]
+    flex = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend"]
+    exchanges = ["rows", "ranks", "nodes", "2dh"]
+    assert [(row["dispatcher"], row["exchange"], row["flags"]) for row in rows] == [
+        *(("alltoall", exchange, []) for exchange in exchanges),
+        *(("alltoall", exchange, ["--moe-grouped-gemm"]) for exchange in exchanges),
+        *((backend, None, [*flex, backend]) for backend in ("deepep", "hybridep")),
+    ]
+    assert all(row["speedup"] == pytest.approx(row["stock_ms"] / row["predicted_ms"]) for row in rows)
+    assert {row["figures"] for row in rows} == {"estimated"}
+    # What a row says is what a plan with its flags says.
+    chosen = plan_as_json(model, capsys, *words, "--set", "moe-grouped-gemm=true")["dispatchers"]
+    grouped = {
+        row["exchange"]: row["predicted_ms"] for row in rows if row["flags"][:1] == ["--moe-grouped-gemm"]
+    }
+    assert grouped == {row["exchange"]: row["predicted_ms"] for row in chosen if not row["flags"]}
+    hybrid = ("--set", "moe-token-dispatcher-type=flex", "--set", "moe-flex-dispatcher-backend=hybridep")
+    (alone, *_) = plan_as_json(model, capsys, *words, *hybrid)["dispatchers"]
+    assert alone["predicted_ms"] == rows[-1]["predicted_ms"]
+    assert main(["plan", "--model", str(model), *words]) == 0
+    shown = capsys.readouterr().out
+    faster = [line for line in shown.splitlines() if line.startswith("with --moe")]
+    assert any(line.startswith("with --moe-grouped-gemm: layers take ") for line in faster)
+    assert all("(figures estimated)" in line for line in faster)
+    assert re.search(r"deepep +│ its own ", shown)
+
+
+@pytest.mark.parametrize(
+    ("words", "others"),
+    [
+        # Between nodes with EFA there is no DeepEP; within one there is.
+        (["--cluster", "aws-p5-efa", "--ranks", "16", "--set", "expert-model-parallel-size=16"], set()),
+        (["--cluster", "aws-p5-efa"], {"deepep", "hybridep"}),
+        (["--cluster", "dgx-h100", "--exchange", "rows"], set()),
+    ],
+)
+def test_only_dispatchers_that_a_cluster_has_are_compared(
+    words: list[str], others: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model.yaml"
+    model.write_text(PLAIN.replace("num-experts: 8", "num-experts: 16") + "moe-grouped-gemm: true\n")
+    rows = plan_as_json(model, capsys, "--degrees", "2", "--stack", "1", *words)["dispatchers"]
+    assert {row["dispatcher"] for row in rows} - {"alltoall"} == others
+
+
 def test_flags_name_all_of_a_plan_that_has_a_name() -> None:
     block = sized_block(topk=4)
     plan = make_plan(Predictor(block, cluster(), num_layers=4), full=False, with_partner=1.0)
@@ -156,6 +208,10 @@ def test_an_error_in_a_plan_file_is_reported_with_its_line(
         (["--cluster", "nowhere"], "--cluster nowhere: is neither"),
         (["--set", "seq-length"], "is not FLAG=VALUE"),
         (["--set", "transformer-impl=banana"], "transformer-impl banana"),
+        (
+            ["--set", "moe-token-dispatcher-type=flex", "--set", "moe-flex-dispatcher-backend=ncclep"],
+            "moe-flex-dispatcher-backend ncclep: cannot run in chunks",
+        ),
         (["--set", "fp8-format=hybrid"], "fp8-recipe"),
         (["--degrees", "2,1"], "'1' is not a whole number of at least 2"),
         (["--set", "fp8-format=hybrid"], "fp8-recipe (default): delayed scaling, Megatron's default, takes"),

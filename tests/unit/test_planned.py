@@ -1,4 +1,4 @@
-"""What ``--ampipe-memory auto`` chooses, and that it says so."""
+"""What ``--ampipe-memory auto`` chooses, and that it says so; what a planner is told of the layers."""
 
 import re
 from dataclasses import replace
@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
+from megatron_ampipe import compat
 from megatron_ampipe.block.named_values import parse_size, size_to_text
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.planned import choose_memory, in_flight
+from megatron_ampipe.launch.planned import block_of_args, choose_memory, in_flight, layers_split_weights
 from megatron_ampipe.plan.cluster import TransferCost, find_cluster, read_cluster, write_cluster
 from megatron_ampipe.schedule import COPYING, STRATEGIES, Pipeline, of_chunks
 from tests.unit.test_plan_made_for import run_of
@@ -111,3 +113,23 @@ def test_a_budget_that_only_a_copying_strategy_meets_selects_that_one(tmp_path: 
 )
 def test_micro_batches_that_wait_for_their_backward_count(changes: dict[str, Any], expected: int) -> None:
     assert in_flight(run(**changes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "expected"),
+    [
+        (None, {}, True),
+        ("2.3.0", {}, True),
+        ("2.2.1", {}, False),
+        ("2.9.0", {"use_transformer_engine_op_fuser": True}, False),
+        ("2.9.0", {"use_grouped_gemm_for_shared_expert": True}, False),
+        ("2.2.1", {"transformer_impl": "local"}, True),
+    ],
+)
+def test_weights_are_split_if_the_layers_can(
+    version: str | None, changes: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = None if version is None else Version(version)
+    monkeypatch.setattr(compat, "found_version", lambda name: found)
+    args = run(**{"transformer_impl": "transformer_engine", **changes})
+    assert layers_split_weights(args) == expected == block_of_args(args).splits_weights

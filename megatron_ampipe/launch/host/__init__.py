@@ -100,12 +100,12 @@ SUPPORTED_VALUES = {
 }
 GPU_ONLY_FLAGS = (
     "--apply-layernorm-1p", "--batch-invariant-mode", "--disable-mamba-mem-eff-path", "--enable-cuda-graph",
-    "--external-cuda-graph", "--fp4-format", "--fp8-format", "--fused-residual-rmsnorm", "--log-energy",
-    "--memory-efficient-layer-norm", "--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion",
-    "--optimizer-cpu-offload", "--optimizer-cuda-graph", "--te-rng-tracker", "--tp-comm-overlap",
-    "--use-grouped-gemm-for-dense-mlp", "--use-grouped-gemm-for-shared-expert", "--use-kitchen-attention",
-    "--use-megatron-fsdp", "--use-nccl-ub", "--use-sharp", "--use-te-activation-func", "--use-torch-fsdp2",
-    "--use-transformer-engine-op-fuser",
+    "--experimental-attention-variant", "--external-cuda-graph", "--fp4-format", "--fp8-format",
+    "--fused-residual-rmsnorm", "--log-energy", "--memory-efficient-layer-norm", "--moe-grouped-gemm",
+    "--moe-permute-fusion", "--moe-router-fusion", "--optimizer-cpu-offload", "--optimizer-cuda-graph",
+    "--te-rng-tracker", "--tp-comm-overlap", "--use-grouped-gemm-for-dense-mlp",
+    "--use-grouped-gemm-for-shared-expert", "--use-kitchen-attention", "--use-megatron-fsdp", "--use-nccl-ub",
+    "--use-sharp", "--use-te-activation-func", "--use-torch-fsdp2", "--use-transformer-engine-op-fuser",
 )  # fmt: skip
 _NO_GPU = "it needs a GPU, and this machine has none"
 

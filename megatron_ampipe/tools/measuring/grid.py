@@ -117,6 +117,7 @@ def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block
         fused_gradients=fused_gradients,
         grouped=case.expert_kind != "sequential",
         expert=num_ranks,
+        local=True,
         splits_weights=case.expert_kind == "sequential",
     )
 

@@ -44,7 +44,7 @@ def predict_peaks(document: dict[str, Any]) -> None:
 
 def _predicted_ms(pipeline: Pipeline, predictor: Predictor, *, layers: int) -> float:
     """Of one pass through so many layers; ``predictor`` is of one."""
-    predictor = predictor.with_exchange(pipeline.exchange)
+    predictor = predictor.changed(exchange=pipeline.exchange)
 
     def predicted_us(num_layers: int) -> float:
         of_layers = predictor.of_layers(num_layers, memory=pipeline.memory)

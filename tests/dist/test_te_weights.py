@@ -1,0 +1,112 @@
+"""Gradients of weights apart over stand-ins of Transformer Engine's layers, which delay them.
+
+Compared with Megatron's layers over the same stand-ins, which do not (fp32): all gradients, also those that
+are added to ``main_grad``.
+"""
+
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_ampipe.schedule import LISTED, Partner
+from tests.dist.cases import ATTENTION_AGAIN, LARGE, LATENT, MOE_AGAIN, SHARED, TP, Case, again
+from tests.dist.worker import empty_is_nan, use_groups
+
+TOLERANCE = 1e-5
+"""Relative difference; measured: 2e-6."""
+BIAS = {"add_bias_linear": True, "normalization": "LayerNorm"}
+CASES = {
+    "lancet": {"schedule": "lancet", "degree": 1, "model": LARGE | SHARED},
+    "lancet-bias": {"schedule": "lancet", "degree": 2, "model": LARGE | BIAS},
+    "joined": {"schedule": "joined", "model": LARGE | SHARED, "executor": "cuda"},
+    "joined-bias-two-degrees": {"schedule": "joined", "backward_degree": 2, "model": LARGE | BIAS},
+    "stack": {"schedule": "lancet", "degree": 2, "layers": "mdm", "stack": 0, "model": LARGE | SHARED},
+    "stack-joined-bias": {"schedule": "joined", "layers": "mdm", "stack": 0, "model": LARGE | BIAS},
+    "stack-tp": {"schedule": "lancet", "layers": "mdm", "stack": 0, "parallel": TP, "model": LARGE | SHARED},
+    "stack-recompute": {
+        "schedule": "lancet", "degree": 2, "layers": "mdm", "stack": 0, "recompute": math.inf,
+        "model": LARGE | SHARED,
+    },
+    "latent-recompute-moe": {"schedule": "lancet", "degree": 2, "model": LATENT | MOE_AGAIN},
+    "recompute-attention": {"schedule": "joined", "degree": 2, "model": LARGE | ATTENTION_AGAIN},
+    "recompute-moe-act": {"schedule": "lancet", "degree": 2, "model": LARGE | again("moe_act")},
+    "recompute-layernorm": {"schedule": "joined", "degree": 2, "model": LARGE | again("layernorm")},
+    "rebuild": {"schedule": "lancet", "degree": 2, "memory": "rebuild", "model": LARGE | BIAS},
+    "partners": {
+        "schedule": "lancet", "degree": 1, "layers": "mm", "stack": 0, "model": LARGE | SHARED,
+        "partner": Partner(order=LISTED),
+    },
+    "partners-joined": {"schedule": "joined", "degree": 2, "model": LARGE, "partner": Partner()},
+}  # fmt: skip
+
+
+def layers_over_engine(name: str, *, grouped: bool, fused: bool) -> tuple[Case, Any, Any]:
+    """A case, Megatron's layer and AMPipe's."""
+    from tests import te_linear_standin
+    from tests.dist import logged_losses
+    from tests.dist.blocks import build_layers
+
+    fields: dict[str, Any] = {"batch": 3, **CASES[name]}
+    fields["model"] = fields["model"] | {"gradient_accumulation_fusion": fused}
+    case = Case(name, **fields)
+    use_groups(**case.parallel)
+    # Megatron keeps the losses of as many layers as the first model has.
+    logged_losses.clear()
+    pair = build_layers(case)
+    for layer in pair:
+        te_linear_standin.use_engine(layer, grouped=grouped)
+    return case, *pair
+
+
+def train(layer: Any, case: Case) -> dict[str, torch.Tensor]:
+    """Micro-batches as of :mod:`.test_partners`; gradients of ``main_grad`` where they are added to it."""
+    from tests.dist.test_partners import step, step_with_partners
+    from tests.te_linear_standin import Engine
+
+    fused = case.model["gradient_accumulation_fusion"]
+    for parameter in layer.parameters():
+        parameter.grad = None
+        if fused:
+            parameter.main_grad = torch.zeros_like(parameter)
+            parameter.grad_added_to_main_grad = False
+    # In an iteration that is not the first, Megatron's own layers add as well.
+    for module in layer.modules():
+        if isinstance(module, Engine):
+            module.is_first_microbatch = False
+    is_ours = case.partner is not None and hasattr(getattr(layer, "layers", [layer])[0], "_block")
+    with empty_is_nan():
+        if is_ours:
+            found = step_with_partners(layer, case, case.partner)
+        else:
+            found = step(layer, case)
+    for name, parameter in layer.named_parameters():
+        if fused and parameter.grad_added_to_main_grad:
+            found[f"gradient of {name}"] = parameter.main_grad
+    return found
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+@pytest.mark.parametrize("grouped", [False, True], ids=["", "grouped"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.ranks(2)
+def test_equals_stock(name: str, grouped: bool, fused: bool) -> None:
+    from megatron_ampipe.layers.block_modules import BlockModules
+    from tests.dist.blocks import differences
+    from tests.dist.test_partners import NUM_MICROBATCHES
+    from tests.te_linear_standin import delayed_products
+
+    # These layers exchange the rows inside.
+    with mock.patch.object(BlockModules, "scatters_rows", False):
+        case, stock, ours = layers_over_engine(name, grouped=grouped, fused=fused)
+        expected, found = train(stock, case), train(ours, case)
+    wrong = {name: value for name, value in differences(expected, found).items() if not value <= TOLERANCE}
+    assert not wrong, f"differs from stock: {wrong}"
+    assert not any(delayed_products(stock).values())
+    delayed = delayed_products(ours)
+    # The named orders have no stage for the weights of a dense layer.
+    dense = [name for name in delayed if case.layers == "mdm" and "layers.1.mlp" in name]
+    assert not any(delayed.pop(name) for name in dense)
+    assert min(delayed.values()) >= NUM_MICROBATCHES

@@ -1,0 +1,172 @@
+"""Launches that combine features as NVIDIA's recipes do: AMPipe accepts them at degree 4.
+
+Read by Megatron's parser and validation, with Transformer Engine counted as present and, as the device, a
+Hopper GPU, for which Megatron checks ``CUDA_DEVICE_MAX_CONNECTIONS``. Nothing is trained.
+"""
+
+import shlex
+import sys
+from typing import NamedTuple
+
+import pytest
+
+from megatron_ampipe.errors import BadInput
+from tests import te_permutation_standin
+from tests.megatron.launcher import unfolded
+
+pytestmark = pytest.mark.ranks(1)
+
+MODEL = shlex.split(
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 4096 "
+    "--max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 64 --train-iters 10 --lr 1e-4 "
+    "--bf16 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 1023 --position-embedding-type rope --normalization RMSNorm "
+    "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 "
+    "--hidden-dropout 0 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--num-experts 16 --moe-router-topk 2 --moe-grouped-gemm --moe-permute-fusion --ampipe-degree 4"
+)
+EP = "--expert-model-parallel-size 8 "
+ALLTOALL = EP + "--moe-token-dispatcher-type alltoall "
+DEEPEP = EP + "--moe-token-dispatcher-type flex --moe-enable-deepep "
+HYBRIDEP = EP + "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
+TP = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
+PP = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+SHARED = "--moe-shared-expert-intermediate-size 128 "
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16 "
+    "--v-head-dim 32 "
+)
+BIASED = (
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3 "
+    "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-dtype fp32 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 "
+)
+PRECISION_AWARE = (
+    "--use-precision-aware-optimizer --main-grads-dtype fp32 --main-params-dtype fp32 --exp-avg-dtype bf16 "
+    "--exp-avg-sq-dtype bf16 "
+)
+BLOCKWISE = "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather "
+MXFP8 = "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag "
+DELTA = "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
+
+
+def again(*modules: str) -> str:
+    """Flags of selective recompute."""
+    return f"--recompute-granularity selective --recompute-modules {' '.join(modules)} "
+
+
+class Launch(NamedTuple):
+    """A command line, and what the start-up table says of it."""
+
+    flags: str
+    said: tuple[str, ...] = ()
+
+
+LAUNCHES = {
+    "permute and router fusion": Launch(ALLTOALL + "--moe-router-fusion --moe-router-dtype fp32"),
+    "blockwise, norms and activations again": Launch(
+        ALLTOALL + BLOCKWISE + again("layernorm", "moe_act") + "--moe-router-padding-for-quantization",
+        ("fp8 blockwise chunks end on whole tiles", "--moe-router-padding-for-quantization switched off"),
+    ),
+    "latent attention and a predicted token": Launch(
+        ALLTOALL + LATENT + BIASED + SHARED + "--mtp-num-layers 1 --moe-layer-freq [0]+[1]*3"
+    ),
+    "deepseek-v3": Launch(
+        DEEPEP + PP + LATENT + BIASED + SHARED + BLOCKWISE + PRECISION_AWARE + "--mtp-num-layers 1 "
+        "--cross-entropy-loss-fusion --manual-gc " + again("layernorm", "moe_act", "mla_up_proj", "mlp")
+    ),
+    "mxfp8 and hybrid-ep": Launch(HYBRIDEP + MXFP8 + "--moe-permute-fusion-into-hybridep", ("fp8 mxfp8",)),
+    "one scale for a tensor": Launch(
+        ALLTOALL + "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 "
+        "--num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 1",
+        ("fp8 tensorwise a scale for each chunk",),
+    ),
+    "precision-aware optimizer": Launch(ALLTOALL + PRECISION_AWARE + BIASED),
+    "full recompute": Launch(
+        ALLTOALL + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ("full recompute every layer inside the schedules",),
+    ),
+    "tensor and context parallel": Launch(
+        ALLTOALL + TP + "--context-parallel-size 2 --qk-layernorm", ("ring of 2 ranks",)
+    ),
+    # Megatron checks the number of connections after its own overlap of the same all-to-alls is switched off.
+    "overlaps in a pipeline": Launch(
+        DEEPEP + PP + TP + "--overlap-moe-expert-parallel-comm --delay-wgrad-compute " + SHARED,
+        ("partner uncut", "--delay-wgrad-compute switched off"),
+    ),
+    "shared experts at the same time": Launch(
+        ALLTOALL + SHARED + "--moe-shared-expert-overlap", ("--moe-shared-expert-overlap switched off",)
+    ),
+    "gated delta net": Launch(
+        ALLTOALL + DELTA + SHARED + "--moe-shared-expert-gate --attention-output-gate --qk-layernorm "
+        "--linear-num-key-heads 8 --linear-num-value-heads 16 --mtp-num-layers 1 "
+        + again("layernorm", "gdn_norm_out"),
+        ("other layers gated_delta_net",),
+    ),
+    "hybrid without attention": Launch(
+        ALLTOALL + "--hybrid-layer-pattern MEME --mamba-head-dim 64 --mamba-num-groups 8"
+    ),
+    "experts in host memory": Launch(
+        ALLTOALL + "--fine-grained-activation-offloading --offload-modules expert_fc1 moe_act",
+        ("memory offload", "--fine-grained-activation-offloading switched off"),
+    ),
+    "sinks and windows": Launch(
+        ALLTOALL + "--softmax-type learnable --window-size 128,0 --window-attn-skip-freq 2"
+    ),
+    "dropped tokens": Launch(
+        ALLTOALL + "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
+        ("--moe-pad-expert-input-to-capacity ignored",),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine is counted as present, and 64 ranks."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer import transformer_config
+    from megatron.training import arguments
+
+    te_permutation_standin.install()
+    for module in (arguments, transformer_config):
+        monkeypatch.setattr(module, "is_te_min_version", lambda *_, **__: True)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", print)
+    monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 9)
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+
+
+def table_of(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What rank 0 prints up to the creation of process groups; raises if the launch is refused."""
+    from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+
+    from megatron_ampipe.launch.script import TrainingSession
+
+    words = [*MODEL, *shlex.split(flags)]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
+    session = TrainingSession(words)
+    try:
+        args = session.parse(parse_args)
+        session.validate(validate_args, args, {})
+        core_transformer_config_from_args(args)
+    finally:
+        session.end()
+    return unfolded(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    table = table_of(LAUNCHES[name].flags, monkeypatch, capsys)
+    for text in ("chunk boundaries", *LAUNCHES[name].said):
+        assert text in table
+
+
+@pytest.mark.parametrize("modules", ["core_attn attn_proj", "expert_fc1 mlp_norm"])
+@pytest.mark.parametrize("others", ["", BLOCKWISE])
+def test_offloading_of_other_modules_is_refused(
+    modules: str, others: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"{ALLTOALL}{others}--fine-grained-activation-offloading --offload-modules {modules}"
+    with pytest.raises(BadInput, match="--fine-grained-activation-offloading"):
+        table_of(flags, monkeypatch, capsys)
