@@ -18,12 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from megatron_ampipe.attention import backends
+from megatron_ampipe.runtime import graphs
 
 _READS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
     "aten::_unique2", "aten::lift_fresh",
 }  # fmt: skip
 """Operations for which the host waits for the device, or sends data that it has made."""
+CAPTURED: list["RecordedGraph"] = []
 REPLAYS: list["RecordedGraph"] = []
 """Every replay so far."""
 
@@ -52,14 +54,13 @@ class RecordedGraph:
         """By storage, memory from before that it has changed, with its contents."""
         self._recorder: _Recorder | None = None
         self.pool: Any = None
-        self.addresses: set[int] = set()
-        """Of all memory from before that it reads or writes."""
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         """As in torch."""
         assert capture_error_mode == "thread_local", "other threads issue transfers meanwhile"
         assert self._recorder is None and not self._calls, "a second capture"
         self.pool, self._recorder = pool, _Recorder(self)
+        CAPTURED.append(self)
         self._recorder.__enter__()
 
     def capture_end(self) -> None:
@@ -82,7 +83,6 @@ class RecordedGraph:
         assert not draws, f"{name}: a replay would draw other numbers"
         given: list[Tensor] = []
         tree_map_only(Tensor, given.append, (args, kwargs))
-        self.addresses.update(one.data_ptr() for one in given if _storage(one) not in self._made)
         for place, argument in enumerate(schema.arguments):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -98,7 +98,7 @@ class RecordedGraph:
         if not is_view and "empty" not in name:
             # Through other tensors of the same memory: a replay does not count as a change for autograd.
             call = args, kwargs, result if fresh else None
-            self._calls.append((operation, *tree_map_only(Tensor, lambda one: one.detach().data, call)))
+            self._calls.append((operation, *tree_map_only(Tensor, _borrowed, call)))
         return result
 
     def _keep_before(self, tensor: Tensor) -> None:
@@ -108,17 +108,22 @@ class RecordedGraph:
                 whole = _whole(tensor)
                 self._before[key] = whole, whole.clone()
 
-    def _poison(self) -> None:
+    def _poison(self, *, unused: bool = False) -> None:
+        """Overwrite what was made, or of it what only this graph refers to."""
         for tensor in self._made.values():
+            if unused and torch._C._storage_Use_Count(_storage(tensor)) > _OF_ONE:
+                continue
             if tensor.dtype.itemsize > 1:
                 value = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
                 _whole(tensor).fill_(value)
 
     def replay(self) -> None:
-        """As in torch."""
+        """As in torch. Graphs of one pool share memory to which nobody refers: it is lost for the others."""
         REPLAYS.append(self)
         with torch.no_grad(), _disable_current_modes():
-            self._poison()
+            for other in CAPTURED:
+                if other.pool == self.pool:
+                    other._poison(unused=other is not self)
             for operation, args, kwargs, results in self._calls:
                 computed = operation(*args, **kwargs)
                 if results is None:
@@ -138,11 +143,26 @@ def _whole(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # type: ignore[call-overload]
 
 
+def _borrowed(tensor: Tensor) -> Tensor:
+    """The same memory, without a reference to it."""
+    memory = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), _CPU, memory.nbytes())
+    found = torch.empty(0, dtype=tensor.dtype)
+    return found.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+
+
+_CPU = torch.device("cpu")
+_OF_ONE = 2
+"""References to memory that one tensor has: its own, and that of the call that counts."""
+
+
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
     """Within it, graphs are recorded; the host platform must be installed."""
     pools = iter(range(1, 1 << 30))
     REPLAYS.clear()
+    CAPTURED.clear()
+    graphs._pool.cache_clear()
     with (
         mock.patch.object(torch.cuda, "CUDAGraph", RecordedGraph),
         mock.patch.object(torch.cuda, "graph_pool_handle", lambda: (0, next(pools))),

@@ -1,8 +1,9 @@
 """CUDA graphs of a tape: runs of computed calls with fixed shapes, each of which the host launches as one.
 
-A graph works on the memory with which it was captured. So every micro-batch in flight has a set of graphs,
-with static tensors for what the calls take from elsewhere. What they hand on stays in memory of the set, and
-is read before the set runs its graphs for another micro-batch.
+A graph works on the memory with which it was captured. So every micro-batch in flight has a set of graphs.
+What one of them leaves for another stays where it is until the set is used again. What others read is copied
+from there, and what a graph takes from others is copied to it. All graphs share the memory of these, and of
+what exists only inside of one, because they run one after another on one stream.
 
 A graph repeats operations of the device, and no Python. What else the calls do is noted when they are
 captured, and done again at every replay: which slots they fill, the sums of gradients, what stages leave in
@@ -15,6 +16,7 @@ import contextlib
 import functools
 import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +26,7 @@ from torch.nn import Module, Parameter
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.runtime.block_functions import BlockFunctions
+from megatron_ampipe.runtime.segment import Segment
 from megatron_ampipe.runtime.steps import Differentiate, Pass, RunStage, Step
 from megatron_ampipe.runtime.tape import Call, Tape, Tapes
 from megatron_ampipe.schedule import Direction, StageKind
@@ -106,10 +109,12 @@ class _Captured:
     """Slots, and what of this set, or None, has to be in them."""
     results: list[tuple[int, object]] = field(default_factory=list)
     """Slots, and what is in them afterwards."""
+    copied: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Slots, and of what a copy is in them afterwards: tensors that do not own their memory."""
     sums: list[tuple[int, int, Tensor | None, bool]] = field(default_factory=list)
     """Layer and number of a parameter, its sum afterwards, and whether that can be written to."""
-    fused: list[Parameter] = field(default_factory=list)
-    """Parameters whose gradient was added to ``main_grad``."""
+    fused: list[tuple[int, int, Parameter]] = field(default_factory=list)
+    """Layer and number of a parameter whose gradient was added to ``main_grad``."""
     left: list[tuple[int, StageKind, int, object]] = field(default_factory=list)
     """Layer, kind and chunk of a stage, and what it has left in the state of the block."""
 
@@ -140,6 +145,15 @@ class TapeGraphs:
             for direction, runs in self.runs.items()
         }
         """Positions of calls that run with an earlier one."""
+        self.others = {
+            slot
+            for direction, tape in tapes.passes.items()
+            for call in tape.calls
+            if call.position not in self.runs[direction] and call.position not in self.inner[direction]
+            for step in call.steps
+            for slot in (*step.taken, *step.given)
+        }
+        """Slots that calls which are not captured read or write."""
         self._sets: list[GraphSet] = []
 
     def begin(self, state: Pass) -> GraphSet | None:
@@ -160,10 +174,11 @@ class GraphSet:
     """The graphs for one micro-batch in flight at a time."""
 
     def __init__(self, of_tape: TapeGraphs) -> None:
-        self._of_tape, self._pool = of_tape, torch.cuda.graph_pool_handle()
+        self._of_tape = of_tape
         self._captured: dict[tuple[Direction, int], _Captured] = {}
         self._own: dict[int, object] = {id(None): None}
-        """What the graphs write, by ``id``, and None."""
+        """What the graphs leave for one another, by ``id``, and None."""
+        self._fused: set[Parameter] = set()
         self._outside: list[tuple[Tensor, Tensor]] = []
         """What the blocks read besides: as it was given last, and the static copy."""
         self._owner: weakref.ref[Pass] | None = None
@@ -225,10 +240,9 @@ class GraphSet:
         """Record what the calls of a run do, without running them."""
         slots, of_layer = state.slots, self._of_tape.functions
         stages = [step.stage for step in run.steps]
-        modules = [of_layer[stage.layer].stage_modules.get(stage.kind, ()) for stage in stages]
         forward = isinstance(next(run.steps), RunStage)
-        waiting = dict.fromkeys(itertools.chain.from_iterable(modules)) if forward else ()
-        captured = _Captured(torch.cuda.CUDAGraph(), list(waiting))
+        modules = [of_layer[stage.layer].stage_modules.get(stage.kind, ()) for stage in stages if forward]
+        captured = _Captured(torch.cuda.CUDAGraph(), list(dict.fromkeys(itertools.chain(*modules))))
         _wait_for_parameters(captured.waiting)
         before = {slot: slots[slot] for slot in run.changes}
         for slot in run.reads:
@@ -239,37 +253,57 @@ class GraphSet:
             assert isinstance(value, Tensor), f"a graph cannot be given {value}"
             if state.crossing is not None:
                 state.crossing.note_use([value])
-            slots[slot] = static = torch.empty_like(value).copy_(value)
-            captured.inputs.append((slot, static))
-        numbers = [
-            (step.stage.layer, number)
-            for step in run.steps
-            if isinstance(step, Differentiate)
-            for number in step.parameters
-        ]
-        for layer, number in numbers:
-            total, _ = state.sums[layer].entry(number)
-            assert id(total) in self._own, "a sum of gradients that the graphs did not begin"
-        torch.cuda.synchronize()
-        with self._on_leaves(state), torch.cuda.stream(_capture_stream()):
-            captured.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                for step in run.steps:
-                    step.run(state)
-            finally:
-                captured.graph.capture_end()
-        captured.results = [(slot, slots[slot]) for slot, value in before.items() if slots[slot] is not value]
-        captured.sums = [(*of, *state.sums[of[0]].entry(of[1])) for of in dict.fromkeys(numbers)]
-        for layer, number in numbers:
-            if getattr(self._leaves[layer][number], "grad_added_to_main_grad", False):
-                captured.fused.append(of_layer[layer].all_parameters[number])
-        kept = [value for _, value in captured.results] + [total for *_, total, _ in captured.sums]
+            slots[slot] = static = _inputs.take(value)
+            captured.inputs.append((slot, static.copy_(value)))
+        self._record(captured, run, state)
+        for slot, value in before.items():
+            result = slots[slot]
+            if result is value:
+                continue
+            if isinstance(result, Tensor) and slot in self._of_tape.others:
+                captured.copied.append((slot, _without_memory(result)))
+                # Only the copy remains.
+                slots[slot] = None
+                continue
+            if isinstance(result, Segment):
+                result.is_captured = True
+            captured.results.append((slot, result))
+        kept = [result for _, result in captured.results] + [total for *_, total, _ in captured.sums]
         self._own.update((id(value), value) for value in kept)
+        del before, result, value
+        _inputs.give_back([static for _, static in captured.inputs if id(static) not in self._own])
         for stage in stages if forward else ():
             left = state.blocks[stage.layer].left_by(stage.kind, stage.chunk)
             if left is not None:
                 captured.left.append((stage.layer, stage.kind, stage.chunk, left))
         return captured
+
+    def _record(self, captured: _Captured, run: Run, state: Pass) -> None:
+        """Capture the calls of a run, and note what they have done with the sums of gradients."""
+        numbers = dict.fromkeys(
+            (step.stage.layer, number)
+            for step in run.steps
+            if isinstance(step, Differentiate)
+            for number in step.parameters
+        )
+        of_number = {of: self._of_tape.functions[of[0]].all_parameters[of[1]] for of in numbers}
+        for (layer, number), parameter in of_number.items():
+            is_own = parameter in self._fused or id(state.sums[layer].entry(number)[0]) in self._own
+            assert is_own, "a sum of gradients that the graphs did not begin"
+        torch.cuda.synchronize()
+        with self._on_leaves(state), torch.cuda.stream(_capture_stream()):
+            captured.graph.capture_begin(pool=_pool(), capture_error_mode="thread_local")
+            try:
+                for step in run.steps:
+                    step.run(state)
+            finally:
+                captured.graph.capture_end()
+        for (layer, number), parameter in of_number.items():
+            if getattr(self._leaves[layer][number], "grad_added_to_main_grad", False):
+                captured.fused.append((layer, number, parameter))
+                self._fused.add(parameter)
+            else:
+                captured.sums.append((layer, number, *state.sums[layer].entry(number)))
 
     def _prepare(self, captured: _Captured, state: Pass) -> None:
         """Before a replay."""
@@ -288,10 +322,14 @@ class GraphSet:
         slots = state.slots
         for slot, value in captured.results:
             slots[slot] = value
+        for slot, static in captured.copied:
+            slots[slot] = static.clone()
         for layer, number, total, is_writable in captured.sums:
             state.sums[layer].put(number, total, is_writable)
-        for parameter in captured.fused:
+        for layer, number, parameter in captured.fused:
             parameter.grad_added_to_main_grad = True
+            # As Megatron's linear layers: nobody reads it.
+            state.sums[layer].put(number, torch.empty_like(parameter), False)
         for layer, kind, chunk, left in captured.left:
             state.blocks[layer].leave(kind, chunk, left)
 
@@ -320,6 +358,48 @@ class GraphSet:
                 sums.parameters = functions.all_parameters
 
 
+class _Inputs:
+    """Static tensors to which what a graph takes is copied: those that it does not keep are shared by all."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[tuple[object, ...], list[Tensor]] = defaultdict(list)
+        self._taken: dict[int, int] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        """A tensor that no other input of the same graph has."""
+        free = self._free[like.shape, like.dtype, like.device]
+        static = free.pop() if free else torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        self._taken[id(static)] = _references(static)
+        return static
+
+    def give_back(self, tensors: Sequence[Tensor]) -> None:
+        """Those whose memory nobody else has begun to refer to can be used by other graphs."""
+        for static in tensors:
+            if _references(static) == self._taken[id(static)]:
+                self._free[static.shape, static.dtype, static.device].append(static)
+        self._taken.clear()
+
+
+_inputs = _Inputs()
+
+
+def _references(tensor: Tensor) -> int:
+    """How many tensors have the memory of a tensor."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    """The tensor at its address, whoever has that memory later."""
+    memory = tensor.untyped_storage()
+    borrowed = torch._C._construct_storage_from_data_pointer(
+        memory.data_ptr(), tensor.device, memory.nbytes()
+    )
+    found = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    with torch.no_grad():
+        return found.set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
 def _leaf(parameter: Parameter) -> Parameter:
     """Another leaf with the memory and the attributes of a parameter."""
     leaf = Parameter(parameter.data)
@@ -338,3 +418,9 @@ def _wait_for_parameters(modules: Sequence[Module]) -> None:
 def _capture_stream() -> torch.cuda.Stream:
     """Of all captures: torch does not capture on the stream on which Megatron trains."""
     return torch.cuda.Stream()
+
+
+@functools.cache
+def _pool() -> tuple[int, int]:
+    """The memory of all graphs."""
+    return torch.cuda.graph_pool_handle()
