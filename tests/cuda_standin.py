@@ -121,7 +121,7 @@ class Places(TorchDispatchMode):
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Iterable) and not isinstance(value, str):
+    elif isinstance(value, Iterable) and not isinstance(value, (str, torch.UntypedStorage)):
         for one in value:
             yield from _tensors(one)
 

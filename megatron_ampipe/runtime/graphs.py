@@ -393,11 +393,10 @@ def _without_memory(tensor: Tensor) -> Tensor:
     """The tensor at its address, whoever has that memory later."""
     memory = tensor.untyped_storage()
     borrowed = torch._C._construct_storage_from_data_pointer(
-        memory.data_ptr(), tensor.device, memory.nbytes()
+        memory.data_ptr(), memory.device, memory.nbytes()
     )
-    found = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     with torch.no_grad():
-        return found.set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return tensor.new_empty(0).set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _leaf(parameter: Parameter) -> Parameter:
