@@ -409,8 +409,9 @@ def _leaf(parameter: Parameter) -> Parameter:
 def _wait_for_parameters(modules: Sequence[Module]) -> None:
     """What the modules do before each of their calls (Megatron's ``--overlap-param-gather``)."""
     for module in modules:
-        for hook in module._forward_pre_hooks.values():
-            hook(module, ())
+        if module._forward_pre_hooks:
+            for hook in module._forward_pre_hooks.values():
+                hook(module, ())
 
 
 @functools.cache

@@ -163,19 +163,10 @@ class StackCall:
         if not call.steps and call.stage.kind.of_parameters:
             assert self._reductions is not None, "this pass was not given what its schedule reduces"
             return self._reductions.start_until(self._asked[call.stage.kind, call.stage.layer])
-        transfer = None
-        if self._graphs is None or not self._graphs.run_call(direction, call, state):
-            transfer = self._run_steps(direction, call)
-        if call.ends_half:
-            self._hand_over(call.stage.layer, half=True)
-            self._note_asked(REDUCE_EXPERTS, call.stage.layer)
-        if call.ends:
-            self._end_layer(direction, call.stage.layer)
-        return transfer
-
-    def _run_steps(self, direction: Direction, call: Call) -> Transfer | None:
-        state, transfer = self.state, None
-        for step in call.steps:
+        transfer, steps = None, call.steps
+        if self._graphs is not None and self._graphs.run_call(direction, call, state):
+            steps = ()
+        for step in steps:
             try:
                 transfer = step.run(state)
             except Exception as error:
@@ -188,6 +179,11 @@ class StackCall:
                 text = f"{step.text(names)}\nthere are {', '.join(shapes) or 'no tensors'}"
                 error.add_note(f"{direction} pass, call {call.position}: {text}")
                 raise
+        if call.ends_half:
+            self._hand_over(call.stage.layer, half=True)
+            self._note_asked(REDUCE_EXPERTS, call.stage.layer)
+        if call.ends:
+            self._end_layer(direction, call.stage.layer)
         return transfer
 
     def _end_layer(self, direction: Direction, layer: int) -> None:
