@@ -144,7 +144,9 @@ class _Ways(NamedTuple):
     send: list[int]
     receive: list[int]
     num_permuted: int
-    """With padding."""
+    """With padding; or the budget."""
+    num_written: int
+    """Of these."""
     options: tuple[int | None, bool]
     """What every call must say again."""
 
@@ -153,7 +155,9 @@ class HybridEPBuffer:
     """``deep_ep.HybridEPBuffer``: the interface that Megatron calls.
 
     All ranks have the same number of tokens. Rows are received in the order of the local experts, then of the
-    ranks that sent them, then of their tokens; ``pad_multiple`` adds rows of zeros to each expert's. All
+    ranks that sent them, then of their tokens; ``pad_multiple`` adds rows of zeros to each expert's. With a
+    budget (``num_permuted_tokens``), rows after the last are not written, here NaN, and what does not fit is
+    dropped, which the last part of the handle says. All
     calls with a handle have to agree with the one that made it. It is stricter than HybridEP in one thing:
     the counts of all calls are in the same memory. It also takes fp32 tokens, which HybridEP does not.
     """
@@ -189,15 +193,18 @@ class HybridEPBuffer:
         counts = None
         if handle is None:
             assert routing_map.dtype == torch.bool and routing_map.is_contiguous()
-            assert len(routing_map) == len(hidden) and not non_blocking and num_permuted_tokens is None
+            assert len(routing_map) == len(hidden) and non_blocking == (num_permuted_tokens is not None)
             options = (pad_multiple, fuse_permute_dispatch)
-            handle, counts = self._preprocess(routing_map, num_of_experts_per_rank, options)
+            handle, counts = self._preprocess(
+                routing_map, num_of_experts_per_rank, options, num_permuted_tokens
+            )
         else:
             assert routing_map is None and probs is None, "a handle knows where tokens go"
-            assert num_permuted_tokens == handle[-1].num_permuted, "a handle does not know how many arrive"
-        rows, experts, places, num_tokens, ways = handle
+            assert num_permuted_tokens == handle[-2].num_permuted, "a handle does not know how many arrive"
+        rows, experts, places, num_tokens, ways, _ = handle
         self._check(ways, pad_multiple, fuse_permute_dispatch)
         assert len(hidden) == num_tokens
+        fits = places < ways.num_permuted
         received = [hidden[rows]]
         if probs is not None:
             assert probs.dtype == torch.float32 and probs.is_contiguous()
@@ -205,7 +212,8 @@ class HybridEPBuffer:
         outputs = []
         for sent in received:
             output = sent.new_zeros((ways.num_permuted, *sent.shape[1:]))
-            output[places] = exchanged(sent, ways.send, ways.receive, self.group)
+            output[ways.num_written :] = float("nan")
+            output[places[fits]] = exchanged(sent, ways.send, ways.receive, self.group)[fits]
             outputs.append(output)
         return outputs[0], outputs[1] if probs is not None else None, None, counts, handle
 
@@ -218,23 +226,30 @@ class HybridEPBuffer:
         pad_multiple: int | None = None,
         fuse_unpermute_combine: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        rows, experts, places, num_tokens, ways = handle
+        rows, experts, places, num_tokens, ways, _ = handle
         self._check(ways, pad_multiple, fuse_unpermute_combine)
         assert hidden.is_contiguous() and len(hidden) == ways.num_permuted
-        back = exchanged(hidden[places], ways.receive, ways.send, self.group)
+        fits = places < ways.num_permuted
+
+        def sent_back(given: Tensor) -> Tensor:
+            found = given.new_zeros((len(places), *given.shape[1:]))
+            found[fits] = given[places[fits]]
+            return exchanged(found, ways.receive, ways.send, self.group)
+
+        back = sent_back(hidden)
         combined = back.new_zeros((num_tokens, hidden.shape[1])).index_add_(0, rows, back)
         if probs is None:
             return combined, None
         assert probs.dtype == torch.float32 and probs.is_contiguous() and probs.shape == hidden.shape[:1]
         num_experts = len(self._counts) * self.group.size()
         of_probs = probs.new_zeros((num_tokens, num_experts))
-        of_probs[rows, experts] = exchanged(probs[places], ways.receive, ways.send, self.group)
+        of_probs[rows, experts] = sent_back(probs)
         return combined, of_probs
 
     def _preprocess(
-        self, routing_map: Tensor, num_local: int, options: tuple[int | None, bool]
+        self, routing_map: Tensor, num_local: int, options: tuple[int | None, bool], budget: int | None
     ) -> tuple[tuple[Any, ...], Tensor]:
-        """The handle, and how many rows each local expert gets, with padding."""
+        """The handle, and how many rows each local expert gets, with padding and within the budget."""
         size, rank = self.group.size(), self.group.rank()
         everywhere = [torch.empty_like(routing_map) for _ in range(size)]
         dist.all_gather(everywhere, routing_map, group=self.group)
@@ -253,11 +268,20 @@ class HybridEPBuffer:
         gaps = (padded - counts).cumsum(0) - (padded - counts)
         places[order] = torch.arange(len(order)) + gaps[of_experts[order]]
         self._counts = self._counts if len(self._counts) == num_local else torch.empty_like(padded)
-        self._counts.copy_(padded)
+        num_rows = int(padded.sum())
+        most = num_rows if budget is None else budget
+        ends = padded.cumsum(0).clamp_max(most)
+        self._counts.copy_(ends.diff(prepend=ends.new_zeros(1)))
         ways = _Ways(
-            self, sent.sum((1, 2)).tolist(), received.sum((1, 2)).tolist(), int(padded.sum()), options
+            self,
+            sent.sum((1, 2)).tolist(),
+            received.sum((1, 2)).tolist(),
+            most,
+            min(num_rows, most),
+            options,
         )
-        return (rows, peers * num_local + experts, places, len(routing_map), ways), self._counts
+        overflow = torch.tensor([int(num_rows > most)])
+        return (rows, peers * num_local + experts, places, len(routing_map), ways, overflow), self._counts
 
     def _check(self, ways: _Ways, *options: Any) -> None:
         assert ways.buffer is self and ways.options == options

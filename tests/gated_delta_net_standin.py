@@ -13,24 +13,48 @@ from torch import Tensor
 from torch.nn import functional
 
 
+def documents_of(rows: Tensor, bounds: Tensor | None) -> list[Tensor]:
+    """``[B, S, ...]`` in parts, one for each packed document."""
+    return [rows] if bounds is None else list(rows.split(bounds.diff().tolist(), dim=1))
+
+
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str, **states: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    activation: str,
+    cu_seqlens: Tensor | None,
+    **states: Any,
 ) -> tuple[Tensor, None]:
     """``[B, S, D]`` to the same shape: each channel over its last rows, ``weight [D, W]``, then SiLU."""
     assert activation == "silu" and not any(states.values())
     channels, window = weight.shape
-    padded = functional.pad(x.transpose(1, 2), (window - 1, 0))
-    convolved = functional.conv1d(padded, weight.unsqueeze(1), bias, groups=channels)
-    return functional.silu(convolved).transpose(1, 2), None
+    parts = []
+    for rows in documents_of(x, cu_seqlens):
+        padded = functional.pad(rows.transpose(1, 2), (window - 1, 0))
+        convolved = functional.conv1d(padded, weight.unsqueeze(1), bias, groups=channels)
+        parts.append(functional.silu(convolved).transpose(1, 2))
+    return torch.cat(parts, dim=1), None
 
 
 def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **states: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None = None,
+    **states: Any,
 ) -> tuple[Tensor, None]:
     """``q, k [B, S, H, K]``, ``v [B, S, H, V]`` and ``g, beta [B, S, H]`` to ``[B, S, H, V]``."""
     assert not any(states.values())
+    if cu_seqlens is not None:
+        parts = zip(*(documents_of(rows, cu_seqlens) for rows in (q, k, v, g, beta)), strict=True)
+        return torch.cat([delta_rule(*part[:3], g=part[3], beta=part[4])[0] for part in parts], 1), None
     q, k, v, decay, beta = q.double(), k.double(), v.double(), g.double().exp(), beta.double()
-    state, rows = torch.zeros(*k.shape[:1], *k.shape[2:], v.shape[-1], dtype=v.dtype), []
+    state, rows = torch.zeros(*k.shape[:1], *k.shape[2:], v.shape[-1], dtype=v.dtype, device=v.device), []
     for row in range(q.shape[1]):
         state = state * decay[:, row, :, None, None]
         known = torch.einsum("bhkv,bhk->bhv", state, k[:, row])

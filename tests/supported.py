@@ -32,7 +32,8 @@ logged losses: relative difference at most 1e-5. Cases have, alone and combined:
 - **Exchanges**: `rows`, `ranks`, `nodes`, `2dh`; the all-gather dispatcher; the flex dispatcher over
   stand-ins of DeepEP and HybridEP.
 - **Attention**: grouped-query, multi-query and latent attention, sliding windows, sinks, output gates,
-  RoPE, query-key norms, biases, documents that are packed or masked.
+  RoPE, query-key norms, biases, documents that are packed or masked; gated delta nets, whose kernels are
+  stand-ins, before experts in chunks.
 - **Routing**: top-k, sigmoid scores, expert bias, groups, fp64, routers of `--ampipe-router`, routing
   replay, hooks of routers, all auxiliary losses (also alone) and z-loss, per-token loss, capacity with
   and without padding.
@@ -46,7 +47,9 @@ logged losses: relative difference at most 1e-5. Cases have, alone and combined:
 TRAININGS = """\
 Megatron's training loop is compared with stock runs in `tests/megatron/test_training.py`: combined
 parallelism, layers that share a schedule, exchanges, routers, [documents](features.md) and hybrid models.
-Logged losses and gradient norms agree to a relative difference of 2e-4 or better.
+Logged losses and gradient norms agree to a relative difference of 2e-4 or better. `test_fsdp.py` does the
+same with Megatron-FSDP. `test_launches.py` has command lines that combine features as NVIDIA's recipes do,
+which Megatron and AMPipe accept.
 """
 
 SWITCHED_OFF_HEAD = """\

@@ -204,14 +204,14 @@ def compare(block: Block, cluster: Cluster) -> dict[str, object]:
     chosen = plans.chosen
     return {
         "near_share": near_ranks(block, cluster) / block.expert,
-        "uncut": uncut,
-        "near_uncut": near[first],
+        "uncut": round(uncut, 3),
+        "near_uncut": round(near[first], 3),
         "near_uncut_way": first,
-        "plan": stock_ms / plans.chosen_ms,
+        "plan": round(stock_ms / plans.chosen_ms, 3),
         "plan_way": f"{chosen.exchange} {chosen.schedule.num_chunks}" + " stack" * (chosen.stack != 1),
-        "near": near[best],
+        "near": round(near[best], 3),
         "near_way": best,
-        "partners": stock_ms / partners.step_ms,
+        "partners": round(stock_ms / partners.step_ms, 3),
     }
 
 

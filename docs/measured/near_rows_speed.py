@@ -32,7 +32,7 @@ from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
 
 RANKS, NODE = 4, 2
 FAR_APART = 16.0
-"""What a row's first number is, with a sign: beside it, what else the router looks at is small."""
+"""What a row's first number is, with a sign: so much that the router follows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,13 +29,14 @@ class FlexChunk(MoEFlexTokenDispatcher):
     """The flex dispatcher of one chunk, with the steps of :class:`~.packing.AllToAllChunk`.
 
     Within a node, DeepEP is told how many rows will arrive. Among more ranks it counts itself, in the call
-    that sends the tokens, as HybridEP always does.
+    that sends the tokens, as HybridEP does unless it has a budget of rows.
     """
 
     num_spare: ClassVar = 0
     told: tuple[int, list[int]] | None = None
     """``R``, and the tokens for each expert of this rank, as in :class:`~.packing.AllToAllChunk`."""
     _transport: DeepEPTransport | HybridEPTransport | None = None
+    _stock: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -55,7 +56,20 @@ class FlexChunk(MoEFlexTokenDispatcher):
         copied = type(self).__new__(type(self))
         vars(copied).update(vars(self))
         copied._comm_manager = copy.copy(self._comm_manager)
+        if self._stock is not None:
+            factor = self._stock._comm_manager.moe_expert_rank_capacity_factor
+            copied._comm_manager.moe_expert_rank_capacity_factor = factor
         return copied
+
+    def share_budget(self, stock: MoEFlexTokenDispatcher) -> None:
+        """Have copies follow the stock dispatcher's budget of rows, and tell it where rows did not fit.
+
+        With ``--moe-expert-rank-capacity-factor``, HybridEP lets no host wait, and drops what does not fit.
+        Megatron asks the stock dispatchers after each step whether it has, takes their budget away, and
+        repeats the step.
+        """
+        self._stock = stock
+        self._comm_manager.over_budget = stock._comm_manager.over_budget
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
@@ -204,14 +218,16 @@ def tensors_among(values: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 class HybridEPTransport:
-    """Keeps HybridEP's handle of its chunk, which shares no memory. The first dispatch blocks the host.
+    """Keeps HybridEP's handle of its chunk, which shares no memory.
+
+    The first dispatch blocks the host, unless a budget of rows says how many rows there are at most.
 
     ``manager`` is Megatron's ``_HybridEPManager`` of the chunk, after ``setup_metadata``: it makes the first
     call, and with the very first the buffer.
     """
 
     tokens_per_expert: Tensor
-    """``[local experts]`` int64 on the host, received rows of each local expert."""
+    """``[local experts]`` int64, received rows of each local expert; with a budget not on the host."""
     _handle: Any = None
     _num_received = 0
 
@@ -235,7 +251,7 @@ class HybridEPTransport:
         self._handle, self._num_received = manager.handle, received.shape[0]
         # Nothing promises that the next call counts into other memory.
         self.tokens_per_expert = manager.tokens_per_expert.clone()
-        uses = (manager.routing_map, *tensors_among(self._handle))
+        uses = (manager.routing_map, self.tokens_per_expert, *tensors_among(self._handle))
         return Transfer((received, manager.dispatched_probs), uses=uses)
 
     def combine(self, tensors: Sequence[Tensor]) -> Transfer:

@@ -91,6 +91,7 @@ def make_context(
             recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 1),
             recomputed_layers=take_over_recompute(args, config),
             documents=DocumentReader(masked=startup.masks_documents(args)),
+            shares=not getattr(args, "use_megatron_fsdp", False),
             gate=gate,
             wire=None if config.wire is None else load_wire(config.wire),
             graph_warm_up=max(1, getattr(args, "cuda_graph_warmup_steps", 1)),
@@ -194,6 +195,10 @@ def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> list[host.Adj
         args.apply_rope_fusion = False
         reason = "rows of several packed sequences differ in position: the same function"
         note("--no-rope-fusion", None, reason)
+    if getattr(args, "use_megatron_fsdp", False) and args.gradient_accumulation_fusion:
+        args.gradient_accumulation_fusion = False
+        reason = "with Megatron-FSDP, a fused product overwrites what earlier chunks have added"
+        note("--no-gradient-accumulation-fusion", None, reason)
     if args.moe_pad_expert_input_to_capacity:
         reason = "ignored: chunks send only the kept tokens, with the same result"
         note("--moe-pad-expert-input-to-capacity", None, reason)

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ampipe.block.hybrid_pattern import stages_of
 from megatron_ampipe.block.settings import AUTO, settings_of
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, useful_exchanges
+from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, Pipeline, of_chunks, useful_exchanges
 from megatron_ampipe.schedule.chunks import SequenceLayout, require_whole_tiles
 from megatron_ampipe.schedule.features import (
     BALANCED,
@@ -153,7 +153,7 @@ def offloads_experts(arguments: Any) -> bool:
         and args.offload_modules
         and {*args.offload_modules} <= {"expert_fc1", "moe_act"}
         and chosen == (None, None, None)
-        and not (_in_flex(args) or _recomputes_experts(args) or _keeps_other_tensors(args))
+        and not (_recomputes_experts(args) or _keeps_other_tensors(args))
     )
 
 
@@ -199,6 +199,11 @@ def _saves_nothing(args: Any) -> bool:
 
 def _in_flex(args: Any) -> bool:
     return bool(args.moe_token_dispatcher_type == "flex")
+
+
+def _resends(memory: str | None) -> bool:
+    """Whether tokens of a chunk are sent once more with this ``--ampipe-memory``, or may be."""
+    return memory == AUTO or any("redispatch" in STRATEGIES[name] for name in of_chunks(memory or KEEP))
 
 
 def _sends_rows(args: Any) -> bool:
@@ -275,7 +280,6 @@ def _cannot_capture(args: Any) -> str | None:
 
 _OFF = "Leave it out, or train with --ampipe-degree 1."
 _GATHERED = "a layer gathers its weights and reduces their gradients in every call, and chunks are more calls"
-_SHARDED = "fully sharded parameters are not supported"
 
 _SCORES = (
     "only Transformer Engine's attention keeps the largest scores, which context-parallel layers and packed "
@@ -341,8 +345,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--fine-grained-activation-offloading",
         "--ampipe-memory offload does it for experts in their own order: for --offload-modules expert_fc1 "
-        "and moe_act alone, the dispatcher alltoall, without FP8, --use-transformer-engine-op-fuser, "
-        "--ampipe-memory and --ampipe-plan",
+        "and moe_act, without FP8, --use-transformer-engine-op-fuser, --ampipe-memory or --ampipe-plan",
         "Use --offload-modules expert_fc1 moe_act, or leave it out; --recompute-modules layernorm moe_act "
         "keeps less too.",
     ),
@@ -374,16 +377,12 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--moe-token-dispatcher-type",
-        "is not supported with --ampipe-memory, --moe-expert-rank-capacity-factor or "
-        "--moe-hybridep-pad-uneven-dispatch-inputs",
-        "Leave them out, or use --moe-token-dispatcher-type alltoall, with which --ampipe-memory works.",
+        "is not supported with --moe-hybridep-pad-uneven-dispatch-inputs, or --ampipe-memory redispatch, S2, "
+        "S4 and auto, for which tokens would be sent once more",
+        "Leave them out, or use --ampipe-memory rebuild, or --moe-token-dispatcher-type alltoall.",
         lambda args: (
             _in_flex(args)
-            and (
-                args.ampipe_memory not in (None, KEEP)
-                or args.moe_expert_rank_capacity_factor is not None
-                or bool(args.moe_hybridep_pad_uneven_dispatch_inputs)
-            )
+            and (_resends(args.ampipe_memory) or bool(args.moe_hybridep_pad_uneven_dispatch_inputs))
         ),
     ),
     Refusal(
@@ -464,8 +463,22 @@ REFUSALS: tuple[Refusal, ...] = (
         _OFF,
         lambda args: (args.expert_tensor_parallel_num_weight_shards or 0) > (expert_tensor_ranks(args) or 1),
     ),
-    Refusal("--use-megatron-fsdp", _SHARDED, "Use --use-distributed-optimizer."),
-    Refusal("--use-torch-fsdp2", _SHARDED, "Use --use-distributed-optimizer."),
+    Refusal(
+        "--use-megatron-fsdp",
+        "a layer gathers its parameters for one pass at a time, which --ampipe-partner (also as "
+        "--overlap-moe-expert-parallel-comm) would not, and reduces gradients in its own way, which "
+        "--ampipe-grad-reduce placed does not hold back",
+        "Leave these out, or use --use-distributed-optimizer in place of Megatron-FSDP.",
+        lambda args: (
+            args.use_megatron_fsdp
+            and bool(args.ampipe_partner or settings_of(args.all).grad_reduce == "placed")
+        ),
+    ),
+    Refusal(
+        "--use-torch-fsdp2",
+        "it gathers the parameters of modules that Megatron calls, and has no expert-parallel ranks",
+        "Use --use-megatron-fsdp or --use-distributed-optimizer.",
+    ),
     Refusal(
         "--ampipe-memory",
         "--recompute-granularity full and --recompute-modules moe keep less of the experts than this, and "

@@ -278,7 +278,8 @@ class TrainingSession:
         from megatron.core.utils import unwrap_model
 
         made = set_up(*args, **kwargs)
-        kinds = {type(chunk) for chunk in unwrap_model(made[0])}
+        # Megatron-FSDP has a second wrapper inside the first.
+        kinds = {type(getattr(chunk, "module", chunk)) for chunk in unwrap_model(made[0])}
         is_changed = self.num_models > 0 and all(issubclass(kind, _models) for kind in kinds)
         if self.changes_layers and not is_changed:
             names = " and ".join(sorted(kind.__name__ for kind in kinds))

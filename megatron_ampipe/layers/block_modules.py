@@ -180,7 +180,10 @@ class BlockModules:
         local = self.moe.num_local_experts, self.moe.local_expert_indices
         if name != "alltoall":
             kind = FlexChunk if name == "flex" else AllGatherChunk
-            return kind(*local, config=self.config, pg_collection=groups)
+            chunk = kind(*local, config=self.config, pg_collection=groups)
+            if getattr(self.config, "moe_expert_rank_capacity_factor", None) is not None:
+                chunk.share_budget(self.moe.token_dispatcher)
+            return chunk
         ranks_per_node = self.context.config.ranks_per_node
         return AllToAllChunk(
             *local,
@@ -377,6 +380,12 @@ class BlockModules:
             if parameter.requires_grad and parameter not in used
         ]
         assert not missing, f"no stage of the block uses {missing}: their gradients would be lost"
+        if self.config.gradient_accumulation_fusion and any(
+            getattr(parameter, "overwrite_main_grad", False) for parameter in used
+        ):
+            rule = "with Megatron-FSDP, a fused product overwrites what earlier chunks have added"
+            remedy = "Use --no-gradient-accumulation-fusion."
+            raise BadInput("gradient_accumulation_fusion", True, rule=rule, remedy=remedy)
         return BlockParameters(
             tuple(parameter for parameter, is_early in used.items() if is_early),
             tuple(parameter for parameter, is_early in used.items() if not is_early),

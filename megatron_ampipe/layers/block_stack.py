@@ -54,7 +54,8 @@ class LayerRun:
 
     def _size(self) -> int:
         config, pipeline = self._blocks[0].config, self._context.pipeline
-        if boundary(config, whole_attention=pipeline.whole_attention) is not None:
+        limit = boundary(config, whole_attention=pipeline.whole_attention)
+        if limit is not None or not self._context.shares:
             return 1
         if config.tensor_model_parallel_size > 1 and any(
             not block.dense and sees_whole_blocks(block.moe.router) for block in self._blocks

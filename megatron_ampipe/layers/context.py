@@ -99,6 +99,7 @@ class AMPipeContext:
             prediction.
         reductions: Of gradients, held back for stages of the backward passes; None where data parallelism
             starts them itself.
+        shares: Whether layers can share a schedule, as far as a layer's own configuration does not say.
         partners: Where the passes of two micro-batches meet (``--ampipe-partner``); None where they do not.
         gate: The router class of ``--ampipe-router``; None for Megatron's own.
         wire: Around the transfers of tokens (``--ampipe-wire``); None to send them as they are.
@@ -117,6 +118,7 @@ class AMPipeContext:
     recomputed_layers: float = 0
     documents: DocumentReader = field(default_factory=DocumentReader)
     reductions: Reductions | None = None
+    shares: bool = True
     partners: Partners | None = None
     gate: type | None = None
     wire: Wire | None = None

@@ -173,15 +173,26 @@ class Predictor:
         )
 
     def stock(self) -> Pair:
-        """Time of Megatron's own layers: the same work without chunks and without overlap."""
+        """Time of Megatron's own layers: the same work without chunks and without overlap.
+
+        No less than the host needs to issue it.
+        """
         work, overhead = Work(self._sequence, chunked=False), self.cluster.host.stock
-        total = ZERO
+        total = issued = ZERO
         for features in self.layers:
             own = self._stock.features.without_experts if features.dense else self._stock.features
-            stages = (kind.row for kind in data_flow(own).kinds if not kind.of_parameters)
-            total += sum((COSTS[kind](self._stock, work) for kind in stages), ZERO)
+            kinds = [kind.row for kind in data_flow(own).kinds if not kind.of_parameters]
+            total += sum((COSTS[kind](self._stock, work) for kind in kinds), ZERO)
             total += Pair(overhead.forward_us, overhead.backward_us)
-        return self._recomputed(*total)
+            for kind in kinds:
+                times = (
+                    issue_us(kind, way, self._stock.block, self.cluster.host, others=kinds)
+                    if way in kind.directions
+                    else 0.0
+                    for way in Direction
+                )
+                issued += Pair(*times)
+        return self._recomputed(*map(max, total, issued))
 
     def stock_exchanges(self) -> Pair:
         """The part of :meth:`stock` that the two all-to-alls of a block take."""

@@ -31,9 +31,9 @@ OTHER_FP8_RECIPE = (
 """Why no other recipe works, and what to do."""
 WEIGHTS_TOGETHER = (
     "only the linear layers of --transformer-impl local, and of Transformer Engine from "
-    "2.3 on without its fused operations, can compute gradients of weights apart",
-    "Use --ampipe-schedule ampipe and --ampipe-degree 4, or leave --use-transformer-engine-op-fuser and "
-    "--use-grouped-gemm-for-shared-expert out.",
+    "2.3 on without its fused operations and joint biases, can compute gradients of weights apart",
+    "Use --ampipe-schedule ampipe and --ampipe-degree 4, or leave out --use-transformer-engine-op-fuser, "
+    "--use-grouped-gemm-for-shared-expert and --moe-single-grouped-bias.",
 )
 """Why layers cannot run a schedule that computes gradients of weights apart, and what to do."""
 
@@ -265,8 +265,12 @@ def splits_weights(settings: Any) -> bool:
     """Whether the linear layers can compute gradients of weights apart from those of their inputs."""
     if settings.transformer_impl != "transformer_engine":
         return bool(settings.transformer_impl == "local")
-    fused = ("use_transformer_engine_op_fuser", "use_grouped_gemm_for_shared_expert")
-    return not any(getattr(settings, name, None) for name in fused)
+    others = (
+        "use_transformer_engine_op_fuser",
+        "use_grouped_gemm_for_shared_expert",
+        "moe_single_grouped_bias",
+    )
+    return not any(getattr(settings, name, None) for name in others)
 
 
 def boundary(settings: Any, *, whole_attention: bool) -> str | None:
@@ -289,6 +293,8 @@ def boundary(settings: Any, *, whole_attention: bool) -> str | None:
             return f"{tensor} attention of the whole sequence needs Megatron's order of the rows"
         if any(getattr(settings, name, None) for name in records):
             return f"{tensor} records of the routing need Megatron's order of the rows"
+    if getattr(settings, "use_megatron_fsdp", False):
+        return "Megatron-FSDP gathers the parameters of a layer when that layer is called"
     if settings.recompute_granularity == "full":
         return "Megatron's full recompute works around one layer"
     return None

@@ -32,6 +32,8 @@ _TESTS = {
     "test_nothing_makes_the_host_wait_between_chunks": "host waits (torch's own check)",
     "test_local_layers_under_overlapped_reduction": "gradients under --overlap-grad-reduce",
     "test_transformer_engine_under_overlapped_reduction": "the same, layers of Transformer Engine",
+    "test_transformer_engine_delays_weight_gradients": "the same, weight gradients apart",
+    "test_transformer_engine_in_fp8": "the same, in FP8",
     "test_compiled_by_megatron_in_fp32": "parity fp32, functions that Megatron compiles",
     "test_attention_kernel_in_bf16": "attention kernels",
     "test_all_chunks_use_the_same_backend": "one backend for all chunks",

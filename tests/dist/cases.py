@@ -580,6 +580,7 @@ DELTA_NETS = cases(
             | DELTA
             | {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe"]}
         },
+        "documents": {"documents": MANY, "batch": 3, "model": LARGE | SEQ_AUX | DELTA},
         "nodes": {"world_size": 4, "ranks_per_node": 2, "exchange": Exchange.NODES, "model": WIDE | DELTA},
     },
     **{"layers": "gmg", "stack": 0, "model": LARGE | SHARED | DELTA},
@@ -637,6 +638,11 @@ FLEXES += [
         "capacity": {"model": TIGHT | AUX | FLEX | {"moe_router_topk": 2}},
         "tp-experts": {"parallel": TP_EXPERTS, "model": LARGE | FLEX},
         "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "model": LARGE | FLEX},
+        "memory": {"memory": "rebuild/S3/offload/keep", "model": LARGE | FLEX | SHARED},
+        "hybridep-memory": {
+            "memory": "offload/keep/rebuild/S3", "degree": 2, "backward_degree": 4, "executor": "cuda",
+            "model": LARGE | HYBRID,
+        },
         "hybridep-of-stock": {
             "model": LARGE | HYBRID | {"moe_permute_fusion_into_hybridep": True}, "stock": {},
         },

@@ -415,6 +415,16 @@ def test_hooks_on_layers_that_share_a_schedule_are_refused() -> None:
         run(alone, alone, register)
 
 
+def test_fused_products_that_overwrite_gradients_are_refused() -> None:
+    """Megatron-FSDP marks its parameters so: of several chunks, the last would be left."""
+    from megatron_ampipe.errors import BadInput
+
+    _, layer = layers(gradient_accumulation_fusion=True)
+    layer.mlp.router.weight.overwrite_main_grad = True
+    with pytest.raises(BadInput, match="--no-gradient-accumulation-fusion"):
+        forward(layer, make_hidden(1))
+
+
 @contextlib.contextmanager
 def executed_stages(tell: Callable[[Any], None]) -> Iterator[None]:
     """Calls ``tell`` with every stage before an executor runs it."""

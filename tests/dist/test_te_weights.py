@@ -110,3 +110,16 @@ def test_equals_stock(name: str, grouped: bool, fused: bool) -> None:
     dense = [name for name in delayed if case.layers == "mdm" and "layers.1.mlp" in name]
     assert not any(delayed.pop(name) for name in dense)
     assert min(delayed.values()) >= NUM_MICROBATCHES
+
+
+@pytest.mark.ranks(2)
+def test_layers_that_cannot_delay_are_refused() -> None:
+    from megatron_ampipe.errors import BadInput
+    from tests.te_linear_standin import Engine
+
+    case, _, ours = layers_over_engine("lancet", grouped=True, fused=False)
+    for module in ours.modules():
+        if isinstance(module, Engine):
+            del module.wgrad_store
+    with pytest.raises(BadInput, match="--ampipe-schedule lancet: only the linear layers of"):
+        train(ours, case)

@@ -107,8 +107,16 @@ LAUNCHES = {
         ALLTOALL + "--hybrid-layer-pattern MEME --mamba-head-dim 64 --mamba-num-groups 8"
     ),
     "experts in host memory": Launch(
-        ALLTOALL + "--fine-grained-activation-offloading --offload-modules expert_fc1 moe_act",
+        DEEPEP + "--fine-grained-activation-offloading --offload-modules expert_fc1 moe_act",
         ("memory offload", "--fine-grained-activation-offloading switched off"),
+    ),
+    "sharded parameters": Launch(
+        ALLTOALL + "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+        "--ckpt-format fsdp_dtensor",
+        (
+            "1, in place of all Megatron-FSDP gathers the parameters of a layer",
+            "--no-gradient-accumulation-fusion with Megatron-FSDP",
+        ),
     ),
     "sinks and windows": Launch(
         ALLTOALL + "--softmax-type learnable --window-size 128,0 --window-attn-skip-freq 2"

@@ -30,8 +30,7 @@ VALUES = {
     "--hybrid-layer-pattern": [["M*-"], ["*-/*E"]],
     "--experimental-attention-variant": [["dsa"]],
     "--moe-token-dispatcher-type": [
-        ["flex", "--ampipe-memory", "rebuild"],
-        ["flex", "--moe-flex-dispatcher-backend", "hybridep", "--moe-expert-rank-capacity-factor", "2"],
+        ["flex", "--ampipe-memory", "rebuild/S2/keep/keep"],
         ["flex", "--moe-flex-dispatcher-backend", "hybridep", "--moe-hybridep-pad-uneven-dispatch-inputs"],
     ],
     "--moe-flex-dispatcher-backend": [["ncclep"]],
@@ -91,6 +90,7 @@ COMPANIONS = {
     "--num-distributed-optimizer-instances": shlex.split(
         "--ampipe-grad-reduce placed --overlap-grad-reduce --use-distributed-optimizer"
     ),
+    "--use-megatron-fsdp": ["--ampipe-partner"],
     "--fp8-recipe": ["--fp8-format", "e4m3", "--transformer-impl", "transformer_engine"],
     "--fp8-format": ["--fp8-recipe", "blockwise", "--transformer-impl", "local"],
     "--ampipe-memory-budget": ["--use-transformer-engine-op-fuser"],

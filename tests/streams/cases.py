@@ -59,6 +59,8 @@ class Run(NamedTuple):
     """If False, run under ``no_grad``."""
     issue: IssueOrder | None = None
     """In place of ``schedule.issue_order``."""
+    engine: bool = False
+    """With stand-ins of Transformer Engine's linear layers."""
 
 
 def block(*, local_experts: int = 1, **fields: object) -> Case:
@@ -107,6 +109,15 @@ def runs() -> Iterator[Run]:
     yield from runs_of_nodes()
     yield from runs_of_shares()
     yield from runs_of_rows()
+    yield from runs_of_engine()
+
+
+def runs_of_engine() -> Iterator[Run]:
+    """Layers that delay the gradients of their weights."""
+    for schedule in ("lancet", "joined"):
+        case = block(schedule=schedule, model=SHARED | LOSSES)
+        yield Run(f"engine-{schedule}-in-flight", case, in_flight=3, engine=True)
+        yield Run(f"engine-{schedule}-late", case, issue=lazy_issue, engine=True)
 
 
 def runs_of_nodes() -> Iterator[Run]:

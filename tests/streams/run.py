@@ -25,6 +25,7 @@ from tests.streams import model
 from tests.streams.cases import IssueOrder
 from tests.streams.model import DEVICE, HOST, ModelEvent, ModelStream
 from tests.streams.tracker import HostCalls, Tracker, of_numpy, pinned
+from tests.te_linear_standin import use_engine
 
 
 class RunResult(NamedTuple):
@@ -120,6 +121,7 @@ def run_case(
     stock: bool = False,
     warm: bool = False,
     issue: IssueOrder | None = None,
+    engine: bool = False,
     data_parallel: bool = False,
 ) -> RunResult:
     """Run forward and backward of a block, as :class:`~.cases.Run` says.
@@ -132,6 +134,8 @@ def run_case(
     logged_losses.clear()
     layers = build_layers(case)
     layer = layers[0] if stock else layers[1]
+    if engine:
+        use_engine(layer, grouped=True)
     if not stock:
         context = next(block.context for block in _blocks(layer))
         if pipeline is not None:

@@ -185,7 +185,7 @@ def test_a_reduction_over_nodes_uses_all_adapters_of_its_ranks() -> None:
 
     # All ranks of the nodes: NVLink, 3.1746, is slower than 25 / 8.
     assert reduced(replicas=32) == pytest.approx(3.1746)
-    # Tensor-parallel ranks have groups of their own, which share the adapters.
+    # Tensor-parallel ranks have separate groups, which share the adapters.
     assert reduced(replicas=16, tensor=2) == pytest.approx(25 / 4, rel=0.1)
     assert reduced(replicas=4, tensor=8) == pytest.approx(25)
     # An expert on one GPU of each node, on one of every other GPU, or of every GPU of a node.
