@@ -263,6 +263,7 @@ def _cannot_capture(args: Any) -> str | None:
         "--ampipe-grad-reduce placed": args.ampipe_grad_reduce == "placed",
         "--recompute-granularity": args.recompute_granularity,
         "--fp8-format": args.fp8,
+        "--use-megatron-fsdp": args.use_megatron_fsdp,
         "--tensor-model-parallel-size": (args.tensor_model_parallel_size or 1) > 1,
         "--context-parallel-size": (args.context_parallel_size or 1) > 1,
         "--attention-dropout": args.attention_dropout,
@@ -271,6 +272,7 @@ def _cannot_capture(args: Any) -> str | None:
         "--moe-router-force-load-balancing": args.moe_router_force_load_balancing,
         "--moe-router-load-balancing-type": load_balancing(args.all, *BALANCED),
         "--moe-expert-capacity-factor": has_capacity(args.all),
+        "--moe-expert-rank-capacity-factor": args.moe_expert_rank_capacity_factor is not None,
         "--moe-enable-routing-replay": args.moe_enable_routing_replay,
         "packed or masked documents": args.reset_attention_mask or packs_documents(args),
     }

@@ -69,6 +69,8 @@ VALUES = {
                 ("local", "--sft"),
                 ("local", "--ampipe-router cosine"),
                 ("local", "--ampipe-memory rebuild"),
+                ("local", "--ampipe-grad-reduce placed --overlap-grad-reduce"),
+                ("local", "--reset-attention-mask"),
             )
         ),
     ],
