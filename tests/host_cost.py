@@ -1,7 +1,8 @@
 """What a layer costs the host: tiny tensors, so that nearly all time is Python and dispatch.
 
 On a GPU the host must issue a layer faster than the device computes it. One process stands for eight ranks;
-every collective is one copy, as a launch of NCCL is one call. ``python -m tests.host_cost [REPEATS]`` prints
+every collective is one copy, as a launch of NCCL is one call, and a CUDA graph one call without contents.
+``python -m tests.host_cost [REPEATS]`` prints
 operators and Python calls of a forward and a backward pass of AMPipe's layers, over those of Megatron's; and
 processor time, of so many passes in turns (by default of none: it is not the same every time, as counts are).
 """
@@ -20,10 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests import cuda_graph_standin
 from tests.dist.worker import start_alone
 
 RANKS, LAYERS = 8, 2
-STOCK = "Megatron"
+STOCK, STOCK_GRAPHS = "Megatron", "Megatron, graphs"
+GRAPHS = "graphs"
+"""In the name of a variant that has CUDA graphs, and is compared with Megatron's layers that have them."""
+MODULES = frozenset({"attn", "moe_router", "moe_preprocess"})
 VARIANTS = {
     "ampipe 2": ("ampipe", 2, 1),
     "ampipe 4": ("ampipe", 4, 1),
@@ -31,6 +36,9 @@ VARIANTS = {
     "ampipe 4, stack 2": ("ampipe", 4, 2),
     "moe-only 4": ("moe-only", 4, 1),
     "lancet, uncut": ("lancet", 1, 1),
+    "ampipe 2, graphs": ("ampipe", 2, 1),
+    "ampipe 4, graphs": ("ampipe", 4, 1),
+    "ampipe 4, stack 2, graphs": ("ampipe", 4, 2),
 }
 """Schedule, degree, stack."""
 
@@ -66,6 +74,81 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _launch(_: Any) -> None:
+    """The launch of a graph: one call and one operator."""
+    _LAUNCHED.zero_()
+
+
+_LAUNCHED = torch.zeros(())
+
+
+class _Launch(torch.autograd.Function):
+    """The two graphs of a part of Megatron's layer, as Transformer Engine and torch replay them."""
+
+    @staticmethod
+    def forward(ctx: Any, part: "_Graphed", hidden: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        """Launch the first; parameters are arguments because they have gradients."""
+        ctx.part = part
+        part.hidden.copy_(hidden)
+        _launch(part)
+        return tuple(output.detach() for output in part.outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Launch the second."""
+        part = ctx.part
+        for static, gradient in zip(part.given, gradients, strict=True):
+            if gradient is not None:
+                static.copy_(gradient)
+        _launch(part)
+        return None, *(gradient.detach() for gradient in part.gradients)
+
+
+class _Graphed:
+    """A part of a layer that computes once; afterwards it costs what its graphs cost."""
+
+    def __init__(
+        self, compute: Callable[[Tensor], tuple[Tensor, ...]], modules: list[torch.nn.Module]
+    ) -> None:
+        self._compute, self.outputs = compute, ()
+        self._parameters = [parameter for module in modules for parameter in module.parameters()]
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        if not self.outputs:
+            self.outputs = self._compute(hidden)
+            self.hidden = hidden.detach().clone()
+            self.given = [torch.zeros_like(output) for output in self.outputs]
+            self.gradients = [torch.zeros_like(one) for one in (hidden, *self._parameters)]
+        return _Launch.apply(self, hidden, *self._parameters)
+
+
+def _capture_stock(layer: Any) -> None:
+    """Have a layer of Megatron run as its ``_te_cuda_graph_replay``, in a few lines."""
+    moe = layer.mlp
+
+    def route(hidden: Tensor) -> tuple[Tensor, ...]:
+        normed = layer.pre_mlp_layernorm(hidden)
+        return hidden, *moe.preprocess(normed, *moe.route(normed))
+
+    attend = _Graphed(
+        lambda hidden: layer._forward_attention(hidden)[:1], [layer.input_layernorm, layer.self_attention]
+    )
+    routes = _Graphed(route, [layer.pre_mlp_layernorm, moe.router])
+
+    kept: dict[str, Any] = {}
+
+    def forward(hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        residual, tokens, probs = routes(*attend(hidden_states))
+        # Later steps read what the graph has left there.
+        kept.update({} if kept else vars(moe.token_dispatcher))
+        vars(moe.token_dispatcher).update(kept)
+        output, bias = moe.routed_experts_compute(*moe.dispatch(tokens, probs))
+        output = moe.postprocess(moe.combine(output), None)
+        return layer._forward_post_mlp((output, bias), residual), None
+
+    layer.forward = forward
+
+
 def layers() -> dict[str, Callable[[], None]]:
     """A pass through each variant, by name."""
     start_alone(RANKS, expert_model_parallel_size=RANKS)
@@ -91,10 +174,16 @@ def layers() -> dict[str, Callable[[], None]]:
     )
     rank = Rank(RankJob(num_ranks=RANKS, link=parse_link(None)), 0)
     factory = BlockFactory(rank, case, layers=LAYERS)
-    built = {STOCK: factory.stock} | {
+    built = {STOCK: factory.stock, STOCK_GRAPHS: BlockFactory(rank, case, layers=LAYERS).stock} | {
         name: factory.build(Variant.of(schedule, degree, stack=stack), executor=SequentialExecutor())
         for name, (schedule, degree, stack) in VARIANTS.items()
     }
+    for layer in built[STOCK_GRAPHS].layers:
+        _capture_stock(layer)
+    for name in VARIANTS:
+        if GRAPHS in name:
+            context = built[name].layers[0]._block.context
+            context.graph_modules, context.graph_warm_up = MODULES, 1
     hidden = torch.randn(256, 1, 64, requires_grad=True)
 
     def run(layer: torch.nn.Module) -> None:
@@ -106,7 +195,11 @@ def layers() -> dict[str, Callable[[], None]]:
             run(layer)
         return lambda: run(layer)
 
-    return {name: bound(layer) for name, layer in built.items()}
+    with cuda_graph_standin.stand_ins():
+        made = {name: bound(layer) for name, layer in built.items()}
+    # The stand-in would run what the graph holds.
+    cuda_graph_standin.RecordedGraph.replay = _launch  # type: ignore[method-assign]
+    return made
 
 
 def operators(run: Callable[[], None]) -> int:
@@ -141,9 +234,9 @@ def main() -> None:
     counts = {name: [operators(run), python_calls(run)] for name, run in runs.items()}
     for name, ms in milliseconds(runs, repeats).items() if repeats else ():
         counts[name].append(ms)
-    stock = counts.pop(STOCK)
+    stock = {False: counts.pop(STOCK), True: counts.pop(STOCK_GRAPHS)}
     ratios = {
-        name: [ours / of_stock for ours, of_stock in zip(found, stock, strict=True)]
+        name: [ours / of_stock for ours, of_stock in zip(found, stock[GRAPHS in name], strict=True)]
         for name, found in counts.items()
     }
     print(json.dumps(ratios))

@@ -32,6 +32,7 @@ from megatron_ampipe.launch.planned import (
 )
 from megatron_ampipe.launch.recording import Recording, RoutingRecording
 from megatron_ampipe.launch.refusals import (
+    captured_modules,
     exchanges_of,
     load_balancing,
     packs_documents,
@@ -93,6 +94,8 @@ def make_context(
             shares=not getattr(args, "use_megatron_fsdp", False),
             gate=gate,
             wire=None if config.wire is None else load_wire(config.wire),
+            graph_warm_up=max(1, getattr(args, "cuda_graph_warmup_steps", 1)),
+            graph_modules=take_over_graphs(args),
         )
         if config.grad_reduce == "placed":
             ranks_of_stage = args.world_size // args.pipeline_model_parallel_size
@@ -150,6 +153,20 @@ def take_over_recompute(args: argparse.Namespace, config: AMPipeConfig) -> float
     args.recompute_granularity, args.ampipe_recomputes = None, True
     first: int = args.recompute_num_layers
     return first if args.recompute_method == "block" else math.inf
+
+
+def take_over_graphs(args: argparse.Namespace) -> frozenset[str]:
+    """Have pipelined blocks capture CUDA graphs of their stages, in place of Megatron's graphs of layers.
+
+    Returns the names of ``--cuda-graph-modules``.
+    """
+    modules = captured_modules(args)
+    if modules:
+        args.cuda_graph_impl = "none"
+        for name in ("cuda_graph_modules", "cuda_graph_scope"):
+            if hasattr(args, name):
+                setattr(args, name, [])
+    return frozenset(modules)
 
 
 def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> list[host.Adjustment]:

@@ -17,6 +17,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, Pipeline, of_chunks, useful_exchanges
 from megatron_ampipe.schedule.chunks import SequenceLayout, require_whole_tiles
 from megatron_ampipe.schedule.features import (
+    BALANCED,
     FP8_TILES,
     OTHER_FP8_RECIPE,
     WEIGHTS_TOGETHER,
@@ -224,6 +225,61 @@ def _keeps_other_tensors(args: Any) -> bool:
     return bool(args.fp8 or args.use_transformer_engine_op_fuser)
 
 
+def captured_modules(arguments: Any) -> tuple[str, ...]:
+    """Megatron's names of what its flags have captured as CUDA graphs, layer by layer; empty without any."""
+    if getattr(arguments, "cuda_graph_impl", None) not in _OF_LAYERS:
+        return ()
+    flags = ("cuda_graph_modules", "cuda_graph_scope_deprecated", "cuda_graph_scope")
+    given: Any = next((modules for flag in flags if (modules := getattr(arguments, flag, None))), "full")
+    modules = given if isinstance(given, list) else [given]
+    return tuple(str(getattr(module, "name", module)) for module in modules)
+
+
+_OF_LAYERS = ("local", "transformer_engine")
+"""Values of ``--cuda-graph-impl`` with graphs of layers."""
+_CAPTURED = ("attn", "mlp", "moe_router", "moe_preprocess")
+
+
+def _captures_too_much(args: Any) -> str | None:
+    return next((name for name in captured_modules(args.all) if name not in _CAPTURED), None)
+
+
+def _cannot_capture(args: Any) -> str | None:
+    """``--cuda-graph-impl`` and what forbids it."""
+    implementation = args.cuda_graph_impl
+    if implementation not in _OF_LAYERS:
+        return None if implementation in (None, "none") else implementation
+    forbidden = {
+        "--ampipe-degree auto": args.ampipe_degree == AUTO,
+        "--ampipe-plan": args.ampipe_plan or args.ampipe_save_plan or args.ampipe_cluster,
+        "--ampipe-schedule": args.ampipe_schedule
+        and Pipeline.of(1, schedule=args.ampipe_schedule).splits_weights,
+        "--ampipe-partner": args.ampipe_partner,
+        "--ampipe-memory": args.ampipe_memory not in (None, KEEP) or args.ampipe_memory_budget,
+        "--fine-grained-activation-offloading": args.fine_grained_activation_offloading,
+        "--ampipe-exchange": args.ampipe_exchange not in (None, AUTO, Exchange.ROWS),
+        "--ampipe-condense": args.ampipe_condense is not None,
+        "--ampipe-router": args.ampipe_router,
+        "--ampipe-grad-reduce placed": args.ampipe_grad_reduce == "placed",
+        "--recompute-granularity": args.recompute_granularity,
+        "--fp8-format": args.fp8,
+        "--use-megatron-fsdp": args.use_megatron_fsdp,
+        "--tensor-model-parallel-size": (args.tensor_model_parallel_size or 1) > 1,
+        "--context-parallel-size": (args.context_parallel_size or 1) > 1,
+        "--attention-dropout": args.attention_dropout,
+        "--hidden-dropout": args.hidden_dropout,
+        "--moe-input-jitter-eps": args.moe_input_jitter_eps,
+        "--moe-router-force-load-balancing": args.moe_router_force_load_balancing,
+        "--moe-router-load-balancing-type": load_balancing(args.all, *BALANCED),
+        "--moe-expert-capacity-factor": has_capacity(args.all),
+        "--moe-expert-rank-capacity-factor": args.moe_expert_rank_capacity_factor is not None,
+        "--moe-enable-routing-replay": args.moe_enable_routing_replay,
+        "packed or masked documents": args.reset_attention_mask or packs_documents(args),
+    }
+    found = next((what for what, is_set in forbidden.items() if is_set), None)
+    return None if found is None else f"{implementation} with {found}"
+
+
 _OFF = "Leave it out, or train with --ampipe-degree 1."
 _GATHERED = "a layer gathers its weights and reduces their gradients in every call, and chunks are more calls"
 
@@ -368,10 +424,18 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
+        "--cuda-graph-modules",
+        "a graph has a fixed number of rows, and experts compute another one in every pass, so whole layers "
+        "and moe cannot be captured; mamba layers stay Megatron's",
+        "Use --cuda-graph-modules attn moe_router moe_preprocess, or --cuda-graph-impl none.",
+        _captures_too_much,
+    ),
+    Refusal(
         "--cuda-graph-impl",
-        "CUDA graphs are not supported",
-        "Use --cuda-graph-impl none.",
-        lambda args: args.cuda_graph_impl not in (None, "none"),
+        "graphs are captured of stages that run once, in an order that flags name, on the rows of one rank, "
+        "and that neither draw random numbers nor depend on documents or on other chunks",
+        "Use local or transformer_engine without the flag that is named with it, or --cuda-graph-impl none.",
+        _cannot_capture,
     ),
     Refusal(
         "--mlp-chunks-for-training",

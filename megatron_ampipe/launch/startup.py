@@ -109,6 +109,9 @@ def pipelined_rows(
         rows.append(("other layers", variant, "Megatron's own, before experts that are pipelined"))
     if uses_ring_attention(args):
         rows.append(("context", f"ring of {args.context_parallel_size} ranks"))
+    if context.graph_modules:
+        captured = " ".join(sorted(context.graph_modules))
+        rows.append(("CUDA graphs", captured, "of stages in schedules; other layers run without"))
     rows += fp8_row(args)
     if documents:
         rows.append(("documents", "packed" if is_packed else "masked"))

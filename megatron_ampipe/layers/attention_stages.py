@@ -45,7 +45,7 @@ def _read_by_add_norm(block: BlockModules) -> list[Module | Parameter | None]:
     return [block.moe_layer.pre_mlp_layernorm, block.attention_layer.self_attention.linear_proj.bias]
 
 
-@runs(kinds.INPUT_NORM, reads=lambda block: [block.attention_layer.input_layernorm])
+@runs(kinds.INPUT_NORM, reads=lambda block: [block.attention_layer.input_layernorm], graph="attn")
 def input_norm(state: BlockPass, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
     """``[rows, B, D]`` to the same shape."""
     norm = state.block.attention_layer.input_layernorm
@@ -73,7 +73,7 @@ def regather_rows(
     return state.row_transfers.regather(chunks)
 
 
-@runs(kinds.QKV, reads=_read_by_qkv, recompute=("mla_up_proj",))
+@runs(kinds.QKV, reads=_read_by_qkv, recompute=("mla_up_proj",), graph="attn")
 def qkv(state: BlockPass, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
     """``[rows, B, D]`` to queries, keys and values, each ``[rows, B, heads, head size]``."""
     layer = state.block.attention_layer
@@ -162,7 +162,7 @@ def rering(state: BlockPass, chunks: Sequence[None], tensors: Tensors, direction
     return pass_on(tensors[0], group=state.ring_ranks, back=True)
 
 
-@runs(kinds.ATTENTION, reads=_read_by_attention)
+@runs(kinds.ATTENTION, reads=_read_by_attention, graph="attn")
 def attention(
     state: BlockPass, chunk: int | None, query: Tensor, *rest: Tensor, sums: KeyValueSums | None = None
 ) -> tuple[Tensor, ...]:
@@ -203,7 +203,7 @@ def scatter_rows(
     return state.row_transfers.exchange(tensors, scatter=direction is Direction.FORWARD)
 
 
-@runs(kinds.ADD_NORM, reads=_read_by_add_norm)
+@runs(kinds.ADD_NORM, reads=_read_by_add_norm, graph="attn")
 def add_norm(state: BlockPass, chunk: int | None, *rows: Tensor) -> tuple[Tensor, ...]:
     """``[rows, B, D]`` and the residual stream to ``(residual, normed)``, both ``[rows, B, D]``.
 

@@ -73,6 +73,8 @@ class StageFunction:
     """Names of Megatron's ``--recompute-modules`` with which it runs again before its backward."""
     backward: Function | None
     """Of a kind with ``own_backward``, which autograd does not differentiate."""
+    graph: str | None
+    """The name of Megatron's ``--cuda-graph-modules`` with which it is captured; None: never."""
 
 
 FUNCTIONS: dict[StageKind, StageFunction] = {}
@@ -84,11 +86,13 @@ def runs[F: Function](
     reads: Reads = lambda _: (),
     recompute: tuple[str, ...] = (),
     backward: Function | None = None,
+    graph: str | None = None,
 ) -> Callable[[F], F]:
     """Decorate the function of these kinds; the arguments are those of :class:`StageFunction`."""
 
     def register(function: F) -> F:
-        FUNCTIONS.update(dict.fromkeys(of_kinds, StageFunction(function, reads, recompute, backward)))
+        registered = StageFunction(function, reads, recompute, backward, graph)
+        FUNCTIONS.update(dict.fromkeys(of_kinds, registered))
         return function
 
     return register
@@ -327,6 +331,26 @@ class BlockModules:
             kind: [part for part in FUNCTIONS[kind].reads(self) if part is not None]
             for kind in kinds.MOE_BLOCK
             if kind in found and kind in FUNCTIONS
+        }
+
+    @property
+    def captured(self) -> frozenset[StageKind]:
+        """Kinds of stages that are captured as CUDA graphs."""
+        modules = self.context.graph_modules
+        return frozenset(kind for kind, function in FUNCTIONS.items() if function.graph in modules)
+
+    @cached_property
+    def stage_modules(self) -> Mapping[StageKind, Sequence[Module]]:
+        """See ``BlockFunctions``."""
+        return {
+            kind: tuple(
+                module
+                for part in parts
+                if isinstance(part, Module)
+                for module in part.modules()
+                if module._parameters
+            )
+            for kind, parts in self._read.items()
         }
 
     @cached_property

@@ -142,3 +142,25 @@ class BlockPass:
     def rows_of(self, chunk: int | None) -> Chunk:
         """A chunk by its index, or the whole sequence."""
         return self.whole if chunk is None else self.chunks[chunk]
+
+    @property
+    def outside(self) -> tuple[Tensor, ...]:
+        """See ``BlockState``."""
+        rotary = self.rotary_pos_emb
+        return () if rotary is None else rotary if isinstance(rotary, tuple) else (rotary,)
+
+    @outside.setter
+    def outside(self, tensors: tuple[Tensor, ...]) -> None:
+        if self.rotary_pos_emb is not None:
+            self.rotary_pos_emb = tensors if isinstance(self.rotary_pos_emb, tuple) else tensors[0]
+
+    def left_by(self, kind: StageKind, chunk: int | None) -> object:
+        """See ``BlockState``."""
+        if kind != kinds.ROUTE:
+            return None
+        return copy.copy(self.dispatchers[chunk]), self.routing.losses[chunk]
+
+    def leave(self, kind: StageKind, chunk: int | None, left: Any) -> None:
+        """See ``BlockState``."""
+        dispatcher, self.routing.losses[chunk] = left
+        self.dispatchers[chunk] = copy.copy(dispatcher)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers import attention_stages, moe_stages  # noqa: F401  Their functions register.
@@ -21,6 +22,7 @@ from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.router import sees_whole_blocks
 from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
+from megatron_ampipe.runtime.graphs import TapeGraphs
 from megatron_ampipe.runtime.stack_call import StackCall
 from megatron_ampipe.runtime.tape import Tapes
 from megatron_ampipe.schedule import BlockFeatures, Chunk, Pipeline, SequenceLayout
@@ -72,9 +74,15 @@ class BlockStack:
         """Whether no block has experts, so that there is nothing to hide."""
         # The pipeline can change between two iterations, so what follows from it is kept by pipeline; and by
         # length, of which there are many where micro-batches are packed from whole sequences.
-        self._chunks, self._sharding, self._tapes, self._check_tiles = map(
+        self._chunks, self._sharding, self._tapes, self._graphs, self._check_tiles = map(
             lru_cache(maxsize=64),
-            (self._make_chunks, self._make_sharding, self._make_tapes, self._require_tiles),
+            (
+                self._make_chunks,
+                self._make_sharding,
+                self._make_tapes,
+                self._make_graphs,
+                self._require_tiles,
+            ),
         )
         layer = blocks[0].moe_layer
         groups, sharded = layer.pg_collection, layer.config.sequence_parallel
@@ -127,6 +135,9 @@ class BlockStack:
         )
         chunks, whole = self._chunks(context.pipeline, hidden.shape[0])
         token_ids = self._token_ids(chunks, hidden)
+        graphs = None
+        if keep_graph and context.graph_modules and not context.recorder.recording:
+            graphs = self._graphs(context.pipeline, features, hidden.shape, executor)
         call = StackCall(
             [
                 BlockPass(
@@ -149,6 +160,7 @@ class BlockStack:
             keep_graph=keep_graph,
             reductions=context.reductions if keep_graph else None,
             partners=context.partners,
+            graphs=graphs,
         )
         return call.run(hidden)
 
@@ -197,6 +209,23 @@ class BlockStack:
             threads=executor.threads,
         )
 
+    def _make_graphs(
+        self,
+        pipeline: Pipeline,
+        features: tuple[BlockFeatures, ...],
+        shape: torch.Size,
+        executor: Executor,
+    ) -> TapeGraphs:
+        for block in self._blocks:
+            for kind in block.captured & block.stage_modules.keys():
+                _refuse_hooks_of_captured(block.stage_modules[kind])
+        return TapeGraphs(
+            self._tapes(pipeline, features, shape[0], executor, True),
+            self._blocks,
+            [block.captured for block in self._blocks],
+            warm_up=self._context.graph_warm_up,
+        )
+
 
 class ChunkSharding:
     """Sequence parallelism by chunk: every tensor-parallel rank holds a part of every chunk.
@@ -243,12 +272,30 @@ _HARMLESS = "megatron.core.distributed."
 def refuse_hooks(layers: Iterable[TransformerLayer]) -> None:
     """Raise :class:`BadInput` for a hook of the user at a layer that runs as one with others."""
     for layer in layers:
-        for hook in itertools.chain.from_iterable(getattr(layer, name).values() for name in _HOOKS):
-            module = getattr(hook, "__module__", None) or type(hook).__module__
-            if not module.startswith(_HARMLESS):
-                raise BadInput(
-                    f"hook of layer {layer.layer_number}",
-                    f"{module}.{getattr(hook, '__qualname__', type(hook).__qualname__)}",
-                    rule="layers that share a schedule run as one, so it would see other tensors",
-                    remedy="Use --ampipe-stack 1 in a GPT, or hook modules inside the layer.",
-                )
+        if (hook := _hook_of_user(layer)) is not None:
+            raise BadInput(
+                f"hook of layer {layer.layer_number}",
+                hook,
+                rule="layers that share a schedule run as one, so it would see other tensors",
+                remedy="Use --ampipe-stack 1 in a GPT, or hook modules inside the layer.",
+            )
+
+
+def _refuse_hooks_of_captured(modules: Iterable[Module]) -> None:
+    for module in modules:
+        if (hook := _hook_of_user(module)) is not None:
+            raise BadInput(
+                f"hook of {type(module).__name__}",
+                hook,
+                rule="a CUDA graph repeats what a module has computed without calling it",
+                remedy="Use --cuda-graph-impl none.",
+            )
+
+
+def _hook_of_user(module: Module) -> str | None:
+    """The name of a hook that is not Megatron's."""
+    for hook in itertools.chain.from_iterable(getattr(module, name).values() for name in _HOOKS):
+        place = getattr(hook, "__module__", None) or type(hook).__module__
+        if not place.startswith(_HARMLESS):
+            return f"{place}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
+    return None

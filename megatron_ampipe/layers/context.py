@@ -103,6 +103,8 @@ class AMPipeContext:
         partners: Where the passes of two micro-batches meet (``--ampipe-partner``); None where they do not.
         gate: The router class of ``--ampipe-router``; None for Megatron's own.
         wire: Around the transfers of tokens (``--ampipe-wire``); None to send them as they are.
+        graph_modules: Of Megatron's ``--cuda-graph-modules``, those whose stages are captured.
+        graph_warm_up: How many passes of a micro-batch run without graphs first.
         condenser: Chooses which of similar tokens are sent (``--ampipe-condense``); None to send all.
         pipeline: How blocks run from the next forward pass on; initially as in ``config``.
         predicted_ms: What a plan predicts for the forward and backward pass of a block; only logged.
@@ -120,6 +122,8 @@ class AMPipeContext:
     partners: Partners | None = None
     gate: type | None = None
     wire: Wire | None = None
+    graph_modules: frozenset[str] = frozenset()
+    graph_warm_up: int = 3
     condenser: Condenser | None = field(init=False, default=None)
     pipeline: Pipeline = field(init=False)
     predicted_ms: tuple[float, float] | None = field(init=False, default=None)

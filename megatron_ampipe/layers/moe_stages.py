@@ -59,7 +59,7 @@ def choose(state: BlockPass, chunk: None, normed: Tensor) -> tuple[Tensor, ...]:
     return probs.view(*normed.shape[:2], -1), logits
 
 
-@runs(kinds.ROUTE, reads=_read_by_route)
+@runs(kinds.ROUTE, reads=_read_by_route, graph="moe_router")
 @_drops_normed
 def route(state: BlockPass, chunk: int, normed: Tensor, *choice: Tensor) -> tuple[Tensor, ...]:
     """``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, L])``.
@@ -115,7 +115,12 @@ def losses(state: BlockPass, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]
     return (state.block.moe.router.block_losses(torch.cat(logits), state.routing),)
 
 
-@runs(kinds.SHARED, reads=lambda block: [block.moe.shared_experts], recompute=("moe", "shared_experts"))
+@runs(
+    kinds.SHARED,
+    reads=lambda block: [block.moe.shared_experts],
+    recompute=("moe", "shared_experts"),
+    graph="moe_router",
+)
 @_drops_normed
 def shared(state: BlockPass, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
     """``[rows, B, D]`` through the shared experts."""
@@ -278,7 +283,11 @@ def expand(state: BlockPass, chunk: int, combined: Tensor, probs: Tensor) -> tup
     return ((rows * probs.unsqueeze(-1)).to(combined.dtype),)
 
 
-@runs(kinds.MERGE, reads=lambda block: [block.moe.fc2_latent_proj] if block.is_latent else [])
+@runs(
+    kinds.MERGE,
+    reads=lambda block: [block.moe.fc2_latent_proj] if block.is_latent else [],
+    graph="moe_preprocess",
+)
 def merge(
     state: BlockPass, chunk: int, combined: Tensor, residual: Tensor, *shared: Tensor
 ) -> tuple[Tensor, ...]:
@@ -291,7 +300,7 @@ def merge(
     return (block.add_residual(block.moe_layer.mlp_bda, (output, None), residual),)
 
 
-@runs(kinds.MLP, reads=lambda block: [block.moe], recompute=("mlp",))
+@runs(kinds.MLP, reads=lambda block: [block.moe], recompute=("mlp",), graph="mlp")
 @_drops_normed
 def mlp(state: BlockPass, chunk: int, normed: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
     """``[rows, B, D]`` through the MLP of a layer without experts, plus residual."""

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from megatron_ampipe.runtime.segment import WeightProducts
 from megatron_ampipe.schedule import StageKind
@@ -32,6 +32,8 @@ class BlockFunctions(Protocol):
     """The trainable parameters of each kind that has any."""
     all_parameters: Sequence[Parameter]
     """Of the block, each once."""
+    stage_modules: Mapping[StageKind, Sequence[Module]]
+    """The modules with parameters that each kind calls."""
 
     def run(self, kind: StageKind) -> Function:
         """The function of a kind.
@@ -63,6 +65,8 @@ class BlockState(Protocol):
 
     draws: Draws | None
     """None where no number is drawn twice."""
+    outside: tuple[Tensor, ...]
+    """What stages read besides what they take: the same of all blocks of a pass."""
 
     def recall(
         self, kind: StageKind, chunk: int | None, inputs: Sequence[Tensor]
@@ -71,3 +75,9 @@ class BlockState(Protocol):
 
     def again(self) -> BlockState:
         """For a second run of the forward pass, which computes the same; called when the first has ended."""
+
+    def left_by(self, kind: StageKind, chunk: int | None) -> object:
+        """What a stage has left here for later ones; None if nothing."""
+
+    def leave(self, kind: StageKind, chunk: int | None, left: object) -> None:
+        """Put here what the same stage of another pass has left."""

@@ -38,9 +38,10 @@ class Segment:
     Attributes:
         values: What the function has returned, detached; to be taken from here, so that it is freed in time.
         crossed: Memory of several streams that the graph may use.
+        is_captured: Keep the graph, because CUDA graphs use what it has saved.
     """
 
-    __slots__ = ("_again", "_given", "_input_edges", "_output_edges", "crossed", "values")
+    __slots__ = ("_again", "_given", "_input_edges", "_output_edges", "crossed", "is_captured", "values")
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Segment:
         releases: bool = False,
     ) -> None:
         self.crossed: tuple[StorageWeakRef, ...] = ()
+        self.is_captured = False
         self._given: list[Tensor | None] | None = [] if releases else None
         self._again: Callable[[], object] | None = None
         if recall is None:
@@ -102,7 +104,7 @@ class Segment:
         computed: Sequence[Tensor | None] = _engine_run_backward(
             tuple([edge for edge, _ in begins]),
             tuple([gradient for _, gradient in begins]),
-            False,
+            self.is_captured,
             False,
             (*self._input_edges, *[trained[number] for number in parameters]),
             True,
@@ -112,7 +114,8 @@ class Segment:
         for place, number in enumerate(parameters, count):
             if computed[place] is not None and trained[number] not in late:
                 sums.add(number, computed[place])
-        self._output_edges = self._input_edges = ()
+        if not self.is_captured:
+            self._output_edges = self._input_edges = ()
         return computed[:count]
 
     def _build_graph(
@@ -250,6 +253,14 @@ class GradientSums:
             is_wide = first.element_size() >= 4
             self._sums[number] = first + gradient if is_wide else first.float().add_(gradient)
             self._writable[number] = True
+
+    def entry(self, number: int) -> tuple[Tensor | None, bool]:
+        """The sum so far, and whether it can be written in place."""
+        return self._sums[number], self._writable[number]
+
+    def put(self, number: int, total: Tensor | None, is_writable: bool) -> None:
+        """Set the sum, as :meth:`entry` gave it of the same stages in another pass."""
+        self._sums[number], self._writable[number] = total, is_writable
 
     def take(self, number: int) -> Tensor | None:
         """Remove and return the sum, in the parameter's dtype; None if no stage contributed."""

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from megatron_ampipe.runtime.block_functions import BlockState
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import Executor
+from megatron_ampipe.runtime.graphs import TapeGraphs
 from megatron_ampipe.runtime.moves import run_moves
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
@@ -50,6 +51,7 @@ class StackCall:
         keep_graph: Whether there will be a backward pass.
         reductions: Of gradients, if stages of the backward pass start them.
         partners: Runs a pass together with one of another micro-batch; None to run each alone.
+        graphs: Of the tapes; None to run every call by itself.
     """
 
     def __init__(
@@ -64,11 +66,13 @@ class StackCall:
         keep_graph: bool,
         reductions: Reductions | None = None,
         partners: Meeting | None = None,
+        graphs: TapeGraphs | None = None,
     ) -> None:
         self.tapes, self.executor, self.recorder, self.numbers = tapes, executor, recorder, numbers
         self._reductions, self._keeps_graph, self._parameters = reductions, keep_graph, parameters
         self.partners = partners
         self.state = Pass(tapes.num_slots, blocks, parameters, Crossing() if executor.host_waits else None)
+        self._graphs = None if graphs is None else graphs.begin(self.state)
         # How many reductions were asked for when the gradients were complete that a stage waits for.
         self._asked: dict[tuple[StageKind, int], int] = {}
 
@@ -110,7 +114,7 @@ class StackCall:
             self._reductions.expect(self)
         output: Tensor = state.slots[tapes.output]
         state.slots[tapes.output] = None
-        return output
+        return output if self._graphs is None else output.clone()
 
     def begin_backward(self, gradient: Tensor) -> None:
         """Before the first call of the backward pass, with the gradient of the output."""
@@ -129,6 +133,9 @@ class StackCall:
         hidden: Tensor = state.slots[tapes.gradient]
         assert hidden is not None, "no stage has taken what the block was given"
         state.slots.clear()
+        if self._graphs is not None:
+            hidden = hidden.clone()
+            self._graphs.end()
         return [hidden, *self._gradients(0, half=False)[1]]
 
     def _gradients(self, layer: int, *, half: bool) -> tuple[Sequence[Parameter], list[Tensor | None]]:
@@ -156,8 +163,10 @@ class StackCall:
         if not call.steps and call.stage.kind.of_parameters:
             assert self._reductions is not None, "this pass was not given what its schedule reduces"
             return self._reductions.start_until(self._asked[call.stage.kind, call.stage.layer])
-        transfer = None
-        for step in call.steps:
+        transfer, steps = None, call.steps
+        if self._graphs is not None and self._graphs.run_call(direction, call, state):
+            steps = ()
+        for step in steps:
             try:
                 transfer = step.run(state)
             except Exception as error:

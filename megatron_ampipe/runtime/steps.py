@@ -46,7 +46,7 @@ class Pass:
         crossing: Told of what several streams use; None where no stream is crossed.
     """
 
-    __slots__ = ("blocks", "crossing", "slots", "sums")
+    __slots__ = ("__weakref__", "blocks", "crossing", "slots", "sums")
 
     def __init__(
         self,

@@ -43,6 +43,7 @@ TESTS = {
     # Modules and names of tests, seconds, needs beyond those of all tests.
     "cases": (("test_cuda.py", "test_gradients.py"), "not transformer and not compiled", 110, ()),
     "partners": (("test_partners.py",), "", 110, ()),
+    "graphs": (("test_graphs.py",), "", 60, ()),
     "stress": (("test_stress.py",), "", 110, ()),
     "attention": (("test_attention.py",), "", 110, ()),
     "transformer engine": (

@@ -46,6 +46,34 @@ VALUES = {
     "--te-precision-config-file": [[str(REPOSITORY / "tests" / "megatron" / "precision.yaml")]],
     "--fp8-recipe": [["delayed"], ["custom"]],
     "--ampipe-memory-budget": [["40GiB"]],
+    "--cuda-graph-modules": [["moe"], ["attn", "mamba"]],
+    "--cuda-graph-impl": [
+        ["full_iteration"],
+        *(
+            [implementation, "--cuda-graph-modules", "attn", *shlex.split(others)]
+            for implementation, others in (
+                ("local", "--hidden-dropout 0.1"),
+                ("local", "--attention-dropout 0.1"),
+                ("local", "--moe-input-jitter-eps 0.1"),
+                ("local", "--ampipe-schedule joined --transformer-impl local"),
+                ("local", "--ampipe-degree auto"),
+                ("transformer_engine", "--ampipe-plan plan.yaml"),
+                ("transformer_engine", "--ampipe-partner"),
+                ("transformer_engine", "--recompute-granularity full"),
+                ("local", "--tensor-model-parallel-size 2 --sequence-parallel"),
+                ("local", "--context-parallel-size 2"),
+                ("local", "--moe-router-load-balancing-type sinkhorn"),
+                ("local", "--moe-expert-capacity-factor 1.5"),
+                ("local", "--moe-enable-routing-replay"),
+                ("local", "--moe-router-force-load-balancing"),
+                ("local", "--sft"),
+                ("local", "--ampipe-router cosine"),
+                ("local", "--ampipe-memory rebuild"),
+                ("local", "--ampipe-grad-reduce placed --overlap-grad-reduce"),
+                ("local", "--reset-attention-mask"),
+            )
+        ),
+    ],
 }
 """Refused values; for other flags the test uses all choices except the default, or 2."""
 
@@ -68,6 +96,7 @@ COMPANIONS = {
     "--fp8-recipe": ["--fp8-format", "e4m3", "--transformer-impl", "transformer_engine"],
     "--fp8-format": ["--fp8-recipe", "blockwise", "--transformer-impl", "local"],
     "--ampipe-memory-budget": ["--use-transformer-engine-op-fuser"],
+    "--cuda-graph-modules": ["--cuda-graph-impl", "local"],
     "--ampipe-memory": ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe"],
 }
 """Flags that the setting needs to have an effect."""
@@ -113,6 +142,24 @@ def test_a_row_applies_to_the_parsed_value_of_its_flag(row: Refusal, parser: arg
         assert str(error) == str(BadInput(row.setting, error.value, rule=rule, remedy=row.remedy))
         given = list(itertools.takewhile(lambda word: not word.startswith("--"), values))
         assert not given or any(word.split(",")[0] in str(error.value) for word in given)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_cuda_graphs_of_layers_become_those_of_stages(
+    implementation: str, parser: argparse.ArgumentParser
+) -> None:
+    from megatron_ampipe.launch.attach import take_over_graphs
+
+    modules = ["attn", "moe_router", "moe_preprocess"]
+    args = parser.parse_args(
+        [*ACCEPTED, "--cuda-graph-impl", implementation, "--cuda-graph-modules", *modules]
+    )
+    refuse_unsupported(AMPipeConfig(pipeline=Pipeline.of(4)), args)
+    assert take_over_graphs(args) == {*modules}
+    # Megatron would capture as well.
+    assert (args.cuda_graph_impl, args.cuda_graph_modules) == ("none", [])
+    assert take_over_graphs(args) == frozenset()
 
 
 def test_rows_have_the_right_form_and_none_applies_twice_or_at_degree_1() -> None:

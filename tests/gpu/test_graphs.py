@@ -1,0 +1,111 @@
+"""CUDA graphs of stages: replays with other inputs and weights equal Megatron's layers, and cost less.
+
+The rotary embedding is another tensor in every pass, as inputs are.
+"""
+
+import dataclasses
+import statistics
+import time
+
+import pytest
+import torch
+
+from tests.dist.cases import AUX, SHARED, Case, Z
+from tests.gpu.test_cuda import BF16_BOUND, LLAMA
+from tests.gpu.test_gradients import LOCAL, main_gradients
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
+
+MODULES = ("attn", "moe_router", "moe_preprocess")
+PASSES = 5
+"""Two warm up, one captures, two replay."""
+FP32 = Case(
+    "fp32", world_size=1, degree=4, executor="cuda", rope=True, kernel="sdpa", model=LLAMA | AUX | Z | SHARED
+)
+# All experts of every token: rounding cannot decide between two that are nearly tied.
+ALL_EXPERTS = {"moe_router_topk": 4, "bf16": True, "moe_router_dtype": "fp32"}
+BF16 = dataclasses.replace(FP32, name="bf16", model=LLAMA | Z | SHARED | ALL_EXPERTS)
+STACK = dataclasses.replace(FP32, name="stack", layers="mdm", stack=0)
+
+
+def capture(layer: torch.nn.Module) -> None:
+    """Have the stages of a layer captured."""
+    from megatron_ampipe.layers.layer import AMPipeTransformerLayer
+
+    for module in layer.modules():
+        if isinstance(module, AMPipeTransformerLayer):
+            context = module._block.context
+            context.graph_modules, context.graph_warm_up = frozenset(MODULES), 2
+
+
+@pytest.mark.parametrize("case", [FP32, BF16, STACK], ids=lambda case: case.name)
+def test_replays_equal_stock(case: Case) -> None:
+    from tests.dist.blocks import build_layers, differences, run
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    in_bf16 = case.model.get("bf16", False)
+    stock, ours = (layer.cuda() for layer in build_layers(case))
+    if in_bf16:
+        stock, ours = stock.bfloat16(), ours.bfloat16()
+    capture(ours)
+    for number in range(PASSES):
+        found = differences(
+            run(stock, case, rank=number, device="cuda"), run(ours, case, rank=number, device="cuda")
+        )
+        compared = {
+            name: value
+            for name, value in found.items()
+            if not in_bf16 or "gradient" in name or name == "output"
+        }
+        bound = BF16_BOUND if in_bf16 else 1e-5
+        wrong = {name: value for name, value in compared.items() if not value <= bound}
+        assert wrong == {}, f"pass {number}"
+        with torch.no_grad():
+            for of_stock, of_ours in zip(stock.parameters(), ours.parameters(), strict=True):
+                of_ours.copy_(of_stock.mul_(0.9))
+
+
+def test_under_data_parallelism() -> None:
+    """Two micro-batches in each of two iterations: the last two replay."""
+    from tests.dist.blocks import build_layers, differences
+
+    case = dataclasses.replace(LOCAL, replay=None, model=LOCAL.model | ALL_EXPERTS)
+    stock, ours = (layer.cuda().bfloat16() for layer in build_layers(case))
+    capture(ours)
+    found = differences(*(main_gradients(layer, case, turned=True) for layer in (stock, ours)))
+    assert {name: value for name, value in found.items() if not value <= BF16_BOUND} == {}
+
+
+def test_replays_do_not_make_the_host_wait() -> None:
+    from tests.dist.blocks import build_layers, inputs_of, run_pass
+
+    _, ours = (layer.cuda() for layer in build_layers(FP32))
+    capture(ours)
+    inputs = inputs_of(FP32, rank=0, device="cuda", dtype=torch.float32)
+    for _ in range(PASSES):
+        run_pass(ours, inputs)
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        run_pass(ours, inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_host_has_less_to_do() -> None:
+    from tests.dist.blocks import build_layers, inputs_of, run_pass
+
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for graphed in times:
+        _, ours = (layer.cuda() for layer in build_layers(FP32))
+        if graphed:
+            capture(ours)
+        inputs = inputs_of(FP32, rank=0, device="cuda", dtype=torch.float32)
+        for _ in range(25):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            run_pass(ours, inputs)
+            times[graphed].append(time.perf_counter() - begin)
+    plain, replayed = (statistics.median(of_passes[10:]) * 1e3 for of_passes in times.values())
+    print(f"host time of a pass: {plain:.2f} ms, with graphs {replayed:.2f} ms")
+    assert replayed < plain
