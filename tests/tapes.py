@@ -12,17 +12,34 @@ from typing import Any
 
 from megatron_ampipe.layers import block_stack
 from megatron_ampipe.runtime.compile import compiled as compile_tapes
+from megatron_ampipe.runtime.graphs import runs_of
 from megatron_ampipe.runtime.steps import NOTHING, ZERO, Step
 from megatron_ampipe.runtime.streams import StreamPlan
-from megatron_ampipe.runtime.tape import Tapes
+from megatron_ampipe.runtime.tape import Tape, Tapes
 from megatron_ampipe.schedule import Direction
+from megatron_ampipe.schedule.stage_kind import COMPUTE
 
 
 def check(tapes: Tapes, *, threads: bool) -> None:
     """Assert all of it."""
     for tape in tapes.passes.values():
         check_streams(tape.streams, [call.needs for call in tape.calls], tape.stream_plan)
+        check_runs(tape)
     check_slots(tapes, threads=threads)
+
+
+def check_runs(tape: Tape) -> None:
+    """Inside a run of calls that one CUDA graph holds, no stream waits, and nobody waits for it."""
+    computed = [{call.stage.kind for call in tape.calls if call.lane == COMPUTE}] * len(tape.calls)
+    seen: set[int] = set()
+    for position, run in runs_of(tape, computed).items():
+        places = [call.position for call in run.calls]
+        assert places == list(range(position, position + len(places)))
+        assert not any(tape.stream_plan.waits[place] for place in places[1:])
+        assert tape.stream_plan.records.isdisjoint(places[:-1])
+        assert seen.isdisjoint(places)
+        seen.update(places)
+    assert seen == {call.position for call in tape.calls if call.lane == COMPUTE and call.steps}
 
 
 def check_streams(streams: Sequence[str], needs: Sequence[Sequence[int]], plan: StreamPlan) -> None:

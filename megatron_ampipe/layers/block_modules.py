@@ -337,6 +337,9 @@ class BlockModules:
     def captured(self) -> frozenset[StageKind]:
         """Kinds of stages that are captured as CUDA graphs."""
         modules = self.context.graph_modules
+        if "moe_preprocess" in modules:
+            # ``merge`` reads what ``route`` has left on the device. Megatron's local graphs also have both.
+            modules |= {"moe_router"}
         return frozenset(kind for kind, function in FUNCTIONS.items() if function.graph in modules)
 
     @cached_property

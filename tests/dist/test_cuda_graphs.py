@@ -45,14 +45,14 @@ def _stand_ins() -> Any:
         yield
 
 
-def capture(layer: torch.nn.Module) -> None:
+def capture(layer: torch.nn.Module, modules: frozenset[str] = MODULES) -> None:
     """Have the stages of AMPipe's layers captured."""
     from megatron_ampipe.layers.layer import AMPipeTransformerLayer
 
     for module in layer.modules():
         if isinstance(module, AMPipeTransformerLayer):
             context = module._block.context
-            context.graph_modules, context.graph_warm_up = MODULES, 1
+            context.graph_modules, context.graph_warm_up = modules, 1
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -74,6 +74,20 @@ def test_replays_equal_stock(case: Case) -> None:
             for of_stock, of_ours in zip(stock.parameters(), ours.parameters(), strict=True):
                 of_ours.copy_(of_stock.mul_(0.9))
     assert all(torch.equal(*pair) for pair in kept), "what a pass has returned is overwritten by a later one"
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_each_module_alone(module: str) -> None:
+    """What stages of one module hand to others is copied."""
+    from tests.dist.blocks import build_layers, differences, run
+
+    case = Case("alone", layers="mdm", stack=0, rope=True, model=LARGE | SHARED)
+    stock, ours = build_layers(case)
+    capture(ours, frozenset({module}))
+    for number in range(PASSES):
+        found = differences(run(stock, case, rank=number), run(ours, case, rank=number))
+        assert {name: x for name, x in found.items() if not x <= TOLERANCE} == {}
+    assert cuda_graph_standin.REPLAYS
 
 
 def test_another_rotary_embedding() -> None:
