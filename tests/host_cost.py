@@ -157,7 +157,7 @@ def layers() -> dict[str, Callable[[], None]]:
     from megatron_ampipe.tools.measuring.bench_job import Variant
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
     from megatron_ampipe.tools.measuring.grid import Case
-    from megatron_ampipe.tools.measuring.link import parse_link
+    from megatron_ampipe.tools.measuring.network import parse_link
     from megatron_ampipe.tools.measuring.ranks import Rank, RankJob
 
     case = Case(

@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 from megatron_ampipe.tools.measuring import machine, network
-from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.network import parse_link
 
 ROUNDS, TIMEOUT_S = 9, 500
 STACKS = {"layer by layer": 1, "one stack": 0}

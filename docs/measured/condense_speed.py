@@ -30,7 +30,7 @@ from typing import Any
 from condense import FLAGS, ITERATIONS, SETTINGS
 
 from megatron_ampipe.tools.measuring import machine, training
-from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks, signals_as_interrupts
 from megatron_ampipe.tools.measuring.result import percentile
 from megatron_ampipe.tools.measuring.training import TrainingJob

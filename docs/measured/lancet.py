@@ -32,7 +32,7 @@ from megatron_ampipe.schedule.kinds import EXPERT
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.bench_job import STOCK, BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
 WARMUP = 3

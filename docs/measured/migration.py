@@ -41,7 +41,7 @@ from megatron_ampipe.plan.recorded_routing import (
     read_routing,
 )
 from megatron_ampipe.tools.measuring import machine
-from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.ranks import signals_as_interrupts
 from megatron_ampipe.tools.measuring.training import TrainingJob, run
 from megatron_ampipe.tools.quickstart import CONFIGS

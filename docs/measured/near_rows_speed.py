@@ -26,8 +26,7 @@ from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.bench_job import STOCK, Variant
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import parse_link
-from megatron_ampipe.tools.measuring.network import INTERFACE, burst_bytes
+from megatron_ampipe.tools.measuring.network import INTERFACE, burst_bytes, parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
 
 RANKS, NODE = 4, 2

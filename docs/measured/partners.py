@@ -30,7 +30,7 @@ from megatron_ampipe.plan.simulate import Pace
 from megatron_ampipe.schedule import MEGATRON, Partner, program_to_text
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
 
 CPU_CASE = replace(

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
 PARTS = (2, 4)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.tools.measuring import machine
-from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.ranks import signals_as_interrupts
 from megatron_ampipe.tools.measuring.result import percentile
 from megatron_ampipe.tools.measuring.training import TrainingJob, run

@@ -34,7 +34,7 @@ from typing import Any
 
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, signals_as_interrupts
 from megatron_ampipe.tools.measuring.training import (
     Curve,

@@ -39,7 +39,7 @@ from megatron_ampipe.schedule import (
 from megatron_ampipe.tools.measuring import machine, prediction, result, training
 from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK, BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import RANKS, add_link_arguments, parse_link
+from megatron_ampipe.tools.measuring.network import RANKS, add_link_arguments, parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
 OFF = "off"

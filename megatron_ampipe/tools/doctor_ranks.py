@@ -22,8 +22,8 @@ from megatron_ampipe.launch import connections
 from megatron_ampipe.runtime.collectives import Transfer, exchange_rows
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
 from megatron_ampipe.tools.measuring import machine
-from megatron_ampipe.tools.measuring.link import parse_link
 from megatron_ampipe.tools.measuring.meters import run_lanes
+from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
 
 _COMPARED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "NVTE_", "UCX_", "AMPIPE_")

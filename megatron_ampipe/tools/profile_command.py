@@ -21,7 +21,7 @@ from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.bench_job import ProfileJob
 from megatron_ampipe.tools.measuring.cluster_fit import assemble
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import RANKS, add_link_arguments, parse_link
+from megatron_ampipe.tools.measuring.network import RANKS, add_link_arguments, parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
 _EPILOG = """\

@@ -21,8 +21,7 @@ from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least, configs_folder
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.tools.measuring import training
-from megatron_ampipe.tools.measuring.link import Link, parse_link
-from megatron_ampipe.tools.measuring.network import NetworkUnavailable, connected
+from megatron_ampipe.tools.measuring.network import Link, NetworkUnavailable, connected, parse_link
 from megatron_ampipe.tools.measuring.ranks import signals_as_interrupts
 from megatron_ampipe.tools.measuring.training import TrainingJob
 

@@ -22,7 +22,7 @@ from gpu_check.torch_trace import MARK, read_profile
 from megatron_ampipe.tools.measuring import result
 from megatron_ampipe.tools.measuring.bench_job import STOCK, BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank
 
 DEGREE = 4

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ampipe.files.timeline import COMPUTE, DIRECTIONS, StageSpan, Timeline
-from megatron_ampipe.tools.measuring.link import SPIN_KERNELS
+from megatron_ampipe.tools.measuring.network import SPIN_KERNELS
 
 MARK = "ampipe:{direction}"
 """What the host's part of a pass is marked with in the trace."""

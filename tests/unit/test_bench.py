@@ -26,7 +26,7 @@ from megatron_ampipe.tools import bench_command
 from megatron_ampipe.tools.measuring import network, prediction, result, training
 from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.training import Curve, TrainingJob
 
 FIGURES: dict[str, Any] = {"sequence_length": 64, "batch": 1, "hidden": 32, "heads": 4, "experts": 4,

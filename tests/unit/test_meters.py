@@ -13,7 +13,7 @@ from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.tape import Tape
 from megatron_ampipe.schedule import Stage, kinds
 from megatron_ampipe.tools.measuring import emulation, meters
-from megatron_ampipe.tools.measuring.link import SPIN_KERNELS
+from megatron_ampipe.tools.measuring.network import SPIN_KERNELS
 
 
 class _Device:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.errors import AMPipeError, BadInput, DifferenceFound, EnvironmentMissing, RunFailed
-from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
 
 

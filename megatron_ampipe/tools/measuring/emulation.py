@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.launch.host import torch_calls
-from megatron_ampipe.tools.measuring.link import Link
+from megatron_ampipe.tools.measuring.network import Link
 
 SPIN_SOURCE = """
 template <typename T>

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ampipe.errors import AMPipeError, DifferenceFound, EnvironmentMissing, RunFailed
 from megatron_ampipe.tools.measuring import machine, network
-from megatron_ampipe.tools.measuring.link import Link
+from megatron_ampipe.tools.measuring.network import Link
 
 if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
