@@ -421,8 +421,8 @@ def test_the_check_prints_a_table_writes_a_summary_and_returns_a_code(
 ) -> None:
     left = iter(done)
     planned = [Step(one.kind, one.name, (), tmp_path, 1.0, needs=()) for one in done]
-    monkeypatch.setattr(command, "plan", lambda *_: planned)
-    monkeypatch.setattr(command, "run", lambda *_, **__: next(left))
+    monkeypatch.setattr(command, "plan", lambda *_: [[step] for step in planned])
+    monkeypatch.setattr(command, "run", lambda *_, **__: [next(left)])
     monkeypatch.setattr(command.Device, "ask", lambda _: GPU)
     assert command.main(["--output", str(tmp_path / "out")]) == code
     shown = capsys.readouterr().out
