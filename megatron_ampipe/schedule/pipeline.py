@@ -215,7 +215,7 @@ class Pipeline:
             labels["shares"] = " ".join(f"{share:.4g}" for share in self.shares)
         labels["schedule"] = self.name
         if self.stack != 1:
-            labels["layers that share a schedule"] = stack_to_text(self.stack)
+            labels["stack"] = stack_to_text(self.stack)
         if self.memory != KEEP:
             labels["memory"] = self.memory
         if self.exchange is not Exchange.ROWS:

@@ -115,7 +115,7 @@ def stacks(rank: int) -> Timeline:
             spans += one_pass(origin_us + at_us, **how)  # type: ignore[arg-type]
     # Dense layers of a stack transfer rows of tensor-parallel ranks.
     spans.append(StageSpan("comm.tensor", "gather-rows", "forward", 1, 1, 1e6, 1e6 + 500))
-    return Timeline(rank, tuple(spans), {"degree": "2", "layers that share a schedule": "3"})
+    return Timeline(rank, tuple(spans), {"degree": "2", "stack": "3"})
 
 
 @pytest.mark.parametrize(
