@@ -128,7 +128,6 @@ FEATURES = (
 WRONG = (
     # Refused by AMPipe at a degree above 1; tests/megatron/test_refusals.py has every row.
     "--num-experts 0",
-    "--moe-apply-probs-on-input",
     "--ampipe-memory rebuild --recompute-granularity selective --recompute-modules moe",
     # Invalid at any degree, or on this machine.
     "--ampipe-degree 33",
