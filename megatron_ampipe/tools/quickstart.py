@@ -37,7 +37,7 @@ CONFIGS = [str(configs_folder() / name) for name in ("models/tiny.yaml", "runs/q
 
 _NEXT = """
 next:
-  your own launch: replace pretrain_gpt.py by -m megatron_ampipe.pretrain_gpt, add --ampipe-degree 4
+  your own launch: replace pretrain_gpt.py by -m megatron_ampipe.pretrain_gpt, add --ampipe-degree 2
       (docs/usage.md)
   the degree for your model and machines: ampipe plan, ampipe profile, --ampipe-degree auto
       (docs/tuning.md)
