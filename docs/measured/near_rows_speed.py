@@ -99,9 +99,9 @@ def measure(rank: Rank[NearJob]) -> dict[str, list[float]]:
         passes[halves]._hidden[..., 0] = FAR_APART * node * torch.where(mask, 1.0, -1.0)
     layers = [factory.build(one) if one.pipelined else factory.stock for _, one, _ in job.variants]
     for wanted in stays:
-        alike = [place for place, (_, _, halves) in enumerate(job.variants) if halves == wanted]
-        variants = [job.variants[place][1] for place in alike]
-        chosen = [layers[place] for place in alike]
+        of_halves = [place for place, (_, _, halves) in enumerate(job.variants) if halves == wanted]
+        variants = [job.variants[place][1] for place in of_halves]
+        chosen = [layers[place] for place in of_halves]
         compare(passes[wanted], chosen, variants, rank=rank.number, case=job.case)
     seconds: dict[str, list[float]] = {name: [] for name, _, _ in job.variants}
     for repeat in range(job.repeats):

@@ -88,7 +88,7 @@ def end_with(error: AMPipeError) -> int:
     """Print ``error`` once and return its exit code.
 
     torchrun ends all ranks as soon as one has exited. Rank 0 prints the message, so the other ranks wait
-    until they are ended. One that is not ended has failed alone, and prints the message itself.
+    until they are ended. A rank that is not ended is the only one that failed, and prints it itself.
     """
     prints = int(os.environ.get("RANK", "0")) == 0
     if not prints:

@@ -221,7 +221,7 @@ class GraphSet:
         self._owner = None
 
     def run_call(self, direction: Direction, call: Call, state: Pass) -> bool:
-        """Run a call with those of its run; False if it belongs to none."""
+        """Run a call with those of its run; False if it is in no run."""
         if call.position in self._of_tape.inner[direction]:
             return True
         run = self._of_tape.runs[direction].get(call.position)

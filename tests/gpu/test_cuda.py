@@ -126,18 +126,26 @@ def test_equals_stock_in_bf16(degree: int) -> None:
     assert {name: value for name, value in compared.items() if not value <= BF16_BOUND} == {}
 
 
-def test_nothing_makes_the_host_wait_between_chunks() -> None:
-    """torch raises at any synchronizing call; only AMPipe's event for the counts is allowed."""
-    from tests.dist.blocks import build_layers, inputs_of, run_pass
+def run_without_waits(layer: torch.nn.Module, case: Case, *, passes: int) -> None:
+    """One more pass after some, in which torch raises at any call that makes the host wait."""
+    from tests.dist.blocks import inputs_of, run_pass
 
-    case = dataclasses.replace(CASES[1], kernel="sdpa")
-    _, ours = (layer.cuda() for layer in build_layers(case))
     # Copies to the device synchronize, so all inputs are copied before.
     inputs = inputs_of(case, rank=0, device="cuda", dtype=torch.float32)
-    run_pass(ours, inputs)
+    for _ in range(passes):
+        run_pass(layer, inputs)
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        run_pass(ours, inputs)
+        run_pass(layer, inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nothing_makes_the_host_wait_between_chunks() -> None:
+    """Only AMPipe's event for the counts is allowed."""
+    from tests.dist.blocks import build_layers
+
+    case = dataclasses.replace(CASES[1], kernel="sdpa")
+    _, ours = (layer.cuda() for layer in build_layers(case))
+    run_without_waits(ours, case, passes=1)

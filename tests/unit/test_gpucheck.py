@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -305,6 +306,12 @@ PARTNERS = {
     "case": {"name": "mixtral-4k", "microbatches": 8},
     "seconds": {"megatron": [0.8, 0.8], "control": [0.8, 0.8], "partners, searched": [0.5, 0.7]},
 }
+
+
+def test_every_test_of_a_gpu_has_a_name_in_the_table() -> None:
+    modules = (steps.REPOSITORY / "tests/gpu").glob("test_*.py")
+    tests = {name for path in modules for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)}
+    assert tests == findings._TESTS.keys()
 
 
 def test_findings_of_trainings_and_partners() -> None:
