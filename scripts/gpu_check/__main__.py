@@ -65,6 +65,13 @@ def _parser() -> argparse.ArgumentParser:
         help="receives summary.json, log.txt and trace.json.gz (default: runs/gpu-check in the checkout)",
     )
     parser.add_argument(
+        "--only",
+        metavar="WORDS",
+        type=lambda text: tuple(text.split(",")),
+        default=("",),
+        help="run the steps whose name contains one of these words, separated by commas (default: all)",
+    )
+    parser.add_argument(
         "--budget",
         metavar="S",
         type=int,
@@ -89,7 +96,10 @@ def _check(chosen: argparse.Namespace) -> int:
         device = Device.ask(environment)
         output.mkdir(parents=True, exist_ok=True)
         (output / "log.txt").write_text("")
-        planned = plan(Path(scratch), output)
+        planned = [
+            [step for step in group if any(word in step.name for word in chosen.only)]
+            for group in plan(Path(scratch), output)
+        ]
         needs = dict.fromkeys(need for group in planned for step in group for need in step.needs)
         lacking = missing(list(needs), environment)
         log, deadline = output / "log.txt", begin + chosen.budget

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from gpu_check.trained import FAMILIES
 from megatron_ampipe.errors import DifferenceFound, EnvironmentMissing
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -43,11 +44,11 @@ TESTS = {
     # Modules and names of tests, seconds, needs beyond those of all tests.
     "cases": (("test_cuda.py", "test_gradients.py"), "not transformer and not compiled", 110, ()),
     "partners": (("test_partners.py",), "", 110, ()),
-    "graphs": (("test_graphs.py",), "", 60, ()),
+    "graphs": (("test_graphs.py",), "not transformer_engine", 60, ()),
     "stress": (("test_stress.py",), "", 110, ()),
     "attention": (("test_attention.py",), "", 110, ()),
     "transformer engine": (
-        ("test_gradients.py",), "transformer_engine", 110, ("transformer_engine.pytorch",),
+        ("test_gradients.py", "test_graphs.py"), "transformer_engine", 110, ("transformer_engine.pytorch",),
     ),
     "compiled": (("test_cuda.py",), "compiled", 110, (COMPILER,)),
 }  # fmt: skip
@@ -174,10 +175,13 @@ def plan(scratch: Path, output: Path) -> list[list[Step]]:
         output: Folder that the user keeps.
     """
     python, needs = sys.executable, (*_RUN, "rich", "tqdm")
-    training, profile, partners = (scratch / f"{name}.json" for name in ("training", "profile", "partners"))
+    profile, partners = (scratch / f"{name}.json" for name in ("profile", "partners"))
     together = [_tests(name, scratch) for name in TESTS]
-    words: tuple[str, ...] = (python, "-m", "gpu_check.trained", "--json", str(training))
-    together.append(Step("training", "training", words, training, _TRAINING_S, (*needs, "pydantic")))
+    for name, family in FAMILIES.items():
+        file = scratch / f"training-{name.replace(' ', '-')}.json"
+        words: tuple[str, ...] = (python, "-m", "gpu_check.trained", name, "--json", str(file))
+        lacks = (*needs, "pydantic", *family.needs)
+        together.append(Step("training", f"training, {name}", words, file, _TRAINING_S, lacks))
     words = (
         *(python, "-m", "gpu_check.profiled", "--link", TRACED_LINK),
         *("--trace", str(output / "trace.json.gz"), "--json", str(profile)),

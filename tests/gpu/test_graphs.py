@@ -13,7 +13,7 @@ import torch
 
 from tests.dist.cases import AUX, SHARED, Case, Z
 from tests.gpu.test_cuda import BF16_BOUND, LLAMA, run_without_waits
-from tests.gpu.test_gradients import LOCAL, main_gradients
+from tests.gpu.test_gradients import LOCAL, main_gradients, of_transformer_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
@@ -67,10 +67,21 @@ def test_replays_equal_stock(case: Case) -> None:
 
 
 def test_under_data_parallelism() -> None:
+    compare_replays(dataclasses.replace(LOCAL, replay=None, model=LOCAL.model | ALL_EXPERTS))
+
+
+@pytest.mark.parametrize("schedule", ["ampipe", "joined"])
+def test_transformer_engine_under_graphs(schedule: str) -> None:
+    pytest.importorskip("transformer_engine.pytorch", reason="needs transformer_engine")
+
+    case = of_transformer_engine(**SHARED, **ALL_EXPERTS)
+    compare_replays(dataclasses.replace(case, schedule=schedule, replay=None))
+
+
+def compare_replays(case: Case) -> None:
     """Two micro-batches in each of two iterations: the last two replay."""
     from tests.dist.blocks import build_layers, differences
 
-    case = dataclasses.replace(LOCAL, replay=None, model=LOCAL.model | ALL_EXPERTS)
     stock, ours = (layer.cuda().bfloat16() for layer in build_layers(case))
     capture(ours)
     found = differences(*(main_gradients(layer, case, turned=True) for layer in (stock, ours)))

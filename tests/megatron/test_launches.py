@@ -6,10 +6,12 @@ Hopper GPU, for which Megatron checks ``CUDA_DEVICE_MAX_CONNECTIONS``. Nothing i
 
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
 
+from gpu_check import trained
 from megatron_ampipe.errors import BadInput
 from tests import te_permutation_standin
 from tests.megatron.launcher import unfolded
@@ -145,13 +147,18 @@ def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
 
 
-def table_of(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+def table_of(
+    flags: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    model: Sequence[str] = MODEL,
+) -> str:
     """What rank 0 prints up to the creation of process groups; raises if the launch is refused."""
     from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 
     from megatron_ampipe.launch.script import TrainingSession
 
-    words = [*MODEL, *shlex.split(flags)]
+    words = [*model, *shlex.split(flags)]
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
     session = TrainingSession(words)
     try:
@@ -178,3 +185,13 @@ def test_offloading_of_other_modules_is_refused(
     flags = f"{ALLTOALL}{others}--fine-grained-activation-offloading --offload-modules {modules}"
     with pytest.raises(BadInput, match="--fine-grained-activation-offloading"):
         table_of(flags, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("family", trained.FAMILIES)
+def test_the_trainings_of_the_gpu_check_are_accepted(
+    family: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    model = shlex.split(trained.TRAINING + trained.FAMILIES[family].words)
+    for flags in trained.FAMILIES[family].kinds.values():
+        assert "chunk boundaries" in table_of(flags, monkeypatch, capsys, model)

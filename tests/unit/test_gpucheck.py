@@ -297,8 +297,10 @@ def rows(*done: Done) -> dict[str, tuple[Outcome, str]]:
 
 
 TRAINING = {
-    "kinds": {"stock": {"losses": [[7.0, 1.0]] * 8, "ms": 400.0}, "partners": {"losses": [], "ms": 300.0}},
-    "differences": {"stock": 0.0, "partners": 2e-5},
+    "family": "FP8",
+    "losses": {"stock": [[7.0, 1.0]] * 8, "partners": [[7.0, 1.0]] * 8},
+    "differences": {"partners": 2e-5},
+    "failed": {"degree 4": "ended with 1: no kernel"},
     "allowed": 1e-4,
 }
 PARTNERS = {
@@ -316,14 +318,13 @@ def test_every_test_of_a_gpu_has_a_name_in_the_table() -> None:
 
 def test_findings_of_trainings_and_partners() -> None:
     found = rows(finished("training", TRAINING), finished("partners", PARTNERS))
-    assert found["training, partners"] == (
-        Outcome.OK,
-        "losses of 8 iterations differ by 2e-05 at most, 1e-04 allowed; stock 400 ms an iteration, this 300",
-    )
+    said = "losses of 8 iterations differ by 2e-05 at most, 1e-04 allowed"
+    assert found["training, FP8, partners"] == (Outcome.OK, said)
+    assert found["training, FP8, degree 4"] == (Outcome.FAILED, "ended with 1: no kernel")
     said = "stock 100.0 ms a micro-batch; control 1.00x, partners, searched 1.33x"
     assert found["partners, mixtral-4k, emulated:20GB/s"] == (Outcome.OK, said)
     off = TRAINING | {"differences": {"partners": 2e-4}}
-    assert rows(finished("training", off))["training, partners"][0] is Outcome.DIFFERENT
+    assert rows(finished("training", off))["training, FP8, partners"][0] is Outcome.DIFFERENT
 
 
 def test_findings_of_a_good_run() -> None:
