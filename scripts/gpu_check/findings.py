@@ -27,7 +27,7 @@ _TESTS = {
     "test_partners_equal_the_sequence_of_stages": "partners under stress",
     "test_replays_equal_stock": "CUDA graphs, parity",
     "test_under_data_parallelism": "CUDA graphs, gradients under --overlap-grad-reduce",
-    "test_transformer_engine_under_graphs": "the same, layers of Transformer Engine",
+    "test_transformer_engine_under_graphs": "CUDA graphs, layers of Transformer Engine",
     "test_replays_do_not_make_the_host_wait": "CUDA graphs, host waits",
     "test_the_host_has_less_to_do": "CUDA graphs, host time",
     "test_equals_the_sequence_of_stages": "under stress, compared with its stages in turn",

@@ -115,7 +115,9 @@ def main() -> int:
     family = FAMILIES[chosen.family]
     kinds = {STOCK: ""} | family.kinds
     with ThreadPoolExecutor(len(kinds)) as pool:
-        trained = pool.map(lambda words: _train(f"{family.words} {words} {chosen.arguments}"), kinds.values())
+        trained = pool.map(
+            lambda kind: _train(kind, f"{family.words} {kinds[kind]} {chosen.arguments}"), kinds
+        )
         losses = dict(zip(kinds, trained, strict=True))
     ended = {name: of_kind for name, of_kind in losses.items() if not isinstance(of_kind, str)}
     failed = {name: why for name, why in losses.items() if isinstance(why, str)}
@@ -139,26 +141,29 @@ def main() -> int:
     return RunFailed.exit_code if failed else 0
 
 
-def _train(words: str) -> list[list[float]] | str:
+def _train(kind: str, words: str) -> list[list[float]] | str:
     """The losses of every iteration, or why there are none."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
         *("-m", "megatron_ampipe.pretrain_gpt", *shlex.split(TRAINING), *shlex.split(words)),
     ]
+    print(f"{kind}: {shlex.join(command)}", flush=True)
+    lines = []
     # Where Transformer Engine is installed, Megatron's routers would multiply fp32 in TF32.
-    done = subprocess.run(
-        command,
-        env=os.environ | {"NVIDIA_TF32_OVERRIDE": "0"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    print(f"== {words}\n{done.stdout}", flush=True)
-    losses = [[float(loss) for loss in line.groups()] for line in _LINE.finditer(done.stdout)]
-    if done.returncode == 0 and losses:
+    environment = os.environ | {"NVIDIA_TF32_OVERRIDE": "0"}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            print(f"{kind}: {line}", end="", flush=True)
+    said = "".join(lines)
+    losses = [[float(loss) for loss in line.groups()] for line in _LINE.finditer(said)]
+    if process.returncode == 0 and losses:
         return losses
-    reasons = _REASON.findall(done.stdout) or done.stdout.strip().splitlines() or ["it said nothing"]
-    return f"ended with {done.returncode}: {reasons[0][:200]}"
+    reasons = _REASON.findall(said) or [line.strip() for line in lines[-1:]]
+    return f"ended with {process.returncode}: {''.join(reasons[:1])[:200]}"
 
 
 def _difference(expected: list[float], found: list[float]) -> float:
