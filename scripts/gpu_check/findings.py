@@ -184,12 +184,13 @@ def _required_share(found: Mapping[str, Any]) -> float:
 def _training(text: str) -> Iterator[Row]:
     """Losses of Megatron's loop with AMPipe, compared with those without."""
     found = json.loads(text)
-    for name, difference in found["differences"].items():
+    allowed = found["allowed"]
+    for name, (of_model, of_balance) in found["differences"].items():
         yield Row(
             f"training, {found['family']}, {name}",
-            Outcome.OK if difference <= found["allowed"] else Outcome.DIFFERENT,
-            f"losses of {len(found['losses'][name])} iterations differ by {difference:.0e} at most, "
-            f"{found['allowed']:.0e} allowed",
+            Outcome.OK if of_model <= allowed[0] and of_balance <= allowed[1] else Outcome.DIFFERENT,
+            f"losses of {len(found['losses'][name])} iterations differ by {of_model:.0e} at most "
+            f"({allowed[0]:.0e} allowed), losses of balance by {of_balance:.0e}",
         )
     for name, why in found["failed"].items():
         yield Row(f"training, {found['family']}, {name}", Outcome.FAILED, why)

@@ -7,6 +7,7 @@ run at the same time, so nothing is timed. Started by :mod:`.steps`.
 from __future__ import annotations
 
 import argparse
+import operator
 import os
 import re
 import shlex
@@ -30,7 +31,8 @@ class Family:
     Attributes:
         words: Megatron's arguments, in addition to those of all families.
         kinds: Further arguments of each training with AMPipe.
-        tolerance: Largest relative difference of losses from the stock training.
+        tolerance: Largest relative difference of the language model's losses from the stock training's; ten
+            times as much is allowed of those of balance, for which rounding decides between experts.
         needs: Modules that it imports.
     """
 
@@ -54,16 +56,16 @@ _IN_CHUNKS = {"degree 4": "--ampipe-degree 4", "partners": "--ampipe-partner"}
 _DELAYED = {"weight gradients apart": "--ampipe-degree 4 --ampipe-schedule joined"}
 _ENGINE = ("transformer_engine.pytorch",)
 FAMILIES = {
-    # Training amplifies the rounding in which the runs differ: measured 2e-5 in five iterations of fp32.
-    "local": Family(_AS_WRITTEN, _IN_CHUNKS, 1e-4),
+    # Training amplifies the rounding in which the runs differ. Measured on an H200 in eight iterations: 2e-7,
+    # and in 16 and 8 bits 3e-4 (2e-7 in the first).
+    "local": Family(_AS_WRITTEN, _IN_CHUNKS, 1e-5),
     "Megatron-FSDP": Family(
         _AS_WRITTEN + "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
         "--use-distributed-optimizer --ckpt-format fsdp_dtensor --untie-embeddings-and-output-weights "
         "--calculate-per-token-loss",
         {"degree 4": "--ampipe-degree 4"},
-        1e-4,
+        1e-5,
     ),
-    # In 16 bits, a loss is the mean of 8,192 numbers with relative errors of at most 2**-8.
     "Transformer Engine": Family(
         _FUSED + "--num-layers 4",
         {
@@ -74,19 +76,19 @@ FAMILIES = {
             "CUDA graphs": "--ampipe-degree 4 --cuda-graph-impl transformer_engine "
             "--cuda-graph-modules attn moe_router moe_preprocess",
         },
-        2e-3,
+        1e-3,
         _ENGINE,
     ),
     "hybrid model": Family(
         _FUSED + "--hybrid-layer-pattern *EE*-E --normalization RMSNorm",
         _IN_CHUNKS,
-        2e-3,
+        1e-3,
         _ENGINE,
     ),
     "FP8": Family(
         _FUSED + "--num-layers 4 --fp8-format e4m3 --fp8-recipe blockwise",
         _IN_CHUNKS | _DELAYED,
-        2e-3,
+        1e-3,
         _ENGINE,
     ),
 }
@@ -124,19 +126,20 @@ def main() -> int:
     stock = ended.pop(STOCK, None)
     if stock is None:
         raise RunFailed(f"stock, {chosen.family}: {failed[STOCK]}")
-    differences = {name: max(map(_difference, stock, of_kind)) for name, of_kind in ended.items()}
+    differences = {name: _differences(stock, of_kind) for name, of_kind in ended.items()}
+    allowed = [family.tolerance, 10 * family.tolerance]
     document: dict[str, Any] = {
         "family": chosen.family,
         "losses": {STOCK: stock} | ended,
         "differences": differences,
         "failed": failed,
-        "allowed": family.tolerance,
+        "allowed": allowed,
     }
     # The steps are read before what this needs is unpacked.
     from megatron_ampipe.tools.measuring import result
 
     result.write(document, chosen.json)
-    if any(not difference <= family.tolerance for difference in differences.values()):
+    if not all(all(map(operator.le, found, allowed)) for found in differences.values()):
         return DifferenceFound.exit_code
     return RunFailed.exit_code if failed else 0
 
@@ -166,8 +169,10 @@ def _train(kind: str, words: str) -> list[list[float]] | str:
     return f"ended with {process.returncode}: {''.join(reasons[:1])[:200]}"
 
 
-def _difference(expected: list[float], found: list[float]) -> float:
-    return max(abs(one - other) / abs(one) for one, other in zip(expected, found, strict=True))
+def _differences(expected: list[list[float]], found: list[list[float]]) -> list[float]:
+    """The largest relative one of each kind of loss."""
+    pairs = zip(zip(*expected, strict=True), zip(*found, strict=True), strict=True)
+    return [max(abs(a - b) / abs(a) for a, b in zip(*of_kind, strict=True)) for of_kind in pairs]
 
 
 if __name__ == "__main__":

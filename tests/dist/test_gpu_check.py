@@ -47,6 +47,7 @@ def test_the_gpu_tests_pass_on_stand_ins_for_cuda() -> None:
         "test_transformer_engine_delays_weight_gradients",
         "test_transformer_engine_under_overlapped_reduction",
         "test_transformer_engine_in_fp8",
+        "test_transformer_engine_under_graphs",
     }
 
 
@@ -98,7 +99,7 @@ def test_the_training_step_compares_losses(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "training.json").read_text())
     assert len(found["losses"]["stock"]) == 2
     assert (found["differences"].keys(), found["failed"]) == ({"degree 4", "partners"}, {})
-    assert max(found["differences"].values()) < 1e-6
+    assert max(map(max, found["differences"].values())) < 1e-6
 
 
 def test_the_profiling_step_runs_to_its_end(tmp_path: Path) -> None:
