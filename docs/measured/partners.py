@@ -4,11 +4,13 @@ All use the same transport. Megatron's layers are measured twice; the second is 
 the order of Megatron's own for two micro-batches (the default), cut in two, and in the order that the
 planner's search finds for the times of all stages, measured alone; passes without one are cut in two. The
 bound is the larger of all computation and all transfers, each stage timed alone. On a GPU all ranks but one
-are pretended. Needs root for a real link, from the repository's root:
+are pretended, and stacks are also measured with their stages in CUDA graphs. Needs root for a real link, from
+the repository's root:
 
     PYTHONPATH=. python docs/measured/partners.py docs/log/partners-200mbit.json 200mbit
     PYTHONPATH=. python docs/measured/partners.py docs/log/partners-25MB.json emulated:25MB/s
     PYTHONPATH=. python docs/measured/partners.py gpu.json emulated:20GB/s mixtral mixtral-4k
+    PYTHONPATH=. python docs/measured/partners.py te.json emulated:20GB/s mixtral mixtral-4k-te
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ CPU_CASE = replace(
 GPU_RANKS = 8
 LAYERS, MICROBATCHES, ROUNDS = 4, 8, 2
 DEGREES = (2, 4)
+GRAPHS = frozenset({"attn", "moe_router", "moe_preprocess"})
+"""Of ``--cuda-graph-modules``."""
 PARTNERS = {
     f"partners, {MEGATRON}": Partner(order=MEGATRON),
     "partners, cut in two": Partner(2),
@@ -190,11 +194,21 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
     def stack(degree: int, partner: Partner | None = None) -> Any:
         return factory.build(Variant.of("ampipe", degree, stack=0, partner=partner))
 
+    def graphed(layers: Any) -> Any:
+        context = layers.layers[0]._block.context
+        context.graph_modules, context.graph_warm_up = GRAPHS, 2
+        return layers
+
     steps: dict[str, Callable[[], list[torch.Tensor]]] = {
         "megatron": functools.partial(in_turn, factory.stock),
         "control": functools.partial(in_turn, factory.stock),
     }
     steps |= {f"stack, degree {degree}": functools.partial(in_turn, stack(degree)) for degree in DEGREES}
+    if on_cuda:
+        steps |= {
+            f"stack, degree {degree}, CUDA graphs": functools.partial(in_turn, graphed(stack(degree)))
+            for degree in DEGREES
+        }
     alone = stages_alone()
     partners = PARTNERS | {"partners, searched": searched(alone)}
     steps |= {

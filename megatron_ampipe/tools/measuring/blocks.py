@@ -2,10 +2,12 @@
 
 All of them use one kernel of :mod:`megatron_ampipe.attention.kernels`, one that runs the same backend for
 every shape (``pinned_kernel``): Megatron's layer gets a core attention module that calls it on the whole
-sequence, so that no variant gains by a better kernel. All hold the same ``Parameter`` objects.
+sequence, so that no variant gains by a better kernel. Layers of Transformer Engine use its own attention. All
+hold the same ``Parameter`` objects.
 
-Experts are computed one after another, or all of a rank in grouped products: Megatron's ``TEGroupedMLP`` on
-torch's grouped product, which needs few launches for all experts, as Transformer Engine's.
+Experts of local layers are computed one after another, or all of a rank in grouped products: Megatron's
+``TEGroupedMLP`` on torch's grouped product, which needs few launches for all experts, as Transformer
+Engine's.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -96,14 +101,18 @@ class BlockFactory:
         self._config = _transformer_config(
             case, layers=layers, num_ranks=job.num_ranks, on_cuda=self._on_cuda
         )
-        self.kernel = pinned_kernel(
-            on_gpu=self._on_cuda, dtype=DTYPES[case.dtype], head_size=self._config.kv_channels
-        )
-        spec = get_gpt_layer_local_spec(case.experts, False, normalization=self._config.normalization)
-        if case.expert_kind == "torch-grouped":
-            _use_grouped_experts(spec)
-        attention = spec.submodules.self_attention.submodules
-        attention.core_attention = ModuleSpec(module=KernelAttention, params={"kernel": self.kernel})
+        if case.local:
+            self.kernel = pinned_kernel(
+                on_gpu=self._on_cuda, dtype=DTYPES[case.dtype], head_size=self._config.kv_channels
+            )
+            spec = get_gpt_layer_local_spec(case.experts, False, normalization=self._config.normalization)
+            if case.grouped:
+                _use_grouped_experts(spec)
+            attention = spec.submodules.self_attention.submodules
+            attention.core_attention = ModuleSpec(module=KernelAttention, params={"kernel": self.kernel})
+        else:
+            self.kernel = "te"
+            spec = get_gpt_layer_with_transformer_engine_spec(case.experts, True)
         self._spec = TransformerBlockSubmodules(layer_specs=[spec] * layers)
         torch.manual_seed(job.seed)
         self.stock = self._build(self._spec)
@@ -163,13 +172,14 @@ def _transformer_config(case: Case, *, layers: int, num_ranks: int, on_cuda: boo
         num_layers=layers,
         num_moe_experts=case.experts,
         moe_aux_loss_coeff=0.0,
-        moe_grouped_gemm=case.expert_kind != "sequential",
+        moe_grouped_gemm=case.grouped,
+        moe_permute_fusion=not case.local,
         add_bias_linear=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        gradient_accumulation_fusion=compat.has_fused_weight_gradients(on_gpu=on_cuda),
+        gradient_accumulation_fusion=not case.local or compat.has_fused_weight_gradients(on_gpu=on_cuda),
         persist_layer_norm=False,
         use_cpu_initialization=not on_cuda,
         params_dtype=DTYPES[case.dtype],

@@ -39,6 +39,8 @@ class Case:
         activation: Inside experts.
         expert_kind: ``sequential``: a rank's experts one after another. ``torch-grouped``: torch's grouped
             GEMM, as with --moe-grouped-gemm.
+        transformer_impl: Of all layers, as --transformer-impl. ``transformer_engine`` needs a GPU, and
+            computes a rank's experts in grouped products.
         capacity: Capacity factor; tokens above it are dropped by their position. If left out, none is.
         dtype: Of parameters and activations.
     """
@@ -56,8 +58,19 @@ class Case:
     shared_ffn: int | None = None
     activation: Literal["gelu", "swiglu"]
     expert_kind: Literal["sequential", "torch-grouped"] = "sequential"
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
     capacity: float | None = field(default=None, metadata=_ABOVE_0)
     dtype: Literal["fp32", "bf16", "fp16"]
+
+    @property
+    def local(self) -> bool:
+        """Whether the layers are Megatron's own."""
+        return self.transformer_impl == "local"
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a rank's experts are computed in grouped products."""
+        return not self.local or self.expert_kind != "sequential"
 
 
 def model_flags(case: Case, *, num_ranks: int) -> dict[str, Any]:
@@ -95,7 +108,7 @@ def model_flags(case: Case, *, num_ranks: int) -> dict[str, Any]:
 
 
 def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block:
-    """The block as the planner needs it: local layers, no router losses, as :mod:`.blocks` builds them."""
+    """The block as the planner needs it: no router losses, as :mod:`.blocks` builds it."""
     head_size = case.head_size or case.hidden // case.heads
     key_value_width = 2 * (case.query_groups or case.heads) * head_size
     return Block(
@@ -115,10 +128,10 @@ def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block
         capacity=case.capacity,
         dtype=case.dtype,
         fused_gradients=fused_gradients,
-        grouped=case.expert_kind != "sequential",
+        grouped=case.grouped,
         expert=num_ranks,
-        local=True,
-        splits_weights=case.expert_kind == "sequential",
+        local=case.local,
+        splits_weights=not case.local or not case.grouped,
     )
 
 

@@ -152,7 +152,8 @@ class Rank[Job: RankJob]:
         parallel_state.initialize_model_parallel(
             expert_model_parallel_size=self.job.num_ranks, create_gloo_process_groups=not self.job.pretended
         )
-        model_parallel_cuda_manual_seed(self.job.seed)
+        # Those of Transformer Engine, where it is installed, can be captured in CUDA graphs.
+        model_parallel_cuda_manual_seed(self.job.seed, te_rng_tracker=self.job.on_cuda)
         # As a pipeline does in training; here before anything is timed, so that Megatron's layer has it too.
         demote_gloo_threads()
         return emulation
