@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from megatron.core.tensor_parallel import random
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -290,6 +291,10 @@ class GraphSet:
         for (layer, number), parameter in of_number.items():
             is_own = parameter in self._fused or id(state.sums[layer].entry(number)[0]) in self._own
             assert is_own, "a sum of gradients that the graphs did not begin"
+        # Transformer Engine's attention advances a generator also without dropout.
+        for generator in random.get_all_rng_states().values():
+            if isinstance(generator, torch.Generator):
+                captured.graph.register_generator_state(generator)
         torch.cuda.synchronize()
         with self._on_leaves(state), torch.cuda.stream(_capture_stream()):
             captured.graph.capture_begin(pool=_pool(), capture_error_mode="thread_local")
