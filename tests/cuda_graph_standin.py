@@ -54,6 +54,12 @@ class RecordedGraph:
         """By storage, memory from before that it has changed, with its contents."""
         self._recorder: _Recorder | None = None
         self.pool: Any = None
+        self.generators: list[torch.Generator] = []
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        """As in torch."""
+        assert self._recorder is None and not self._calls, "before the capture"
+        self.generators.append(generator)
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         """As in torch."""

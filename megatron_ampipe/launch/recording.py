@@ -2,8 +2,10 @@
 
 Metrics go to Megatron's log, TensorBoard and Weights & Biases. They are those of the rank that writes, the
 last one, as for Megatron's metrics; no collective is issued for them. Its recorder is enabled in logged
-iterations only, for a trace in all of them. On CUDA it has recorded events; when they are read, Megatron has
-already read the losses of the same iteration, so the host does not wait for the device.
+iterations only, for a trace in all of them. What is recorded runs without CUDA graphs, so with these there
+are no metrics: a run that logs every iteration would never use them. On CUDA it has recorded events; when
+they are read, Megatron has already read the losses of the same iteration, so the host does not wait for the
+device.
 
 With ``--ampipe-routing-dir``, the routing of one micro-batch becomes a file, every Nth iteration. Forward
 hooks on the routers of a model, pipelined or not, see who goes where. The counts go to one rank. Which rows
@@ -67,7 +69,8 @@ class Recording(Hook):
 
     def _is_logged(self, iteration: int) -> bool:
         args = self._args
-        return bool(args.rank == args.world_size - 1 and iteration % args.log_interval == 0)
+        is_due = args.rank == args.world_size - 1 and iteration % args.log_interval == 0
+        return bool(is_due and not self._context.graph_modules)
 
     def before_forward(self, model: Any) -> None:
         """Set the recorder's iteration, or pause it."""

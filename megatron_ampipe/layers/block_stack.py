@@ -8,6 +8,7 @@ from functools import cache, lru_cache, partial
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -224,7 +225,14 @@ class BlockStack:
             self._blocks,
             [block.captured for block in self._blocks],
             warm_up=self._context.graph_warm_up,
+            generators=_generators,
         )
+
+
+def _generators() -> list[torch.Generator]:
+    """Those of Megatron that graphs can hold: Transformer Engine's."""
+    states = random.get_all_rng_states().values()
+    return [state for state in states if isinstance(state, torch.Generator)]
 
 
 class ChunkSharding:

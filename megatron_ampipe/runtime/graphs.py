@@ -17,11 +17,10 @@ import functools
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from megatron.core.tensor_parallel import random
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -128,6 +127,7 @@ class TapeGraphs:
         functions: Of each block.
         kinds: Of each block, the kinds of stages that are captured.
         warm_up: How many passes run without graphs first.
+        generators: Says which generators captured stages may change.
     """
 
     def __init__(
@@ -137,9 +137,11 @@ class TapeGraphs:
         kinds: Sequence[Collection[StageKind]],
         *,
         warm_up: int,
+        generators: Callable[[], Iterable[torch.Generator]],
     ) -> None:
         _require_fixed(tapes, kinds)
         self.functions, self.kinds, self._warm_up = functions, kinds, warm_up
+        self.generators = generators
         self.runs = {direction: runs_of(tape, kinds) for direction, tape in tapes.passes.items()}
         self.inner = {
             direction: {call.position for run in runs.values() for call in run.calls[1:]}
@@ -292,9 +294,8 @@ class GraphSet:
             is_own = parameter in self._fused or id(state.sums[layer].entry(number)[0]) in self._own
             assert is_own, "a sum of gradients that the graphs did not begin"
         # Transformer Engine's attention advances a generator also without dropout.
-        for generator in random.get_all_rng_states().values():
-            if isinstance(generator, torch.Generator):
-                captured.graph.register_generator_state(generator)
+        for generator in self._of_tape.generators():
+            captured.graph.register_generator_state(generator)
         torch.cuda.synchronize()
         with self._on_leaves(state), torch.cuda.stream(_capture_stream()):
             captured.graph.capture_begin(pool=_pool(), capture_error_mode="thread_local")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from gpu_check.trained import FAMILIES
+from gpu_check.families import FAMILIES
 from megatron_ampipe.errors import DifferenceFound, EnvironmentMissing
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -5,6 +5,7 @@ Inputs and weights change from pass to pass, so whatever a graph does not comput
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -74,6 +75,26 @@ def test_replays_equal_stock(case: Case) -> None:
             for of_stock, of_ours in zip(stock.parameters(), ours.parameters(), strict=True):
                 of_ours.copy_(of_stock.mul_(0.9))
     assert all(torch.equal(*pair) for pair in kept), "what a pass has returned is overwritten by a later one"
+
+
+def test_graphs_know_the_generators_that_change_their_state_in_a_capture() -> None:
+    """Transformer Engine's attention advances one of Megatron's generators also without dropout."""
+    from megatron.core.tensor_parallel import random
+
+    from tests.dist.blocks import build_layers, run
+
+    case = Case("generators", model=LARGE)
+    _, ours = build_layers(case)
+    capture(ours)
+    generators = {"model-parallel-rng": torch.Generator(), "data-parallel-rng": torch.Generator()}
+    before = len(cuda_graph_standin.CAPTURED)
+    # Of Megatron's own tracker, states are no generators.
+    with mock.patch.object(random, "get_all_rng_states", lambda: generators | {"expert": torch.zeros(16)}):
+        for number in range(2):
+            run(ours, case, rank=number)
+    captured = cuda_graph_standin.CAPTURED[before:]
+    assert captured
+    assert all(graph.generators == list(generators.values()) for graph in captured)
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))

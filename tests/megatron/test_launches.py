@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from gpu_check import trained
+from gpu_check.families import FAMILIES, TRAINING
 from megatron_ampipe.errors import BadInput
 from tests import te_permutation_standin
 from tests.megatron.launcher import unfolded
@@ -187,11 +187,11 @@ def test_offloading_of_other_modules_is_refused(
         table_of(flags, monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("family", trained.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_trainings_of_the_gpu_check_are_accepted(
     family: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
-    model = shlex.split(trained.TRAINING + trained.FAMILIES[family].words)
-    for flags in trained.FAMILIES[family].kinds.values():
+    model = shlex.split(TRAINING + FAMILIES[family].words)
+    for flags in FAMILIES[family].kinds.values():
         assert "chunk boundaries" in table_of(flags, monkeypatch, capsys, model)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("torch")
@@ -87,3 +90,20 @@ def test_each_iteration_has_its_own_origin_event(clock: list[float], monkeypatch
     assert first.end_us - first.begin_us == second.end_us - second.begin_us == pytest.approx(0.25e6)
     assert second.begin_us - first.begin_us == pytest.approx(36_000.25e6)
     assert max(distances) < 1
+
+
+@pytest.mark.parametrize(("graphs", "traced", "records"), [(0, 0, True), (1, 0, False), (1, 1, True)])
+def test_logged_iterations_are_not_recorded_where_graphs_are_used(
+    graphs: int, traced: int, records: bool, tmp_path: Path
+) -> None:
+    """What is recorded runs without graphs: with ``--log-interval 1`` they would never be used."""
+    from megatron_ampipe.launch.recording import Recording
+    from megatron_ampipe.layers.context import AMPipeContext
+    from megatron_ampipe.schedule.pipeline import AMPipeConfig, Pipeline
+
+    config = AMPipeConfig(pipeline=Pipeline.of(4), trace_dir=str(tmp_path) if traced else None)
+    modules = frozenset({"attn"} if graphs else ())
+    context = AMPipeContext(config, recorder=Recorder(num_iterations=1), graph_modules=modules)
+    args = SimpleNamespace(rank=0, world_size=1, log_interval=1, curr_iteration=6)
+    Recording(context, args).before_forward(SimpleNamespace(training=True))
+    assert context.recorder.recording is records

@@ -1,0 +1,86 @@
+"""The trainings of the GPU check: what each family adds to Megatron's arguments. See :mod:`.trained`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ITERATIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Trainings that differ in AMPipe alone.
+
+    Attributes:
+        words: Megatron's arguments, in addition to those of all families.
+        kinds: Further arguments of each training with AMPipe.
+        tolerance: Largest relative difference of the language model's losses from the stock training's; ten
+            times as much is allowed of those of balance, for which rounding decides between experts.
+        needs: Modules that it imports.
+    """
+
+    words: str
+    kinds: dict[str, str]
+    tolerance: float
+    needs: tuple[str, ...] = ()
+
+
+_AS_WRITTEN = (
+    "--num-layers 4 --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm "
+    "--no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion "
+)
+_FUSED = (
+    "--transformer-impl transformer_engine --bf16 --moe-grouped-gemm --moe-permute-fusion "
+    "--moe-router-fusion --moe-router-dtype fp32 --no-gradient-accumulation-fusion "
+    "--cross-entropy-loss-fusion --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--use-precision-aware-optimizer --main-grads-dtype fp32 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+)
+_IN_CHUNKS = {"degree 4": "--ampipe-degree 4", "partners": "--ampipe-partner"}
+_DELAYED = {"weight gradients apart": "--ampipe-degree 4 --ampipe-schedule joined"}
+_ENGINE = ("transformer_engine.pytorch",)
+FAMILIES = {
+    # Training amplifies the rounding in which the runs differ. Measured on an H200 in eight iterations: 2e-7,
+    # and in 16 and 8 bits 3e-4 (2e-7 in the first).
+    "local": Family(_AS_WRITTEN, _IN_CHUNKS, 1e-5),
+    "Megatron-FSDP": Family(
+        _AS_WRITTEN + "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+        "--use-distributed-optimizer --ckpt-format fsdp_dtensor --untie-embeddings-and-output-weights "
+        "--calculate-per-token-loss",
+        {"degree 4": "--ampipe-degree 4"},
+        1e-5,
+    ),
+    "Transformer Engine": Family(
+        _FUSED + "--num-layers 4",
+        {
+            **_IN_CHUNKS,
+            **_DELAYED,
+            "recompute": "--ampipe-degree 4 --recompute-granularity selective "
+            "--recompute-modules layernorm moe_act",
+            "CUDA graphs": "--ampipe-degree 4 --cuda-graph-impl transformer_engine "
+            "--cuda-graph-modules attn moe_router moe_preprocess",
+        },
+        1e-3,
+        _ENGINE,
+    ),
+    "hybrid model": Family(
+        _FUSED + "--hybrid-layer-pattern *EE*-E --normalization RMSNorm",
+        _IN_CHUNKS,
+        1e-3,
+        _ENGINE,
+    ),
+    "FP8": Family(
+        _FUSED + "--num-layers 4 --fp8-format e4m3 --fp8-recipe blockwise",
+        _IN_CHUNKS | _DELAYED,
+        1e-3,
+        _ENGINE,
+    ),
+}
+TRAINING = f"""
+--hidden-size 1024 --ffn-hidden-size 2048 --num-attention-heads 16 --seq-length 2048
+--max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 4 --lr 1e-5
+--train-iters {ITERATIONS} --eval-iters 0 --eval-interval 100 --log-interval 1
+--tokenizer-type NullTokenizer --vocab-size 1023 --mock-data
+--num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
+--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --disable-bias-linear --swiglu
+--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0
+"""
