@@ -2,8 +2,8 @@
 
     python docs/measured/figures.py
 
-Each claim is a section: one table of results, then the commit and the command of each raw file.
-Date, machine, its load, samples, stages and losses stay in the raw files.
+Each claim is a section: one table of results, with links to its raw files, and what their commands share.
+Whole commands, commits, dates, machines, their load, samples, stages and losses stay in the raw files.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ Rows = list[list[str]]
 
 HEAD = f"""# Figures
 
-Written by `{COMMAND}` from the raw files in [measured/](measured/), which hold every sample,
-the date, the machine and its load. [How it was measured](measured.md) says what is compared. Times are
-medians in ms, with the fastest degree in parentheses. Megatron's times are left out where its layers used
-another all-to-all. *Of the bound*: lower bound over measured time. *Spread*: how far Megatron's layer,
-measured twice, differs. Under each table: the command, then its raw files, each with the commit that ran and
-its part of the command. Later versions may lack some of these flags.
+Written by `{COMMAND}` from the raw files that are linked. Each holds every sample and,
+but for a few, command, commit (a `*` here: with modified files), date, machine and load. Later versions may
+lack some flags. [How it was measured](measured.md) says what is compared. Times are medians in ms, with the
+fastest degree in parentheses. Megatron's times are left out where its layers used another all-to-all. *Of the
+bound*: lower bound over measured time. *Spread*: how far Megatron's layer, measured twice, differs.
+*Command*: what the commands of all its files share.
 """
-ABSENT = "commit not stored"
 
 
 def main() -> None:
@@ -67,20 +66,19 @@ def page(documents: Documents) -> str:
     for title, (pattern, what, table) in CLAIMS.items():
         chosen = {name: each for name, each in documents.items() if re.fullmatch(pattern, name)}
         if chosen:
-            parts.append(f"\n## {title}\n\nSee [{what}]({what}).\n\n{table(chosen)}\n{sources(chosen)}")
+            rows = table(chosen)
+            parts.append(f"\n## {title}\n\nSee [{what}]({what}).")
+            if "](measured/" not in rows:
+                parts.append(f" Raw file: {', '.join(itertools.starmap(link, chosen.items()))}.")
+            parts.append(f"{shared_command(chosen)}\n\n{rows}")
     return "".join(parts)
 
 
-def sources(documents: Documents) -> str:
-    """The words that all commands share, then an item for each file: commit, and the rest of its command."""
-    commands = {name: command_of(document) for name, document in documents.items()}
-    shared = [chunk for chunk in next(iter(commands.values())) if all(chunk in c for c in commands.values())]
-    lines = [f"Command: `{' '.join(shared)}`", ""] if shared else []
-    for name, document in documents.items():
-        rest = " ".join(chunk for chunk in commands[name] if chunk not in shared)
-        line = f"- [{name}](measured/{name}.json), {commit_of(document)}"
-        lines.append(f"{line}: `{rest}`" if rest else line)
-    return "\n".join(lines) + "\n"
+def shared_command(documents: Documents) -> str:
+    """The words that the commands of all files share; empty if there are none."""
+    commands = [command_of(document) for document in documents.values()]
+    shared = [chunk for chunk in commands[0] if all(chunk in each for each in commands)]
+    return f" Command: `{' '.join(shared)}`" if shared else ""
 
 
 def command_of(document: Document) -> list[str]:
@@ -92,10 +90,19 @@ def command_of(document: Document) -> list[str]:
     return [chunk.strip() for chunk in chunks if chunk.strip()]
 
 
-def commit_of(document: Document) -> str:
-    """The commit of the code that ran, and whether files in it were modified."""
-    commit, _, dirty = document.get("versions", {}).get("commit", ABSENT).partition("-")
-    return commit + " (modified)" * bool(dirty)
+def link(name: str, document: Document) -> str:
+    """A link to the raw file, with a star if files of the code that ran were modified."""
+    modified = document.get("versions", {}).get("commit", "").endswith("-dirty")
+    return f"[{name}](measured/{name}.json)" + (r"\*" if modified else "")
+
+
+def linked(documents: Documents, lines: Rows) -> Rows:
+    """Rows that begin with the name of a raw file: the first of each links to it, the others are blank."""
+    return [
+        [link(name, documents[name]) if i == 0 else "", *line[1:]]
+        for name, of_file in itertools.groupby(lines, key=lambda line: line[0])
+        for i, line in enumerate(of_file)
+    ]
 
 
 def same_transport(document: Document) -> bool:
@@ -126,7 +133,7 @@ def variants(column: Callable[[Mapping[str, Any]], str]) -> Callable[[Documents]
                 for each in columns
             ]
             lines.append([name, case["name"], *map(_time, best), *_comparison(document, case, rows)])
-        return without_empty(["file", "case", *columns, *COMPARISON], lines)
+        return without_empty(["file", "case", *columns, *COMPARISON], linked(documents, lines))
 
     return table
 
@@ -182,7 +189,8 @@ def memory(documents: Documents) -> str:
                         f"{row['predicted_peak_bytes'] / MIB:.1f}",
                     ]
                 )
-    return markdown(["file", "strategy", "more time", "range", "peak MiB", "predicted"], lines)
+    head = ["file", "strategy", "more time", "range", "peak MiB", "predicted"]
+    return markdown(head, linked(documents, lines))
 
 
 def covered(documents: Documents) -> str:
@@ -198,7 +206,7 @@ def covered(documents: Documents) -> str:
         for name, document in documents.items()
         for case, row in document["cases"].items()
     ]
-    return markdown(["file", "case", "products", "hidden", "quartiles", "share"], lines)
+    return markdown(["file", "case", "products", "hidden", "quartiles", "share"], linked(documents, lines))
 
 
 def attention_rows(documents: Documents) -> str:
@@ -217,8 +225,8 @@ def reductions(documents: Documents) -> str:
     for name, document in documents.items():
         ms = document["median ms"]
         times = [f"{ms[way]:.0f}" if way in ms else "" for way in ways]
-        lines.append([name.removeprefix("reductions-"), *times, f"{ms['overlapped'] / ms['placed']:.2f}x"])
-    return markdown(["file", *ways, "overlapped/placed"], lines)
+        lines.append([name, *times, f"{ms['overlapped'] / ms['placed']:.2f}x"])
+    return markdown(["file", *ways, "overlapped/placed"], linked(documents, lines))
 
 
 def reductions_predicted(documents: Documents) -> str:
