@@ -280,9 +280,10 @@ HEAD = """\
 Every name of Megatron that the package imports, calls in a module, replaces or mirrors, without `megatron.`.
 Written by `python -m tests.internals` from the package's sources and from the versions that are installed for
 the tests. `tests/megatron/test_megatron_names.py` fails if a version lacks a name or an argument that it had,
-or if the code of a mirrored definition changes: it then names the files to read again. The last column has
-the versions that lack a name, or whose code differs from that of {installed}; `compat.py` handles those, or
-only AMPipe's entry point needs the name.
+or if the code of a mirrored definition changes: it then names the files to read again.
+
+Some versions lack these, or their code differs from that of {installed}. `compat.py` handles that, or only
+AMPipe's entry point needs the name.
 
 | name | how | other versions |
 |---|---|---|"""
@@ -293,10 +294,10 @@ def render() -> Iterator[str]:
     yield HEAD.format(installed=installed())
     versions = recorded()
     sources = versions[installed()]["sources"]
-    others = []
+    same: dict[str, list[str]] = {}
     for name in sorted(used().keys() | MIRRORED.keys()):
         use = used().get(name, Use())
-        how = ["replaced"] * use.replaced + ["mirrored"] * (name in MIRRORED)
+        how = ", ".join(["replaced"] * use.replaced + ["mirrored"] * (name in MIRRORED))
         lacking = [version for version, of in versions.items() if name in of["lacks"]]
         changed = [
             version
@@ -305,11 +306,12 @@ def render() -> Iterator[str]:
         ]
         parts = (("not in", lacking), ("differs in", changed))
         notes = [f"{what} {', '.join(which)}" for what, which in parts if which]
-        if how or notes:
-            yield f"| `{name}` | {', '.join(how)} | {'; '.join(notes)} |"
+        if notes:
+            yield f"| `{name}` | {how} | {'; '.join(notes)} |"
         else:
-            others.append(f"`{name}`")
-    yield "\nOnly imported or called, and in every version:\n\n" + ",\n".join(others)
+            same.setdefault(how or "only imported or called", []).append(f"`{name}`")
+    for how, names in sorted(same.items()):
+        yield f"\nIn every version, {how}:\n\n" + ",\n".join(names)
 
 
 def main() -> None:

@@ -23,12 +23,11 @@ Each case of `tests/dist/cases.py` builds a stock layer and an AMPipe layer from
 processes (gloo, fp32) and compares output, input gradient, every parameter gradient, router buffers and
 logged losses: relative difference at most 1e-5. Cases have, alone and combined:
 
-- **Schedules**: degrees 1, 2, 3, 4 and 8 with every schedule and executor, a different degree in the
-  backward pass, chunks of unequal length, sequences that the degree does not divide, layers that share a
-  schedule, dense layers between them.
+- **Schedules**: degrees 1, 2, 3, 4 and 8 with every schedule and executor, another degree in the backward
+  pass, unequal chunks, sequences that the degree does not divide, layers that share a schedule, dense layers
+  between them.
 - **Parallel layouts**: expert parallelism over 1, 2 and 4 ranks, tensor with sequence parallelism,
-  tensor-parallel experts, context parallelism (a ring, or keys gathered), and tensor with context
-  parallelism.
+  tensor-parallel experts, context parallelism (a ring, or keys gathered), also with tensor parallelism.
 - **Exchanges**: `rows`, `ranks`, `nodes`, `2dh`; the all-gather dispatcher; the flex dispatcher over
   stand-ins of DeepEP and HybridEP.
 - **Attention**: grouped-query, multi-query and latent attention, sliding windows, sinks, output gates,
