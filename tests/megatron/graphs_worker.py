@@ -1,4 +1,4 @@
-"""A rank of pretraining on a CPU whose CUDA graphs are recorded; at the end it says how many it has replayed."""
+"""A rank of pretraining on a CPU whose CUDA graphs are recorded; in the end it says how many it replayed."""
 
 import sys
 
