@@ -7,6 +7,7 @@ of flags in ``docs/usage.md``: ``python -m tests.supported flags`` prints it.
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 
 from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.launch.flags import SWITCHED_OFF, add_arguments
@@ -88,8 +89,7 @@ def render() -> Iterator[str]:
     yield TRAININGS
     yield NOT_BITWISE
     yield SWITCHED_OFF_HEAD
-    for flag, reason in SWITCHED_OFF.items():
-        yield f"| `{flag}` | {reason} |"
+    yield from _rows(SWITCHED_OFF.items())
     yield f"\n{REFUSED_HEAD}"
     yield from _table(REFUSALS)
     yield f"\n{REFUSED_WITH_IDS_HEAD}"
@@ -111,8 +111,14 @@ def flags_table() -> Iterator[str]:
 
 def _table(refusals: Iterable[Refusal]) -> Iterator[str]:
     yield "| setting | why | instead |\n|---|---|---|"
-    for refusal in refusals:
-        yield f"| `{refusal.setting}` | {refusal.rule} | {refusal.remedy} |"
+    yield from _rows((refusal.setting, refusal.rule, refusal.remedy) for refusal in refusals)
+
+
+def _rows(settings: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """Rows of a setting and what is said of it; neighbours of which the same is said share one."""
+    for said, neighbours in groupby(settings, key=lambda row: row[1:]):
+        names = ", ".join(f"`{setting}`" for setting, *_ in neighbours)
+        yield f"| {names} | {' | '.join(said)} |"
 
 
 if __name__ == "__main__":

@@ -96,15 +96,6 @@ def link(name: str, document: Document) -> str:
     return f"[{name}](measured/{name}.json)" + (r"\*" if modified else "")
 
 
-def linked(documents: Documents, lines: Rows) -> Rows:
-    """Rows that begin with the name of a raw file: the first of each links to it, the others are blank."""
-    return [
-        [link(name, documents[name]) if i == 0 else "", *line[1:]]
-        for name, of_file in itertools.groupby(lines, key=lambda line: line[0])
-        for i, line in enumerate(of_file)
-    ]
-
-
 def same_transport(document: Document) -> bool:
     """True if Megatron's layers and AMPipe's had the same all-to-all: on a CPU, in files with a control."""
     return document["device"] != "cpu" or all("control" in case for case in document["cases"])
@@ -132,8 +123,9 @@ def variants(column: Callable[[Mapping[str, Any]], str]) -> Callable[[Documents]
                 min((row for row in rows if column(row) == each), key=lambda row: row["ms"], default=None)
                 for each in columns
             ]
-            lines.append([name, case["name"], *map(_time, best), *_comparison(document, case, rows)])
-        return without_empty(["file", "case", *columns, *COMPARISON], linked(documents, lines))
+            cells = [*map(_time, best), *_comparison(document, case, rows)]
+            lines.append([link(name, document), case["name"], *cells])
+        return without_empty(["file", "case", *columns, *COMPARISON], lines)
 
     return table
 
@@ -176,28 +168,28 @@ def memory(documents: Documents) -> str:
     for name, document in documents.items():
         for case in document["cases"]:
             keep = next((row["samples_ms"] for row in case["rows"] if row["memory"] == "keep"), None)
-            lines.append([name, "Megatron", "", "", f"{case['stock_peak_bytes'] / MIB:.1f}", ""])
+            file = link(name, document)
+            lines.append([file, "Megatron", "", "", f"{case['stock_peak_bytes'] / MIB:.1f}", ""])
             for row in case["rows"]:
                 more = [b / a - 1 for a, b in zip(keep, row["samples_ms"], strict=True)] if keep else [0.0]
                 cells = [f"{statistics.median(more):.1%}", f"{min(more):.0%} to {max(more):.0%}"]
                 lines.append(
                     [
-                        name,
+                        file,
                         row["memory"],
                         *(cells if keep and row["memory"] != "keep" else ["", ""]),
                         f"{row['peak_bytes'] / MIB:.1f}",
                         f"{row['predicted_peak_bytes'] / MIB:.1f}",
                     ]
                 )
-    head = ["file", "strategy", "more time", "range", "peak MiB", "predicted"]
-    return markdown(head, linked(documents, lines))
+    return markdown(["file", "strategy", "more time", "range", "peak MiB", "predicted"], lines)
 
 
 def covered(documents: Documents) -> str:
     """How much of the weight gradients' time ``lancet`` hides under the dispatch of the backward pass."""
     lines = [
         [
-            name,
+            link(name, document),
             case,
             *(f"{row[key]:.1f}" for key in ("products ms", "covered ms")),
             " to ".join(f"{each:.1f}" for each in row["covered, quartiles ms"]),
@@ -206,7 +198,7 @@ def covered(documents: Documents) -> str:
         for name, document in documents.items()
         for case, row in document["cases"].items()
     ]
-    return markdown(["file", "case", "products", "hidden", "quartiles", "share"], linked(documents, lines))
+    return markdown(["file", "case", "products", "hidden", "quartiles", "share"], lines)
 
 
 def attention_rows(documents: Documents) -> str:
@@ -225,8 +217,8 @@ def reductions(documents: Documents) -> str:
     for name, document in documents.items():
         ms = document["median ms"]
         times = [f"{ms[way]:.0f}" if way in ms else "" for way in ways]
-        lines.append([name, *times, f"{ms['overlapped'] / ms['placed']:.2f}x"])
-    return markdown(["file", *ways, "overlapped/placed"], linked(documents, lines))
+        lines.append([link(name, document), *times, f"{ms['overlapped'] / ms['placed']:.2f}x"])
+    return markdown(["file", *ways, "overlapped/placed"], lines)
 
 
 def reductions_predicted(documents: Documents) -> str:
@@ -397,9 +389,12 @@ def without_empty(head: Sequence[str], rows: Rows) -> str:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; all columns but the first are aligned to the right."""
+    """A table; in the first column, what repeats is left out. The others are aligned to the right."""
     rule = f"|---|{'--:|' * (len(head) - 1)}"
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    lines, above = [], ""
+    for first, *others in (head, *rows):
+        lines.append(f"| {' | '.join(['' if first == above else first, *others])} |")
+        above = first
     return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
 
 
