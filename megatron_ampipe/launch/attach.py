@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe import compat
-from megatron_ampipe.block.named_values import ROUTER_FLAG
 from megatron_ampipe.block.settings import SETTING, TRACED_ITERATIONS
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.files import outputs
 from megatron_ampipe.launch import host, startup
@@ -26,6 +24,7 @@ from megatron_ampipe.launch.partners import PartneredSteps
 from megatron_ampipe.launch.planned import (
     choice_of_plan,
     choose_memory,
+    exchanges_of,
     layers_split_weights,
     planner_of,
     rows_of_rank,
@@ -33,8 +32,6 @@ from megatron_ampipe.launch.planned import (
 from megatron_ampipe.launch.recording import Recording, RoutingRecording
 from megatron_ampipe.launch.refusals import (
     captured_modules,
-    exchanges_of,
-    load_balancing,
     packs_documents,
     refuse_unsupported,
     refuse_with_token_ids,
@@ -256,36 +253,28 @@ def find_gate(config: AMPipeConfig, args: argparse.Namespace) -> type | None:
 
     Raises :class:`BadInput` if it does not fit the other flags.
     """
-    name = config.router
+    name, setting = config.router, SETTING["router"]
     if name is None:
         return None
     if not args.num_experts:
-        raise BadInput(ROUTER_FLAG, name, rule="the model has no MoE layer", remedy="Set --num-experts.")
+        raise setting.refuse(name, "the model has no MoE layer", "Set --num-experts.")
     gate = load_gate(name)
-    for setting in getattr(gate, "ignored_settings", ()):
-        value = getattr(args, setting, None)
+    for ignored in getattr(gate, "ignored_settings", ()):
+        value = getattr(args, ignored, None)
         if any(value) if isinstance(value, list) else value not in (None, False):
-            raise BadInput(
-                f"--{setting.replace('_', '-')}",
-                value,
-                rule=f"has no effect with {ROUTER_FLAG} {name}, which chooses experts in its own way",
-                remedy="Leave one of the two out.",
-            )
-    reason = getattr(gate, "needs_all_tokens", None)
-    if reason is not None and config.router_scope == "sequence":
-        raise BadInput(
-            ROUTER_FLAG,
-            name,
-            rule=f"{reason}, which causal training does not allow",
-            remedy="Add --ampipe-router-scope chunk and --ampipe-degree 4: it then compares the tokens of a "
-            "chunk, and later tokens influence earlier ones within a chunk only.",
+            rule = f"chooses experts in its own way, without --{ignored.replace('_', '-')} {value}"
+            raise setting.refuse(name, rule, "Leave one of the two out.")
+    reason, by_chunk = getattr(gate, "needs_all_tokens", None), config.router_scope == "chunk"
+    if reason is not None and not by_chunk:
+        remedy = (
+            "Add --ampipe-router-scope chunk and --ampipe-degree 4: it then compares the tokens of a chunk, "
+            "and later tokens influence earlier ones within a chunk only."
         )
-    if reason is None and config.router_scope == "chunk" and load_balancing(args, "sinkhorn") is None:
-        raise SETTING["router_scope"].refuse(
-            "chunk",
-            f"has no effect with {ROUTER_FLAG} {name}, whose choice for a token depends on that token alone",
-            "Leave it out; a class says otherwise by an attribute needs_all_tokens.",
-        )
+        raise setting.refuse(name, f"{reason}, which causal training does not allow", remedy)
+    if reason is None and by_chunk and "sinkhorn" not in args.moe_router_load_balancing_type:
+        rule = "needs no --ampipe-router-scope chunk: its choice for a token depends on that token alone"
+        remedy = "Leave the scope out; a class says otherwise by an attribute needs_all_tokens."
+        raise setting.refuse(name, rule, remedy)
     if issubclass(gate, TokenIdRouter):
         refuse_with_token_ids(name, args)
     return gate

@@ -16,9 +16,9 @@ from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.launch.host import Adjustment
-from megatron_ampipe.launch.planned import rows_of_rank
+from megatron_ampipe.launch.planned import exchanges_of, layout_of_args, rows_of_rank
 from megatron_ampipe.launch.recording import has_expert_communication
-from megatron_ampipe.launch.refusals import exchanges_of, layout_of_args, packs_documents
+from megatron_ampipe.launch.refusals import packs_documents
 from megatron_ampipe.launch.trials import Choice, candidates
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule import KEEP, stack_to_text
