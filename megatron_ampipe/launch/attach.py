@@ -126,12 +126,6 @@ def make_context(
             folder = Path(config.routing_dir)
             outputs.check_folder(folder.absolute(), flag=SETTING["routing_dir"].flag, value=folder)
         hooks.add(RoutingRecording(args, config, context))
-    rows += (warnings := startup.without_checkpoint(args))
-    last = [f"warning: {note} ({remedy})" for _, note, remedy in warnings]
-    if context is not None:
-        last.insert(0, f"{rows[0][0]} {rows[0][1]}; the table 'AMPipe' below Megatron's arguments says more")
-    if last:
-        hooks.add(startup.LastLines(last))
     startup.print_startup_table([("Megatron", compat.describe_megatron()), *rows], adjustments)
     return context
 

@@ -6,15 +6,12 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.launch import connections
-from megatron_ampipe.launch.auto import print_on_first_rank
-from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.launch.host import Adjustment
 from megatron_ampipe.launch.planned import exchanges_of, layout_of_args, rows_of_rank
 from megatron_ampipe.launch.recording import has_expert_communication
@@ -23,18 +20,6 @@ from megatron_ampipe.launch.trials import Choice, candidates
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule import KEEP, stack_to_text
 from megatron_ampipe.schedule.features import boundary, fp8_recipe, rows_of_tile, uses_ring_attention
-
-
-class LastLines(Hook):
-    """Lines that rank 0 prints before the first iteration, below all that Megatron prints at start-up."""
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        self._lines = list(lines)
-
-    def before_step(self, models: list[Any]) -> None:
-        while self._lines:
-            print_on_first_rank(self._lines.pop(0))
-
 
 Row = tuple[str, ...]
 """Name and value of a setting, and the reason where there is one to give."""
@@ -149,17 +134,6 @@ def _choice_rows(args: argparse.Namespace, context: AMPipeContext, choice: Choic
         ("chunk boundaries", boundaries),
         *(reason_rows(choice) if choice is not None else []),
     ]
-
-
-def without_checkpoint(args: argparse.Namespace) -> list[Row]:
-    """That a run starts from scratch, if ``--load`` names a folder in which Megatron finds no checkpoint."""
-    from megatron.training.checkpointing import checkpoint_exists
-
-    given = (args.load, args.pretrained_checkpoint)
-    if args.load is None or args.ckpt_step is not None or any(map(checkpoint_exists, given)):
-        return []
-    note = f"--load {args.load} holds no checkpoint: the run starts from scratch"
-    return [("warning", note, "--exit-on-missing-checkpoint stops it instead")]
 
 
 def masks_documents(args: argparse.Namespace) -> bool:
