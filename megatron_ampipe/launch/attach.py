@@ -22,20 +22,17 @@ from megatron_ampipe.launch.flags import SWITCHED_OFF
 from megatron_ampipe.launch.hooks import Hook, Hooks, PlacedReductions
 from megatron_ampipe.launch.partners import PartneredSteps
 from megatron_ampipe.launch.planned import (
+    captured_modules,
     choice_of_plan,
     choose_memory,
     exchanges_of,
     layers_split_weights,
+    packs_documents,
     planner_of,
     rows_of_rank,
 )
 from megatron_ampipe.launch.recording import Recording, RoutingRecording
-from megatron_ampipe.launch.refusals import (
-    captured_modules,
-    packs_documents,
-    refuse_unsupported,
-    refuse_with_token_ids,
-)
+from megatron_ampipe.launch.refusals import refuse_unsupported, refuse_with_token_ids
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
 from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, load_gate

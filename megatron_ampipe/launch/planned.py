@@ -1,4 +1,5 @@
-"""Makes a pipeline from arguments and a cluster file, from a plan file, or from a budget of memory.
+"""Makes a pipeline from arguments and a cluster file, from a plan file, or from a budget of memory; and what
+Megatron's arguments say of blocks and their layout.
 
 Layers and runtime do not know ``plan``: they receive a ``schedule.Pipeline``. All is decided from sizes and
 files before any layer is built, identically on all ranks.
@@ -188,6 +189,21 @@ def layout_of_args(arguments: Any) -> SequenceLayout:
         tensor_ranks=arguments.tensor_model_parallel_size if arguments.sequence_parallel else 1,
         context_ranks=arguments.context_parallel_size,
     )
+
+
+def packs_documents(arguments: Any) -> bool:
+    """Whether sequences are packed from documents, which do not attend to one another."""
+    return bool(arguments.sft or getattr(arguments, "dataloader_inter_document_masking", False))
+
+
+def captured_modules(arguments: Any) -> tuple[str, ...]:
+    """Megatron's names of what its flags have captured as CUDA graphs, layer by layer; empty without any."""
+    if getattr(arguments, "cuda_graph_impl", None) not in ("local", "transformer_engine"):
+        return ()
+    flags = ("cuda_graph_modules", "cuda_graph_scope_deprecated", "cuda_graph_scope")
+    given: Any = next((modules for flag in flags if (modules := getattr(arguments, flag, None))), "full")
+    modules = given if isinstance(given, list) else [given]
+    return tuple(str(getattr(module, "name", module)) for module in modules)
 
 
 def rows_of_rank(args: argparse.Namespace) -> int:

@@ -14,7 +14,14 @@ from typing import Any
 from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.settings import AUTO
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.planned import exchanges_of, layout_of_args, setting_of_plan, waits_for_stage
+from megatron_ampipe.launch.planned import (
+    captured_modules,
+    exchanges_of,
+    layout_of_args,
+    packs_documents,
+    setting_of_plan,
+    waits_for_stage,
+)
 from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, Pipeline, of_chunks
 from megatron_ampipe.schedule.chunks import require_whole_tiles
 from megatron_ampipe.schedule.features import (
@@ -125,19 +132,13 @@ def offloads_experts(arguments: Any) -> bool:
     It puts away all that experts keep: more than ``--offload-modules`` may name, with the same result.
     """
     args = _Arguments(arguments)
-    chosen = (args.ampipe_memory, args.ampipe_memory_budget, args.ampipe_plan)
     return bool(
         args.fine_grained_activation_offloading
         and args.offload_modules
         and {*args.offload_modules} <= {"expert_fc1", "moe_act"}
-        and chosen == (None, None, None)
+        and not (args.ampipe_memory or args.ampipe_memory_budget or args.ampipe_plan)
         and not (_recomputes_experts(args) or _keeps_other_tensors(args))
     )
-
-
-def packs_documents(arguments: Any) -> bool:
-    """Whether sequences are packed from documents, which do not attend to one another."""
-    return bool(arguments.sft or getattr(arguments, "dataloader_inter_document_masking", False))
 
 
 def _lacks_layers(args: Any) -> bool:
@@ -159,11 +160,6 @@ def _names_weights(args: Any) -> bool:
 def _measures_without_training(args: Any) -> bool:
     chosen = args.ampipe_cluster or (args.ampipe_save_plan and os.path.isfile(args.ampipe_save_plan))
     return bool(args.ampipe_degree == AUTO and not chosen and args.skip_train)
-
-
-def _saves_nothing(args: Any) -> bool:
-    chosen = args.ampipe_exchange
-    return chosen not in (None, AUTO) and chosen not in exchanges_of(args.all)
 
 
 def _resends(memory: str | None) -> bool:
@@ -191,18 +187,6 @@ def _keeps_other_tensors(args: Any) -> bool:
     return bool(args.fp8 or args.use_transformer_engine_op_fuser)
 
 
-def captured_modules(arguments: Any) -> tuple[str, ...]:
-    """Megatron's names of what its flags have captured as CUDA graphs, layer by layer; empty without any."""
-    if getattr(arguments, "cuda_graph_impl", None) not in _OF_LAYERS:
-        return ()
-    flags = ("cuda_graph_modules", "cuda_graph_scope_deprecated", "cuda_graph_scope")
-    given: Any = next((modules for flag in flags if (modules := getattr(arguments, flag, None))), "full")
-    modules = given if isinstance(given, list) else [given]
-    return tuple(str(getattr(module, "name", module)) for module in modules)
-
-
-_OF_LAYERS = ("local", "transformer_engine")
-"""Values of ``--cuda-graph-impl`` with graphs of layers."""
 _CAPTURED = ("attn", "mlp", "moe_router", "moe_preprocess")
 
 
@@ -224,7 +208,7 @@ def _captures_too_much(args: Any) -> str | None:
 def _cannot_capture(args: Any) -> str | None:
     """``--cuda-graph-impl`` and what forbids it."""
     implementation = args.cuda_graph_impl
-    if implementation not in _OF_LAYERS:
+    if not captured_modules(args.all):
         return None if implementation in (None, "none") else implementation
     forbidden = {
         **{flag: args.of(flag) not in _USUAL for flag in _NOT_WITH_GRAPHS},
@@ -242,7 +226,6 @@ def _cannot_capture(args: Any) -> str | None:
 
 _OFF = "Leave it out, or train with --ampipe-degree 1."
 _GATHERED = "a layer gathers its weights and reduces their gradients in every call, and chunks are more calls"
-
 _SCORES = (
     "only Transformer Engine's attention keeps the largest scores, which context-parallel layers and packed "
     "documents do not use",
@@ -289,7 +272,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--moe-router-force-biased",
         "its bias of the experts is drawn for a whole sequence",
         "Use --moe-router-force-load-balancing, or leave it out.",
-        lambda args: True,
     ),
     Refusal("--qk-clip", *_SCORES, _keeps_no_scores),
     Refusal("--log-max-attention-logit", *_SCORES, _keeps_no_scores),
@@ -368,7 +350,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "2dh several ranks on each of several nodes, ranks and nodes a top-k above 1, and all of them the "
         "dispatcher alltoall",
         "Use --ampipe-exchange rows, or say how many ranks a node has: --ampipe-ranks-per-node.",
-        _saves_nothing,
+        lambda args: args.ampipe_exchange != AUTO and args.ampipe_exchange not in exchanges_of(args.all),
     ),
     Refusal(
         "--num-distributed-optimizer-instances",

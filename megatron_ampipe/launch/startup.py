@@ -13,9 +13,8 @@ from rich.table import Table
 from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.host import Adjustment
-from megatron_ampipe.launch.planned import exchanges_of, layout_of_args, rows_of_rank
+from megatron_ampipe.launch.planned import exchanges_of, layout_of_args, packs_documents, rows_of_rank
 from megatron_ampipe.launch.recording import has_expert_communication
-from megatron_ampipe.launch.refusals import packs_documents
 from megatron_ampipe.launch.trials import Choice, candidates
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule import KEEP, stack_to_text
