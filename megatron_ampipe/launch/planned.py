@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
-from megatron_ampipe.block.named_values import parse_size, size_to_text
-from megatron_ampipe.block.settings import SETTING, Setting, settings_of
+from megatron_ampipe.block.settings import SETTING, Setting, parse_size, settings_of, size_to_text
 from megatron_ampipe.compat import delays_weight_gradients
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import find_config

@@ -1,7 +1,8 @@
 """AMPipe in programs that start Megatron from Python: with stand-ins, two steps train as without it.
 
 A stand-in builds a model with the call that the released package makes (Megatron-Bridge 0.6.0, mbridge
-0.15.1, mcore-bridge 1.2.2, slime 0.3.1), and runs code of the user where that package does. No such package is installed, and none has been run with AMPipe.
+0.15.1, mcore-bridge 1.2.2, slime 0.3.1), and runs code of the user where that package does. No such package
+is installed, and none has been run with AMPipe.
 """
 
 import dataclasses
