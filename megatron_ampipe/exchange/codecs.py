@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from megatron_ampipe.block.named_values import SHIPPED_WIRES, WIRE_FLAG, import_class
+from megatron_ampipe.block.settings import SHIPPED_WIRES, WIRE_FLAG, import_class
 from megatron_ampipe.exchange.transports import Arrived
 from megatron_ampipe.schedule import Direction
 

@@ -19,7 +19,8 @@ from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.launch import config_files, connections, host
 from megatron_ampipe.launch.config_files import CONFIG_FLAG
 from megatron_ampipe.launch.ending import report_parser_errors
-from megatron_ampipe.launch.refusals import offloads_experts, ranks_per_node
+from megatron_ampipe.launch.planned import ranks_per_node
+from megatron_ampipe.launch.refusals import offloads_experts
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
     ALL_LAYERS,

@@ -1,4 +1,5 @@
-"""Makes a pipeline from arguments and a cluster file, from a plan file, or from a budget of memory.
+"""Makes a pipeline from arguments and a cluster file, from a plan file, or from a budget of memory; and what
+Megatron's arguments say of blocks and their layout.
 
 Layers and runtime do not know ``plan``: they receive a ``schedule.Pipeline``. All is decided from sizes and
 files before any layer is built, identically on all ranks.
@@ -7,31 +8,23 @@ files before any layer is built, identically on all ranks.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
-from megatron_ampipe.block.named_values import parse_size, size_to_text
-from megatron_ampipe.block.settings import SETTING, settings_of
+from megatron_ampipe.block.settings import SETTING, Setting, parse_size, settings_of, size_to_text
 from megatron_ampipe.compat import delays_weight_gradients
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import find_config
-from megatron_ampipe.launch.refusals import (
-    WAITS_FOR_STAGE,
-    exchanges_of,
-    layout_of_args,
-    ranks_per_node,
-    recomputes,
-    waits_for_stage,
-)
 from megatron_ampipe.launch.trials import Choice, Planner, Shape
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, read_cluster
 from megatron_ampipe.plan.kept import Kept, by_work, fitting, simulated
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, StageLayers, block_of, layers_of
+from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, block_of, layers_of
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
@@ -42,10 +35,12 @@ from megatron_ampipe.schedule import (
     Exchange,
     Pipeline,
     period,
+    useful_exchanges,
 )
-from megatron_ampipe.schedule.chunks import require_whole_tiles
+from megatron_ampipe.schedule.chunks import SequenceLayout, require_whole_tiles
 from megatron_ampipe.schedule.features import (
     boundary,
+    expert_tensor_ranks,
     features_of_settings,
     fp8_recipe,
     rows_of_tile,
@@ -69,7 +64,7 @@ def planner_of(
         BadInput: the file is wrong, or does not contain a figure that this model needs.
     """
     cluster = _cluster_of_flag(cluster_file)
-    block, layers = block_of_args(args), _layers_of_args(args)
+    block, layers = block_of_args(args), layers_of(_model_of_args(args))
 
     def plan(shape: Shape) -> Choice:
         rows, batch = shape
@@ -84,6 +79,12 @@ def planner_of(
         return Choice(pipeline, reason, planned.stages_ms if pipeline.partner is None else None)
 
     return plan
+
+
+def waits_for_stage(arguments: Any) -> bool:
+    """Whether no pass has a partner: a stage without virtual ones waits for the next before it goes back."""
+    stages = arguments.pipeline_model_parallel_size or 1
+    return stages > 1 and arguments.virtual_pipeline_model_parallel_size is None
 
 
 def with_partner(args: argparse.Namespace) -> float:
@@ -109,38 +110,19 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
     Raises:
         BadInput: the plan was made for other blocks, or its order or chunks do not fit this model's blocks.
     """
-    flag = "--ampipe-plan" if args.ampipe_plan is not None else "--ampipe-save-plan"
-
-    def refused(rule: str, remedy: str = _REMEDY) -> BadInput:
-        if args.ampipe_save_plan is not None:
-            remedy = "Remove the file, or give another name, to choose again."
-        return BadInput(flag, plan_file, rule=rule, remedy=remedy)
-
+    setting, remedy = setting_of_plan(args)
+    not_for = "is not for the blocks of this model"
     notes: tuple[str, ...] = (f"{plan_file} has no section made_for, so it was not compared with this run",)
     if plan.made_for is not None:
         other = differences(plan.made_for, made_for_of_args(args))
         if essential := [difference for difference, stops in other.items() if stops]:
-            raise refused(
-                f"is not for the blocks of this model: it was made for {', '.join(essential)}",
-                f"{_REMEDY} To use this one unchanged, remove its section made_for.",
-            )
+            rule = f"{not_for}: it was made for {', '.join(essential)}"
+            remedy += " To use this one unchanged, remove its section made_for."
+            raise setting.refuse(plan_file, rule, remedy)
         notes = (f"the plan was made on: {plan.made_for.get('cluster')}",)
         if other:
             notes += (f"the plan was made for {', '.join(other)}; its predictions may be wrong",)
-    if plan.memory != KEEP and fp8_recipe(args) is not None:
-        raise refused(f"has memory {plan.memory}, which does not know quantized tensors", "Use another plan.")
-    if plan.memory != KEEP and (module := recomputes(args, "moe")) is not None:
-        raise refused(
-            f"has memory {plan.memory}, and --recompute-modules {module} computes the experts again",
-            "Leave moe out of --recompute-modules.",
-        )
-    if plan.exchange not in exchanges_of(args):
-        raise refused(
-            f"is not for the blocks of this model: its exchange {plan.exchange} has nothing to save there"
-        )
     pipeline = plan.pipeline(rows=rows_of_rank(args))
-    if pipeline.partner is not None and waits_for_stage(args):
-        raise refused(f"runs passes with partners, and {WAITS_FOR_STAGE}")
     try:
         # If layers share the order, two show whether it can be repeated.
         features = [_features_of(args, pipeline)] * (2 if _shares_schedule(args, pipeline) else 1)
@@ -150,13 +132,10 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
     except BadInput as error:
         if error.name == "--seq-length":
             raise
-        raise refused(f"is not for the blocks of this model: {error.value} {error.rule}") from error
+        raise setting.refuse(plan_file, f"{not_for}: {error.value} {error.rule}", remedy) from error
     # What a run measures are passes with partners.
     predicted_ms = plan.stages_ms if pipeline.partner is None else None
     return Choice(pipeline, f"read from {plan_file}: {plan.reason}", predicted_ms, notes)
-
-
-_REMEDY = "Make one with ampipe plan from a model file with this run's flags."
 
 
 def _shares_schedule(args: argparse.Namespace, pipeline: Pipeline) -> bool:
@@ -196,11 +175,60 @@ def made_for_of_args(args: argparse.Namespace) -> MadeFor:
     )
 
 
+def setting_of_plan(arguments: Any) -> tuple[Setting, str]:
+    """The flag that names the plan of a run, and what to do if the plan does not fit the run."""
+    if arguments.ampipe_save_plan is not None:
+        return SETTING["save_plan"], "Remove the file, or give another name, to choose again."
+    return SETTING["plan"], "Make one with ampipe plan from a model file with this run's flags."
+
+
+def layout_of_args(arguments: Any) -> SequenceLayout:
+    """How the rows of a sequence are distributed over ranks."""
+    return SequenceLayout(
+        tensor_ranks=arguments.tensor_model_parallel_size if arguments.sequence_parallel else 1,
+        context_ranks=arguments.context_parallel_size,
+    )
+
+
+def packs_documents(arguments: Any) -> bool:
+    """Whether sequences are packed from documents, which do not attend to one another."""
+    return bool(arguments.sft or getattr(arguments, "dataloader_inter_document_masking", False))
+
+
+def captured_modules(arguments: Any) -> tuple[str, ...]:
+    """Megatron's names of what its flags have captured as CUDA graphs, layer by layer; empty without any."""
+    if getattr(arguments, "cuda_graph_impl", None) not in ("local", "transformer_engine"):
+        return ()
+    flags = ("cuda_graph_modules", "cuda_graph_scope_deprecated", "cuda_graph_scope")
+    given: Any = next((modules for flag in flags if (modules := getattr(arguments, flag, None))), "full")
+    modules = given if isinstance(given, list) else [given]
+    return tuple(str(getattr(module, "name", module)) for module in modules)
+
+
 def rows_of_rank(args: argparse.Namespace) -> int:
     """Rows of the residual stream that a rank holds."""
     layout = layout_of_args(args)
     rows: int = args.seq_length // (layout.tensor_ranks * layout.context_ranks)
     return rows
+
+
+def exchanges_of(arguments: Any) -> tuple[Exchange, ...]:
+    """What the layers can choose from, by Megatron's arguments."""
+    return useful_exchanges(
+        experts=getattr(arguments, "num_experts", None) or 1,
+        topk=arguments.moe_router_topk,
+        dispatcher=arguments.moe_token_dispatcher_type,
+        expert=arguments.expert_model_parallel_size,
+        expert_tensor=expert_tensor_ranks(arguments),
+        ranks_per_node=ranks_per_node(arguments),
+    )
+
+
+def ranks_per_node(arguments: Any) -> int | None:
+    """Ranks of a node: as the flag says, else the launcher, such as torchrun; None if neither does."""
+    given: int | None = getattr(arguments, "ampipe_ranks_per_node", None)
+    of_launcher = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return given if given is not None or not of_launcher.isdecimal() else int(of_launcher)
 
 
 def features_of_args(args: argparse.Namespace, *, shares_schedule: bool = False) -> BlockFeatures:
@@ -252,16 +280,6 @@ def _model_of_args(args: argparse.Namespace) -> ModelFile:
     return ModelFile(Path("arguments"), values, {}, settings_of(args))
 
 
-def _layers_of_args(args: argparse.Namespace) -> StageLayers:
-    """The layers that a plan is made for. Raises :class:`BadInput` if none has attention and experts."""
-    stages = stages_of(args)
-    if stages is not None and not runs_of(stages):
-        rule = "plans are made for an attention layer (* or +) with an MoE layer (E) right after it"
-        remedy = "Leave out --ampipe-cluster and --ampipe-memory-budget, or use a pattern such as M*EM*E."
-        raise BadInput("--hybrid-layer-pattern", args.hybrid_layer_pattern, rule=rule, remedy=remedy)
-    return layers_of(_model_of_args(args))
-
-
 def choose_memory(
     args: argparse.Namespace,
     pipeline: Pipeline,
@@ -281,7 +299,7 @@ def choose_memory(
         BadInput: none fits, or the budget is no size, or the cluster file is wrong.
     """
     limit = parse_size(budget)
-    block, layers = block_of_args(args), _layers_of_args(args)
+    block, layers = block_of_args(args), layers_of(_model_of_args(args))
     block = replace(block, exchange=pipeline.exchange)
     num_layers, passes, given = layers.num_layers, in_flight(args), pipeline
     # Of a pass with a partner, a layer is kept ahead before the backward pass has released one.

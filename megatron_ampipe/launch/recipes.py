@@ -17,7 +17,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
@@ -34,21 +34,22 @@ GPT, HYBRID = "transformer_layer_spec", "hybrid_stack_spec"
 """The field of a model's configuration that holds the specification of its layers, or makes it."""
 
 
-def switch_on(
-    recipe: Any,
-    *,
-    degree: int,
-    backward_degree: int | None = None,
-    schedule: str = "ampipe",
-    stack: int = ALL_LAYERS,
-    capacity_scope: str = "sequence",
-) -> None:
+class Options(TypedDict, total=False):
+    """What both functions take, as the flags ``--ampipe-*`` and with their defaults."""
+
+    backward_degree: int | None
+    schedule: str
+    stack: int
+    """0 for all layers."""
+    capacity_scope: str
+
+
+def switch_on(recipe: Any, *, degree: int, **options: Unpack[Options]) -> None:
     """Have the MoE layers of a recipe's model built as pipelined ones. Call it last, before the training.
 
     The layer specification of ``recipe``, which has a field ``model`` or is a model's configuration, is
-    changed, and other overlaps of MoE communication are switched off. The other arguments are as the flags
-    ``--ampipe-*``: at degree 1 nothing is changed, and ``stack`` is 0 for all layers. Raises
-    :class:`BadInput` if they are wrong, or AMPipe does not support the recipe, and
+    changed, and other overlaps of MoE communication are switched off; at degree 1 nothing is. Raises
+    :class:`BadInput` if the options are wrong, or AMPipe does not support the recipe, and
     :class:`EnvironmentMissing` for a torch or a Megatron that is too old.
     """
     compat.require_peers()
@@ -64,17 +65,11 @@ def switch_on(
         remedy = "Give a recipe of a GPT or hybrid model, or its field model, once."
         raise BadInput("recipe", type(model).__name__, rule=rule, remedy=remedy)
     # Plain values, which a recipe can be saved with.
-    settings = {
-        "degree": degree,
-        "backward_degree": backward_degree,
-        "schedule": schedule,
-        "stack": stack,
-        "capacity_scope": capacity_scope,
-    }
+    settings: dict[str, Any] = {"degree": degree, **options}
     config = _config(**settings)
     if not config.pipelined:
         return
-    arguments = Arguments(recipe, model, capacity_scope=capacity_scope)
+    arguments = Arguments(recipe, model, capacity_scope=config.capacity_scope)
     refuse_unsupported(config, arguments)
     switch_off_overlaps(model)
     if getattr(arguments, "use_megatron_fsdp", False):
@@ -87,20 +82,12 @@ def switch_on(
     setattr(model, name, layers(model) if name == HYBRID and is_of_megatron else layers)
 
 
-def switch_on_models(
-    *,
-    degree: int,
-    backward_degree: int | None = None,
-    schedule: str = "ampipe",
-    stack: int = ALL_LAYERS,
-    capacity_scope: str = "sequence",
-) -> None:
+def switch_on_models(*, degree: int, **options: Unpack[Options]) -> None:
     """Have every GPT and hybrid model that this process builds from now on pipelined. Call it once.
 
-    Models without MoE layers stay as they are. For each model, rank 0 prints which of the two it is. The
-    arguments are as for :func:`switch_on`. Raises :class:`BadInput` if they are wrong or AMPipe is switched
-    on already, and when a model is built that it does not support; :class:`EnvironmentMissing` for a torch or
-    a Megatron that is too old.
+    Models without MoE layers stay as they are. For each model, rank 0 prints which of the two it is. Raises
+    :class:`BadInput` if the options are wrong or AMPipe is switched on already, and when a model is built
+    that it does not support; :class:`EnvironmentMissing` for a torch or a Megatron that is too old.
     """
     compat.require_peers()
     import torch
@@ -109,13 +96,7 @@ def switch_on_models(
     from megatron_ampipe.launch.hooks import on_training_stream
     from megatron_ampipe.launch.script import models_of_megatron
 
-    config = _config(
-        degree=degree,
-        backward_degree=backward_degree,
-        schedule=schedule,
-        stack=stack,
-        capacity_scope=capacity_scope,
-    )
+    config = _config(degree, **options)
     models = models_of_megatron()
     if any(hasattr(model.__init__, "ampipe") for model in models):
         remedy = "Call switch_on_models once, and switch_on for no recipe."
@@ -218,7 +199,12 @@ def specification(name: str, given: Any, model: Any, *, vp_stage: int | None = N
 
 
 def _config(
-    *, degree: int, backward_degree: int | None, schedule: str, stack: int, capacity_scope: str
+    degree: int,
+    *,
+    backward_degree: int | None = None,
+    schedule: str = "ampipe",
+    stack: int = ALL_LAYERS,
+    capacity_scope: str = "sequence",
 ) -> AMPipeConfig:
     pipeline = Pipeline.of(degree, backward_degree=backward_degree, schedule=schedule, stack=stack)
     return AMPipeConfig(pipeline=pipeline, schedule=schedule, capacity_scope=capacity_scope)

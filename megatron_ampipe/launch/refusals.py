@@ -7,20 +7,28 @@ generated from it. What only a file or a module says is refused where it is read
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ampipe.block.hybrid_pattern import stages_of
-from megatron_ampipe.block.settings import AUTO, settings_of
+from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
+from megatron_ampipe.block.settings import AUTO
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, Pipeline, of_chunks, useful_exchanges
-from megatron_ampipe.schedule.chunks import SequenceLayout, require_whole_tiles
+from megatron_ampipe.launch.planned import (
+    captured_modules,
+    exchanges_of,
+    layout_of_args,
+    packs_documents,
+    setting_of_plan,
+    waits_for_stage,
+)
+from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, Pipeline, of_chunks
+from megatron_ampipe.schedule.chunks import require_whole_tiles
 from megatron_ampipe.schedule.features import (
-    BALANCED,
     FP8_TILES,
     OTHER_FP8_RECIPE,
     WEIGHTS_TOGETHER,
+    balances,
     expert_tensor_ranks,
     fp8_recipe,
     has_capacity,
@@ -34,13 +42,23 @@ _DESTS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
 
 
 class _Arguments:
-    """Parsed arguments, in which absent ones are None: older versions of Megatron have fewer."""
+    """Parsed arguments, in which absent ones are None: older versions of Megatron have fewer.
 
-    def __init__(self, arguments: Any) -> None:
+    What a plan says stands in them as if its flags had been given.
+    """
+
+    def __init__(self, arguments: Any, plan: Pipeline | None = None) -> None:
         self.all = arguments
+        if plan is not None:
+            for name in ("memory", "exchange", "partner"):
+                setattr(self, f"ampipe_{name}", getattr(plan, name))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.all, name, None)
+
+    def of(self, flag: str) -> Any:
+        """The value of a flag of Megatron's, by its name."""
+        return getattr(self, _DESTS.get(flag, flag[2:].replace("-", "_")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +70,18 @@ class Refusal:
     rule: str
     remedy: str
     when: Callable[[Any], object] | None = None
-    """Whether arguments are refused; or the part of the value that is; None: if the flag is set."""
+    """Of arguments in which it has a value, whether they are refused; or the part of the value that is. None:
+    if the flag is set."""
+    required: bool = False
+    """It is refused if it is not set, and never else."""
 
-    def applies(self, arguments: Any) -> object:
+    def applies(self, args: _Arguments) -> object:
         """The refused value; None if the combination is supported."""
-        args = _Arguments(arguments)
-        value = getattr(args, _DESTS.get(self.setting, self.setting[2:].replace("-", "_")))
+        value = args.of(self.setting)
+        if self.required:
+            return None if value else "(not set)"
+        if value is None or value is False:
+            return None
         refused = bool(value) if self.when is None else self.when(args)
         if refused is None or refused is False:
             return None
@@ -71,74 +95,35 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
     """
     if not config.pipelined:
         return
-    pipeline = config.pipeline
+    pipeline, plan = config.pipeline, None
     pipeline.chunks(arguments.seq_length)
-    if pipeline.partner is not None and pipeline.degree == 1:
+    if config.plan is not None:
+        plan, flag = pipeline, setting_of_plan(arguments)[0].flag
+        flags, off = f"{flag} {config.plan}", f"no {flag}"
+    elif pipeline.partner is not None and pipeline.degree == 1:
         flags, off = "--ampipe-partner", "no --ampipe-partner"
     elif pipeline.degree > 1 or config.automatic:
         flags, off = f"--ampipe-degree {AUTO if config.automatic else pipeline.degree}", "--ampipe-degree 1"
     else:
         # AMPipe's layers in one chunk, because of their exchange.
         flags, off = f"--ampipe-exchange {pipeline.exchange}", "--ampipe-exchange rows"
-    _refuse(REFUSALS, arguments, flags, off)
+    _refuse(REFUSALS, _Arguments(arguments, plan), flags, off)
     tile = rows_of_tile(arguments, getattr(arguments, "micro_batch_size", None) or 1)
-    if tile > 1 and config.plan is None:
+    if tile > 1 and plan is None:
         require_whole_tiles(pipeline.chunks(arguments.seq_length, layout_of_args(arguments)), tile)
-
-
-def layout_of_args(arguments: Any) -> SequenceLayout:
-    """How the rows of a sequence are distributed over ranks."""
-    return SequenceLayout(
-        tensor_ranks=arguments.tensor_model_parallel_size if arguments.sequence_parallel else 1,
-        context_ranks=arguments.context_parallel_size,
-    )
 
 
 def refuse_with_token_ids(router: str, arguments: Any) -> None:
     """:func:`refuse_unsupported` with :data:`TOKEN_ID_REFUSALS`, at any degree; ``router`` is the flag's."""
-    _refuse(TOKEN_ID_REFUSALS, arguments, f"--ampipe-router {router}", "--ampipe-degree 1")
+    _refuse(TOKEN_ID_REFUSALS, _Arguments(arguments), f"--ampipe-router {router}", "--ampipe-degree 1")
 
 
-def _refuse(table: tuple[Refusal, ...], arguments: Any, flags: str, off: str) -> None:
+def _refuse(table: tuple[Refusal, ...], args: _Arguments, flags: str, off: str) -> None:
     for row in table:
-        value = row.applies(arguments)
+        value = row.applies(args)
         if value is not None:
             remedy = row.remedy.replace("--ampipe-degree 1", off)
             raise BadInput(row.setting, value, rule=f"with {flags}, {row.rule}", remedy=remedy)
-
-
-WAITS_FOR_STAGE = (
-    "a pipeline stage without virtual stages waits for the next stage before every backward pass, so that no "
-    "other micro-batch can run next to it"
-)
-
-
-def no_moe_layer(spec: Sequence[str]) -> BadInput:
-    """The error for a layer specification of ``--spec`` without anything to pipeline."""
-    rule = "there is nothing to pipeline: this layer specification has no MoE layer"
-    remedy = "Name one with MoE layers, or train with --ampipe-degree 1."
-    return BadInput("--spec", " ".join(spec), rule=rule, remedy=remedy)
-
-
-def waits_for_stage(arguments: Any) -> bool:
-    """Whether no pass has a partner, see :data:`WAITS_FOR_STAGE`."""
-    stages = arguments.pipeline_model_parallel_size or 1
-    return stages > 1 and arguments.virtual_pipeline_model_parallel_size is None
-
-
-def load_balancing(arguments: Any, *kinds: str) -> str | None:
-    """The first of these load balancing types that is used."""
-    chosen = getattr(arguments, "moe_router_load_balancing_type", None)
-    chosen = chosen if isinstance(chosen, list) else [chosen]
-    return next((kind for kind in chosen if kind in kinds), None)
-
-
-def recomputes(arguments: Any, *modules: str) -> str | None:
-    """The first of these modules that Megatron recomputes selectively."""
-    if getattr(arguments, "recompute_granularity", None) != "selective":
-        return None
-    chosen = getattr(arguments, "recompute_modules", None) or []
-    return next((module for module in chosen if module in modules), None)
 
 
 def offloads_experts(arguments: Any) -> bool:
@@ -147,58 +132,34 @@ def offloads_experts(arguments: Any) -> bool:
     It puts away all that experts keep: more than ``--offload-modules`` may name, with the same result.
     """
     args = _Arguments(arguments)
-    chosen = (args.ampipe_memory, args.ampipe_memory_budget, args.ampipe_plan)
     return bool(
         args.fine_grained_activation_offloading
         and args.offload_modules
         and {*args.offload_modules} <= {"expert_fc1", "moe_act"}
-        and chosen == (None, None, None)
+        and not (args.ampipe_memory or args.ampipe_memory_budget or args.ampipe_plan)
         and not (_recomputes_experts(args) or _keeps_other_tensors(args))
     )
 
 
-def packs_documents(arguments: Any) -> bool:
-    """Whether sequences are packed from documents, which do not attend to one another."""
-    return bool(arguments.sft or getattr(arguments, "dataloader_inter_document_masking", False))
-
-
-def exchanges_of(arguments: Any) -> tuple[Exchange, ...]:
-    """What the layers can choose from, by Megatron's arguments."""
-    return useful_exchanges(
-        experts=getattr(arguments, "num_experts", None) or 1,
-        topk=arguments.moe_router_topk,
-        dispatcher=arguments.moe_token_dispatcher_type,
-        expert=arguments.expert_model_parallel_size,
-        expert_tensor=expert_tensor_ranks(arguments),
-        ranks_per_node=ranks_per_node(arguments),
-    )
-
-
-def ranks_per_node(arguments: Any) -> int | None:
-    """Ranks of a node: as the flag says, else the launcher, such as torchrun; None if neither does."""
-    given: int | None = getattr(arguments, "ampipe_ranks_per_node", None)
-    of_launcher = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return given if given is not None or not of_launcher.isdecimal() else int(of_launcher)
+def _lacks_layers(args: Any) -> bool:
+    stages = stages_of(args.all) or ()
+    if args.ampipe_cluster or args.ampipe_memory_budget:
+        return not runs_of(stages)
+    return "E" not in "".join(stages)
 
 
 def _splits_weights_elsewhere(args: Any) -> bool:
-    if args.ampipe_schedule is None or args.transformer_impl is None or splits_weights(args):
-        return False
-    return Pipeline.of(1, schedule=args.ampipe_schedule).splits_weights
+    return args.transformer_impl is not None and not splits_weights(args) and _names_weights(args)
+
+
+def _names_weights(args: Any) -> bool:
+    """Whether gradients of weights are stages of their own in the schedule that is named."""
+    return args.ampipe_schedule and Pipeline.of(1, schedule=args.ampipe_schedule).splits_weights
 
 
 def _measures_without_training(args: Any) -> bool:
     chosen = args.ampipe_cluster or (args.ampipe_save_plan and os.path.isfile(args.ampipe_save_plan))
     return bool(args.ampipe_degree == AUTO and not chosen and args.skip_train)
-
-
-def _saves_nothing(args: Any) -> bool:
-    chosen = args.ampipe_exchange
-    return chosen not in (None, AUTO) and chosen not in exchanges_of(args.all)
-
-
-def _in_flex(args: Any) -> bool:
-    return bool(args.moe_token_dispatcher_type == "flex")
 
 
 def _resends(memory: str | None) -> bool:
@@ -217,7 +178,8 @@ def _keeps_no_scores(args: Any) -> bool:
 
 
 def _recomputes_experts(args: Any) -> bool:
-    return args.recompute_granularity == "full" or recomputes(args.all, "moe") is not None
+    modules = (args.recompute_modules or []) if args.recompute_granularity == "selective" else []
+    return args.recompute_granularity == "full" or "moe" in modules
 
 
 def _keeps_other_tensors(args: Any) -> bool:
@@ -225,19 +187,18 @@ def _keeps_other_tensors(args: Any) -> bool:
     return bool(args.fp8 or args.use_transformer_engine_op_fuser)
 
 
-def captured_modules(arguments: Any) -> tuple[str, ...]:
-    """Megatron's names of what its flags have captured as CUDA graphs, layer by layer; empty without any."""
-    if getattr(arguments, "cuda_graph_impl", None) not in _OF_LAYERS:
-        return ()
-    flags = ("cuda_graph_modules", "cuda_graph_scope_deprecated", "cuda_graph_scope")
-    given: Any = next((modules for flag in flags if (modules := getattr(arguments, flag, None))), "full")
-    modules = given if isinstance(given, list) else [given]
-    return tuple(str(getattr(module, "name", module)) for module in modules)
-
-
-_OF_LAYERS = ("local", "transformer_engine")
-"""Values of ``--cuda-graph-impl`` with graphs of layers."""
 _CAPTURED = ("attn", "mlp", "moe_router", "moe_preprocess")
+
+
+_NOT_WITH_GRAPHS = (
+    "--ampipe-plan", "--ampipe-save-plan", "--ampipe-cluster", "--ampipe-partner", "--ampipe-memory",
+    "--ampipe-exchange", "--ampipe-condense", "--ampipe-router", "--recompute-granularity", "--fp8-format",
+    "--use-megatron-fsdp", "--attention-dropout", "--hidden-dropout", "--moe-input-jitter-eps",
+    "--moe-router-force-load-balancing", "--moe-expert-rank-capacity-factor", "--moe-enable-routing-replay",
+    "--reset-attention-mask", "--sft", "--dataloader-inter-document-masking",
+)  # fmt: skip
+"""Flags that forbid graphs with any value that is not one of ``_USUAL``."""
+_USUAL = (None, False, 0, KEEP, Exchange.ROWS)
 
 
 def _captures_too_much(args: Any) -> str | None:
@@ -247,34 +208,17 @@ def _captures_too_much(args: Any) -> str | None:
 def _cannot_capture(args: Any) -> str | None:
     """``--cuda-graph-impl`` and what forbids it."""
     implementation = args.cuda_graph_impl
-    if implementation not in _OF_LAYERS:
+    if not captured_modules(args.all):
         return None if implementation in (None, "none") else implementation
     forbidden = {
+        **{flag: args.of(flag) not in _USUAL for flag in _NOT_WITH_GRAPHS},
         "--ampipe-degree auto": args.ampipe_degree == AUTO,
-        "--ampipe-plan": args.ampipe_plan or args.ampipe_save_plan or args.ampipe_cluster,
-        "--ampipe-schedule": args.ampipe_schedule
-        and Pipeline.of(1, schedule=args.ampipe_schedule).splits_weights,
-        "--ampipe-partner": args.ampipe_partner,
-        "--ampipe-memory": args.ampipe_memory not in (None, KEEP) or args.ampipe_memory_budget,
-        "--fine-grained-activation-offloading": args.fine_grained_activation_offloading,
-        "--ampipe-exchange": args.ampipe_exchange not in (None, AUTO, Exchange.ROWS),
-        "--ampipe-condense": args.ampipe_condense is not None,
-        "--ampipe-router": args.ampipe_router,
+        "--ampipe-schedule": _names_weights(args),
         "--ampipe-grad-reduce placed": args.ampipe_grad_reduce == "placed",
-        "--recompute-granularity": args.recompute_granularity,
-        "--fp8-format": args.fp8,
-        "--use-megatron-fsdp": args.use_megatron_fsdp,
         "--tensor-model-parallel-size": (args.tensor_model_parallel_size or 1) > 1,
         "--context-parallel-size": (args.context_parallel_size or 1) > 1,
-        "--attention-dropout": args.attention_dropout,
-        "--hidden-dropout": args.hidden_dropout,
-        "--moe-input-jitter-eps": args.moe_input_jitter_eps,
-        "--moe-router-force-load-balancing": args.moe_router_force_load_balancing,
-        "--moe-router-load-balancing-type": load_balancing(args.all, *BALANCED),
+        "--moe-router-load-balancing-type": balances(args),
         "--moe-expert-capacity-factor": has_capacity(args.all),
-        "--moe-expert-rank-capacity-factor": args.moe_expert_rank_capacity_factor is not None,
-        "--moe-enable-routing-replay": args.moe_enable_routing_replay,
-        "packed or masked documents": args.reset_attention_mask or packs_documents(args),
     }
     found = next((what for what, is_set in forbidden.items() if is_set), None)
     return None if found is None else f"{implementation} with {found}"
@@ -282,7 +226,6 @@ def _cannot_capture(args: Any) -> str | None:
 
 _OFF = "Leave it out, or train with --ampipe-degree 1."
 _GATHERED = "a layer gathers its weights and reduces their gradients in every call, and chunks are more calls"
-
 _SCORES = (
     "only Transformer Engine's attention keeps the largest scores, which context-parallel layers and packed "
     "documents do not use",
@@ -296,31 +239,29 @@ REFUSALS: tuple[Refusal, ...] = (
         "--num-experts",
         "there is nothing to pipeline: the model has no MoE layer",
         "Set --num-experts, or train with --ampipe-degree 1.",
-        lambda args: None if args.num_experts else "(not set)",
+        required=True,
     ),
     Refusal(
         "--hybrid-layer-pattern",
-        "there is nothing to pipeline: it has no MoE layer (E)",
-        "Use a pattern such as M*EM*E, or train with --ampipe-degree 1.",
-        lambda args: "E" not in "".join(stages_of(args.all) or "E"),
+        "there is nothing to pipeline without an MoE layer (E), and --ampipe-cluster and "
+        "--ampipe-memory-budget need one right after an attention layer (* or +)",
+        "Use a pattern such as M*EM*E, leave these two out, or train with --ampipe-degree 1.",
+        _lacks_layers,
     ),
     Refusal(
         "--ampipe-partner",
-        WAITS_FOR_STAGE,
+        "a pipeline stage without virtual stages waits for the next stage before every backward pass, so "
+        "that no other micro-batch can run next to it",
         "Add --num-layers-per-virtual-pipeline-stage 1, or leave it out.",
-        lambda args: args.ampipe_partner and waits_for_stage(args),
+        waits_for_stage,
     ),
     Refusal(
         "--tensor-model-parallel-size",
         "Megatron supports MoE layers with tensor parallelism only together with sequence parallelism",
         "Add --sequence-parallel.",
-        lambda args: (args.tensor_model_parallel_size or 1) > 1 and not args.sequence_parallel,
+        lambda args: args.tensor_model_parallel_size > 1 and not args.sequence_parallel,
     ),
-    Refusal(
-        "--ampipe-schedule",
-        *WEIGHTS_TOGETHER,
-        _splits_weights_elsewhere,
-    ),
+    Refusal("--ampipe-schedule", *WEIGHTS_TOGETHER, _splits_weights_elsewhere),
     Refusal(
         "--position-embedding-type",
         "it needs the position ids of a multimodal model",
@@ -331,14 +272,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "--moe-router-force-biased",
         "its bias of the experts is drawn for a whole sequence",
         "Use --moe-router-force-load-balancing, or leave it out.",
-        lambda args: args.moe_router_force_biased is not None,
     ),
-    Refusal("--qk-clip", *_SCORES, lambda args: bool(args.qk_clip) and _keeps_no_scores(args)),
-    Refusal(
-        "--log-max-attention-logit",
-        *_SCORES,
-        lambda args: bool(args.log_max_attention_logit) and _keeps_no_scores(args),
-    ),
+    Refusal("--qk-clip", *_SCORES, _keeps_no_scores),
+    Refusal("--log-max-attention-logit", *_SCORES, _keeps_no_scores),
     Refusal("--cpu-offloading-num-layers", "activation offloading is not supported yet", _OFF),
     Refusal(
         "--fine-grained-activation-offloading",
@@ -351,26 +287,29 @@ REFUSALS: tuple[Refusal, ...] = (
         "--window-size",
         "a window that includes later keys is not causal",
         "Use a second number of 0, for example --window-size 128,0.",
-        lambda args: bool(args.window_size and args.window_size[1] != 0),
+        lambda args: args.window_size[1] != 0,
     ),
     Refusal(
         "--experimental-attention-variant",
         "sparse attention is not supported",
         "Use --experimental-attention-variant gated_delta_net, or train with --ampipe-degree 1.",
-        lambda args: args.experimental_attention_variant not in (None, "gated_delta_net"),
+        lambda args: args.experimental_attention_variant != "gated_delta_net",
     ),
     Refusal(
         "--context-parallel-size",
         "chunks of packed documents are not supported with context parallelism yet",
         "Use --context-parallel-size 1, or leave out --sft and --dataloader-inter-document-masking.",
-        lambda args: (args.context_parallel_size or 1) > 1 and packs_documents(args),
+        lambda args: args.context_parallel_size > 1 and packs_documents(args),
     ),
     Refusal(
         "--moe-flex-dispatcher-backend",
         "its zero-copy mode has one buffer for all calls, which chunks in flight would overwrite; without "
         "that mode, this backend is not supported yet",
         "Use --moe-flex-dispatcher-backend hybridep or deepep, or --moe-token-dispatcher-type alltoall.",
-        lambda args: _in_flex(args) and args.moe_flex_dispatcher_backend not in (None, "deepep", "hybridep"),
+        lambda args: (
+            args.moe_token_dispatcher_type == "flex"
+            and args.moe_flex_dispatcher_backend not in ("deepep", "hybridep")
+        ),
     ),
     Refusal(
         "--moe-token-dispatcher-type",
@@ -378,7 +317,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "S4 and auto, for which tokens would be sent once more",
         "Leave them out, or use --ampipe-memory rebuild, or --moe-token-dispatcher-type alltoall.",
         lambda args: (
-            _in_flex(args)
+            args.moe_token_dispatcher_type == "flex"
             and (_resends(args.ampipe_memory) or bool(args.moe_hybridep_pad_uneven_dispatch_inputs))
         ),
     ),
@@ -392,7 +331,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--fp8-format",
         "FP8 needs a GPU with Transformer Engine: Megatron's local layers compute as without it",
         "Use --transformer-impl transformer_engine on a GPU, or leave it out.",
-        lambda args: bool(args.fp8) and args.transformer_impl in (None, "local"),
+        lambda args: args.transformer_impl in (None, "local"),
     ),
     Refusal(
         "--fp8-recipe",
@@ -411,17 +350,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "2dh several ranks on each of several nodes, ranks and nodes a top-k above 1, and all of them the "
         "dispatcher alltoall",
         "Use --ampipe-exchange rows, or say how many ranks a node has: --ampipe-ranks-per-node.",
-        _saves_nothing,
+        lambda args: args.ampipe_exchange != AUTO and args.ampipe_exchange not in exchanges_of(args.all),
     ),
     Refusal(
         "--num-distributed-optimizer-instances",
         "several instances reduce gradients on a separate stream, which --ampipe-grad-reduce placed does not "
         "hold back",
         "Use --ampipe-grad-reduce stock.",
-        lambda args: (
-            (args.num_distributed_optimizer_instances or 1) > 1
-            and settings_of(args.all).grad_reduce == "placed"
-        ),
+        lambda args: args.num_distributed_optimizer_instances > 1 and args.ampipe_grad_reduce == "placed",
     ),
     Refusal(
         "--cuda-graph-modules",
@@ -441,7 +377,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--mlp-chunks-for-training",
         "AMPipe already splits the MLP into chunks",
         "Leave it out.",
-        lambda args: (args.mlp_chunks_for_training or 1) > 1,
+        lambda args: args.mlp_chunks_for_training > 1,
     ),
     Refusal(
         "--tp-comm-overlap",
@@ -452,23 +388,20 @@ REFUSALS: tuple[Refusal, ...] = (
         "--tensor-parallel-num-weight-shards",
         _GATHERED,
         _OFF,
-        lambda args: (args.tensor_parallel_num_weight_shards or 0) > (args.tensor_model_parallel_size or 1),
+        lambda args: args.tensor_parallel_num_weight_shards > (args.tensor_model_parallel_size or 1),
     ),
     Refusal(
         "--expert-tensor-parallel-num-weight-shards",
         _GATHERED,
         _OFF,
-        lambda args: (args.expert_tensor_parallel_num_weight_shards or 0) > (expert_tensor_ranks(args) or 1),
+        lambda args: args.expert_tensor_parallel_num_weight_shards > (expert_tensor_ranks(args) or 1),
     ),
     Refusal(
         "--use-megatron-fsdp",
         "it gathers parameters for one pass at a time, and reduces gradients itself: not with "
         "--ampipe-partner, --overlap-moe-expert-parallel-comm or --ampipe-grad-reduce placed",
         "Leave these out, or use --use-distributed-optimizer.",
-        lambda args: (
-            args.use_megatron_fsdp
-            and bool(args.ampipe_partner or settings_of(args.all).grad_reduce == "placed")
-        ),
+        lambda args: bool(args.ampipe_partner) or args.ampipe_grad_reduce == "placed",
     ),
     Refusal(
         "--use-torch-fsdp2",
@@ -481,17 +414,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "--fp8-format and --use-transformer-engine-op-fuser keep other tensors",
         "Leave it out, or recompute other modules without FP8 and that fuser: --recompute-granularity "
         "selective --recompute-modules core_attn.",
-        lambda args: (
-            args.ampipe_memory not in (None, KEEP)
-            and (_recomputes_experts(args) or _keeps_other_tensors(args))
-        ),
+        lambda args: args.ampipe_memory != KEEP and (_recomputes_experts(args) or _keeps_other_tensors(args)),
     ),
     Refusal(
         "--ampipe-memory-budget",
         "it chooses --ampipe-memory, and --fp8-format and --use-transformer-engine-op-fuser keep other "
         "tensors than that knows",
         "Leave it out.",
-        lambda args: args.ampipe_memory_budget is not None and _keeps_other_tensors(args),
+        _keeps_other_tensors,
     ),
     Refusal(
         "--save-tokens-per-expert-interval",
@@ -522,18 +452,14 @@ REFUSALS: tuple[Refusal, ...] = (
         # Of a user's class, only the class can tell.
         lambda args: (
             args.ampipe_router_scope == "chunk"
-            and not args.ampipe_router
-            and load_balancing(args.all, "sinkhorn") is None
+            and not (args.ampipe_router or "sinkhorn" in (args.moe_router_load_balancing_type or ()))
         ),
     ),
     Refusal(
         "--ampipe-wire",
         "it needs the dispatcher alltoall, which alone sends rows as they are; and bf16 needs rows of 32 bit",
         "Use --moe-token-dispatcher-type alltoall; with --bf16 or --fp16 also --ampipe-wire fp8.",
-        lambda args: (
-            args.ampipe_wire is not None
-            and (not _sends_rows(args) or (args.ampipe_wire == "bf16" and bool(args.bf16 or args.fp16)))
-        ),
+        lambda args: not _sends_rows(args) or (args.ampipe_wire == "bf16" and bool(args.bf16 or args.fp16)),
     ),
     Refusal(
         "--ampipe-condense",
@@ -542,19 +468,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --moe-token-dispatcher-type alltoall without --moe-apply-probs-on-input, --sft, "
         "--reset-attention-mask and --dataloader-inter-document-masking, or leave it out.",
         lambda args: (
-            args.ampipe_condense is not None
-            and (
-                not _sends_rows(args)
-                or packs_documents(args)
-                or bool(args.moe_apply_probs_on_input or args.reset_attention_mask)
-            )
+            not _sends_rows(args)
+            or packs_documents(args)
+            or bool(args.moe_apply_probs_on_input or args.reset_attention_mask)
         ),
     ),
     Refusal(
         "--ampipe-trace-dir",
         "has no effect with --skip-train: only training iterations are recorded",
         "Leave it out.",
-        lambda args: args.ampipe_trace_dir is not None and bool(args.skip_train),
+        lambda args: bool(args.skip_train),
     ),
 )
 """All combinations that this version refuses with a degree above 1; no other module refuses one."""
@@ -566,7 +489,7 @@ TOKEN_ID_REFUSALS: tuple[Refusal, ...] = (
         "--pipeline-model-parallel-size",
         "the ids of tokens are read for the first pipeline stage alone",
         "Use --pipeline-model-parallel-size 1, or a router that reads hidden states: --ampipe-router cosine.",
-        lambda args: (args.pipeline_model_parallel_size or 1) > 1,
+        lambda args: args.pipeline_model_parallel_size > 1,
     ),
     Refusal(
         "--mtp-num-layers",
@@ -582,13 +505,13 @@ TOKEN_ID_REFUSALS: tuple[Refusal, ...] = (
         "--cuda-graph-impl",
         "a captured graph would read the ids of the micro-batch with which it was captured",
         "Use --cuda-graph-impl none.",
-        lambda args: args.cuda_graph_impl not in (None, "none"),
+        lambda args: args.cuda_graph_impl != "none",
     ),
     Refusal(
         "--mlp-chunks-for-training",
         "Megatron routes parts of a sequence, and does not say which",
         _OTHER_ROUTER,
-        lambda args: (args.mlp_chunks_for_training or 1) > 1,
+        lambda args: args.mlp_chunks_for_training > 1,
     ),
 )
 """What cannot be combined with a router that reads the ids of tokens, at any degree."""

@@ -299,7 +299,6 @@ class TrainingSession:
         """
         if not self.changes_layers:
             return spec
-        from megatron_ampipe.launch.refusals import no_moe_layer
         from megatron_ampipe.layers import layer
 
         self.num_models += 1
@@ -312,7 +311,9 @@ class TrainingSession:
 
             changed = pipelined_stack(changed, self.context)
         if self.args.spec is not None and changed == spec:
-            raise no_moe_layer(self.args.spec)
+            rule = "there is nothing to pipeline: this layer specification has no MoE layer"
+            remedy = "Name one with MoE layers, or train with --ampipe-degree 1."
+            raise BadInput("--spec", " ".join(self.args.spec), rule=rule, remedy=remedy)
         return changed
 
     def refused_script(self, rule: str, remedy: str | None = None) -> BadInput:

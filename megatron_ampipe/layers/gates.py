@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.functional import normalize, softplus
 
-from megatron_ampipe.block.named_values import ROUTER_FLAG as FLAG
-from megatron_ampipe.block.named_values import SHIPPED_GATES, import_class
+from megatron_ampipe.block.settings import ROUTER_FLAG as FLAG
+from megatron_ampipe.block.settings import SHIPPED_GATES, import_class
 
 
 def load_gate(name: str) -> type[TopKRouter]:

@@ -287,7 +287,7 @@ def boundary(settings: Any, *, whole_attention: bool) -> str | None:
         records = ("moe_enable_routing_replay", "moe_routing_trace_path")
         if has_capacity(settings):
             return f"{tensor} which tokens a capacity drops depends on the whole sequence"
-        if _balances(settings):
+        if balances(settings):
             return f"{tensor} balancing compares the tokens of a rank"
         if whole_attention:
             return f"{tensor} attention of the whole sequence needs Megatron's order of the rows"
@@ -308,10 +308,10 @@ def chooses_at_once(settings: Any, own: Settings) -> bool:
     """
     drops = has_capacity(settings) and settings.moe_token_drop_policy == "probs"
     balances_chunks = own.router_scope == "chunk" and "sinkhorn" in settings.moe_router_load_balancing_type
-    return (drops and own.capacity_scope != "chunk") or (_balances(settings) and not balances_chunks)
+    return (drops and own.capacity_scope != "chunk") or (balances(settings) and not balances_chunks)
 
 
-def _balances(settings: Any) -> bool:
+def balances(settings: Any) -> bool:
     """Whether experts are balanced by comparing tokens. Megatron does so if it is the only kind."""
     kinds = settings.moe_router_load_balancing_type
     return (kinds if isinstance(kinds, str) else " ".join(kinds)) in BALANCED

@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from tqdm import tqdm
 
-from megatron_ampipe.block.named_values import SHIPPED_WIRES, class_path
-from megatron_ampipe.block.settings import PARTNER_ORDERS
+from megatron_ampipe.block.settings import PARTNER_ORDERS, SHIPPED_WIRES, class_path
 from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import AMPipeError, BadInput
 from megatron_ampipe.files import outputs

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ampipe.block.named_values import SHIPPED_GATES
+from megatron_ampipe.block.settings import SHIPPED_GATES
 from megatron_ampipe.errors import BadInput, DifferenceFound
 
 if TYPE_CHECKING:

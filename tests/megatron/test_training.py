@@ -20,8 +20,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe.block.named_values import SHIPPED_GATES
-from megatron_ampipe.block.settings import TRACED_ITERATIONS
+from megatron_ampipe.block.settings import SHIPPED_GATES, TRACED_ITERATIONS
 from megatron_ampipe.cli import main
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.schedule import Direction, build

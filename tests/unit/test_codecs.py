@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ampipe.block.named_values import check_threshold
+from megatron_ampipe.block.settings import check_threshold
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.codecs import Condenser, Trip, load_wire
 from megatron_ampipe.launch.recording import compared_rows

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ampipe.block.named_values import ROUTER_FLAG, SHIPPED_GATES, class_path
+from megatron_ampipe.block.settings import ROUTER_FLAG, SHIPPED_GATES, class_path
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.refusals import TOKEN_ID_REFUSALS, refuse_with_token_ids
 from megatron_ampipe.layers.gates import HashRouter, TokenIds, hashed_experts

@@ -9,7 +9,7 @@ import pytest
 from packaging.version import Version
 
 from megatron_ampipe import compat
-from megatron_ampipe.block.named_values import parse_size, size_to_text
+from megatron_ampipe.block.settings import parse_size, size_to_text
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.planned import block_of_args, choose_memory, in_flight, layers_split_weights
 from megatron_ampipe.plan.cluster import TransferCost, find_cluster, read_cluster, write_cluster
