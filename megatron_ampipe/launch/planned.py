@@ -214,14 +214,8 @@ def rows_of_rank(args: argparse.Namespace) -> int:
 
 def exchanges_of(arguments: Any) -> tuple[Exchange, ...]:
     """What the layers can choose from, by Megatron's arguments."""
-    return useful_exchanges(
-        experts=getattr(arguments, "num_experts", None) or 1,
-        topk=arguments.moe_router_topk,
-        dispatcher=arguments.moe_token_dispatcher_type,
-        expert=arguments.expert_model_parallel_size,
-        expert_tensor=expert_tensor_ranks(arguments),
-        ranks_per_node=ranks_per_node(arguments),
-    )
+    num_experts = getattr(arguments, "num_experts", None) or 1
+    return useful_exchanges(arguments, num_experts, ranks_per_node(arguments))
 
 
 def ranks_per_node(arguments: Any) -> int | None:

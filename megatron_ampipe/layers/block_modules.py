@@ -162,16 +162,8 @@ class BlockModules:
             return
         exchanges, config = {self.context.pipeline.exchange}, self.config
         if self.context.config.chooses_exchange:
-            exchanges.update(
-                useful_exchanges(
-                    experts=config.num_moe_experts,
-                    expert=config.expert_model_parallel_size,
-                    expert_tensor=config.expert_tensor_parallel_size,
-                    topk=config.moe_router_topk,
-                    dispatcher=config.moe_token_dispatcher_type,
-                    ranks_per_node=self.context.config.ranks_per_node,
-                )
-            )
+            ranks_per_node = self.context.config.ranks_per_node
+            exchanges.update(useful_exchanges(config, config.num_moe_experts, ranks_per_node))
         for exchange in sorted(exchanges):
             self.dispatcher(exchange)
 

@@ -29,15 +29,7 @@ FLEX_BACKENDS = get_args(FlexBackend)
 def _of_plan(
     flag: str, *, essential: bool = True, text: Callable[[Any], object] = lambda value: value, **default: Any
 ) -> Any:
-    """A field that a plan file records.
-
-    Args:
-        flag: Megatron's or AMPipe's flag, or a description.
-        essential: Whether another value changes stages or their inputs, so that a plan cannot be used, and
-            not only their times.
-        text: What the file has for a value.
-        default: Of the field.
-    """
+    """A field that a plan file records, as ``text``; another value of an essential one makes it useless."""
     return field(metadata={"flag": flag, "essential": essential, "text": text}, **default)
 
 
@@ -193,14 +185,7 @@ class Block:
 
     def exchanges(self, ranks_per_node: int | None) -> tuple[Exchange, ...]:
         """What the layers can choose from (``refusals.exchanges_of``)."""
-        return useful_exchanges(
-            experts=self.experts,
-            expert=self.expert,
-            expert_tensor=self.expert_tensor,
-            topk=self.topk,
-            dispatcher=self.dispatcher,
-            ranks_per_node=ranks_per_node,
-        )
+        return useful_exchanges(self.settings, self.experts, ranks_per_node)
 
     @property
     def features(self) -> BlockFeatures:
@@ -234,6 +219,7 @@ class Block:
             multi_latent_attention=self.latent,
             expert_model_parallel_size=self.expert,
             expert_tensor_parallel_size=self.expert_tensor,
+            moe_router_topk=self.topk,
             moe_token_dispatcher_type="flex" if self.flex else self.dispatcher,
             moe_flex_dispatcher_backend=self.dispatcher,
             moe_shared_expert_intermediate_size=self.shared_ffn,

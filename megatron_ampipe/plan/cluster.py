@@ -264,13 +264,9 @@ class Cluster:
         return "partly measured" if len(measured) > 1 else "measured" if True in measured else "estimated"
 
     def collective(self, operation: Operation, *, across_nodes: bool) -> TransferCost:
-        """The figure of a collective; like the next methods, BadInput if the file has none."""
+        """The figure of a collective; BadInput if the file has none."""
         section, figures = ("inter", self.inter) if across_nodes else ("intra", self.intra)
         return self.figure(section, figures, operation)
-
-    def gemm(self, dtype: Dtype) -> Gemm:
-        """The figure of matrix products."""
-        return self.figure("compute.gemm", self.compute.gemm, dtype)
 
     def stage_overhead(self, kind: str) -> StageOverhead:
         """The overhead of a compute stage of this kind, or of ``any``."""

@@ -19,7 +19,7 @@ from megatron_ampipe.plan.operation_times import tensors_of
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import MINIMUM_SAVING
 from megatron_ampipe.plan.simulate import Compiled, Needs, compile_program, contention, run
-from megatron_ampipe.schedule import Direction, LaneOrder, Program, Schedule, Stage, needs_of
+from megatron_ampipe.schedule import Direction, Program, Schedule, Stage, needs_of
 from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
 from megatron_ampipe.schedule.passes import placed
 
@@ -183,15 +183,11 @@ class ReducedPass:
         self._last = [
             stage if stage in needs else above for stage, above in zip(of_experts, self._above, strict=True)
         ]
-        self._placed = self._compiled(lanes, needs)
+        self._placed = compile_program(Program.of(lanes), needs)
         self._overlapped = self._with_overlap(lanes, needs)
         # What is no stage: entering a block, what Megatron recomputes around one.
         self._others_us = 0.0
         self._others_us = self.without_us - self.times([(0.0, 0.0)] * num_layers, overlapped=False)[0]
-
-    def _compiled(self, lanes: dict[str, list[Stage]], needs: Needs) -> Compiled:
-        program = Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items() if stages))
-        return compile_program(program, needs)
 
     def _with_overlap(self, lanes: dict[str, list[Stage]], needs: Needs) -> Compiled:
         """The pass with reductions in a separate lane, for which nothing waits."""
@@ -200,8 +196,9 @@ class ReducedPass:
             return [stage for stage in stages if not stage.kind.of_parameters]
 
         in_turns = dict.fromkeys(itertools.chain(*zip(self._above, self._last, strict=True)))
-        compiled = self._compiled(
-            {**{lane: others(stages) for lane, stages in lanes.items()}, OVERLAPPED: [*in_turns]},
+        of_pass = {lane: others(stages) for lane, stages in lanes.items()}
+        compiled = compile_program(
+            Program.of({**of_pass, OVERLAPPED: in_turns}),
             {stage: tuple(others(stages)) for stage, stages in needs.items()},
         )
         # Reductions and all-to-alls share links if both leave the node, or both stay in it.

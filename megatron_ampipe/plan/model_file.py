@@ -156,11 +156,6 @@ class ModelFlags(BaseModel):
         flex = self.moe_token_dispatcher_type == "flex"
         return self.moe_flex_dispatcher_backend if flex else self.moe_token_dispatcher_type
 
-    @property
-    def groups(self) -> int:
-        """Heads of keys and values."""
-        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
-
 
 class TrainingFlags(ModelFlags):
     """Also the flags that determine the parameters of a whole model, and what the optimizer keeps of them."""
@@ -366,7 +361,8 @@ def _attention(flags: ModelFlags) -> dict[str, Any]:
     """Fields of a block: sizes of heads, and products before attention."""
     hidden, heads = flags.hidden_size, flags.num_attention_heads
     if not flags.multi_latent_attention:
-        groups, size = flags.groups, flags.kv_channels or max(1, hidden // heads)
+        groups = flags.num_query_groups if flags.group_query_attention else heads
+        size = flags.kv_channels or max(1, hidden // heads)
         return {
             "head_size": size,
             "value_size": size,

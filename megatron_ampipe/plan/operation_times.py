@@ -112,26 +112,17 @@ class OperationTimes:
     """
 
     def __init__(
-        self,
-        block: Block,
-        cluster: Cluster,
-        features: BlockFeatures,
-        *,
-        stock: bool = False,
+        self, block: Block, cluster: Cluster, features: BlockFeatures, *, stock: bool = False
     ) -> None:
         self.block, self.cluster, self.features, self._stock = block, cluster, features, stock
-        self._gemm = cluster.gemm(block.dtype)
+        self._gemm = cluster.figure("compute.gemm", cluster.compute.gemm, block.dtype)
         # Models in fp8 compute attention in bf16.
         dtype: Dtype = "bf16" if block.dtype == "fp8" else block.dtype
         self._attention = cluster.figure("compute.attention", cluster.compute.attention, dtype)
         self.nodes: NodeLayout | None = None
         """How the expert-parallel ranks are spread over nodes, where tokens take two hops."""
         if block.exchange.has_two_hops:
-            self.nodes = NodeLayout.of(
-                expert=block.expert,
-                expert_tensor=block.expert_tensor,
-                ranks_per_node=cluster.ranks_per_node,
-            )
+            self.nodes = NodeLayout.of(block.settings, cluster.ranks_per_node)
             if self.nodes is None:
                 rule = f"does not spread {block.expert} expert-parallel ranks equally over several nodes"
                 remedy = f"The exchange {block.exchange} needs the cluster file of such a machine."
@@ -162,13 +153,11 @@ class OperationTimes:
         """Several products one after the other."""
         return sum((self.products(*product, chunked=chunked) for product in products), ZERO)
 
-    def weight_product(self, rows: float, k: float, n: float, calls: int, *, chunked: bool) -> float:
-        """The part of :meth:`products` that is of the gradient of the weights."""
-        both = self.products(rows, k, n, calls, chunked=chunked)
-        return both.backward - both.forward
-
     def products(self, rows: float, k: float, n: float, calls: int, *, chunked: bool) -> Pair:
-        """``calls`` products with ``rows`` rows in total; two each in the backward pass (input, weight)."""
+        """``calls`` products with ``rows`` rows in total; two each in the backward pass.
+
+        That of the gradient of the rows takes as long as the forward one, the rest is of the weights.
+        """
         time = self._gemm.time_us(rows, k, n, calls=calls)
         sums = 0.0
         if chunked and not self.block.fused_gradients:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ampipe.files.timeline import StageSpan, Timeline
-from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.files.timeline import Timeline
+from megatron_ampipe.plan.predict import Predictor, timeline_of
 from megatron_ampipe.plan.search import OrderProblem, Period, improve_order, short_stack
 from megatron_ampipe.plan.simulate import NOT_YET, Compiled, Pace, compile_program, direction_bound, run
 from megatron_ampipe.schedule import (
@@ -19,7 +19,6 @@ from megatron_ampipe.schedule import (
     Direction,
     Partner,
     Program,
-    Schedule,
     Stage,
     build,
     even_chunks,
@@ -92,8 +91,9 @@ def best_period(compiled: Compiled, durations: Sequence[float], pace: Pace) -> P
     lane_of = {compiled.stages[place]: lane for lane, places in compiled.lanes for place in places}
     first = megatron_period({stage: lane for stage, lane in lane_of.items() if not stage.layer})
     problem = _InTime(compiled, durations, pace, direction=Direction.BACKWARD)
-    best = improve_order(problem, problem.period_of(_in_lanes(first, compiled)))
-    return problem.program(best)
+    stages = {order.lane: order.stages for order in first.lanes}
+    in_lanes = Program.of({lane: stages[lane] for lane, _ in compiled.lanes})
+    return problem.program(improve_order(problem, problem.period_of(in_lanes)))
 
 
 class _InTime(OrderProblem):
@@ -109,33 +109,9 @@ class _InTime(OrderProblem):
         return NOT_YET if max(turns[True]) > 1 + min(turns[False]) else super().time(period)
 
 
-def _in_lanes(program: Program, compiled: Compiled) -> Program:
-    """The program with its lanes in the order of a compiled one."""
-    stages = {order.lane: order.stages for order in program.lanes}
-    return Program.of({lane: stages[lane] for lane, _ in compiled.lanes})
-
-
 def timeline(predictor: Predictor, partner: Partner, *, labels: Mapping[str, str] | None) -> Timeline:
     """Start and end of every stage; the forward ones are of the next micro-batch."""
-    compiled, durations, pace = simulated(predictor, partner)
-    begin, end = run(compiled, durations, pace)
-    spans = [
-        StageSpan(
-            lane=lane,
-            stage=compiled.stages[place].name,
-            direction=Direction.FORWARD if compiled.stages[place].ahead else Direction.BACKWARD,
-            layer=1 + compiled.stages[place].layer,
-            iteration=0,
-            begin_us=begin[place],
-            end_us=end[place],
-            ahead=compiled.stages[place].ahead,
-        )
-        for lane, places in compiled.lanes
-        for place in places
-    ]
-    return Timeline(
-        rank=0, spans=tuple(sorted(spans, key=lambda span: span.begin_us)), labels=dict(labels or {})
-    )
+    return timeline_of({Direction.BACKWARD: simulated(predictor, partner)}, labels)
 
 
 def simulated(predictor: Predictor, partner: Partner) -> tuple[Compiled, list[float], Pace]:
@@ -156,22 +132,14 @@ def simulated(predictor: Predictor, partner: Partner) -> tuple[Compiled, list[fl
         issue_us |= zip(of_pass, pace.issue_us or (), strict=False)
         lane_of = {place: lane for lane, places in compiled.lanes for place in places}
         stages += [(lane_of[place], of_pass[place]) for place in compiled.issued]
-        needs |= _needs(schedule, predictor, direction)
+        for stage, needed in needs_of(schedule, predictor.layers, direction).items():
+            needs[_of_partner(stage, direction)] = tuple(_of_partner(other, direction) for other in needed)
     lanes = shared_lanes(stages, needs, partner)
     # The compute lane comes first in a simulation.
     names = sorted(lanes, key=lambda lane: lane != COMPUTE)
     both = compile_program(Program.of({name: lanes[name] for name in names}), needs)
     issue = [issue_us[stage] for stage in both.stages] if issue_us else None
     return both, [times[stage] for stage in both.stages], predictor.pace(both, issue)
-
-
-def _needs(
-    schedule: Schedule, predictor: Predictor, direction: Direction
-) -> Mapping[Stage, tuple[Stage, ...]]:
-    return {
-        _of_partner(stage, direction): tuple(_of_partner(other, direction) for other in needed)
-        for stage, needed in needs_of(schedule, predictor.layers, direction).items()
-    }
 
 
 def _of_partner(stage: Stage, direction: Direction) -> Stage:

@@ -25,13 +25,7 @@ from megatron_ampipe.plan.search import (
     in_one_chunk,
     named,
 )
-from megatron_ampipe.schedule import (
-    ALL_LAYERS,
-    Exchange,
-    NodeLayout,
-    Schedule,
-    build,
-)
+from megatron_ampipe.schedule import ALL_LAYERS, Exchange, NodeLayout, Schedule, build
 from megatron_ampipe.schedule.features import boundary
 
 _WITH_WEIGHTS = ", and gradients of weights computed during transfers"
@@ -61,19 +55,14 @@ class Plans:
     by_exchange: tuple[tuple[Exchange, float], ...] = ()
 
     @property
-    def chosen_ms(self) -> float:
-        """Predicted time of the same layers with the chosen plan, without partners."""
+    def step_ms(self) -> float:
+        """Predicted time of the same layers with the chosen plan, and with partners where it has them."""
+        if self.chosen.partner_ms is not None:
+            return self.chosen.partner_ms * (1 if self.shared is not None else self.blocks_ms / self.alone_ms)
         if self.chosen.num_layers == 1:
             return self.blocks_ms
         assert self.chosen.predicted_ms is not None
         return self.chosen.predicted_ms
-
-    @property
-    def step_ms(self) -> float:
-        """The same with partners where the plan has them."""
-        if self.chosen.partner_ms is None:
-            return self.chosen_ms
-        return self.chosen.partner_ms * (1 if self.shared is not None else self.blocks_ms / self.alone_ms)
 
     @property
     def alone_ms(self) -> float:
@@ -131,7 +120,7 @@ def make_plans(
     times = ", ".join(f"{plans.chosen.exchange} {plans.step_ms:.4g} ms" for plans in compared)
     reason = f"{best.chosen.reason} Exchange {exchange}: predicted are {times}."
     if exchange.has_two_hops:
-        layout = NodeLayout.of(expert=work.expert, expert_tensor=work.expert_tensor, ranks_per_node=near)
+        layout = NodeLayout.of(work.settings, near)
         assert layout is not None
         fewer = layout.num_nodes - 1
         reason += (
@@ -226,7 +215,7 @@ def _with_partner(predictor: Predictor, plans: Plans, share: float, *, stack: in
     )
     plans = replace(plans, together=best, as_megatron=as_megatron(running))
     stock_ms, partner_ms = running.stock().total / 1e3, best.time_us / 1e3
-    alone_ms = plans.chosen_ms if shares else plans.alone_ms
+    alone_ms = plans.step_ms if shares else plans.alone_ms
     compared = (
         f"{stock_ms / partner_ms:.2f} times as fast as Megatron's, without one {stock_ms / alone_ms:.2f}"
     )

@@ -153,10 +153,9 @@ class Predictor:
     def _weights(self, kind: StageKind, work: Work) -> float:
         """The part of a stage's backward that computes gradients of weights."""
         factor = self.cluster.stage_overhead(kind.name).backward_factor
-        return factor * sum(
-            self.times.weight_product(*product, chunked=work.chunked)
-            for product in self._products(kind, work.rows)
-        )
+        products = self._products(kind, work.rows)
+        pairs = (self.times.products(*product, chunked=work.chunked) for product in products)
+        return factor * sum(pair.backward - pair.forward for pair in pairs)
 
     def _stage(self, kind: StageKind, work: Work, *, dense: bool) -> Pair:
         """The time of one stage of one chunk, including its overhead."""
@@ -332,27 +331,8 @@ class Predictor:
     ) -> Timeline:
         """The start and end of every stage, forward and then backward, with labels for a drawing."""
         schedule = self.whole(schedule)
-        spans: list[StageSpan] = []
-        offset = 0.0
-        for direction in Direction:
-            compiled, durations, pace = self.inputs(schedule, lengths, direction)
-            begin, end = run(compiled, durations, pace)
-            spans += [
-                StageSpan(
-                    lane=lane,
-                    stage=compiled.stages[stage].name,
-                    direction=direction.value,
-                    layer=1 + compiled.stages[stage].layer,
-                    iteration=0,
-                    begin_us=offset + begin[stage],
-                    end_us=offset + end[stage],
-                )
-                for lane, stages in compiled.lanes
-                for stage in stages
-            ]
-            offset += max(end)
-        ordered = tuple(sorted(spans, key=lambda span: span.begin_us))
-        return Timeline(rank=0, spans=ordered, labels=dict(labels or {}))
+        passes = {direction: self.inputs(schedule, lengths, direction) for direction in Direction}
+        return timeline_of(passes, labels)
 
     def calls_us(self, direction: Direction) -> float:
         """What is no stage: the calls of all layers in one direction."""
@@ -364,6 +344,33 @@ class Predictor:
 
     def _recomputed(self, forward: float, backward: float, *, again: bool = True) -> Pair:
         return Pair(forward, forward + backward if self.block.recomputes and again else backward)
+
+
+def timeline_of(
+    passes: Mapping[Direction, tuple[Compiled, list[float], Pace]], labels: Mapping[str, str] | None
+) -> Timeline:
+    """Start and end of every stage of passes that run one after another, from their inputs of ``run``."""
+    spans: list[StageSpan] = []
+    offset = 0.0
+    for direction, (compiled, durations, pace) in passes.items():
+        begin, end = run(compiled, durations, pace)
+        for lane, places in compiled.lanes:
+            for place in places:
+                stage = compiled.stages[place]
+                span = StageSpan(
+                    lane=lane,
+                    stage=stage.name,
+                    direction=Direction.FORWARD if stage.ahead else direction,
+                    layer=1 + stage.layer,
+                    iteration=0,
+                    begin_us=offset + begin[place],
+                    end_us=offset + end[place],
+                    ahead=stage.ahead,
+                )
+                spans.append(span)
+        offset += max(end)
+    ordered = tuple(sorted(spans, key=lambda span: span.begin_us))
+    return Timeline(rank=0, spans=ordered, labels=dict(labels or {}))
 
 
 @functools.lru_cache(maxsize=256)

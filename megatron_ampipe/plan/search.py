@@ -25,7 +25,6 @@ from megatron_ampipe.plan.simulate import NOT_YET, Compiled, Lanes, Pace, run
 from megatron_ampipe.schedule import (
     IN_ONE_CHUNK,
     Direction,
-    LaneOrder,
     Program,
     Schedule,
     build,
@@ -313,11 +312,11 @@ class OrderProblem:
 
     def program(self, period: Period) -> Program:
         """Convert a period into a program."""
-        lanes = (
-            LaneOrder(name, tuple(replace(self.stages[stage], layer=layer) for stage, layer in entries))
+        lanes = {
+            name: [replace(self.stages[stage], layer=layer) for stage, layer in entries]
             for (name, _), entries in zip(self.compiled.lanes, period, strict=True)
-        )
-        return Program(tuple(lanes))
+        }
+        return Program.of(lanes)
 
     def listed(self) -> Iterator[Period]:
         """The periods of list schedules with different weights."""

@@ -15,15 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 
-from megatron_ampipe.schedule import (
-    BlockFeatures,
-    Direction,
-    Program,
-    Schedule,
-    Stage,
-    needs_of,
-    stream_of,
-)
+from megatron_ampipe.schedule import BlockFeatures, Direction, Program, Schedule, Stage, needs_of, stream_of
 from megatron_ampipe.schedule.program import merge_lanes, read_by_host
 from megatron_ampipe.schedule.stage_kind import COMPUTE
 

@@ -224,11 +224,7 @@ def _again(
 
 
 def _add_needs_of_reductions(backward: dict[Stage, list[Stage]]) -> None:
-    """What is of parameters waits for the gradients of parameters that it reduces.
-
-    Those of all of the block above; blocks end in the order of the pass. ``REDUCE_EXPERTS`` also for those of
-    the feed-forward half of the same block.
-    """
+    """What is of parameters waits for the gradients of parameters that it reduces."""
     waiting = [stage for stage in backward if stage.kind.of_parameters]
     if not waiting:
         return

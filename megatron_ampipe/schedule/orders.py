@@ -69,15 +69,10 @@ def _sequential(degree: int, features: BlockFeatures) -> Schedule:
 
 
 def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
-    """Dispatch of a chunk travels during attention of the next, combine during experts of the next.
-
-    Backward, unlike in the paper, a chunk's dispatch does not wait for the combines of all chunks: it
-    follows ``lead`` chunks later. Where the network is slow, attention then begins while most tokens
-    still have to travel, and not after half of the way.
-
-    Where tensor-parallel ranks scatter the rows of a chunk, something of the next one is computed meanwhile
-    (:func:`_attending`); backward, the experts of another one.
-    """
+    """Dispatch of a chunk travels during attention of the next, combine during experts of the next."""
+    # Backward, unlike in the paper, a chunk's dispatch does not wait for the combines of all chunks: it
+    # follows ``lead`` chunks later. Where the network is slow, attention then begins while most tokens still
+    # have to travel, and not after half of the way.
     chunks, lead = range(degree), max(1, degree // 4)
     norms = [kinds.INPUT_NORM] if features.gathers_rows else []
     adds = [kinds.ADD_NORM] if features.row_links or not features.attention else []
@@ -210,12 +205,9 @@ def _overlapped(
     last_half: list[Stage],
     backward_comm: list[Stage],
 ) -> Schedule:
-    """What the overlapping schedules share: forward, all dispatches before all combines.
-
-    Stages that no collective waits for (losses, shared experts, merges) stand where the compute lane would
-    otherwise wait for the network: between ``first_half``, up to the last route, and the experts; backward,
-    before ``last_half``, from the first expert on.
-    """
+    """What the overlapping schedules share: forward, all dispatches before all combines."""
+    # Stages that no collective waits for (losses, shared experts, merges) stand where the compute lane would
+    # otherwise wait for the network: between the last route and the experts; backward, before these.
     chunks = range(degree)
     shared = _stages([SHARED], chunks) if features.shared else []
     losses = [Stage(kinds.LOSSES)] if features.losses else []
@@ -252,13 +244,11 @@ def _stages(kinds_of: Iterable[StageKind], chunks: Iterable[int]) -> list[Stage]
 
 
 def _with_ring(backward_comm: list[Stage], features: BlockFeatures) -> list[Stage]:
-    """The collectives of a backward pass, with those of a ring.
-
-    The first keys travel before the first tokens go back, and the next ones after the last; from then on keys
-    of a step travel before the gradients of an earlier one, which have to wait for their computation.
-    """
+    """The collectives of a backward pass, with those of a ring."""
     if not features.ring:
         return backward_comm
+    # The first keys travel before the first tokens go back, the next ones after the last; then keys of a step
+    # before the gradients of an earlier one, which have to wait for their computation.
     keys, gradients = (
         [Stage(kinds.step_of(kind, step)) for step in reversed(range(1, features.ring_ranks))]
         for kind in (kinds.RERING, kinds.RING)
@@ -271,11 +261,7 @@ def _with_ring(backward_comm: list[Stage], features: BlockFeatures) -> list[Stag
 def _program(
     compute: list[Stage], comm: list[Stage], features: BlockFeatures, direction: Direction
 ) -> Program:
-    """The lanes of a program.
-
-    What a block hands on and gathers next to the experts follows such a transfer, or goes before it, in the
-    order of the transfers and on its own lane. Tokens of a chunk are sent again right before its combine.
-    """
+    """The lanes of a program; hops and gathers next to the experts are before or after their transfer."""
     rows = {kind: kind for kind in data_flow(features).kinds}
     lanes: dict[str, list[Stage]] = {COMPUTE: compute, COMM: []}
 
@@ -287,10 +273,9 @@ def _program(
             lanes.setdefault(transfer.kind.lane.name, []).append(transfer)
 
     for stage in comm:
-        if direction is Direction.BACKWARD and stage.kind == COMBINE:
-            of_chunk = features.of_chunk(stage.chunk or 0)
-            if of_chunk.restores(Restored.REDISPATCH):
-                add(Stage(kinds.REDISPATCH, stage.chunk))
+        sends_again = features.of_chunk(stage.chunk or 0).restores(Restored.REDISPATCH)
+        if direction is Direction.BACKWARD and stage.kind == COMBINE and sends_again:
+            add(Stage(kinds.REDISPATCH, stage.chunk))
         add(stage)
     return Program.of(lanes)
 
@@ -310,13 +295,7 @@ def _attending(
     attends: list[StageKind],
     then: list[StageKind],
 ) -> list[Stage]:
-    """Forward, the stages up to the last route.
-
-    Where rows are scattered between ``attends`` and ``then``, the queries of the next chunk are projected
-    meanwhile, if chunks do that. Else the next chunk attends, but not before the first dispatch: with few
-    chunks, what that would hide is less than what is then sent later. What is gathered between ``norms`` and
-    ``projects`` travels during attention of the chunk before.
-    """
+    """Forward, the stages up to the last route; other chunks compute while rows are gathered or scattered."""
     if kinds.ADD_NORM not in then:
         return _stages([*projects, *attends, *then], range(degree))
 
@@ -324,10 +303,12 @@ def _attending(
         return _stages(some, [chunk]) if 0 <= chunk < degree else []
 
     if projects:
+        # The queries of the next chunk are projected while rows are scattered.
         stages = [*of(0, norms), *of(0, projects)]
         for chunk in range(degree):
             stages += of(chunk + 1, norms) + of(chunk, attends) + of(chunk + 1, projects) + of(chunk, then)
         return stages
+    # Else the next chunk attends, but not before the first dispatch: with few chunks, that hides less.
     first = 0 if ROUTE in then else -1
     stages = []
     for chunk in range(degree + 1):
@@ -349,10 +330,7 @@ def _backward_order(degree: int, lead: int, *groups: list[StageKind]) -> list[St
 
 
 def _exchanges_of_rows(stages: Iterable[Stage], features: BlockFeatures, direction: Direction) -> list[Stage]:
-    """The transfers of rows between tensor-parallel ranks, in the order of the stages that they follow.
-
-    Rows are gathered again right before they are needed, while that chunk's attention is differentiated.
-    """
+    """The transfers of rows between tensor-parallel ranks, in the order of the stages that they follow."""
     after: dict[StageKind, tuple[StageKind, ...]]
     if direction is Direction.FORWARD:
         after = {kinds.INPUT_NORM: (kinds.GATHER_ROWS,), ATTENTION: (kinds.SCATTER_ROWS,)}

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 from megatron_ampipe.block.settings import PARTNER_ORDERS, SETTING
 from megatron_ampipe.schedule import kinds
@@ -58,70 +57,39 @@ class Partner:
         return f"{degree}, {self.schedule}, {order}"
 
 
-class Task(NamedTuple):
-    """A stage of one of two passes that share a program.
+def together[S](
+    lanes: Mapping[tuple[str, bool], Sequence[S]],
+    needs: Mapping[S, Sequence[S]],
+    times: Mapping[S, float],
+    rank: Mapping[S, float],
+) -> dict[str, list[S]]:
+    """For each lane the order of its stages, by list scheduling.
 
-    Attributes:
-        lane: Where it runs.
-        needs: Numbers of the tasks that must have ended before.
-        time: How long it takes alone, in any unit.
-        ahead: It is of the forward pass.
+    Of the two stages that may be next in a lane, one of each pass, the one that can begin earlier does; if
+    both can, the one of the smaller rank.
+
+    Args:
+        lanes: For each lane and pass its stages, in their order.
+        needs: For each stage those that must have ended before.
+        times: How long each takes alone, in any unit; without times, ranks alone count.
+        rank: Of each stage, all different.
     """
-
-    lane: str
-    needs: tuple[int, ...]
-    time: float
-    ahead: bool
-
-
-def together(tasks: Sequence[Task]) -> dict[str, list[int]]:
-    """For each lane the order of its tasks, by list scheduling.
-
-    The tasks of each pass stay in their order in every lane. Of the two that may be next in a lane, the one
-    that can begin earlier does; if both can, the one after which more has to follow.
-    """
-    queues: dict[tuple[str, bool], list[int]] = {}
-    for number, task in enumerate(tasks):
-        queues.setdefault((task.lane, task.ahead), []).append(number)
-    follow = _longest_after(tasks, list(queues.values()))
-    next_in = dict.fromkeys(queues, 0)
-    ends: dict[int, float] = {}
-    free = dict.fromkeys((task.lane for task in tasks), 0.0)
-    order: dict[str, list[int]] = {lane: [] for lane in free}
-    while len(ends) < len(tasks):
-        best = None
-        for key, queue in queues.items():
-            if next_in[key] == len(queue):
-                continue
-            number = queue[next_in[key]]
-            needs = tasks[number].needs
-            if all(needed in ends for needed in needs):
-                begin = max([free[key[0]], *(ends[needed] for needed in needs)])
-                candidate = (begin, -follow[number], number, key)
-                best = candidate if best is None else min(best, candidate)
-        assert best is not None, "a pass waits for itself"
-        begin, _, number, key = best
-        next_in[key] += 1
-        ends[number] = free[key[0]] = begin + tasks[number].time
-        order[key[0]].append(number)
+    left = {key: list(reversed(stages)) for key, stages in lanes.items()}
+    free = dict.fromkeys((lane for lane, _ in lanes), 0.0)
+    ends: dict[S, float] = {}
+    order: dict[str, list[S]] = {lane: [] for lane in free}
+    while any(left.values()):
+        ready = []
+        for (lane, ahead), stages in left.items():
+            if stages and all(needed in ends for needed in needs[stages[-1]]):
+                begin = max([free[lane], *(ends[needed] for needed in needs[stages[-1]])])
+                ready.append((begin, rank[stages[-1]], lane, ahead))
+        assert ready, "a pass waits for itself"
+        begin, _, lane, ahead = min(ready)
+        stage = left[lane, ahead].pop()
+        ends[stage] = free[lane] = begin + times.get(stage, 0.0)
+        order[lane].append(stage)
     return order
-
-
-def _longest_after(tasks: Sequence[Task], queues: Sequence[Sequence[int]]) -> list[float]:
-    """For each task the time of the longest chain that it begins."""
-    followers: list[list[int]] = [[] for _ in tasks]
-    for number, task in enumerate(tasks):
-        for needed in task.needs:
-            followers[needed].append(number)
-    for queue in queues:
-        for earlier, later in pairwise(queue):
-            followers[earlier].append(later)
-    follow = [0.0] * len(tasks)
-    # What follows has a higher number: tasks are listed in the order in which each pass is issued.
-    for number in reversed(range(len(tasks))):
-        rest = max((follow[later] for later in followers[number]), default=0.0)
-        follow[number] = tasks[number].time + rest
-    return follow
 
 
 _TRANSFER, _SMALL = 4.0, 0.2
@@ -151,28 +119,38 @@ def shared_lanes(
         needs: For each stage those that it waits for.
         partner: How the order is found. Each pass keeps its own, see :func:`in_order_of`.
     """
-    if partner.is_listed:
-        return _listed(stages, needs)
-    lane_of = {stage: lane for lane, stage in stages}
-    period = _period_of(partner, lane_of)
-    rank = {stage: place for place, stage in enumerate(_in_period(period, lane_of, needs))}
-    queues: dict[tuple[str, bool], list[Stage]] = {}
+    lanes: dict[tuple[str, bool], list[Stage]] = {}
     for lane, stage in stages:
-        queues.setdefault((lane, stage.ahead), []).append(stage)
-    lanes: dict[str, list[Stage]] = {lane: [] for lane, _ in stages}
-    done: set[Stage] = set()
-    left = {key: queue[::-1] for key, queue in queues.items()}
-    while len(done) < len(stages):
-        ready = [
-            (rank[queue[-1]], key)
-            for key, queue in left.items()
-            if queue and done.issuperset(needs[queue[-1]])
-        ]
-        _, key = min(ready)
-        stage = left[key].pop()
-        done.add(stage)
-        lanes[key[0]].append(stage)
-    return lanes
+        lanes.setdefault((lane, stage.ahead), []).append(stage)
+    if partner.is_listed:
+        apart = {stage.kind.weights_of for _, stage in stages}
+        times = {stage: usual_time(stage, weights_apart=stage.kind in apart) for _, stage in stages}
+        order = _longest_first([stage for _, stage in stages], list(lanes.values()), needs, times)
+    else:
+        lane_of = {stage: lane for lane, stage in stages}
+        times, order = {}, _in_period(_period_of(partner, lane_of), lane_of, needs)
+    return together(lanes, needs, times, {stage: place for place, stage in enumerate(order)})
+
+
+def _longest_first(
+    stages: Sequence[Stage],
+    lanes: Sequence[Sequence[Stage]],
+    needs: Mapping[Stage, Sequence[Stage]],
+    times: Mapping[Stage, float],
+) -> list[Stage]:
+    """The stages by the time of the longest chain that each begins; those of a lane run in turn."""
+    followers: dict[Stage, list[Stage]] = {stage: [] for stage in stages}
+    for stage in stages:
+        for needed in needs[stage]:
+            followers[needed].append(stage)
+    for lane in lanes:
+        for earlier, later in pairwise(lane):
+            followers[earlier].append(later)
+    follow: dict[Stage, float] = {}
+    # What follows comes later: stages are listed in the order in which each pass is issued.
+    for stage in reversed(stages):
+        follow[stage] = times[stage] + max((follow[later] for later in followers[stage]), default=0.0)
+    return sorted(stages, key=lambda stage: -follow[stage])
 
 
 def in_order_of(
@@ -224,24 +202,6 @@ def _in_period(
     placed = {stage for of_lane in known.values() for stage in of_lane}
     among = {stage: [needed for needed in needs[stage] if needed in placed] for stage in placed}
     return completed([stage for _, stage in merge_lanes(known, among)], needs)
-
-
-def _listed(
-    stages: Sequence[tuple[str, Stage]], needs: Mapping[Stage, Sequence[Stage]]
-) -> dict[str, list[Stage]]:
-    """The order by list scheduling with usual times."""
-    number = {stage: place for place, (_, stage) in enumerate(stages)}
-    apart = {stage.kind.weights_of for stage in number}
-    tasks = [
-        Task(
-            lane,
-            tuple(number[needed] for needed in needs[stage]),
-            usual_time(stage, weights_apart=stage.kind in apart),
-            stage.ahead,
-        )
-        for lane, stage in stages
-    ]
-    return {lane: [stages[place][1] for place in places] for lane, places in together(tasks).items()}
 
 
 _ROWS = {kind.name: place for place, kind in enumerate(kinds.ALL_KINDS)}

@@ -136,13 +136,10 @@ def _with_reductions(
     *,
     in_one_chunk: bool,
 ) -> list[Stage]:
-    """The order with what is of parameters after the last transfer of its block, unless its place is known.
-
-    In one chunk, no transfer can run while the experts compute either: what is complete before them is
-    reduced there, if the gradients of the experts themselves come after the last transfer.
-    """
+    """The order with what is of parameters after the last transfer of its block, unless that is known."""
 
     def is_before(other: Stage, reduction: Stage) -> bool:
+        # In one chunk no transfer runs while the experts compute: what is complete before is reduced there.
         of_experts = replace(reduction, kind=kinds.REDUCE_EXPERTS)
         if in_one_chunk and reduction.kind == kinds.REDUCE and of_experts in needs:
             return other.kind == kinds.COMBINE
@@ -160,10 +157,9 @@ def _with_reductions(
 
 
 def _with_stages_again(order: Sequence[Stage], needs: Mapping[Stage, Sequence[Stage]]) -> list[Stage]:
-    """A backward order with the stages that run again, of which some may stand before one that they need.
+    """A backward order with the stages that run again, spread evenly over those of the block above.
 
-    They run in the mirrored order of the backward stages of their block, spread evenly over those of the
-    block above. A recomputed block is differentiated when the block above it has ended.
+    Some may stand before one that they need.
     """
     layers = {stage.layer for stage in needs if stage.again}
     if not layers:

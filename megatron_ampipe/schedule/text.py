@@ -54,15 +54,17 @@ def program_to_text(program: Program) -> str:
 
 def program_from_text(text: str, *, degree: int) -> Program:
     """Read what :func:`program_to_text` returns; :class:`BadInput` names the line that is wrong."""
-    lanes = []
-    for number, line in enumerate(text.splitlines(), 1):
-        lane, colon, tail = line.partition(":")
-        if not colon or len(lane.split()) != 1:
-            remedy = "Write for example 'compute: qkv attention.0'."
-            raise BadInput(f"order line {number}", line, rule="is not 'LANE: stages'", remedy=remedy)
-        stages = tuple(_stage(word, number=number, degree=degree) for word in tail.split())
-        lanes.append(LaneOrder(lane.strip(), stages))
-    return Program(tuple(lanes))
+    lines = enumerate(text.splitlines(), 1)
+    return Program(tuple(_lane(line, number=number, degree=degree) for number, line in lines))
+
+
+def _lane(line: str, *, number: int, degree: int) -> LaneOrder:
+    lane, colon, tail = line.partition(":")
+    if not colon or len(lane.split()) != 1:
+        remedy = "Write for example 'compute: qkv attention.0'."
+        raise BadInput(f"schedule line {number}", line, rule="is not 'LANE: stages'", remedy=remedy)
+    stages = (_stage(word, number=number, degree=degree) for word in tail.split())
+    return LaneOrder(lane.strip(), tuple(stages))
 
 
 def from_text(text: str) -> Schedule:
@@ -82,15 +84,13 @@ def from_text(text: str) -> Schedule:
     degrees = {Direction.FORWARD: degree, Direction.BACKWARD: int(header["backward"] or degree)}
     programs: dict[Direction, list[LaneOrder]] = {direction: [] for direction in Direction}
     for number, line in lines[1:]:
-        head, colon, tail = line.partition(":")
-        words = head.split()
-        if not colon or len(words) != 2 or words[0] not in set(Direction):
+        word, _, of_lane = line.partition(" ")
+        if word not in set(Direction):
             rule = "is not 'forward LANE: stages' or 'backward LANE: stages'"
             remedy = "Write for example 'forward compute: qkv attention.0'."
             raise BadInput(f"schedule line {number}", line, rule=rule, remedy=remedy)
-        direction = Direction(words[0])
-        stages = tuple(_stage(word, number=number, degree=degrees[direction]) for word in tail.split())
-        programs[direction].append(LaneOrder(words[1], stages))
+        direction = Direction(word)
+        programs[direction].append(_lane(of_lane, number=number, degree=degrees[direction]))
     forward, backward = (Program(tuple(lanes)) for lanes in programs.values())
     repeats = header["repeats"] is not None
     return Schedule(header["name"], degree, forward, backward, degrees[Direction.BACKWARD], repeats)

@@ -3,6 +3,7 @@
 import argparse
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,12 +188,19 @@ def test_ranks_of_a_node_are_those_of_the_flag_or_of_the_launcher(monkeypatch: p
 def test_expert_parallel_ranks_are_spread_over_nodes(
     expert: int, expert_tensor: int, ranks_per_node: int | None, layout: NodeLayout | None
 ) -> None:
-    sizes = {"expert": expert, "expert_tensor": expert_tensor, "ranks_per_node": ranks_per_node}
-    assert NodeLayout.of(**sizes) == layout
-    useful = useful_exchanges(experts=expert, topk=2, dispatcher="alltoall", **sizes)
+    settings = SimpleNamespace(
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
+        moe_router_topk=2,
+        moe_token_dispatcher_type="alltoall",
+    )
+    assert NodeLayout.of(settings, ranks_per_node) == layout
+    useful = useful_exchanges(settings, expert, ranks_per_node)
     for exchange in (Exchange.NODES, Exchange.TWO_DIMENSIONAL):
         assert (exchange in useful) == (layout is not None)
     # With one expert per token there are no copies to save, only messages.
-    one = useful_exchanges(experts=expert, topk=1, dispatcher="alltoall", **sizes)
+    settings.moe_router_topk = 1
+    one = useful_exchanges(settings, expert, ranks_per_node)
     assert one == (Exchange.ROWS, Exchange.TWO_DIMENSIONAL)[: 1 + (layout is not None)]
-    assert useful_exchanges(experts=expert, topk=2, dispatcher="allgather", **sizes) == (Exchange.ROWS,)
+    settings.moe_token_dispatcher_type = "allgather"
+    assert useful_exchanges(settings, expert, ranks_per_node) == (Exchange.ROWS,)

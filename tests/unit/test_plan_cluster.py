@@ -28,7 +28,7 @@ def test_the_figures_of_fsmoe_equal_those_of_its_paper() -> None:
     assert testbed.inter["all_to_all"].time_us(2_000_000) == pytest.approx(175 + 612)
     assert testbed.intra["all_gather"].time_us(1_000_000) == pytest.approx(32 + 168)
     # alpha 9.24e-2 ms and beta 4.42e-11 ms per operation.
-    assert testbed.gemm("fp16").time_us(1000, 1000, 500) == pytest.approx(92.4 + 44.2)
+    assert testbed.compute.gemm["fp16"].time_us(1000, 1000, 500) == pytest.approx(92.4 + 44.2)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_missing_optional_figure_is_reported_when_a_block_needs_it() -> None:
     with pytest.raises(BadInput, match=r"a800x8-20gbps\.yaml:\d+: inter\.all_to_all: is missing"):
         cluster.collective("all_to_all", across_nodes=True)
     with pytest.raises(BadInput, match=r"compute\.gemm\.fp8: is missing"):
-        cluster.gemm("fp8")
+        cluster.figure("compute.gemm", cluster.compute.gemm, "fp8")
 
 
 def test_the_section_flags_is_checked_at_launch_only(tmp_path: Path) -> None:

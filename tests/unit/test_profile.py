@@ -130,7 +130,7 @@ def assembled(reports: list[dict[str, Any]]) -> Cluster:
 def test_a_known_cluster_comes_back(tmp_path: Path) -> None:
     reports = [report_of_truth(), report_of_truth()]
     cluster = assembled(reports)
-    gemm = cluster.gemm("fp32")
+    gemm = cluster.compute.gemm["fp32"]
     assert (gemm.alpha_us, gemm.beta_us_per_gflop) == pytest.approx((20.0, 9000.0), rel=1e-3)
     attention = cluster.compute.attention["fp32"]
     assert attention.backward.merge_us_per_mb == pytest.approx(500.0, rel=1e-3)

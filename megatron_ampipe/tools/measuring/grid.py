@@ -17,6 +17,7 @@ from megatron_ampipe.errors import BadInput, nearest
 from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse
 from megatron_ampipe.files.records import read_record
 from megatron_ampipe.plan.block import Block
+from megatron_ampipe.plan.model_file import ModelFile, block_of
 
 _ABOVE_0 = {"above": 0}
 
@@ -109,30 +110,15 @@ def model_flags(case: Case, *, num_ranks: int) -> dict[str, Any]:
 
 def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block:
     """The block as the planner needs it: no router losses, as :mod:`.blocks` builds it."""
-    head_size = case.head_size or case.hidden // case.heads
-    key_value_width = 2 * (case.query_groups or case.heads) * head_size
-    return Block(
-        sequence_length=case.sequence_length,
-        batch=case.batch,
-        hidden=case.hidden,
-        heads=case.heads,
-        head_size=head_size,
-        value_size=head_size,
-        projections=((case.hidden, case.heads * head_size + key_value_width),),
-        key_value_width=key_value_width,
-        experts=case.experts,
-        topk=case.topk,
-        ffn=case.ffn,
-        gated=case.activation == "swiglu",
-        shared_ffn=case.shared_ffn,
-        capacity=case.capacity,
-        dtype=case.dtype,
-        fused_gradients=fused_gradients,
-        grouped=case.grouped,
-        expert=num_ranks,
-        local=case.local,
-        splits_weights=not case.local or not case.grouped,
-    )
+    flags = model_flags(case, num_ranks=num_ranks) | {
+        "seq-length": case.sequence_length,
+        "micro-batch-size": case.batch,
+        "transformer-impl": case.transformer_impl,
+        "moe-grouped-gemm": case.grouped,
+        "no-gradient-accumulation-fusion": not fused_gradients,
+    }
+    block, _ = block_of(ModelFile(Path(case.name), flags, {}), None, ranks=num_ranks)
+    return block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
