@@ -13,12 +13,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least
 from megatron_ampipe.plan.cluster import write_cluster
 from megatron_ampipe.tools.measuring import machine
-from megatron_ampipe.tools.measuring.bench_job import ProfileJob
+from megatron_ampipe.tools.measuring.bench_job import BenchJob
 from megatron_ampipe.tools.measuring.cluster_fit import assemble
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
 from megatron_ampipe.tools.measuring.network import RANKS, add_link_arguments, parse_link
@@ -54,15 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, fit and write."""
     outputs.check(arguments.output, flag="--output")
     started = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
-    for flag, value in (("--link", arguments.link), ("--ranks", arguments.ranks)):
-        if started and value is not None:
-            rule = "is for ranks that the command starts itself, and torchrun has started these"
-            raise BadInput(flag, value, rule=rule, remedy=f"Leave {flag} out.")
-    link = parse_link(arguments.link)
+    link = arguments.link
+    if started and (arguments.ranks is not None or link != parse_link(None)):
+        arguments.refuse("torchrun has started these ranks; leave --ranks and --link out")
     count = int(os.environ["WORLD_SIZE"]) if started else arguments.ranks or RANKS
-    case, *_ = read_grid(find_grid(arguments.grid), only=arguments.case, flag="--case", num_ranks=count)
+    case, *_ = read_grid(find_grid(arguments.grid), only=arguments.case, num_ranks=count)
     num_gpus = 0 if link.is_network else machine.num_gpus()
-    job = ProfileJob(
+    job = BenchJob(
         cases=(case,),
         link=link,
         num_ranks=count,
@@ -104,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure_rank(rank: Rank[ProfileJob]) -> dict[str, Any]:
+def measure_rank(rank: Rank[BenchJob]) -> dict[str, Any]:
     """Measure in a rank; what :func:`.measuring.operations.measure` returns."""
     rank.start_megatron()
     # Imports Megatron, which must not come before the link is emulated.
