@@ -22,7 +22,7 @@ from megatron_ampipe.block.settings import PARTNER_ORDERS
 from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import AMPipeError
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.inputs import at_least
+from megatron_ampipe.files.inputs import adder, at_least
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import (
     KEEP,
@@ -49,7 +49,7 @@ UNCHANGED = "none"
 LAYERS_OF_TRAINING, ROUNDS = 2, 3
 """Of ``--end-to-end``, where they are not given."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   ampipe bench --grid cpu-small --link 200mbit --degrees 1,2,4,8 --json bench.json
       two ranks over a real 200 Mbit/s network between network namespaces (needs root)
@@ -70,16 +70,7 @@ machine was. A speedup that is nearer to 1 than its spread is marked as no diffe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe bench``."""
-    parser.description = (
-        "Measure forward and backward of MoE blocks: Megatron's own layers and AMPipe's, in turns."
-    )
-    parser.epilog = _EPILOG
-
-    def add(flag: str, metavar: str, text: str, **options: Any) -> None:
-        text += " (default: %(default)s)" * (options.get("default") is not None)
-        parser.add_argument(flag, metavar=metavar, help=text, **options)
-
-    positive = at_least(1)
+    add, positive = adder(parser), at_least(1)
     add("--grid", "NAME|FILE", "blocks to measure: a file or a name in configs/bench", default="cpu-small")
     add("--cases", "NAME,NAME", "only these cases of the grid (default: all)")
     add_link_arguments(parser, fewest_ranks=1)
@@ -94,12 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run one rank; what the others would send is made from what it sends. Only with an emulated link; "
         "the default where there are fewer GPUs than ranks"
     )
-    parser.add_argument("--pretend-peers", action="store_true", help=pretend)
+    add("--pretend-peers", None, pretend, action="store_true")
     end_to_end = (
         "train models of these blocks with Megatron's own loop instead, on CPUs: --repeats iterations after "
         "--warmup ones"
     )
-    parser.add_argument("--end-to-end", action="store_true", help=end_to_end)
+    add("--end-to-end", None, end_to_end, action="store_true")
     layers = f"consecutive blocks measured together (default: 1; {LAYERS_OF_TRAINING} with --end-to-end)"
     add("--layers", "N", layers, type=positive)
     stacks = "how many of these layers share a schedule: numbers (1 is block by block), or all"
