@@ -1,8 +1,8 @@
 """The ``ampipe`` command: runs a sub-command, and reports an error as one line of text and an exit code.
 
-Each sub-command is a module of :mod:`megatron_ampipe.tools` with ``add_arguments(parser)`` and
-``run(arguments) -> int``. Only the module of the requested sub-command is imported, so ``ampipe draw --help``
-needs neither torch nor Megatron.
+Each sub-command is a module of :mod:`megatron_ampipe.tools` with ``EPILOG``, the end of its help,
+``add_arguments(parser)`` and ``run(arguments) -> int``. Only the module of the requested sub-command is
+imported, so ``ampipe draw --help`` needs neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ TOOLS = {
     "bench": "compare Megatron's layer with AMPipe's, over a link of a given rate",
     "config": "show and check the configuration that results from YAML files and flags",
     "data": "convert a directory of text files to a dataset that Megatron trains on",
-    "doctor": "check an environment: packages, ranks, and whether overlap works on this machine",
+    "doctor": "check an environment: packages, variables, ranks, and whether overlap happens",
     "draw": "draw the timeline that a run recorded: computation and communication of every stage",
-    "gate": "check a router class for --ampipe-router: does it work in chunks?",
+    "gate": "check whether a router class for --ampipe-router works in chunks",
     "patch": "add AMPipe's flags to a Megatron-LM checkout, or remove them",
     "plan": "predict a model's blocks on a cluster, and choose degree, chunks and order of stages",
     "profile": "measure the operations of a block on these ranks, and write a cluster file",
@@ -61,11 +61,15 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in TOOLS.items():
         command = commands.add_parser(
-            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name == chosen:
             tool = importlib.import_module(f"megatron_ampipe.tools.{name}_command")
             tool.add_arguments(command)
+            command.epilog = tool.EPILOG
             command.set_defaults(run=tool.run, refuse=command.error)
     return parser
 

@@ -52,6 +52,21 @@ def at_least(minimum: int, *, at_most: int | None = None) -> Callable[[str], int
     return whole_number
 
 
+def adder(parser: argparse._ActionsContainer) -> Callable[..., None]:
+    """``add(flag, metavar, text, **options)``, which declares an argument; its help ends with its default.
+
+    A flag that takes no value has no metavar: None.
+    """
+
+    def add(flag: str, metavar: str | None, text: str, **options: Any) -> None:
+        text += " (default: %(default)s)" * (options.get("default") not in (None, []))
+        if metavar is not None:
+            options["metavar"] = metavar
+        parser.add_argument(flag, help=text, **options)
+
+    return add
+
+
 def parse_file[Content](
     path: Path, parse: Callable[[str], Content], *, what: str, rule: str, remedy: str
 ) -> Content:

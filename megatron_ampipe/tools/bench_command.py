@@ -12,16 +12,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from tqdm import tqdm
 
 from megatron_ampipe.block.settings import PARTNER_ORDERS, SHIPPED_WIRES, class_path
 from megatron_ampipe.compat import has_fused_weight_gradients
-from megatron_ampipe.errors import AMPipeError, BadInput
+from megatron_ampipe.errors import AMPipeError
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.inputs import at_least
+from megatron_ampipe.files.inputs import adder, at_least
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import (
     KEEP,
@@ -38,7 +38,7 @@ from megatron_ampipe.schedule import (
 from megatron_ampipe.tools.measuring import machine, prediction, result, training
 from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK, BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.network import RANKS, add_link_arguments, parse_link
+from megatron_ampipe.tools.measuring.network import RANKS, add_link_arguments
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
 OFF = "off"
@@ -48,7 +48,7 @@ UNCHANGED = "none"
 LAYERS_OF_TRAINING, ROUNDS = 2, 3
 """Of ``--end-to-end``, where they are not given."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   ampipe bench --grid cpu-small --link 200mbit --degrees 1,2,4,8 --json bench.json
       two ranks over a real 200 Mbit/s network between network namespaces (needs root)
@@ -69,21 +69,14 @@ machine was. A speedup that is nearer to 1 than its spread is marked as no diffe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe bench``."""
-    parser.description = (
-        "Measure forward and backward of MoE blocks: Megatron's own layers and AMPipe's, in turns."
-    )
-    parser.epilog = _EPILOG
-
-    def add(flag: str, metavar: str, text: str, **options: Any) -> None:
-        text += " (default: %(default)s)" * (options.get("default") is not None)
-        parser.add_argument(flag, metavar=metavar, help=text, **options)
-
-    positive = at_least(1)
+    add, positive = adder(parser), at_least(1)
     add("--grid", "NAME|FILE", "blocks to measure: a file or a name in configs/bench", default="cpu-small")
     add("--cases", "NAME,NAME", "only these cases of the grid (default: all)")
     add_link_arguments(parser, fewest_ranks=1)
-    add("--degrees", "N,N", "numbers of chunks; 4:2 is 4 forward and 2 backward", default="1,2,4,8")
-    add("--schedules", "S,S", f"of {', '.join(SCHEDULE_NAMES)}", default="moe-only,ampipe")
+    chunks = "numbers of chunks; 4:2 is 4 forward and 2 backward"
+    add("--degrees", "N,N", chunks, type=_several(_degree), default="1,2,4,8")
+    schedules = _several(_one_of(*SCHEDULE_NAMES))
+    add("--schedules", "S,S", f"of {', '.join(SCHEDULE_NAMES)}", type=schedules, default="moe-only,ampipe")
     add("--repeats", "N", "timed passes of each layer", type=positive, default=10)
     add("--warmup", "N", "passes before those", type=at_least(0), default=2)
     add("--seed", "N", "of weights and inputs", type=at_least(0), default=1)
@@ -91,12 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run one rank; what the others would send is made from what it sends. Only with an emulated link; "
         "the default where there are fewer GPUs than ranks"
     )
-    parser.add_argument("--pretend-peers", action="store_true", help=pretend)
+    add("--pretend-peers", None, pretend, action="store_true")
     end_to_end = (
         "train models of these blocks with Megatron's own loop instead, on CPUs: --repeats iterations after "
         "--warmup ones"
     )
-    parser.add_argument("--end-to-end", action="store_true", help=end_to_end)
+    add("--end-to-end", None, end_to_end, action="store_true")
     layers = f"consecutive blocks measured together (default: 1; {LAYERS_OF_TRAINING} with --end-to-end)"
     add("--layers", "N", layers, type=positive)
     stacks = "how many of these layers share a schedule: numbers (1 is block by block), or all"
@@ -110,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--wire", "W,W", wires, default=UNCHANGED)
     orders = " or ".join(PARTNER_ORDERS)
     partners = f"with --end-to-end: partners, {OFF} or their order, {orders} (default: {OFF})"
-    add("--partner", "P,P", partners)
+    add("--partner", "P,P", partners, type=_several(_one_of(OFF, *PARTNER_ORDERS)))
     add("--micro-batches", "N", "with --end-to-end: of each rank in an iteration (default: 2)", type=positive)
     rounds = f"with --end-to-end: trainings of each kind, in turns (default: {ROUNDS})"
     add("--rounds", "N", rounds, type=positive)
@@ -227,38 +220,34 @@ def measure_blocks(rank: Rank[BenchJob]) -> None:
         rank.say("case", (index, timed_passes.measure(rank, case, job.variants[index])))
 
 
-def _refuse(flag: str, value: object, rule: str, remedy: str) -> NoReturn:
-    raise BadInput(flag, value, rule=rule, remedy=remedy)
-
-
 def _check_together(arguments: argparse.Namespace) -> None:
     """Refuse flags that could have no effect together."""
     if arguments.end_to_end:
         for flag, value in (("--from", arguments.source), ("--predict", arguments.predict)):
             if value is not None:
-                rule = "works with results of blocks, not with --end-to-end"
-                _refuse(flag, value, rule, f"Leave {flag} out; --json holds every sample.")
+                arguments.refuse(f"{flag} {value} works with results of blocks; leave out --end-to-end")
     else:
         for flag in ("rounds", "partner", "micro-batches"):
             value = getattr(arguments, flag.replace("-", "_"))
             if value is not None:
-                rule = "requires --end-to-end: without it, nothing is trained"
-                _refuse(f"--{flag}", value, rule, f"Add --end-to-end, or leave --{flag} out.")
+                arguments.refuse(f"--{flag} {value} is for trainings; add --end-to-end")
     if arguments.wire != UNCHANGED and (arguments.end_to_end or arguments.predict):
-        rule = "changes the losses of trainings, and predictions do not know it"
-        _refuse("--wire", arguments.wire, rule, "Leave out --end-to-end and --predict.")
+        arguments.refuse(
+            f"--wire {arguments.wire} changes the losses of trainings, and predictions do not know it; leave "
+            "out --end-to-end and --predict"
+        )
 
 
 def _job(arguments: argparse.Namespace) -> BenchJob:
-    link, end_to_end = parse_link(arguments.link), arguments.end_to_end
-    count = arguments.ranks or RANKS
+    link, end_to_end, count = arguments.link, arguments.end_to_end, arguments.ranks or RANKS
     num_gpus = 0 if link.is_network or end_to_end else machine.num_gpus()
     pretended = arguments.pretend_peers or (link.emulated and 0 < num_gpus < count)
     if end_to_end and link.emulated:
-        rule = "an emulated link would not slow the other collectives of a training"
-        _refuse("--link", link.text, rule, "Use --link 200mbit, or --link none.")
+        arguments.refuse(
+            f"--link {link.text} would slow one collective of a training alone; use --link 200mbit, or none"
+        )
     if pretended and not link.emulated:
-        _refuse("--pretend-peers", "", f"--link {link.text} needs real ranks", "Use --link emulated:RATE.")
+        arguments.refuse(f"--pretend-peers with --link {link.text}; use --link emulated:RATE")
     cases = read_grid(find_grid(arguments.grid), only=arguments.cases, num_ranks=count)
     layers = arguments.layers or (LAYERS_OF_TRAINING if end_to_end else 1)
     fused = has_fused_weight_gradients(on_gpu=num_gpus > 0)
@@ -287,32 +276,32 @@ def _variants(
     """What is compared in a case: stock, its control, and every schedule in every way."""
     exchanges = parse_exchanges(arguments.exchange, flag="--exchange")
     if not useful & set(exchanges):
-        rule = f"saves nothing in case {case.name}: no rank gets a token twice, or there are no nodes"
-        remedy = "Choose --cases with several experts per token and rank, or --exchange rows,ranks."
-        _refuse("--exchange", ",".join(exchanges), rule, remedy)
+        arguments.refuse(
+            f"--exchange {arguments.exchange} saves nothing in case {case.name}: no rank gets a token twice, "
+            "or there are no nodes; choose --cases with several experts per token and rank, or rows,ranks"
+        )
     found = [Variant(STOCK), Variant(CONTROL)]
-    for schedule, degrees, stack, memory, wire, exchange, partner in itertools.product(
-        *(arguments.schedules.split(","), arguments.degrees.split(","), arguments.stack.split(",")),
+    for schedule, cut, stack, memory, wire, exchange, partner in itertools.product(
+        *(arguments.schedules, arguments.degrees, arguments.stack.split(",")),
         *(arguments.memory.split(","), arguments.wire.split(","), exchanges),
-        (arguments.partner or OFF).split(","),
+        arguments.partner or [OFF],
     ):
-        cut = _cut(degrees, case)
+        rows = case.sequence_length
+        if cut.num_chunks > rows:
+            arguments.refuse(f"--degrees {cut.num_chunks} is above the {rows} rows of case {case.name}")
         is_cut = cut.num_chunks > 1
         check_memory(memory, flag="--memory", backward_degree=cut.backward_degree if is_cut else None)
-        if schedule not in SCHEDULE_NAMES:
-            rule, remedy = f"is not one of {', '.join(SCHEDULE_NAMES)}", "Use --schedules moe-only,ampipe."
-            _refuse("--schedules", schedule or "(empty)", rule, remedy)
+        size = parse_stack(stack, flag="--stack") or layers
+        if size > layers:
+            arguments.refuse(f"--stack {stack} is above the number of layers; use --layers {size}, or all")
         pipeline = replace(
             cut,
             schedule=schedule,
-            stack=_stack(stack, layers),
+            stack=size,
             # In one chunk nothing is restored.
             memory=memory if is_cut else KEEP,
             exchange=exchange,
         )
-        if partner not in (OFF, *PARTNER_ORDERS):
-            rule = f"is not one of {', '.join((OFF, *PARTNER_ORDERS))}"
-            _refuse("--partner", partner or "(empty)", rule, "Use --partner off,listed.")
         if partner != OFF and stack != "1":
             pipeline = replace(pipeline, partner=Partner(order=partner))
         elif not pipeline.overlaps:
@@ -325,25 +314,29 @@ def _variants(
     return tuple(dict.fromkeys(found))
 
 
-def _cut(word: str, case: Case) -> Pipeline:
-    """A value of ``--degrees``: ``4``, or ``4:2``."""
+def _several[Item](item: Callable[[str], Item]) -> Callable[[str], list[Item]]:
+    """A type for ``argparse``: values of another one, separated by commas."""
+    return lambda text: [item(word) for word in text.split(",")]
+
+
+def _one_of(*names: str) -> Callable[[str], str]:
+    """A type for ``argparse``."""
+
+    def name(word: str) -> str:
+        if word not in names:
+            raise argparse.ArgumentTypeError(f"{word!r} is not one of {', '.join(names)}")
+        return word
+
+    return name
+
+
+def _degree(word: str) -> Pipeline:
+    """A type for ``argparse``: ``4``, or ``4:2``."""
     forward, _, backward = word.partition(":")
     try:
-        cut = Pipeline.of(int(forward), backward_degree=int(backward or forward))
+        return Pipeline.of(int(forward), backward_degree=int(backward or forward))
     except ValueError:
-        rule = "is not a list of whole numbers of at least 1, or pairs of which one divides the other"
-        remedy = "Use --degrees 1,2,4,8, or 4:2 for a backward pass of degree 2."
-        _refuse("--degrees", word or "(empty)", rule, remedy)
-    if cut.num_chunks > case.sequence_length:
-        rule = f"is above the {case.sequence_length} rows of case {case.name}"
-        _refuse("--degrees", cut.num_chunks, rule, "Use --degrees 1,2,4.")
-    return cut
-
-
-def _stack(word: str, layers: int) -> int:
-    """``all`` as a number."""
-    size = parse_stack(word, flag="--stack") or layers
-    if size > layers:
-        rule = f"is above the number of layers ({layers}), which cannot share a schedule with others"
-        _refuse("--stack", word, rule, f"Use --layers {size}, or --stack all.")
-    return size
+        raise argparse.ArgumentTypeError(
+            f"{word!r} is no whole number of at least 1, and no pair of which one divides the other; write "
+            "for example 1,2,4,8, or 4:2 for a backward pass of degree 2"
+        ) from None

@@ -14,7 +14,7 @@ import warnings
 
 from megatron_ampipe.files.inputs import at_least
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   ampipe config --ampipe-config tiny quickstart                 as YAML, each value with its source
   ampipe config --ampipe-config mixtral-8x7b my/run.yaml --lr 1e-4 --format command
@@ -28,8 +28,6 @@ training: those of Megatron and --ampipe-*.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe config``; the flags of training pass through (see ``cli.parse``)."""
-    parser.description = "Show and check the configuration that files and flags make together."
-    parser.epilog = _EPILOG
     # Or --form would be taken for --format, and never reach Megatron.
     parser.allow_abbrev = False
     add = parser.add_argument

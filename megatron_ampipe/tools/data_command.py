@@ -39,7 +39,7 @@ _LEAST_DOCUMENT_BYTES = 1024
 _NOT_ENTERED = {"__pycache__"}
 _NOT_OF_THE_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   ampipe data --output data/stdlib
       Python's own library source (about 12 MB), to try things with
@@ -60,10 +60,6 @@ Hidden and empty files are left out; of those that are not UTF-8 text, the names
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe data``."""
-    parser.description = (
-        "Turn a directory of text files into a dataset that Megatron trains on, byte by byte."
-    )
-    parser.epilog = _EPILOG
     add = parser.add_argument
     directory = "tree of UTF-8 text files; without it, the source of the running Python's standard library"
     suffixes = f"take files with these suffixes (default: {SUFFIXES}; .py without DIRECTORY)"

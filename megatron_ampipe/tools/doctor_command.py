@@ -48,7 +48,7 @@ _HARMFUL = {
     "NCCL_SHM_DISABLE": "disables a fast path between GPUs",
     "NCCL_IB_DISABLE": "disables InfiniBand and RoCE",
 }
-_EPILOG = """\
+EPILOG = """\
 examples:
   ampipe doctor             everything, within two minutes; starts a rank per GPU, or two on a CPU
   ampipe doctor --quick     packages and environment alone
@@ -62,8 +62,6 @@ or nothing overlaps on GPUs
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe doctor``."""
-    parser.description = "Check an environment: packages, variables, ranks, and whether overlap happens."
-    parser.epilog = _EPILOG
     parser.add_argument("--quick", action="store_true", help="do not start ranks and measure no overlap")
     parser.add_argument("--json", metavar="FILE", help="also write what was found as JSON; - for stdout")
 

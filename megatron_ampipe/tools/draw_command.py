@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.inputs import at_least
+from megatron_ampipe.files.inputs import adder, at_least
 from megatron_ampipe.files.timeline import COMPUTE, DIRECTIONS, PREDICTED, StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
 
 _CLOCK_US = 1.0
 """By how much times of a device's events may be wrong."""
-_EPILOG = """\
+EPILOG = """\
 examples:
   ampipe draw traces/ --output timeline
       timeline.svg and timeline.png: of every rank, the first MoE layer in a typical iteration, with
@@ -35,40 +35,16 @@ A run writes its traces with --ampipe-trace-dir traces/. Perfetto (ui.perfetto.d
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe draw``."""
-    parser.description = "Draw what each rank computed and communicated, and when, as SVG and PNG."
-    parser.epilog = _EPILOG
-    parser.add_argument(
-        "traces",
-        metavar="TRACE",
-        type=Path,
-        nargs="+",
-        help="a rank's trace, or a directory of them (rank*.trace.json)",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="NAME",
-        type=Path,
-        help="write NAME.svg and NAME.png (default: timeline, in the directory of the traces)",
-    )
-    parser.add_argument(
-        "--iteration",
-        metavar="N",
-        type=at_least(0),
-        help="training iteration to draw (default: one of median length of those that all ranks recorded)",
-    )
-    parser.add_argument(
-        "--layer",
-        metavar="N",
-        type=at_least(1),
-        help="layer to draw, from 1, with the layers that share its schedule (default: each rank's first MoE "
-        "layer)",
-    )
-    parser.add_argument(
-        "--predicted",
-        metavar="FILE",
-        type=Path,
-        help="draw this prediction of ampipe plan --trace below every rank, and compare",
-    )
+    add = adder(parser)
+    add("traces", "TRACE", "a rank's trace, or a directory of them (rank*.trace.json)", type=Path, nargs="+")
+    output = "write NAME.svg and NAME.png (default: timeline, in the directory of the traces)"
+    add("--output", "NAME", output, type=Path)
+    iteration = "to draw (default: one of median length of those that all ranks recorded)"
+    add("--iteration", "N", iteration, type=at_least(0))
+    layer = "to draw, from 1, with the layers that share its schedule (default: each rank's first MoE layer)"
+    add("--layer", "N", layer, type=at_least(1))
+    predicted = "draw this prediction of ampipe plan --trace below every rank, and compare"
+    add("--predicted", "FILE", predicted, type=Path)
 
 
 def run(arguments: argparse.Namespace) -> int:

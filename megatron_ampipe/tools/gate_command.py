@@ -30,7 +30,7 @@ _LOSSES = {
     "moe_aux_loss_coeff": [0.1, 0.1],
     "moe_z_loss_coeff": 0.1,
 }
-_EPILOG = """\
+EPILOG = """\
 examples:
   ampipe gate my_package.routers:MyRouter     a class that can be imported here
   ampipe gate cosine sigmoid                  gates that AMPipe ships
@@ -41,7 +41,6 @@ docs/gates.md explains what is checked. Exit code 4 if a check fails.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``ampipe gate``."""
-    parser.epilog = _EPILOG
     known = f"package.module:Class, or one of {', '.join(SHIPPED_GATES)}"
     parser.add_argument("names", nargs="+", metavar="CLASS", help=known)
 

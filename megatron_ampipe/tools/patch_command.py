@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_ampipe.files import outputs
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   ampipe patch check Megatron-LM       whether it was applied
   ampipe patch apply Megatron-LM       after this, pretrain_gpt.py --ampipe-degree 4 needs no launcher
@@ -26,7 +26,6 @@ LINES = "from megatron_ampipe.launch import script as ampipe\nampipe.wrap_steps(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``ampipe patch``."""
-    parser.epilog = _EPILOG
     actions = "apply puts it in, revert removes it, check only says whether it was applied"
     parser.add_argument("action", choices=("apply", "check", "revert"), help=actions)
     tree = "a Megatron-LM checkout, the folder with megatron/ in it"

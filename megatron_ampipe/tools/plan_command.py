@@ -19,7 +19,7 @@ from rich.console import Console
 from megatron_ampipe.block.settings import AUTO
 from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.inputs import at_least, value_of
+from megatron_ampipe.files.inputs import adder, at_least, value_of
 from megatron_ampipe.files.timeline import PREDICTED
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.memory import memory_by_stage
@@ -42,7 +42,7 @@ from megatron_ampipe.tools.plan_answer import answer_of, show, timeline_of
 
 _MOST_CHUNKS = 64
 """A schedule of thousands of chunks would take minutes to build."""
-_EPILOG = """\
+EPILOG = """\
 examples:
   ampipe plan --model mixtral-8x7b --cluster dgx-h100
       which degree, how much it is predicted to save, and why
@@ -58,90 +58,41 @@ also found by name in configs/models and configs/clusters.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe plan``."""
-    parser.description = (
-        "Predict a model's blocks on a cluster, and choose degree, chunks and order of stages."
+    add = adder(parser)
+    add("--model", "FILE", "model file, or the name of a shipped one", required=True)
+    add("--cluster", "FILE", "cluster file, or the name of a shipped one", required=True)
+    override = "a Megatron flag that replaces the model file's, for example seq-length=8192; repeatable"
+    add("--set", "FLAG=VALUE", override, type=_override, action="append", default=[])
+    add("--ranks", "N", "ranks of the whole run (default: those of one node)", type=at_least(1))
+    add_unevenness = adder(parser.add_mutually_exclusive_group())
+    busiest = "tokens of the busiest rank over the mean; 1 if experts are evenly used"
+    add_unevenness("--imbalance", "X", busiest, type=float, default=1.0)
+    routing = (
+        "take from a training that ran with --ampipe-routing-dir how unevenly experts are used, and how many "
+        "ranks or nodes get a token"
     )
-    parser.epilog = _EPILOG
-    add = parser.add_argument
-    add("--model", required=True, metavar="FILE", help="model file, or the name of a shipped one")
-    add("--cluster", required=True, metavar="FILE", help="cluster file, or the name of a shipped one")
-    add(
-        "--set",
-        type=_override,
-        action="append",
-        default=[],
-        metavar="FLAG=VALUE",
-        help="a Megatron flag that replaces the model file's, for example seq-length=8192; repeatable",
+    add_unevenness("--routing", "DIR", routing, type=Path)
+    add("--degrees", "N,N", "numbers of chunks to try", type=_degrees, default=",".join(map(str, DEGREES)))
+    stack = "how many consecutive layers may share a schedule: 1 (block by block), a number, or all"
+    add("--stack", "N", stack, default="all")
+    exchange = (
+        f"how the all-to-all groups copies of a token, as --ampipe-exchange: {', '.join(Exchange)}, several "
+        f"of these, or {AUTO} for all that the layout allows, which compares Megatron's dispatchers and "
+        "grouped products too; the first is kept unless another is predicted to save more than 1 %%"
     )
-    add("--ranks", type=at_least(1), metavar="N", help="ranks of the whole run (default: those of one node)")
-    unevenness = parser.add_mutually_exclusive_group()
-    unevenness.add_argument(
-        "--imbalance",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="tokens of the busiest rank over the mean (default: 1, experts evenly used)",
-    )
-    unevenness.add_argument(
-        "--routing",
-        type=Path,
-        metavar="DIR",
-        help="take from a training that ran with --ampipe-routing-dir how unevenly experts are used, and "
-        "how many ranks or nodes get a token",
-    )
-    add(
-        "--degrees",
-        type=_degrees,
-        default=DEGREES,
-        metavar="N,N",
-        help=f"numbers of chunks to try (default: {','.join(map(str, DEGREES))})",
-    )
-    add(
-        "--stack",
-        default="all",
-        metavar="N",
-        help="how many consecutive layers may share a schedule: 1 (block by block), a number, or all of a "
-        "pipeline stage (default: all)",
-    )
-    add(
-        "--exchange",
-        default=AUTO,
-        metavar="E,E",
-        help="how the all-to-all groups copies of a token, as --ampipe-exchange: "
-        f"{', '.join(Exchange)}, several of these, or {AUTO} for all that the layout allows; the "
-        f"first is kept unless another is predicted to save more than 1 %% (default: {AUTO}, which "
-        "compares dispatchers and grouped products of Megatron too)",
-    )
-    add(
-        "--no-partner",
-        action="store_true",
-        help="do not consider partners, two micro-batches at once (--ampipe-partner)",
-    )
-    add(
-        "--verbose",
-        action="store_true",
-        help="show memory, reductions of gradients and MPipeMoE's choice too",
-    )
-    add("--output", type=Path, metavar="FILE", help="write the plan, for --ampipe-plan FILE")
-    add("--json", metavar="FILE", help="write the answer as JSON; - for stdout, in place of the table")
-    add(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="write the predicted timeline in the form of a run's, for ampipe draw",
-    )
-    add(
-        "--trace-of",
-        type=at_least(1, at_most=_MOST_CHUNKS),
-        metavar="N",
-        help="degree that --trace and --tape show, in equal chunks (default: the choice)",
-    )
-    add(
-        "--tape",
-        type=Path,
-        metavar="FILE",
-        help="write what a rank runs: calls with what each takes, gives, waits for and frees (needs torch)",
-    )
+    add("--exchange", "E,E", exchange, default=AUTO)
+    no_partner = "do not consider partners, two micro-batches at once (--ampipe-partner)"
+    add("--no-partner", None, no_partner, action="store_true")
+    verbose = "show memory, reductions of gradients and MPipeMoE's choice too"
+    add("--verbose", None, verbose, action="store_true")
+    add("--output", "FILE", "write the plan, for --ampipe-plan FILE", type=Path)
+    add("--json", "FILE", "write the answer as JSON; - for stdout, in place of the table")
+    trace = "write the predicted timeline in the form of a run's, for ampipe draw"
+    add("--trace", "FILE", trace, type=Path)
+    shown = "degree that --trace and --tape show, in equal chunks (default: the choice)"
+    add("--trace-of", "N", shown, type=at_least(1, at_most=_MOST_CHUNKS))
+    tape = "write what a rank runs: calls with what each takes, gives, waits for and frees (needs torch)"
+    add("--tape", "FILE", tape, type=Path)
 
 
 def _override(text: str) -> tuple[str, Any]:

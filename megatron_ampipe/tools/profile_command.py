@@ -13,18 +13,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.inputs import at_least
+from megatron_ampipe.files.inputs import adder, at_least
 from megatron_ampipe.plan.cluster import write_cluster
 from megatron_ampipe.tools.measuring import machine
-from megatron_ampipe.tools.measuring.bench_job import ProfileJob
+from megatron_ampipe.tools.measuring.bench_job import BenchJob
 from megatron_ampipe.tools.measuring.cluster_fit import assemble
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
 from megatron_ampipe.tools.measuring.network import RANKS, add_link_arguments, parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   ampipe profile --link 200mbit --output cluster.yaml
       two ranks of this machine over a real 200 Mbit/s network between network namespaces (needs root)
@@ -38,31 +37,26 @@ cluster.yaml. Close other work first. Times are medians of a rank, and the slowe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe profile``."""
-    parser.description = "Measure what the operations of a block cost, and write a cluster file."
-    parser.epilog = _EPILOG
-    add = parser.add_argument
+    add = adder(parser)
+    add("--output", "FILE", "the cluster file to write", type=Path, required=True)
     grid = "file of blocks, or a name in configs/bench: the sizes of one of them are measured"
-    chosen = " (default: %(default)s)"
-    add("--output", metavar="FILE", type=Path, required=True, help="the cluster file to write")
-    add("--grid", metavar="NAME|FILE", default="cpu-small", help=grid + chosen)
-    add("--case", metavar="NAME", help="which block of the grid (default: the first)")
+    add("--grid", "NAME|FILE", grid, default="cpu-small")
+    add("--case", "NAME", "which block of the grid (default: the first)")
     add_link_arguments(parser, fewest_ranks=2)
-    add("--repeats", metavar="N", type=at_least(3), default=7, help="timed calls of each operation" + chosen)
+    add("--repeats", "N", "timed calls of each operation", type=at_least(3), default=7)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, fit and write."""
     outputs.check(arguments.output, flag="--output")
     started = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
-    for flag, value in (("--link", arguments.link), ("--ranks", arguments.ranks)):
-        if started and value is not None:
-            rule = "is for ranks that the command starts itself, and torchrun has started these"
-            raise BadInput(flag, value, rule=rule, remedy=f"Leave {flag} out.")
-    link = parse_link(arguments.link)
+    link = arguments.link
+    if started and (arguments.ranks is not None or link != parse_link(None)):
+        arguments.refuse("torchrun has started these ranks; leave --ranks and --link out")
     count = int(os.environ["WORLD_SIZE"]) if started else arguments.ranks or RANKS
-    case, *_ = read_grid(find_grid(arguments.grid), only=arguments.case, flag="--case", num_ranks=count)
+    case, *_ = read_grid(find_grid(arguments.grid), only=arguments.case, num_ranks=count)
     num_gpus = 0 if link.is_network else machine.num_gpus()
-    job = ProfileJob(
+    job = BenchJob(
         cases=(case,),
         link=link,
         num_ranks=count,
@@ -104,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure_rank(rank: Rank[ProfileJob]) -> dict[str, Any]:
+def measure_rank(rank: Rank[BenchJob]) -> dict[str, Any]:
     """Measure in a rank; what :func:`.measuring.operations.measure` returns."""
     rank.start_megatron()
     # Imports Megatron, which must not come before the link is emulated.

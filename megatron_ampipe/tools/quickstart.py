@@ -75,18 +75,18 @@ def _parser() -> argparse.ArgumentParser:
         "what connects the processes: a rate such as 50mbit (a real network between network namespaces), "
         f"emulated:RATE, or none; if left out, {LINK}, emulated where no network can be made"
     )
-    add("--link", help=link)
+    add("--link", type=parse_link, help=link)
     folder = REPOSITORY / "runs" / "quickstart"
     add("--output", type=Path, default=folder, help="folder for data, logs and results")
     return parser
 
 
-def choose_link(wanted: str | None) -> tuple[Link, str | None]:
+def choose_link(wanted: Link | None) -> tuple[Link, str | None]:
     """The link that is wanted, or :data:`LINK`; and why that is emulated, if it is.
 
-    BadInput or EnvironmentMissing if it is wanted and not a link, or cannot be made here.
+    EnvironmentMissing if it is wanted and cannot be made here.
     """
-    link = parse_link(wanted or LINK)
+    link = wanted or parse_link(LINK)
     if not link.is_network:
         return link, None
     try:

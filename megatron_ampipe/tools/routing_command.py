@@ -16,7 +16,7 @@ from megatron_ampipe.files.inputs import at_least
 from megatron_ampipe.plan.block import even_rows
 from megatron_ampipe.plan.recorded_routing import busiest, divisors, read_routing
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   ampipe routing runs/routing                        how evenly the experts are used, and what is sent
   ampipe routing runs/routing --ranks 8              as if the experts were divided between 8 ranks
@@ -28,8 +28,6 @@ A training records with --ampipe-routing-dir DIR. docs/routing.md explains the f
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``ampipe routing``."""
-    parser.description = "Show who went where in a training that ran with --ampipe-routing-dir."
-    parser.epilog = _EPILOG
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of --ampipe-routing-dir")
     ranks = "ranks between which the experts are divided (default: those of the training)"
     parser.add_argument("--ranks", type=at_least(1), metavar="N", help=ranks)

@@ -23,14 +23,14 @@ import jinja2
 
 from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.inputs import at_least, find_config, load
+from megatron_ampipe.files.inputs import adder, at_least, find_config, load
 from megatron_ampipe.launch.config_files import CONFIG_FLAG
 
 SAVE_INTERVAL = 500
 """Iterations between checkpoints, where neither the command nor a file of the run says it."""
 _SET_BY_THE_SCRIPT = ("save", "load", "ckpt-step", "exit-signal", "exit-signal-handler", "ampipe-config")
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   ampipe sbatch --model mixtral-8x7b --cluster a800x8-20gbps --nodes 4 --run my-run.yaml
       show the script for four nodes
@@ -63,17 +63,11 @@ def _matching(pattern: str, example: str) -> Callable[[str], str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe sbatch``."""
-    parser.description = "Write a SLURM job script that trains with AMPipe, show it, and submit it."
-    parser.epilog = _EPILOG
     # Or --time would also be --t, which a later argument could take away.
     parser.allow_abbrev = False
     parser.fromfile_prefix_chars = "@"
     parser.convert_arg_line_to_args = partial(shlex.split, comments=True)  # type: ignore[method-assign]
-
-    def add(flag: str, metavar: str, text: str, **options: Any) -> None:
-        text += " (default: %(default)s)" * (options.get("default") not in (None, []))
-        parser.add_argument(flag, metavar=metavar, help=text, **options)
-
+    add = adder(parser)
     word, again = _matching(_WORD, "gpu"), {"action": "append", "default": []}
     add("--model", "NAME|FILE", "the model: a YAML file or a name in configs/models")
     add("--run", "NAME|FILE", "batch, learning rate, data", dest="run_file")
@@ -83,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folders in it"
     )
     add("--folder", "DIR", folder, type=_matching(r".*\S.*", "runs/first"))
-    parser.add_argument("--no-check", action="store_true", help="do not check the flags with Megatron")
+    add("--no-check", None, "do not check the flags with Megatron", action="store_true")
     add("--nodes", "N", "number of nodes", type=at_least(1), required=True)
     add("--cluster", "NAME|FILE", "says how many GPUs a node has; a name in configs/clusters")
     add("--gpus-per-node", "N", "if no cluster file gives it", type=at_least(1))
@@ -111,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     name = "(default: the model's name)"
     add("--job-name", "NAME", name, type=_matching(r"\w[\w.,:=+@-]*", "moe-1"))
     add("--output", "FILE", "write the script there", type=Path)
-    parser.add_argument("--submit", action="store_true", help="submit it")
+    add("--submit", None, "submit it", action="store_true")
 
 
 def run(arguments: argparse.Namespace) -> int:

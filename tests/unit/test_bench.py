@@ -69,7 +69,7 @@ def test_links_are_read(text: str, is_network: bool, rate: float | None, latency
      "emulated:1gbit:1us:1us", "inter=50mbit,intra=400mbit"],
 )  # fmt: skip
 def test_bad_links_are_refused(text: str) -> None:
-    with pytest.raises(BadInput, match="emulated:RATE"):
+    with pytest.raises(argparse.ArgumentTypeError, match="emulated:RATE"):
         parse_link(text)
 
 
@@ -90,19 +90,21 @@ def test_a_slow_network_needs_root_and_iproute2(
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ("--degrees 4096", "--degrees 4096: is above the 2048 rows"),
-        ("--ranks 3", "--ranks 3: does not divide the 4 experts"),
+        ("--schedules gpipe", "'gpipe' is not one of"),
+        ("--degrees 4:3", "'4:3' is no whole number"),
+        ("--degrees 4096", "--degrees 4096 is above the 2048 rows"),
+        ("--ranks 3", "case top1: 3 ranks cannot share its 4 experts"),
         ("--grid absent", "cpu-small"),
-        ("--cases top1,top3", "--cases top3: is not a case of"),
+        ("--cases top1,top3", "case top3: is not in this grid. Did you mean top"),
         ("--memory keep,forget", "--memory forget: is not one of keep, rebuild, redispatch"),
         ("--degrees 1,4 --memory keep,keep/rebuild", "--memory keep/rebuild: names strategies of 2 chunks"),
-        ("--stack 3", "--stack 3: is above the number of layers (1)"),
-        ("--wire fp8 --end-to-end", "--wire fp8: changes the losses"),
-        ("--exchange nodes", "--exchange nodes: saves nothing in case top1"),
-        ("--pretend-peers", "--pretend-peers: --link none needs real ranks"),
+        ("--stack 3", "--stack 3 is above the number of layers"),
+        ("--wire fp8 --end-to-end", "--wire fp8 changes the losses"),
+        ("--exchange nodes", "--exchange nodes saves nothing in case top1"),
+        ("--pretend-peers", "--pretend-peers with --link none"),
         ("--from /absent.json", "--from /absent.json: cannot be read"),
-        ("--rounds 3", "--rounds 3: requires --end-to-end"),
-        ("--end-to-end --link emulated:1gbit", "--link emulated:1gbit: an emulated link would not"),
+        ("--rounds 3", "--rounds 3 is for trainings; add --end-to-end"),
+        ("--end-to-end --link emulated:1gbit", "--link emulated:1gbit would slow one collective"),
     ],
 )
 def test_bad_arguments_end_with_2_before_anything_starts(

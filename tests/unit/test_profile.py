@@ -177,8 +177,8 @@ def test_the_file_has_the_times_to_issue_a_stage_of_the_slowest_host(tmp_path: P
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--output x.yaml --case top9", "--case top9: is not a case of"),
-        ("--output x.yaml --link 200mbit", "--link 200mbit: is for ranks that the command starts itself"),
+        ("--output x.yaml --case top9", "case top9: is not in this grid"),
+        ("--output x.yaml --link 200mbit", "torchrun has started these ranks"),
     ],
 )
 def test_bad_arguments_end_with_2_before_anything_starts(

@@ -54,6 +54,7 @@ class BenchJob(RankJob):
         repeats: Timed passes of each variant, or iterations of a training; before them, ``warmup`` others.
         layers: How many consecutive layers are one measurement, each with its own weights.
         micro_batches: Of each rank in an iteration of a training.
+        ranks_per_node: Of a profile: how many of the ranks a machine has.
     """
 
     cases: tuple[Case, ...]
@@ -62,10 +63,4 @@ class BenchJob(RankJob):
     warmup: int
     layers: int = 1
     micro_batches: int = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileJob(BenchJob):
-    """A block around which operations are measured, and how many ranks a node has."""
-
-    ranks_per_node: int
+    ranks_per_node: int = 1

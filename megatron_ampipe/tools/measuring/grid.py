@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_ampipe.errors import BadInput, nearest
+from megatron_ampipe.errors import nearest
 from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse
 from megatron_ampipe.files.records import read_record
 from megatron_ampipe.plan.block import Block
@@ -137,15 +137,12 @@ def find_grid(text: str) -> Path:
     return find_config(text, folders=["bench"], flag="--grid", what="grid")
 
 
-def read_grid(
-    path: Path, *, only: str | None = None, flag: str = "--cases", num_ranks: int = 1
-) -> tuple[Case, ...]:
+def read_grid(path: Path, *, only: str | None = None, num_ranks: int = 1) -> tuple[Case, ...]:
     """Read and check a grid; BadInput names the file, the line and the key that is wrong.
 
     Args:
         path: The file.
         only: Names of the wanted cases, separated by commas; None for all.
-        flag: The flag that named them, for the error.
         num_ranks: Over which the experts are spread.
     """
     top = load(path, what="grid", remedy="Look at configs/bench/cpu-small.yaml for the format.")
@@ -161,10 +158,10 @@ def read_grid(
     chosen = list(by_name) if only is None else only.split(",")
     for name in chosen:
         if name not in by_name:
-            raise BadInput(flag, name, rule=f"is not a case of {path}", remedy=nearest(name, by_name))
+            refuse(path, top.line, f"case {name}", "is not in this grid", nearest(name, by_name))
         if by_name[name].experts % num_ranks:
-            rule = f"does not divide the {by_name[name].experts} experts of case {name} in {path}"
-            raise BadInput("--ranks", num_ranks, rule=rule, remedy="Use --ranks 2, or change the grid.")
+            rule = f"{num_ranks} ranks cannot share its {by_name[name].experts} experts equally"
+            refuse(path, top.line, f"case {name}", rule, "Use --ranks 2, or change the grid.")
     return tuple(case for case in cases if case.name in chosen)
 
 

@@ -22,7 +22,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.files.inputs import at_least
 
 _NONE, RANKS = "none", 2
@@ -39,9 +39,6 @@ _MINIMUM_BIT_PER_S = 100e3
 _LINK = re.compile(
     rf"(?P<emulated>emulated:)?(?P<rate>\d+(\.\d+)?)(?P<unit>{'|'.join(_RATE_UNITS)})"
     rf"(:(?P<latency>\d+(\.\d+)?)(?P<of_latency>{'|'.join(_LATENCY_UNITS)}))?"
-)
-_REMEDY = (
-    "Write none, a rate (200mbit, 25MB/s), emulated:RATE or emulated:RATE:LATENCY (emulated:20GB/s:10us)."
 )
 
 
@@ -72,24 +69,27 @@ class Link:
 
 
 def parse_link(text: str | None) -> Link:
-    """Read the value of ``--link``; BadInput if it has none of the forms, or a rate is too low."""
+    """The type of ``--link`` for ``argparse``: of one of the forms, and not so slow that no run would end."""
     if text in (None, _NONE):
         return Link(_NONE)
     parts = _LINK.fullmatch(text)
-    if parts is None or (parts["latency"] and not parts["emulated"]):
-        raise BadInput("--link", text or "(empty)", rule="is not a link", remedy=_REMEDY)
-    rate = float(parts["rate"]) * _RATE_UNITS[parts["unit"]]
-    if rate < _MINIMUM_BIT_PER_S:
-        raise BadInput("--link", text, rule="is below 100kbit, at which no run would end", remedy=_REMEDY)
+    rate = float(parts["rate"]) * _RATE_UNITS[parts["unit"]] if parts else 0.0
+    if parts is None or rate < _MINIMUM_BIT_PER_S or (parts["latency"] and not parts["emulated"]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no link of at least 100kbit; write none, a rate (200mbit, 25MB/s), "
+            "emulated:RATE or emulated:RATE:LATENCY (emulated:20GB/s:10us)"
+        )
     latency_s = float(parts["latency"] or 0) * _LATENCY_UNITS.get(parts["of_latency"], 1.0)
     return Link(text, rate, emulated=bool(parts["emulated"]), latency_s=latency_s)
 
 
 def add_link_arguments(parser: argparse.ArgumentParser, *, fewest_ranks: int) -> None:
-    """Declare ``--link`` and ``--ranks``; both are None where they are not given."""
+    """Declare ``--link``, and ``--ranks``, which is None where it is not given."""
     link = "none, a rate (200mbit) for a real network between namespaces, or emulated:RATE[:LATENCY]"
     ranks = f"expert-parallel ranks (default: {RANKS})"
-    parser.add_argument("--link", metavar="L", help=f"{link} (default: {_NONE})")
+    parser.add_argument(
+        "--link", metavar="L", type=parse_link, default=_NONE, help=f"{link} (default: {_NONE})"
+    )
     parser.add_argument("--ranks", metavar="N", type=at_least(fewest_ranks), help=ranks)
 
 

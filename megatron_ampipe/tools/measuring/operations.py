@@ -34,7 +34,7 @@ from megatron_ampipe.runtime.saved_tensors import HostCopies
 from megatron_ampipe.schedule import Direction, Span
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
 from megatron_ampipe.tools.measuring import timed_passes
-from megatron_ampipe.tools.measuring.bench_job import STOCK, ProfileJob, Variant
+from megatron_ampipe.tools.measuring.bench_job import STOCK, BenchJob, Variant
 from megatron_ampipe.tools.measuring.blocks import DTYPES
 from megatron_ampipe.tools.measuring.cluster_fit import Sample
 from megatron_ampipe.tools.measuring.grid import Case
@@ -51,7 +51,7 @@ VARIANTS = (Variant(STOCK), *(Variant.of("ampipe", degree) for degree in DEGREES
 """Of the real block."""
 
 
-def measure(rank: Rank[ProfileJob]) -> dict[str, Any]:
+def measure(rank: Rank[BenchJob]) -> dict[str, Any]:
     """Measure around the block of a job, on a rank that has started Megatron.
 
     Returns:
@@ -121,7 +121,7 @@ class Probe:
     together: bool = False
 
 
-def timed(rank: Rank[ProfileJob], probes: Sequence[Probe]) -> list[Sample]:
+def timed(rank: Rank[BenchJob], probes: Sequence[Probe]) -> list[Sample]:
     """The typical time of each operation over so many calls, all of them timed in turns.
 
     Of a computation that is the median. Of a collective it is the lower quartile: on a host, a thread of
@@ -171,7 +171,7 @@ def links_of(ranks_per_node: int) -> list[LinkRanks]:
 class Operations:
     """The operations of a block on this rank, to be timed."""
 
-    def __init__(self, rank: Rank[ProfileJob], *, kernel: str) -> None:
+    def __init__(self, rank: Rank[BenchJob], *, kernel: str) -> None:
         case: Case = rank.job.cases[0]
         self._rank, self._case, self._kernel = rank, case, KERNELS[kernel]
         self._device, self._dtype = rank.job.device, DTYPES[case.dtype]
