@@ -211,18 +211,6 @@ def test_several_packed_sequences_share_scales_of_attention_weights() -> None:
     assert max(found.values()) < SMALLEST
 
 
-def test_a_stale_weight_is_seen() -> None:
-    from megatron_ampipe import compat
-
-    case = case_of("degree4", "blockwise")
-    _, ours = pair(case, "blockwise", experts_round=True)
-    with (
-        mock.patch.object(compat, "forget_quantized_weights", lambda _: None),
-        pytest.raises(AssertionError, match="is an old one"),
-    ):
-        train(ours, case)
-
-
 def test_a_wrong_precision_is_seen() -> None:
     from megatron_ampipe import compat
     from tests.dist.blocks import differences

@@ -4,6 +4,7 @@ Compared with Megatron's layers over the same stand-ins, which do not (fp32): al
 are added to ``main_grad``.
 """
 
+import itertools
 import math
 from typing import Any
 from unittest import mock
@@ -88,9 +89,15 @@ def train(layer: Any, case: Case) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-@pytest.mark.parametrize("grouped", [False, True], ids=["", "grouped"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "grouped", "fused"),
+    [
+        (name, grouped, fused)
+        for name in CASES
+        for grouped, fused in itertools.product((False, True), repeat=2)
+        if grouped != fused or name in ("lancet", "partners")
+    ],
+)
 @pytest.mark.ranks(2)
 def test_equals_stock(name: str, grouped: bool, fused: bool) -> None:
     from megatron_ampipe.layers.block_modules import BlockModules
