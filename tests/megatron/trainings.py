@@ -96,11 +96,7 @@ TRAININGS: dict[str, Training] = {
     # Real text: what evaluates, what is traced, what a run goes on from, and gradients in full precision.
     "text": Training(
         flags=REAL_TEXT + "--eval-iters 1 --eval-interval 2",
-        ours=(
-            f"{BLOCKS} --ampipe-trace-dir {{folder}}/trace",
-            f"{BLOCKS} --ampipe-schedule joined",
-            PARTNER,
-        ),
+        ours=(f"{BLOCKS} --ampipe-trace-dir {{folder}}/trace", f"{BLOCKS} --ampipe-schedule joined", PARTNER),
         text="text",
         # The trace is that of the unbroken run.
         restarts=((0, 1), (2, 0), (3, 1)),
@@ -290,9 +286,7 @@ HYBRID = (
 HYBRIDS: dict[str, Training] = {
     # A dense pair in a stack, an MLP and an MoE layer on their own, an attention layer on its own.
     "hybrid-dense-layers": Training(
-        flags=EP + HYBRID + "*-*E-*EE*",
-        ours=(STACK,),
-        said=("layers per schedule",),
+        flags=EP + HYBRID + "*-*E-*EE*", ours=(STACK,), said=("layers per schedule",)
     ),
     "hybrid-mamba": Training(
         flags=EP + HYBRID + "M*EM*-*EM",
@@ -309,9 +303,7 @@ HYBRIDS: dict[str, Training] = {
         flags=WHOLE_EXPERTS + EP + HYBRID + "*E*EM*E", ours=(STACK,), said=("layers per schedule",)
     ),
     "hybrid-stages": Training(
-        flags=PP + NO_LOSS + HYBRID + "*EM*E|*E*-E",
-        ours=(STACK,),
-        said=("layers per schedule",),
+        flags=PP + NO_LOSS + HYBRID + "*EM*E|*E*-E", ours=(STACK,), said=("layers per schedule",)
     ),
 }
 TRAININGS |= ROUTERS | HYBRIDS
