@@ -324,6 +324,14 @@ def forward(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch
     return output, hidden
 
 
+def wrong(
+    stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], tolerance: float, **options: float
+) -> dict[str, float]:
+    """The entries of :func:`differences` that are above a tolerance, or not a number."""
+    found = differences(stock, ours, **options)
+    return {name: value for name, value in found.items() if not value <= tolerance}
+
+
 def differences(
     stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], *, of_largest: float = 0.0
 ) -> dict[str, float]:

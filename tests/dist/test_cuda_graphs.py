@@ -48,18 +48,17 @@ def assert_passes_equal(
     stock: torch.nn.Module, ours: torch.nn.Module, case: Case, *, before: Callable[[], object] | None = None
 ) -> None:
     """Passes with other inputs; ``before`` is called before each."""
-    from tests.dist.blocks import differences, run
+    from tests.dist.blocks import run, wrong
 
     for number in range(PASSES):
         if before is not None:
             before()
-        found = differences(run(stock, case, rank=number), run(ours, case, rank=number))
-        assert {name: x for name, x in found.items() if not x <= TOLERANCE} == {}
+        assert wrong(run(stock, case, rank=number), run(ours, case, rank=number), TOLERANCE) == {}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_replays_equal_stock(case: Case) -> None:
-    from tests.dist.blocks import build_layers, capture, differences, run
+    from tests.dist.blocks import build_layers, capture, run, wrong
 
     stock, ours = build_layers(case)
     capture(ours)
@@ -67,8 +66,7 @@ def test_replays_equal_stock(case: Case) -> None:
     for number in range(PASSES):
         rank = torch.distributed.get_rank() + 10 * number
         expected, found = (run(layer, case, rank=rank) for layer in (stock, ours))
-        wrong = {name: x for name, x in differences(expected, found).items() if not x <= TOLERANCE}
-        assert not wrong, f"pass {number} differs from stock: {wrong}"
+        assert wrong(expected, found, TOLERANCE) == {}, f"pass {number} differs from stock"
         assert bool(cuda_graph_standin.REPLAYS) == (number > 0 and not case.pipeline.is_stock)
         returned = [*found.values(), *(parameter.grad for parameter in ours.parameters())]
         kept += [(tensor, tensor.clone()) for tensor in returned if tensor is not None]
@@ -111,7 +109,7 @@ def test_each_module_alone(module: str) -> None:
 
 
 def test_another_rotary_embedding() -> None:
-    from tests.dist.blocks import build_layers, capture, differences, inputs_of, run_pass
+    from tests.dist.blocks import build_layers, capture, inputs_of, run_pass, wrong
 
     case = Case("rotary", rope=True, model=LARGE)
     pair = build_layers(case)
@@ -123,13 +121,13 @@ def test_another_rotary_embedding() -> None:
         for layer in pair:
             output, hidden = run_pass(layer, inputs)
             found.append({"output": output.detach(), "input gradient": hidden.grad})
-        assert {name: x for name, x in differences(*found).items() if not x <= TOLERANCE} == {}
+        assert wrong(*found, TOLERANCE) == {}
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_several_micro_batches_in_flight(order: tuple[int, ...]) -> None:
     from tests.dist import logged_losses
-    from tests.dist.blocks import build_layers, capture, differences, forward, inputs_of, summed_results
+    from tests.dist.blocks import build_layers, capture, forward, inputs_of, summed_results, wrong
 
     logged_losses.clear()
     case = Case("in-flight", executor="cuda", layers="mm", stack=0, rope=True, model=LARGE | SHARED)
@@ -151,7 +149,7 @@ def test_several_micro_batches_in_flight(order: tuple[int, ...]) -> None:
                 # A forward pass without a backward pass.
                 layer.zero_grad()
         found.append(summed_results(layer))
-    assert {name: x for name, x in differences(*found).items() if not x <= TOLERANCE} == {}
+    assert wrong(*found, TOLERANCE) == {}
 
 
 @pytest.mark.parametrize("fusion", [False, True])

@@ -65,15 +65,14 @@ ALL_WAYS = {
     ],
 )
 def test_equals_stock(case: Case, way: str) -> None:
-    from tests.dist.blocks import build_layers, differences
+    from tests.dist.blocks import build_layers, wrong
 
     deep_ep_standin.install()
     if use_groups(**case.parallel):
         deep_ep_standin.forget_groups()
     stock, ours = build_layers(case)
     expected, found = step(stock, case), step_with_partners(ours, case, WAYS[way])
-    wrong = {name: value for name, value in differences(expected, found).items() if not value <= TOLERANCE}
-    assert not wrong, f"differs from stock: {wrong}"
+    assert wrong(expected, found, TOLERANCE) == {}
 
 
 def inputs(layer: torch.nn.Module, case: Case, microbatch: int) -> Any:

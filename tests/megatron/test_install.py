@@ -146,9 +146,7 @@ def test_commands_run_outside_of_a_checkout(installed: Path, tmp_path: Path) -> 
     assert "usage: ampipe" in run(ampipe, "--help", cwd=tmp_path)
     where = run(python, "-c", "import megatron_ampipe; print(megatron_ampipe.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(installed.parent)
-    for model in sorted((ROOT / "configs/models").glob("*.yaml")):
-        told = run(ampipe, "plan", "--model", model.stem, "--cluster", "dgx-h100", cwd=tmp_path)
-        assert "degree" in told, model
+    assert "degree" in run(ampipe, "plan", "--model", "tiny", "--cluster", "dgx-h100", cwd=tmp_path)
     script = run(ampipe, "sbatch", "--nodes", "2", "--gpus-per-node", "8", "--model", "mixtral-8x7b",
                  "--run", "many-nodes", "--no-check", cwd=tmp_path)  # fmt: skip
     assert "#SBATCH --nodes=2" in script
