@@ -273,12 +273,7 @@ class HybridEPBuffer:
         ends = padded.cumsum(0).clamp_max(most)
         self._counts.copy_(ends.diff(prepend=ends.new_zeros(1)))
         ways = _Ways(
-            self,
-            sent.sum((1, 2)).tolist(),
-            received.sum((1, 2)).tolist(),
-            most,
-            min(num_rows, most),
-            options,
+            self, sent.sum((1, 2)).tolist(), received.sum((1, 2)).tolist(), most, min(num_rows, most), options
         )
         overflow = torch.tensor([int(num_rows > most)])
         return (rows, peers * num_local + experts, places, len(routing_map), ways, overflow), self._counts

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +23,20 @@ CONTEXT = multiprocessing.get_context("forkserver")
 """Starts processes that have torch and Megatron imported."""
 CONTEXT.set_forkserver_preload(["tests.preloaded"])
 _SPAWN = multiprocessing.get_context("spawn")
+
+
+def completed(
+    *command: str | Path,
+    cwd: Path = REPOSITORY,
+    env: Mapping[str, str] | None = None,
+    code: int = 0,
+    timeout_s: float = 240,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; fails the test if it has another exit code."""
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s)
+    said = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == code, f"{command}: {done.returncode}\n{said}"
+    return done
 
 
 def variables_of(rank: int, num_ranks: int) -> dict[str, str]:

@@ -13,14 +13,14 @@ import importlib.util
 import inspect
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.megatron.launcher import REPOSITORY, environment
+from tests.forked import REPOSITORY, completed
+from tests.megatron.launcher import environment
 from tests.megatrons import at_hand, folder_of, installed, megatron_of
 
 PACKAGE = REPOSITORY / "megatron_ampipe"
@@ -255,15 +255,8 @@ def report_of(version: str) -> dict[str, Any]:
     """:func:`look_up` in a separate process, with a version that is at hand."""
     folder = folder_of(version)
     path = [str(REPOSITORY), *([str(folder)] if folder is not None else [])]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.internals", "look-up"],
-        cwd=REPOSITORY,
-        env=environment() | {"PYTHONPATH": os.pathsep.join(path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    env = environment() | {"PYTHONPATH": os.pathsep.join(path)}
+    done = completed(sys.executable, "-m", "tests.internals", "look-up", env=env)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

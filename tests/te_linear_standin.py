@@ -8,8 +8,8 @@ They treat gradients of weights as its releases 2.3 to 2.18 do:
 - With ``fuse_wgrad_accumulation`` the product adds to ``main_grad``, and overwrites it in the backward of a
   call that was marked as the first micro-batch. ``grad_added_to_main_grad`` is set in the backward itself,
   also where the product is still to come. Autograd gets what is not to be read: here NaN.
-- Without, a grouped layer that delays gives autograd the memory that the product will write (from about 2.7
-  on; None before), and another layer None.
+- Without, a grouped layer that delays gives autograd the memory that the product will write, and another
+  layer None.
 - The gradient of a bias that the layer adds is a result of the weight's product; of one that it returns, not.
 """
 
@@ -162,10 +162,7 @@ class GroupedLinear(Engine):
 
     Args:
         linears: The layers of Megatron in whose place it is, one for each expert.
-        gives_memory: Whether a delaying backward gives autograd the memory of the gradients to come.
     """
-
-    gives_memory = True
 
     def __init__(self, linears: Sequence[Any]) -> None:
         parameters = {
@@ -222,10 +219,7 @@ class _GroupedLinear(torch.autograd.Function):
 
         found = linear.run_product(ctx, product, [inputs, outputs, results])
         of_biases = [None] * count if found is None else found[1]
-        given: Sequence[Tensor | None] = results
-        if found is None and not linear.gives_memory and not linear.fuse_wgrad_accumulation:
-            given = [None] * count
-        of_weights = [linear.for_autograd(*pair) for pair in zip(owners, given, strict=True)]
+        of_weights = [linear.for_autograd(*pair) for pair in zip(owners, results, strict=True)]
         return of_rows, None, *of_weights, *(of_biases if has_bias else [])
 
 

@@ -40,7 +40,6 @@ from megatron_ampipe.schedule import (
 from megatron_ampipe.schedule.chunks import SequenceLayout, require_whole_tiles
 from megatron_ampipe.schedule.features import (
     boundary,
-    expert_tensor_ranks,
     features_of_settings,
     fp8_recipe,
     rows_of_tile,
@@ -91,8 +90,8 @@ def with_partner(args: argparse.Namespace) -> float:
     """Which share of a step's passes Megatron's loops can run with one of another micro-batch."""
     if not args.ampipe_partner or waits_for_stage(args):
         return 0.0
-    virtual = args.virtual_pipeline_model_parallel_size or 1
-    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    virtual: int = args.virtual_pipeline_model_parallel_size or 1
+    microbatches: int = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     # In a pipeline those of the warm-up, and as many at the end, run alone.
     alone = 1 if args.pipeline_model_parallel_size == 1 else in_flight(args)
     return max(0.0, 1 - alone / (microbatches * virtual))

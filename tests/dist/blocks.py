@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -12,10 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.parallel_state import (
-    get_expert_data_parallel_group,
-    get_tensor_model_parallel_group,
-)
+from megatron.core.parallel_state import get_expert_data_parallel_group, get_tensor_model_parallel_group
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -28,7 +26,7 @@ from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.launch.host.megatron import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
 from megatron_ampipe.layers.gates import give_token_ids, load_gate
-from megatron_ampipe.layers.layer import pipelined, with_gate
+from megatron_ampipe.layers.layer import AMPipeTransformerLayer, pipelined, with_gate
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
@@ -40,6 +38,8 @@ from tests.dist.cases import Case
 from tests.gated_delta_net_standin import with_gated_delta_net
 
 EXECUTORS = {"sequential": SequentialExecutor, "thread": ThreadExecutor, "cuda": CudaExecutor}
+GRAPH_MODULES = ("attn", "moe_router", "moe_preprocess", "mlp")
+"""What CUDA graphs may hold."""
 HEADS = 4
 HIDDEN = 32
 
@@ -155,6 +155,14 @@ def build_layers(
     for layer in (stock, ours):
         layer.train(case.training)
     return stock, ours
+
+
+def capture(layer: torch.nn.Module, modules: Collection[str] = GRAPH_MODULES, *, warm_up: int = 1) -> None:
+    """Have the stages of AMPipe's layers captured as CUDA graphs."""
+    for module in layer.modules():
+        if isinstance(module, AMPipeTransformerLayer):
+            context = module._block.context
+            context.graph_modules, context.graph_warm_up = frozenset(modules), warm_up
 
 
 def layer_spec(case: Case, config: TransformerConfig, *, dense: bool) -> ModuleSpec:
@@ -314,6 +322,14 @@ def forward(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch
         packed_seq_params=inputs.packing,
     )
     return output, hidden
+
+
+def wrong(
+    stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], tolerance: float, **options: float
+) -> dict[str, float]:
+    """The entries of :func:`differences` that are above a tolerance, or not a number."""
+    found = differences(stock, ours, **options)
+    return {name: value for name, value in found.items() if not value <= tolerance}
 
 
 def differences(

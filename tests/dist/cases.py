@@ -155,23 +155,16 @@ PARITY = [
         Case(f"only-{name}-batch3", only_losses=True, batch=3, model=TOP2 | losses)
         for name, losses in LOSSES.items()
     ),
-    Case("only-aux-degree8", degree=8, only_losses=True, model=AUX | Z),
     # Reference kernels have the pieces that GPUs use: own and earlier keys separately, or together.
     *(
         Case(f"kernel-{kernel}-gqa", kernel=kernel, batch=3, rope="reference" in kernel, model=GQA)
         for kernel in ("exact", "sdpa", "cpu-flash", "reference-pieces", "reference-bottom-right")
     ),
-    Case(
-        "kernel-reference-pieces-odd-recompute", kernel="reference-pieces", degree=3, sequence_length=31,
-        model=ATTENTION_AGAIN,
-    ),
     *cases(
         "capacity-",
         {
             "tight-top2-batch3": {"batch": 3, "model": TIGHT | TOP2},
-            "loose-top2-batch3": {"batch": 3, "model": LOOSE | TOP2},
             "aux-z": {"model": TIGHT | AUX | Z | TOP2},
-            "degree8-moe-only": {"degree": 8, "schedule": "moe-only", "model": TIGHT},
             "padded": {"batch": 3, "model": TIGHT | LARGE | {"moe_pad_expert_input_to_capacity": True}},
         },
     ),
@@ -179,13 +172,9 @@ PARITY = [
         "stack",
         {
             "0-degree2-ampipe-thread": {"degree": 2},
-            "0-degree2-sequential-sequential": SEQUENTIAL | {"degree": 2},
             "2-degree4-ampipe-thread": {"stack": 2},
             "-ddmm": {"layers": "ddmm", "stack": 2},
             "-two-degrees": {"layers": "mdm", "degree": 2, "backward_degree": 4},
-            "-two-degrees-other-way": {
-                "layers": "mdm", "degree": 6, "backward_degree": 3, "sequence_length": 37,
-            },
             "-shares": {"layers": "mm", "degree": 3, "shares": (0.5, 0.3, 0.2)},
             "-mla-yarn": {"layers": "mdm", "model": YARN | LARGE},
             "-mla-tp": {"layers": "mdm", "parallel": TP, "model": LATENT | LARGE},
@@ -197,20 +186,9 @@ PARITY = [
         layers="mmm",
         stack=0,
     ),
-    *cases(
-        "stack-tp2-",
-        {
-            "degree3-3": {"degree": 3, "model": SEVERAL_AUX | Z},
-            "degree2-4": {"degree": 2, "backward_degree": 4, "model": SEVERAL_AUX | Z},
-            "capacity-degree2-2": {"degree": 2, "model": TIGHT},
-            "moe-only": {"schedule": "moe-only", "layers": "mm", "batch": 1, "model": SEVERAL_AUX},
-        },
-        layers="mdm",
-        stack=0,
-        batch=2,
-        rope=True,
-        parallel={"tensor_model_parallel_size": 2},
-        sequence_length=36,
+    Case(
+        "stack-tp2-degree3-3", degree=3, layers="mdm", stack=0, batch=2, rope=True, sequence_length=36,
+        parallel={"tensor_model_parallel_size": 2}, model=SEVERAL_AUX | Z,
     ),
     # Features of a model, each on its own.
     *cases(
@@ -254,7 +232,9 @@ PARITY = [
     *cases(
         "recompute-",
         {
-            "core-attn": {"model": LARGE | ATTENTION_AGAIN},
+            "core-attn": {
+                "kernel": "reference-pieces", "sequence_length": 31, "model": LARGE | ATTENTION_AGAIN,
+            },
             "moe": {"model": LARGE | SHARED | MOE_AGAIN},
             "moe-expert-bias": {"model": BIASED | MOE_AGAIN},
             "shared-experts": {"model": SHARED | MOE_AGAIN | {"recompute_modules": ["shared_experts"]}},
@@ -269,8 +249,6 @@ PARITY = [
         {
             "ampipe-degree8": {"degree": 8},
             "moe-only-degree4": {"schedule": "moe-only"},
-            "capacity": {"model": TIGHT | AUX},
-            "tp": {"parallel": TP},
         },
         executor="cuda",
         model=LARGE,
@@ -291,7 +269,6 @@ PARITY = [
     *cases(
         "tp-",
         {
-            "reference-pieces": {"kernel": "reference-pieces", "rope": True, "batch": 3},
             "odd": {"degree": 3, "sequence_length": 26, "batch": 3},
             "capacity": {"batch": 3, "model": TIGHT | AUX},
             "shared-gqa": {"rope": True, "model": LARGE | SHARED | GQA},
@@ -303,7 +280,6 @@ PARITY = [
     *cases(
         "cp-",
         {
-            "cpu-flash": {"kernel": "cpu-flash", "rope": True, "batch": 3},
             "reference-pieces": {"kernel": "reference-pieces", "rope": True, "batch": 3},
             "odd": {"degree": 3, "sequence_length": 28, "batch": 3},
             "gathered": {"rope": True, "batch": 3, "model": LARGE | {"cp_comm_type": "all_gather"}},
@@ -332,7 +308,6 @@ PARITY = [
         {
             "odd-length": {"sequence_length": 31},
             "capacity": {"model": TIGHT | AUX, "batch": 3},
-            "cp": {"parallel": CP, "rope": True},
             "tp-cp": {"world_size": 4, "parallel": TP_CP, "rope": True},
         },
         shares=UNEQUAL,
@@ -340,18 +315,21 @@ PARITY = [
     ),
     *(
         Case(
-            f"backward-degree{backward}-of-{degree}-{name}", degree=degree, backward_degree=backward, **fields
+            f"backward-degree{backward}-of-{degree}-ampipe", degree=degree, backward_degree=backward, batch=3,
+            model=LARGE | SHARED,
         )
-        for name, fields in {
-            "ampipe": {"model": LARGE | SHARED, "batch": 3},
-            "moe-only": {"model": LARGE | SHARED, "batch": 3, "schedule": "moe-only"},
-            "capacity": {"model": TIGHT | AUX, "batch": 3},
-            "tp": {"model": LARGE, "parallel": TP, "rope": True},
-            "cp": {"model": LARGE, "parallel": CP, "rope": True},
-            "tp-experts-ep": {"model": LARGE, "parallel": TP_EXPERTS_EP, "world_size": 4},
-            "cuda-executor": {"model": LARGE, "executor": "cuda"},
-        }.items()
-        for degree, backward in ((4, 2), (2, 4), *(((4, 1), (1, 4), (3, 6)) if name == "ampipe" else ()))
+        for degree, backward in ((4, 2), (2, 4), (4, 1), (1, 4), (3, 6))
+    ),
+    *cases(
+        "backward-degree4-of-2-",
+        {
+            "moe-only": {"schedule": "moe-only", "batch": 3},
+            "tp": {"parallel": TP, "rope": True},
+            "cp": {"parallel": CP, "rope": True},
+        },
+        degree=2,
+        backward_degree=4,
+        model=LARGE | SHARED,
     ),
     Case("backward-degree6-unequal", degree=3, backward_degree=6, shares=(0.5, 0.3, 0.2), model=LARGE),
     *cases(
@@ -362,13 +340,9 @@ PARITY = [
             "alone": {"layers": "m", "stack": 1},
             "dense-first": {"layers": "ddmm", "stack": 2},
             "block": {"layers": "mmmm", "recompute": 2},
-            "two-degrees": {"layers": "mdm", "degree": 2, "backward_degree": 4},
             "losses-alone": {"only_losses": True, "model": SEVERAL_AUX | Z},
-            "capacity": {"model": TIGHT | AUX, "batch": 3},
-            "shared": {"model": LARGE | SHARED},
             "expert-bias": {"model": BIASED},
             "allgather": {"model": LARGE | TIGHT | ALLGATHER, "batch": 3},
-            "tp": {"parallel": TP, "rope": True},
             "tp-experts-ep": {"parallel": TP_EXPERTS_EP, "world_size": 4},
             "cp": {"parallel": CP, "rope": True},
             "cuda-executor": {"executor": "cuda", "layers": "mdm", "model": LARGE | TIGHT},
@@ -389,19 +363,15 @@ MEMORY = [
     Case(f"memory-{memory.replace('/', '-')}-{name}", memory=memory, **{"model": LARGE} | settings)
     for memory, name, settings in (
         ("rebuild", "thread", {}),
-        ("rebuild", "bias", {"model": {"normalization": "LayerNorm", "add_bias_linear": True}}),
         ("rebuild/keep/redispatch", "sequential", SEQUENTIAL | {"degree": 3}),
         ("redispatch", "thread", {"model": LARGE | TIGHT | SHARED}),
         ("redispatch", "cuda-executor", {"schedule": "moe-only", "executor": "cuda", "batch": 3}),
         ("redispatch", "allgather", {"batch": 3, "model": LARGE | ALLGATHER}),
         ("redispatch", "tp-experts-ep", {"parallel": TP_EXPERTS_EP, "world_size": 4}),
-        ("keep/redispatch/rebuild/keep", "stack", IN_STACK),
         ("redispatch/keep/rebuild", "stack-cuda-executor", IN_STACK_ON_CUDA),
         ("offload", "thread", {"model": LARGE | TIGHT}),
         ("S2", "bias", {"model": LARGE | {"add_bias_linear": True}, "batch": 3}),
-        ("S3", "sequential", SEQUENTIAL | {"degree": 3}),
         ("offload/S2/S3/keep", "stack", IN_STACK),
-        ("S2/offload/S3", "stack-cuda-executor", IN_STACK_ON_CUDA),
     )
 ]
 
@@ -439,8 +409,6 @@ ONCE_PER_RANK = [
         "degree1": {"degree": 1},
         "two-degrees-shared": {"degree": 2, "backward_degree": 4, "model": WIDE | SEVERAL_AUX | SHARED},
         "capacity-padded": {"model": WIDE | TIGHT | {"moe_pad_expert_input_to_capacity": True}, "batch": 3},
-        "all-experts": {"model": WIDE | {"moe_router_topk": 8}, "schedule": "moe-only"},
-        "tp": {"parallel": TP, "rope": True, "batch": 3},
         "tp-experts-ep": {"parallel": TP_EXPERTS_EP, "world_size": 4, "degree": 3, "sequence_length": 38},
         "ep4": {"world_size": 4, "model": WIDE | TIGHT, "batch": 3},
         "recompute-moe": {"model": WIDE | MOE_AGAIN, "executor": "cuda"},
@@ -481,27 +449,22 @@ COPIES_OVER_NODES = [
 # Ranks that share an expert gather on the lane of the other transfers, and on two nodes on their own.
 SHARES = {"parallel": TP_EXPERTS, "world_size": 2}
 SHARES_ON_NODES = {"parallel": TP_EXPERTS_EP, **TWO_NODES}
+OF_EIGHT = {
+    "parallel": TP_EXPERTS | {"expert_model_parallel_size": 4}, "world_size": 8, "ranks_per_node": 4,
+    "degree": 2, "model": WIDE,
+}  # fmt: skip
 GATHERED = [
     Case(f"gathers-{name}", **{"model": LARGE} | settings)
     for name, settings in {
-        "degree2": SHARES | {"degree": 2, "executor": "sequential"},
         "two-degrees": SHARES | {"degree": 2, "backward_degree": 4, "batch": 3, "model": LARGE | TIGHT},
         "rebuild-stack": SHARES | {"memory": "rebuild/S3/S2/offload", "layers": "mdm", "stack": 0},
         "lancet": SHARES | {"schedule": "lancet", "degree": 2, "exchange": Exchange.RANKS, "model": WIDE},
         "nodes-degree2": SHARES_ON_NODES | {"degree": 2, "schedule": "moe-only", "wire": "bf16"},
-        "nodes-ranks": SHARES_ON_NODES
-        | {"exchange": Exchange.RANKS, "model": WIDE, "degree": 4, "backward_degree": 2},
         "nodes-memory": SHARES_ON_NODES | {"memory": "redispatch/S3/S2/keep", "executor": "cuda"},
         "nodes-lancet": SHARES_ON_NODES | {"schedule": "lancet", "degree": 2, "memory": "rebuild"},
         "nodes-stack-recompute": SHARES_ON_NODES | {"layers": "mdm", "stack": 0, "recompute": UNIFORM},
-        "and-handed-on": {
-            "exchange": Exchange.NODES, "world_size": 8, "ranks_per_node": 4, "memory": "redispatch",
-            "degree": 2, "model": WIDE, "parallel": TP_EXPERTS | {"expert_model_parallel_size": 4},
-        },
-        "every-copy-handed-on": {
-            "exchange": Exchange.TWO_DIMENSIONAL, "world_size": 8, "ranks_per_node": 4, "memory": "rebuild",
-            "degree": 2, "model": WIDE, "parallel": TP_EXPERTS | {"expert_model_parallel_size": 4},
-        },
+        "and-handed-on": OF_EIGHT | {"exchange": Exchange.NODES, "memory": "redispatch"},
+        "every-copy-handed-on": OF_EIGHT | {"exchange": Exchange.TWO_DIMENSIONAL, "memory": "rebuild"},
     }.items()
 ]  # fmt: skip
 
@@ -527,7 +490,6 @@ SCATTERED = [
         "gate": {"model": BIAS | {"attention_output_gate": True, "num_query_groups": 2}, "kernel": "sdpa"},
         "latent-lancet": {"schedule": "lancet", "model": LATENT | {"add_bias_linear": True}},
         "wide-residual": {"model": BIAS | {"fp32_residual_connection": True}},
-        "evaluation": {"training": False},
         "ring": {"parallel": TP_CP, "world_size": 4, "rope": True},
         "nodes": SHARES_ON_NODES | {"exchange": Exchange.RANKS, "degree": 3, "model": LARGE},
         "nodes-stack-cuda": SHARES_ON_NODES
@@ -546,7 +508,6 @@ GATES = [
     Case("gate-cosine-capacity", router="cosine", batch=3, model=TOP2 | TIGHT | SEVERAL_AUX | Z),
     Case("gate-cosine-tp-stack", router="cosine", parallel=TP, layers="mm", stack=0, model=TOP2 | AUX | Z),
     Case("gate-sigmoid", router="sigmoid", batch=3, model=TOP2 | SEVERAL_AUX | Z),
-    Case("gate-sigmoid-recompute", router="sigmoid", layers="mm", stack=0, recompute=UNIFORM, model=LARGE),
     Case("gate-forward-and-routing", router="tests.gates:ForwardRouter", model=TOP2 | SEVERAL_AUX | Z),
     Case("gate-varying-choice-dropless", router="tests.gates:ThresholdRouter", batch=3, stock=ALL_KEPT),
     Case("gate-expert-choice", router="tests.gates:ExpertChoiceOfEight", batch=3, stock=ALL_KEPT),
@@ -569,7 +530,6 @@ DELTA_NETS = cases(
         "two-degrees": {"degree": 2, "backward_degree": 4, "batch": 3},
         "moe-only-capacity": {"schedule": "moe-only", "model": LARGE | TIGHT | DELTA},
         "probs": {"model": TOP2 | SWIGLU | DROPS | AUX | DELTA, "executor": "sequential"},
-        "sequential": {"schedule": "sequential", "executor": "sequential"},
         "joined-one-layer": {"layers": "g", "stack": 1, "schedule": "joined"},
         "tp": {"parallel": TP, "schedule": "lancet"},
         "cp": {"parallel": CP},
@@ -581,7 +541,6 @@ DELTA_NETS = cases(
             | {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe"]}
         },
         "documents": {"documents": MANY, "batch": 3, "model": LARGE | SEQ_AUX | DELTA},
-        "nodes": {"world_size": 4, "ranks_per_node": 2, "exchange": Exchange.NODES, "model": WIDE | DELTA},
     },
     **{"layers": "gmg", "stack": 0, "model": LARGE | SHARED | DELTA},
 )
@@ -591,19 +550,14 @@ LANCET = [
     for name, settings in {
         "shared": {"batch": 3, "model": LARGE | SHARED | {"qk_layernorm": True}},
         "latent-recompute": {"model": LATENT | MOE_AGAIN},
-        "stack": {"layers": "mdmm", "stack": 0, "model": LARGE},
         "stack-recompute": {"layers": "mmm", "stack": 0, "recompute": UNIFORM, "model": LARGE},
-        "stack-tp2": {"layers": "mm", "stack": 0, "rope": True, "parallel": TP, "model": LARGE},
         "cp": {"parallel": CP, "rope": True, "degree": 2, "model": LARGE},
-        "tp-experts-ep": {"parallel": TP_EXPERTS_EP, "world_size": 4, "model": LARGE},
         "rebuild": {"memory": "rebuild", "degree": 2, "model": LARGE | {"add_bias_linear": True}},
     }.items()
 ] + [
     Case(f"lancet-joined{name}", schedule="joined", **settings)
     for name, settings in {
-        "": {"degree": 2, "model": {"moe_router_topk": 2}},
         "-shared": {"degree": 4, "backward_degree": 2, "batch": 3, "model": LARGE | SHARED},
-        "-stack": {"degree": 3, "layers": "mdm", "stack": 0, "model": LARGE},
         "-stack-tp2": {
             "degree": 2, "layers": "mm", "stack": 0, "rope": True, "parallel": TP, "recompute": UNIFORM,
             "model": LARGE,
@@ -615,25 +569,19 @@ FLEX = {"moe_token_dispatcher_type": "flex"}
 HYBRID = FLEX | {"moe_flex_dispatcher_backend": "hybridep"}
 ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
 FLEXES = [
-    Case(f"{name}-{what}", **{"stock": ALL_TO_ALL} | settings)
-    for name, flex, more in (("flex", FLEX, SHARED), ("flex-hybridep", HYBRID, {}))
-    for what, settings in {
-        **{
-            f"degree{degree}-{backward}-{schedule}": {
-                "degree": degree, "backward_degree": backward, "schedule": schedule, "batch": 3,
-                "model": LARGE | flex | more,
-            }
-            for degree, backward, schedule in (
-                (3, None, "moe-only"), (4, 2, "ampipe"), (8, None, "ampipe"),
-            )
-        },
-        "cuda-executor-recompute": {"executor": "cuda", "model": LARGE | flex | MOE_AGAIN},
-    }.items()
+    Case(
+        f"{name}-degree{degree}-{backward}-{schedule}", degree=degree, backward_degree=backward,
+        schedule=schedule, batch=3, model=LARGE | flex, stock=ALL_TO_ALL,
+    )
+    for name, flex in (("flex", FLEX | SHARED), ("flex-hybridep", HYBRID))
+    for degree, backward, schedule in ((3, None, "moe-only"), (4, 2, "ampipe"), (8, None, "ampipe"))
 ]  # fmt: skip
 FLEXES += [
     Case(f"flex-{name}", **{"stock": ALL_TO_ALL} | settings)
     for name, settings in {
         "of-stock-flex": {"model": LARGE | FLEX, "stock": {}},
+        "cuda-executor-recompute": {"executor": "cuda", "model": LARGE | FLEX | MOE_AGAIN},
+        "hybridep-cuda-executor-recompute": {"executor": "cuda", "model": LARGE | HYBRID | MOE_AGAIN},
         "ep4": {"world_size": 4, "model": LARGE | FLEX},
         "capacity": {"model": TIGHT | AUX | FLEX | {"moe_router_topk": 2}},
         "tp-experts": {"parallel": TP_EXPERTS, "model": LARGE | FLEX},
@@ -651,9 +599,6 @@ FLEXES += [
             "model": TIGHT | AUX | HYBRID
             | {"moe_router_topk": 2, "moe_pad_expert_input_to_capacity": True},
         },
-        "hybridep-stack-recompute": {
-            "layers": "mm", "stack": 0, "recompute": UNIFORM, "model": LARGE | HYBRID,
-        },
     }.items()
 ]  # fmt: skip
 
@@ -666,18 +611,12 @@ PERMUTED = [
     Case(f"fused-{name}", **{"degree": 8, "stock": NOT_FUSED} | settings)
     for name, settings in {
         "permutation": {"sequence_length": 8, "model": FUSED | {"moe_router_topk": 2}},
-        "capacity": {"world_size": 1, "model": FUSED | USED_UP},
         "capacity-recompute": {
             "layers": "mm", "stack": 0, "recompute": UNIFORM, "model": FUSED | USED_UP | AUX,
         },
-        "ranks": {"exchange": Exchange.RANKS, "sequence_length": 8, "model": FUSED | {"moe_router_topk": 2}},
         "ranks-capacity": {"exchange": Exchange.RANKS, "model": FUSED | USED_UP | {"moe_router_topk": 4}},
-        "allgather": {
-            "sequence_length": 8, "model": FUSED | ALLGATHER,
-        },
-        "flex": {
-            "sequence_length": 8, "model": FUSED | FLEX, "stock": NOT_FUSED | ALL_TO_ALL,
-        },
+        "allgather": {"sequence_length": 8, "model": FUSED | ALLGATHER},
+        "flex": {"sequence_length": 8, "model": FUSED | FLEX, "stock": NOT_FUSED | ALL_TO_ALL},
     }.items()
 ]  # fmt: skip
 
@@ -725,27 +664,18 @@ LAUNCHES = cases(
             "model": {"softmax_type": "off-by-one", "window_size": (5, 0)},
         },
         "latent-experts-tp": {"parallel": TP, "memory": "redispatch", "model": LATENT_EXPERTS | SEVERAL_AUX},
-        "latent-experts-of-tensor-ranks-recompute": {
-            "parallel": TP_EXPERTS, "recompute": UNIFORM, "model": LATENT_EXPERTS,
-        },
         "latent-experts-stack-recompute": {
             "layers": "mdm", "stack": 0, "batch": 1, "recompute": UNIFORM,
             "model": LATENT_EXPERTS
             | {"moe_shared_expert_intermediate_size": None, "add_bias_linear": True},
         },
-        "capacity-padded-expert-bias": {
-            "model": LOOSE | BIASED | {"moe_pad_expert_input_to_capacity": True},
-        },
-        "choice-sinkhorn-two-degrees": {
-            "degree": 2, "backward_degree": 4, "model": SINKHORN | Z | SHARED,
-        },
-        "choice-sinkhorn-tp": {"parallel": TP, "rope": True, "model": SINKHORN | LATENT_EXPERTS},
+        "capacity-padded-expert-bias": {"model": LOOSE | BIASED | {"moe_pad_expert_input_to_capacity": True}},
+        "choice-sinkhorn-two-degrees": {"degree": 2, "backward_degree": 4, "model": SINKHORN | Z | SHARED},
         "choice-quantile-stack-recompute": {
             "layers": "mdm", "stack": 0, "recompute": UNIFORM, "model": QUANTILE | TOP2,
         },
         "choice-quantile-cp": {"parallel": CP, "rope": True, "schedule": "moe-only", "model": QUANTILE},
         "choice-probs-padded": {"model": BIASED | DROPS | {"moe_pad_expert_input_to_capacity": True}},
-        "choice-probs-lancet": {"schedule": "lancet", "model": DROPS | SEVERAL_AUX | TOP2},
         "choice-probs-sequential-ranks": SEQUENTIAL
         | {"exchange": Exchange.RANKS, "model": WIDE | DROPS | SEVERAL_AUX},
         "losses-negative": {
@@ -775,7 +705,6 @@ AGAIN = cases(
     "again-",
     {
         "moe-act": {"model": LARGE | again("moe_act")},
-        "moe-act-alone": {"degree": 1, "schedule": "lancet", "model": again("moe_act")},
         "moe-act-bias-degree2": {
             "degree": 2, "backward_degree": 4, "model": TIGHT | again("moe_act", add_bias_linear=True),
         },
@@ -795,20 +724,12 @@ AGAIN = cases(
         "layernorm-moe-only-cuda": {
             "schedule": "moe-only", "executor": "cuda", "model": LARGE | SHARED | again("layernorm"),
         },
-        "layernorm-lancet": {"degree": 1, "schedule": "lancet", "model": LARGE | SHARED | again("layernorm")},
         "layernorm-joined-stack": IN_MDM
         | {"schedule": "joined", "backward_degree": 2, "model": LARGE | again("layernorm")},
         "layernorm-stack-tp": IN_MDM | {"parallel": TP, "model": LARGE | SHARED | again("layernorm")},
-        "layernorm-tp": {"parallel": TP, "model": LARGE | SHARED | again("layernorm")},
-        "layernorm-cp-moe-only": {
-            "schedule": "moe-only", "parallel": CP, "degree": 3, "sequence_length": 36,
-            "model": LARGE | again("layernorm"),
-        },
-        "layernorm-choice": {"model": SINKHORN | Z | SHARED | again("layernorm")},
         "layernorm-redispatch": {
             "memory": "redispatch/keep/S2/rebuild", "model": LATENT_EXPERTS | TIGHT | again("layernorm"),
         },
-        "layernorm-hybridep": {"model": LARGE | HYBRID | again("layernorm")},
         "layernorm-moe-stack": {
             "layers": "mm", "stack": 0, "executor": "cuda",
             "model": LARGE | SHARED | again("layernorm", "moe"),

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.tools.measuring import network, training
-from tests.forked import REPOSITORY
+from tests.forked import REPOSITORY, completed
 
 pytestmark = pytest.mark.alone
 
@@ -68,15 +68,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
-    done = subprocess.run(
-        command(folder, *words, "--warmup", "0"),
-        cwd=REPOSITORY,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = completed(*command(folder, *words, "--warmup", "0"), env=environment(folder))
     assert not list((folder / "temporary").iterdir())
     assert sorted(path.name for path in folder.glob("*result.json*")) == ["result.json"]
     document = json.loads((folder / "result.json").read_text())
@@ -200,16 +192,8 @@ for dtype in ("fp32", "bf16"):
 
 
 def test_different_results_are_refused_before_timing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", COMPARE], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
-    )
+    done = completed(sys.executable, "-c", COMPARE)
     assert done.stdout.split() == ["same", "same", "True", "True", "True"] * 2, done.stderr
-
-
-# The network alone
-
-
-# Interruptions
 
 
 def ranks_of(pid: int) -> list[int]:

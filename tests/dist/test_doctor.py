@@ -3,29 +3,21 @@
 import json
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.megatron.launcher import REPOSITORY, environment, torchrun_command
+from tests.forked import completed
+from tests.megatron.launcher import environment, torchrun_command
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.world_size(2)]
-
 
 DOCTOR = [sys.executable, "-m", "megatron_ampipe.cli", "doctor"]
 
 
-def run(command: list[str], *, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=folder, env=environment() | variables, capture_output=True, text=True, timeout=150
-    )
-
-
 def test_the_doctor_starts_ranks_and_measures(tmp_path: Path) -> None:
-    done = run(DOCTOR, folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = completed(*DOCTOR, cwd=tmp_path, env=environment())
     assert "2 ranks: versions and environment agree" in done.stdout
     pattern = r"overlap on cpu: all-to-all (.*) ms, computation (.*) ms, together (.*) ms: (.*)% hidden, "
     (found,) = re.findall(pattern, done.stdout)
@@ -39,8 +31,8 @@ def test_ranks_of_torchrun_with_different_settings_are_reported(tmp_path: Path) 
     script = tmp_path / "rank.sh"
     setting = 'if [ "$RANK" = 1 ]; then export NCCL_ALGO=Tree; fi\n'
     script.write_text(f"{setting}exec {' '.join(DOCTOR)} --quick\n")
-    done = run(torchrun_command("--no-python", "bash", str(script)), folder=tmp_path)
-    assert done.returncode == 1
+    command = torchrun_command("--no-python", "bash", str(script))
+    done = completed(*command, cwd=tmp_path, env=environment(), code=1)
     wrong = "problem: ranks do not agree on NCCL_ALGO: (not there) on ranks [0]; Tree on ranks [1]."
     assert wrong in done.stdout
     assert done.stdout.count("What a training run uses") == 1, "only the first rank prints"
@@ -51,8 +43,7 @@ def test_a_failed_rendezvous_is_reported_without_a_traceback(tmp_path: Path) -> 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
-        done = run([*DOCTOR, "--quick"], folder=tmp_path, **rank, **place)
-    assert done.returncode == 1
+        done = completed(*DOCTOR, "--quick", cwd=tmp_path, env=environment() | rank | place, code=1)
     assert "Traceback" not in done.stderr
     assert "problem: the ranks cannot connect (" in done.stdout
 
@@ -78,9 +69,6 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
 print(json.dumps(doctor_ranks.measure("cpu")))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, env=environment(), capture_output=True, text=True,
-        timeout=100,
-    )  # fmt: skip
+    done = completed(sys.executable, "-c", code, env=environment())
     found = json.loads(done.stdout.splitlines()[-1])
     assert least <= found["hidden_share"] <= most, found

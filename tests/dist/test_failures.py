@@ -12,14 +12,7 @@ import pytest
 from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.tape import Tape
-from megatron_ampipe.schedule import (
-    Direction,
-    Stage,
-    build,
-    dependencies,
-    issue_order,
-    kinds,
-)
+from megatron_ampipe.schedule import Direction, Stage, build, dependencies, issue_order, kinds
 from megatron_ampipe.schedule.features import BlockFeatures
 from tests.megatron.launcher import started
 

@@ -19,7 +19,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.ending import known_cause
 
 pytestmark = pytest.mark.ranks(2)
-NUM_LINES = 40
+NUM_LINES = 30
 SOURCES = sorted(Path(megatron_ampipe.__file__).parent.rglob("*.py"))
 """The lines are those of a version of the package."""
 BASE = shlex.split(

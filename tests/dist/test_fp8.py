@@ -58,6 +58,10 @@ RUN_TWICE = {"recompute-moe": "experts", "recompute-others": "shared_experts", "
 """In these, layers with this in their name run first without a graph."""
 
 
+BOTH = ("degree4", "stack-first-layer-bf16", "recompute-moe", "documents", "partners")
+"""Those with both recipes."""
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _stand_ins() -> None:
     te_fp8_standin.install()
@@ -163,17 +167,18 @@ def linears_of(layer: torch.nn.Module) -> dict[str, Any]:
     return {name: one for name, one in modules if isinstance(one, te_fp8_standin.QuantizedLinear)}
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "recipe"),
+    [*((variant, "mxfp8") for variant in VARIANTS), *((one, "blockwise") for one in BOTH)],
+)
 def test_chunks_of_whole_tiles_round_as_the_whole_sequence(variant: str, recipe: str) -> None:
     """All numbers are equal, if the operands of the gradients of experts' weights are not rounded."""
-    from tests.dist.blocks import differences
+    from tests.dist.blocks import wrong
 
     case = case_of(variant, recipe)
     stock, ours = pair(case, recipe, experts_round=False)
     found = train(ours, case, partners="partners" in variant)
-    wrong = differences(train(stock, case), found)
-    assert {name: value for name, value in wrong.items() if not value <= TOLERANCE} == {}
+    assert wrong(train(stock, case), found, TOLERANCE) == {}
     run_twice = RUN_TWICE.get(variant) if recipe == "mxfp8" else None
     for name, linear in linears_of(ours).items():
         in_bf16 = "first-layer-bf16" in variant and name.startswith("layers.0.")
@@ -209,18 +214,6 @@ def test_several_packed_sequences_share_scales_of_attention_weights() -> None:
     others = {name for name, value in found.items() if not value <= TOLERANCE}
     assert others and all("gradient" in name and "self_attention" in name for name in others)
     assert max(found.values()) < SMALLEST
-
-
-def test_a_stale_weight_is_seen() -> None:
-    from megatron_ampipe import compat
-
-    case = case_of("degree4", "blockwise")
-    _, ours = pair(case, "blockwise", experts_round=True)
-    with (
-        mock.patch.object(compat, "forget_quantized_weights", lambda _: None),
-        pytest.raises(AssertionError, match="is an old one"),
-    ):
-        train(ours, case)
 
 
 def test_a_wrong_precision_is_seen() -> None:

@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.forked import REPOSITORY, run_workers
+from tests.forked import REPOSITORY, completed, run_workers
 from tests.gpu.test_cuda import LAYERS
 
 GRID = """\
@@ -25,6 +24,11 @@ def without_gpu() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return kept | {"CUDA_VISIBLE_DEVICES": "", "PATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def with_scripts() -> dict[str, str]:
+    """With the folder of the check on Python's path."""
+    return without_gpu() | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "scripts")])}
 
 
 def test_the_gpu_tests_pass_on_stand_ins_for_cuda() -> None:
@@ -78,8 +82,7 @@ def test_the_stand_ins_refuse_what_a_gpu_refuses() -> None:
 
 def test_without_a_gpu_it_ends_with_1_and_one_line(tmp_path: Path) -> None:
     words = [REPOSITORY / "scripts/gpu_check.sh", "--output", tmp_path / "out"]
-    done = subprocess.run(words, cwd=tmp_path, env=without_gpu(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = completed(*words, cwd=tmp_path, env=without_gpu(), code=1)
     assert done.stderr.startswith("gpu_check: torch ")
     assert "finds no CUDA device" in done.stderr
     assert done.stderr.count("\n") == 1
@@ -92,10 +95,7 @@ def test_the_training_step_compares_losses(tmp_path: Path) -> None:
         *(sys.executable, "-m", "gpu_check.trained", "local", "--json", tmp_path / "training.json"),
         *("--arguments", f"{tiny} --max-position-embeddings 64"),
     ]
-    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "scripts")])
-    environment = without_gpu() | {"PYTHONPATH": path}
-    done = subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed(*words, env=with_scripts())
     found = json.loads((tmp_path / "training.json").read_text())
     assert len(found["losses"]["stock"]) == 2
     assert (found["differences"].keys(), found["failed"]) == ({"degree 4", "partners"}, {})
@@ -110,10 +110,7 @@ def test_the_profiling_step_runs_to_its_end(tmp_path: Path) -> None:
         *("--grid", tmp_path / "grid.yaml", "--case", "tiny", "--link", "emulated:1gbit"),
         *("--trace", tmp_path / "trace.json.gz", "--json", tmp_path / "profile.json"),
     ]
-    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "scripts")])
-    environment = without_gpu() | {"PYTHONPATH": path}
-    done = subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    completed(*words, env=with_scripts())
     found = json.loads((tmp_path / "profile.json").read_text())
     assert found["case"] == "tiny"
     of_degrees = [f"degree {degree}, schedule ampipe" for degree in (2, 4, 8)]

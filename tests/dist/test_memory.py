@@ -61,10 +61,8 @@ CASES = [
     case(model, degree=degree, schedule=schedule, executor=executor)
     for model, degree, schedule, executor in (
         ("top1", 2, "ampipe", "thread"),
-        ("top1", 4, "moe-only", "thread"),
         ("top2-swiglu-losses", 4, "ampipe", "sequential"),
         ("top2-swiglu-losses", 8, "ampipe", "thread"),
-        ("shared", 8, "ampipe", "thread"),
         ("shared", 4, "moe-only", "thread"),
     )
 ]
@@ -366,16 +364,11 @@ def predicted_bytes(case: Case, *, num_ranks: int = 2) -> float:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", PREDICTED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*PREDICTED, *PARTNERS], ids=lambda case: case.name)
 def test_the_planner_predicts_the_peak(case: Case, reports: Measurements) -> None:
-    assert predicted_bytes(case) == pytest.approx(reports.peak(case), rel=0.05)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", PARTNERS, ids=lambda case: case.name)
-def test_the_planner_predicts_the_peak_of_two_micro_batches(case: Case, reports: Measurements) -> None:
-    # How far the pass ahead gets before a layer is released depends on the order.
-    assert predicted_bytes(case) == pytest.approx(reports.peak(case), rel=0.14)
+    # How far a pass ahead gets before a layer is released depends on the order.
+    tolerance = 0.05 if case.partner is None else 0.14
+    assert predicted_bytes(case) == pytest.approx(reports.peak(case), rel=tolerance)
 
 
 FOUR_RANKS = 4

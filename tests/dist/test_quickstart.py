@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.dist.test_bench import NO_NETWORK, environment
-from tests.forked import REPOSITORY
+from tests.forked import REPOSITORY, completed
 
 # A run that shows a speedup needs both cores, and the time of a few iterations over a slow link.
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -34,18 +34,8 @@ WITHOUT_RIGHTS = ("setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all", 
 
 def test_it_is_faster_over_a_slow_link_with_the_same_losses(tmp_path: Path) -> None:
     folder = tmp_path
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "megatron_ampipe.tools.quickstart"),
-            *("--output", str(folder), "--iterations", "8"),
-        ],
-        cwd=REPOSITORY,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=360,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ("-m", "megatron_ampipe.tools.quickstart", "--output", folder, "--iterations", "8")
+    done = completed(sys.executable, *words, env=environment(folder), timeout_s=360)
     # torch's cache may stay.
     assert not list((folder / "temporary").glob("ampipe-ranks-*"))
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
@@ -67,11 +57,7 @@ def test_it_is_faster_over_a_slow_link_with_the_same_losses(tmp_path: Path) -> N
 
 def chosen(*prefix: str) -> list[str]:
     """What is chosen by a process that is started with this prefix."""
-    done = subprocess.run(
-        [*prefix, sys.executable, "-c", CHOOSE], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().split("|")
+    return completed(*prefix, sys.executable, "-c", CHOOSE).stdout.strip().split("|")
 
 
 def possible(*command: str) -> bool:

@@ -4,6 +4,7 @@ Compared with Megatron's layers over the same stand-ins, which do not (fp32): al
 are added to ``main_grad``.
 """
 
+import itertools
 import math
 from typing import Any
 from unittest import mock
@@ -88,13 +89,19 @@ def train(layer: Any, case: Case) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-@pytest.mark.parametrize("grouped", [False, True], ids=["", "grouped"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "grouped", "fused"),
+    [
+        (name, grouped, fused)
+        for name in CASES
+        for grouped, fused in itertools.product((False, True), repeat=2)
+        if grouped != fused or name in ("lancet", "partners")
+    ],
+)
 @pytest.mark.ranks(2)
 def test_equals_stock(name: str, grouped: bool, fused: bool) -> None:
     from megatron_ampipe.layers.block_modules import BlockModules
-    from tests.dist.blocks import differences
+    from tests.dist.blocks import wrong
     from tests.dist.test_partners import NUM_MICROBATCHES
     from tests.te_linear_standin import delayed_products
 
@@ -102,8 +109,7 @@ def test_equals_stock(name: str, grouped: bool, fused: bool) -> None:
     with mock.patch.object(BlockModules, "scatters_rows", False):
         case, stock, ours = layers_over_engine(name, grouped=grouped, fused=fused)
         expected, found = train(stock, case), train(ours, case)
-    wrong = {name: value for name, value in differences(expected, found).items() if not value <= TOLERANCE}
-    assert not wrong, f"differs from stock: {wrong}"
+    assert wrong(expected, found, TOLERANCE) == {}
     assert not any(delayed_products(stock).values())
     delayed = delayed_products(ours)
     # The named orders have no stage for the weights of a dense layer.

@@ -20,10 +20,7 @@ pytestmark = pytest.mark.gpu
 
 BOUND = 2**-6
 """Relative to the largest value: a few roundings of bf16 (2**-8 each)."""
-MARKS = {
-    "cudnn": "cudnn",
-    "torch-flash-2": "flash_fwd",
-}
+MARKS = {"cudnn": "cudnn", "torch-flash-2": "flash_fwd"}
 """For each kernel, a part of the names of its device kernels."""
 LATER = (Span(0, 1024, 3072),)
 

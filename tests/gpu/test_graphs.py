@@ -17,7 +17,7 @@ from tests.gpu.test_gradients import LOCAL, main_gradients, of_transformer_engin
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
-MODULES = ("attn", "moe_router", "moe_preprocess")
+MODULES = frozenset({"attn", "moe_router", "moe_preprocess"})
 PASSES = 5
 """Two warm up, one captures, two replay."""
 FP32 = Case(
@@ -29,26 +29,16 @@ BF16 = dataclasses.replace(FP32, name="bf16", model=LLAMA | Z | SHARED | ALL_EXP
 STACK = dataclasses.replace(FP32, name="stack", layers="mdm", stack=0)
 
 
-def capture(layer: torch.nn.Module) -> None:
-    """Have the stages of a layer captured."""
-    from megatron_ampipe.layers.layer import AMPipeTransformerLayer
-
-    for module in layer.modules():
-        if isinstance(module, AMPipeTransformerLayer):
-            context = module._block.context
-            context.graph_modules, context.graph_warm_up = frozenset(MODULES), 2
-
-
 @pytest.mark.parametrize("case", [FP32, BF16, STACK], ids=lambda case: case.name)
 def test_replays_equal_stock(case: Case) -> None:
-    from tests.dist.blocks import build_layers, differences, run
+    from tests.dist.blocks import build_layers, capture, differences, run
 
     torch.backends.cuda.matmul.allow_tf32 = False
     in_bf16 = case.model.get("bf16", False)
     stock, ours = (layer.cuda() for layer in build_layers(case))
     if in_bf16:
         stock, ours = stock.bfloat16(), ours.bfloat16()
-    capture(ours)
+    capture(ours, MODULES, warm_up=2)
     for number in range(PASSES):
         found = differences(
             run(stock, case, rank=number, device="cuda"), run(ours, case, rank=number, device="cuda")
@@ -78,30 +68,30 @@ def test_transformer_engine_under_graphs() -> None:
 
 def compare_replays(case: Case) -> None:
     """Two micro-batches in each of two iterations: the last two replay."""
-    from tests.dist.blocks import build_layers, differences
+    from tests.dist.blocks import build_layers, capture, differences
 
     stock, ours = (layer.cuda().bfloat16() for layer in build_layers(case))
-    capture(ours)
+    capture(ours, MODULES, warm_up=2)
     found = differences(*(main_gradients(layer, case, turned=True) for layer in (stock, ours)))
     assert {name: value for name, value in found.items() if not value <= BF16_BOUND} == {}
 
 
 def test_replays_do_not_make_the_host_wait() -> None:
-    from tests.dist.blocks import build_layers
+    from tests.dist.blocks import build_layers, capture
 
     _, ours = (layer.cuda() for layer in build_layers(FP32))
-    capture(ours)
+    capture(ours, MODULES, warm_up=2)
     run_without_waits(ours, FP32, passes=PASSES)
 
 
 def test_the_host_has_less_to_do(record_property: Callable[[str, object], None]) -> None:
-    from tests.dist.blocks import build_layers, inputs_of, run_pass
+    from tests.dist.blocks import build_layers, capture, inputs_of, run_pass
 
     times: dict[bool, list[float]] = {False: [], True: []}
     for graphed in times:
         _, ours = (layer.cuda() for layer in build_layers(FP32))
         if graphed:
-            capture(ours)
+            capture(ours, MODULES, warm_up=2)
         inputs = inputs_of(FP32, rank=0, device="cuda", dtype=torch.float32)
         for _ in range(25):
             torch.cuda.synchronize()

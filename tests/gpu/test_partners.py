@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.dist.cases import Case
-from tests.dist.test_partners import CUT, NAMES, TOLERANCE, WAYS, step, step_with_partners
+from tests.dist.test_partners import ALL_WAYS, NAMES, TOLERANCE, WAYS, step, step_with_partners
 from tests.gpu.test_cuda import LAYERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
         for case in LAYERS
         if case.name in NAMES
         for way in WAYS
-        if way != "degree2" or case.name in CUT
+        if way != "degree2" or case.name in ALL_WAYS
     ],
 )
 def test_partners_equal_stock_in_fp32(case: Case, way: str) -> None:

@@ -145,9 +145,9 @@ def launch(*arguments: str, num_ranks: int = 2, timeout_s: float = 240) -> Run:
     return execute(command, timeout_s=timeout_s)
 
 
-def pretrain(*arguments: str, num_ranks: int = 2, timeout_s: float = 240) -> Run:
+def pretrain(*arguments: str, num_ranks: int = 2, timeout_s: float = 240, module: str = MODULE) -> Run:
     """The same without torchrun, from a process that has Megatron imported; the output is ordered by rank."""
-    code, logs = _run_forked(MODULE, arguments, num_ranks=num_ranks, timeout_s=timeout_s)
+    code, logs = _run_forked(module, arguments, num_ranks=num_ranks, timeout_s=timeout_s)
     return parse(code, "".join(logs))
 
 

@@ -71,18 +71,13 @@ _BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 YAML = {
     # Keys.
     "key-misspelt": ("lr: 1\nnum_layers: 2", "{line}2: num_layers: there is no such flag. Did you mean num-"),
-    "key-twice": ("lr: 1\nlr: 2", "{line}2: YAML: the key 'lr' comes twice"),
     # Values.
     "word-for-number": ("lr: fast", "{line}1: --lr: invalid float value: 'fast'. Run with --help"),
     "switch-for-number": ("num-layers: true", "num-layers: True: takes numbers and text; words such"),
     "choice": ("attention-backend: flsh", "arguments (incomplete): 'flsh' is no choice of its flag. Run"),
-    "list-for-pattern": (
-        "moe-layer-freq: [0, 1]",
-        "['0', '1']: takes numbers and text; words",
-    ),
+    "list-for-pattern": ("moe-layer-freq: [0, 1]", "['0', '1']: takes numbers and text; words"),
     # Sections.
     "own-at-top": ("degree: 4", "degree: there is no such flag. Write it below 'ampipe:', indented."),
-    "own-degree-0": ("ampipe:\n  degree: 0", "{line}2: --ampipe-degree 0: must be a whole number"),
     "own-no-section": ("ampipe: 4", "{line}1: ampipe: is a section. Write one 'flag: value' on each line"),
     "file-in-file": ("ampipe:\n  config: tiny", "{line}2: ampipe-config: cannot be set in a file. Give"),
     # Files.
@@ -101,10 +96,6 @@ TOOLS = {
     "set-object": (_PLAN + "dgx-h100 --set hidden-size=!!python/name:os.system", "is not FLAG=VALUE"),
     "trace-is-a-plan": (_DRAW + "good.plan", _TRACE),
     "bench-from-trace": ("bench --from {here}/good.trace", "is not a result of ampipe bench. Give a file"),
-    "config-misspelt": (
-        "config --ampipe-config mixtral-8x7",
-        "nor a built-in configuration. Did you mean mi",
-    ),
     "config-flag": ("config --num_layers 2", "--num_layers 2: there is no such flag. Did you mean --num-la"),
 }
 """Commands, and a part of the message."""
@@ -113,21 +104,12 @@ _AUTO = "--ampipe-degree auto "
 LAUNCHES = {
     "degree-0": ("--ampipe-degree 0", "--ampipe-degree 0: must be a whole number"),
     "degree-two-words": ("--ampipe-degree 4 4", "argument 4: there is no such flag. Run with"),
-    "degree-above-sequence": (
-        "--ampipe-degree 65",
-        "65: must be between 1 and the number of rows of the sequence on one rank (64). Use",
-    ),
     "schedule-at-degree-1": ("--ampipe-schedule ampipe", "has no effect at --ampipe-degree 1, which"),
     "exchange-in-one-chunk": (
         "--ampipe-exchange ranks --cpu-offloading-num-layers 1 --moe-router-topk 2 "
         "--expert-model-parallel-size 2",
         "--cpu-offloading-num-layers 1: with --ampipe-exchange ranks, activation offloading is not supported "
         "yet. Leave it out, or train with --ampipe-exchange rows.",
-    ),
-    "plan-and-degree": (
-        "--ampipe-plan {here}/good.plan --ampipe-degree 4",
-        "4: conflicts with the plan {here}/good.plan, which says it. Leave --ampipe-degree or --ampipe-plan "
-        "out.",
     ),
     "save-plan-foreign": (_AUTO + "--ampipe-save-plan {here}/good.trace", "good.trace:1: traceEvents"),
     "save-file": ("--ampipe-degree 2 --save {here}/empty --save-interval 2", "to (Not a directory)."),
@@ -179,22 +161,14 @@ _DATA = "--data-path {path} --split 100,0,0"
 _UNLOADABLE = "--load {path}: the checkpoint cannot be loaded ("
 DATASETS = {
     "well": (_nothing, _DATA, None),
-    "no-data": (
-        _nothing,
-        "",
-        "--data-path (not given): a run needs data. Give --data-path PREFIX, or",
-    ),
+    "no-data": (_nothing, "", "--data-path (not given): a run needs data. Give --data-path PREFIX, or"),
     "idx-cut": (_with(".idx", _cut), _DATA, "{path}.idx (buffer is smaller than requested size). Copy"),
     "no-tokens": (
         lambda path: write_dataset(path, [0, 0, 300]),
         "--data-path {path} --split 2,1,0",
         "--split 2,1,0: gives train no token of {path}. Use --split 100,0,0 and --eval-iters 0, or",
     ),
-    "cache": (
-        _nothing,
-        _DATA + " --data-cache-path {path}.idx/cache",
-        "Failed to write dataset materials",
-    ),
+    "cache": (_nothing, _DATA + " --data-cache-path {path}.idx/cache", "Failed to write dataset materials"),
 }
 """What damages a dataset of eight documents of 300 tokens, flags, and a part of the message; None if well."""
 

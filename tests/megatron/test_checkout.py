@@ -144,17 +144,16 @@ def test_a_patched_tree_without_ampipe_is_left_to_megatron(launches: Launches) -
     assert _logged(launches["0.18-patched-stock"]) == _logged(launches["0.18"])
 
 
-@pytest.mark.parametrize("starter", [LAUNCHER, BY_HAND], ids=["launcher", "patched"])
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("starter", "words", "said"),
     [
-        (["--data-path", "{folder}/half"], "dataset {folder}/half: "),
-        ([*MOCK_DATA, "--lrr", "1"], "argument --lrr 1: there is no such flag"),
+        (LAUNCHER, ["--data-path", "{folder}/half"], "dataset {folder}/half: "),
+        (BY_HAND, [*MOCK_DATA, "--lrr", "1"], "argument --lrr 1: there is no such flag"),
     ],
-    ids=["half a dataset", "an unknown flag"],
+    ids=["launcher", "patched"],
 )
 def test_what_cannot_train_is_refused_as_by_the_entry_point(
-    words: list[str], said: str, starter: tuple[str, ...], launches: Launches
+    starter: tuple[str, ...], words: list[str], said: str, launches: Launches
 ) -> None:
     (launches.folder / "half.bin").write_bytes(bytes(64))
     words = [word.format(folder=launches.folder) for word in words]

@@ -30,6 +30,11 @@ from tests.megatron.test_recipes import LENGTH, SETTINGS, VOCABULARY, configurat
 SIZES = {name: value for name, value in SETTINGS.items() if name != "moe_shared_expert_intermediate_size"}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "frameworks.md"
 
+RELEASES = (
+    "Megatron-Bridge 0.6.0", "mbridge 0.15.1", "verl 0.7.0", "mcore-bridge 1.2.2", "slime 0.3.1",
+)  # fmt: skip
+"""Those whose calls of the constructor of Megatron's model are repeated here, with all of their keywords."""
+
 
 def block_spec(config: Any) -> Any:
     """What most of them take as the specification, with Transformer Engine in place of local layers."""
@@ -85,16 +90,8 @@ def bridge_recipe() -> Any:
     return SimpleNamespace(model=transformer_config(Provider), ddp=SimpleNamespace(use_megatron_fsdp=False))
 
 
-def bridge(folder: Path, *, on: bool) -> Any:
-    """``pretrain(recipe, forward_step)``, which has the provider make the model."""
-    recipe = bridge_recipe()
-    if on:
-        switch_on(recipe, degree=4)
-    return recipe.model.provide()
-
-
 def bridge_by_models(folder: Path, *, on: bool) -> Any:
-    """The same with the other switch, which leaves the recipe as it is."""
+    """``pretrain(recipe, forward_step)``, whose provider makes the model; the recipe stays as it is."""
     if on:
         switch_on_models(degree=4)
     recipe = bridge_recipe()
@@ -107,7 +104,7 @@ MADE: list[Any] = []
 
 
 def task(*, degree: int) -> None:
-    """A task of NeMo-Run: it makes the recipe and trains, in the process that the executor starts."""
+    """A task of NeMo-Run: it makes Megatron-Bridge's recipe and trains, in the process of the executor."""
     recipe = bridge_recipe()
     switch_on(recipe, degree=degree)
     MADE.append(recipe.model.provide())
@@ -202,7 +199,7 @@ def slime(folder: Path, *, on: bool) -> Any:
     return GPTModel(**values)
 
 
-FRAMEWORKS = (bridge, bridge_by_models, nemo_run, verl, swift, slime)
+FRAMEWORKS = (bridge_by_models, nemo_run, verl, swift, slime)
 
 
 @pytest.fixture
@@ -397,3 +394,8 @@ def test_an_old_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for switch in (switch_on_models, lambda degree: switch_on(bridge_recipe(), degree=degree)):
         with pytest.raises(EnvironmentMissing, match=r"0\.13\.1 is too old"):
             switch(degree=4)
+
+
+def test_the_page_names_the_same_releases() -> None:
+    page = " ".join(PAGE.read_text().split())
+    assert [release for release in RELEASES if release not in page] == []

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from tests.megatron.launcher import Run, _run_forked, assert_same_digits, parse
+from tests.megatron.launcher import Run, assert_same_digits, pretrain
 from tests.megatron.trainings import COMMON, EP, LLAMA, MOCK_DATA, NUM_ITERATIONS, SHARED
 
 pytestmark = pytest.mark.timeout(900)
@@ -19,8 +19,7 @@ AGAIN = "--recompute-granularity full --recompute-method uniform --recompute-num
 def train(flags: str) -> Run:
     """On four ranks: two expert-parallel ones, and two that share the experts."""
     words = [*COMMON, *MOCK_DATA, *shlex.split(flags)]
-    code, logs = _run_forked("tests.megatron.fsdp_worker", words, num_ranks=4, timeout_s=400)
-    run = parse(code, "".join(logs))
+    run = pretrain(*words, num_ranks=4, timeout_s=400, module="tests.megatron.fsdp_worker")
     assert run.exit_code == 0, run.output[-6000:]
     return run
 

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from tests.megatron.launcher import Run, _run_forked, assert_same_digits, parse
+from tests.megatron.launcher import Run, assert_same_digits, pretrain
 from tests.megatron.trainings import COMMON, EP, LLAMA, MOCK_DATA, NUM_ITERATIONS, PP, SHARED
 
 pytestmark = pytest.mark.timeout(600)
@@ -15,8 +15,7 @@ GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn moe_router moe_prepr
 
 def train(flags: str) -> Run:
     words = [*COMMON, *MOCK_DATA, *shlex.split(flags)]
-    code, logs = _run_forked("tests.megatron.graphs_worker", words, num_ranks=4, timeout_s=300)
-    run = parse(code, "".join(logs))
+    run = pretrain(*words, num_ranks=4, timeout_s=300, module="tests.megatron.graphs_worker")
     assert run.exit_code == 0, run.output[-6000:]
     return run
 

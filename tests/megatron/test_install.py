@@ -4,7 +4,6 @@ import importlib.metadata
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -17,6 +16,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from megatron_ampipe import compat
+from tests.forked import completed
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
@@ -32,11 +32,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     # Where build is on the path, and not installed.
     if os.environ.get("PYTHONPATH") and command[1:3] == ("-m", "build"):
         env["PYTHONPATH"] = os.environ["PYTHONPATH"]
-    done = subprocess.run(
-        command, cwd=cwd, env=env | environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return completed(*command, cwd=cwd, env=env | environment, timeout_s=300).stdout
 
 
 def git(*words: str, cwd: Path) -> str:
@@ -150,9 +146,7 @@ def test_commands_run_outside_of_a_checkout(installed: Path, tmp_path: Path) -> 
     assert "usage: ampipe" in run(ampipe, "--help", cwd=tmp_path)
     where = run(python, "-c", "import megatron_ampipe; print(megatron_ampipe.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(installed.parent)
-    for model in sorted((ROOT / "configs/models").glob("*.yaml")):
-        told = run(ampipe, "plan", "--model", model.stem, "--cluster", "dgx-h100", cwd=tmp_path)
-        assert "degree" in told, model
+    assert "degree" in run(ampipe, "plan", "--model", "tiny", "--cluster", "dgx-h100", cwd=tmp_path)
     script = run(ampipe, "sbatch", "--nodes", "2", "--gpus-per-node", "8", "--model", "mixtral-8x7b",
                  "--run", "many-nodes", "--no-check", cwd=tmp_path)  # fmt: skip
     assert "#SBATCH --nodes=2" in script

@@ -83,11 +83,6 @@ LAUNCHES = {
         "--num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 1",
         ("fp8 tensorwise a scale for each chunk",),
     ),
-    "precision-aware optimizer": Launch(ALLTOALL + PRECISION_AWARE + BIASED),
-    "full recompute": Launch(
-        ALLTOALL + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        ("full recompute every layer inside the schedules",),
-    ),
     "tensor and context parallel": Launch(
         ALLTOALL + TP + "--context-parallel-size 2 --qk-layernorm", ("ring of 2 ranks",)
     ),
@@ -95,9 +90,6 @@ LAUNCHES = {
     "overlaps in a pipeline": Launch(
         DEEPEP + PP + TP + "--overlap-moe-expert-parallel-comm --delay-wgrad-compute " + SHARED,
         ("partner uncut", "--delay-wgrad-compute switched off"),
-    ),
-    "shared experts at the same time": Launch(
-        ALLTOALL + SHARED + "--moe-shared-expert-overlap", ("--moe-shared-expert-overlap switched off",)
     ),
     "gated delta net": Launch(
         ALLTOALL + DELTA + SHARED + "--moe-shared-expert-gate --attention-output-gate --qk-layernorm "
@@ -107,10 +99,6 @@ LAUNCHES = {
     ),
     "hybrid without attention": Launch(
         ALLTOALL + "--hybrid-layer-pattern MEME --mamba-head-dim 64 --mamba-num-groups 8"
-    ),
-    "experts in host memory": Launch(
-        DEEPEP + "--fine-grained-activation-offloading --offload-modules expert_fc1 moe_act",
-        ("memory offload", "--fine-grained-activation-offloading switched off"),
     ),
     "sharded parameters": Launch(
         ALLTOALL + "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
@@ -178,11 +166,10 @@ def test_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 @pytest.mark.parametrize("modules", ["core_attn attn_proj", "expert_fc1 mlp_norm"])
-@pytest.mark.parametrize("others", ["", BLOCKWISE])
 def test_offloading_of_other_modules_is_refused(
-    modules: str, others: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    modules: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = f"{ALLTOALL}{others}--fine-grained-activation-offloading --offload-modules {modules}"
+    flags = f"{ALLTOALL}{BLOCKWISE}--fine-grained-activation-offloading --offload-modules {modules}"
     with pytest.raises(BadInput, match="--fine-grained-activation-offloading"):
         table_of(flags, monkeypatch, capsys)
 

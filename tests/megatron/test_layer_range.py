@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +14,7 @@ import torch
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from tests.dist.cases import LARGE, Case
 from tests.dist.worker import use_groups
+from tests.forked import completed
 from tests.megatrons import CHECKOUT, NEXT, folder_of, installed, megatron_of
 
 PATCH = Path(__file__).resolve().parents[2] / "patches" / "layer-range-runner.patch"
@@ -33,10 +33,7 @@ sys.exit(pytest.main([*"-q -p no:cacheprovider --noconftest --rootdir".split(), 
 
 def git_apply(folder: Path, *options: str) -> str:
     alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    command = ["git", "apply", *options, str(PATCH)]
-    done = subprocess.run(command, cwd=folder, env=alone, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return completed("git", "apply", *options, PATCH, cwd=folder, env=alone).stdout
 
 
 def patched(folder: Path, version: str) -> Path:
@@ -63,15 +60,9 @@ def test_its_own_tests_pass(version: str, tmp_path: Path) -> None:
     folder = folder_of(version)
     paths = {} if folder is None else {"PYTHONPATH": str(folder)}
     patched(tmp_path, version)
-    done = subprocess.run(
-        [sys.executable, "-c", PATCHED, BLOCK, str(tmp_path), ITS_TESTS],
-        cwd=tmp_path,
-        env={**os.environ, **paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0 and "14 passed" in done.stdout, done.stdout + done.stderr
+    words = (sys.executable, "-c", PATCHED, BLOCK, tmp_path, ITS_TESTS)
+    done = completed(*words, cwd=tmp_path, env={**os.environ, **paths, "OMP_NUM_THREADS": "1"})
+    assert "14 passed" in done.stdout, done.stdout
 
 
 def load(path: Path) -> ModuleType:

@@ -2,13 +2,13 @@
 
 import resource
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.megatron.launcher import MODULE, REPOSITORY, TINY_GPT, environment, started, train
+from tests.forked import REPOSITORY, completed
+from tests.megatron.launcher import MODULE, TINY_GPT, environment, started, train
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -45,14 +45,7 @@ def test_ctrl_c_ends_a_training_with_130_and_one_line(tmp_path: Path) -> None:
 def test_a_missing_megatron_is_reported_with_the_install_command(tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "__init__.py").write_text("raise ImportError('no Megatron here')")
-    done = subprocess.run(
-        [sys.executable, "-m", MODULE, *TINY_GPT, "--mock-data"],
-        cwd=REPOSITORY,
-        env={**environment(), "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1
+    env = {**environment(), "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    done = completed(sys.executable, "-m", MODULE, *TINY_GPT, "--mock-data", env=env, code=1)
     assert "pip install" in done.stderr
     assert "Traceback" not in done.stderr

@@ -96,11 +96,7 @@ TRAININGS: dict[str, Training] = {
     # Real text: what evaluates, what is traced, what a run goes on from, and gradients in full precision.
     "text": Training(
         flags=REAL_TEXT + "--eval-iters 1 --eval-interval 2",
-        ours=(
-            f"{BLOCKS} --ampipe-trace-dir {{folder}}/trace",
-            f"{BLOCKS} --ampipe-schedule joined",
-            PARTNER,
-        ),
+        ours=(f"{BLOCKS} --ampipe-trace-dir {{folder}}/trace", f"{BLOCKS} --ampipe-schedule joined", PARTNER),
         text="text",
         # The trace is that of the unbroken run.
         restarts=((0, 1), (2, 0), (3, 1)),
@@ -123,22 +119,14 @@ TRAININGS: dict[str, Training] = {
     "sharded": Training(
         flags=REAL_TEXT + OVERLAPS + "--global-batch-size 12", text="text", moments=True, num_ranks=4
     ),
-    # A bucket without a wait fails in the third iteration.
-    "buckets": Training(
-        flags=OVERLAPS + "--ddp-bucket-size 1",
-        ours=tuple(f"{BLOCKS} --ddp-bucket-size {size}" for size in (1, 40_000_000)),
-    ),
     # Combined parallelism.
     "tp2-pp2-ep2": Training(flags=WHOLE_EXPERTS + PP + EP + OVERLAPS + LLAMA, num_ranks=4),
-    "cp2-ep2": Training(
-        flags=CP + EP + LLAMA,
-        ours=(f"{BLOCKS} --ampipe-stack all",),
-        said=("layers per schedule 1, in place of all",),
-    ),
     # What Megatron weighs otherwise than one rank would: docs/troubleshooting.md.
     "masked-mtp-cp": Training(
-        flags=CP + ROPE + GQA + "--seq-length 64 --vocab-size 256 --split 100,0,0 --eod-mask-loss "
+        flags=CP + EP + LLAMA + "--seq-length 64 --vocab-size 256 --split 100,0,0 --eod-mask-loss "
         "--mtp-num-layers 1 --calculate-per-token-loss --softmax-type learnable",
+        ours=(f"{BLOCKS} --ampipe-stack all",),
+        said=("layers per schedule 1, in place of all",),
         text="documents",
         moments=True,
     ),
@@ -288,14 +276,9 @@ HYBRID = (
     "--hybrid-layer-pattern "
 )
 HYBRIDS: dict[str, Training] = {
-    # A dense pair in a stack, an MLP and an MoE layer on their own, an attention layer on its own.
-    "hybrid-dense-layers": Training(
-        flags=EP + HYBRID + "*-*E-*EE*",
-        ours=(STACK,),
-        said=("layers per schedule",),
-    ),
+    # A dense pair in a stack, an MLP, an MoE layer and an attention layer on their own.
     "hybrid-mamba": Training(
-        flags=EP + HYBRID + "M*EM*-*EM",
+        flags=EP + HYBRID + "M*EM*-*E-EM*",
         ours=(BLOCK, STACK),
         said=("layers per schedule",),
         restarts=((0, 2), (2, 0)),
@@ -309,9 +292,7 @@ HYBRIDS: dict[str, Training] = {
         flags=WHOLE_EXPERTS + EP + HYBRID + "*E*EM*E", ours=(STACK,), said=("layers per schedule",)
     ),
     "hybrid-stages": Training(
-        flags=PP + NO_LOSS + HYBRID + "*EM*E|*E*-E",
-        ours=(STACK,),
-        said=("layers per schedule",),
+        flags=PP + NO_LOSS + HYBRID + "*EM*E|*E*-E", ours=(STACK,), said=("layers per schedule",)
     ),
 }
 TRAININGS |= ROUTERS | HYBRIDS

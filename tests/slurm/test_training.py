@@ -46,11 +46,12 @@ ampipe:
 """
 
 
-def submitted(folder: Path, *words: str) -> Cluster:
+def submitted(folder: Path) -> Cluster:
     folder.mkdir()
     (folder / "run.yaml").write_text(RUN)
     cluster = Cluster(folder)
-    cluster.submit("--nodes", "2", "--gpus-per-node", "1", "--job-name", NAME, "--run", "run.yaml", *words)
+    words = ["--nodes", "2", "--gpus-per-node", "1", "--job-name", NAME, "--run", "run.yaml", "--no-check"]
+    cluster.submit(*words)
     return cluster
 
 
@@ -76,8 +77,7 @@ def test_an_interrupted_job_has_the_loss_curve_of_an_uninterrupted_one(tmp_path:
     assert f"finished; last checkpoint: {NUM_ITERATIONS}" in whole.said(NAME)
     assert "chunk boundaries" in whole.log(NAME, attempt=0, node=1), "the start-up table of rank 0"
 
-    # The flags were checked with Megatron for the other job.
-    cluster = submitted(tmp_path / "interrupted", "--no-check")
+    cluster = submitted(tmp_path / "interrupted")
 
     def until(iteration: int, *, attempt: int) -> None:
         cluster.until(

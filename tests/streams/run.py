@@ -118,7 +118,6 @@ def run_case(
     pipeline: Pipeline | None = None,
     in_flight: int = 1,
     gradients: bool = True,
-    stock: bool = False,
     warm: bool = False,
     issue: IssueOrder | None = None,
     engine: bool = False,
@@ -127,20 +126,17 @@ def run_case(
     """Run forward and backward of a block, as :class:`~.cases.Run` says.
 
     Args:
-        stock: Run Megatron's layer instead of AMPipe's.
         warm: Report the second of two runs.
         data_parallel: Put Megatron's data parallelism around the layer, as a launch does.
     """
     logged_losses.clear()
-    layers = build_layers(case)
-    layer = layers[0] if stock else layers[1]
+    _, layer = build_layers(case)
     if engine:
         use_engine(layer, grouped=True)
-    if not stock:
-        context = next(block.context for block in _blocks(layer))
-        if pipeline is not None:
-            context.pipeline = pipeline
-        _name_stages(context.executor)
+    context = next(block.context for block in _blocks(layer))
+    if pipeline is not None:
+        context.pipeline = pipeline
+    _name_stages(context.executor)
     hidden_size = transformer_config(case).hidden_size
     with modelled_device() as tracker, _issued_by(issue):
         for constant in _host_constants(layer):
@@ -150,7 +146,7 @@ def run_case(
         for _ in range(1 + warm):
             HOST.waits.clear()
             DEVICE.issued.clear()
-            _passes(layer, case, hidden_size, in_flight=in_flight, gradients=gradients, stock=stock)
+            _passes(layer, case, hidden_size, in_flight=in_flight, gradients=gradients)
     return RunResult(tuple(tracker.races), tuple(HOST.waits), dict(DEVICE.issued))
 
 
@@ -191,23 +187,20 @@ def _issued_by(issue: IssueOrder | None) -> Iterator[None]:
         yield
 
 
-def _passes(
-    layer: Any, case: Case, hidden_size: int, *, in_flight: int, gradients: bool, stock: bool
-) -> None:
+def _passes(layer: Any, case: Case, hidden_size: int, *, in_flight: int, gradients: bool) -> None:
     shape = (case.sequence_length, case.batch, hidden_size)
     if case.router is not None:
         give_token_ids(layer).keep(torch.zeros((case.batch, case.sequence_length), dtype=torch.int64))
     outputs = []
     for number in range(in_flight):
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(number), requires_grad=gradients)
-        with torch.set_grad_enabled(gradients), _stage("stock forward" if stock else ""):
+        with torch.set_grad_enabled(gradients):
             outputs.append(layer(hidden_states=hidden, attention_mask=None)[0])
         del hidden
     for output in outputs if gradients else ():
-        with _stage("stock backward" if stock else ""):
-            # Not torch.autograd.backward: a function mode intercepts it and is disabled inside it.
-            given = (output,), (torch.ones_like(output),), False, False, ()
-            _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
+        # Not torch.autograd.backward: a function mode intercepts it and is disabled inside it.
+        given = (output,), (torch.ones_like(output),), False, False, ()
+        _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
 
 
 @contextlib.contextmanager

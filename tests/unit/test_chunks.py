@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import (
-    Chunk,
-    Pipeline,
-    Span,
-    chunk_sequence,
-    parse_shares,
-)
+from megatron_ampipe.schedule import Chunk, Pipeline, Span, chunk_sequence, parse_shares
 
 
 def lengths(chunks: tuple[Chunk, ...]) -> list[int]:

@@ -2,16 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from megatron_ampipe.launch.ending import raised_in
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forked import REPOSITORY, completed, variables_of
 
 
 class Ended(NamedTuple):
@@ -27,15 +24,8 @@ class Ended(NamedTuple):
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp("ended")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.ending_worker", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    env = os.environ | variables_of(0, 1) | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    completed(sys.executable, "-m", "tests.unit.ending_worker", folder, env=env)
     found = {}
     for name, code in json.loads((folder / "codes.json").read_text()).items():
         file = folder / f"{name}.json"
@@ -53,11 +43,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
             2,
             "--load /loaded: the checkpoint cannot be loaded (PytorchStreamReader failed). Na",
         ),
-        (
-            "leave_as_megatron",
-            3,
-            "Megatron ended the run and printed the reason above, on rank 0, at",
-        ),
+        ("leave_as_megatron", 3, "Megatron ended the run and printed the reason above, on rank 0, at"),
         (
             "meet_nowhere",
             1,

@@ -1,13 +1,12 @@
 """What a layer costs the host over Megatron's layer, in counts that are the same every time."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forked import completed
+
 MOST = {
     "ampipe 2": (1.90, 2.10),
     "ampipe 4": (3.90, 4.05),
@@ -28,13 +27,7 @@ and transfers, as often as there are chunks.
 
 @pytest.fixture(scope="module")
 def ratios() -> dict[str, list[float]]:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.host_cost"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = completed(sys.executable, "-m", "tests.host_cost")
     found: dict[str, list[float]] = json.loads(run.stdout.splitlines()[-1])
     return found
 

@@ -1,14 +1,11 @@
 """Modules that must not import torch, and cycles. scripts/test.sh checks the rules between the packages."""
 
-import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import grimp
 
-ROOT = Path(__file__).resolve().parents[2]
-
+from tests.forked import completed
 
 LIGHT = (
     *("megatron_ampipe.cli", "megatron_ampipe.schedule.pipeline", "megatron_ampipe.files.timeline"),
@@ -27,9 +24,7 @@ with contextlib.suppress(SystemExit):
     megatron_ampipe.cli.main(["--help"])
 print("imported", {{"torch", "megatron"}} & sys.modules.keys())
 """
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    result = completed(sys.executable, "-c", code)
     assert "usage: ampipe" in result.stdout
     assert result.stdout.endswith("imported set()\n")
 

@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from megatron_ampipe import compat
-from megatron_ampipe.attention.kernels import (
-    KERNELS,
-    KernelChoice,
-    choose_kernel,
-    pinned_kernel,
-)
+from megatron_ampipe.attention.kernels import KERNELS, KernelChoice, choose_kernel, pinned_kernel
 from megatron_ampipe.compat import Gpu
 from tests.reference_pieces import settings_of_plain_attention
 

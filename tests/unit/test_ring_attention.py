@@ -4,13 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron_ampipe.schedule import (
-    BlockFeatures,
-    Direction,
-    Pipeline,
-    from_text,
-    to_text,
-)
+from megatron_ampipe.schedule import BlockFeatures, Direction, Pipeline, from_text, to_text
 from megatron_ampipe.schedule.dataflow import needs_of
 from megatron_ampipe.schedule.kinds import ATTEND, RERING, RING, step_of
 from megatron_ampipe.schedule.program import issue_order

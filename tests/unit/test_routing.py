@@ -73,13 +73,7 @@ def test_figures_of_any_number_of_places(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"format": "ampipe-routing-1"},
-        {"num_experts": 0},
-        {"tokens": []},
-        {"layers": []},
-        {"layers": [{}]},
-    ],
+    [{"format": "ampipe-routing-1"}, {"num_experts": 0}, {"tokens": []}, {"layers": []}, {"layers": [{}]}],
     ids=str,
 )
 def test_other_files_are_refused(change: dict[str, Any], tmp_path: Path) -> None:

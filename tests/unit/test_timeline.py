@@ -77,12 +77,7 @@ def event(**changes: object) -> dict[str, object]:
         json.dumps({"otherData": {"rank": "0"}, "traceEvents": ["X"]}),
         *(
             json.dumps({"otherData": {"rank": "0"}, "traceEvents": [bad]})
-            for bad in (
-                event(dur=-1),
-                event(ts=float("nan")),
-                event(cat="sideways"),
-                event(args=None),
-            )
+            for bad in (event(dur=-1), event(ts=float("nan")), event(cat="sideways"), event(args=None))
         ),
     ],
 )
