@@ -178,6 +178,9 @@ def take_over_graphs(args: argparse.Namespace) -> frozenset[str]:
         for name in ("cuda_graph_modules", "cuda_graph_scope"):
             if hasattr(args, name):
                 setattr(args, name, [])
+        # Megatron has derived it from the implementation, and checks it again.
+        if hasattr(args, "inference_cuda_graph_scope"):
+            args.inference_cuda_graph_scope = None
     return frozenset(modules)
 
 

@@ -68,6 +68,13 @@ FAMILIES = {
         1e-3,
         _ENGINE,
     ),
+    "gated delta net": Family(
+        _FUSED + "--num-layers 4 --experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
+        "--normalization RMSNorm --linear-num-key-heads 8 --linear-num-value-heads 16",
+        {"degree 4": "--ampipe-degree 4"},
+        1e-3,
+        (*_ENGINE, "fla"),
+    ),
     "FP8": Family(
         _FUSED + "--num-layers 4 --fp8-format e4m3 --fp8-recipe blockwise",
         _IN_CHUNKS | _DELAYED,
