@@ -153,7 +153,7 @@ def _splits_weights_elsewhere(args: Any) -> bool:
 
 
 def _names_weights(args: Any) -> bool:
-    """Whether gradients of weights are stages of their own in the schedule that is named."""
+    """Whether the schedule that is named computes gradients of weights in separate stages."""
     return args.ampipe_schedule and Pipeline.of(1, schedule=args.ampipe_schedule).splits_weights
 
 
