@@ -21,7 +21,7 @@ from megatron_ampipe.block.settings import SETTING, TRACED_ITERATIONS
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.files import outputs
 from megatron_ampipe.launch import connections, host
-from megatron_ampipe.launch.auto import Agreement, AutoDegree, print_on_first_rank, save_choice
+from megatron_ampipe.launch.auto import Agreement, AutoDegree, save_choice
 from megatron_ampipe.launch.flags import SWITCHED_OFF
 from megatron_ampipe.launch.hooks import Hook, Hooks, PlacedReductions
 from megatron_ampipe.launch.partners import PartneredSteps
@@ -256,7 +256,6 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
         planner=planner,
         exchanges=exchanges,
         in_one_chunk=IN_ONE_CHUNK if is_open else None,
-        say=print_on_first_rank,
         keep=functools.partial(save_choice, args, config.save_plan, shape),
         rows_of_tile=functools.partial(rows_of_tile, args),
     )

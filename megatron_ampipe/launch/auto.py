@@ -47,7 +47,6 @@ class AutoDegree(Hook):
         planner: Chooses without measuring; if None, pipelines are tried in the first iterations.
         exchanges: What trials choose from.
         in_one_chunk: Name of a second schedule that is tried at degree 1; none if None.
-        say: Prints a line to the log; called on every rank.
         keep: Called with every new choice and its shape, on every rank.
     """
 
@@ -58,11 +57,10 @@ class AutoDegree(Hook):
         planner: Planner | None,
         exchanges: Sequence[Exchange] = (Exchange.ROWS,),
         in_one_chunk: str | None = None,
-        say: Callable[[str], None],
         keep: Callable[[Shape, Choice], None] = lambda shape, choice: None,
         rows_of_tile: Callable[[int], int] = lambda batch: 1,
     ) -> None:
-        self._context, self._planner, self._say = context, planner, say
+        self._context, self._planner = context, planner
         self._exchanges, self._in_one_chunk = exchanges, in_one_chunk
         self._keep, self._rows_of_tile = keep, rows_of_tile
         self._ranges = SizeRanges()
@@ -155,7 +153,7 @@ class AutoDegree(Hook):
         pipelines = list(dict.fromkeys([*uncut, *cut]))
         self._trials = Trials(pipelines)
         tried, most = ", ".join(map(str, degrees)), most_iterations(len(pipelines))
-        self._say(
+        print_on_first_rank(
             f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, one per iteration, for "
             f"up to {most} iterations; for a short run, set the degree: --ampipe-degree 4"
         )
@@ -168,7 +166,7 @@ class AutoDegree(Hook):
             self._choices[self._shape] = choice
             self._ranges.add(math.prod(self._shape), choice.pipeline)
             rows, batch = self._shape
-            self._say(f"input of {rows} rows x {batch}: {choice.pipeline}: {choice.reason}")
+            print_on_first_rank(f"input of {rows} rows x {batch}: {choice.pipeline}: {choice.reason}")
             self._keep(self._shape, choice)
 
 

@@ -18,10 +18,9 @@ from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.settings import SETTING, Setting, parse_size, settings_of, size_to_text
 from megatron_ampipe.compat import delays_weight_gradients
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files.inputs import find_config
 from megatron_ampipe.launch.trials import Choice, Planner, Shape
 from megatron_ampipe.plan.block import Block
-from megatron_ampipe.plan.cluster import Cluster, read_cluster
+from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.kept import Kept, by_work, fitting, simulated
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, block_of, layers_of
@@ -62,7 +61,7 @@ def planner_of(
     Raises:
         BadInput: the file is wrong, or does not contain a figure that this model needs.
     """
-    cluster = _cluster_of_flag(cluster_file)
+    cluster = read_cluster(find_cluster(cluster_file, flag="--ampipe-cluster"))
     block, layers = block_of_args(args), layers_of(_model_of_args(args))
 
     def plan(shape: Shape) -> Choice:
@@ -95,12 +94,6 @@ def with_partner(args: argparse.Namespace) -> float:
     # In a pipeline those of the warm-up, and as many at the end, run alone.
     alone = 1 if args.pipeline_model_parallel_size == 1 else in_flight(args)
     return max(0.0, 1 - alone / (microbatches * virtual))
-
-
-def _cluster_of_flag(cluster_file: str) -> Cluster:
-    """The cluster file that ``--ampipe-cluster`` names."""
-    flag = "--ampipe-cluster"
-    return read_cluster(find_config(cluster_file, folders=("clusters",), flag=flag, what="cluster"))
 
 
 def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choice:
@@ -314,7 +307,7 @@ def choose_memory(
         kept = [Kept(memory, peak(memory)) for memory in by_work(pipeline.backward_degree)]
     else:
         shares = boundary(args, whole_attention=pipeline.whole_attention) is None
-        cluster = _cluster_of_flag(cluster_file)
+        cluster = read_cluster(find_cluster(cluster_file, flag="--ampipe-cluster"))
         predictor = Predictor(block, cluster, num_layers=pipeline.stack_of(num_layers) if shares else 1)
         compared = f"the fastest by {cluster_file}"
         kept = simulated(predictor, pipeline, peak)

@@ -48,10 +48,9 @@ class _Arguments:
     """
 
     def __init__(self, arguments: Any, plan: Pipeline | None = None) -> None:
-        self.all = arguments
-        if plan is not None:
-            for name in ("memory", "exchange", "partner"):
-                setattr(self, f"ampipe_{name}", getattr(plan, name))
+        self.all, self.of_plan = arguments, () if plan is None else ("memory", "exchange", "partner")
+        for name in self.of_plan:
+            setattr(self, f"ampipe_{name}", getattr(plan, name))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.all, name, None)
@@ -123,6 +122,8 @@ def _refuse(table: tuple[Refusal, ...], args: _Arguments, flags: str, off: str) 
         value = row.applies(args)
         if value is not None:
             remedy = row.remedy.replace("--ampipe-degree 1", off)
+            if row.setting.removeprefix("--ampipe-") in args.of_plan:
+                _, remedy = setting_of_plan(args.all)
             raise BadInput(row.setting, value, rule=f"with {flags}, {row.rule}", remedy=remedy)
 
 
@@ -153,7 +154,7 @@ def _splits_weights_elsewhere(args: Any) -> bool:
 
 
 def _names_weights(args: Any) -> bool:
-    """Whether gradients of weights are stages of their own in the schedule that is named."""
+    """Whether the schedule that is named computes gradients of weights in separate stages."""
     return args.ampipe_schedule and Pipeline.of(1, schedule=args.ampipe_schedule).splits_weights
 
 

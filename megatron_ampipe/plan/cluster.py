@@ -314,6 +314,6 @@ def write_cluster(cluster: Cluster, path: Path, *, head: str) -> None:
     write_record(path, cluster, head=head)
 
 
-def find_cluster(text: str) -> Path:
-    """The file that ``--cluster`` means: a path, or the name of a file in ``configs/clusters``."""
-    return find_config(text, folders=("clusters",), flag="--cluster", what="cluster")
+def find_cluster(text: str, *, flag: str = "--cluster") -> Path:
+    """The file that a flag means: a path, or the name of a file in ``configs/clusters``."""
+    return find_config(text, folders=("clusters",), flag=flag, what="cluster")

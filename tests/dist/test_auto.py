@@ -80,7 +80,8 @@ def test_it_chooses_once_for_each_shape_on_all_ranks(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(recorder, "time", _Clock(noise))
         layer, context = _layer()
         said: list[str] = []
-        auto = module.AutoDegree(context, planner=None, say=said.append)
+        monkeypatch.setattr(module, "print_on_first_rank", said.append)
+        auto = module.AutoDegree(context, planner=None)
         passes = context.recorder.passes
         outputs: dict[int, torch.Tensor] = {}
         alone = Trials([Pipeline.of(degree) for degree in candidates(LONG)])
@@ -144,7 +145,7 @@ def test_nothing_is_reduced_in_every_iteration_once_a_pipeline_is_chosen(
     found = []
     for planner in (None, lambda shape: Choice(Pipeline.of(2), "a plan")):
         layer, context = _layer()
-        auto = module.AutoDegree(context, planner=planner, say=lambda line: None)
+        auto = module.AutoDegree(context, planner=planner)
         auto.start((SHORT, 1))
         step = around(auto, functools.partial(layer, attention_mask=None))
         iterations.clear()

@@ -8,11 +8,13 @@ import pytest
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.planned import choice_of_plan, planner_of
+from megatron_ampipe.launch.refusals import refuse_unsupported
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import ALL_LAYERS
+from megatron_ampipe.schedule import ALL_LAYERS, Exchange, Pipeline
+from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from tests.plan_cases import cluster, sized_block
 
 
@@ -137,6 +139,25 @@ def test_a_plan_for_another_block_is_refused_with_every_difference(file: Path) -
         choice_of_plan(
             run_of(seq_length=128, ampipe_plan=None, ampipe_save_plan=str(file)), Plan.read(file), str(file)
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "begins"),
+    [
+        (
+            {"memory": "rebuild"},
+            "--ampipe-memory rebuild: with --ampipe-plan p.yaml, --recompute-granularity",
+        ),
+        ({"exchange": Exchange.NODES}, "--ampipe-exchange nodes: with --ampipe-plan p.yaml, has nothing to"),
+    ],
+)
+def test_what_a_plan_says_is_refused_as_its_flags_are(changes: dict[str, Any], begins: str) -> None:
+    run = run_of(recompute_granularity="full", ampipe_plan="p.yaml")
+    config = AMPipeConfig(pipeline=Pipeline.of(4, **changes), plan="p.yaml")
+    with pytest.raises(BadInput) as refused:
+        refuse_unsupported(config, run)
+    assert str(refused.value).startswith(begins)
+    assert str(refused.value).endswith("Make one with ampipe plan from a model file with this run's flags.")
 
 
 def without_made_for(file: Path) -> None:
