@@ -121,12 +121,15 @@ TRAININGS: dict[str, Training] = {
     ),
     # Combined parallelism.
     "tp2-pp2-ep2": Training(flags=WHOLE_EXPERTS + PP + EP + OVERLAPS + LLAMA, num_ranks=4),
-    # What Megatron weighs otherwise than one rank would: docs/troubleshooting.md.
-    "masked-mtp-cp": Training(
-        flags=CP + EP + LLAMA + "--seq-length 64 --vocab-size 256 --split 100,0,0 --eod-mask-loss "
-        "--mtp-num-layers 1 --calculate-per-token-loss --softmax-type learnable",
+    "cp2-ep2": Training(
+        flags=CP + EP + LLAMA,
         ours=(f"{BLOCKS} --ampipe-stack all",),
         said=("layers per schedule 1, in place of all",),
+    ),
+    # What Megatron weighs otherwise than one rank would: docs/troubleshooting.md.
+    "masked-mtp-cp": Training(
+        flags=CP + ROPE + GQA + "--seq-length 64 --vocab-size 256 --split 100,0,0 --eod-mask-loss "
+        "--mtp-num-layers 1 --calculate-per-token-loss --softmax-type learnable",
         text="documents",
         moments=True,
     ),
@@ -276,9 +279,12 @@ HYBRID = (
     "--hybrid-layer-pattern "
 )
 HYBRIDS: dict[str, Training] = {
-    # A dense pair in a stack, an MLP, an MoE layer and an attention layer on their own.
+    # A dense pair in a stack, an MLP and an MoE layer on their own, an attention layer on its own.
+    "hybrid-dense-layers": Training(
+        flags=EP + HYBRID + "*-*E-*EE*", ours=(STACK,), said=("layers per schedule",)
+    ),
     "hybrid-mamba": Training(
-        flags=EP + HYBRID + "M*EM*-*E-EM*",
+        flags=EP + HYBRID + "M*EM*-*EM",
         ours=(BLOCK, STACK),
         said=("layers per schedule",),
         restarts=((0, 2), (2, 0)),
