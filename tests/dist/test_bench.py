@@ -206,9 +206,6 @@ def test_different_results_are_refused_before_timing() -> None:
     assert done.stdout.split() == ["same", "same", "True", "True", "True"] * 2, done.stderr
 
 
-# The network alone
-
-
 # Interruptions
 
 
