@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,6 +51,22 @@ def at_least(minimum: int, *, at_most: int | None = None) -> Callable[[str], int
         return value
 
     return whole_number
+
+
+def matching(pattern: str, example: str) -> Callable[[str], str]:
+    """A type for ``argparse``: text that matches; the error shows an example."""
+
+    def text(given: str) -> str:
+        if not re.fullmatch(pattern, given):
+            raise argparse.ArgumentTypeError(f"{given!r} is not valid; write for example {example}")
+        return given
+
+    return text
+
+
+def several[Item](item: Callable[[str], Item]) -> Callable[[str], list[Item]]:
+    """A type for ``argparse``: values of another one, separated by commas."""
+    return lambda text: [item(word) for word in text.split(",")]
 
 
 def adder(parser: argparse._ActionsContainer) -> Callable[..., None]:

@@ -21,7 +21,7 @@ from megatron_ampipe.block.settings import PARTNER_ORDERS, SHIPPED_WIRES, class_
 from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import AMPipeError
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.inputs import adder, at_least
+from megatron_ampipe.files.inputs import adder, at_least, matching, several
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import (
     KEEP,
@@ -74,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cases", "NAME,NAME", "only these cases of the grid (default: all)")
     add_link_arguments(parser, fewest_ranks=1)
     chunks = "numbers of chunks; 4:2 is 4 forward and 2 backward"
-    add("--degrees", "N,N", chunks, type=_several(_degree), default="1,2,4,8")
-    schedules = _several(_one_of(*SCHEDULE_NAMES))
+    add("--degrees", "N,N", chunks, type=several(_degree), default="1,2,4,8")
+    schedules = several(matching("|".join(SCHEDULE_NAMES), "ampipe"))
     add("--schedules", "S,S", f"of {', '.join(SCHEDULE_NAMES)}", type=schedules, default="moe-only,ampipe")
     add("--repeats", "N", "timed passes of each layer", type=positive, default=10)
     add("--warmup", "N", "passes before those", type=at_least(0), default=2)
@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--wire", "W,W", wires, default=UNCHANGED)
     orders = " or ".join(PARTNER_ORDERS)
     partners = f"with --end-to-end: partners, {OFF} or their order, {orders} (default: {OFF})"
-    add("--partner", "P,P", partners, type=_several(_one_of(OFF, *PARTNER_ORDERS)))
+    add("--partner", "P,P", partners, type=several(matching("|".join((OFF, *PARTNER_ORDERS)), OFF)))
     add("--micro-batches", "N", "with --end-to-end: of each rank in an iteration (default: 2)", type=positive)
     rounds = f"with --end-to-end: trainings of each kind, in turns (default: {ROUNDS})"
     add("--rounds", "N", rounds, type=positive)
@@ -312,22 +312,6 @@ def _variants(
         if exchange in useful:
             found.append(Variant(schedule, pipeline, None if wire == UNCHANGED else wire))
     return tuple(dict.fromkeys(found))
-
-
-def _several[Item](item: Callable[[str], Item]) -> Callable[[str], list[Item]]:
-    """A type for ``argparse``: values of another one, separated by commas."""
-    return lambda text: [item(word) for word in text.split(",")]
-
-
-def _one_of(*names: str) -> Callable[[str], str]:
-    """A type for ``argparse``."""
-
-    def name(word: str) -> str:
-        if word not in names:
-            raise argparse.ArgumentTypeError(f"{word!r} is not one of {', '.join(names)}")
-        return word
-
-    return name
 
 
 def _degree(word: str) -> Pipeline:

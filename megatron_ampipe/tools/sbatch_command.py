@@ -23,7 +23,7 @@ import jinja2
 
 from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.inputs import adder, at_least, find_config, load
+from megatron_ampipe.files.inputs import adder, at_least, find_config, load, matching
 from megatron_ampipe.launch.config_files import CONFIG_FLAG
 
 SAVE_INTERVAL = 500
@@ -50,17 +50,6 @@ _WORD = r"[\w.,:=+@%/\[\]-]+"
 """Part of an ``#SBATCH`` line: a blank or a quote would end it."""
 
 
-def _matching(pattern: str, example: str) -> Callable[[str], str]:
-    """A type for ``argparse``: text that matches; the error shows an example."""
-
-    def text(given: str) -> str:
-        if not re.fullmatch(pattern, given):
-            raise argparse.ArgumentTypeError(f"{given!r} is not valid; write for example {example}")
-        return given
-
-    return text
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe sbatch``."""
     # Or --time would also be --t, which a later argument could take away.
@@ -68,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.fromfile_prefix_chars = "@"
     parser.convert_arg_line_to_args = partial(shlex.split, comments=True)  # type: ignore[method-assign]
     add = adder(parser)
-    word, again = _matching(_WORD, "gpu"), {"action": "append", "default": []}
+    word, again = matching(_WORD, "gpu"), {"action": "append", "default": []}
     add("--model", "NAME|FILE", "the model: a YAML file or a name in configs/models")
     add("--run", "NAME|FILE", "batch, learning rate, data", dest="run_file")
     add("flags", "-- FLAGS", "flags of Megatron and AMPipe for the training run", nargs="*")
@@ -76,21 +65,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoints and logs; all nodes see it (default: runs/JOB-NAME/JOB-NUMBER). Tasks of an array have "
         "folders in it"
     )
-    add("--folder", "DIR", folder, type=_matching(r".*\S.*", "runs/first"))
+    add("--folder", "DIR", folder, type=matching(r".*\S.*", "runs/first"))
     add("--no-check", None, "do not check the flags with Megatron", action="store_true")
     add("--nodes", "N", "number of nodes", type=at_least(1), required=True)
     add("--cluster", "NAME|FILE", "says how many GPUs a node has; a name in configs/clusters")
     add("--gpus-per-node", "N", "if no cluster file gives it", type=at_least(1))
     add("--account", "A", "whom to charge", type=word)
     add("--partition", "P", "where to run", type=word)
-    time = _matching(r"(\d+-)?\d+:\d\d:\d\d", "24:00:00")
+    time = matching(r"(\d+-)?\d+:\d\d:\d\d", "24:00:00")
     add("--time", "T", "longest duration of the job: [DAYS-]HH:MM:SS", type=time, default="24:00:00")
     option = (
         "a further line for #SBATCH, as in --sbatch-option=--qos=high; can be repeated. All memory of a node "
         "is asked for, unless one begins with --mem"
     )
     example = "--sbatch-option=--qos=high"
-    add("--sbatch-option", "=--X=Y", option, type=_matching(f"--{_WORD}", example), **again)
+    add("--sbatch-option", "=--X=Y", option, type=matching(f"--{_WORD}", example), **again)
     setup = (
         "a line of shell that each node runs first: 'module load cuda', 'source venv/bin/activate'; can be "
         "repeated"
@@ -98,12 +87,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--setup", "LINE", setup, **again)
     add("--container", "IMAGE", "run in this image, by pyxis: registry#image:tag, or a file /... or ./...")
     mount = "mount this besides the folders of the submission and of the job; can be repeated"
-    add("--mount", "FROM:TO", mount, type=_matching(_WORD, "/data:/data:ro"), **again)
+    add("--mount", "FROM:TO", mount, type=matching(_WORD, "/data:/data:ro"), **again)
     saving = "how many seconds before the job's end it is asked to save"
     add("--save-before-end", "S", saving, type=at_least(30), default=300)
     add("--max-restarts", "N", "how often the job may go back to the queue", type=at_least(0), default=20)
     name = "(default: the model's name)"
-    add("--job-name", "NAME", name, type=_matching(r"\w[\w.,:=+@-]*", "moe-1"))
+    add("--job-name", "NAME", name, type=matching(r"\w[\w.,:=+@-]*", "moe-1"))
     add("--output", "FILE", "write the script there", type=Path)
     add("--submit", None, "submit it", action="store_true")
 

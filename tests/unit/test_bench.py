@@ -90,7 +90,7 @@ def test_a_slow_network_needs_root_and_iproute2(
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ("--schedules gpipe", "'gpipe' is not one of"),
+        ("--schedules gpipe", "'gpipe' is not valid"),
         ("--degrees 4:3", "'4:3' is no whole number"),
         ("--degrees 4096", "--degrees 4096 is above the 2048 rows"),
         ("--ranks 3", "case top1: 3 ranks cannot share its 4 experts"),
