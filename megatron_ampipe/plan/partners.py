@@ -5,7 +5,7 @@ The order of their stages is searched like that of one pass (:mod:`.search`): a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_ampipe.files.timeline import Timeline
@@ -22,7 +22,6 @@ from megatron_ampipe.schedule import (
     Stage,
     build,
     even_chunks,
-    needs_of,
     period,
 )
 from megatron_ampipe.schedule.partners import in_order_of, megatron_period, shared_lanes
@@ -47,7 +46,7 @@ class Together:
     bound_us: float
 
 
-def best_together(predictor: Predictor, degrees: Sequence[int]) -> Together:
+def best_together(predictor: Predictor, degrees: Iterable[int]) -> Together:
     """The fastest of these degrees, with a searched order where that is faster."""
     rows, ways = predictor.block.rows, []
     for degree in degrees:
@@ -127,20 +126,16 @@ def simulated(predictor: Predictor, partner: Partner) -> tuple[Compiled, list[fl
     issue_us: dict[Stage, float] = {}
     for direction in reversed(Direction):
         compiled, durations, pace = predictor.inputs(schedule, lengths, direction)
-        of_pass = [_of_partner(stage, direction) for stage in compiled.stages]
+        of_pass = [replace(stage, ahead=direction is Direction.FORWARD) for stage in compiled.stages]
         times |= zip(of_pass, durations, strict=True)
         issue_us |= zip(of_pass, pace.issue_us or (), strict=False)
         lane_of = {place: lane for lane, places in compiled.lanes for place in places}
         stages += [(lane_of[place], of_pass[place]) for place in compiled.issued]
-        for stage, needed in needs_of(schedule, predictor.layers, direction).items():
-            needs[_of_partner(stage, direction)] = tuple(_of_partner(other, direction) for other in needed)
+        for stage, places in zip(of_pass, compiled.needs, strict=True):
+            needs[stage] = tuple(of_pass[place] for place in places)
     lanes = shared_lanes(stages, needs, partner)
     # The compute lane comes first in a simulation.
     names = sorted(lanes, key=lambda lane: lane != COMPUTE)
     both = compile_program(Program.of({name: lanes[name] for name in names}), needs)
     issue = [issue_us[stage] for stage in both.stages] if issue_us else None
     return both, [times[stage] for stage in both.stages], predictor.pace(both, issue)
-
-
-def _of_partner(stage: Stage, direction: Direction) -> Stage:
-    return replace(stage, ahead=True) if direction is Direction.FORWARD else stage

@@ -6,11 +6,12 @@ why. The simpler plan is kept unless another is predicted to be faster by more t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ampipe.plan.block import FLEX_BACKENDS
+from megatron_ampipe.plan.operation_times import ZERO
 from megatron_ampipe.plan.partners import DEGREES as TOGETHER_DEGREES
 from megatron_ampipe.plan.partners import Together, as_megatron, best_together
 from megatron_ampipe.plan.plan_file import Plan, made_for
@@ -52,7 +53,7 @@ class Plans:
     together: Together | None = None
     as_megatron: Together | None = None
     fewer_bytes: float = 1.0
-    by_exchange: tuple[tuple[Exchange, float], ...] = ()
+    by_exchange: Mapping[Exchange, float] = field(default_factory=dict)
 
     @property
     def step_ms(self) -> float:
@@ -101,23 +102,22 @@ def make_plans(
     """
     work, near = predictor.block, predictor.cluster.ranks_per_node
     useful = [exchange for exchange in exchanges if exchange in work.exchanges(near)]
-    compared = []
+    compared: dict[Exchange, Plans] = {}
     for exchange in useful or [Exchange.ROWS]:
         of_exchange = predictor.changed(exchange=exchange)
         plans = _plans_of_exchange(of_exchange, degrees=degrees, full=full, stack=stack)
-        compared.append(_with_partner(of_exchange, plans, with_partner, stack=stack))
-    best = compared[0]
-    for plans in compared[1:]:
+        compared[exchange] = _with_partner(of_exchange, plans, with_partner, stack=stack)
+    first, *others = compared.values()
+    best = first
+    for plans in others:
         if plans.step_ms < (1 - MINIMUM_SAVING) * best.step_ms:
             best = plans
-    by_exchange = tuple(
-        (used, plans.step_ms) for used, plans in zip(useful or [Exchange.ROWS], compared, strict=True)
-    )
-    best = replace(best, by_exchange=by_exchange)
-    if len(compared) == 1:
+    by_exchange = {exchange: plans.step_ms for exchange, plans in compared.items()}
+    best = replace(best, by_exchange=by_exchange, fewer_bytes=first.step_ms / best.step_ms)
+    if not others:
         return best
     exchange = best.chosen.exchange
-    times = ", ".join(f"{plans.chosen.exchange} {plans.step_ms:.4g} ms" for plans in compared)
+    times = ", ".join(f"{plans.chosen.exchange} {plans.step_ms:.4g} ms" for plans in compared.values())
     reason = f"{best.chosen.reason} Exchange {exchange}: predicted are {times}."
     if exchange.has_two_hops:
         layout = NodeLayout.of(work.settings, near)
@@ -127,8 +127,7 @@ def make_plans(
             f" In each all-to-all, a rank sends {fewer} instead of {fewer * layout.ranks_per_node} messages "
             "to other nodes."
         )
-    fewer_bytes = compared[0].step_ms / best.step_ms
-    return replace(best, chosen=replace(best.chosen, reason=reason), fewer_bytes=fewer_bytes)
+    return replace(best, chosen=replace(best.chosen, reason=reason))
 
 
 def alternatives(predictor: Predictor, **options: Any) -> dict[str, Plans]:
@@ -197,22 +196,19 @@ def _plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: 
 
 
 def _with_partner(predictor: Predictor, plans: Plans, share: float, *, stack: int) -> Plans:
-    """The plans with the fastest way to run two passes together, if that saves more than predictions are
-    exact. ``share`` is that of the passes with a partner."""
+    """The plans with the fastest way to run two passes together, if they save enough for this share."""
     plan, block = plans.chosen, predictor.block
     if share == 0 or block.expert == 1 or block.rows == 1:
         return plans
     shares = plans.shared is not None
     running = sharing_layers(predictor, stack) if shares else predictor.of_layers(1)
-    degrees = {plan.forward_degree, plan.backward_degree}
-    best = best_together(
-        running,
-        [
-            degree
-            for degree in TOGETHER_DEGREES
-            if all(max(degree, other) % min(degree, other) == 0 for other in degrees)
-        ],
+    others = {plan.forward_degree, plan.backward_degree}
+    possible = (
+        degree
+        for degree in TOGETHER_DEGREES
+        if all(max(degree, other) % min(degree, other) == 0 for other in others)
     )
+    best = best_together(running, possible)
     plans = replace(plans, together=best, as_megatron=as_megatron(running))
     stock_ms, partner_ms = running.stock().total / 1e3, best.time_us / 1e3
     alone_ms = plans.step_ms if shares else plans.alone_ms
@@ -224,7 +220,7 @@ def _with_partner(predictor: Predictor, plans: Plans, share: float, *, stack: in
         return replace(plans, chosen=replace(plan, reason=reason))
     if shares and plan.helps and plans.shared is not None:
         plan = replace(plans.shared, reason=plan.reason)
-    others = plan.reason if plan.helps else "They run as Megatron's."
+    alone = plan.reason if plan.helps else "They run as Megatron's."
     chosen = replace(
         plan,
         # Passes that meet are of as many layers.
@@ -233,7 +229,7 @@ def _with_partner(predictor: Predictor, plans: Plans, share: float, *, stack: in
         partner_ms=partner_ms,
         partner_stock_ms=stock_ms,
         reason="While the tokens of one micro-batch travel, another one computes: passes with a partner are "
-        f"predicted to be {compared}. Passes without one: {others}",
+        f"predicted to be {compared}. Passes without one: {alone}",
     )
     return replace(plans, chosen=chosen)
 
@@ -270,8 +266,10 @@ def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -
     if work.expert == 1:
         why = "each rank holds all experts, so nothing is sent that could be hidden"
     elif best is not None:
+        whole = predictor.stages((work.rows,)).items()
+        sent = [time for stage, time in whole if stage.is_communication and not stage.kind.copies]
         why = (
-            f"communication is {predictor.communication_us() / stock.total:.0%} of the block, and the "
+            f"communication is {sum(sent, ZERO).total / stock.total:.0%} of the block, and the "
             "overhead of chunks is about as large as the time that they hide, or larger (the best, schedule "
             f"{best.schedule.name} in {_degrees(best.schedule)}, is predicted to be {speedup:.2f} times as "
             "fast)"

@@ -225,15 +225,6 @@ class Predictor:
         # Without a GPU there is no Transformer Engine.
         return peak_bytes(self.block, pipeline, local=self.cluster.trains_on_host)
 
-    def communication_us(self) -> float:
-        """Total time of all collectives of a forward and a backward pass without chunks."""
-        with_experts = sum(not features.dense for features in self.layers)
-        return with_experts * sum(
-            cost.total
-            for stage, cost in self.stages((self.block.rows,)).items()
-            if stage.is_communication and not stage.kind.copies
-        )
-
     def whole(self, schedule: Schedule) -> Schedule:
         """The schedule of all of the layers, made from that of one block, from a period, or itself."""
         if not schedule.repeats and (

@@ -122,7 +122,7 @@ def _dispatchers(predictor: Predictor, plans: Plans, flags: str) -> list[dict[st
             "speedup": stock_ms / time_ms,
             "figures": predictor.cluster.basis_of(operation),
         }
-        for exchange, time_ms in plans.by_exchange
+        for exchange, time_ms in plans.by_exchange.items()
     ]
 
 
