@@ -12,15 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from megatron_ampipe import compat
-from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.block.settings import SETTING, TRACED_ITERATIONS
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.files import outputs
-from megatron_ampipe.launch import connections, host
+from megatron_ampipe.launch import host, startup
 from megatron_ampipe.launch.auto import Agreement, AutoDegree, save_choice
 from megatron_ampipe.launch.flags import SWITCHED_OFF
 from megatron_ampipe.launch.hooks import Hook, Hooks, PlacedReductions
@@ -31,47 +27,27 @@ from megatron_ampipe.launch.planned import (
     choose_memory,
     exchanges_of,
     layers_split_weights,
-    layout_of_args,
     packs_documents,
     planner_of,
     rows_of_rank,
 )
-from megatron_ampipe.launch.recording import Recording, RoutingRecording, has_expert_communication
+from megatron_ampipe.launch.recording import Recording, RoutingRecording
 from megatron_ampipe.launch.refusals import refuse_unsupported, refuse_with_token_ids
-from megatron_ampipe.launch.trials import Choice, candidates
+from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
 from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids, load_gate
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.runtime.partners import Partners
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
-from megatron_ampipe.schedule import IN_ONE_CHUNK, KEEP, stack_to_text
+from megatron_ampipe.schedule import IN_ONE_CHUNK
 from megatron_ampipe.schedule.features import (
-    boundary,
     expert_tensor_ranks,
-    fp8_recipe,
     gather_lane,
     rows_of_tile,
     uses_ring_attention,
 )
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
-
-Row = tuple[str, ...]
-"""Name and value of a setting, and the reason where there is one to give."""
-_SAME_TILES = (
-    "chunks end on whole tiles, so numbers are rounded as in Megatron's layers; the smallest are not in "
-    "gradients of experts' weights, where other tokens share a scale"
-)
-_FP8_MEANING = {
-    "blockwise": _SAME_TILES,
-    "mxfp8": _SAME_TILES,
-    "tensorwise": "a scale for each chunk, not for each sequence: losses differ from Megatron's in rounding",
-}
-"""What a recipe of FP8 means in chunks."""
-_NOTHING_TO_HIDE = (
-    "--expert-model-parallel-size 1: one rank has all experts, so no token is sent and nothing can be "
-    "hidden. AMPipe will not help; add expert-parallel ranks, or use --ampipe-degree 1"
-)
 
 
 def make_context(
@@ -108,7 +84,7 @@ def make_context(
             config,
             recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 1),
             recomputed_layers=take_over_recompute(args, config),
-            documents=DocumentReader(masked=masks_documents(args)),
+            documents=DocumentReader(masked=startup.masks_documents(args)),
             shares=not getattr(args, "use_megatron_fsdp", False),
             gate=gate,
             wire=None if config.wire is None else load_wire(config.wire),
@@ -134,9 +110,9 @@ def make_context(
             context.pipeline, context.predicted_ms = choice.pipeline, choice.predicted_ms
         elif config.automatic:
             choice = _choose(args, context, hooks)
-        rows = pipelined_rows(args, context, choice, memory=memory, on_gpu=on_gpu)
+        rows = startup.pipelined_rows(args, context, choice, memory=memory, on_gpu=on_gpu)
     elif choice is not None:
-        rows += reason_rows(choice)
+        rows += startup.reason_rows(choice)
     if gate is not None and issubclass(gate, TokenIdRouter):
         hooks.add(TokenIdsOfModels())
     if config.routing_dir is not None:
@@ -147,7 +123,7 @@ def make_context(
             folder = Path(config.routing_dir)
             outputs.check_folder(folder.absolute(), flag=SETTING["routing_dir"].flag, value=folder)
         hooks.add(RoutingRecording(args, config, context))
-    print_startup_table([("Megatron", compat.describe_megatron()), *rows], adjustments)
+    startup.print_startup_table([("Megatron", compat.describe_megatron()), *rows], adjustments)
     return context
 
 
@@ -194,7 +170,7 @@ def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> list[host.Adj
     def note(flag: str, value: str | None, reason: str) -> None:
         changes.append(host.Adjustment(flag, value, reason))
 
-    if args.create_attention_mask_in_dataloader and not reads_masks(args):
+    if args.create_attention_mask_in_dataloader and not startup.reads_masks(args):
         # Nobody would read it, and its size is the sequence length squared.
         args.create_attention_mask_in_dataloader = False
         reason = "chunks know their causal mask from their position"
@@ -307,122 +283,3 @@ class TokenIdsOfModels(Hook):
         if model not in self._known:
             give_token_ids(model).watch(model)
             self._known.add(model)
-
-
-def print_startup_table(rows: Sequence[Row], adjustments: Sequence[host.Adjustment]) -> None:
-    """Print, on rank 0 only, what this run does and which flags were added or changed."""
-    if int(os.environ.get("RANK", "0")) != 0:
-        return
-    table = Table(title="AMPipe", title_justify="left", show_header=False)
-    table.add_column("setting", no_wrap=True)
-    table.add_column("value", overflow="fold")
-    table.add_column("why", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    for index, adjustment in enumerate(adjustments):
-        table.add_row("adjusted" if index == 0 else "", " ".join(adjustment.arguments), adjustment.reason)
-    # A log file has any width; only a terminal is limited.
-    Console(width=None if Console().is_terminal else 140).print(table)
-
-
-def pipelined_rows(
-    args: argparse.Namespace,
-    context: AMPipeContext,
-    choice: Choice | None,
-    *,
-    memory: Choice | None,
-    on_gpu: bool,
-) -> list[Row]:
-    """All rows of a pipelined run, of Megatron's arguments as they are validated and adjusted.
-
-    ``choice`` is that of a plan or a planner, ``memory`` that of a memory budget.
-    """
-    pipeline = context.pipeline
-    rows = _choice_rows(args, context, choice)
-    limit = boundary(args, whole_attention=pipeline.whole_attention)
-    stack = stack_to_text(pipeline.stack)
-    if pipeline.stack == 1 or limit is None:
-        rows.append(("layers per schedule", stack))
-    else:
-        rows.append(("layers per schedule", f"1, in place of {stack}", limit))
-    if (count := context.recomputed_layers) > 0:
-        layers = "every layer" if math.isinf(count) else f"first {count} of a stage"
-        rows.append(("full recompute", layers, "inside the schedules"))
-    if memory is not None or pipeline.memory != KEEP:
-        rows.append(("memory", pipeline.memory, "" if memory is None else memory.reason))
-    if pipeline.partner is not None:
-        why = (
-            "a backward pass and the next micro-batch's forward pass run together; others as the degree says"
-        )
-        rows.append(("partner", str(pipeline.partner), why))
-    rows += context.config.startup_rows(stock=False)
-    is_local, is_packed = args.transformer_impl == "local", packs_documents(args)
-    documents = is_packed or masks_documents(args)
-    kernel = choose_kernel(args, local=is_local, on_gpu=on_gpu, documents=documents)
-    rows.append(("attention", kernel.name, kernel.reason))
-    if variant := getattr(args, "experimental_attention_variant", None):
-        rows.append(("other layers", variant, "Megatron's own, before experts that are pipelined"))
-    if uses_ring_attention(args):
-        rows.append(("context", f"ring of {args.context_parallel_size} ranks"))
-    if context.graph_modules:
-        captured = " ".join(sorted(context.graph_modules))
-        rows.append(("CUDA graphs", captured, "of stages in schedules; other layers run without"))
-    rows += fp8_row(args)
-    if documents:
-        rows.append(("documents", "packed" if is_packed else "masked"))
-    if on_gpu and (warning := connections.warning(os.environ.get(connections.VARIABLE))):
-        rows.append(("warning", connections.VARIABLE, warning))
-    if not has_expert_communication(args):
-        rows.append(("note", _NOTHING_TO_HIDE))
-    return rows
-
-
-def reason_rows(choice: Choice) -> list[Row]:
-    """Why a plan or a planner chose this, and what else it says."""
-    return [("why", choice.reason), *(("note", note) for note in choice.notes)]
-
-
-def _choice_rows(args: argparse.Namespace, context: AMPipeContext, choice: Choice | None) -> list[Row]:
-    """Degree, schedule and exchange, or what the first iterations choose from."""
-    pipeline, config = context.pipeline, context.config
-    if config.automatic and choice is None:
-        tried = candidates(rows_of_rank(args), rows_of_tile(args, args.micro_batch_size))
-        return [
-            ("degree", f"auto: the first iterations try {', '.join(map(str, tried))}, the fastest stays"),
-            ("schedule", pipeline.schedule),
-            ("exchange", " or ".join(exchanges_of(args) if config.chooses_exchange else [pipeline.exchange])),
-        ]
-    degree = str(pipeline.degree)
-    if pipeline.backward_degree != pipeline.degree:
-        degree += f" forward, {pipeline.backward_degree} backward"
-    ends = [chunk.hidden[-1].local_end for chunk in pipeline.chunks(args.seq_length, layout_of_args(args))]
-    boundaries = f"{' '.join(map(str, [0, *ends]))} of the {ends[-1]} rows of a rank"
-    return [
-        ("degree", degree),
-        ("schedule", pipeline.name),
-        ("exchange", pipeline.exchange.value),
-        ("chunk boundaries", boundaries),
-        *(reason_rows(choice) if choice is not None else []),
-    ]
-
-
-def masks_documents(args: argparse.Namespace) -> bool:
-    """Whether the data loader's masks separate documents; layers with a window do not read them."""
-    return bool(args.create_attention_mask_in_dataloader) and reads_masks(args)
-
-
-def reads_masks(args: argparse.Namespace) -> bool:
-    """Whether a layer applies the masks of ``--reset-attention-mask``, as ``layers`` decides it for each."""
-    return bool(
-        args.reset_attention_mask
-        and args.transformer_impl == "local"
-        and not args.multi_latent_attention
-        and args.context_parallel_size == 1
-        and (args.window_size is None or args.window_attn_skip_freq is not None)
-    )
-
-
-def fp8_row(args: argparse.Namespace) -> list[Row]:
-    """What the recipe of FP8 means in chunks."""
-    recipe = fp8_recipe(args)
-    return [] if recipe is None else [("fp8", recipe, _FP8_MEANING[recipe])]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import functools
-import importlib.util
 import inspect
 import os
 import runpy
@@ -26,7 +25,6 @@ from megatron_ampipe.launch import config_files, flags, host
 from megatron_ampipe.launch.ending import (
     end_with,
     keep_signal_from_children,
-    reason_of,
     report_parser_errors,
     run_to_end,
 )
@@ -35,13 +33,6 @@ _session: TrainingSession | None = None
 """That of the run that this process makes; of a patched tree once a step is called."""
 _models: tuple[type, ...] = ()
 """The wrapped classes of models; none before :func:`wrap_steps`."""
-_OF_SCRIPTS = (
-    "--check-for-spiky-loss", "--fim-data", "--hybrid-context-parallel", "--log-straggler",
-    "--logits-load-dir", "--per-dataset-sequences-path",
-)  # fmt: skip
-"""Flags of Megatron's that AMPipe's own entry does not serve."""
-Replace = Callable[[Any, str, Any], None]
-"""Replaces a function of Megatron: its owner, its name, and what takes its place."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -214,6 +205,7 @@ class TrainingSession:
             self._check_data(args)
 
     def _check_data(self, args: Any) -> None:
+        from megatron_ampipe.launch.datasets import check_data, use_built_helpers
         from megatron_ampipe.launch.hooks import Hooks
 
         if self._hooks is None:
@@ -333,79 +325,3 @@ class TrainingSession:
         """Give Megatron its functions back, and write this rank's trace; also after a failure."""
         if self._hooks is not None:
             self._hooks.remove()
-
-
-def check_data(args: argparse.Namespace, replace: Replace, *, of_script: bool = False) -> None:
-    """Raise :class:`BadInput` for a run whose data it could not train on.
-
-    ``of_script``: a custom script reads the data, so that what is no indexed dataset is not checked.
-    """
-    from megatron.training.utils import get_blend_and_blend_per_split
-
-    for flag in () if of_script else _OF_SCRIPTS:
-        if value := getattr(args, flag[2:].replace("-", "_")):
-            remedy = "Run its pretrain_gpt.py with -m megatron_ampipe.launch."
-            raise BadInput(flag, value, rule="is supported by the script of a checkout only", remedy=remedy)
-    if args.mock_data:
-        return
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    if blend is None and blend_per_split is None and not of_script:
-        remedy = "Give --data-path PREFIX, or --mock-data for a run on made-up tokens."
-        raise BadInput("--data-path", "(not given)", rule="a run needs data", remedy=remedy)
-    # Of a file of JSON lines, Megatron's reader is not called early: it converts all of it.
-    if args.sft:
-        return
-    _refuse_parts_without_tokens(replace)
-    for prefixes, _weights in filter(None, (blend, *(blend_per_split or ()))):
-        for prefix in prefixes:
-            is_there = any(Path(f"{prefix}{suffix}").exists() for suffix in (".bin", ".idx"))
-            # Megatron itself checks object stores.
-            if "://" not in prefix and (is_there or not of_script):
-                _check_index(prefix)
-
-
-def _check_index(prefix: str) -> None:
-    # In place of IndexedDataset, which after a failure prints tracebacks from its destructor.
-    from megatron.core.datasets.indexed_dataset import _IndexReader
-
-    path = Path(f"{prefix}.idx")
-    try:
-        # Opening a pipe would block.
-        if path.exists() and not path.is_file():
-            raise OSError("not a regular file")
-        Path(f"{prefix}.bin").stat()
-        _IndexReader(str(path), multimodal=False)
-    except Exception as error:
-        rule = f"Megatron cannot read {path} ({reason_of(error)})"
-        remedy = "Copy or make the dataset again, or name another one."
-        raise BadInput("dataset", prefix, rule=rule, remedy=remedy) from error
-
-
-def _refuse_parts_without_tokens(replace: Replace) -> None:
-    """Have Megatron fail at a part of the data in which it would count epochs forever."""
-    from megatron.core.datasets.gpt_dataset import GPTDataset
-
-    count = GPTDataset._get_num_tokens_per_epoch
-
-    @functools.wraps(count)
-    def counting(dataset: Any) -> int:
-        tokens: int = count(dataset)
-        if tokens == 0:
-            raise BadInput(
-                "--split",
-                dataset.config.split or "(not given)",
-                rule=f"gives {dataset.index_split.name} no token of {dataset.dataset_path}",
-                remedy="Use --split 100,0,0 and --eval-iters 0, or ampipe data --document-bytes for more "
-                "documents.",
-            )
-        return tokens
-
-    replace(GPTDataset, "_get_num_tokens_per_epoch", counting)
-
-
-def use_built_helpers(replace: Replace) -> None:
-    """Keep Megatron from running ``make`` for a helper that is already built, as it is in a wheel."""
-    from megatron.core.datasets import utils
-
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
-        replace(utils, "compile_helpers", lambda: None)

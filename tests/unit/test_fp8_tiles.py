@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.attach import fp8_row
 from megatron_ampipe.launch.refusals import refuse_unsupported
+from megatron_ampipe.launch.startup import fp8_row
 from megatron_ampipe.launch.trials import candidates
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor

@@ -13,7 +13,7 @@ def main() -> None:
     script, *flags = sys.argv[1:]
     sys.path[0] = str(Path(script).parent)
     from megatron_ampipe.launch import host
-    from megatron_ampipe.launch.script import use_built_helpers
+    from megatron_ampipe.launch.datasets import use_built_helpers
 
     adjusted, _ = host.adjust(flags)
     host.install()

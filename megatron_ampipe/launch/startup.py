@@ -1,0 +1,157 @@
+"""The table that rank 0 prints before training: how a run is pipelined, why, and what was adjusted."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ampipe.attention.kernels import choose_kernel
+from megatron_ampipe.launch import connections
+from megatron_ampipe.launch.host import Adjustment
+from megatron_ampipe.launch.planned import exchanges_of, layout_of_args, packs_documents, rows_of_rank
+from megatron_ampipe.launch.recording import has_expert_communication
+from megatron_ampipe.launch.trials import Choice, candidates
+from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.schedule import KEEP, stack_to_text
+from megatron_ampipe.schedule.features import boundary, fp8_recipe, rows_of_tile, uses_ring_attention
+
+Row = tuple[str, ...]
+"""Name and value of a setting, and the reason where there is one to give."""
+_SAME_TILES = (
+    "chunks end on whole tiles, so numbers are rounded as in Megatron's layers; the smallest are not in "
+    "gradients of experts' weights, where other tokens share a scale"
+)
+_FP8_MEANING = {
+    "blockwise": _SAME_TILES,
+    "mxfp8": _SAME_TILES,
+    "tensorwise": "a scale for each chunk, not for each sequence: losses differ from Megatron's in rounding",
+}
+"""What a recipe of FP8 means in chunks."""
+_NOTHING_TO_HIDE = (
+    "--expert-model-parallel-size 1: one rank has all experts, so no token is sent and nothing can be "
+    "hidden. AMPipe will not help; add expert-parallel ranks, or use --ampipe-degree 1"
+)
+
+
+def print_startup_table(rows: Sequence[Row], adjustments: Sequence[Adjustment]) -> None:
+    """Print, on rank 0 only, what this run does and which flags were added or changed."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    table = Table(title="AMPipe", title_justify="left", show_header=False)
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("why", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    for index, adjustment in enumerate(adjustments):
+        table.add_row("adjusted" if index == 0 else "", " ".join(adjustment.arguments), adjustment.reason)
+    # A log file has any width; only a terminal is limited.
+    Console(width=None if Console().is_terminal else 140).print(table)
+
+
+def pipelined_rows(
+    args: argparse.Namespace,
+    context: AMPipeContext,
+    choice: Choice | None,
+    *,
+    memory: Choice | None,
+    on_gpu: bool,
+) -> list[Row]:
+    """All rows of a pipelined run, of Megatron's arguments as they are validated and adjusted.
+
+    ``choice`` is that of a plan or a planner, ``memory`` that of a memory budget.
+    """
+    pipeline = context.pipeline
+    rows = _choice_rows(args, context, choice)
+    limit = boundary(args, whole_attention=pipeline.whole_attention)
+    stack = stack_to_text(pipeline.stack)
+    if pipeline.stack == 1 or limit is None:
+        rows.append(("layers per schedule", stack))
+    else:
+        rows.append(("layers per schedule", f"1, in place of {stack}", limit))
+    if (count := context.recomputed_layers) > 0:
+        layers = "every layer" if math.isinf(count) else f"first {count} of a stage"
+        rows.append(("full recompute", layers, "inside the schedules"))
+    if memory is not None or pipeline.memory != KEEP:
+        rows.append(("memory", pipeline.memory, "" if memory is None else memory.reason))
+    if pipeline.partner is not None:
+        why = (
+            "a backward pass and the next micro-batch's forward pass run together; others as the degree says"
+        )
+        rows.append(("partner", str(pipeline.partner), why))
+    rows += context.config.startup_rows(stock=False)
+    is_local, is_packed = args.transformer_impl == "local", packs_documents(args)
+    documents = is_packed or masks_documents(args)
+    kernel = choose_kernel(args, local=is_local, on_gpu=on_gpu, documents=documents)
+    rows.append(("attention", kernel.name, kernel.reason))
+    if variant := getattr(args, "experimental_attention_variant", None):
+        rows.append(("other layers", variant, "Megatron's own, before experts that are pipelined"))
+    if uses_ring_attention(args):
+        rows.append(("context", f"ring of {args.context_parallel_size} ranks"))
+    if context.graph_modules:
+        captured = " ".join(sorted(context.graph_modules))
+        rows.append(("CUDA graphs", captured, "of stages in schedules; other layers run without"))
+    rows += fp8_row(args)
+    if documents:
+        rows.append(("documents", "packed" if is_packed else "masked"))
+    if on_gpu and (warning := connections.warning(os.environ.get(connections.VARIABLE))):
+        rows.append(("warning", connections.VARIABLE, warning))
+    if not has_expert_communication(args):
+        rows.append(("note", _NOTHING_TO_HIDE))
+    return rows
+
+
+def reason_rows(choice: Choice) -> list[Row]:
+    """Why a plan or a planner chose this, and what else it says."""
+    return [("why", choice.reason), *(("note", note) for note in choice.notes)]
+
+
+def _choice_rows(args: argparse.Namespace, context: AMPipeContext, choice: Choice | None) -> list[Row]:
+    """Degree, schedule and exchange, or what the first iterations choose from."""
+    pipeline, config = context.pipeline, context.config
+    if config.automatic and choice is None:
+        tried = candidates(rows_of_rank(args), rows_of_tile(args, args.micro_batch_size))
+        return [
+            ("degree", f"auto: the first iterations try {', '.join(map(str, tried))}, the fastest stays"),
+            ("schedule", pipeline.schedule),
+            ("exchange", " or ".join(exchanges_of(args) if config.chooses_exchange else [pipeline.exchange])),
+        ]
+    degree = str(pipeline.degree)
+    if pipeline.backward_degree != pipeline.degree:
+        degree += f" forward, {pipeline.backward_degree} backward"
+    ends = [chunk.hidden[-1].local_end for chunk in pipeline.chunks(args.seq_length, layout_of_args(args))]
+    boundaries = f"{' '.join(map(str, [0, *ends]))} of the {ends[-1]} rows of a rank"
+    return [
+        ("degree", degree),
+        ("schedule", pipeline.name),
+        ("exchange", pipeline.exchange.value),
+        ("chunk boundaries", boundaries),
+        *(reason_rows(choice) if choice is not None else []),
+    ]
+
+
+def masks_documents(args: argparse.Namespace) -> bool:
+    """Whether the data loader's masks separate documents; layers with a window do not read them."""
+    return bool(args.create_attention_mask_in_dataloader) and reads_masks(args)
+
+
+def reads_masks(args: argparse.Namespace) -> bool:
+    """Whether a layer applies the masks of ``--reset-attention-mask``, as ``layers`` decides it for each."""
+    return bool(
+        args.reset_attention_mask
+        and args.transformer_impl == "local"
+        and not args.multi_latent_attention
+        and args.context_parallel_size == 1
+        and (args.window_size is None or args.window_attn_skip_freq is not None)
+    )
+
+
+def fp8_row(args: argparse.Namespace) -> list[Row]:
+    """What the recipe of FP8 means in chunks."""
+    recipe = fp8_recipe(args)
+    return [] if recipe is None else [("fp8", recipe, _FP8_MEANING[recipe])]
