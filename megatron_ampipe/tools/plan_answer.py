@@ -13,11 +13,11 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.plan.gradients import PLACED, STOCK, plan_gradients
 from megatron_ampipe.plan.kept import equation_10_us
-from megatron_ampipe.plan.memory import RankMemory
 from megatron_ampipe.plan.partners import timeline as partner_timeline
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import GROUPED, Plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.rank_memory import RankMemory
 from megatron_ampipe.plan.search import MINIMUM_SAVING, candidates, in_one_chunk
 from megatron_ampipe.schedule import (
     KEEP,

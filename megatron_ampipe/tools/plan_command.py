@@ -22,11 +22,11 @@ from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least, value_of
 from megatron_ampipe.files.timeline import PREDICTED
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.plan.memory import memory_by_stage
 from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import alternatives, make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.rank_memory import memory_by_stage
 from megatron_ampipe.plan.recorded_routing import with_routing
 from megatron_ampipe.plan.search import DEGREES
 from megatron_ampipe.schedule import (

@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 
-from megatron_ampipe.plan.memory import memory_by_stage
 from megatron_ampipe.plan.model_file import block_of, read_model
+from megatron_ampipe.plan.rank_memory import memory_by_stage
 from megatron_ampipe.schedule import Pipeline
 
 pytestmark = pytest.mark.ranks(2)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe.plan.memory import RankMemory, memory_by_stage
 from megatron_ampipe.plan.model_file import block_of, find_model, read_model
+from megatron_ampipe.plan.rank_memory import RankMemory, memory_by_stage
 from megatron_ampipe.schedule import Pipeline
 from tests.plan_cases import cluster
 from tests.unit.test_plan_block import PLAIN

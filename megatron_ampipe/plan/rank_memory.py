@@ -1,0 +1,196 @@
+"""Estimates what a whole rank holds while it trains: weights, gradients, optimizer, activations, buffers.
+
+Parameters are counted exactly, as Megatron's modules have them. Not counted: the CUDA context, buffers of
+NCCL and HybridEP, quantized copies of weights in FP8, padding of Megatron's buffers, fragmentation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megatron_ampipe.plan.block import Block
+from megatron_ampipe.plan.memory import peak_bytes
+from megatron_ampipe.plan.model_file import ModelFile, TrainingFlags, layers_by_stage, without_experts
+from megatron_ampipe.schedule import Pipeline
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+class Parameters(NamedTuple):
+    """Numbers of parameters of one rank, which different data-parallel groups reduce."""
+
+    others: float = 0
+    experts: float = 0
+
+    def __add__(self, other: Parameters) -> Parameters:  # type: ignore[override]
+        return Parameters(self.others + other.others, self.experts + other.experts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes of one rank in training.
+
+    Attributes:
+        stage: The rank's pipeline stage, from 0.
+        parameters: Of the rank: experts and others.
+        weights: In the dtype of training.
+        gradients: Megatron's buffers, of all parameters also with a distributed optimizer.
+        optimizer: Master weights and moments; a share of them with a distributed optimizer.
+        activations: Peak over the micro-batches that wait for their backward pass; with the logits.
+        buffers: Those that DeepEP keeps for its exchange.
+    """
+
+    stage: int
+    parameters: Parameters
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+def memory_by_stage(model: ModelFile, block: Block, pipeline: Pipeline) -> list[RankMemory] | str:
+    """The memory of a rank of each pipeline stage, or why it cannot be estimated.
+
+    Args:
+        model: The whole model.
+        block: A block of it on a rank, with the exchange of the pipeline.
+        pipeline: How blocks run.
+
+    Raises:
+        BadInput: a value of the model is invalid.
+    """
+    flags = model.read(TrainingFlags)
+    if flags.hybrid_layer_pattern is not None:
+        return "layers of hybrid models are not counted"
+    if flags.moe_latent_size:
+        return "projections of --moe-latent-size are not counted"
+    if flags.optimizer not in ("adam", "sgd"):
+        return f"what the optimizer {flags.optimizer} keeps is not known"
+    if not flags.vocab_size:
+        return "the model file has no vocab-size"
+    # Of any stage, and not only of the one that is planned.
+    block = replace(block, dense_ffn=flags.ffn_hidden_size or 4 * block.hidden)
+    parts, stages = layers_by_stage(model), flags.pipeline_model_parallel_size
+    return [_of_rank(flags, block, pipeline, stage, parts[stage::stages]) for stage in range(stages)]
+
+
+def _of_rank(
+    flags: TrainingFlags, block: Block, pipeline: Pipeline, stage: int, parts: list[tuple[bool, ...]]
+) -> RankMemory:
+    """Of a rank of one pipeline stage; ``parts`` are its layers by virtual stage."""
+    parameters = _parameters(flags, block, stage, parts)
+    wide, element = block.dtype == "fp32", block.element_bytes
+    aware = flags.use_precision_aware_optimizer
+    gradient = 4 if wide else 2 if flags.grad_reduce_in_bf16 else _BYTES[flags.main_grads_dtype]
+    kept = 4.0 * (flags.sgd_momentum > 0)
+    if flags.optimizer == "adam":
+        kept = _BYTES[flags.exp_avg_dtype] + _BYTES[flags.exp_avg_sq_dtype]
+    if not wide:
+        # Transformer Engine keeps those 16 bits of a master weight that a weight in BF16 lacks.
+        halves = aware and (flags.main_params_dtype == "fp16" or block.dtype == "bf16")
+        kept += 2 if halves else 4
+    shards = (block.replicas, block.expert_replicas) if block.shards_optimizer else (1, 1)
+    return RankMemory(
+        stage=stage,
+        parameters=parameters,
+        weights=sum(parameters) * element,
+        gradients=sum(parameters) * gradient,
+        optimizer=kept * sum(count / ranks for count, ranks in zip(parameters, shards, strict=True)),
+        activations=_activations(flags, block, pipeline, stage, parts),
+        buffers=_deepep_bytes(block) if block.dispatcher == "deepep" else 0.0,
+    )
+
+
+def _parameters(flags: TrainingFlags, block: Block, stage: int, parts: list[tuple[bool, ...]]) -> Parameters:
+    """Parameters of a rank of one pipeline stage, as Megatron's GPT model has them."""
+    hidden, stages = block.hidden, flags.pipeline_model_parallel_size
+    of_norm = hidden * (1 if flags.normalization == "RMSNorm" else 2)
+    kinds = [has_experts for part in parts for has_experts in part]
+    total = sum((_layer(flags, block, of_norm, has_experts) for has_experts in kinds), Parameters())
+    first, last, mtp = stage == 0, stage == stages - 1, flags.mtp_num_layers or 0
+    embedding = _vocabulary(flags) * hidden / block.tensor
+    count = 0.0
+    # Predictors of later tokens embed them, and a shared output layer is a copy of the embedding.
+    tied = not flags.untie_embeddings_and_output_weights
+    count += embedding * (first or (last and (mtp > 0 or tied)))
+    if first and flags.position_embedding_type == "learned_absolute":
+        count += flags.max_position_embeddings * hidden
+    if last:
+        count += of_norm + embedding * (not tied)
+        count += mtp * (2 * hidden * hidden / block.tensor + 3 * of_norm)
+        total = sum([_layer(flags, block, of_norm, has_experts) for has_experts in kinds[-1:] * mtp], total)
+    return total + Parameters(count)
+
+
+def _vocabulary(flags: TrainingFlags) -> int:
+    """Rows of the embedding: Megatron pads the vocabulary."""
+    multiple = flags.make_vocab_size_divisible_by * flags.tensor_model_parallel_size
+    return math.ceil(flags.vocab_size / multiple) * multiple
+
+
+def _layer(flags: TrainingFlags, block: Block, of_norm: int, has_experts: bool) -> Parameters:
+    """Parameters of a layer on one rank."""
+    hidden, tensor, bias = block.hidden, block.tensor, not flags.disable_bias_linear
+    count: float = 2 * of_norm
+    for k, n in block.projections:
+        # Transformer Engine's projections to compressed rows are the same on all tensor-parallel ranks.
+        compresses = block.latent and k == hidden and n != block.heads * block.head_size
+        count += k * n / (1 if compresses and not block.local else tensor)
+        if not block.latent and (bias or flags.add_qkv_bias):
+            count += n / tensor
+    count += block.heads * block.value_size / tensor * hidden + hidden * bias
+    if flags.qk_layernorm:
+        sizes = (flags.kv_lora_rank, flags.q_lora_rank or 0) if block.latent else (block.head_size,) * 2
+        count += sum(sizes) * of_norm / hidden
+    if not has_experts:
+        return Parameters(count + _mlp(block, hidden, (block.dense_ffn or 0) / tensor, bias=bias))
+    count += block.experts * hidden + block.experts * bias
+    if block.shared_ffn is not None:
+        count += _mlp(block, hidden, block.shared_ffn / tensor) + hidden * flags.moe_shared_expert_gate
+    expert = _mlp(block, hidden, block.ffn / block.expert_tensor, bias=bias)
+    return Parameters(count, block.local_experts * expert)
+
+
+def _mlp(block: Block, hidden: int, width: float, *, bias: bool = False) -> float:
+    """Parameters of two products with an activation between."""
+    up = (2 if block.gated else 1) * width
+    return hidden * (up + width) + (up + hidden) * bias
+
+
+def _activations(
+    flags: TrainingFlags, block: Block, pipeline: Pipeline, stage: int, parts: list[tuple[bool, ...]]
+) -> float:
+    """Peak of the layers over all micro-batches in flight, and logits in two precisions on the last stage."""
+    stages, virtual = flags.pipeline_model_parallel_size, len(parts)
+    # As launch.planned.in_flight, with as many micro-batches as a pipeline holds.
+    passes = stages - stage if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
+    part = max(parts, key=len)
+    num_layers = len(part) * passes
+    row_bytes = block.batch * block.element_bytes * block.rows
+    logits = 0.0
+    if stage == stages - 1:
+        logits = block.batch * block.rows * _vocabulary(flags) * (block.element_bytes + 4)
+    if block.recomputes:
+        one = peak_bytes(block, pipeline, local=block.local)
+        return one + (num_layers - 1) * row_bytes * block.hidden + logits
+    dense = {len(part) * index + layer for index in range(passes) for layer in without_experts(part)}
+    # With a partner, a layer is kept ahead before the backward pass has released one.
+    ahead = pipeline.partner is not None
+    layers = peak_bytes(block, pipeline, num_layers=num_layers + ahead, dense_layers=dense, local=block.local)
+    return layers + logits
+
+
+def _deepep_bytes(block: Block) -> float:
+    """Of DeepEP's buffers for 20 multiprocessors, after ``csrc/config.hpp``: rows with their choices."""
+    ranks = block.expert * block.expert_tensor
+    channels, row = 10, block.hidden * 2 + 128 * (8 + 4 + 4) + 16
+    near, nodes = min(ranks, 8), ranks // 8
+    return channels * row * (near * 288 + (2 * 128 * nodes if nodes > 1 else 0))
