@@ -193,7 +193,8 @@ _CAPTURED = ("attn", "mlp", "moe_router", "moe_preprocess")
 
 _NOT_WITH_GRAPHS = (
     "--ampipe-plan", "--ampipe-save-plan", "--ampipe-cluster", "--ampipe-partner", "--ampipe-memory",
-    "--ampipe-exchange", "--ampipe-condense", "--ampipe-router", "--recompute-granularity", "--fp8-format",
+    "--ampipe-memory-budget", "--fine-grained-activation-offloading", "--ampipe-exchange",
+    "--ampipe-condense", "--ampipe-router", "--recompute-granularity", "--fp8-format",
     "--use-megatron-fsdp", "--attention-dropout", "--hidden-dropout", "--moe-input-jitter-eps",
     "--moe-router-force-load-balancing", "--moe-expert-rank-capacity-factor", "--moe-enable-routing-replay",
     "--reset-attention-mask", "--sft", "--dataloader-inter-document-masking",

@@ -69,6 +69,8 @@ VALUES = {
                 ("local", "--sft"),
                 ("local", "--ampipe-router cosine"),
                 ("local", "--ampipe-memory rebuild"),
+                ("local", "--ampipe-memory-budget 40GiB"),
+                ("local", "--fp8-format e4m3 --fp8-recipe blockwise"),
                 ("local", "--ampipe-grad-reduce placed --overlap-grad-reduce"),
                 ("local", "--reset-attention-mask"),
             )
