@@ -71,7 +71,8 @@ def times_of_parts(predictor: Predictor, kind: StageKind, rows: Rows, *, apart: 
         products = facts_of(kind).products
         assert products is not None
         for product in products(block, work.rows.hidden) if apart else ():
-            pair += Pair(0.0, -predictor.times.weight_product(*product, chunked=True))
+            both = predictor.times.products(*product, chunked=True)
+            pair += Pair(0.0, both.forward - both.backward)
         fixed = cluster.stage_overhead(kind.name)
         return Pair(
             pair.forward * fixed.forward_factor + fixed.forward_us,
@@ -207,7 +208,7 @@ def compare(block: Block, cluster: Cluster) -> dict[str, object]:
         "uncut": round(uncut, 3),
         "near_uncut": round(near[first], 3),
         "near_uncut_way": first,
-        "plan": round(stock_ms / plans.chosen_ms, 3),
+        "plan": round(stock_ms / plans.step_ms, 3),
         "plan_way": f"{chosen.exchange} {chosen.schedule.num_chunks}" + " stack" * (chosen.stack != 1),
         "near": round(near[best], 3),
         "near_way": best,

@@ -41,7 +41,7 @@ def answer_of(
     """Everything that is shown, as plain data; ``predictor`` is of all layers of a pipeline stage.
 
     ``others`` are the plans with other flags of Megatron (``plan.planner.alternatives``), ``memory`` is that
-    of each pipeline stage (``plan.memory.memory_by_stage``).
+    of each pipeline stage (``plan.rank_memory.memory_by_stage``).
     """
     plan = plans.chosen
     try:
