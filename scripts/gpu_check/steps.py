@@ -174,13 +174,13 @@ def plan(scratch: Path, output: Path) -> list[list[Step]]:
         scratch: Folder for what the steps write.
         output: Folder that the user keeps.
     """
-    python, needs = sys.executable, (*_RUN, "rich", "tqdm")
+    python, needs = sys.executable, (*_RUN, "rich", "tqdm", "pydantic")
     profile, partners = (scratch / f"{name}.json" for name in ("profile", "partners"))
     together = [_tests(name, scratch) for name in TESTS]
     for name, family in FAMILIES.items():
         file = scratch / f"training-{name.replace(' ', '-')}.json"
         words: tuple[str, ...] = (python, "-m", "gpu_check.trained", name, "--json", str(file))
-        lacks = (*needs, "pydantic", *family.needs)
+        lacks = (*needs, *family.needs)
         together.append(Step("training", f"training, {name}", words, file, _TRAINING_S, lacks))
     words = (
         *(python, "-m", "gpu_check.profiled", "--link", TRACED_LINK),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ampipe.block.hybrid_pattern import runs_of, runs_of_pairs, stages_of
-from megatron_ampipe.launch.refusals import REFUSALS
+from megatron_ampipe.launch.refusals import REFUSALS, _Arguments
 
 UNEVEN = {
     "pipeline_model_parallel_size": 3,
@@ -56,4 +56,4 @@ def test_dense_pairs_are_known() -> None:
 def test_a_model_without_experts_is_refused(text: str | None, stages: int, refused: bool) -> None:
     arguments = SimpleNamespace(hybrid_layer_pattern=text, pipeline_model_parallel_size=stages)
     (row,) = [row for row in REFUSALS if row.setting == "--hybrid-layer-pattern"]
-    assert row.applies(arguments) == (text if refused else None)
+    assert row.applies(_Arguments(arguments)) == (text if refused else None)

@@ -17,7 +17,6 @@ from megatron_ampipe.errors import nearest
 from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse
 from megatron_ampipe.files.records import read_record
 from megatron_ampipe.plan.block import Block
-from megatron_ampipe.plan.model_file import ModelFile, block_of
 
 _ABOVE_0 = {"above": 0}
 
@@ -110,6 +109,9 @@ def model_flags(case: Case, *, num_ranks: int) -> dict[str, Any]:
 
 def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block:
     """The block as the planner needs it: no router losses, as :mod:`.blocks` builds it."""
+    # It imports pydantic, which ranks that only time layers do without.
+    from megatron_ampipe.plan.model_file import ModelFile, block_of
+
     flags = model_flags(case, num_ranks=num_ranks) | {
         "seq-length": case.sequence_length,
         "micro-batch-size": case.batch,
