@@ -72,7 +72,7 @@ class Refusal:
     """Of arguments in which it has a value, whether they are refused; or the part of the value that is. None:
     if the flag is set."""
     required: bool = False
-    """It is refused if it is not set, and never else."""
+    """Refused only where it is not set."""
 
     def applies(self, args: _Arguments) -> object:
         """The refused value; None if the combination is supported."""

@@ -56,6 +56,7 @@ FAMILIES = {
             **_DELAYED,
             "recompute": "--ampipe-degree 4 --recompute-granularity selective "
             "--recompute-modules layernorm moe_act",
+            "memory": "--ampipe-degree 4 --ampipe-memory rebuild",
             "CUDA graphs": "--ampipe-degree 4 --cuda-graph-impl transformer_engine "
             "--cuda-graph-modules attn moe_router moe_preprocess",
         },
