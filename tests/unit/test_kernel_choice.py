@@ -12,87 +12,72 @@ from megatron_ampipe.compat import Gpu
 from tests.reference_pieces import settings_of_plain_attention
 
 HOPPER = Gpu(capability=(9, 0), cudnn=91501, deterministic=False)
-BLACKWELL = dataclasses.replace(HOPPER, capability=(10, 0))
-AMPERE = dataclasses.replace(HOPPER, capability=(8, 0))
-ADA = dataclasses.replace(HOPPER, capability=(8, 9))
-TURING = dataclasses.replace(HOPPER, capability=(7, 5))
+BLACKWELL, AMPERE, ADA, TURING = (
+    dataclasses.replace(HOPPER, capability=capability) for capability in ((10, 0), (8, 0), (8, 9), (7, 5))
+)
+OLD_CUDNN = dataclasses.replace(HOPPER, cudnn=91002)
+DETERMINISTIC = dataclasses.replace(HOPPER, deterministic=True)
+
+NO_CUDNN = "cudnn: needs Hopper or Blackwell"
+NO_FP32 = "flash kernels: do not support float32"
+LATENT, SINKS = {"multi_latent_attention": True}, {"softmax_type": "learnable"}
+DROPOUT, WINDOW = {"attention_dropout": 0.1}, {"window_size": (5, 0)}
+FP32, RING = {"params_dtype": torch.float32}, {"context_parallel_size": 2}
 
 
-def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -> KernelChoice:
-    monkeypatch.setattr(compat, "current_gpu", lambda: gpu)
-    return choose_kernel(settings_of_plain_attention(kv_channels=head_size), local=True, on_gpu=True)
+def head_size(size: int, largest: int) -> str:
+    return f"head size {size} is not a multiple of 8 up to {largest}"
 
 
 @pytest.mark.parametrize(
-    ("gpu", "name", "reasons"),
+    ("gpu", "settings", "name", "reason"),
     [
-        (HOPPER, "cudnn", []),
-        (
-            dataclasses.replace(HOPPER, cudnn=91002),
-            "torch-flash-2",
-            ["cudnn: cuDNN 91002 is older than 91501 (9.15.1)"],
+        (HOPPER, {}, "cudnn", ""),
+        (BLACKWELL, {}, "cudnn", ""),
+        (OLD_CUDNN, {}, "torch-flash-2", "cudnn: cuDNN 91002 is older than 91501 (9.15.1)"),
+        (DETERMINISTIC, {}, "torch-flash-2", "cudnn: not deterministic"),
+        (AMPERE, {}, "torch-flash-2", NO_CUDNN),
+        (TURING, {}, "sdpa", f"{NO_CUDNN}; torch-flash-2: needs Ampere or later"),
+        (HOPPER, {"kv_channels": 64}, "cudnn", ""),
+        (HOPPER, {"kv_channels": 256}, "torch-flash-2", f"cudnn: {head_size(256, 128)}"),
+        *(
+            (
+                HOPPER,
+                {"kv_channels": size},
+                "sdpa",
+                f"cudnn: {head_size(size, 128)}; torch-flash-2: {head_size(size, 256)}",
+            )
+            for size in (264, 100)
         ),
-        (dataclasses.replace(HOPPER, deterministic=True), "torch-flash-2", ["cudnn: not deterministic"]),
-        (BLACKWELL, "cudnn", []),
-        (AMPERE, "torch-flash-2", ["cudnn: needs Hopper or Blackwell"]),
-        (TURING, "sdpa", ["cudnn: needs Hopper or Blackwell", "torch-flash-2: needs Ampere or later"]),
+        (ADA, {"kv_channels": 192}, "torch-flash-2", NO_CUDNN),
+        (ADA, {"kv_channels": 256}, "sdpa", f"{NO_CUDNN}; torch-flash-2: {head_size(256, 192)}"),
+        *(
+            (HOPPER, settings, "sdpa", f"cudnn: no support for {name}; torch-flash-2: no support for {name}")
+            for name, settings in (("latent attention", LATENT), ("attention sinks", SINKS))
+        ),
+        (HOPPER, DROPOUT, "torch-flash-2", "cudnn: no support for attention dropout"),
+        (HOPPER, WINDOW, "torch-flash-2", "cudnn: no support for sliding window"),
+        (HOPPER, FP32, "sdpa", NO_FP32),
+        # A ring takes a kernel of pieces.
+        (HOPPER, FP32 | RING, "exact-pieces", NO_FP32),
+        (
+            HOPPER,
+            FP32 | RING | {"cp_comm_type": "all_gather"},
+            "sdpa",
+            NO_FP32,
+        ),
+        # On a CPU.
+        (None, FP32, "cpu-flash", ""),
+        (None, DROPOUT | WINDOW, "sdpa", "cpu-flash: no support for attention dropout or sliding window"),
     ],
 )
 def test_the_fastest_usable_kernel_is_chosen(
-    gpu: Gpu, name: str, reasons: list[str], monkeypatch: pytest.MonkeyPatch
+    gpu: Gpu | None, settings: dict[str, Any], name: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert chosen(gpu, monkeypatch) == KernelChoice(name, "; ".join(reasons))
+    monkeypatch.setattr(compat, "current_gpu", lambda: gpu)
+    choice = choose_kernel(settings_of_plain_attention(**settings), local=True, on_gpu=gpu is not None)
+    assert choice == KernelChoice(name, reason)
     assert name in KERNELS
-
-
-@pytest.mark.parametrize(
-    ("gpu", "head_size", "name"),
-    [
-        (HOPPER, 64, "cudnn"),
-        (HOPPER, 192, "torch-flash-2"),
-        (HOPPER, 256, "torch-flash-2"),
-        (HOPPER, 264, "sdpa"),
-        (HOPPER, 100, "sdpa"),
-        (ADA, 192, "torch-flash-2"),
-        (ADA, 256, "sdpa"),
-    ],
-)
-def test_head_sizes(gpu: Gpu, head_size: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = chosen(gpu, monkeypatch, head_size=head_size)
-    assert choice.name == name
-    refused = choice.reason.count(f"head size {head_size} is not a multiple of 8 up to")
-    assert refused == {"cudnn": 0, "torch-flash-2": gpu is HOPPER, "sdpa": 1 + (gpu is HOPPER)}[name]
-
-
-@pytest.mark.parametrize(
-    ("feature", "setting"),
-    [
-        ("latent attention", {"multi_latent_attention": True}),
-        ("attention dropout", {"attention_dropout": 0.1}),
-        ("sliding window", {"window_size": (5, 0)}),
-        ("attention sinks", {"softmax_type": "learnable"}),
-    ],
-)
-def test_features_that_flash_kernels_do_not_support_are_named(
-    feature: str, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compat, "current_gpu", lambda: HOPPER)
-    settings, unsupported = settings_of_plain_attention(**setting), f"no support for {feature}"
-    assert choose_kernel(settings, local=True, on_gpu=False) == KernelChoice(
-        "sdpa", f"cpu-flash: {unsupported}"
-    )
-    choice = choose_kernel(settings, local=True, on_gpu=True)
-    if feature in ("attention dropout", "sliding window"):
-        assert choice == KernelChoice("torch-flash-2", f"cudnn: {unsupported}")
-    else:
-        assert choice == KernelChoice("sdpa", f"cudnn: {unsupported}; torch-flash-2: {unsupported}")
-
-
-def test_what_no_flash_kernel_computes() -> None:
-    settings = settings_of_plain_attention(params_dtype=torch.float32)
-    choice = choose_kernel(settings, local=True, on_gpu=True)
-    assert choice == KernelChoice("sdpa", "flash kernels: do not support float32")
-    assert choose_kernel(settings, local=True, on_gpu=False) == KernelChoice("cpu-flash")
 
 
 def test_transformer_engine_layers_keep_its_kernel_except_with_context_parallelism(
@@ -104,14 +89,6 @@ def test_transformer_engine_layers_keep_its_kernel_except_with_context_paralleli
         for ranks in (1, 2)
     ]
     assert found == ["te", "cudnn"]
-
-
-def test_a_ring_takes_a_kernel_of_pieces() -> None:
-    in_ring = {"params_dtype": torch.float32, "context_parallel_size": 2}
-    choice = choose_kernel(settings_of_plain_attention(**in_ring), local=True, on_gpu=True)
-    assert choice == KernelChoice("exact-pieces", "flash kernels: do not support float32")
-    gathered = settings_of_plain_attention(**in_ring, cp_comm_type="all_gather")
-    assert choose_kernel(gathered, local=True, on_gpu=True).name == "sdpa"
 
 
 def test_the_pinned_kernel_never_lets_torch_choose(monkeypatch: pytest.MonkeyPatch) -> None:
