@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import time
@@ -23,6 +22,7 @@ from gpu_check.torch_trace import read_profile
 from megatron_ampipe.cli import build_parser
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
+from tests.forked import completed
 
 GPU = Device(gpu="NVIDIA Test", torch="2.11.0", cuda="13.0", python="3.12.3")
 
@@ -77,9 +77,8 @@ def test_the_check_needs_no_compiled_modules_of_its_wheels(tmp_path: Path) -> No
         f"assert megatron.core.__file__.startswith({str(tmp_path)!r})\n"
         "assert 'megatron.core.datasets.helpers_cpp' not in sys.modules\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(steps.REPOSITORY)])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    path = os.pathsep.join([str(tmp_path), str(steps.REPOSITORY)])
+    completed(sys.executable, "-c", code, env=os.environ | {"PYTHONPATH": path})
 
 
 # Steps
@@ -247,67 +246,27 @@ def test_waits_of_the_host_are_counted_in_the_pass_only() -> None:
 
 # The table
 
-
-def lines(*tests: dict[str, Any], planned: int = 0) -> str:
-    """What the plugin writes."""
-    plain = {"outcome": "passed", "said": "", "seconds": 0.1, "notes": []}
-    written = [{"tests": planned or len(tests)}, *(plain | one for one in tests)]
-    return "\n".join(map(json.dumps, written)) + "\n"
-
-
-FP32 = {"test": "test_equals_stock_in_fp32[ampipe-degree2]"}
-BF16 = {"test": "test_equals_stock_in_bf16[2]"}
-PROFILE = {
-    "case": "mixtral-8k",
-    "link": "emulated:20GB/s",
-    "kernel": "flash",
-    "degree": 4,
-    "peak_bytes": {"stock": 200 * 2**20, "degree 4, schedule ampipe": 190 * 2**20},
-    "allocator": {"stock": {"reserved_bytes": 300 * 2**20, "inactive_bytes": 2**20, "retries": 0}},
-    "issued_us": {"forward": {"qkv": 81.2, "expert": 40.0}},
-    "communication_ms": 4.0,
-    "hidden_share": 0.875,
-    "compute_ms": 12.0,
-    "host_waits": {"forward": {"cudaEventSynchronize": 4}, "backward": {}},
+STORED = {
+    step["name"]: Done(**step)
+    for name in ("gpu-check-h200", "gpu-check-te-h200")
+    for step in json.loads((steps.REPOSITORY / f"docs/log/{name}.json").read_text())["steps"]
 }
-BENCH = {
-    "cases": [
-        {
-            "name": "mixtral-8k",
-            "link": "emulated:20GB/s",
-            "stock_ms": 20.0,
-            "rows": [
-                {"schedule": "ampipe", "degree": 1, "ms": 19.0, "speedup": 1.05, "bound_share": None},
-                {"schedule": "ampipe", "degree": 2, "ms": 15.0, "speedup": 1.33, "bound_share": 0.9},
-                {"schedule": "ampipe", "degree": 4, "ms": 14.0, "speedup": 1.43, "bound_share": 0.955},
-            ],
-        }
-    ],
-}
+"""By name, the steps of two checks of an H200."""
 
 
-def finished(kind: str, found: object, outcome: Outcome = Outcome.OK, said: str = "") -> Done:
-    text = found if isinstance(found, str) or found is None else json.dumps(found)
-    return Done(kind, f"the {kind}", outcome, 12.3, said, text)
+def changed(name: str, **changes: object) -> Done:
+    """A step that has found something else."""
+    found = json.loads(STORED[name].found or "") | changes
+    return dataclasses.replace(STORED[name], found=json.dumps(found))
+
+
+def without_result(outcome: Outcome) -> Done:
+    return Done("bench", "the bench", outcome, 12.3, "why", None)
 
 
 def rows(*done: Done) -> dict[str, tuple[Outcome, str]]:
     found = findings.rows({"steps": [dataclasses.asdict(one) for one in done]})
     return {row.check: (row.outcome, row.finding) for row in found}
-
-
-TRAINING = {
-    "family": "FP8",
-    "losses": {"stock": [[7.0, 1.0]] * 8, "partners": [[7.0, 1.0]] * 8},
-    "differences": {"partners": [2e-5, 3e-4]},
-    "failed": {"degree 4": "ended with 1: no kernel"},
-    "allowed": [1e-4, 1e-3],
-}
-PARTNERS = {
-    "command": ["python", "partners.py", "file", "emulated:20GB/s"],
-    "case": {"name": "mixtral-4k", "microbatches": 8},
-    "seconds": {"megatron": [0.8, 0.8], "control": [0.8, 0.8], "partners, searched": [0.5, 0.7]},
-}
 
 
 def test_every_test_of_a_gpu_has_a_name_in_the_table() -> None:
@@ -316,55 +275,61 @@ def test_every_test_of_a_gpu_has_a_name_in_the_table() -> None:
     assert tests == findings._TESTS.keys()
 
 
-def test_findings_of_trainings_and_partners() -> None:
-    found = rows(finished("training", TRAINING), finished("partners", PARTNERS))
-    said = "losses of 8 iterations differ by 2e-05 at most (1e-04 allowed), losses of balance by 3e-04"
-    assert found["training, FP8, partners"] == (Outcome.OK, said)
-    assert found["training, FP8, degree 4"] == (Outcome.FAILED, "ended with 1: no kernel")
-    said = "stock 100.0 ms a micro-batch; control 1.00x, partners, searched 1.33x"
-    assert found["partners, mixtral-4k, emulated:20GB/s"] == (Outcome.OK, said)
-    off = TRAINING | {"differences": {"partners": [2e-5, 2e-3]}}
-    assert rows(finished("training", off))["training, FP8, partners"][0] is Outcome.DIFFERENT
-
-
-def test_findings_of_a_good_run() -> None:
-    other = {"test": "test_equals_stock_in_fp32[ampipe-degree4]"}
-    noted = BF16 | {"notes": ["AccumulateGrad stream warning: none"]}
-    found = rows(
-        finished("tests", lines(FP32, other, noted)), finished("profile", PROFILE), finished("bench", BENCH)
-    )
-    assert {outcome for outcome, _ in found.values()} == {Outcome.OK}
-    assert found["parity fp32"][1] == "2 of 2 cases"
-    assert found["parity bf16"][1] == "1 of 1 cases; AccumulateGrad stream warning: none"
-    assert found["host time per stage, forward"][1] == "microseconds: qkv 81, expert 40"
+def test_findings_of_runs_on_a_gpu() -> None:
+    found = rows(*STORED.values())
+    outcome, said = found.pop("CUDA graphs, layers of Transformer Engine")
+    assert outcome is Outcome.DIFFERENT
+    assert said.startswith("0 of 1 cases; first: test_transformer_engine_under_graphs: RuntimeError: CUDAGen")
+    for check, expected in {
+        "parity fp32": "10 of 10 cases",
+        "CUDA graphs, host time": "1 of 1 cases; host ms of a pass, with graphs: 44.47, 17.78",
+        "overlap": "70% of 24.00 ms of communication under 46.68 ms of computation, at least 38% required "
+        "(mixtral-8k, emulated:20GB/s, degree 4, cudnn attention)",
+        "host waits, forward": "4 for split sizes (4 allowed), others: none",
+        "host waits, backward": "0 for split sizes (0 allowed), others: none",
+        "peak memory": "stock 6482 MiB; of that: degree 2, schedule ampipe 0.82, degree 4, schedule ampipe "
+        "0.71, degree 8, schedule ampipe 0.66",
+        "host time per stage, forward": "microseconds: qkv 504, attention 764, route 700, counts 207, "
+        "dispatch 280, expert 477, combine 171, merge 153",
+        "partners, mixtral-4k, emulated:20GB/s": "stock 128.0 ms a micro-batch; control 1.00x, stack, degree "
+        "2 1.23x, stack, degree 4 0.92x, partners, megatron-1f1b 1.39x, partners, cut in two 1.29x, "
+        "partners, searched 1.39x",
+        "mixtral-8k, emulated:20GB/s": "stock 64.04 ms; moe-only 1.19x at degree 4 (88% of bound); ampipe "
+        "1.18x at degree 2 (91% of bound)",
+        "training, FP8, partners": "losses of 8 iterations differ by 2e-04 at most (1e-03 allowed), losses "
+        "of balance by 4e-03",
+    }.items():
+        assert found[check] == (Outcome.OK, expected)
     held = found["memory that torch's allocator held"][1]
-    assert held == "stock 300 MiB, 1 in pieces, 0 retries"
-    assert found["overlap"][1].startswith(
-        "88% of 4.00 ms of communication under 12.00 ms of computation, at least 38% required"
-    )
-    assert found["host waits, forward"][1] == "4 for split sizes (4 allowed), others: none"
-    assert found["peak memory"][1] == "stock 200 MiB; of that: degree 4, schedule ampipe 0.95"
-    assert found["mixtral-8k, emulated:20GB/s"][1] == (
-        "stock 20.00 ms; ampipe 1.43x at degree 4 (96% of bound)"
-    )
+    assert held.startswith("stock 8164 MiB, 1439 in pieces, 0 retries; degree 2, ")
 
 
 def test_failed_and_skipped_cases_and_those_that_were_cut_have_rows() -> None:
-    wrong = BF16 | {"outcome": "failed", "said": "off by 1"}
-    skipped = {"outcome": "skipped", "said": "Skipped: flash-attn: not installed"}
-    some = {"test": "test_attention_kernel_in_bf16[flash-attn]"} | skipped
-    other = {"test": "test_attention_kernel_in_bf16[sdpa]"}
+    plain = {"outcome": "passed", "said": "", "seconds": 0.1, "notes": []}
+    skipped = plain | {"outcome": "skipped", "said": "Skipped: flash-attn: not installed"}
+    lines = [
+        {"tests": 210},
+        plain | {"test": "test_equals_stock_in_fp32[ampipe-degree2]"},
+        plain | {"test": "test_equals_stock_in_bf16[2]", "outcome": "failed", "said": "off by 1"},
+        skipped | {"test": "test_attention_kernel_in_bf16[flash-attn]"},
+        plain | {"test": "test_attention_kernel_in_bf16[sdpa]"},
+        skipped | {"test": "test_the_chosen_kernel_runs"},
+    ]
     # Cut while it wrote.
-    text = lines(FP32, wrong, some, other, planned=210) + '{"test": "test_equals'
-    found = rows(finished("tests", text, Outcome.CUT, "did not end within 9 s"))
-    assert found["parity fp32"] == (Outcome.OK, "1 of 1 cases")
-    said = "0 of 1 cases; first: test_equals_stock_in_bf16[2]: off by 1"
-    assert found["parity bf16"] == (Outcome.DIFFERENT, said)
-    assert found["attention kernels"] == (
-        Outcome.OK, "1 of 1 cases, 1 skipped (Skipped: flash-attn: not installed)",
-    )  # fmt: skip
-    assert found["tests that did not end"] == (Outcome.CUT, "206 of 210")
-    assert rows(finished("tests", lines(FP32 | skipped)))["parity fp32"][0] is Outcome.SKIPPED
+    text = "\n".join(map(json.dumps, lines)) + '\n{"test": "test_equals'
+    assert rows(Done("tests", "attention", Outcome.CUT, 9.0, "did not end within 9 s", text)) == {
+        "parity fp32": (Outcome.OK, "1 of 1 cases"),
+        "parity bf16": (Outcome.DIFFERENT, "0 of 1 cases; first: test_equals_stock_in_bf16[2]: off by 1"),
+        "attention kernels": (
+            Outcome.OK, "1 of 1 cases, 1 skipped (Skipped: flash-attn: not installed)",
+        ),
+        "the chosen kernel": (
+            Outcome.SKIPPED, "0 of 0 cases, 1 skipped (Skipped: flash-attn: not installed)",
+        ),
+        "tests that did not end": (Outcome.CUT, "205 of 210"),
+    }  # fmt: skip
+    failed = rows(changed("training, FP8", failed={"degree 4": "ended with 1: no kernel"}))
+    assert failed["training, FP8, degree 4"] == (Outcome.FAILED, "ended with 1: no kernel")
 
 
 def test_the_plugin_writes_every_outcome_when_it_is_known(tmp_path: Path) -> None:
@@ -376,9 +341,9 @@ def test_the_plugin_writes_every_outcome_when_it_is_known(tmp_path: Path) -> Non
         "def test_ends_the_process(): os._exit(1)\n"
     )
     file = tmp_path / "lines"
-    words = ["-p", "gpu_check.case_lines", "--case-lines", str(file), "-p", "no:cacheprovider", str(tmp_path)]
+    words = ["-p", "gpu_check.case_lines", "--case-lines", file, "-p", "no:cacheprovider", tmp_path]
     environment = os.environ | {"PYTHONPATH": str(steps.REPOSITORY / "scripts")}
-    subprocess.run([sys.executable, "-m", "pytest", *words], env=environment, capture_output=True)
+    completed(sys.executable, "-m", "pytest", *words, env=environment, code=1)
     first, *others = map(json.loads, file.read_text().splitlines())
     assert first == {"tests": 4}
     assert [(one["test"], one["outcome"]) for one in others] == [
@@ -389,35 +354,44 @@ def test_the_plugin_writes_every_outcome_when_it_is_known(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "checks"),
+    ("step", "changes", "checks"),
     [
-        ({"hidden_share": 0.0}, ["overlap"]),
-        ({"hidden_share": 0.0, "communication_ms": 0.0}, ["overlap"]),
+        ("profile", {"hidden_share": 0.0}, ["overlap"]),
+        ("profile", {"hidden_share": 0.0, "communication_ms": 0.0}, ["overlap"]),
         # 0.375 of the communication must be hidden; less if there is less computation.
-        ({"hidden_share": 0.37}, ["overlap"]),
-        ({"hidden_share": 0.09, "compute_ms": 1.0}, ["overlap"]),
-        ({"hidden_share": 0.1, "compute_ms": 1.0}, []),
-        ({"host_waits": {"forward": {"cudaEventSynchronize": 5}, "backward": {}}}, ["host waits, forward"]),
-        ({"host_waits": {"forward": {"cudaStreamSynchronize": 1}, "backward": {}}}, ["host waits, forward"]),
-        ({"host_waits": {"forward": {}, "backward": {"cudaEventSynchronize": 1}}}, ["host waits, backward"]),
+        ("profile", {"hidden_share": 0.37}, ["overlap"]),
+        ("profile", {"hidden_share": 0.09, "compute_ms": 6.0}, ["overlap"]),
+        ("profile", {"hidden_share": 0.1, "compute_ms": 6.0}, []),
+        *(
+            ("profile", {"host_waits": {"forward": forward, "backward": backward}}, [f"host waits, {wrong}"])
+            for forward, backward, wrong in (
+                ({"cudaEventSynchronize": 5}, {}, "forward"),
+                ({"cudaStreamSynchronize": 1}, {}, "forward"),
+                ({}, {"cudaEventSynchronize": 1}, "backward"),
+            )
+        ),
+        ("training, FP8", {"differences": {"partners": [2e-5, 2e-2]}}, ["training, FP8, partners"]),
     ],
 )
-def test_a_profile_that_misses_a_requirement_is_reported_as_different(
-    changes: dict[str, Any], checks: list[str]
+def test_what_misses_a_requirement_is_reported_as_different(
+    step: str, changes: dict[str, Any], checks: list[str]
 ) -> None:
-    found = rows(finished("profile", PROFILE | changes))
+    found = rows(changed(step, **changes))
     assert [name for name, (outcome, _) in found.items() if outcome is Outcome.DIFFERENT] == checks
+
+
+PROFILE = STORED["profile"]
 
 
 @pytest.mark.parametrize(
     ("done", "code"),
     [
-        ([finished("profile", PROFILE), finished("bench", BENCH)], 0),
-        ([finished("profile", PROFILE), finished("bench", None, Outcome.SKIPPED, "needs a module")], 0),
-        ([finished("bench", None, Outcome.SKIPPED, "needs a module")], 3),
-        ([finished("profile", PROFILE), finished("bench", None, Outcome.NO_TIME, "none")], 3),
-        ([finished("profile", PROFILE), finished("bench", None, Outcome.CUT, "long")], 3),
-        ([finished("profile", PROFILE | {"hidden_share": 0.0}), finished("bench", None)], 4),
+        ([PROFILE, STORED["bench mixtral, emulated:20GB/s"]], 0),
+        ([PROFILE, without_result(Outcome.SKIPPED)], 0),
+        ([without_result(Outcome.SKIPPED)], 3),
+        ([PROFILE, without_result(Outcome.NO_TIME)], 3),
+        ([PROFILE, without_result(Outcome.CUT)], 3),
+        ([changed("profile", hidden_share=0.0), without_result(Outcome.OK)], 4),
     ],
 )
 def test_the_check_prints_a_table_writes_a_summary_and_returns_a_code(
