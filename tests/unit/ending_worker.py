@@ -3,7 +3,6 @@
 One process imports torch and forks a child for each. Run by :mod:`.test_ending`.
 """
 
-import errno
 import json
 import os
 import signal
@@ -31,10 +30,6 @@ def fail() -> int:
 
 def refuse() -> int:
     raise BadInput("--flag", 7, rule="is wrong", remedy="Use --flag 8.")
-
-
-def fill_disk() -> int:
-    raise OSError(errno.ENOSPC, "No space left on device", "/data/file")
 
 
 def fail_to_load() -> int:
@@ -95,11 +90,6 @@ def meet_nowhere() -> int:
     return 0
 
 
-def refuse_on_another_rank() -> int:
-    os.environ |= {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
-    return refuse()
-
-
 def lose_a_peer() -> int:
     raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [10.0.0.1]:1")
 
@@ -109,9 +99,8 @@ def finish() -> int:
 
 
 FUNCTIONS: tuple[Callable[[], int], ...] = (
-    *(fail, refuse, refuse_on_another_rank, meet_nowhere, fill_disk, fail_to_load),
-    *(run_out_of_memory_in_loading, fail_by_ourselves_in_loading, wait_for_a_worker, leave_as_megatron),
-    *(leave_as_script, be_interrupted, finish, lose_a_peer),
+    *(fail, refuse, meet_nowhere, fail_to_load, run_out_of_memory_in_loading, fail_by_ourselves_in_loading),
+    *(wait_for_a_worker, leave_as_megatron, leave_as_script, be_interrupted, finish, lose_a_peer),
 )
 WAYS = {function.__name__: function for function in FUNCTIONS}
 
@@ -138,11 +127,6 @@ def start(name: str) -> int:
 
 def main() -> None:
     children = {name: start(name) for name in WAYS}
-    waiting = children["refuse_on_another_rank"]
-    while not (FOLDER / "refuse_on_another_rank.json").exists():
-        time.sleep(0.05)
-    time.sleep(0.5)
-    os.kill(waiting, signal.SIGTERM)
     codes = {name: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for name, pid in children.items()}
     (FOLDER / "codes.json").write_text(json.dumps(codes))
 

@@ -64,7 +64,6 @@ def test_what_is_known_is_one_line_there_and_here(
     "name",
     [
         "fail",
-        "fill_disk",
         # No fault of a checkpoint.
         "run_out_of_memory_in_loading",
         "fail_by_ourselves_in_loading",
@@ -97,10 +96,6 @@ def test_a_lost_peer_is_named_as_the_cause(ended: dict[str, Ended]) -> None:
     last = found.output.strip().splitlines()[-1]
     assert last.startswith("error: rank 0 failed: it has lost a peer, see above.")
     assert found.left is not None and found.left.endswith(last)
-
-
-def test_another_rank_waits_in_silence_for_its_end(ended: dict[str, Ended]) -> None:
-    assert ended["refuse_on_another_rank"] == Ended(2, "", "error: --flag 7: is wrong. Use --flag 8.")
 
 
 def test_a_failure_is_that_of_the_module_whatever_the_folders_above_are_called() -> None:
