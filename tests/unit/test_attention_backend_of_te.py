@@ -72,19 +72,14 @@ def attend(*cores: Attention, degree: int = 4) -> None:
             Kernel(layer._transformer_engine)(rows[start : start + 8], rows, rows, spans=spans, scale=1.0)
 
 
-def test_it_chooses_once_per_shape_and_layer(latest: dict[str, Any]) -> None:
+def test_it_chooses_once_per_shape_and_layer_and_anew_for_other_parameters(latest: dict[str, Any]) -> None:
     first, second = Attention(latest), Attention(latest)
     for _ in range(3):
         attend(first, second)
     assert (first.choices, second.choices) == (4, 4)
-
-
-def test_it_chooses_anew_for_other_parameters(latest: dict[str, Any]) -> None:
-    core = Attention(latest)
-    attend(core)
-    core.training = False
-    attend(core)
-    assert core.choices == 8
-    core.fp8_meta["recipe"] = "second"
-    attend(core)
-    assert core.choices == 12
+    first.training = False
+    attend(first)
+    assert first.choices == 8
+    first.fp8_meta["recipe"] = "second"
+    attend(first)
+    assert first.choices == 12

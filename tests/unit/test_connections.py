@@ -16,7 +16,6 @@ from megatron.training import arguments
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections, flags
 from megatron_ampipe.launch.pretrain import check_launch
-from megatron_ampipe.tools import doctor_command
 from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE
 
 DEGREE_4 = ("--ampipe-degree", "4")
@@ -92,10 +91,3 @@ def test_after_cuda_is_initialised_nothing_is_set_and_a_warning_says_so(
     parse(*DEGREE_4)
     why = connections.warning(os.environ.get(connections.VARIABLE))
     assert "8 hardware queues" in why and connections.EXPORT in why
-
-
-def test_the_doctor_says_what_one_queue_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(connections.VARIABLE, "1")
-    (note,) = doctor_command.notes_on_variables(os.environ, has_gpu=True)
-    assert note.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1: one hardware queue") and connections.EXPORT in note
-    assert connections.warning(connections.QUEUES) == ""

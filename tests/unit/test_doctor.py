@@ -6,16 +6,15 @@ Packages are small stand-ins that come first on the path; ranks are tested in te
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_ampipe.tools import doctor_command, doctor_ranks
+from tests.forked import REPOSITORY, completed
 from tests.megatrons import megatron_of
 
-ROOT = Path(__file__).resolve().parents[2]
 HIDE = """
 import importlib.machinery
 found = importlib.machinery.PathFinder.find_spec
@@ -37,23 +36,20 @@ def package(folder: Path, name: str, text: str, *, distribution: str = "", versi
         metadata.write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
 
 
-def diagnose(folder: Path, *words: str) -> tuple[int, str]:
-    """Run the doctor in a folder; returns its exit code and what it prints."""
-    path = f"{folder}{os.pathsep}{ROOT}"
+def diagnose(folder: Path, *words: str, code: int = 0) -> str:
+    """Run the doctor in a folder; returns what it prints."""
+    path = f"{folder}{os.pathsep}{REPOSITORY}"
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_ampipe.cli", "doctor", "--quick", *words],
-        cwd=folder, env={**kept, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
+    command = [sys.executable, "-m", "megatron_ampipe.cli", "doctor", "--quick", *words]
+    done = completed(*command, cwd=folder, env={**kept, "PYTHONPATH": path}, code=code)
+    return done.stdout + done.stderr
 
 
 def test_without_torch_it_says_so_and_goes_on(tmp_path: Path) -> None:
     """It imports nothing itself: the optional package would write a file."""
     package(tmp_path, "apex", "open('imported', 'w')")
     (tmp_path / "sitecustomize.py").write_text(HIDE.format(names={"torch", "megatron", "transformer_engine"}))
-    code, said = diagnose(tmp_path, "--json", "found.json")
-    assert code == 1, said
+    said = diagnose(tmp_path, "--json", "found.json", code=1)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["packages"]["torch"] == "ModuleNotFoundError: No module named 'torch'"
     assert len(found["problems"]) == 2
@@ -67,8 +63,7 @@ def test_broken_packages_old_ones_and_those_of_another_author(tmp_path: Path) ->
     package(tmp_path, "apex", "", distribution="apex", version="0.9.10")
     package(tmp_path, "transformer_engine", "", distribution="transformer_engine", version="2.1")
     package(tmp_path, "transformer_engine.pytorch", "raise ImportError('libcudnn.so.9: not found')")
-    code, said = diagnose(tmp_path)
-    assert code == 1, said
+    said = diagnose(tmp_path, code=1)
     broken = re.findall(r"^problem: (.*) cannot be used: (.*)$", said, re.M)
     assert [name for name, _ in broken] == ["torch", "Megatron", "Transformer Engine"]
     assert "ended with -6" in broken[0][1] and "libcudnn.so.9: not found" in broken[2][1]
@@ -78,13 +73,11 @@ def test_broken_packages_old_ones_and_those_of_another_author(tmp_path: Path) ->
 def test_the_megatron_that_an_import_finds_is_the_one_that_is_named(tmp_path: Path) -> None:
     """With real packages, and with a different Megatron before the installed one."""
     pytest.importorskip("megatron.core")
-    code, said = diagnose(ROOT)
-    assert code == 0, said
+    said = diagnose(REPOSITORY)
     assert said.endswith("all that is required is there\n")
     assert re.search(rf"ok +Megatron: 0\.19\.\d+ from {re.escape(str(megatron_of('0.19')))}\n", said)
     (tmp_path / "megatron").symlink_to(megatron_of("0.18"))
-    code, said = diagnose(tmp_path)
-    assert code == 0, said
+    said = diagnose(tmp_path)
     assert re.search(rf"ok +Megatron: 0\.18\.\d+ from {re.escape(str(tmp_path))}/megatron\n", said)
 
 
@@ -94,6 +87,8 @@ def test_variables() -> None:
     assert doctor_ranks.compared_variables(variables) == {"NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "4"}
     notes_on = doctor_command.notes_on_variables
     assert notes_on({}, has_gpu=False) == []
+    (fine,) = notes_on({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, has_gpu=True)
+    assert fine == "CUDA_DEVICE_MAX_CONNECTIONS=32: streams work independently"
     (unset,) = notes_on({}, has_gpu=True)
     assert "is not set: pipelined launches set 32" in unset
     harmful = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0"}

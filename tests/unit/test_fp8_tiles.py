@@ -9,7 +9,6 @@ import torch
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.refusals import refuse_unsupported
 from megatron_ampipe.launch.startup import fp8_row
-from megatron_ampipe.launch.trials import candidates
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import improve_chunks, named
@@ -65,14 +64,12 @@ def test_a_cut_tile_is_refused(degree: int, rows: int, tile: int, remedy: str) -
     assert refused.value.remedy == remedy
 
 
-def test_rows_of_a_tensor_parallel_rank_count() -> None:
+def test_whole_tiles_and_one_chunk_of_any_length_are_accepted() -> None:
+    """Rows of a tensor-parallel rank count."""
     layout = SequenceLayout(tensor_ranks=2)
     require_whole_tiles(Pipeline.of(4).chunks(1024, layout), 128)
     with pytest.raises(BadInput):
         require_whole_tiles(Pipeline.of(4).chunks(512, layout), 128)
-
-
-def test_one_chunk_may_have_any_length() -> None:
     require_whole_tiles(Pipeline.of(1).chunks(100), 128)
 
 
@@ -91,12 +88,6 @@ def test_a_launch_is_refused_before_it_starts() -> None:
     refuse_unsupported(AMPipeConfig(pipeline=Pipeline.of(4)), parsed)
     with pytest.raises(BadInput, match="--ampipe-degree 8: with this --fp8-recipe"):
         refuse_unsupported(AMPipeConfig(pipeline=Pipeline.of(8)), parsed)
-
-
-def test_only_degrees_with_whole_tiles_are_tried() -> None:
-    assert candidates(1024, 128) == (1, 2, 4, 8)
-    assert candidates(1024) == (1, 2, 4, 8, 16)
-    assert candidates(1000, 128) == (1,)
 
 
 def test_the_startup_table_says_what_a_recipe_means() -> None:

@@ -1,7 +1,5 @@
 """Attention in the steps of a ring, all ranks in one process, against attention of the whole sequence."""
 
-import dataclasses
-
 import pytest
 
 from megatron_ampipe.schedule import BlockFeatures, Direction, Pipeline, from_text, to_text
@@ -35,12 +33,3 @@ def test_a_rank_holds_the_keys_of_two_others_at_most(name: str, num_ranks: int) 
             most = max(most, len(arrived) - len(used))
         assert len(arrived) == num_ranks - 1
         assert most == min(2, num_ranks - 1)
-
-
-def test_names_of_steps() -> None:
-    text = "schedule mine degree 1\nforward compute: attend{}\n"
-    for wrong in ("", "01", "-1", "99999"):
-        with pytest.raises(ValueError, match="is not a stage"):
-            from_text(text.format(wrong))
-    assert from_text(text.format(12)).forward.stages[0].kind == step_of(ATTEND, 12)
-    assert dataclasses.replace(BlockFeatures(), ring_ranks=1).ring is False

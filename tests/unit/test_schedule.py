@@ -163,6 +163,10 @@ def test_a_wrong_order_is_refused() -> None:
         check(Schedule("mine", 4, schedule.forward, other.backward, 3), [PLAIN])
 
 
+WRONG_OF_CHUNKS = ("qkv.2", "expert", "expert.2", "expert.-1", "moe.0", "mlp")
+WRONG_STEPS = ("attend", "attend01", "attend-1", "attend99999")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -174,7 +178,7 @@ def test_a_wrong_order_is_refused() -> None:
         ("schedule mine degree 2\nforward compute qkv", "line 2"),
         *(
             (f"schedule mine degree 2\nforward compute: {stage}", f"{stage}: is not a stage")
-            for stage in ("qkv.2", "expert", "expert.2", "expert.-1", "moe.0", "mlp")
+            for stage in (*WRONG_OF_CHUNKS, *WRONG_STEPS)
         ),
     ],
 )
