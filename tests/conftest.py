@@ -1,13 +1,44 @@
-"""Implements the markers that pyproject.toml declares. Fixtures are in the modules of their tests."""
+"""Implements the markers that pyproject.toml declares, and holds the fixtures of more than one module."""
 
 import importlib.util
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import pytest
 
 from tests.ranks import on_ranks
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+class Said(NamedTuple):
+    """What a command has printed."""
+
+    out: str
+    err: str
+
+
+class Command(Protocol):
+    """Runs ``ampipe`` with these arguments in this process; fails the test if it ends with another code."""
+
+    def __call__(self, *words: object, code: int = 0) -> Said: ...
+
+
+@pytest.fixture
+def ampipe(capsys: pytest.CaptureFixture[str]) -> Command:
+    """A way to run commands."""
+
+    def run(*words: object, code: int = 0) -> Said:
+        # On a GPU machine some tests run without what tools need.
+        from megatron_ampipe.cli import main
+
+        capsys.readouterr()
+        ended = main([str(word) for word in words])
+        said = Said(*capsys.readouterr())
+        assert ended == code, said
+        return said
+
+    return run
 
 
 @pytest.hookimpl(trylast=True)

@@ -12,22 +12,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput, RunFailed
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.schedule import (
-    BlockFeatures,
-    Direction,
-    build,
-    dependencies,
-)
+from megatron_ampipe.schedule import BlockFeatures, Direction, build, dependencies
 from megatron_ampipe.tools import bench_command
 from megatron_ampipe.tools.measuring import network, prediction, result, training
 from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.training import Curve, TrainingJob
+from tests.conftest import Command
 
 FIGURES: dict[str, Any] = {"sequence_length": 64, "batch": 1, "hidden": 32, "heads": 4, "experts": 4,
                            "topk": 1, "ffn": 64, "activation": "gelu", "dtype": "fp32"}  # fmt: skip
@@ -74,15 +69,14 @@ def test_bad_links_are_refused(text: str) -> None:
 
 
 def test_a_slow_network_needs_root_and_iproute2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, ampipe: Command, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     for program, why in ((None, "this is not root"), ("tc", "tc not found")):
         monkeypatch.setattr(
             network.shutil, "which", lambda name, lacks=program: None if name == lacks else name
         )
-        assert main(["bench", "--link", "200mbit", "--json", str(tmp_path / "x.json")]) == 1
-        error = capsys.readouterr().err
+        error = ampipe("bench", "--link", "200mbit", "--json", tmp_path / "x.json", code=1).err
         assert why in error and "--link emulated:RATE" in error
     assert not list(tmp_path.iterdir())
 
@@ -108,12 +102,11 @@ def test_a_slow_network_needs_root_and_iproute2(
     ],
 )
 def test_bad_arguments_end_with_2_before_anything_starts(
-    words: str, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: str, shown: str, ampipe: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (bench_command, training):
         monkeypatch.setattr(module, "run_ranks", None)
-    assert main(["bench", *words.split()]) == 2
-    assert shown in capsys.readouterr().err
+    assert shown in ampipe("bench", *words.split(), code=2).err
 
 
 # Grids
@@ -294,10 +287,10 @@ def test_the_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["nodes-50mbit-400mbit", "2dh-50mbit-400mbit", "cpu-small-none"])
-def test_results_of_earlier_versions_are_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_of_earlier_versions_are_shown(name: str, ampipe: Command) -> None:
     path = Path(__file__).parents[2] / "docs" / "measured" / f"{name}.json"
-    assert main(["bench", "--from", str(path)]) == 0
-    assert f"link {json.loads(path.read_text())['link']}" in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(ampipe("bench", "--from", path).out.split())
+    assert f"link {json.loads(path.read_text())['link']}" in shown
 
 
 # Predictions
@@ -339,7 +332,7 @@ def test_rows_are_predicted_with_exchange_and_stack() -> None:
 def test_finished_cases_are_kept_when_a_run_ends_early(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    ampipe: Command,
     error: Callable[[], BaseException],
     code: int,
     said: str,
@@ -353,10 +346,9 @@ def test_finished_cases_are_kept_when_a_run_ends_early(
     monkeypatch.setattr(bench_command, "run_ranks", run_ranks)
     text = f"defaults: {FIGURES}\ncases: [{{name: small}}, {{name: large}}]\n".replace("'", "")
     grid, path = read_text(tmp_path, text), tmp_path / "x.json"
-    words = ["--degrees", "2", "--schedules", "ampipe", "--json", str(path)]
-    assert main(["bench", "--grid", str(grid), *words]) == code
+    words = ["--degrees", "2", "--schedules", "ampipe", "--json", path]
+    output = ampipe("bench", "--grid", grid, *words, code=code)
     assert [case["name"] for case in json.loads(path.read_text())["cases"]] == ["small"]
-    output = capsys.readouterr()
     assert output.err.startswith(said)
     assert output.err.endswith("in the table, and in the file of --json if there is one.\n")
     assert "small" in output.out and "large" not in output.out

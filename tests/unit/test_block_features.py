@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.block.settings import Settings
-from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import block_of, read_model
 from megatron_ampipe.schedule import BlockFeatures, Pipeline
 from megatron_ampipe.schedule.features import boundary, features_of_settings
 from tests.golden.write import SETTINGS
-from tests.unit.test_plan_block import PLAIN
-
-WHOLE = Settings()
+from tests.plan_cases import cluster, model_file
 
 
 def arguments(**settings: Any) -> argparse.Namespace:
@@ -83,12 +80,9 @@ def test_features_are_the_same_from_every_source(
     scope = "chunk" if name == "capacity of a chunk" else "sequence"
     # As the cluster file says.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    path = tmp_path / "model.yaml"
-    path.write_text(f"{PLAIN}ampipe:\n  capacity-scope: {scope}\n")
+    path = model_file(tmp_path, f"ampipe:\n  capacity-scope: {scope}\n")
     overrides = {key.replace("_", "-"): value for key, value in settings.items()}
-    block, _ = block_of(
-        read_model(path, overrides=overrides), read_cluster(find_cluster("dgx-h100")), ranks=16
-    )
+    block, _ = block_of(read_model(path, overrides=overrides), cluster("dgx-h100"), ranks=16)
     assert block.features == expected
 
     pytest.importorskip("megatron.core")

@@ -9,35 +9,31 @@ import pytest
 
 import megatron_ampipe
 from megatron_ampipe import errors
-from megatron_ampipe.cli import TOOLS, main
+from megatron_ampipe.cli import TOOLS
 from megatron_ampipe.tools import draw_command
+from tests.conftest import Command
 
 ROOT = Path(megatron_ampipe.__file__).parents[1]
 
 
-def test_version_and_help_with_every_tool(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert megatron_ampipe.__version__ in capsys.readouterr().out
-    assert main(["--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+def test_version_and_help_with_every_tool(ampipe: Command) -> None:
+    assert megatron_ampipe.__version__ in ampipe("--version").out
+    text = " ".join(ampipe("--help").out.split())
     assert all(f"{name} {summary}" in text for name, summary in TOOLS.items())
-    assert main([]) == 2
-    shown = capsys.readouterr().err
+    shown = ampipe(code=2).err
     assert all(f"\n    {name} " in shown for name in TOOLS)
 
 
 @pytest.mark.parametrize("name", TOOLS)
-def test_help_of_a_tool_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([name, "--help"]) == 0
-    assert f"examples:\n  ampipe {name} " in capsys.readouterr().out
+def test_help_of_a_tool_has_an_example(name: str, ampipe: Command) -> None:
+    assert f"examples:\n  ampipe {name} " in ampipe(name, "--help").out
 
 
 @pytest.mark.parametrize(
     "words", [[], ["nonsense"], ["draw"], ["data"], ["draw", "x", "--output", "y", "--no"]]
 )
-def test_bad_arguments_end_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    assert "usage: ampipe" in capsys.readouterr().err
+def test_bad_arguments_end_with_2(words: list[str], ampipe: Command) -> None:
+    assert "usage: ampipe" in ampipe(*words, code=2).err
 
 
 @pytest.mark.parametrize(
@@ -51,18 +47,13 @@ def test_bad_arguments_end_with_2(words: list[str], capsys: pytest.CaptureFixtur
     ],
 )
 def test_an_error_gives_one_line_and_its_exit_code(
-    error: BaseException,
-    code: int,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: BaseException, code: int, said: str, ampipe: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(arguments: object) -> int:
         raise error
 
     monkeypatch.setattr(draw_command, "run", fail)
-    assert main(["draw", "x", "--output", "y"]) == code
-    assert capsys.readouterr().err == f"ampipe: {said}\n"
+    assert ampipe("draw", "x", "--output", "y", code=code).err == f"ampipe: {said}\n"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.cli import main
+from tests.conftest import Command
 
 FILES = {
     "a.txt": "first \u00e9\u4e2d\U0001f600\n",
@@ -46,8 +47,10 @@ def prefix(tmp_path: Path) -> Path:
     return tmp_path / "out" / "corpus.v1"
 
 
-def data(source: Path | None, prefix: Path, *more: str) -> int:
-    return main(["data", *([str(source)] if source else []), "--output", str(prefix), *more])
+@pytest.fixture
+def data(ampipe: Command) -> Command:
+    """``ampipe data`` of a folder, to a prefix."""
+    return lambda source, prefix, *more, code=0: ampipe("data", source, "--output", prefix, *more, code=code)
 
 
 def documents(prefix: Path) -> list[str]:
@@ -69,51 +72,42 @@ def tree(directory: Path) -> dict[str, bytes]:
     }
 
 
-def test_megatron_reads_the_bytes_back(
-    source: Path, prefix: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert data(source, prefix) == 0
+def test_megatron_reads_the_bytes_back(source: Path, prefix: Path, data: Command) -> None:
+    shown = data(source, prefix)
     assert documents(prefix) == EXPECTED
     assert set(tree(prefix.parent)) == {"corpus.v1.bin", "corpus.v1.idx"}
     size_bytes = sum(len(text.encode()) for text in EXPECTED)
-    shown = capsys.readouterr()
     assert f"5 files, {size_bytes:,} bytes, {size_bytes + 5:,} tokens in 5 documents" in shown.out
     assert f"--data-path {prefix} --tokenizer-type NullTokenizer --vocab-size 256" in shown.out
     assert "%|" not in shown.err, "no progress bar without a terminal"
 
 
-def test_what_stands_there_needs_force(
-    source: Path, prefix: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_stands_there_needs_force(source: Path, prefix: Path, data: Command) -> None:
     for suffix in PARTS:
         write(prefix.parent, {f"corpus.v1{suffix}": "precious"})
         before = tree(prefix.parent)
-        assert data(source, prefix) == 2
-        assert "Add --force to replace it" in capsys.readouterr().err
+        assert "Add --force to replace it" in data(source, prefix, code=2).err
         assert tree(prefix.parent) == before
-        assert data(source, prefix, "--force") == 0
+        data(source, prefix, "--force")
         assert documents(prefix) == EXPECTED
         for path in prefix.parent.iterdir():
             path.unlink()
     # Megatron's dataset class caches what it knows of the old dataset.
     cached = prefix / "cache" / "GPTDataset_indices" / "0123-GPTDataset-train-document_index.npy"
     write(cached.parent, {cached.name: "of the old dataset"})
-    assert data(source, prefix, "--force") == 0
+    data(source, prefix, "--force")
     assert not cached.exists()
 
 
-def test_files_that_are_no_text_are_left_out_and_named(
-    source: Path, prefix: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_are_no_text_are_left_out_and_named(source: Path, prefix: Path, data: Command) -> None:
     (source / "bad.txt").write_bytes("\u00e9".encode()[:1])
     (source / "broken.txt").symlink_to("nowhere")
     os.mkfifo(source / "pipe.txt")
-    assert data(source, prefix) == 0
+    said = data(source, prefix).out
     assert documents(prefix) == EXPECTED
-    said = capsys.readouterr().out
     assert f"left out 1 files that are no readable UTF-8 text: {source / 'bad.txt'}" in said
-    assert data(source, prefix, "--force", "--suffixes", "bad.txt") == 3
-    assert "none of 1 files is readable UTF-8 text" in capsys.readouterr().err
+    said = data(source, prefix, "--force", "--suffixes", "bad.txt", code=3).err
+    assert "none of 1 files is readable UTF-8 text" in said
     assert documents(prefix) == EXPECTED
 
 
@@ -129,24 +123,24 @@ def test_files_that_are_no_text_are_left_out_and_named(
     ],
 )
 def test_bad_arguments_are_refused(
-    source: Path, tmp_path: Path, words: list[str], rule: str, capsys: pytest.CaptureFixture[str]
+    source: Path, tmp_path: Path, words: list[str], rule: str, ampipe: Command
 ) -> None:
     (tmp_path / "file").touch()
     before = tree(tmp_path)
-    assert main(["data", *(word.format(source=source, here=tmp_path) for word in words)]) == 2
-    assert rule in " ".join(capsys.readouterr().err.split())
+    said = ampipe("data", *(word.format(source=source, here=tmp_path) for word in words), code=2)
+    assert rule in " ".join(said.err.split())
     assert tree(tmp_path) == before
 
 
-def test_few_files_are_cut_into_enough_documents(tmp_path: Path, prefix: Path) -> None:
+def test_few_files_are_cut_into_enough_documents(tmp_path: Path, prefix: Path, data: Command) -> None:
     source = write(tmp_path / "long", {f"{index}.txt": LONG for index in range(3)})
-    assert data(source, prefix) == 0
+    data(source, prefix)
     found = documents(prefix)
     # --split 99,1,0 gives validation a document if there are 51 or more.
     assert len(found) > 51
     assert "".join(found) == LONG * 3 and all(text.endswith("\n") for text in found)
     assert max(len(text.encode()) for text in found) < 1.25 * 1024
-    assert data(source, prefix, "--force", "--document-bytes", "0") == 0
+    data(source, prefix, "--force", "--document-bytes", "0")
     assert documents(prefix) == [LONG] * 3
 
 
@@ -171,11 +165,12 @@ def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stopped_anywhere_nothing_unfinished_shows_and_the_next_run_finishes(
-    source: Path, tmp_path: Path
+    source: Path, tmp_path: Path, data: Command
 ) -> None:
     old_source = write(tmp_path / "old", {"o.txt": "what stood there before\n"})
     whole, old = (tmp_path / "whole", tmp_path / "old_whole")
-    assert data(source, whole) == data(old_source, old) == 0
+    data(source, whole)
+    data(old_source, old)
 
     def parts(prefix: Path) -> dict[str, bytes]:
         return {s: Path(f"{prefix}{s}").read_bytes() for s in PARTS if Path(f"{prefix}{s}").exists()}
@@ -184,13 +179,13 @@ def test_stopped_anywhere_nothing_unfinished_shows_and_the_next_run_finishes(
     while code == 130:
         step += 1
         prefix = tmp_path / f"step{step}" / "corpus"
-        assert data(old_source, prefix) == 0
+        data(old_source, prefix)
         with pytest.MonkeyPatch.context() as patched:
             stop_at(step, patched)
-            code = data(source, prefix, "--force")
+            code = main(["data", str(source), "--output", str(prefix), "--force"])
         # An index exists only together with its data; data without an index is complete as well.
         alone = [{".bin": parts(both)[".bin"]} for both in (whole, old)]
         assert parts(prefix) in [parts(whole), parts(old), *alone]
-        assert data(source, prefix, "--force") == 0
+        data(source, prefix, "--force")
         assert parts(prefix) == parts(whole)
     assert code == 0 and step > 12

@@ -1,5 +1,6 @@
 """``ampipe draw``: selection of spans, contents of the pictures, predictions, and refused input."""
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -7,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe.cli import main
 from megatron_ampipe.files.timeline import PREDICTED, StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
 from megatron_ampipe.tools.draw_command import first_pass, usual_iteration
+from tests.conftest import Command
 
 PNG = b"\x89PNG\r\n"
+LABELS = {"degree": "2", "schedule": "a$b$"}
 
 
 def one_pass(
@@ -33,20 +35,14 @@ def one_pass(
     return spans
 
 
-def trace(
-    rank: int, *, iterations: tuple[int, ...] = (1, 2), layers: tuple[int, ...] = (1, 2, 3)
-) -> Timeline:
+def trace(rank: int, *, iterations: tuple[int, ...] = (1, 2)) -> Timeline:
     """Layer 1 is dense, the others are MoE layers; two micro-batches in each iteration."""
     spans: list[StageSpan] = []
-    at_us = 1e9 * (rank + 1)
-    for iteration in iterations:
-        for _ in range(2):
-            for direction in ("forward", "backward"):
-                for layer in layers:
-                    how = {"layer": layer, "direction": direction, "iteration": iteration}
-                    spans += one_pass(at_us, dense=layer == 1, **how)  # type: ignore[arg-type]
-                    at_us += 20_000
-    return Timeline(rank, tuple(spans), {"degree": "2", "schedule": "a$b$"})
+    passes = itertools.product(iterations, range(2), ("forward", "backward"), (1, 2, 3))
+    for number, (iteration, _, direction, layer) in enumerate(passes):
+        at_us = 1e9 * (rank + 1) + 20_000 * number
+        spans += one_pass(at_us, layer=layer, direction=direction, iteration=iteration, dense=layer == 1)
+    return Timeline(rank, tuple(spans), LABELS)
 
 
 @pytest.fixture
@@ -90,9 +86,10 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_default_is_a_typical_iteration_and_the_first_layer_that_communicates(
-    traces: Path, tmp_path: Path, drawn: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    traces: Path, drawn: dict[str, Any], ampipe: Command
 ) -> None:
-    assert main(["draw", str(traces), "--output", str(tmp_path / "picture")]) == 0
+    shown = ampipe("draw", traces, "--output", traces.parent / "picture").out
+    assert "rank 0: 50% of 8.00 ms communication hidden under computation (layer 2)" in shown
     assert [timeline.rank for timeline in drawn["timelines"]] == [0, 1]
     for timeline in drawn["timelines"]:
         assert {(span.layer, span.iteration) for span in timeline.spans} == {(2, 2)}
@@ -100,19 +97,16 @@ def test_default_is_a_typical_iteration_and_the_first_layer_that_communicates(
         assert [span.direction for span in timeline.spans] == ["forward"] * 5 + ["backward"] * 5
     for word in ("degree 2", "schedule a$b$", "iteration 2"):
         assert word in drawn["title"]
-    assert (
-        "rank 0: 50% of 8.00 ms communication hidden under computation (layer 2)" in capsys.readouterr().out
-    )
 
 
 def stacks(rank: int) -> Timeline:
     """A dense layer, then two stacks of layers 2 to 4 and 5 to 6, whose layers begin before others end."""
     spans: list[StageSpan] = []
-    for direction, origin_us in (("forward", 1e6), ("backward", 2e6)):
-        begins = {1: 0, 2: 2_000, 3: 6_000, 4: 10_000, 5: 30_000, 6: 34_000}
-        for layer, at_us in begins.items():
-            how = {"layer": layer, "direction": direction, "iteration": 1, "dense": layer == 1}
-            spans += one_pass(origin_us + at_us, **how)  # type: ignore[arg-type]
+    begins = {1: 0, 2: 2_000, 3: 6_000, 4: 10_000, 5: 30_000, 6: 34_000}
+    for (direction, origin_us), (layer, at_us) in itertools.product(
+        (("forward", 1e6), ("backward", 2e6)), begins.items()
+    ):
+        spans += one_pass(origin_us + at_us, layer=layer, direction=direction, iteration=1, dense=layer == 1)
     # Dense layers of a stack transfer rows of tensor-parallel ranks.
     spans.append(StageSpan("comm.tensor", "gather-rows", "forward", 1, 1, 1e6, 1e6 + 500))
     return Timeline(rank, tuple(spans), {"degree": "2", "stack": "3"})
@@ -122,23 +116,21 @@ def stacks(rank: int) -> Timeline:
     ("words", "layers"), [([], {2, 3, 4}), (["--layer", "3"], {2, 3, 4}), (["--layer", "6"], {5, 6})]
 )
 def test_layers_that_share_a_schedule_are_drawn_together(
-    tmp_path: Path,
-    drawn: dict[str, Any],
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    layers: set[int],
+    tmp_path: Path, drawn: dict[str, Any], ampipe: Command, words: list[str], layers: set[int]
 ) -> None:
     stacks(0).write_chrome(tmp_path / "rank0.trace.json")
-    assert main(["draw", str(tmp_path), "--output", str(tmp_path / "p"), *words]) == 0
+    shown = ampipe("draw", tmp_path, "--output", tmp_path / "p", *words).out
     (timeline,) = drawn["timelines"]
     assert {span.layer for span in timeline.spans} == layers
     assert {span.direction for span in timeline.spans} == {"forward", "backward"}
-    assert f"(layers {min(layers)}-{max(layers)})" in capsys.readouterr().out
+    assert f"(layers {min(layers)}-{max(layers)})" in shown
 
 
-def test_pictures_are_written_whole_and_the_same_each_time(traces: Path, tmp_path: Path) -> None:
+def test_pictures_are_written_whole_and_the_same_each_time(
+    traces: Path, tmp_path: Path, ampipe: Command
+) -> None:
     def pictures() -> tuple[bytes, bytes]:
-        assert main(["draw", str(traces), "--output", str(tmp_path / "out" / "run.v1")]) == 0
+        ampipe("draw", traces, "--output", tmp_path / "out" / "run.v1")
         assert {path.name for path in (tmp_path / "out").iterdir()} == {"run.v1.svg", "run.v1.png"}
         return (tmp_path / "out" / "run.v1.svg").read_bytes(), (tmp_path / "out" / "run.v1.png").read_bytes()
 
@@ -163,19 +155,17 @@ def test_pictures_are_written_whole_and_the_same_each_time(traces: Path, tmp_pat
     ],
 )
 def test_what_cannot_be_drawn_is_refused(
-    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], rule: str
+    traces: Path, tmp_path: Path, ampipe: Command, words: list[str], rule: str
 ) -> None:
     (tmp_path / "copy.json").write_bytes((traces / "rank0.trace.json").read_bytes())
     places = {"traces": traces, "here": tmp_path}
     before = sorted(tmp_path.rglob("*"))
-    assert main(["draw", *(word.format(**places) for word in words)]) == 2
-    assert rule.format(**places) in capsys.readouterr().err
+    said = ampipe("draw", *(word.format(**places) for word in words), code=2)
+    assert rule.format(**places) in said.err
     assert sorted(tmp_path.rglob("*")) == before
 
 
 # Predictions
-
-LABELS = {"degree": "2", "schedule": "a$b$"}
 
 
 def prediction(**labels: str) -> Timeline:
@@ -186,20 +176,20 @@ def prediction(**labels: str) -> Timeline:
     return Timeline(0, tuple(halved), {PREDICTED: "a model on a cluster", **LABELS, **labels})
 
 
-def draw(traces: Path, *words: str, predicted: Timeline | None = None) -> int:
+def predicted_words(traces: Path, prediction: Timeline) -> list[object]:
+    """Arguments of ``ampipe draw`` after the prediction has been written."""
     file = traces / "predicted.json"
-    (predicted or prediction()).write_chrome(file)
-    return main(["draw", str(traces), "--predicted", str(file), "--output", str(traces.parent / "p"), *words])
+    prediction.write_chrome(file)
+    return ["draw", traces, "--predicted", file, "--output", traces.parent / "p"]
 
 
 def test_every_rank_is_drawn_with_the_prediction_under_it(
-    traces: Path, drawn: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    traces: Path, drawn: dict[str, Any], ampipe: Command
 ) -> None:
-    assert draw(traces) == 0
+    shown = ampipe(*predicted_words(traces, prediction())).out
     assert [(one.rank, one.is_predicted) for one in drawn["timelines"]] == [
         *((0, False), (0, True), (1, False), (0, True))
     ]
-    shown = capsys.readouterr().out
     assert "predicted: 50% of 4.00 ms (a model on a cluster)" in shown
     rows = [" ".join(line.replace("\u2502", " ").split()) for line in shown.splitlines() if "\u2502" in line]
     kinds = ("qkv 0.500 1.000", "attention 2.000 4.000", "dispatch 2.000 4.000", "first to last 4.000 8.000")
@@ -218,14 +208,13 @@ def two_layers() -> Timeline:
         (prediction(schedule="moe-only"), [], "Write it with ampipe plan --stack 1 --trace FILE --trace-of"),
         (two_layers(), [], "can be compared only if layers share no schedule"),
         # Layer 1 is dense.
-        (None, ["--layer", "1"], "than rank 0 recorded: attention.0, attention.1, dispatch.0, dispatch.1"),
+        (prediction(), ["--layer", "1"], "than rank 0 recorded: attention.0, attention.1, dispatch.0"),
         (trace(0), [], "was recorded by a run, not predicted"),
     ],
     ids=["degree", "schedule", "layers", "stages", "recorded"],
 )
 def test_what_is_no_prediction_of_the_run_is_refused(
-    traces: Path, capsys: pytest.CaptureFixture[str], predicted: Timeline | None, words: list[str], rule: str
+    traces: Path, ampipe: Command, predicted: Timeline, words: list[str], rule: str
 ) -> None:
-    assert draw(traces, *words, predicted=predicted) == 2
-    assert rule in capsys.readouterr().err
+    assert rule in ampipe(*predicted_words(traces, predicted), *words, code=2).err
     assert sorted(traces.parent.iterdir()) == [traces]

@@ -6,15 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ampipe.cli import main
-from megatron_ampipe.plan.gradients import (
-    ReducedPass,
-    completed,
-)
+from megatron_ampipe.plan.gradients import ReducedPass, completed
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import build
-from tests.plan_cases import cluster, sized_block, without_device
-from tests.unit.test_plan_block import PLAIN
+from tests.conftest import Command
+from tests.plan_cases import cluster, model_file, sized_block, without_device
 
 
 @pytest.mark.parametrize(
@@ -60,19 +56,17 @@ def test_a_reduction_that_shares_the_network_doubles_the_time_of_each_transfer()
     assert computed(0.75 * transfer) - computed(0.5 * transfer) == pytest.approx(0.25 * transfer)
 
 
-def test_the_plan_compares_ways_to_reduce(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tmp_path / "model.yaml"
-    model.write_text(PLAIN)
-    command = ["plan", "--model", str(model), "--cluster", "a800x8-20gbps", "--stack", "1", "--degrees", "2"]
-    found = []
-    for more in ([], ["--set", "use-distributed-optimizer=true"]):
-        assert main([*command, "--json", "-", *more]) == 0
-        found.append(json.loads(capsys.readouterr().out)["gradients"]["reduction_ms"])
+def test_the_plan_compares_ways_to_reduce(ampipe: Command, tmp_path: Path) -> None:
+    command = ["plan", "--model", model_file(tmp_path), "--cluster", "a800x8-20gbps", "--stack", "1"]
+    command += ["--degrees", "2"]
+    found = [
+        json.loads(ampipe(*command, "--json", "-", *more).out)["gradients"]["reduction_ms"]
+        for more in ([], ["--set", "use-distributed-optimizer=true"])
+    ]
     # A share of the optimizer: half of the reduction is left for the next forward pass.
     assert found == pytest.approx([0.25, 0.125], abs=0.005)
-    assert main([*command, "--verbose"]) == 0
-    assert re.search(r"gradients: .*placed \d+\.\d+ ms, stock \d+\.\d+ ms", capsys.readouterr().out)
+    shown = ampipe(*command, "--verbose").out
+    assert re.search(r"gradients: .*placed \d+\.\d+ ms, stock \d+\.\d+ ms", shown)
     # Over two nodes, of whose all-gathers this cluster file says nothing.
-    assert main([*command, "--ranks", "16", "--set", "expert-model-parallel-size=8"]) == 0
-    shown = capsys.readouterr().out
+    shown = ampipe(*command, "--ranks", "16", "--set", "expert-model-parallel-size=8").out
     assert "reductions of gradients are not predicted: inter.all_gather is missing" in shown

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from megatron_ampipe import errors
-from megatron_ampipe.cli import main
 from megatron_ampipe.files import outputs
 from megatron_ampipe.tools import bench_command, doctor_command, plan_command, profile_command
+from tests.conftest import Command
 
 PLAN = ["plan", "--model", "mixtral-8x7b", "--cluster", "dgx-h100"]
 SBATCH = ["sbatch", "--no-check", "--nodes", "1", "--gpus-per-node", "8"]
@@ -52,12 +52,11 @@ def test_an_unwritable_output_is_refused_before_work_begins(
     no_work: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    ampipe: Command,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    assert main([*words, target, *(["--", "--lr", "1"] if words[0] == "sbatch" else [])]) == 2
-    said = capsys.readouterr()
+    said = ampipe(*words, target, *(["--", "--lr", "1"] if words[0] == "sbatch" else []), code=2)
     assert said.err.startswith(f"ampipe: {words[-1]} ") and NO_FILES[target] in said.err
     assert said.out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -86,7 +85,7 @@ def test_a_full_disk_ends_with_3_and_a_message(tmp_path: Path) -> None:
 
 
 def test_bench_keeps_its_result_when_the_file_is_lost_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ampipe: Command
 ) -> None:
     """If the disk fills while it measures, the table is printed before the error."""
     folder = tmp_path / "out"
@@ -101,7 +100,6 @@ def test_bench_keeps_its_result_when_the_file_is_lost_meanwhile(
     monkeypatch.setattr(
         "megatron_ampipe.tools.measuring.result.show", lambda document, console: print("the table")
     )
-    assert main(["bench", "--json", str(folder / "x.json")]) == 3
-    said = capsys.readouterr()
+    said = ampipe("bench", "--json", folder / "x.json", code=3)
     assert said.out == "the table\n"
     assert "x.json cannot be written" in said.err

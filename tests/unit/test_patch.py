@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ampipe.cli import main
 from megatron_ampipe.tools.patch_command import FILE, LINES
+from tests.conftest import Command
 from tests.megatrons import at_hand, megatron_of
 
 PATCH = Path(__file__).resolve().parents[2] / "patches" / "megatron-lm.patch"
@@ -23,44 +23,41 @@ def file(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return copy
 
 
-def run(action: str, file: Path) -> int:
-    return main(["patch", action, str(file.parents[2])])
+@pytest.fixture
+def patch(ampipe: Command, tmp_path: Path) -> Command:
+    """``ampipe patch`` with the tree after the action."""
+    return lambda action, code=0: ampipe("patch", action, tmp_path, code=code)
 
 
 @pytest.mark.parametrize("file", at_hand(), indirect=True)
-def test_round_trip_to_the_byte(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_round_trip_to_the_byte(file: Path, patch: Command, tmp_path: Path) -> None:
     released, mode = file.read_bytes(), file.stat().st_mode
-    assert run("check", file) == 0
-    assert "the patch is not in" in capsys.readouterr().out
+    assert "the patch is not in" in patch("check").out
     assert file.read_bytes() == released
 
-    assert run("apply", file) == 0
+    patch("apply")
     patched = file.read_bytes()
     assert patched == released + LINES.encode() and file.stat().st_mode == mode
     compile(patched, FILE, "exec")
-    assert run("check", file) == 0
-    assert "the patch is in" in capsys.readouterr().out
+    assert "the patch is in" in patch("check").out
 
-    assert run("revert", file) == 0
+    patch("revert")
     assert file.read_bytes() == released
 
     # The same for people who patch their sources with git.
-    alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(file.parents[3])}
-    subprocess.run(["git", "apply", PATCH], cwd=file.parents[2], env=alone, check=True)
+    alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+    subprocess.run(["git", "apply", PATCH], cwd=tmp_path, env=alone, check=True)
     assert file.read_bytes() == patched
 
 
-def test_what_is_done_is_not_done_twice(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("revert", file) == 2
-    assert "the patch is not in it" in capsys.readouterr().err
-    assert run("apply", file) == 0
+def test_what_is_done_is_not_done_twice(file: Path, patch: Command) -> None:
+    assert "the patch is not in it" in patch("revert", code=2).err
+    patch("apply")
     patched = file.read_bytes()
-    assert run("apply", file) == 2
-    assert "the patch is in it already" in capsys.readouterr().err
+    assert "the patch is in it already" in patch("apply", code=2).err
     assert file.read_bytes() == patched
 
 
-def test_another_folder_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_folder_is_refused(file: Path, patch: Command) -> None:
     file.unlink()
-    assert run("apply", file) == 2
-    assert f"there is no {FILE} in" in capsys.readouterr().err
+    assert f"there is no {FILE} in" in patch("apply", code=2).err

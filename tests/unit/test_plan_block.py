@@ -7,39 +7,13 @@ import pytest
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.block import Block
-from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import StageLayers, block_of, layers_of, read_model
-
-PLAIN = """\
-num-layers: 12
-hidden-size: 1024
-num-attention-heads: 16
-seq-length: 16384
-num-experts: 8
-moe-router-topk: 1
-moe-token-dispatcher-type: alltoall
-bf16: true
-expert-model-parallel-size: 8
-"""
+from tests.plan_cases import cluster, model_file
 
 
-def read(
-    tmp_path: Path, text: str, *, cluster: str = "dgx-h100", **settings: Any
-) -> tuple[Block, tuple[str, ...]]:
-    path = tmp_path / "model.yaml"
-    path.write_text(text)
-    overrides = settings.pop("overrides", None)
-    return block_of(read_model(path, overrides=overrides), read_cluster(find_cluster(cluster)), **settings)
-
-
-def test_sizes_of_a_plain_model(tmp_path: Path) -> None:
-    found, assumed = read(tmp_path, PLAIN)
-    assert assumed == ()
-    assert found.rows == 16384 and found.batch == 1
-    assert (found.heads, found.head_size, found.projections) == (16, 64, ((1024, 3072),))
-    assert (found.ffn, found.gated, found.topk, found.expert) == (4096, False, 1, 8)
-    assert found.dtype == "bf16" and not found.losses and found.capacity is None
-    assert found.features.chunked_qkv
+def read(path: Path, **settings: Any) -> tuple[Block, tuple[str, ...]]:
+    model = read_model(path, overrides=settings.pop("overrides", None))
+    return block_of(model, cluster("dgx-h100"), **settings)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +30,7 @@ def test_sizes_of_a_plain_model(tmp_path: Path) -> None:
 def test_weights_are_split_where_the_layers_are_known_to_do_so(
     lines: str, splits: bool, tmp_path: Path
 ) -> None:
-    assert read(tmp_path, PLAIN + lines + "\n")[0].splits_weights == splits
+    assert read(model_file(tmp_path, lines + "\n"))[0].splits_weights == splits
 
 
 @pytest.mark.parametrize(
@@ -73,7 +47,7 @@ def test_weights_are_split_where_the_layers_are_known_to_do_so(
 )
 def test_an_error_is_reported_with_its_line(line: str, parts: list[str], tmp_path: Path) -> None:
     with pytest.raises(BadInput) as refused:
-        read(tmp_path, PLAIN + line + "\n")
+        read(model_file(tmp_path, line + "\n"))
     assert all(part in str(refused.value) for part in parts), refused.value
 
 
@@ -90,26 +64,26 @@ def test_values_from_the_command_line_are_checked_too(
     overrides: dict[str, Any], part: str, tmp_path: Path
 ) -> None:
     with pytest.raises(BadInput, match=part):
-        read(tmp_path, PLAIN, overrides=overrides)
+        read(model_file(tmp_path), overrides=overrides)
 
 
 def test_an_imbalance_that_cannot_occur_is_refused(tmp_path: Path) -> None:
     for imbalance in (0.5, 4.5):
         with pytest.raises(BadInput, match=rf"--imbalance {imbalance}: .* has 1 to 4 times the mean"):
-            read(tmp_path, PLAIN, overrides={"moe-router-topk": 2}, imbalance=imbalance)
+            read(model_file(tmp_path), overrides={"moe-router-topk": 2}, imbalance=imbalance)
 
 
 def test_a_misspelled_key_is_reported_and_unknown_flags_are_accepted(tmp_path: Path) -> None:
-    plain = PLAIN.replace("moe-router-topk: 1\n", "")
-    found, assumed = read(tmp_path, plain + "moe-router-topkk: 1\na-flag-of-the-next-megatron: [3]\n")
-    path = tmp_path / "model.yaml"
+    lines = "moe-router-topkk: 1\na-flag-of-the-next-megatron: [3]\n"
+    path = model_file(tmp_path, lines, without="moe-router-topk: 1\n")
+    found, assumed = read(path)
     assert found.topk == 2
     assert assumed == (
         f"moe-router-topkk ({path}:9) is not read by the planner; did you mean moe-router-topk?",
     )
-    wrong = PLAIN.replace("num-experts: 8", "num-expert: 8")
+    wrong = model_file(tmp_path, "num-expert: 8\n", without="num-experts: 8\n")
     with pytest.raises(BadInput, match=r"num-experts: is missing\. Add .* Did you mean num-expert\?"):
-        read(tmp_path, wrong)
+        read(wrong)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +106,7 @@ def test_a_misspelled_key_is_reported_and_unknown_flags_are_accepted(tmp_path: P
     ],
 )
 def test_layers_of_a_pipeline_stage(text: str, layers: int, dense: tuple[int, ...], tmp_path: Path) -> None:
-    path = tmp_path / "model.yaml"
-    path.write_text(PLAIN + text)
-    model = read_model(path)
+    model = read_model(model_file(tmp_path, text))
     # A pipeline without virtual stages.
     waits = "pipeline-model" in text and "virtual" not in text
     assert layers_of(model) == StageLayers(layers, dense, waits)
@@ -151,7 +123,6 @@ def test_layers_of_a_pipeline_stage(text: str, layers: int, dense: tuple[int, ..
     ],
 )
 def test_a_wrong_frequency_of_layers_is_refused(value: str, rule: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.yaml"
-    path.write_text(f"{PLAIN}moe-layer-freq: {value}\n")
+    path = model_file(tmp_path, f"moe-layer-freq: {value}\n")
     with pytest.raises(BadInput, match=rf"model\.yaml:\d+: moe-layer-freq .*: {rule}"):
         layers_of(read_model(path))

@@ -7,7 +7,6 @@ import pytest
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.block import chunk_rows, even_rows
-from megatron_ampipe.plan.cluster import TransferCost
 from megatron_ampipe.plan.kept import equation_10
 from megatron_ampipe.plan.operation_times import GRADIENT_BYTES, OperationTimes
 from megatron_ampipe.plan.predict import Predictor
@@ -26,7 +25,7 @@ from megatron_ampipe.schedule import (
     kinds,
     needs_of,
 )
-from tests.plan_cases import cluster, sized_block
+from tests.plan_cases import cluster, sized_block, with_copies
 
 
 def test_every_kind_has_a_cost() -> None:
@@ -126,9 +125,8 @@ def test_weight_gradients_apart_take_as_long_as_together(changes: dict[str, obje
 
 
 def test_a_copy_takes_the_time_of_its_bytes_and_needs_a_figure() -> None:
-    copy = TransferCost(alpha_us=10.0, beta_us_per_mb=40.0, basis="derived", source="this test")
     plain = cluster()
-    known = dataclasses.replace(plain, compute=dataclasses.replace(plain.compute, copy=copy))
+    known = with_copies(plain, alpha_us=10.0, us_per_mb=40.0)
     block = sized_block(sequence_length=4096, topk=2)
     costs = Predictor(block, known, memory="S3").stages((1024,) * 4)
     # 1024 rows to 2 experts each, with a probability of 4 bytes.

@@ -22,14 +22,7 @@ from megatron_ampipe.plan.search import (
     improve_order,
 )
 from megatron_ampipe.plan.simulate import Pace, compile_program
-from megatron_ampipe.schedule import (
-    BlockFeatures,
-    Direction,
-    Schedule,
-    build,
-    check,
-    dependencies,
-)
+from megatron_ampipe.schedule import BlockFeatures, Direction, Schedule, build, check, dependencies
 from tests.core_speed import executed_lines
 from tests.plan_cases import cluster, sized_block, without_device
 

@@ -5,13 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from megatron_ampipe.plan.simulate import Pace, compile_named, run
-from megatron_ampipe.schedule import (
-    BlockFeatures,
-    Direction,
-    StageKind,
-    build,
-    kinds,
-)
+from megatron_ampipe.schedule import BlockFeatures, Direction, StageKind, build, kinds
 
 PLAIN = BlockFeatures(chunked_qkv=True)
 TIMES = {

@@ -9,16 +9,9 @@ from megatron_ampipe.plan.cluster import read_cluster
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import OrderProblem, choose_degree, full_plan
-from megatron_ampipe.schedule import (
-    Direction,
-    build,
-    check,
-    even_chunks,
-    period,
-    unrolled,
-)
-from megatron_ampipe.tools.measuring.grid import Case, block_of_case
-from tests.plan_cases import cluster, sized_block, without_device
+from megatron_ampipe.schedule import Direction, build, check, even_chunks, period, unrolled
+from megatron_ampipe.tools.measuring.grid import block_of_case
+from tests.plan_cases import cluster, grid_case, sized_block, without_device
 
 BLOCKS = {
     "balanced": sized_block(sequence_length=8192),
@@ -31,19 +24,7 @@ DENSE = sized_block(dense_ffn=8192)
 def test_in_one_chunk_gradients_of_weights_overlap_where_cutting_costs_too_much() -> None:
     """Measured without a link: chunks cost more than they hide."""
     measured = read_cluster(Path("docs/measured/profile-none.yaml"))
-    block = Case(
-        name="short",
-        sequence_length=512,
-        batch=1,
-        hidden=256,
-        heads=4,
-        experts=4,
-        topk=1,
-        ffn=1024,
-        activation="gelu",
-        dtype="fp32",
-    )
-    short = block_of_case(block, num_ranks=2, fused_gradients=True)
+    short = block_of_case(grid_case(hidden=256, ffn=1024), num_ranks=2, fused_gradients=True)
     plan = make_plan(Predictor(short, measured), full=False)
     assert (plan.schedule.name, plan.schedule.num_chunks, plan.helps) == ("lancet", 1, True)
     assert "With one chunk, and gradients of weights" in plan.reason

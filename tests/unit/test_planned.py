@@ -1,7 +1,6 @@
 """What ``--ampipe-memory auto`` chooses, and that it says so; what a planner is told of the layers."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ from megatron_ampipe import compat
 from megatron_ampipe.block.settings import parse_size, size_to_text
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.planned import block_of_args, choose_memory, in_flight, layers_split_weights
-from megatron_ampipe.plan.cluster import TransferCost, find_cluster, read_cluster, write_cluster
+from megatron_ampipe.plan.cluster import write_cluster
 from megatron_ampipe.schedule import COPYING, STRATEGIES, Pipeline, of_chunks
+from tests.plan_cases import cluster, with_copies
 from tests.unit.test_plan_made_for import run_of
 
 PIPELINE = Pipeline.of(4)
@@ -70,19 +70,12 @@ def test_with_a_cluster_the_fastest_by_simulation_is_chosen() -> None:
         choose_memory(run(), PIPELINE, budget, "nowhere")
 
 
-def with_copies(path: Path, *, us_per_mb: float) -> str:
-    """A file of a cluster with a slow network, and with a figure of copies to host memory."""
-    slow = read_cluster(find_cluster("a800x8-20gbps"))
-    copy = TransferCost(alpha_us=10.0, beta_us_per_mb=us_per_mb, basis="derived", source="this test")
-    write_cluster(replace(slow, compute=replace(slow.compute, copy=copy)), path, head="a test")
-    return str(path)
-
-
 def test_a_budget_that_only_a_copying_strategy_meets_selects_that_one(tmp_path: Path) -> None:
     """However slow copies are; some chunks may send their tokens again. Without their figure, the least of
     the others is named."""
-    pipeline = Pipeline.of(8)
-    file = with_copies(tmp_path / "slow.yaml", us_per_mb=1e5)
+    pipeline, file = Pipeline.of(8), str(tmp_path / "slow.yaml")
+    slow = with_copies(cluster(), alpha_us=10.0, us_per_mb=1e5)
+    write_cluster(slow, Path(file), head="a test")
     with pytest.raises(BadInput, match="is too small: the leanest strategy, S3,") as error:
         choose_memory(run(), pipeline, "1MiB", file)
     least = str(error.value).partition("--ampipe-memory-budget ")[2].partition("Use at least")[2].split()[1]

@@ -1,36 +1,22 @@
 """From samples to a cluster file, and predictions compared with measurements. Nothing is measured."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ampipe.cli import main
 from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.plan.cluster import Cluster, read_cluster, write_cluster
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.stage_costs import issue_us
 from megatron_ampipe.schedule import Direction, build, even_chunks, kinds
-from megatron_ampipe.tools.measuring.cluster_fit import (
-    Sample,
-    assemble,
-    fit,
-)
-from megatron_ampipe.tools.measuring.grid import Case, block_of_case
+from megatron_ampipe.tools.measuring.cluster_fit import Sample, assemble, fit
+from megatron_ampipe.tools.measuring.grid import block_of_case
+from tests.conftest import Command
+from tests.plan_cases import grid_case
 
-CASE = Case(
-    name="one",
-    sequence_length=1024,
-    batch=1,
-    hidden=128,
-    heads=4,
-    experts=4,
-    topk=2,
-    ffn=512,
-    activation="gelu",
-    dtype="fp32",
-)
+CASE = grid_case(sequence_length=1024, topk=2)
+BLOCK = block_of_case(CASE, num_ranks=2, fused_gradients=True)
 SIZES = (0.1, 0.2, 0.4, 0.8, 1.6)
 
 
@@ -90,37 +76,30 @@ def samples_of_truth() -> list[Sample]:
 
 
 def report_of_truth() -> dict[str, Any]:
-    blank = {"stock": {"forward": 1.0, "backward": 1.0}, "stages": {}}
-    around = {"forward": 900.0, "backward": 1200.0}
+    schedule = build("ampipe", degree=2, features=BLOCK.features)
+    stages = {way: list(schedule.program(way).stages) for way in Direction}
+    block: dict[str, Any] = {
+        "around": {"forward": 900.0, "backward": 1200.0},
+        "stock": {"forward": 1.0, "backward": 1.0},
+        "stages": {"2": {way.value: {str(stage): 0.0 for stage in stages[way]} for way in Direction}},
+    }
     report: dict[str, Any] = {
         "samples": samples_of_truth(),
         "slowdowns": {"compute_slowdown": 1.14, "communication_slowdown": 1.05, "latency_us": 300.0},
-        "block": {**blank, "around": around},
+        "block": block,
         "issue_of": {},
         "kernel": "cpu-flash",
         "fused_gradients": True,
     }
+    # Of stages that take no time, a cluster without overheads.
+    model = Predictor(BLOCK, assembled([report, report]))
     # The stages of a block take what the operations take, and a known time more.
-    stages = {"2": {way.value: {} for way in Direction}}
-    report["block"]["stages"] = copy.deepcopy(stages)
-    bare = assemble_bare(report)
-    model = Predictor(block_of_case(CASE, num_ranks=2, fused_gradients=True), bare)
     for stage, pair in model.stages(even_chunks(CASE.sequence_length, 2)).items():
         for position, way in enumerate(Direction):
             beyond = OVERHEADS.get(stage.kind.name, (0.0, 0.0))[position]
-            report["block"]["stages"]["2"][way.value][str(stage)] = pair.of(way) + beyond
-    report["block"]["stock"] = {way.value: model.stock().of(way) + 77.0 for way in Direction}
+            block["stages"]["2"][way.value][str(stage)] = pair.of(way) + beyond
+    block["stock"] = {way.value: model.stock().of(way) + 77.0 for way in Direction}
     return report
-
-
-def assemble_bare(report: dict[str, Any]) -> Any:
-    """Without overheads: from stages that take no time."""
-    degree = 2
-    block = block_of_case(CASE, num_ranks=2, fused_gradients=True)
-    schedule = build("ampipe", degree=degree, features=block.features)
-    nothing = {way.value: {str(s): 0.0 for s in schedule.program(way).stages} for way in Direction}
-    bare = {**report, "block": {**report["block"], "stages": {"2": nothing}}}
-    return assembled([bare, bare])
 
 
 def assembled(reports: list[dict[str, Any]]) -> Cluster:
@@ -143,7 +122,7 @@ def test_a_known_cluster_comes_back(tmp_path: Path) -> None:
         assert (found.forward_us, found.backward_us) == pytest.approx((forward, backward), abs=2.0)
     assert cluster.host.block.backward_us == 1200.0
     # What Megatron's layer takes beyond its operations is in its exchange.
-    stock = Predictor(block_of_case(CASE, num_ranks=2, fused_gradients=True), cluster).stock()
+    stock = Predictor(BLOCK, cluster).stock()
     measured = sum(reports[0]["block"]["stock"].values())
     assert stock.forward + stock.backward == pytest.approx(measured, rel=1e-3)
     assert cluster.overlap.compute_slowdown == 1.14
@@ -163,10 +142,8 @@ def test_the_file_has_the_times_to_issue_a_stage_of_the_slowest_host(tmp_path: P
     assert times is not None
     assert times.keys() == {"qkv", "expert"}
     assert (times["qkv"].forward_us, times["qkv"].backward_us) == (60.0, 60.0)
-    block = block_of_case(CASE, num_ranks=2, fused_gradients=True)
     for way in Direction:
-        predicted = issue_us(kinds.EXPERT, way, block, cluster.host)
-        assert predicted == pytest.approx(240.0, rel=1e-4)
+        assert issue_us(kinds.EXPERT, way, BLOCK, cluster.host) == pytest.approx(240.0, rel=1e-4)
     write_cluster(cluster, tmp_path / "cluster.yaml", head="test")
     assert read_cluster(tmp_path / "cluster.yaml") == cluster
 
@@ -182,17 +159,12 @@ def test_the_file_has_the_times_to_issue_a_stage_of_the_slowest_host(tmp_path: P
     ],
 )
 def test_bad_arguments_end_with_2_before_anything_starts(
-    words: str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    words: str, message: str, ampipe: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if "200mbit" in words:
         # As under torchrun.
         for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
             monkeypatch.setenv(name, "1")
-    assert main(["profile", *words.split()]) == 2
-    assert message in capsys.readouterr().err
+    assert message in ampipe("profile", *words.split(), code=2).err
     assert not list(tmp_path.iterdir())

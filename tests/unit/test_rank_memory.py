@@ -8,8 +8,7 @@ import pytest
 from megatron_ampipe.plan.model_file import block_of, find_model, read_model
 from megatron_ampipe.plan.rank_memory import RankMemory, memory_by_stage
 from megatron_ampipe.schedule import Pipeline
-from tests.plan_cases import cluster
-from tests.unit.test_plan_block import PLAIN
+from tests.plan_cases import cluster, model_file
 
 
 def ranks_of(path: Path, ranks: int, degree: int = 2, **settings: Any) -> list[RankMemory]:
@@ -43,8 +42,7 @@ def test_a_model_has_as_many_parameters_as_published(name: str, published: int) 
 
 
 def test_bytes_of_a_parameter(tmp_path: Path) -> None:
-    model = tmp_path / "model.yaml"
-    model.write_text(PLAIN + "vocab-size: 1000\n")
+    model = model_file(tmp_path, "vocab-size: 1000\n")
 
     def of_parameter(**settings: Any) -> tuple[float, float, float]:
         (rank,) = ranks_of(model, 8, **settings)
@@ -66,8 +64,7 @@ def test_bytes_of_a_parameter(tmp_path: Path) -> None:
 
 
 def test_activations_of_the_first_stage_wait_for_all_others(tmp_path: Path) -> None:
-    model = tmp_path / "model.yaml"
-    model.write_text(PLAIN + "vocab-size: 1000\n")
+    model = model_file(tmp_path, "vocab-size: 1000\n")
     first, second = ranks_of(model, 16, pipeline_model_parallel_size=2)
     logits = 16384 * 1024 * 6
     assert first.activations > 1.8 * (second.activations - logits)
@@ -92,9 +89,7 @@ def test_activations_of_the_first_stage_wait_for_all_others(tmp_path: Path) -> N
     ],
 )
 def test_what_cannot_be_estimated_is_said(text: str, why: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.yaml"
-    path.write_text(PLAIN + text)
-    model = read_model(path)
+    model = read_model(model_file(tmp_path, text))
     block, _ = block_of(model, cluster("dgx-h100"))
     reason = memory_by_stage(model, block, Pipeline.of(2))
     assert isinstance(reason, str) and why in reason

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.block import Block, even_rows
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.recorded_routing import LayerRouting, RoutingRecord, read_routing, with_routing
 from megatron_ampipe.schedule import Exchange, Stage, kinds
+from tests.conftest import Command
 from tests.plan_cases import cluster, sized_block
 
 # Two sequences of 4 tokens in two chunks, two experts for each token, four experts. The tokens of the first
@@ -92,15 +92,14 @@ def test_a_folder_without_files_or_with_two_models_is_refused(tmp_path: Path) ->
         read_routing(tmp_path, flag="DIR")
 
 
-def test_the_command_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_them(tmp_path: Path, ampipe: Command) -> None:
     written(tmp_path, RECORD)
-    assert main(["routing", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    shown = ampipe("routing", tmp_path).out
     assert "the busiest of 2 ranks has 1.000 times the mean of a sequence" in shown
     assert f"2 ranks or nodes: 1.250 rows per token ({even_rows(4, 2, 2):.3f} if" in shown
     assert "50.0% at 0.9, 25.0% at 0.99" in shown
-    assert main(["routing", str(tmp_path), "--ranks", "3"]) == BadInput.exit_code
-    assert "--ranks 3 does not divide the 4 experts; use 1, 2, 4" in capsys.readouterr().err
+    error = ampipe("routing", tmp_path, "--ranks", "3", code=2).err
+    assert "--ranks 3 does not divide the 4 experts; use 1, 2, 4" in error
 
 
 def test_a_block_takes_the_figures(tmp_path: Path) -> None:
