@@ -9,15 +9,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ampipe.tools.measuring import network, training
-from tests.forked import REPOSITORY, completed
+from tests.forked import REPOSITORY, alive, completed, until
 
 pytestmark = pytest.mark.alone
 
@@ -208,20 +207,6 @@ def ranks_of(pid: int) -> list[int]:
     return sorted(found)
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def until(condition: Callable[[], bool], what: str, *, timeout_s: float = STARTUP_S) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, f"timeout: {what}"
-        time.sleep(0.05)
-
-
 @contextlib.contextmanager
 def running(
     folder: Path, *words: str, early: bool = False
@@ -247,7 +232,7 @@ def running(
                 return len(ranks_of(process.pid)) == 2
             return bool(list(temporary.glob("*/rendezvous")))
 
-        until(begun, "the ranks")
+        until(begun, "the ranks", timeout_s=STARTUP_S)
         ranks = ranks_of(process.pid)
         assert len(ranks) == 2
         yield process, ranks

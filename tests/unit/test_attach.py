@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("torch")
 
 from megatron_ampipe.launch.attach import adjust_arguments
+from tests.golden.write import SETTINGS
 
 MASK, ROTARY = "--no-create-attention-mask-in-dataloader", "--no-rope-fusion"
 IN_LOADER = {"create_attention_mask_in_dataloader": True, "reset_attention_mask": True}
@@ -19,20 +20,12 @@ def adjusted(*, on_gpu: bool = False, **changed: Any) -> dict[str, str | None]:
     of_run = {
         "create_attention_mask_in_dataloader": False,
         "sft": False,
-        "multi_latent_attention": False,
         "moe_pad_expert_input_to_capacity": False,
-        "moe_token_dispatcher_type": "alltoall",
-        "expert_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-        "context_parallel_size": 1,
-        "cp_comm_type": None,
-        "attention_dropout": 0.0,
         "transformer_impl": "local",
-        "window_size": None,
         "window_attn_skip_freq": None,
         "micro_batch_size": 1,
     }
-    args = argparse.Namespace(**of_run | changed)
+    args = argparse.Namespace(**SETTINGS | of_run | changed)
     return {change.flag: change.value for change in adjust_arguments(args, on_gpu=on_gpu)}
 
 

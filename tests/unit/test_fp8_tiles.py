@@ -16,6 +16,7 @@ from megatron_ampipe.schedule import Pipeline, SequenceLayout, even_chunks
 from megatron_ampipe.schedule.chunks import require_whole_tiles
 from megatron_ampipe.schedule.features import FP8_TILES, fp8_recipe, rows_of_tile
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
+from tests.golden.write import SETTINGS
 from tests.plan_cases import cluster, sized_block
 from tests.te_fp8_standin import rounded
 
@@ -74,17 +75,8 @@ def test_whole_tiles_and_one_chunk_of_any_length_are_accepted() -> None:
 
 
 def test_a_launch_is_refused_before_it_starts() -> None:
-    parsed = settings(
-        num_experts=4,
-        seq_length=512,
-        micro_batch_size=1,
-        transformer_impl="transformer_engine",
-        tensor_model_parallel_size=1,
-        context_parallel_size=1,
-        sequence_parallel=False,
-        sft=False,
-        moe_token_dispatcher_type="alltoall",
-    )
+    run = {"num_experts": 4, "seq_length": 512, "micro_batch_size": 1, "sft": False}
+    parsed = settings(**SETTINGS, **run, transformer_impl="transformer_engine")
     refuse_unsupported(AMPipeConfig(pipeline=Pipeline.of(4)), parsed)
     with pytest.raises(BadInput, match="--ampipe-degree 8: with this --fp8-recipe"):
         refuse_unsupported(AMPipeConfig(pipeline=Pipeline.of(8)), parsed)

@@ -22,7 +22,7 @@ from gpu_check.torch_trace import read_profile
 from megatron_ampipe.cli import build_parser
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
-from tests.forked import completed
+from tests.forked import alive, completed, until
 
 GPU = Device(gpu="NVIDIA Test", torch="2.11.0", cuda="13.0", python="3.12.3")
 
@@ -170,19 +170,9 @@ def test_a_step_over_its_time_limit_is_ended_with_its_child_processes(
     done = run_it(tmp_path, step(tmp_path, text, limit_s=3))
     assert (done.outcome, done.found) == (Outcome.CUT, None)
     assert 3 <= done.seconds < 30
-    pids = (tmp_path / "pids").read_text().split()
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
-    end = time.monotonic() + 5
-    while any(Path(f"/proc/{pid}/stat").exists() and " Z " not in stat_of(pid) for pid in pids):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def stat_of(pid: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return " Z "
+    until(lambda: not any(map(alive, pids)), "the end of the step", timeout_s=5)
 
 
 # Profiles
