@@ -120,7 +120,7 @@ def test_our_grids_are_sound(name: str) -> None:
 
 
 def test_defaults_and_axes(tmp_path: Path) -> None:
-    text = f"defaults: {FIGURES | {'capacity': 2}}\n".replace("'", "")
+    text = f"defaults: {json.dumps(FIGURES | {'capacity': 2})}\n"
     path = read_text(tmp_path, text + "cases:\n- name: a\n- {name: b, topk: 2, capacity: null}\n")
     assert [(case.name, case.topk, case.capacity) for case in read_grid(path)] == [
         ("a", 1, 2.0),
@@ -141,7 +141,7 @@ def test_defaults_and_axes(tmp_path: Path) -> None:
     ],
 )
 def test_bad_grids_are_refused_by_file_and_line(tmp_path: Path, text: str, line: int, rule: str) -> None:
-    path = read_text(tmp_path, f"defaults: {FIGURES}\n{text}".replace("'", ""))
+    path = read_text(tmp_path, f"defaults: {json.dumps(FIGURES)}\n{text}")
     with pytest.raises(BadInput) as error:
         read_grid(path)
     assert f"{path}:{line}:" in str(error.value)
@@ -338,7 +338,7 @@ def test_finished_cases_are_kept_when_a_run_ends_early(
         raise error()
 
     monkeypatch.setattr(bench_command, "run_ranks", run_ranks)
-    text = f"defaults: {FIGURES}\ncases: [{{name: small}}, {{name: large}}]\n".replace("'", "")
+    text = f"defaults: {json.dumps(FIGURES)}\ncases: [{{name: small}}, {{name: large}}]\n"
     grid, path = read_text(tmp_path, text), tmp_path / "x.json"
     words = ["--degrees", "2", "--schedules", "ampipe", "--json", path]
     output = ampipe("bench", "--grid", grid, *words, code=code)

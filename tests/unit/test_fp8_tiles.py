@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.refusals import refuse_unsupported
@@ -18,7 +17,6 @@ from megatron_ampipe.schedule.features import FP8_TILES, fp8_recipe, rows_of_til
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from tests.golden.write import SETTINGS
 from tests.plan_cases import cluster, sized_block
-from tests.te_fp8_standin import rounded
 
 
 def settings(recipe: str | None = "blockwise", **others: Any) -> SimpleNamespace:
@@ -37,18 +35,6 @@ def test_the_recipe_is_megatrons_default_unless_it_is_given() -> None:
 )
 def test_rows_of_a_tile(recipe: str, batch: int, rows: int) -> None:
     assert rows_of_tile(settings(recipe), batch) == rows
-
-
-@pytest.mark.parametrize("tile", [(1, 128), (128, 1), (128, 128), (32, 1)])
-def test_chunks_of_whole_tiles_are_rounded_bit_by_bit_as_the_whole(tile: tuple[int, int]) -> None:
-    whole = (
-        torch.randn(512, 192, generator=torch.Generator().manual_seed(1))
-        * torch.logspace(-3, 3, 512)[:, None]
-    )
-    chunks = torch.cat([rounded(part, tile) for part in whole.split([128, 256, 128])])
-    assert torch.equal(chunks, rounded(whole, tile))
-    others = torch.cat([rounded(part, tile) for part in whole.split([112, 272, 128])])
-    assert torch.equal(others, rounded(whole, tile)) == (tile[0] == 1)
 
 
 @pytest.mark.parametrize(
