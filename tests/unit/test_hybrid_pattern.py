@@ -1,11 +1,10 @@
-"""Which layers of a hybrid model are pipelined, and what a model without such layers is told."""
+"""Which layers of a hybrid model are pipelined."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_ampipe.block.hybrid_pattern import runs_of, runs_of_pairs, stages_of
-from megatron_ampipe.launch.refusals import REFUSALS, _Arguments
 
 UNEVEN = {
     "pipeline_model_parallel_size": 3,
@@ -47,13 +46,3 @@ def test_pipeline_stages(text: str, sizes: dict[str, int], stages: tuple[str, ..
 
 def test_dense_pairs_are_known() -> None:
     assert runs_of(("*-*EM*E", "*EM")) == ((False, True), (True,), (True,))
-
-
-@pytest.mark.parametrize(
-    ("text", "stages", "refused"),
-    [(None, 1, False), ("*EM", 1, False), ("ME*-", 1, False), ("M*|M-", 2, True), ("M*-M/*E", 1, True)],
-)
-def test_a_model_without_experts_is_refused(text: str | None, stages: int, refused: bool) -> None:
-    arguments = SimpleNamespace(hybrid_layer_pattern=text, pipeline_model_parallel_size=stages)
-    (row,) = [row for row in REFUSALS if row.setting == "--hybrid-layer-pattern"]
-    assert row.applies(_Arguments(arguments)) == (text if refused else None)
