@@ -95,6 +95,11 @@ class Case:
         )
 
 
+def selective(*modules: str) -> dict[str, Any]:
+    """Megatron's settings with which it recomputes these modules."""
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 SEQ_AUX = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}
 GLOBAL_AUX = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1}
@@ -107,8 +112,8 @@ LOSSES = {"aux": AUX, "seq-aux": SEQ_AUX, "global-aux": GLOBAL_AUX, "z": Z, "sev
 TOP2 = {"moe_router_topk": 2}
 GQA = {"num_query_groups": 2}
 SWIGLU = {"gated_linear_unit": True, "activation_func": "silu"}
-MOE_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-ATTENTION_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+MOE_AGAIN = selective("moe")
+ATTENTION_AGAIN = selective("core_attn")
 SHARED = {"moe_shared_expert_intermediate_size": 48}
 BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 2}
 TIGHT = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "position"}
@@ -133,6 +138,9 @@ GRAPH_MODULES = ("attn", "moe_router", "moe_preprocess", "mlp")
 """What CUDA graphs may hold."""
 UNEQUAL = (0.45, 0.3, 0.15, 0.1)
 UNIFORM = math.inf
+IN_MDM = {"layers": "mdm", "stack": 0}
+RECOMPUTED = IN_MDM | {"recompute": UNIFORM}
+TWO_DEGREES = {"degree": 2, "backward_degree": 4}
 SEQUENTIAL = {"schedule": "sequential", "executor": "sequential"}
 
 
@@ -220,8 +228,8 @@ PARITY = [
         "core-attn": {"kernel": "reference-pieces", "sequence_length": 31, "model": LARGE | ATTENTION_AGAIN},
         "moe": {"model": LARGE | SHARED | MOE_AGAIN},
         "moe-expert-bias": {"model": BIASED | MOE_AGAIN},
-        "shared-experts": {"model": SHARED | MOE_AGAIN | {"recompute_modules": ["shared_experts"]}},
-        "mla-up-proj": {"model": LATENT | MOE_AGAIN | {"recompute_modules": ["mla_up_proj", "core_attn"]}},
+        "shared-experts": {"model": SHARED | selective("shared_experts")},
+        "mla-up-proj": {"model": LATENT | selective("mla_up_proj", "core_attn")},
     }),
     # The executor for GPUs, on the host platform's streams: tests its issue order and its references.
     *cases("cuda-executor-", {"executor": "cuda", "model": LARGE}, {
@@ -265,14 +273,11 @@ PARITY = [
         "capacity": {"model": TIGHT | AUX, "batch": 3},
         "tp-cp": {"world_size": 4, "parallel": TP_CP, "rope": True},
     }),
-    *(
-        Case(
-            f"backward-degree{backward}-of-{degree}-ampipe", degree=degree, backward_degree=backward, batch=3,
-            model=LARGE | SHARED,
-        )
+    *cases("backward-degree", {"batch": 3, "model": LARGE | SHARED}, {
+        f"{backward}-of-{degree}-ampipe": {"degree": degree, "backward_degree": backward}
         for degree, backward in ((4, 2), (2, 4), (4, 1), (1, 4), (3, 6))
-    ),
-    *cases("backward-degree4-of-2-", {"degree": 2, "backward_degree": 4, "model": LARGE | SHARED}, {
+    }),
+    *cases("backward-degree4-of-2-", TWO_DEGREES | {"model": LARGE | SHARED}, {
         "moe-only": {"schedule": "moe-only", "batch": 3},
         "tp": {"parallel": TP, "rope": True},
         "cp": {"parallel": CP, "rope": True},
@@ -293,7 +298,6 @@ PARITY = [
     }),
 ]  # fmt: skip
 
-IN_STACK = {"layers": "mdm", "stack": 0, "degree": 2, "backward_degree": 4}
 IN_STACK_ON_CUDA = {
     "layers": "mmm", "stack": 0, "degree": 6, "backward_degree": 3, "sequence_length": 37,
     "executor": "cuda", "model": LARGE | SEVERAL_AUX,
@@ -310,7 +314,7 @@ MEMORY = [
         ("redispatch/keep/rebuild", "stack-cuda-executor", IN_STACK_ON_CUDA),
         ("offload", "thread", {"model": LARGE | TIGHT}),
         ("S2", "bias", {"model": LARGE | {"add_bias_linear": True}, "batch": 3}),
-        ("offload/S2/S3/keep", "stack", IN_STACK),
+        ("offload/S2/S3/keep", "stack", IN_MDM | TWO_DEGREES),
     )
 ]
 
@@ -328,7 +332,7 @@ DOCUMENTS = cases("documents-", {"documents": MANY, "batch": 3, "rope": True, "k
     "tp-two-sequences-of-a-rank": {
         "documents": (*MANY, (0, 30)), "batch": 4, "parallel": TP, "model": SEVERAL_AUX | TIGHT,
     },
-    "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "model": LARGE},
+    "stack-recompute": RECOMPUTED | {"model": LARGE},
     "mla": {"rope": False, "kernel": "exact", "model": LATENT | LARGE},
     "window": {"rope": False, "kernel": "sdpa", "model": {"window_size": (5, 0)} | SINKS},
 })  # fmt: skip
@@ -337,23 +341,23 @@ DOCUMENTS = cases("documents-", {"documents": MANY, "batch": 3, "rope": True, "k
 WIDE = LARGE | {"num_moe_experts": 8, "moe_router_topk": 4}
 ONCE_PER_RANK = cases("ranks-", {"exchange": Exchange.RANKS, "model": WIDE}, {
     "degree1": {"degree": 1},
-    "two-degrees-shared": {"degree": 2, "backward_degree": 4, "model": WIDE | SEVERAL_AUX | SHARED},
+    "two-degrees-shared": TWO_DEGREES | {"model": WIDE | SEVERAL_AUX | SHARED},
     "capacity-padded": {"model": WIDE | TIGHT | {"moe_pad_expert_input_to_capacity": True}, "batch": 3},
     "tp-experts-ep": {"parallel": TP_EXPERTS_EP, "world_size": 4, "degree": 3, "sequence_length": 38},
     "ep4": {"world_size": 4, "model": WIDE | TIGHT, "batch": 3},
     "recompute-moe": {"model": WIDE | MOE_AGAIN, "executor": "cuda"},
-    "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM},
+    "stack-recompute": RECOMPUTED,
     "redispatch": {"memory": "redispatch"},
 })  # fmt: skip
 TWO_NODES = {"world_size": 4, "ranks_per_node": 2}
 OVER_NODES = {
-    "two-degrees-shared": {"degree": 2, "backward_degree": 4, "model": WIDE | SEVERAL_AUX | SHARED},
+    "two-degrees-shared": TWO_DEGREES | {"model": WIDE | SEVERAL_AUX | SHARED},
     "capacity-padded": {"model": WIDE | TIGHT | {"moe_pad_expert_input_to_capacity": True}, "batch": 3},
     "tp": {
         "parallel": TP | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
         "schedule": "moe-only", "rope": True, "batch": 3,
     },
-    "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "executor": "cuda"},
+    "stack-recompute": RECOMPUTED | {"executor": "cuda"},
     "redispatch": {"memory": "redispatch"},
 }  # fmt: skip
 OF_FOUR = {"num_moe_experts": 4}
@@ -377,13 +381,13 @@ OF_EIGHT = {
     "degree": 2, "model": WIDE,
 }  # fmt: skip
 GATHERED = cases("gathers-", {"model": LARGE}, {
-    "two-degrees": SHARES | {"degree": 2, "backward_degree": 4, "batch": 3, "model": LARGE | TIGHT},
+    "two-degrees": SHARES | TWO_DEGREES | {"batch": 3, "model": LARGE | TIGHT},
     "rebuild-stack": SHARES | {"memory": "rebuild/S3/S2/offload", "layers": "mdm", "stack": 0},
     "lancet": SHARES | {"schedule": "lancet", "degree": 2, "exchange": Exchange.RANKS, "model": WIDE},
     "nodes-degree2": SHARES_ON_NODES | {"degree": 2, "schedule": "moe-only", "wire": "bf16"},
     "nodes-memory": SHARES_ON_NODES | {"memory": "redispatch/S3/S2/keep", "executor": "cuda"},
     "nodes-lancet": SHARES_ON_NODES | {"schedule": "lancet", "degree": 2, "memory": "rebuild"},
-    "nodes-stack-recompute": SHARES_ON_NODES | {"layers": "mdm", "stack": 0, "recompute": UNIFORM},
+    "nodes-stack-recompute": SHARES_ON_NODES | RECOMPUTED,
     "and-handed-on": OF_EIGHT | {"exchange": Exchange.NODES, "memory": "redispatch"},
     "every-copy-handed-on": OF_EIGHT | {"exchange": Exchange.TWO_DIMENSIONAL, "memory": "rebuild"},
 })  # fmt: skip
@@ -404,7 +408,7 @@ SCATTERED = cases("rows-", {"parallel": TP, "model": BIAS}, {
     "order-from-before": {"degree": 2, "order": OLD_ORDER},
     "stack-lancet": {"schedule": "lancet", "layers": "mdm", "stack": 0, "rope": True, "degree": 3},
     "stack-memory": {"memory": "rebuild/S3/redispatch/keep", "layers": "mmm", "stack": 0},
-    "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "backward_degree": 2},
+    "stack-recompute": RECOMPUTED | {"backward_degree": 2},
     "gate": {"model": BIAS | {"attention_output_gate": True, "num_query_groups": 2}, "kernel": "sdpa"},
     "latent-lancet": {"schedule": "lancet", "model": LATENT | {"add_bias_linear": True}},
     "wide-residual": {"model": BIAS | {"fp32_residual_connection": True}},
@@ -441,7 +445,7 @@ DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
 DELTA_NETS = cases("delta-", {"layers": "gmg", "stack": 0, "model": LARGE | SHARED | DELTA}, {
-    "two-degrees": {"degree": 2, "backward_degree": 4, "batch": 3},
+    "two-degrees": TWO_DEGREES | {"batch": 3},
     "moe-only-capacity": {"schedule": "moe-only", "model": LARGE | TIGHT | DELTA},
     "probs": {"model": TOP2 | SWIGLU | DROPS | AUX | DELTA, "executor": "sequential"},
     "joined-one-layer": {"layers": "g", "stack": 1, "schedule": "joined"},
@@ -449,11 +453,7 @@ DELTA_NETS = cases("delta-", {"layers": "gmg", "stack": 0, "model": LARGE | SHAR
     "cp": {"parallel": CP},
     "memory": {"memory": "rebuild/S3/redispatch/keep", "executor": "cuda"},
     "recompute": {"recompute": UNIFORM},
-    "recompute-modules": {
-        "model": LARGE
-        | DELTA
-        | {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe"]}
-    },
+    "recompute-modules": {"model": LARGE | DELTA | selective("layernorm", "moe")},
     "documents": {"documents": MANY, "batch": 3, "model": LARGE | SEQ_AUX | DELTA},
 })  # fmt: skip
 
@@ -489,7 +489,7 @@ FLEXES += cases("flex-", {"stock": ALL_TO_ALL}, {
     "ep4": {"world_size": 4, "model": LARGE | FLEX},
     "capacity": {"model": TIGHT | AUX | FLEX | {"moe_router_topk": 2}},
     "tp-experts": {"parallel": TP_EXPERTS, "model": LARGE | FLEX},
-    "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "model": LARGE | FLEX},
+    "stack-recompute": RECOMPUTED | {"model": LARGE | FLEX},
     "memory": {"memory": "rebuild/S3/offload/keep", "model": LARGE | FLEX | SHARED},
     "hybridep-memory": {
         "memory": "offload/keep/rebuild/S3", "degree": 2, "backward_degree": 4, "executor": "cuda",
@@ -516,17 +516,14 @@ PERMUTED = cases("fused-", {"degree": 8, "stock": NOT_FUSED}, {
     "flex": {"sequence_length": 8, "model": FUSED | FLEX, "stock": NOT_FUSED | ALL_TO_ALL},
 })  # fmt: skip
 
-PERMUTED += [
-    Case(
-        f"fused-router-{name}", stock={"moe_router_fusion": False}, model=model | {"moe_router_fusion": True}
-    )
-    for name, model in {
-        "several": TOP2 | SEVERAL_AUX | Z,
-        "expert-bias-groups": BIASED
-        | SEQ_AUX
+FUSED_ROUTER = {"moe_router_fusion": True}
+PERMUTED += cases("fused-router-", {"stock": {"moe_router_fusion": False}}, {
+    "several": {"model": FUSED_ROUTER | TOP2 | SEVERAL_AUX | Z},
+    "expert-bias-groups": {
+        "model": FUSED_ROUTER | BIASED | SEQ_AUX
         | {"num_moe_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
-    }.items()
-]
+    },
+})  # fmt: skip
 
 # Against a stock layer that is made to compute the same, in a simple way (changed_functions.py).
 CHANGED = [
@@ -558,16 +555,13 @@ LAUNCHES = cases("", {"batch": 3}, {
         "model": {"softmax_type": "off-by-one", "window_size": (5, 0)},
     },
     "latent-experts-tp": {"parallel": TP, "memory": "redispatch", "model": LATENT_EXPERTS | SEVERAL_AUX},
-    "latent-experts-stack-recompute": {
-        "layers": "mdm", "stack": 0, "batch": 1, "recompute": UNIFORM,
-        "model": LATENT_EXPERTS
-        | {"moe_shared_expert_intermediate_size": None, "add_bias_linear": True},
+    "latent-experts-stack-recompute": RECOMPUTED | {
+        "batch": 1,
+        "model": LATENT_EXPERTS | {"moe_shared_expert_intermediate_size": None, "add_bias_linear": True},
     },
     "capacity-padded-expert-bias": {"model": LOOSE | BIASED | {"moe_pad_expert_input_to_capacity": True}},
-    "choice-sinkhorn-two-degrees": {"degree": 2, "backward_degree": 4, "model": SINKHORN | Z | SHARED},
-    "choice-quantile-stack-recompute": {
-        "layers": "mdm", "stack": 0, "recompute": UNIFORM, "model": QUANTILE | TOP2,
-    },
+    "choice-sinkhorn-two-degrees": TWO_DEGREES | {"model": SINKHORN | Z | SHARED},
+    "choice-quantile-stack-recompute": RECOMPUTED | {"model": QUANTILE | TOP2},
     "choice-quantile-cp": {"parallel": CP, "rope": True, "schedule": "moe-only", "model": QUANTILE},
     "choice-probs-padded": {"model": BIASED | DROPS | {"moe_pad_expert_input_to_capacity": True}},
     "choice-probs-sequential-ranks": SEQUENTIAL
@@ -586,18 +580,15 @@ LAUNCHES = cases("", {"batch": 3}, {
 
 
 def again(*modules: str, **model: Any) -> dict[str, Any]:
-    """Megatron's settings with which it recomputes these modules, and others."""
-    chosen = {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+    """Those of :func:`selective`, and others that go with them."""
     # torch's RMSNorm is several operations, whose gradients are then added in another order.
-    return chosen | {"moe_grouped_gemm": "moe_act" in modules, "normalization": "LayerNorm"} | model
+    others = {"moe_grouped_gemm": "moe_act" in modules, "normalization": "LayerNorm"}
+    return selective(*modules) | others | model
 
 
-IN_MDM = {"layers": "mdm", "stack": 0}
 AGAIN = cases("again-", {"batch": 3, "rope": True}, {
     "moe-act": {"model": LARGE | again("moe_act")},
-    "moe-act-bias-degree2": {
-        "degree": 2, "backward_degree": 4, "model": TIGHT | again("moe_act", add_bias_linear=True),
-    },
+    "moe-act-bias-degree2": TWO_DEGREES | {"model": TIGHT | again("moe_act", add_bias_linear=True)},
     "moe-act-stack-joined": IN_MDM
     | {"schedule": "joined", "executor": "cuda", "model": LARGE | again("moe_act")},
     "moe-act-memory": {"memory": "keep/rebuild/keep/S3", "model": LARGE | again("moe_act")},
@@ -606,9 +597,7 @@ AGAIN = cases("again-", {"batch": 3, "rope": True}, {
     "moe-act-moe": {"model": LARGE | again("moe_act", "moe")},
     "layernorm": {"model": LARGE | SHARED | again("layernorm")},
     "layernorm-rms": {"model": LARGE | SHARED | again("layernorm", normalization="RMSNorm")},
-    "layernorm-degree2-bias": {
-        "degree": 2, "backward_degree": 4, "model": TIGHT | again("layernorm", add_bias_linear=True),
-    },
+    "layernorm-degree2-bias": TWO_DEGREES | {"model": TIGHT | again("layernorm", add_bias_linear=True)},
     "layernorm-moe-only-cuda": {
         "schedule": "moe-only", "executor": "cuda", "model": LARGE | SHARED | again("layernorm"),
     },

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests import cuda_graph_standin
-from tests.dist.cases import AUX, Case, Z
+from tests.dist.cases import AUX, MOE_AGAIN, Case, Z
 from tests.dist.worker import empty_is_nan, use_groups
 
 pytestmark = pytest.mark.ranks(2)
@@ -140,9 +140,7 @@ DDP: dict[str, dict[str, Any]] = {
     "experts-of-one-chunk": {"routing": "changes-from-chunk-to-chunk"} | TOP1,
     "fused-skewed": {"fusion": True, "routing": "one-expert-for-all"},
     "engine-fused": {"engine": True, "fusion": True},
-    "engine-fused-recompute": {
-        "engine": True, "fusion": True, "recompute_granularity": "selective", "recompute_modules": ["moe"],
-    },
+    "engine-fused-recompute": {"engine": True, "fusion": True} | MOE_AGAIN,
     "stack-fused-sharded": FUSED_SHARDED,
     "lancet": {"routing": "one-expert-for-all", "schedule": "lancet", "degree": 1},
     "stack-fused-sharded-lancet": FUSED_SHARDED | {"schedule": "lancet", "degree": 1},

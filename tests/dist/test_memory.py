@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def case(model: str, *, degree: int, schedule: str = "ampipe", executor: str = "sequential") -> Case:
+def case(model: str, degree: int, schedule: str = "ampipe", executor: str = "sequential") -> Case:
     return Case(
         name=f"{model} degree {degree} {schedule} {executor}",
         degree=degree,
@@ -51,32 +51,27 @@ def case(model: str, *, degree: int, schedule: str = "ampipe", executor: str = "
     )
 
 
-STOCK = {model: case(model, degree=1) for model in MODELS}
+STOCK = {model: case(model, 1) for model in MODELS}
 CASES = [
-    case(model, degree=degree, schedule=schedule, executor=executor)
-    for model, degree, schedule, executor in (
-        ("top1", 2, "ampipe", "thread"),
-        ("top2-swiglu-losses", 4, "ampipe", "sequential"),
-        ("top2-swiglu-losses", 8, "ampipe", "thread"),
-        ("shared", 4, "moe-only", "thread"),
-    )
+    case("top1", 2, executor="thread"),
+    case("top2-swiglu-losses", 4),
+    case("top2-swiglu-losses", 8, executor="thread"),
+    case("shared", 4, "moe-only", "thread"),
 ]
 SENT_ONCE = dataclasses.replace(
-    case("top2-swiglu-losses", degree=1, executor="thread"),
+    case("top2-swiglu-losses", 1, executor="thread"),
     name="top2-swiglu-losses degree 1 ranks thread",
     exchange=Exchange.RANKS,
 )
-LANCET = [
-    case(model, degree=1, schedule="lancet", executor="thread") for model in ("top1", "top2-swiglu-losses")
-]
-JOINED = case("top2-swiglu-losses", degree=4, schedule="joined", executor="thread")
+LANCET = [case(model, 1, "lancet", "thread") for model in ("top1", "top2-swiglu-losses")]
+JOINED = case("top2-swiglu-losses", 4, "joined", "thread")
 
 
 def stack(
     layers: str, what: str, *, model: str = "top1", executor: str = "thread", also: Any = (), **fields: Any
 ) -> Case:
     """Layers that share a schedule at degree 4, unless ``stack`` is 1; ``also`` overrides the model."""
-    block = case(model, degree=4, executor=executor)
+    block = case(model, 4, executor=executor)
     fields = {"layers": layers, "stack": 0, "model": block.model | dict(also)} | fields
     return dataclasses.replace(block, name=f"{model} {layers} {executor} {what}", **fields)
 

@@ -5,7 +5,6 @@ are added to ``main_grad``.
 """
 
 import itertools
-import math
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from megatron_ampipe.schedule import LISTED, Partner
-from tests.dist.cases import ATTENTION_AGAIN, LARGE, LATENT, MOE_AGAIN, SHARED, TP, Case, again
+from tests.dist.cases import ATTENTION_AGAIN, LARGE, LATENT, MOE_AGAIN, RECOMPUTED, SHARED, TP, Case, again
 from tests.dist.worker import empty_is_nan, use_groups
 
 TOLERANCE = 1e-5
@@ -28,10 +27,7 @@ CASES = {
     "stack": {"schedule": "lancet", "degree": 2, "layers": "mdm", "stack": 0, "model": LARGE | SHARED},
     "stack-joined-bias": {"schedule": "joined", "layers": "mdm", "stack": 0, "model": LARGE | BIAS},
     "stack-tp": {"schedule": "lancet", "layers": "mdm", "stack": 0, "parallel": TP, "model": LARGE | SHARED},
-    "stack-recompute": {
-        "schedule": "lancet", "degree": 2, "layers": "mdm", "stack": 0, "recompute": math.inf,
-        "model": LARGE | SHARED,
-    },
+    "stack-recompute": RECOMPUTED | {"schedule": "lancet", "degree": 2, "model": LARGE | SHARED},
     "latent-recompute-moe": {"schedule": "lancet", "degree": 2, "model": LATENT | MOE_AGAIN},
     "recompute-attention": {"schedule": "joined", "degree": 2, "model": LARGE | ATTENTION_AGAIN},
     "recompute-moe-act": {"schedule": "lancet", "degree": 2, "model": LARGE | again("moe_act")},
