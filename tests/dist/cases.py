@@ -58,13 +58,10 @@ class Case:
     ranks_per_node: int | None = None
     """Of all ranks, for an exchange in two hops."""
     router: str | None = None
-    """As ``--ampipe-router``, for both layers."""
     wire: str | None = None
-    """As ``--ampipe-wire``."""
     condense: float | None = None
-    """As ``--ampipe-condense``."""
     capacity_scope: str = "sequence"
-    """As ``--ampipe-capacity-scope``."""
+    """As the flags of AMPipe with these names; the stock layer is made to compute the same."""
     replay: str | None = None
     """What Megatron's routing replay does: ``record``, ``replay_forward`` or ``replay_backward``. A forward
     hook of each router looks on."""
