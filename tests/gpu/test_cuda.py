@@ -15,20 +15,16 @@ from tests.dist.cases import AGAIN, AUX, PARITY, TIGHT, Case, Z
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
 LLAMA = {"gated_linear_unit": True, "activation_func": "silu", "moe_router_topk": 2, "num_query_groups": 2}
+IN_BF16 = {"bf16": True, "moe_router_dtype": "fp32"}
+ONE_DEVICE = {"world_size": 1, "executor": "cuda"}
 CASES = [
     Case(
-        f"{schedule}-degree{degree}",
-        world_size=1,
-        degree=degree,
-        schedule=schedule,
-        executor="cuda",
-        rope=True,
-        model=LLAMA | AUX | Z,
+        f"{schedule}-degree{degree}", degree=degree, schedule=schedule, rope=True, model=LLAMA | AUX | Z,
+        **ONE_DEVICE,
     )
     for schedule in ("ampipe", "moe-only", "sequential")
     for degree in (2, 4, 8)
-]
-CASES.append(Case("capacity", world_size=1, executor="cuda", model=TIGHT | AUX))
+] + [Case("capacity", model=TIGHT | AUX, **ONE_DEVICE)]  # fmt: skip
 
 
 def runs_here(case: Case) -> bool:
@@ -59,8 +55,7 @@ def runs_here(case: Case) -> bool:
 LAYERS = [
     dataclasses.replace(
         case,
-        world_size=1,
-        executor="cuda",
+        **ONE_DEVICE,
         kernel="sdpa" if case.kernel == "cpu-flash" else case.kernel,
         # Megatron's own checkpoint of a norm asks Transformer Engine.
         stock=case.stock | ({"recompute_granularity": None} if case in AGAIN else {}),
@@ -120,17 +115,9 @@ def test_compiled_by_megatron_in_fp32(case: Case) -> None:
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_equals_stock_in_bf16(degree: int) -> None:
     """With a prescribed choice of experts: rounding decides between two that are nearly tied."""
-    case = Case(
-        f"ampipe-degree{degree}",
-        world_size=1,
-        degree=degree,
-        executor="cuda",
-        kernel="sdpa",
-        rope=True,
-        replay="replay_forward",
-        # The auxiliary loss chooses its experts itself.
-        model=LLAMA | Z | {"bf16": True, "moe_router_dtype": "fp32"},
-    )
+    # The auxiliary loss chooses its experts itself.
+    options = {"kernel": "sdpa", "rope": True, "replay": "replay_forward", "model": LLAMA | Z | IN_BF16}
+    case = Case(f"ampipe-degree{degree}", degree=degree, **options, **ONE_DEVICE)
     assert_equal(*on_device(case), case)
 
 

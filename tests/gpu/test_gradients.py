@@ -12,21 +12,15 @@ import pytest
 import torch
 
 from tests.dist.cases import SHARED, Case, Z
-from tests.gpu.test_cuda import BF16_BOUND, on_device
+from tests.gpu.test_cuda import BF16_BOUND, IN_BF16, ONE_DEVICE, on_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
 SIZES = {"hidden_size": 256, "ffn_hidden_size": 256, "moe_router_topk": 2, "gated_linear_unit": True}
 LOCAL = Case(
-    "local",
-    world_size=1,
-    degree=4,
-    executor="cuda",
-    kernel="sdpa",
-    sequence_length=256,
-    replay="replay_forward",
-    model=SIZES | Z | {"activation_func": "silu", "bf16": True, "moe_router_dtype": "fp32"},
-)
+    "local", kernel="sdpa", sequence_length=256, replay="replay_forward",
+    model=SIZES | Z | IN_BF16 | {"activation_func": "silu"}, **ONE_DEVICE,
+)  # fmt: skip
 
 
 def main_gradients(layer: torch.nn.Module, case: Case, *, turned: bool = False) -> dict[str, torch.Tensor]:

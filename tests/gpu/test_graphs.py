@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from tests.dist.cases import AUX, SHARED, Case, Z
-from tests.gpu.test_cuda import BF16_BOUND, LLAMA, assert_equal, on_device, run_without_waits
+from tests.gpu.test_cuda import (
+    BF16_BOUND,
+    IN_BF16,
+    LLAMA,
+    ONE_DEVICE,
+    assert_equal,
+    on_device,
+    run_without_waits,
+)
 from tests.gpu.test_gradients import LOCAL, main_gradients, of_transformer_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
@@ -20,11 +28,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 MODULES = frozenset({"attn", "moe_router", "moe_preprocess"})
 PASSES = 5
 """Two warm up, one captures, two replay."""
-FP32 = Case(
-    "fp32", world_size=1, degree=4, executor="cuda", rope=True, kernel="sdpa", model=LLAMA | AUX | Z | SHARED
-)
+FP32 = Case("fp32", rope=True, kernel="sdpa", model=LLAMA | AUX | Z | SHARED, **ONE_DEVICE)
 # All experts of every token: rounding cannot decide between two that are nearly tied.
-ALL_EXPERTS = {"moe_router_topk": 4, "bf16": True, "moe_router_dtype": "fp32"}
+ALL_EXPERTS = IN_BF16 | {"moe_router_topk": 4}
 BF16 = dataclasses.replace(FP32, name="bf16", model=LLAMA | Z | SHARED | ALL_EXPERTS)
 STACK = dataclasses.replace(FP32, name="stack", layers="mdm", stack=0)
 
