@@ -35,6 +35,7 @@ from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from megatron_ampipe.tools.measuring.blocks import Layers
 from tests.dist import changed_functions, logged_losses, routing_records
 from tests.dist.cases import GRAPH_MODULES, Case
+from tests.dist.worker import use_groups
 from tests.gated_delta_net_standin import with_gated_delta_net
 
 EXECUTORS = {"sequential": SequentialExecutor, "thread": ThreadExecutor, "cuda": CudaExecutor}
@@ -54,7 +55,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
         "add_bias_linear": False,
-        **(case.parallel or {"expert_model_parallel_size": case.world_size}),
+        **case.group_sizes,
         "sequence_parallel": case.parallel.get("tensor_model_parallel_size", 1) > 1,
         "use_cpu_initialization": True,
         "hidden_dropout": 0.0,
@@ -76,12 +77,20 @@ def build_layers(
     recorder: Recorder | None = None,
     executor: Executor | None = None,
     reductions: Reductions | None = None,
+    attention: ModuleSpec | None = None,
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """A stock layer and an AMPipe layer that loaded its ``state_dict``; ``executor`` replaces the case's."""
+    """A stock layer and an AMPipe layer that loaded its ``state_dict``.
+
+    ``executor`` and ``attention`` are in place of the case's and of Megatron's core attention. Process groups
+    of other sizes than the case's are replaced.
+    """
+    use_groups(**case.group_sizes)
     # Megatron keeps the losses of as many layers as the first model has.
     logged_losses.clear()
     config = transformer_config(case)
     specs = layer_specs(case, config)
+    for spec in specs if attention is not None else ():
+        spec.submodules.self_attention.submodules.core_attention = attention
     gate = None if case.router is None else load_gate(case.router)
     if gate is not None:
         specs = [with_gate(spec, gate) for spec in specs]

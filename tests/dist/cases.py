@@ -71,6 +71,11 @@ class Case:
     """Sizes of Megatron's process groups; if empty, all ranks are expert-parallel."""
 
     @property
+    def group_sizes(self) -> dict[str, int]:
+        """Of Megatron's process groups."""
+        return self.parallel or {"expert_model_parallel_size": self.world_size}
+
+    @property
     def is_packed(self) -> bool:
         """Whether documents are packed: Megatron's own local attention does not take them."""
         return bool(self.documents) and not self.masked

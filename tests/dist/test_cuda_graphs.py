@@ -12,7 +12,6 @@ import torch
 
 from tests import cuda_graph_standin, deep_ep_standin
 from tests.dist.cases import AUX, GQA, GRAPH_MODULES, LARGE, LATENT_EXPERTS, PARITY, SHARED, TOP2, Case
-from tests.dist.worker import use_groups
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -37,7 +36,6 @@ CASES = [case for case in PARITY if case.name in NAMES] + [
 @pytest.fixture(autouse=True)
 def _stand_ins() -> Any:
     deep_ep_standin.install()
-    use_groups()
     with cuda_graph_standin.stand_ins():
         yield
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tests import deep_ep_standin
 from tests.dist.cases import ALL_TO_ALL, HYBRID, LARGE, Case
-from tests.dist.worker import use_groups
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -29,7 +28,6 @@ CASES = {
 @pytest.fixture(autouse=True, scope="module")
 def _stand_ins() -> None:
     deep_ep_standin.install()
-    use_groups()
 
 
 class Written(torch.autograd.Function):

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.schedule import Partner
-from tests import te_fp8_standin
 from tests.dist.cases import AUX, MOE_AGAIN, SHARED, TOP2, Case, again
-from tests.dist.worker import use_groups
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -57,8 +55,9 @@ BOTH = ("degree4", "stack-first-layer-bf16", "recompute-moe", "documents", "part
 
 @pytest.fixture(autouse=True, scope="module")
 def _stand_ins() -> None:
+    from tests import te_fp8_standin
+
     te_fp8_standin.install()
-    use_groups()
 
 
 def case_of(variant: str, recipe: str) -> Case:
@@ -78,6 +77,7 @@ def case_of(variant: str, recipe: str) -> Case:
 
 def pair(case: Case, recipe: str, *, experts_round: bool) -> list[torch.nn.Module]:
     """Megatron's layers and AMPipe's, in fp64."""
+    from tests import te_fp8_standin
     from tests.dist.blocks import build_layers
 
     pair = [layer.double() for layer in build_layers(case)]
@@ -88,6 +88,8 @@ def pair(case: Case, recipe: str, *, experts_round: bool) -> list[torch.nn.Modul
 
 def forward(layer: Any, hidden: Tensor, packing: Any) -> Tensor:
     """As Megatron's loop over the layers."""
+    from tests import te_fp8_standin
+
     for one in getattr(layer, "layers", [layer]):
         with te_fp8_standin.get_fp8_context(one.config, one.layer_number - 1):
             hidden, _ = one(hidden_states=hidden, attention_mask=None, packed_seq_params=packing)
@@ -139,6 +141,7 @@ def train(layer: Any, case: Case, *, partner: Partner | None = None) -> dict[str
 )
 def test_chunks_of_whole_tiles_round_as_the_whole_sequence(variant: str, recipe: str) -> None:
     """All numbers are equal, if the operands of the gradients of experts' weights are not rounded."""
+    from tests import te_fp8_standin
     from tests.dist.blocks import wrong
 
     case = case_of(variant, recipe)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests import cuda_graph_standin
 from tests.dist.cases import AUX, MOE_AGAIN, Case, Z
-from tests.dist.worker import empty_is_nan, use_groups
+from tests.dist.worker import empty_is_nan
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -45,11 +45,6 @@ ROUTINGS: dict[str, Callable[[int, int], int]] = {
         row * 4 // SEQUENCE if rank == 0 else 3 - row * 4 // SEQUENCE
     ),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _groups() -> None:
-    use_groups()
 
 
 def make_hidden(seed: int) -> Tensor:

@@ -17,7 +17,6 @@ from megatron_ampipe.files.timeline import COMPUTE, StageSpan
 from megatron_ampipe.schedule import KEEP
 from tests import deep_ep_standin, te_permutation_standin
 from tests.dist.cases import AGAIN, PARITY, SCATTERED, Case
-from tests.dist.worker import use_groups
 from tests.golden.write import FOLDER
 
 TOLERANCE = 1e-5
@@ -51,7 +50,6 @@ def test_equals_stock(case: Case) -> None:
     from tests.dist.blocks import build_layers, forward, inputs_of, run, wrong
     from tests.dist.parameter_reads import ParameterReads
 
-    use_groups(**case.parallel)
     rank = torch.distributed.get_rank()
     recorder = Recorder(num_iterations=1 if case.executor == "thread" else 0)
     recorder.start_iteration(1)

@@ -5,7 +5,6 @@ import pytest
 from megatron_ampipe.schedule import LISTED, Partner, program_from_text
 from tests import deep_ep_standin
 from tests.dist.cases import PARITY, Case
-from tests.dist.worker import use_groups
 
 TOLERANCE = 1e-5
 NAMES = """
@@ -60,6 +59,5 @@ def test_equals_stock(case: Case, way: str) -> None:
     from tests.dist.micro_batches import step
 
     deep_ep_standin.install()
-    use_groups(**case.parallel)
     stock, ours = build_layers(case)
     assert wrong(step(stock, case), step(ours, case, partner=WAYS[way]), TOLERANCE) == {}

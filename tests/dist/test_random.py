@@ -10,18 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.dist.cases import ATTENTION_AGAIN, AUX, Case
-from tests.dist.worker import empty_is_nan, use_groups
+from tests.dist.worker import empty_is_nan
 
 pytestmark = pytest.mark.ranks(2)
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.1, "moe_router_topk": 2, **AUX}
 JITTER = {"moe_input_jitter_eps": 0.1, "moe_router_topk": 2}
 NUM_DRAWS = 150
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _groups() -> None:
-    use_groups()
 
 
 def passes(layer: Any, case: Case, *, seed: int = 7) -> dict[str, Tensor]:

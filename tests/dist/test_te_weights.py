@@ -14,7 +14,7 @@ import torch
 
 from megatron_ampipe.schedule import LISTED, Partner
 from tests.dist.cases import ATTENTION_AGAIN, LARGE, LATENT, MOE_AGAIN, RECOMPUTED, SHARED, TP, Case, again
-from tests.dist.worker import empty_is_nan, use_groups
+from tests.dist.worker import empty_is_nan
 
 TOLERANCE = 1e-5
 """Relative difference; measured: 2e-6."""
@@ -48,7 +48,6 @@ def layers_over_engine(name: str, *, grouped: bool, fused: bool) -> tuple[Case, 
 
     case = Case(name, **{"batch": 3} | CASES[name])
     case = replace(case, model=case.model | {"gradient_accumulation_fusion": fused})
-    use_groups(**case.parallel)
     stock, ours = build_layers(case)
     for layer in (stock, ours):
         te_linear_standin.use_engine(layer, grouped=grouped)

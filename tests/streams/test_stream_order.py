@@ -18,8 +18,8 @@ import torch
 from megatron_ampipe.plan.stage_costs import host_calls
 from megatron_ampipe.runtime.streams import StreamPlan, stream_plan
 from megatron_ampipe.schedule import MOE_BLOCK, Direction, Exchange
-from tests.dist.cases import ALLGATHER, AUX, MOE_AGAIN, SHARED, TIGHT, Case
-from tests.dist.worker import start_alone, use_groups
+from tests.dist.cases import ALLGATHER, AUX, MOE_AGAIN, SHARED, TIGHT
+from tests.dist.worker import start_alone
 from tests.plan_cases import sized_block
 from tests.streams.cases import RANKS, RANKS_OF_NODES, Run, block, lazy_issue, runs
 
@@ -35,16 +35,10 @@ def _alone() -> None:
     start_alone(RANKS_OF_NODES, expert_model_parallel_size=RANKS)
 
 
-def use_ranks_of(case: Case) -> None:
-    """Spread experts and rows over as many ranks as a case says."""
-    use_groups(**(case.parallel or {"expert_model_parallel_size": case.world_size}))
-
-
 @pytest.mark.parametrize("run", list(runs()), ids=lambda run: run.name)
 def test_there_are_no_races(run: Run) -> None:
     from tests.streams.run import run_case
 
-    use_ranks_of(run.case)
     found = run_case(run)
     assert found.races == ()
     # A run in which nothing was tracked would prove nothing.
@@ -111,7 +105,6 @@ def test_an_inserted_fault_is_reported(name: str, monkeypatch: pytest.MonkeyPatc
 
     # The check of every tape (tests/tapes.py) would report three of them before.
     monkeypatch.setattr(block_stack, "compiled", compiled)
-    use_ranks_of(BLOCK)
     replaced, fault, race, options = FAULTS[name]
     run = Run(name, BLOCK, **options)
     with mock.patch(replaced, fault):
@@ -148,7 +141,6 @@ BLOCKS: dict[str, dict[str, Any]] = PLANNED | {
 def test_the_calls_of_the_host_are_as_the_planner_says(name: str, degree: int) -> None:
     from tests.streams.run import run_case
 
-    use_ranks_of(BLOCK)
     case = block(kernel="cpu-flash", sequence_length=SEQUENCE_LENGTH, degree=degree, **BLOCKS[name])
     run = run_case(Run(name, case), warm=True)
     # One wait for each chunk, for the token counts; none in a backward pass.
