@@ -122,8 +122,8 @@ def examine() -> tuple[dict[str, str], list[str], int | None]:
     Returns:
         What was said of each package, the problems, and the number of GPUs (None without torch).
     """
-    absent = compat.missing_packages()
-    present = [package for package in compat.OPTIONAL_PACKAGES if package not in absent]
+    absent = [package for package in compat.OPTIONAL_PACKAGES if not package.is_installed]
+    present = [package for package in compat.OPTIONAL_PACKAGES if package.is_installed]
     programs = {"torch": _TORCH, "Megatron": _MEGATRON, **{p.name: f"import {p.module}" for p in present}}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         answers = dict(zip(programs, pool.map(_probe, programs.values()), strict=True))
