@@ -6,7 +6,6 @@ import argparse
 import functools
 import math
 import os
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -276,10 +275,6 @@ def find_gate(config: AMPipeConfig, args: argparse.Namespace) -> type | None:
 class TokenIdsOfModels(Hook):
     """Lets every model tell its routers the ids of the tokens that it is given."""
 
-    def __init__(self) -> None:
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def before_forward(self, model: Any) -> None:
-        if model not in self._known:
+    def models_built(self, models: list[Any]) -> None:
+        for model in models:
             give_token_ids(model).watch(model)
-            self._known.add(model)

@@ -247,25 +247,11 @@ class TrainingSession:
         return validated
 
     def train(self, pretrain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``pretrain`` with a forward step that has this run's hooks; it may validate the arguments."""
-        bound = inspect.signature(pretrain).bind(*args, **kwargs)
-        forward_step = bound.arguments["forward_step_func"]
-
-        @functools.wraps(forward_step)
-        def step(data_iterator: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
-            if self._hooks is not None:
-                self._hooks.before_forward(model)
-            return forward_step(data_iterator, model, *rest, **kwargs)
-
-        bound.arguments["forward_step_func"] = step
-        return pretrain(*bound.args, **bound.kwargs)
+        """``pretrain``; an error of AMPipe's in it ends a patched tree with its message."""
+        return pretrain(*args, **kwargs)
 
     def construct(self, construct: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
         """The constructor of a model, with a pipelined specification, its second argument."""
-        if self._script is None:
-            # Our own entry pipelines a model's configuration.
-            construct(model, *args, **kwargs)
-            return
         signature = inspect.signature(construct)
         bound = signature.bind(model, *args, **kwargs)
         name = list(signature.parameters)[2]
@@ -274,17 +260,19 @@ class TrainingSession:
         construct(*bound.args, **bound.kwargs)
 
     def set_up(self, set_up: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``setup_model_and_optimizer``, whose models have to be pipelined before the first iteration."""
+        """``setup_model_and_optimizer``, whose models have to be pipelined, and get this run's hooks."""
         from megatron.core.utils import unwrap_model
 
         made = set_up(*args, **kwargs)
         # Megatron-FSDP has a second wrapper inside the first.
-        kinds = {type(getattr(chunk, "module", chunk)) for chunk in unwrap_model(made[0])}
+        models = [getattr(chunk, "module", chunk) for chunk in unwrap_model(made[0])]
+        kinds = {*map(type, models)}
         is_changed = self.num_models > 0 and all(issubclass(kind, _models) for kind in kinds)
         if self.changes_layers and not is_changed:
             names = " and ".join(sorted(kind.__name__ for kind in kinds))
             rule = f"it trains a {names}, and only GPT and hybrid models can be pipelined"
             raise self.refused_script(rule)
+        self._hooks.models_built(models)
         return made
 
     @property
