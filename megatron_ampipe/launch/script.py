@@ -138,7 +138,7 @@ class TrainingSession:
         self._script = script
         self.is_patch = is_patch
         self._resolved: config_files.Resolved | None = None
-        self._adjustments: list[host.Adjustment] = []
+        self._adjustments: dict[str, str] = {}
         self._hooks: Any = None
         self.args: Any = None
         """Megatron's validated arguments; None before :meth:`validate`."""
@@ -242,7 +242,7 @@ class TrainingSession:
         self._hooks.install(pipelined=self.context is not None)
         if is_active and int(os.environ.get("RANK", "0")) == 0:
             resolved = self._resolved or config_files.resolve(self._words, flags.full_parser())
-            added = [f"{' '.join(change.arguments)} ({change.reason})" for change in self._adjustments]
+            added = [f"{flag} ({reason})" for flag, reason in self._adjustments.items()]
             config_files.write_beside_logs(resolved, adjustments=added, script=self._script)
         return validated
 

@@ -10,7 +10,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.config_files import groups_of, values_of
@@ -67,28 +67,16 @@ def _import_megatron() -> None:
         torch.compile = compile_
 
 
-class Adjustment(NamedTuple):
-    """One flag that was added to the command line, or changed; ``value`` is None for a flag without one."""
-
-    flag: str
-    value: str | None
-    reason: str
-
-    @property
-    def arguments(self) -> list[str]:
-        """The flag as on a command line."""
-        return [self.flag] if self.value is None else [self.flag, self.value]
-
-
-ADDED_FLAGS = (
-    Adjustment("--distributed-backend", "gloo", "NCCL needs GPUs"),
-    Adjustment("--transformer-impl", "local", "Transformer Engine needs a GPU"),
-    Adjustment("--no-persist-layer-norm", None, "the persistent norm is a GPU kernel"),
-    Adjustment("--no-gradient-accumulation-fusion", None, "the fused accumulation is a GPU kernel"),
-    Adjustment("--no-masked-softmax-fusion", None, "the fused softmax is a GPU kernel"),
-    Adjustment("--no-rope-fusion", None, "the fused rotary embedding is a GPU kernel"),
-    Adjustment("--num-workers", "0", "data workers would compete with the ranks for the CPU"),
-)
+ADDED_FLAGS = {
+    "--distributed-backend gloo": "NCCL needs GPUs",
+    "--transformer-impl local": "Transformer Engine needs a GPU",
+    "--no-persist-layer-norm": "the persistent norm is a GPU kernel",
+    "--no-gradient-accumulation-fusion": "the fused accumulation is a GPU kernel",
+    "--no-masked-softmax-fusion": "the fused softmax is a GPU kernel",
+    "--no-rope-fusion": "the fused rotary embedding is a GPU kernel",
+    "--num-workers 0": "data workers would compete with the ranks for the CPU",
+}
+"""Each with the reason."""
 SUPPORTED_VALUES = {
     "--distributed-backend": ("gloo",),
     "--transformer-impl": ("local",),
@@ -110,7 +98,7 @@ GPU_ONLY_FLAGS = (
 _NO_GPU = "it needs a GPU, and this machine has none"
 
 
-def adjust(arguments: Sequence[str]) -> tuple[list[str], list[Adjustment]]:
+def adjust(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Add the flags that Megatron needs on a machine without a GPU, where the user has not set them.
 
     Returns the command line to parse, and the flags that were added to it, with reasons. Raises
@@ -122,9 +110,8 @@ def adjust(arguments: Sequence[str]) -> tuple[list[str], list[Adjustment]]:
         rule, remedy = _objection(flag, values)
         if rule:
             raise BadInput(flag, " ".join(values) or "(set)", rule=rule, remedy=remedy)
-    chosen = [adjustment for adjustment in ADDED_FLAGS if adjustment.flag not in given]
-    added = [argument for adjustment in chosen for argument in adjustment.arguments]
-    return [*arguments, *added], chosen
+    added = {words: reason for words, reason in ADDED_FLAGS.items() if words.split()[0] not in given}
+    return [*arguments, *" ".join(added).split()], added
 
 
 def _objection(flag: str, values: Sequence[str]) -> tuple[str, str]:
