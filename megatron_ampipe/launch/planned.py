@@ -117,7 +117,7 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
     pipeline = plan.pipeline(rows=rows_of_rank(args))
     try:
         # If layers share the order, two show whether it can be repeated.
-        features = [_features_of(args, pipeline)] * (2 if _shares_schedule(args, pipeline) else 1)
+        features = [features_of_args(args, pipeline)] * (2 if _shares_schedule(args, pipeline) else 1)
         pipeline.schedule_of(features)
         chunks = pipeline.chunks(args.seq_length, layout_of_args(args))
         require_whole_tiles(chunks, rows_of_tile(args, args.micro_batch_size))
@@ -135,14 +135,10 @@ def _shares_schedule(args: argparse.Namespace, pipeline: Pipeline) -> bool:
     return pipeline.stack != 1 and boundary(args, whole_attention=pipeline.whole_attention) is None
 
 
-def _features_of(args: argparse.Namespace, pipeline: Pipeline) -> BlockFeatures:
-    return pipeline.trained(features_of_args(args, shares_schedule=_shares_schedule(args, pipeline)))
-
-
 def plan_of_choice(args: argparse.Namespace, choice: Choice) -> Plan:
     """What ``--ampipe-degree auto`` chose for the shape of input that the flags give, as a plan."""
     pipeline = choice.pipeline
-    schedule = pipeline.order or pipeline.schedule_of([_features_of(args, pipeline)])
+    schedule = pipeline.order or pipeline.schedule_of([features_of_args(args, pipeline)])
     forward_ms, backward_ms = choice.predicted_ms or (None, None)
     return Plan(
         schedule=period(schedule) if _shares_schedule(args, pipeline) else schedule,
@@ -217,11 +213,11 @@ def ranks_per_node(arguments: Any) -> int | None:
     return given if given is not None or not of_launcher.isdecimal() else int(of_launcher)
 
 
-def features_of_args(args: argparse.Namespace, *, shares_schedule: bool = False) -> BlockFeatures:
+def features_of_args(args: argparse.Namespace, pipeline: Pipeline) -> BlockFeatures:
     """The features of the blocks in training."""
     own = replace(settings_of(args), ranks_per_node=ranks_per_node(args))
-    local = args.transformer_impl == "local"
-    return features_of_settings(args, own, shares_schedule=shares_schedule, local=local)
+    shares, local = _shares_schedule(args, pipeline), args.transformer_impl == "local"
+    return pipeline.trained(features_of_settings(args, own, shares_schedule=shares, local=local))
 
 
 def layers_split_weights(args: argparse.Namespace) -> bool:
