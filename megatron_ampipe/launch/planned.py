@@ -89,11 +89,9 @@ def with_partner(args: argparse.Namespace) -> float:
     """Which share of a step's passes Megatron's loops can run with one of another micro-batch."""
     if not args.ampipe_partner or waits_for_stage(args):
         return 0.0
-    virtual: int = args.virtual_pipeline_model_parallel_size or 1
-    microbatches: int = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     # In a pipeline those of the warm-up, and as many at the end, run alone.
     alone = 1 if args.pipeline_model_parallel_size == 1 else in_flight(args)
-    return max(0.0, 1 - alone / (microbatches * virtual))
+    return max(0.0, 1 - alone / _passes_of_step(args))
 
 
 def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choice:
@@ -340,8 +338,13 @@ def in_flight(args: argparse.Namespace) -> int:
     """
     stages = args.pipeline_model_parallel_size
     virtual = args.virtual_pipeline_model_parallel_size or 1
-    passes = -(-args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)) * virtual
     waiting = stages if virtual == 1 else 2 * (stages - 1) + (virtual - 1) * stages + 1
     if virtual > 1 and args.ampipe_partner:
         waiting += 1
-    return int(min(waiting, passes))
+    return int(min(waiting, _passes_of_step(args)))
+
+
+def _passes_of_step(args: argparse.Namespace) -> int:
+    """Forward passes of a rank through its (virtual) pipeline stages in a training step."""
+    microbatches: int = -(-args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+    return microbatches * (args.virtual_pipeline_model_parallel_size or 1)

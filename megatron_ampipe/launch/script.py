@@ -179,30 +179,24 @@ class TrainingSession:
 
         Without AMPipe's flags, what is wrong with a command line of a patched tree is Megatron's to say.
         """
-        has_own_flags = any(word.startswith("--ampipe") for word in sys.argv)
+        is_ours = not self.is_patch or any(word.startswith("--ampipe") for word in sys.argv)
 
         def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             parser = extra_args_provider(parser) if extra_args_provider is not None else parser
-            if not self.is_patch or has_own_flags:
+            if is_ours:
                 report_parser_errors(parser)
             return flags.add_arguments(parser)
 
         parsed = parse(provide, *args, **kwargs)
-        if has_own_flags:
+        if is_ours:
             # Refuses a --yaml-cfg, which has replaced them; Megatron does not validate it.
-            flags.config_from_args(parsed)
-        if not self.is_patch:
-            self._check_early(parsed)
+            config = flags.config_from_args(parsed)
+            # Before Megatron prints some 850 lines of arguments. A checkpoint's are not known yet.
+            if not self.is_patch and not parsed.use_checkpoint_args:
+                if config.pipelined and parsed.seq_length is not None:
+                    config.pipeline.chunks(parsed.seq_length)
+                self._check_data(parsed)
         return parsed
-
-    def _check_early(self, args: Any) -> None:
-        """What needs no validated arguments, before Megatron prints some 850 lines of them."""
-        config = flags.config_from_args(args)
-        # A checkpoint's arguments are not known yet.
-        if not args.use_checkpoint_args:
-            if config.pipelined and args.seq_length is not None:
-                config.pipeline.chunks(args.seq_length)
-            self._check_data(args)
 
     def _check_data(self, args: Any) -> None:
         from megatron_ampipe.launch.datasets import check_data, use_built_helpers

@@ -95,7 +95,6 @@ GPU_ONLY_FLAGS = (
     "--use-grouped-gemm-for-shared-expert", "--use-kitchen-attention", "--use-megatron-fsdp", "--use-nccl-ub",
     "--use-sharp", "--use-te-activation-func", "--use-torch-fsdp2", "--use-transformer-engine-op-fuser",
 )  # fmt: skip
-_NO_GPU = "it needs a GPU, and this machine has none"
 
 
 def adjust(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -107,19 +106,15 @@ def adjust(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     # Of a repeated flag the last counts, as in argparse.
     given = {group[0].partition("=")[0]: values_of(group) for group in groups_of(arguments)}
     for flag, values in given.items():
-        rule, remedy = _objection(flag, values)
-        if rule:
-            raise BadInput(flag, " ".join(values) or "(set)", rule=rule, remedy=remedy)
+        supported = SUPPORTED_VALUES.get(flag, values)
+        rule, remedy = "it needs a GPU, and this machine has none", "Leave it out."
+        if not set(values) <= set(supported):
+            remedy = f"Use {flag} {' or '.join(supported)}."
+        elif flag.startswith("--hybrid-") and flag.endswith("-pattern") and set("GD") & set("".join(values)):
+            rule = "gated delta net (G) and sparse attention (D) exist as GPU kernels only"
+            remedy = "Use the layers * + E - and M."
+        elif flag not in GPU_ONLY_FLAGS:
+            continue
+        raise BadInput(flag, " ".join(values) or "(set)", rule=rule, remedy=remedy)
     added = {words: reason for words, reason in ADDED_FLAGS.items() if words.split()[0] not in given}
     return [*arguments, *" ".join(added).split()], added
-
-
-def _objection(flag: str, values: Sequence[str]) -> tuple[str, str]:
-    """Why a flag cannot be used here, and what to do; two empty texts if it can."""
-    supported = SUPPORTED_VALUES.get(flag, values)
-    if not set(values) <= set(supported):
-        return _NO_GPU, f"Use {flag} {' or '.join(supported)}."
-    if flag.startswith("--hybrid-") and flag.endswith("-pattern") and set("GD") & set("".join(values)):
-        rule = "gated delta net (G) and sparse attention (D) exist as GPU kernels only"
-        return rule, "Use the layers * + E - and M."
-    return (_NO_GPU, "Leave it out.") if flag in GPU_ONLY_FLAGS else ("", "")
