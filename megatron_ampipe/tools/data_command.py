@@ -26,7 +26,7 @@ from typing import Any
 import numpy
 from tqdm import tqdm
 
-from megatron_ampipe.errors import EnvironmentMissing, RunFailed
+from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least
 
@@ -148,17 +148,10 @@ def _make(paths: Sequence[Path], final: Sequence[Path], document_bytes: int) -> 
 
 
 def _builder(data: Path) -> Any:
-    try:
-        with warnings.catch_warnings():
-            # Megatron warns of each optional package that is absent, torch that it found no GPU.
-            warnings.simplefilter("ignore")
-            logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-            from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-    except ImportError as error:
-        raise EnvironmentMissing(
-            f"ampipe data writes Megatron's dataset format and needs megatron-core ({error}). "
-            "Install it: pip install megatron-core"
-        ) from error
+    # torch says that it found no GPU, Megatron of each optional package that it is absent.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with warnings.catch_warnings(action="ignore"):
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     return IndexedDatasetBuilder(str(data), dtype=numpy.uint16)
 
 

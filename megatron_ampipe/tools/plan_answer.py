@@ -22,12 +22,17 @@ from megatron_ampipe.plan.search import MINIMUM_SAVING, candidates, in_one_chunk
 from megatron_ampipe.schedule import (
     KEEP,
     MEGATRON,
-    SCHEDULE_NAMES,
     STRATEGIES,
-    Exchange,
     Pipeline,
     even_chunks,
 )
+
+OF_PLAN = (
+    *("helps", "reason", "forward_degree", "backward_degree", "stack", "num_layers", "shares", "exchange"),
+    *("stock_ms", "predicted_ms", "predicted_speedup", "hidden_share", "memory_gib", "partner_ms"),
+)
+"""What an answer has of the chosen plan, under its name. ``partner_ms`` is of a pass of either direction with
+a partner, and ``predicted_ms`` without."""
 
 
 def answer_of(
@@ -43,7 +48,8 @@ def answer_of(
     ``others`` are the plans with other flags of Megatron (``plan.planner.alternatives``), ``memory`` is that
     of each pipeline stage (``plan.rank_memory.memory_by_stage``).
     """
-    plan = plans.chosen
+    plan, block = plans.chosen, predictor.of_layers(1)
+    pipeline = plan.pipeline(rows=predictor.block.rows)
     try:
         gradients = _gradients(predictor, plan)
     except BadInput as error:
@@ -52,40 +58,24 @@ def answer_of(
         assumed.append(f"reductions of gradients are not predicted: {error.value} {error.rule}")
     if isinstance(memory, str):
         assumed.append(f"memory of a rank is not estimated: {memory}")
-    block = predictor.of_layers(1)
     return {
         "model": arguments.model,
         "cluster": arguments.cluster,
         "assumed": assumed,
-        "stock_ms": plan.stock_ms,
-        "degrees": _rows(block, arguments.degrees),
-        "stacks": _stacks(predictor, plans),
-        "layers": _layers(predictor, plans),
         "basis": predictor.cluster.basis,
+        "degrees": _rows(block, arguments.degrees),
+        "layers": _layers(predictor, plans),
         "gradients": gradients,
-        "choice": str(plan.pipeline(rows=predictor.block.rows)) if plan.helps else None,
-        "flags": flags_of(plan, rows=predictor.block.rows) if plan.helps else None,
-        "forward_degree": plan.forward_degree,
-        "backward_degree": plan.backward_degree,
-        "stack": plan.stack,
-        "num_layers": plan.num_layers,
-        "shares": list(plan.shares),
+        "choice": str(pipeline) if plan.helps else None,
+        "flags": pipeline.flags if plan.helps else None,
         "schedule": plan.schedule.name,
-        "exchange": plan.exchange,
-        "predicted_ms": plan.predicted_ms,
-        "predicted_speedup": plan.predicted_speedup,
-        "hidden_share": plan.hidden_share,
         "partner": plan.partner is not None,
-        # Of a pass of either direction with a partner; predicted_ms is without.
-        "partner_ms": plan.partner_ms,
+        **{name: getattr(plan, name) for name in OF_PLAN},
         # The product of both is the speedup.
         "speedup_by_overlap": plan.predicted_speedup / plans.fewer_bytes,
         "speedup_by_fewer_bytes": plans.fewer_bytes,
-        "hidden_by": timeline_of(predictor, plan).hidden_by if plan.helps else None,
-        "memory_gib": plan.memory_gib,
+        "hidden_by": timeline_of(predictor, pipeline).hidden_by if plan.helps else None,
         "device_memory_gib": predictor.cluster.device_memory_gib,
-        "helps": plan.helps,
-        "reason": plan.reason,
         "memory_strategies": _memory_strategies(block, plan) if plan.helps else None,
         "dispatchers": [
             row for flags, of in {"": plans, **others}.items() for row in _dispatchers(predictor, of, flags)
@@ -170,60 +160,39 @@ def _memory_strategies(predictor: Predictor, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _stacks(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
-    """The layers of a pipeline stage block by block, and sharing a schedule; empty if they cannot."""
-    shared = plans.shared
-    if shared is None:
-        return []
-    assert shared.stock_ms is not None and shared.predicted_ms is not None
-    lengths = [round(share * predictor.block.rows) for share in shared.shares]
-    bound = sharing_layers(predictor, shared.stack).bound_us(shared.schedule, lengths)
-    blocks, together = (
-        {
-            "stack": plan.stack,
-            "layers": shared.num_layers,
-            "forward_degree": plan.forward_degree,
-            "backward_degree": plan.backward_degree,
-            "schedule": plan.schedule.name if plan.helps else "stock",
-            "predicted_ms": time_ms,
-            "speedup": shared.stock_ms / time_ms,
-        }
-        for plan, time_ms in ((plans.alone, plans.blocks_ms), (shared, shared.predicted_ms))
-    )
-    together["share_of_bound"] = bound.total / 1e3 / shared.predicted_ms
-    return [blocks, together]
-
-
 def _layers(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
     """The layers of a pipeline stage in chunks and with partners; empty if neither can be."""
-    running = _with_a_partner(predictor, plans)
-    stock_us = running.stock().total
-    rows = []
-    for row in _stacks(predictor, plans):
-        way = "block by block" if row["stack"] == 1 else "one schedule"
-        bound = f"{row['share_of_bound']:.1%}" if "share_of_bound" in row else ""
-        rows.append(row | {"way": f"{way}, degree {row['forward_degree']}", "of_bound": bound})
+    alone, shared = plans.alone, plans.shared
+    running = sharing_layers(predictor, 1 if shared is None else shared.stack)
+    ways: list[tuple[str, float, float | None]] = []
+    if shared is not None and shared.predicted_ms is not None:
+        lengths = [round(share * predictor.block.rows) for share in shared.shares]
+        bound_us = running.bound_us(shared.schedule, lengths).total
+        ways.append((f"block by block, degree {alone.forward_degree}", plans.blocks_ms, None))
+        ways.append((f"one schedule, degree {shared.forward_degree}", shared.predicted_ms, bound_us / 1e3))
     for name, together in ((f"partners, {MEGATRON}", plans.as_megatron), ("partners", plans.together)):
         if together is not None:
-            row = {"way": name, "predicted_ms": together.time_us / 1e3}
-            row |= {"speedup": stock_us / together.time_us}
-            rows.append(row | {"of_bound": f"{together.bound_us / together.time_us:.1%}"})
-    return rows
+            ways.append((name, together.time_us / 1e3, together.bound_us / 1e3))
+    return [
+        {
+            "way": name,
+            "predicted_ms": time_ms,
+            "speedup": running.stock().total / 1e3 / time_ms,
+            "share_of_bound": bound_ms and bound_ms / time_ms,
+        }
+        for name, time_ms, bound_ms in ways
+    ]
 
 
-def _with_a_partner(predictor: Predictor, plans: Plans) -> Predictor:
-    """Of the layers that :attr:`Plans.together` is predicted for."""
-    return predictor.of_layers(1) if plans.shared is None else sharing_layers(predictor, plans.shared.stack)
-
-
-def timeline_of(predictor: Predictor, plan: Plan, *, labels: Mapping[str, str] | None = None) -> Timeline:
-    """The predicted timeline of the layers that a plan is for; with a partner, of both passes."""
-    if plan.partner is not None:
-        layers = predictor.of_layers(1) if plan.stack == 1 else sharing_layers(predictor, plan.stack)
-        return partner_timeline(layers, plan.partner, labels=labels)
-    rows = predictor.block.rows
-    lengths = [chunk.hidden[0].length for chunk in plan.pipeline(rows=rows).chunks(rows)]
-    return sharing_layers(predictor, plan.stack).timeline(plan.schedule, lengths, labels=labels)
+def timeline_of(
+    predictor: Predictor, pipeline: Pipeline, *, labels: Mapping[str, str] | None = None
+) -> Timeline:
+    """The predicted timeline of the layers that a pipeline is for; with a partner, of both passes."""
+    running, rows = sharing_layers(predictor, pipeline.stack), predictor.block.rows
+    if pipeline.partner is not None:
+        return partner_timeline(running, pipeline.partner, labels=labels)
+    lengths = [chunk.hidden[0].length for chunk in pipeline.chunks(rows)]
+    return running.timeline(pipeline.schedule_of(running.layers), lengths, labels=labels)
 
 
 def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
@@ -275,10 +244,12 @@ def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bo
     for sentence in answer["assumed"]:
         say(f"assumed: {sentence}", style="dim")
     if answer["layers"]:
+        shares = (row["share_of_bound"] for row in answer["layers"])
+        bounds = ({"bound": f"{share:.1%}" if share else ""} for share in shares)
+        rows = [row | bound for row, bound in zip(answer["layers"], bounds, strict=True)]
         columns = {"layers": "{way}", "predicted ms": "{predicted_ms:.3f}", "speedup": "{speedup:.2f}"}
-        columns["of bound"] = "{of_bound}"
         title = "layers of a pipeline stage, a micro-batch forward and backward"
-        console.print(_table(title, answer["layers"], columns))
+        console.print(_table(title, rows, columns | {"of bound": "{bound}"}))
     if len(dispatchers := [row for row in answer["dispatchers"] if GROUPED not in row["flags"]]) > 1:
         rows = [row | {"exchange": row["exchange"] or "its own"} for row in dispatchers]
         columns = {"dispatcher": "{dispatcher}", "exchange": "{exchange}", "Megatron's ms": "{stock_ms:.1f}"}
@@ -320,31 +291,6 @@ def _faster_with(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"with {flags}: layers take {time_ms:.4g} ms in place of {model_ms:.4g}, {speedup:.2f} times as "
             f"fast as Megatron's with it (figures {figures})"
         )
-
-
-def flags_of(plan: Plan, *, rows: int) -> list[str]:
-    """The flags of a training run that come nearest to a plan without its file; ``rows`` are of one rank."""
-    pipeline = plan.pipeline(rows=rows)
-    flags = ["--ampipe-degree", str(plan.forward_degree)]
-    if pipeline.shares is not None:
-        flags = ["--ampipe-chunks", ",".join(f"{share:.4g}" for share in pipeline.shares)]
-    if plan.backward_degree != plan.forward_degree:
-        flags += ["--ampipe-backward-degree", str(plan.backward_degree)]
-    if plan.schedule.name in SCHEDULE_NAMES and plan.schedule.name not in ("ampipe", "sequential"):
-        flags += ["--ampipe-schedule", plan.schedule.name]
-    if plan.stack == 1 and pipeline.num_chunks > 1:
-        flags += ["--ampipe-stack", "1"]
-    if plan.memory != KEEP:
-        flags += ["--ampipe-memory", plan.memory]
-    if plan.exchange is not Exchange.ROWS:
-        flags += ["--ampipe-exchange", plan.exchange]
-    if plan.partner is not None:
-        flags.append("--ampipe-partner")
-        if plan.partner.degree > 1:
-            flags += ["--ampipe-partner-degree", str(plan.partner.degree)]
-        if plan.partner.order is not None:
-            flags += ["--ampipe-partner-order", plan.partner.order]
-    return flags
 
 
 def _held(memory: Mapping[str, Any], device_gib: float | None) -> str:
