@@ -241,18 +241,16 @@ def _beyond_the_model(
     model: Predictor, stages: Mapping[str, Mapping[str, Mapping[str, float]]]
 ) -> dict[OverheadKind, list[tuple[float, float]]]:
     """By kind of stage and direction, what its stages of all degrees took beyond what the model counts."""
-    expected: dict[tuple[str, Direction], list[float]] = {}
-    took: dict[tuple[str, Direction], list[float]] = {}
+    times: dict[tuple[str, Direction], list[tuple[float, float]]] = {}
     for degree, by_direction in stages.items():
         for stage, pair in model.stages(even_chunks(model.block.rows, int(degree))).items():
-            for way in Direction:
-                if not stage.is_communication:
-                    expected.setdefault((stage.kind.name, way), []).append(pair.of(way))
-                    took.setdefault((stage.kind.name, way), []).append(by_direction[way][str(stage)])
+            for way in () if stage.is_communication else Direction:
+                both = (pair.of(way), by_direction[way][str(stage)])
+                times.setdefault((stage.kind.name, way), []).append(both)
     return {
-        kind: [factor_and_rest(expected[kind, way], took[kind, way]) for way in Direction]
+        kind: [factor_and_rest(*zip(*times[kind, way], strict=True)) for way in Direction]
         for kind in KINDS
-        if (kind, Direction.FORWARD) in took
+        if (kind, Direction.FORWARD) in times
     }
 
 
