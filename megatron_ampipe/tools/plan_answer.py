@@ -207,10 +207,11 @@ def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
-    """A table of rows; ``columns`` are their headings, and formats of a row."""
+    """A table of rows; by heading, ``columns`` are a key and the format of its value. None stays empty."""
     table = Table(*columns, title=title)
     for row in rows:
-        table.add_row(*(text.format_map(row) for text in columns.values()))
+        parts = (column.partition(":") for column in columns.values())
+        table.add_row(*("" if row.get(key) is None else format(row[key], form) for key, _, form in parts))
     return table
 
 
@@ -244,30 +245,25 @@ def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bo
     for sentence in answer["assumed"]:
         say(f"assumed: {sentence}", style="dim")
     if answer["layers"]:
-        shares = (row["share_of_bound"] for row in answer["layers"])
-        bounds = ({"bound": f"{share:.1%}" if share else ""} for share in shares)
-        rows = [row | bound for row, bound in zip(answer["layers"], bounds, strict=True)]
-        columns = {"layers": "{way}", "predicted ms": "{predicted_ms:.3f}", "speedup": "{speedup:.2f}"}
         title = "layers of a pipeline stage, a micro-batch forward and backward"
-        console.print(_table(title, rows, columns | {"of bound": "{bound}"}))
+        columns = {"layers": "way", "predicted ms": "predicted_ms:.3f", "speedup": "speedup:.2f"}
+        console.print(_table(title, answer["layers"], columns | {"of bound": "share_of_bound:.1%"}))
     if len(dispatchers := [row for row in answer["dispatchers"] if GROUPED not in row["flags"]]) > 1:
         rows = [row | {"exchange": row["exchange"] or "its own"} for row in dispatchers]
-        columns = {"dispatcher": "{dispatcher}", "exchange": "{exchange}", "Megatron's ms": "{stock_ms:.1f}"}
-        columns |= {"AMPipe's ms": "{predicted_ms:.1f}", "speedup": "{speedup:.2f}", "figures": "{figures}"}
-        console.print(
-            _table("the same layers by dispatcher that the cluster file has figures of", rows, columns)
-        )
-    ways = {"degree": "{degree}", "schedule": "{schedule}"}
-    directions = {name: f"{{{name}_ms:.3f}}" for name in ("forward", "backward", "predicted")}
-    gains = {"speedup": "{speedup:.2f}", "hidden": "{hidden_share:.1%}"}
+        title = "the same layers by dispatcher that the cluster file has figures of"
+        columns = {"dispatcher": "dispatcher", "exchange": "exchange", "Megatron's ms": "stock_ms:.1f"}
+        columns |= {"AMPipe's ms": "predicted_ms:.1f", "speedup": "speedup:.2f", "figures": "figures"}
+        console.print(_table(title, rows, columns))
+    ways = {"degree": "degree", "schedule": "schedule"}
+    directions = {name: f"{name}_ms:.3f" for name in ("forward", "backward", "predicted")}
+    gains = {"speedup": "speedup:.2f", "hidden": "hidden_share:.1%"}
     rows = answer["degrees"]
     console.print(_table("one block, one micro-batch, predicted ms", rows, ways | directions | gains))
     if not verbose:
         return
-    sizes = [{name: f"{size:.2f}" for name, size in row["memory_gib_by_strategy"].items()} for row in rows]
-    rows = [dict.fromkeys(STRATEGIES, "") | row | size for row, size in zip(rows, sizes, strict=True)]
+    rows = [row | row["memory_gib_by_strategy"] for row in rows]
     title = "GiB of activations, one block, by --ampipe-memory"
-    console.print(_table(title, rows, ways | {name: f"{{{name}}}" for name in STRATEGIES}))
+    console.print(_table(title, rows, ways | {name: f"{name}:.2f" for name in STRATEGIES}))
     if (gradients := answer["gradients"]) is not None:
         say(_advice_on_gradients(gradients))
     if (memory := answer["memory_strategies"]) is not None:

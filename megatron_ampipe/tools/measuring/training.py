@@ -211,7 +211,9 @@ def train(rank: Rank[TrainingJob]) -> None:
     """
     job = rank.job
     rank.connect()
-    from megatron_ampipe.launch import pretrain
+    from megatron_ampipe.launch import host, pretrain
+
+    host.install()
 
     if job.stock_attends_as is not None:
         _use_kernel_of_ampipe(job.stock_attends_as)
