@@ -127,7 +127,7 @@ def _direction_us(predictor: Predictor, candidate: Candidate, direction: Directi
         stage: {replace(part, layer=stage.layer): 0.0 for part in parts[replace(stage, layer=0)]}
         for stage in first.stages
     }
-    stages = {order.lane: order.stages for order in _program(first, of_period).lanes}
+    stages = dict(_program(first, of_period).lanes)
     period = Program.of({lane: stages[lane] for lane, _ in both.lanes})
     best = improve_order(problem, problem.period_of(period))
     return problem.time(best) + predictor.calls_us(direction)
@@ -168,11 +168,11 @@ def _needs(needs: Mapping[Stage, Sequence[Stage]], parts: Parts) -> dict[Stage, 
 
 def _program(program: Program, parts: Parts) -> Program:
     """The program with the parts of each stage in its place, near ones first."""
-    lanes: dict[str, list[Stage]] = {order.lane: [] for order in program.lanes}
-    for order in program.lanes:
-        for stage in order.stages:
+    lanes: dict[str, list[Stage]] = {lane: [] for lane, _ in program.lanes}
+    for lane, stages in program.lanes:
+        for stage in stages:
             for part in parts[stage]:
-                own = INTRA if part.kind.lane == INTRA_LANE else order.lane
+                own = INTRA if part.kind.lane == INTRA_LANE else lane
                 lanes.setdefault(own, []).append(part)
     return Program.of(lanes)
 

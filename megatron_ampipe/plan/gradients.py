@@ -175,8 +175,8 @@ class ReducedPass:
             self._times |= zip(map(moved.__getitem__, compiled.stages), durations, strict=True)
             if pace.issue_us is not None:
                 self._issue |= zip(map(moved.__getitem__, compiled.stages), pace.issue_us, strict=True)
-            for lane in whole.backward.lanes:
-                lanes.setdefault(lane.lane, []).extend(moved[stage] for stage in lane.stages)
+            for lane, order in whole.backward.lanes:
+                lanes.setdefault(lane, []).extend(moved[stage] for stage in order)
         layers = range(num_layers)[::-1]
         self._above = [Stage(REDUCE, None, layer) for layer in layers]
         of_experts = (Stage(REDUCE_EXPERTS, None, layer) for layer in layers)

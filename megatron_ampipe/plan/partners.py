@@ -90,7 +90,7 @@ def best_period(compiled: Compiled, durations: Sequence[float], pace: Pace) -> P
     lane_of = {compiled.stages[place]: lane for lane, places in compiled.lanes for place in places}
     first = megatron_period({stage: lane for stage, lane in lane_of.items() if not stage.layer})
     problem = _InTime(compiled, durations, pace, direction=Direction.BACKWARD)
-    stages = {order.lane: order.stages for order in first.lanes}
+    stages = dict(first.lanes)
     in_lanes = Program.of({lane: stages[lane] for lane, _ in compiled.lanes})
     return problem.program(improve_order(problem, problem.period_of(in_lanes)))
 

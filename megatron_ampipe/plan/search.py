@@ -306,8 +306,8 @@ class OrderProblem:
         """The period of a program of one block, or of a schedule that repeats."""
         number = {stage: index for index, stage in enumerate(self.stages)}
         return tuple(
-            tuple((number[replace(stage, layer=0)], stage.layer) for stage in lane.stages)
-            for lane in program.lanes
+            tuple((number[replace(stage, layer=0)], stage.layer) for stage in stages)
+            for _, stages in program.lanes
         )
 
     def program(self, period: Period) -> Program:

@@ -91,7 +91,7 @@ def compile_program(program: Program, needs: Needs) -> Compiled:
     for stage, earlier in needs.items():
         for needed in earlier:
             followers[number[needed]].append(number[stage])
-    lanes = tuple((lane.lane, tuple(number[stage] for stage in lane.stages)) for lane in program.lanes)
+    lanes = tuple((lane, tuple(number[stage] for stage in order)) for lane, order in program.lanes)
     compiled = Compiled(
         stages=stages,
         needs=tuple(tuple(number[needed] for needed in needs[stage]) for stage in stages),

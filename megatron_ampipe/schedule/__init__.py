@@ -27,7 +27,7 @@ from megatron_ampipe.schedule.pipeline import (
     with_exchange,
     with_memory,
 )
-from megatron_ampipe.schedule.program import LaneOrder, Program, Schedule, Stage, issue_order, stream_of
+from megatron_ampipe.schedule.program import Program, Schedule, Stage, issue_order, stream_of
 from megatron_ampipe.schedule.stage_kind import Direction, Layout, StageKind, Value
 from megatron_ampipe.schedule.text import (
     check,

@@ -68,7 +68,7 @@ def _sequential(degree: int, features: BlockFeatures) -> Schedule:
     )
 
 
-def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
+def _ampipe(degree: int, features: BlockFeatures, *, whole_attention: bool = False) -> Schedule:
     """Dispatch of a chunk travels during attention of the next, combine during experts of the next."""
     # Backward, unlike in the paper, a chunk's dispatch does not wait for the combines of all chunks: it
     # follows ``lead`` chunks later. Where the network is slow, attention then begins while most tokens still
@@ -83,8 +83,12 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
     earlier, attends = steps[:-1], [*steps[-1:], ATTENTION]
     if not features.attention:
         norms, projects, whole, attends = [], [], [], []
+    elif whole_attention:
+        # Nothing of attention is left to compute during a transfer.
+        lead, whole = degree, [*norms, *whole, *projects, *earlier, *attends, *adds]
+        norms, projects, earlier, attends, adds = [], [], [], [], []
     # Backward, each list after a transfer of the chunk, during which another chunk is computed.
-    before = [group for group in (adds, [*attends[::-1], *projects], norms) if group]
+    before = [group for group in (adds, [*attends[::-1], *projects], norms) if group] or [[]]
     choice = [Stage(kinds.CHOOSE)] if features.chooses else []
     if choice:
         # All attention comes before the first dispatch.
@@ -160,27 +164,7 @@ def _joined(degree: int, features: BlockFeatures) -> Schedule:
 
 def _moe_only(degree: int, features: BlockFeatures) -> Schedule:
     """Attention whole; only the MoE layer is pipelined."""
-    if not features.attention:
-        return replace(_ampipe(degree, features), name="moe-only")
-    chunks, last_first = range(degree), range(degree)[::-1]
-    attention = [
-        *([kinds.INPUT_NORM] if features.gathers_rows else []),
-        *(QKV, *_attends(features), ATTENTION),
-        *([kinds.ADD_NORM] if features.row_links else []),
-        *([kinds.CHOOSE] if features.chooses else []),
-    ]
-    return _overlapped(
-        "moe-only",
-        degree,
-        features,
-        first_half=[*map(Stage, attention), *_stages([ROUTE], chunks)],
-        last_half=[
-            *_stages([EXPERT], last_first),
-            *_stages([ROUTE], last_first),
-            *map(Stage, reversed(attention)),
-        ],
-        backward_comm=[*_stages([COMBINE], last_first), *_stages([DISPATCH], last_first)],
-    )
+    return replace(_ampipe(degree, features, whole_attention=True), name="moe-only")
 
 
 _BUILDERS: dict[str, Callable[[int, BlockFeatures], Schedule]] = {

@@ -14,7 +14,6 @@ from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
     Exchange,
-    LaneOrder,
     Pipeline,
     Program,
     Schedule,
@@ -211,7 +210,7 @@ def random_schedule(degree: int, features: BlockFeatures, chooser: random.Random
             del left[stage]
             lane = combines if stage.kind == kinds.COMBINE else stage.kind.lane.name
             lanes.setdefault(lane, []).append(stage)
-        programs.append(Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items())))
+        programs.append(Program.of(lanes))
     return Schedule("random", degree, *programs, degree)
 
 
@@ -232,7 +231,7 @@ def lazy_issue(
 def _merged(
     program: Program, needs: dict[Stage, tuple[Stage, ...]], choose: Callable[[list[str]], str]
 ) -> tuple[tuple[str, Stage], ...]:
-    left = {order.lane: list(order.stages) for order in program.lanes}
+    left = {lane: list(stages) for lane, stages in program.lanes}
     issued: dict[Stage, str] = {}
     while any(left.values()):
         ready = [lane for lane, stages in left.items() if stages and issued.keys() >= set(needs[stages[0]])]

@@ -82,7 +82,7 @@ def test_a_period_is_repeated_as_a_run_repeats_it(device: bool, degrees: tuple[i
         assert problem.program(entries) == schedule.program(direction)
         stages = problem.compiled.stages
         assert [[stages[number] for number in lane] for lane in problem.repeated(entries)] == [
-            list(lane.stages) for lane in whole.program(direction).lanes
+            list(order) for _, order in whole.program(direction).lanes
         ]
         assert problem.time(entries) == pytest.approx(
             predictor.direction_us(whole, lengths, direction) - predictor.calls_us(direction)
