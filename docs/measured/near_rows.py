@@ -23,7 +23,7 @@ from megatron_ampipe.plan.operation_times import Pair
 from megatron_ampipe.plan.planner import make_plans
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import Candidate, OrderProblem, improve_order, named, reorder, short_stack
-from megatron_ampipe.plan.simulate import compile_program
+from megatron_ampipe.plan.simulate import TimedProgram, compile_program
 from megatron_ampipe.plan.stage_costs import COSTS, Work, facts_of
 from megatron_ampipe.schedule import WEIGHTS, Direction, Program, Stage, StageKind, needs_of
 from megatron_ampipe.schedule.kinds import COLLECT, COMBINE, DISPATCH, EXPERT, SPREAD
@@ -101,26 +101,27 @@ def divided_us(predictor: Predictor, candidate: Candidate) -> float:
 
 def _direction_us(predictor: Predictor, candidate: Candidate, direction: Direction) -> float:
     schedule, lengths = predictor.whole(candidate.schedule), candidate.lengths
-    compiled, durations, pace = predictor.inputs(schedule, lengths, direction)
+    timed = predictor.timed(schedule, lengths, direction)
     rows = chunk_rows(predictor.block, lengths, shares_schedule=len(predictor.layers) > 1)
     apart = WEIGHTS[EXPERT] in schedule.backward.weights
     parts: dict[Stage, Mapping[Stage, float]] = {}
     issue_us: dict[Stage, float] = {}
-    for place, stage in enumerate(compiled.stages):
-        parts[stage] = {stage: durations[place]}
+    for place, stage in enumerate(timed.compiled.stages):
+        parts[stage] = {stage: timed.durations[place]}
         if stage.kind in DIVIDED:
             kind_of = {name: _part(stage.kind, name) for name in (NEAR, FAR)}
             times = times_of_parts(predictor, stage.kind, rows[stage.chunk], apart=apart)
             parts[stage] = {
                 replace(stage, kind=kind_of[name]): pair.of(direction) for name, pair in times.items()
             }
-        issue_us |= dict.fromkeys(parts[stage], pace.issue_us[place] if pace.issue_us else 0.0)
+        issue_us |= dict.fromkeys(parts[stage], timed.issue_us[place] if timed.issue_us else 0.0)
     needs = _needs(needs_of(schedule, predictor.layers, direction), parts)
     both = compile_program(_program(schedule.program(direction), parts), needs)
     alone = {part: time for of_stage in parts.values() for part, time in of_stage.items()}
-    issue = [issue_us[stage] for stage in both.stages] if pace.issue_us else None
+    issue = [issue_us[stage] for stage in both.stages] if timed.issue_us else None
     times = [alone[stage] for stage in both.stages]
-    problem = OrderProblem(both, times, predictor.pace(both, issue), direction=direction)
+    divided = TimedProgram(both, times, issue, predictor.cluster.overlap)
+    problem = OrderProblem(divided, direction=direction)
     # A period has relative layers.
     first = candidate.schedule.program(direction)
     of_period = {

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.host.torch_calls import HostStream
 from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
-from megatron_ampipe.plan.partners import as_megatron, best_together, simulated
+from megatron_ampipe.plan.partners import as_megatron, best_together, both_passes
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
@@ -174,7 +174,7 @@ def test_what_the_planner_predicts_is_what_runs(name: str) -> None:
     best, megatron = best_together(predictor, (1, 2)), as_megatron(predictor)
     assert best.bound_us <= best.time_us <= megatron.time_us
     for partner in (best.partner, megatron.partner, Partner(1, best.partner.schedule, LISTED)):
-        program, _, _ = simulated(predictor, partner)
+        program = both_passes(predictor, partner).compiled
         pipeline = Pipeline.of(1, stack=0, memory=KEEP, partner=partner)
         of_pass = pipeline.with_partners(forward=True, backward=True)
         tapes = compiled(

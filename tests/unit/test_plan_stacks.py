@@ -77,7 +77,7 @@ def test_a_period_is_repeated_as_a_run_repeats_it(device: bool, degrees: tuple[i
     lengths = even_chunks(8192, max(degrees))
     whole = predictor.whole(schedule)
     for direction in Direction:
-        problem = OrderProblem(*predictor.inputs(whole, lengths, direction), direction=direction)
+        problem = OrderProblem(predictor.timed(whole, lengths, direction), direction=direction)
         entries = problem.period_of(schedule.program(direction))
         assert problem.program(entries) == schedule.program(direction)
         stages = problem.compiled.stages
