@@ -146,7 +146,12 @@ def chunk_sequence(
             "--ampipe-degree", degree, rule=rule, remedy=f"Use --ampipe-degree {min(4, num_rows)}."
         )
     lengths = even_chunks(num_rows, degree) if shares is None else _shared_out(num_rows, shares)
-    chunks = []
+    return cut(lengths, layout, sequence_length=sequence_length)
+
+
+def cut(lengths: Sequence[int], layout: SequenceLayout, *, sequence_length: int) -> tuple[Chunk, ...]:
+    """The chunks with these lengths, in rows of the residual stream of a rank."""
+    ranks, num_rows, chunks = layout.tensor_ranks, sum(lengths), []
     for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
         if layout.by_chunk:
             first = start * ranks
