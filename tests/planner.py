@@ -47,7 +47,7 @@ def _cell(model: ModelFile, cluster: Cluster) -> str:
     assert plans.shared.predicted_ms is not None
     cells = []
     for time_ms, plan in ((plans.blocks_ms, plans.alone), (plans.shared.predicted_ms, plans.shared)):
-        degrees = dict.fromkeys([str(plan.forward_degree), str(plan.backward_degree)])
+        degrees = dict.fromkeys([str(plan.schedule.degree), str(plan.schedule.backward_degree)])
         cells.append(f"{stock_ms / time_ms:.2f} ({':'.join(degrees)})")
     cells.append(f"{1e3 * stock_ms / plans.as_megatron.time_us:.2f}")
     together = plans.together

@@ -125,16 +125,6 @@ class Plan(_Planned):
     partner: Partner | None = None
 
     @property
-    def forward_degree(self) -> int:
-        """Degree of the forward pass."""
-        return self.schedule.degree
-
-    @property
-    def backward_degree(self) -> int:
-        """Degree of the backward pass."""
-        return self.schedule.backward_degree
-
-    @property
     def predicted_speedup(self) -> float:
         """Speedup over Megatron's own layers, with a partner where there is one; only with predictions."""
         if self.partner_ms is not None and self.partner_stock_ms is not None:
@@ -169,8 +159,8 @@ class Plan(_Planned):
         """
         equal = rows is not None and self._are_equal(rows)
         return Pipeline(
-            degree=self.forward_degree,
-            backward_degree=self.backward_degree,
+            degree=self.schedule.degree,
+            backward_degree=self.schedule.backward_degree,
             shares=None if equal else self.shares,
             order=self.schedule,
             stack=self.stack,
@@ -190,8 +180,8 @@ class Plan(_Planned):
         """Write the file, whose first line is the comment ``head``, such as the command that made it."""
         record = {
             "format": "ampipe-plan-1",
-            "forward_degree": self.forward_degree,
-            "backward_degree": self.backward_degree,
+            "forward_degree": self.schedule.degree,
+            "backward_degree": self.schedule.backward_degree,
             "schedule": to_text(self.schedule),
             "exchange": self.exchange.value,
             "partner": self.partner and _partner_section(self.partner),

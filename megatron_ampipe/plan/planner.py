@@ -202,7 +202,7 @@ def _with_partner(predictor: Predictor, plans: Plans, share: float, *, stack: in
         return plans
     shares = plans.shared is not None
     running = sharing_layers(predictor, stack) if shares else predictor.of_layers(1)
-    others = {plan.forward_degree, plan.backward_degree}
+    others = {plan.schedule.degree, plan.schedule.backward_degree}
     possible = (
         degree
         for degree in TOGETHER_DEGREES

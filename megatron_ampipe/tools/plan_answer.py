@@ -65,8 +65,8 @@ def answer_of(
         "gradients": gradients,
         "choice": str(plan.pipeline(rows=predictor.block.rows)) if plan.helps else None,
         "flags": flags_of(plan, rows=predictor.block.rows) if plan.helps else None,
-        "forward_degree": plan.forward_degree,
-        "backward_degree": plan.backward_degree,
+        "forward_degree": plan.schedule.degree,
+        "backward_degree": plan.schedule.backward_degree,
         "stack": plan.stack,
         "num_layers": plan.num_layers,
         "shares": list(plan.shares),
@@ -154,7 +154,7 @@ def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]
 
 def _memory_strategies(predictor: Predictor, plan: Plan) -> dict[str, Any]:
     """What MPipeMoE's equation 10 chooses of its strategies, and which is fastest by simulation."""
-    degree = plan.backward_degree
+    degree = plan.schedule.backward_degree
     costs_us = equation_10_us(predictor, degree=degree)
     times = {}
     for name in (KEEP, *costs_us):
@@ -182,8 +182,8 @@ def _stacks(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
         {
             "stack": plan.stack,
             "layers": shared.num_layers,
-            "forward_degree": plan.forward_degree,
-            "backward_degree": plan.backward_degree,
+            "forward_degree": plan.schedule.degree,
+            "backward_degree": plan.schedule.backward_degree,
             "schedule": plan.schedule.name if plan.helps else "stock",
             "predicted_ms": time_ms,
             "speedup": shared.stock_ms / time_ms,
@@ -325,11 +325,11 @@ def _faster_with(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def flags_of(plan: Plan, *, rows: int) -> list[str]:
     """The flags of a training run that come nearest to a plan without its file; ``rows`` are of one rank."""
     pipeline = plan.pipeline(rows=rows)
-    flags = ["--ampipe-degree", str(plan.forward_degree)]
+    flags = ["--ampipe-degree", str(plan.schedule.degree)]
     if pipeline.shares is not None:
         flags = ["--ampipe-chunks", ",".join(f"{share:.4g}" for share in pipeline.shares)]
-    if plan.backward_degree != plan.forward_degree:
-        flags += ["--ampipe-backward-degree", str(plan.backward_degree)]
+    if plan.schedule.backward_degree != plan.schedule.degree:
+        flags += ["--ampipe-backward-degree", str(plan.schedule.backward_degree)]
     if plan.schedule.name in SCHEDULE_NAMES and plan.schedule.name not in ("ampipe", "sequential"):
         flags += ["--ampipe-schedule", plan.schedule.name]
     if plan.stack == 1 and pipeline.num_chunks > 1:

@@ -71,7 +71,7 @@ def assert_a_restart_runs_the_choice(words: list[str], choosing: list[str], file
     chosen = Plan.read(file)
     again = train(*words, *choosing, "--train-iters", "1")
     assert_in_table(f"read from {file}: an iteration spent", again)
-    assert re.search(rf"degree +│ {chosen.forward_degree}\D", again.output)
+    assert re.search(rf"degree +│ {chosen.schedule.degree}\D", again.output)
     assert "trying degrees" not in again.output
 
 

@@ -127,12 +127,12 @@ def test_the_answer_says_what_the_fullest_rank_holds(model: Path, capsys: pytest
 def test_flags_name_all_of_a_plan_that_has_a_name() -> None:
     block = sized_block(topk=4)
     plan = make_plan(Predictor(block, cluster(), num_layers=4), full=False, with_partner=1.0)
-    usual = ["--ampipe-degree", str(plan.forward_degree)]
+    usual = ["--ampipe-degree", str(plan.schedule.degree)]
     for partner, flags in (
         (None, []),
         (Partner(), ["--ampipe-partner"]),
         (Partner(order=LISTED), ["--ampipe-partner", "--ampipe-partner-order", "listed"]),
-        (Partner(plan.forward_degree), ["--ampipe-partner", "--ampipe-partner-degree", usual[1]]),
+        (Partner(plan.schedule.degree), ["--ampipe-partner", "--ampipe-partner-degree", usual[1]]),
     ):
         found = replace(plan, partner=partner, partner_ms=None)
         assert flags_of(found, rows=block.rows) == usual + flags and not found.searched
@@ -162,7 +162,10 @@ def test_plan_file(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert target.read_text().splitlines()[0] == f"# {shlex.join(['ampipe', *words])}"
     found = json.loads(data.read_text())
     plan = Plan.read(target)
-    assert (plan.forward_degree, plan.backward_degree) == (found["forward_degree"], found["backward_degree"])
+    assert (plan.schedule.degree, plan.schedule.backward_degree) == (
+        found["forward_degree"],
+        found["backward_degree"],
+    )
     assert plan.reason == found["reason"] and plan.predicted_ms == found["predicted_ms"]
     assert "choice: " in capsys.readouterr().out
 
