@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import kinds
-from megatron_ampipe.schedule.dataflow import data_flow, dependencies
+from megatron_ampipe.schedule.dataflow import data_flow, needs_of
 from megatron_ampipe.schedule.features import BlockFeatures, Restored
 from megatron_ampipe.schedule.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT, QKV, ROUTE, SHARED, WEIGHTS
 from megatron_ampipe.schedule.passes import placed
@@ -50,7 +50,8 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
 
 def _sequential(degree: int, features: BlockFeatures) -> Schedule:
     """One lane, chunk after chunk in the order of the table: every collective is waited for on the spot."""
-    needs = dependencies([features], degree=degree, whole_attention=False, direction=Direction.FORWARD)
+    empty = Schedule("sequential", degree, Program(()), Program(()), degree)
+    needs = needs_of(empty, [features], Direction.FORWARD)
     awaited = {earlier for needed in needs.values() for earlier in needed}
     rows = data_flow(features).kinds
     # What the router needs to choose for all chunks at once.
@@ -63,9 +64,7 @@ def _sequential(degree: int, features: BlockFeatures) -> Schedule:
 
     forward = completed(sorted(needs, key=place), needs)
     backward = [stage for stage in reversed(forward) if Direction.BACKWARD in stage.kind.directions]
-    return Schedule(
-        "sequential", degree, Program.of({COMPUTE: forward}), Program.of({COMPUTE: backward}), degree
-    )
+    return replace(empty, forward=Program.of({COMPUTE: forward}), backward=Program.of({COMPUTE: backward}))
 
 
 def _ampipe(degree: int, features: BlockFeatures, *, whole_attention: bool = False) -> Schedule:
