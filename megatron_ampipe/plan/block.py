@@ -200,6 +200,8 @@ class Block:
         )
         return replace(
             features_of_settings(self.settings, own, shares_schedule=shares_schedule, local=self.local),
+            # Layers that share a schedule recompute as a part of it.
+            recomputed=shares_schedule and self.recomputes,
             reduces=self.places_reductions,
             reduces_experts=self.places_reductions and self.expert_replicas > 1,
         )

@@ -62,8 +62,7 @@ class Predictor:
     ) -> None:
         self.block, self.cluster, self.memory, self._dense = block, cluster, memory, dense
         shares = num_layers > 1
-        # Where layers share a schedule, they recompute as a part of it.
-        features = replace(block.features_of(shares_schedule=shares), recomputed=shares and block.recomputes)
+        features = block.features_of(shares_schedule=shares)
         self.features = with_memory(with_exchange(features, block.exchange), memory)
         without_experts = self.features.without_experts
         self.layers: tuple[BlockFeatures, ...] = tuple(
