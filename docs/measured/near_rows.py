@@ -203,14 +203,14 @@ def compare(block: Block, cluster: Cluster) -> dict[str, object]:
     partners = make_plans(layers, exchanges=exchanges, with_partner=1.0)
     first = max((key for key in near if key.endswith(" 1")), key=near.__getitem__)
     best = max(near, key=near.__getitem__)
-    chosen = plans.chosen
+    chosen = plans.chosen.pipeline
     return {
         "near_share": near_ranks(block, cluster) / block.expert,
         "uncut": round(uncut, 3),
         "near_uncut": round(near[first], 3),
         "near_uncut_way": first,
         "plan": round(stock_ms / plans.step_ms, 3),
-        "plan_way": f"{chosen.exchange} {chosen.schedule.num_chunks}" + " stack" * (chosen.stack != 1),
+        "plan_way": f"{chosen.exchange} {chosen.num_chunks}" + " stack" * (chosen.stack != 1),
         "near": round(near[best], 3),
         "near_way": best,
         "partners": round(stock_ms / partners.step_ms, 3),

@@ -73,7 +73,7 @@ def planner_of(
         )
         planned = make_plan(predictor, stack=stack, exchanges=exchanges, with_partner=with_partner(args))
         reason = f"planned from {cluster_file}: {planned.reason}"
-        pipeline = planned.pipeline(rows=rows)
+        pipeline = planned.pipeline_of(rows)
         return Choice(pipeline, reason, planned.stages_ms if pipeline.partner is None else None)
 
     return plan
@@ -114,7 +114,7 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
         notes = (f"the plan was made on: {plan.made_for.get('cluster')}",)
         if other:
             notes += (f"the plan was made for {', '.join(other)}; its predictions may be wrong",)
-    pipeline = plan.pipeline(rows=rows_of_rank(args))
+    pipeline = plan.pipeline_of(rows_of_rank(args))
     try:
         # If layers share the order, two show whether it can be repeated.
         features = [_features_of(args, pipeline)] * (2 if _shares_schedule(args, pipeline) else 1)
@@ -144,13 +144,13 @@ def plan_of_choice(args: argparse.Namespace, choice: Choice) -> Plan:
     pipeline = choice.pipeline
     schedule = pipeline.order or pipeline.schedule_of([_features_of(args, pipeline)])
     forward_ms, backward_ms = choice.predicted_ms or (None, None)
-    return Plan(
-        schedule=period(schedule) if _shares_schedule(args, pipeline) else schedule,
+    pipeline = replace(
+        pipeline,
+        order=period(schedule) if _shares_schedule(args, pipeline) else schedule,
         shares=pipeline.shares or (1 / pipeline.num_chunks,) * pipeline.num_chunks,
-        stack=pipeline.stack,
-        memory=pipeline.memory,
-        exchange=pipeline.exchange,
-        partner=pipeline.partner,
+    )
+    return Plan(
+        pipeline=pipeline,
         stages_forward_ms=forward_ms,
         stages_backward_ms=backward_ms,
         reason=choice.reason,

@@ -44,6 +44,8 @@ def answer_of(
     of each pipeline stage (``plan.rank_memory.memory_by_stage``).
     """
     plan = plans.chosen
+    pipeline, shares = plan.pipeline_of(predictor.block.rows), plan.pipeline.shares
+    assert shares is not None
     try:
         gradients = _gradients(predictor, plan)
     except BadInput as error:
@@ -63,19 +65,19 @@ def answer_of(
         "layers": _layers(predictor, plans),
         "basis": predictor.cluster.basis,
         "gradients": gradients,
-        "choice": str(plan.pipeline(rows=predictor.block.rows)) if plan.helps else None,
-        "flags": flags_of(plan, rows=predictor.block.rows) if plan.helps else None,
-        "forward_degree": plan.schedule.degree,
-        "backward_degree": plan.schedule.backward_degree,
-        "stack": plan.stack,
+        "choice": str(pipeline) if plan.helps else None,
+        "flags": flags_of(pipeline) if plan.helps else None,
+        "forward_degree": pipeline.degree,
+        "backward_degree": pipeline.backward_degree,
+        "stack": pipeline.stack,
         "num_layers": plan.num_layers,
-        "shares": list(plan.shares),
-        "schedule": plan.schedule.name,
-        "exchange": plan.exchange,
+        "shares": list(shares),
+        "schedule": pipeline.name,
+        "exchange": pipeline.exchange,
         "predicted_ms": plan.predicted_ms,
         "predicted_speedup": plan.predicted_speedup,
         "hidden_share": plan.hidden_share,
-        "partner": plan.partner is not None,
+        "partner": pipeline.partner is not None,
         # Of a pass of either direction with a partner; predicted_ms is without.
         "partner_ms": plan.partner_ms,
         # The product of both is the speedup.
@@ -154,7 +156,7 @@ def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]
 
 def _memory_strategies(predictor: Predictor, plan: Plan) -> dict[str, Any]:
     """What MPipeMoE's equation 10 chooses of its strategies, and which is fastest by simulation."""
-    degree = plan.schedule.backward_degree
+    degree = plan.pipeline.backward_degree
     costs_us = equation_10_us(predictor, degree=degree)
     times = {}
     for name in (KEEP, *costs_us):
@@ -176,14 +178,14 @@ def _stacks(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
     if shared is None:
         return []
     assert shared.stock_ms is not None and shared.predicted_ms is not None
-    lengths = [round(share * predictor.block.rows) for share in shared.shares]
-    bound = sharing_layers(predictor, shared.stack).bound_us(shared.schedule, lengths)
+    lengths = _lengths(predictor, shared)
+    bound = sharing_layers(predictor, shared.pipeline.stack).bound_us(shared.schedule, lengths)
     blocks, together = (
         {
-            "stack": plan.stack,
+            "stack": plan.pipeline.stack,
             "layers": shared.num_layers,
-            "forward_degree": plan.schedule.degree,
-            "backward_degree": plan.schedule.backward_degree,
+            "forward_degree": plan.pipeline.degree,
+            "backward_degree": plan.pipeline.backward_degree,
             "schedule": plan.schedule.name if plan.helps else "stock",
             "predicted_ms": time_ms,
             "speedup": shared.stock_ms / time_ms,
@@ -213,27 +215,31 @@ def _layers(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
 
 def _with_a_partner(predictor: Predictor, plans: Plans) -> Predictor:
     """Of the layers that :attr:`Plans.together` is predicted for."""
-    return predictor.of_layers(1) if plans.shared is None else sharing_layers(predictor, plans.shared.stack)
+    return sharing_layers(predictor, 1 if plans.shared is None else plans.shared.pipeline.stack)
 
 
 def timeline_of(predictor: Predictor, plan: Plan, *, labels: Mapping[str, str] | None = None) -> Timeline:
     """The predicted timeline of the layers that a plan is for; with a partner, of both passes."""
-    if plan.partner is not None:
-        layers = predictor.of_layers(1) if plan.stack == 1 else sharing_layers(predictor, plan.stack)
-        return partner_timeline(layers, plan.partner, labels=labels)
+    layers, partner = sharing_layers(predictor, plan.pipeline.stack), plan.pipeline.partner
+    if partner is not None:
+        return partner_timeline(layers, partner, labels=labels)
+    return layers.timeline(plan.schedule, _lengths(predictor, plan), labels=labels)
+
+
+def _lengths(predictor: Predictor, plan: Plan) -> list[int]:
+    """Rows of a rank in each chunk of a plan."""
     rows = predictor.block.rows
-    lengths = [chunk.hidden[0].length for chunk in plan.pipeline(rows=rows).chunks(rows)]
-    return sharing_layers(predictor, plan.stack).timeline(plan.schedule, lengths, labels=labels)
+    return [chunk.hidden[0].length for chunk in plan.pipeline_of(rows).chunks(rows)]
 
 
 def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
     """How gradients are reduced with the chosen plan; None without a plan or without anything to reduce."""
     if not plan.helps:
         return None
-    running = sharing_layers(predictor, plan.stack)
-    lengths = [round(share * predictor.block.rows) for share in plan.shares]
+    running = sharing_layers(predictor, plan.pipeline.stack)
     with_experts = sum(not features.dense for features in predictor.layers)
     num_layers = len(running.layers) if running is predictor else with_experts
+    lengths = _lengths(predictor, plan)
     return plan_gradients(running, plan.schedule, lengths, num_layers=num_layers)
 
 
@@ -322,28 +328,27 @@ def _faster_with(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         )
 
 
-def flags_of(plan: Plan, *, rows: int) -> list[str]:
-    """The flags of a training run that come nearest to a plan without its file; ``rows`` are of one rank."""
-    pipeline = plan.pipeline(rows=rows)
-    flags = ["--ampipe-degree", str(plan.schedule.degree)]
+def flags_of(pipeline: Pipeline) -> list[str]:
+    """The flags of a training run that come nearest to the pipeline of a plan without its file."""
+    flags = ["--ampipe-degree", str(pipeline.degree)]
     if pipeline.shares is not None:
         flags = ["--ampipe-chunks", ",".join(f"{share:.4g}" for share in pipeline.shares)]
-    if plan.schedule.backward_degree != plan.schedule.degree:
-        flags += ["--ampipe-backward-degree", str(plan.schedule.backward_degree)]
-    if plan.schedule.name in SCHEDULE_NAMES and plan.schedule.name not in ("ampipe", "sequential"):
-        flags += ["--ampipe-schedule", plan.schedule.name]
-    if plan.stack == 1 and pipeline.num_chunks > 1:
+    if pipeline.backward_degree != pipeline.degree:
+        flags += ["--ampipe-backward-degree", str(pipeline.backward_degree)]
+    if pipeline.name in SCHEDULE_NAMES and pipeline.name not in ("ampipe", "sequential"):
+        flags += ["--ampipe-schedule", pipeline.name]
+    if pipeline.stack == 1 and pipeline.num_chunks > 1:
         flags += ["--ampipe-stack", "1"]
-    if plan.memory != KEEP:
-        flags += ["--ampipe-memory", plan.memory]
-    if plan.exchange is not Exchange.ROWS:
-        flags += ["--ampipe-exchange", plan.exchange]
-    if plan.partner is not None:
+    if pipeline.memory != KEEP:
+        flags += ["--ampipe-memory", pipeline.memory]
+    if pipeline.exchange is not Exchange.ROWS:
+        flags += ["--ampipe-exchange", pipeline.exchange]
+    if pipeline.partner is not None:
         flags.append("--ampipe-partner")
-        if plan.partner.degree > 1:
-            flags += ["--ampipe-partner-degree", str(plan.partner.degree)]
-        if plan.partner.order is not None:
-            flags += ["--ampipe-partner-order", plan.partner.order]
+        if pipeline.partner.degree > 1:
+            flags += ["--ampipe-partner-degree", str(pipeline.partner.degree)]
+        if pipeline.partner.order is not None:
+            flags += ["--ampipe-partner-order", pipeline.partner.order]
     return flags
 
 

@@ -136,7 +136,7 @@ def test_a_run_has_the_chunks_of_the_plan(rows: int, degree: int) -> None:
     predictor = Predictor(sized_block(sequence_length=rows), without_device(cluster()))
     (start,) = (one for one in candidates(predictor, [degree]) if one.schedule.name == "ampipe")
     for planned in (start, improve_chunks(predictor, start)):
-        pipeline = plan_of(predictor, planned).pipeline(rows=rows)
+        pipeline = plan_of(predictor, planned).pipeline_of(rows)
         assert (pipeline.shares is None) == (planned is start)
         run = [chunk.hidden[0].length for chunk in pipeline.chunks(rows)]
         assert run == list(planned.lengths)

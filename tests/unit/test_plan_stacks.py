@@ -47,7 +47,7 @@ def test_in_one_chunk_gradients_of_weights_overlap_where_cutting_costs_too_much(
     plan = make_plan(Predictor(short, measured), full=False)
     assert (plan.schedule.name, plan.schedule.num_chunks, plan.helps) == ("lancet", 1, True)
     assert "With one chunk, and gradients of weights" in plan.reason
-    assert plan.pipeline(rows=512).splits_weights
+    assert plan.pipeline_of(512).splits_weights
     other = make_plan(Predictor(replace(short, splits_weights=False), measured), full=False)
     assert other.schedule.name != "lancet"
 
