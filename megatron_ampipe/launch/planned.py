@@ -27,6 +27,7 @@ from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, block_of, lay
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.rank_memory import waiting_passes
 from megatron_ampipe.schedule import (
     KEEP,
     STRATEGIES,
@@ -338,14 +339,9 @@ def choose_memory(
 
 
 def in_flight(args: argparse.Namespace) -> int:
-    """How many micro-batches' passes through a (virtual) pipeline stage wait for their backward at most.
-
-    As in ``megatron.core.pipeline_parallel.schedules``: on the first rank, with warm-up and one in work.
-    """
+    """How many micro-batches' passes through a (virtual) pipeline stage wait for their backward at most."""
     stages = args.pipeline_model_parallel_size
     virtual = args.virtual_pipeline_model_parallel_size or 1
     passes = -(-args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)) * virtual
-    waiting = stages if virtual == 1 else 2 * (stages - 1) + (virtual - 1) * stages + 1
-    if virtual > 1 and args.ampipe_partner:
-        waiting += 1
+    waiting = waiting_passes(stages, virtual) + bool(virtual > 1 and args.ampipe_partner)
     return int(min(waiting, passes))

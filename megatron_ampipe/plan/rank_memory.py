@@ -170,8 +170,7 @@ def _activations(
 ) -> float:
     """Peak of the layers over all micro-batches in flight, and logits in two precisions on the last stage."""
     stages, virtual = flags.pipeline_model_parallel_size, len(parts)
-    # As launch.planned.in_flight, with as many micro-batches as a pipeline holds.
-    passes = stages - stage if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
+    passes = waiting_passes(stages, virtual, stage=stage)
     part = max(parts, key=len)
     num_layers = len(part) * passes
     row_bytes = block.batch * block.element_bytes * block.rows
@@ -186,6 +185,14 @@ def _activations(
     ahead = pipeline.partner is not None
     layers = peak_bytes(block, pipeline, num_layers=num_layers + ahead, dense_layers=dense, local=block.local)
     return layers + logits
+
+
+def waiting_passes(stages: int, virtual: int, *, stage: int = 0) -> int:
+    """How many passes through (virtual) pipeline stages of a rank wait for their backward at most.
+
+    As in ``megatron.core.pipeline_parallel.schedules``, with warm-up and one in work.
+    """
+    return stages - stage if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
 
 
 def _deepep_bytes(block: Block) -> float:

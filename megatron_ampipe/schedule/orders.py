@@ -319,10 +319,7 @@ def _exchanges_of_rows(stages: Iterable[Stage], features: BlockFeatures, directi
         after = {kinds.INPUT_NORM: (kinds.GATHER_ROWS,), ATTENTION: (kinds.SCATTER_ROWS,)}
     else:
         after = {kinds.ADD_NORM: (kinds.SCATTER_ROWS,), QKV: (kinds.REGATHER_ROWS, kinds.GATHER_ROWS)}
-    rows = {kind: kind for kind in data_flow(features).kinds}
+    rows = data_flow(features).kinds
     return [
-        Stage(rows[kind], stage.chunk)
-        for stage in stages
-        for kind in after.get(stage.kind, ())
-        if kind in rows
+        Stage(kind, stage.chunk) for stage in stages for kind in after.get(stage.kind, ()) if kind in rows
     ]
