@@ -7,6 +7,7 @@ with the most tokens. Not modelled: caches, clock throttling, and the time that 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -109,8 +110,7 @@ class Predictor:
         """
         features = self.features if features is None else features
         chunks = self._chunk_rows(tuple(lengths))
-        starts = range(0, len(chunks), parts)
-        groups = {index: chunks[start : start + parts] for index, start in enumerate(starts)}
+        groups = dict(enumerate(itertools.batched(chunks, parts)))
         found: dict[Stage, Pair] = {}
         for kind in data_flow(features).kinds:
             whole = kind.of_parameters or is_whole(kind, whole_attention=whole_attention)
