@@ -316,7 +316,7 @@ def plan_of(predictor: Predictor, candidate: Candidate, *, stack: int = 1) -> Pl
         stages_forward_ms=timeline.length_us("forward") / 1e3,
         stages_backward_ms=timeline.length_us("backward") / 1e3,
         hidden_share=timeline.hidden_share,
-        memory_gib=predictor.peak_bytes(candidate.schedule) / 2**30,
+        memory_gib=predictor.peak_bytes(pipeline) / 2**30,
         reason="",
         made_for=made_for(
             predictor.block, cluster=cluster.description, ranks_per_node=cluster.ranks_per_node

@@ -189,7 +189,7 @@ class Predictor:
                     for way in Direction
                 )
                 issued += Pair(*times)
-        return self._recomputed(*map(max, total, issued))
+        return self._recomputed(*map(max, total, issued), stock=True)
 
     def stock_exchanges(self) -> Pair:
         """The part of :meth:`stock` that the two all-to-alls of a block take."""
@@ -212,14 +212,8 @@ class Predictor:
         block, memory = replace(self.block, **changes), self.memory if memory is None else memory
         return Predictor(block, self.cluster, num_layers=num_layers, dense=dense, memory=memory)
 
-    def peak_bytes(self, schedule: Schedule | None, *, memory: str | None = None) -> float:
-        """Peak of the activations of a block with a schedule; None for Megatron's own layer."""
-        pipeline = Pipeline.of(
-            1 if schedule is None else schedule.degree,
-            backward_degree=1 if schedule is None else schedule.backward_degree,
-            order=schedule,
-            memory=self.memory if memory is None else memory,
-        )
+    def peak_bytes(self, pipeline: Pipeline) -> float:
+        """Peak of the activations of a block."""
         # Without a GPU there is no Transformer Engine.
         return peak_bytes(self.block, pipeline, local=self.cluster.trains_on_host)
 
@@ -239,13 +233,13 @@ class Predictor:
             lengths: Rows of one rank in each of the schedule's chunks.
         """
         schedule = self.whole(schedule)
-        return self._in_pass(*(self.direction_us(schedule, lengths, direction) for direction in Direction))
+        return self._recomputed(*(self.direction_us(schedule, lengths, direction) for direction in Direction))
 
     def bound_us(self, schedule: Schedule, lengths: Sequence[int]) -> Pair:
         """What no order of the stages of a schedule can beat; lanes do not slow each other in it."""
         schedule = self.whole(schedule)
         bounds = (self.timed(schedule, lengths, way).bound_us + self.calls_us(way) for way in Direction)
-        return self._in_pass(*bounds)
+        return self._recomputed(*bounds)
 
     def direction_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
         """Time of one direction of a schedule of all of the layers, without a recompute."""
@@ -308,12 +302,10 @@ class Predictor:
         """What is no stage: the calls of all layers in one direction."""
         return self.cluster.host.block.of(direction) * len(self.layers)
 
-    def _in_pass(self, forward: float, backward: float) -> Pair:
+    def _recomputed(self, forward: float, backward: float, *, stock: bool = False) -> Pair:
         """With what Megatron recomputes around a layer; layers that share a schedule recompute in it."""
-        return self._recomputed(forward, backward, again=not self.features.recomputed)
-
-    def _recomputed(self, forward: float, backward: float, *, again: bool = True) -> Pair:
-        return Pair(forward, forward + backward if self.block.recomputes and again else backward)
+        again = self.block.recomputes and (stock or not self.features.recomputed)
+        return Pair(forward, forward + backward if again else backward)
 
 
 def timeline_of(passes: Mapping[Direction, TimedProgram], labels: Mapping[str, str] | None) -> Timeline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -131,11 +132,14 @@ def _dispatchers(predictor: Predictor, plans: Plans, flags: str) -> list[dict[st
 def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]]:
     """Megatron's layer, and the named schedules at each degree in equal chunks."""
     stock = predictor.stock()
-    ways = [("stock", 1, stock, 0.0, {KEEP: predictor.peak_bytes(None, memory=KEEP)})]
+    ways = [("stock", 1, stock, 0.0, {KEEP: predictor.peak_bytes(Pipeline.of(1))})]
     whole = in_one_chunk(predictor)
     for way in (*([] if whole is None else [whole]), *candidates(predictor, degrees)):
         hidden = predictor.timeline(way.schedule, way.lengths).hidden_share
-        memory = {strategy: predictor.peak_bytes(way.schedule, memory=strategy) for strategy in STRATEGIES}
+        pipeline = Pipeline.of(way.schedule.degree, order=way.schedule)
+        memory = {
+            strategy: predictor.peak_bytes(replace(pipeline, memory=strategy)) for strategy in STRATEGIES
+        }
         ways.append((way.schedule.name, way.schedule.degree, way.time, hidden, memory))
     return [
         {
