@@ -289,7 +289,12 @@ def chunk_rows(block: Block, lengths: Sequence[int], *, shares_schedule: bool = 
     by_rank = []
     # With zigzag slices, the first or the last context-parallel rank has the most pairs of a chunk.
     for rank in {0, block.context - 1}:
-        layout = SequenceLayout(block.tensor, 0, block.context, rank, by_chunk=shares_schedule)
+        layout = SequenceLayout(
+            tensor_ranks=block.tensor,
+            context_ranks=block.context,
+            context_rank=rank,
+            by_chunk=shares_schedule,
+        )
         by_rank.append(cut(lengths, layout, sequence_length=block.sequence_length))
     rows = []
     for length, chunks in zip(lengths, zip(*by_rank, strict=True), strict=True):

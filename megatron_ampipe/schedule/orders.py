@@ -68,7 +68,10 @@ def _sequential(degree: int, features: BlockFeatures) -> Schedule:
 
 
 def _ampipe(degree: int, features: BlockFeatures, *, whole_attention: bool = False) -> Schedule:
-    """Dispatch of a chunk travels during attention of the next, combine during experts of the next."""
+    """Dispatch of a chunk travels during attention of the next, combine during experts of the next.
+
+    With ``whole_attention`` all of it comes before the first dispatch, of the whole sequence at once.
+    """
     # Backward, unlike in the paper, a chunk's dispatch does not wait for the combines of all chunks: it
     # follows ``lead`` chunks later. Where the network is slow, attention then begins while most tokens still
     # have to travel, and not after half of the way.
