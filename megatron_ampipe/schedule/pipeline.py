@@ -12,7 +12,7 @@ benchmarks, and ``--ampipe-degree auto`` replaces it between two iterations. Blo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
@@ -241,7 +241,6 @@ class Pipeline:
     exchange: Exchange = Exchange.ROWS
     partner: Partner | None = None
     partnered: tuple[Direction, ...] = ()
-    _hash: int = field(init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, degree: int, *, backward_degree: int | None = None, **others: Any) -> Self:
@@ -269,12 +268,6 @@ class Pipeline:
             rule = f"must be a divisor or a multiple of the degree of the other passes ({self.num_chunks})"
             raise SETTING["partner_degree"].refuse(together, rule, "Leave it out: they are uncut then.")
         assert self.order is None or (self.order.degree, self.order.backward_degree) == (degree, backward)
-        values = tuple(getattr(self, column.name) for column in fields(self) if column.compare)
-        object.__setattr__(self, "_hash", hash(values))
-
-    def __hash__(self) -> int:
-        # Blocks use it as a key in every pass, and an order has hundreds of stages.
-        return self._hash
 
     def trained(self, features: BlockFeatures) -> BlockFeatures:
         """The features of a block that trains with it, from those that do not depend on it."""

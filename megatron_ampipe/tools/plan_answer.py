@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -27,13 +28,6 @@ from megatron_ampipe.schedule import (
     even_chunks,
 )
 
-OF_PLAN = (
-    *("helps", "reason", "forward_degree", "backward_degree", "stack", "num_layers", "shares", "exchange"),
-    *("stock_ms", "predicted_ms", "predicted_speedup", "hidden_share", "memory_gib", "partner_ms"),
-)
-"""What an answer has of the chosen plan, under its name. ``partner_ms`` is of a pass of either direction with
-a partner, and ``predicted_ms`` without."""
-
 
 def answer_of(
     predictor: Predictor,
@@ -48,8 +42,9 @@ def answer_of(
     ``others`` are the plans with other flags of Megatron (``plan.planner.alternatives``), ``memory`` is that
     of each pipeline stage (``plan.rank_memory.memory_by_stage``).
     """
-    plan, block = plans.chosen, predictor.of_layers(1)
-    pipeline = plan.pipeline(rows=predictor.block.rows)
+    plan = plans.chosen
+    pipeline, shares = plan.pipeline_of(predictor.block.rows), plan.pipeline.shares
+    assert shares is not None
     try:
         gradients = _gradients(predictor, plan)
     except BadInput as error:
@@ -58,24 +53,40 @@ def answer_of(
         assumed.append(f"reductions of gradients are not predicted: {error.value} {error.rule}")
     if isinstance(memory, str):
         assumed.append(f"memory of a rank is not estimated: {memory}")
+    block = predictor.of_layers(1)
     return {
         "model": arguments.model,
         "cluster": arguments.cluster,
         "assumed": assumed,
-        "basis": predictor.cluster.basis,
+        "stock_ms": plan.stock_ms,
         "degrees": _rows(block, arguments.degrees),
+        "stacks": _stacks(predictor, plans),
         "layers": _layers(predictor, plans),
+        "basis": predictor.cluster.basis,
         "gradients": gradients,
         "choice": str(pipeline) if plan.helps else None,
         "flags": pipeline.flags if plan.helps else None,
-        "schedule": plan.schedule.name,
-        "partner": plan.partner is not None,
-        **{name: getattr(plan, name) for name in OF_PLAN},
+        "forward_degree": pipeline.degree,
+        "backward_degree": pipeline.backward_degree,
+        "stack": pipeline.stack,
+        "num_layers": plan.num_layers,
+        "shares": list(shares),
+        "schedule": pipeline.name,
+        "exchange": pipeline.exchange,
+        "predicted_ms": plan.predicted_ms,
+        "predicted_speedup": plan.predicted_speedup,
+        "hidden_share": plan.hidden_share,
+        "partner": pipeline.partner is not None,
+        # Of a pass of either direction with a partner; predicted_ms is without.
+        "partner_ms": plan.partner_ms,
         # The product of both is the speedup.
         "speedup_by_overlap": plan.predicted_speedup / plans.fewer_bytes,
         "speedup_by_fewer_bytes": plans.fewer_bytes,
         "hidden_by": timeline_of(predictor, pipeline).hidden_by if plan.helps else None,
+        "memory_gib": plan.memory_gib,
         "device_memory_gib": predictor.cluster.device_memory_gib,
+        "helps": plan.helps,
+        "reason": plan.reason,
         "memory_strategies": _memory_strategies(block, plan) if plan.helps else None,
         "dispatchers": [
             row for flags, of in {"": plans, **others}.items() for row in _dispatchers(predictor, of, flags)
@@ -119,11 +130,14 @@ def _dispatchers(predictor: Predictor, plans: Plans, flags: str) -> list[dict[st
 def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]]:
     """Megatron's layer, and the named schedules at each degree in equal chunks."""
     stock = predictor.stock()
-    ways = [("stock", 1, stock, 0.0, {KEEP: predictor.peak_bytes(None, memory=KEEP)})]
+    ways = [("stock", 1, stock, 0.0, {KEEP: predictor.peak_bytes(Pipeline.of(1))})]
     whole = in_one_chunk(predictor)
     for way in (*([] if whole is None else [whole]), *candidates(predictor, degrees)):
         hidden = predictor.timeline(way.schedule, way.lengths).hidden_share
-        memory = {strategy: predictor.peak_bytes(way.schedule, memory=strategy) for strategy in STRATEGIES}
+        pipeline = Pipeline.of(way.schedule.degree, order=way.schedule)
+        memory = {
+            strategy: predictor.peak_bytes(replace(pipeline, memory=strategy)) for strategy in STRATEGIES
+        }
         ways.append((way.schedule.name, way.schedule.degree, way.time, hidden, memory))
     return [
         {
@@ -144,7 +158,7 @@ def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]
 
 def _memory_strategies(predictor: Predictor, plan: Plan) -> dict[str, Any]:
     """What MPipeMoE's equation 10 chooses of its strategies, and which is fastest by simulation."""
-    degree = plan.backward_degree
+    degree = plan.pipeline.backward_degree
     costs_us = equation_10_us(predictor, degree=degree)
     times = {}
     for name in (KEEP, *costs_us):
@@ -160,49 +174,76 @@ def _memory_strategies(predictor: Predictor, plan: Plan) -> dict[str, Any]:
     }
 
 
+def _stacks(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
+    """The layers of a pipeline stage block by block, and sharing a schedule; empty if they cannot."""
+    shared = plans.shared
+    if shared is None:
+        return []
+    assert shared.stock_ms is not None and shared.predicted_ms is not None
+    lengths = _lengths(predictor, shared.pipeline_of(predictor.block.rows))
+    bound = sharing_layers(predictor, shared.pipeline.stack).bound_us(shared.schedule, lengths)
+    blocks, together = (
+        {
+            "stack": plan.pipeline.stack,
+            "layers": shared.num_layers,
+            "forward_degree": plan.pipeline.degree,
+            "backward_degree": plan.pipeline.backward_degree,
+            "schedule": plan.schedule.name if plan.helps else "stock",
+            "predicted_ms": time_ms,
+            "speedup": shared.stock_ms / time_ms,
+        }
+        for plan, time_ms in ((plans.alone, plans.blocks_ms), (shared, shared.predicted_ms))
+    )
+    together["share_of_bound"] = bound.total / 1e3 / shared.predicted_ms
+    return [blocks, together]
+
+
 def _layers(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
     """The layers of a pipeline stage in chunks and with partners; empty if neither can be."""
-    alone, shared = plans.alone, plans.shared
-    running = sharing_layers(predictor, 1 if shared is None else shared.stack)
-    ways: list[tuple[str, float, float | None]] = []
-    if shared is not None and shared.predicted_ms is not None:
-        lengths = [round(share * predictor.block.rows) for share in shared.shares]
-        bound_us = running.bound_us(shared.schedule, lengths).total
-        ways.append((f"block by block, degree {alone.forward_degree}", plans.blocks_ms, None))
-        ways.append((f"one schedule, degree {shared.forward_degree}", shared.predicted_ms, bound_us / 1e3))
+    running = _with_a_partner(predictor, plans)
+    stock_us = running.stock().total
+    rows = []
+    for row in _stacks(predictor, plans):
+        way = "block by block" if row["stack"] == 1 else "one schedule"
+        bound = f"{row['share_of_bound']:.1%}" if "share_of_bound" in row else ""
+        rows.append(row | {"way": f"{way}, degree {row['forward_degree']}", "of_bound": bound})
     for name, together in ((f"partners, {MEGATRON}", plans.as_megatron), ("partners", plans.together)):
         if together is not None:
-            ways.append((name, together.time_us / 1e3, together.bound_us / 1e3))
-    return [
-        {
-            "way": name,
-            "predicted_ms": time_ms,
-            "speedup": running.stock().total / 1e3 / time_ms,
-            "share_of_bound": bound_ms and bound_ms / time_ms,
-        }
-        for name, time_ms, bound_ms in ways
-    ]
+            row = {"way": name, "predicted_ms": together.time_us / 1e3}
+            row |= {"speedup": stock_us / together.time_us}
+            rows.append(row | {"of_bound": f"{together.bound_us / together.time_us:.1%}"})
+    return rows
+
+
+def _with_a_partner(predictor: Predictor, plans: Plans) -> Predictor:
+    """Of the layers that :attr:`Plans.together` is predicted for."""
+    return sharing_layers(predictor, 1 if plans.shared is None else plans.shared.pipeline.stack)
 
 
 def timeline_of(
     predictor: Predictor, pipeline: Pipeline, *, labels: Mapping[str, str] | None = None
 ) -> Timeline:
     """The predicted timeline of the layers that a pipeline is for; with a partner, of both passes."""
-    running, rows = sharing_layers(predictor, pipeline.stack), predictor.block.rows
+    running = sharing_layers(predictor, pipeline.stack)
     if pipeline.partner is not None:
         return partner_timeline(running, pipeline.partner, labels=labels)
-    lengths = [chunk.hidden[0].length for chunk in pipeline.chunks(rows)]
-    return running.timeline(pipeline.schedule_of(running.layers), lengths, labels=labels)
+    schedule = pipeline.schedule_of(running.layers)
+    return running.timeline(schedule, _lengths(predictor, pipeline), labels=labels)
+
+
+def _lengths(predictor: Predictor, pipeline: Pipeline) -> list[int]:
+    """Rows of a rank in each chunk."""
+    return [chunk.hidden[0].length for chunk in pipeline.chunks(predictor.block.rows)]
 
 
 def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
     """How gradients are reduced with the chosen plan; None without a plan or without anything to reduce."""
     if not plan.helps:
         return None
-    running = sharing_layers(predictor, plan.stack)
-    lengths = [round(share * predictor.block.rows) for share in plan.shares]
+    running = sharing_layers(predictor, plan.pipeline.stack)
     with_experts = sum(not features.dense for features in predictor.layers)
     num_layers = len(running.layers) if running is predictor else with_experts
+    lengths = _lengths(predictor, plan.pipeline_of(predictor.block.rows))
     return plan_gradients(running, plan.schedule, lengths, num_layers=num_layers)
 
 
@@ -247,7 +288,7 @@ def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bo
     if answer["layers"]:
         title = "layers of a pipeline stage, a micro-batch forward and backward"
         columns = {"layers": "way", "predicted ms": "predicted_ms:.3f", "speedup": "speedup:.2f"}
-        console.print(_table(title, answer["layers"], columns | {"of bound": "share_of_bound:.1%"}))
+        console.print(_table(title, answer["layers"], columns | {"of bound": "of_bound"}))
     if len(dispatchers := [row for row in answer["dispatchers"] if GROUPED not in row["flags"]]) > 1:
         rows = [row | {"exchange": row["exchange"] or "its own"} for row in dispatchers]
         title = "the same layers by dispatcher that the cluster file has figures of"

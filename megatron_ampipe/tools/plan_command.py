@@ -147,12 +147,12 @@ def run(arguments: argparse.Namespace) -> int:
     plans = make_plans(predictor, **options)
     others = alternatives(predictor, **options) if arguments.exchange == AUTO else {}
     plan = plans.chosen
-    if plan.partner is not None:
+    if plan.pipeline.partner is not None:
         assumed.append("steps have many micro-batches: the first forward, last backward pass run alone")
     elif layers.waits and not arguments.no_partner:
         assumed.append("no partners: they need virtual stages (--num-layers-per-virtual-pipeline-stage)")
-    predictor = predictor.changed(exchange=plan.exchange)
-    memory = memory_by_stage(model, predictor.block, plan.pipeline(rows=predictor.block.rows))
+    predictor = predictor.changed(exchange=plan.pipeline.exchange)
+    memory = memory_by_stage(model, predictor.block, plan.pipeline_of(predictor.block.rows))
     answer = answer_of(predictor, plans, others, memory, arguments, assumed)
     text = json.dumps(answer, indent=1) + "\n"
     if arguments.trace is not None or arguments.tape is not None:
@@ -171,7 +171,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _write_shown(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> None:
     """Write what ``--trace`` and ``--tape`` show."""
     rows = predictor.block.rows
-    pipeline = plan.pipeline(rows=rows)
+    pipeline = plan.pipeline_of(rows)
     if arguments.trace_of is not None:
         pipeline = Pipeline.of(arguments.trace_of)
     if arguments.trace is not None:

@@ -55,13 +55,12 @@ def test_every_value_that_is_required_exists() -> None:
 def write_plan(file: Path, degree: int = 2, *, memory: str = KEEP, **fields: Any) -> str:
     """A plan of equal chunks; returns the name of its file."""
     features = with_memory(BlockFeatures(chunked_qkv=True), memory)
-    schedule = build("ampipe", degree=degree, features=features)
+    order = build("ampipe", degree=degree, features=features)
     if fields.get("stack") == 0:
-        schedule = period(schedule)
+        order = period(order)
     shares = (1 / degree,) * degree
-    Plan(schedule=schedule, shares=shares, memory=memory, reason="chosen", **fields).write(
-        file, head="a test"
-    )
+    pipeline = Pipeline.of(degree, order=order, shares=shares, memory=memory, **fields)
+    Plan(pipeline=pipeline, reason="chosen").write(file, head="a test")
     return str(file)
 
 
@@ -112,7 +111,7 @@ def plan_file(tmp_path: Path) -> str:
 
 def test_a_plan_file_is_run_where_the_flags_do_not_say_otherwise(plan_file: str) -> None:
     restart = ("--ampipe-degree", "auto", "--ampipe-save-plan", plan_file)
-    plan = Plan.read(Path(plan_file)).pipeline()
+    plan = Plan.read(Path(plan_file)).pipeline
     assert parse("--ampipe-plan", plan_file).pipeline == plan
     same = ("", "--ampipe-stack all", "--ampipe-memory rebuild", "--ampipe-exchange auto")
     for words in same:
