@@ -121,7 +121,9 @@ class BlockModules:
         self.dense = not moe_layer.is_moe_layer
         self.attends = isinstance(attention_layer.self_attention, Attention)
         """Whether attention is a part of the block."""
-        self.is_latent = not self.dense and bool(getattr(self.config, "moe_latent_size", None))
+        self.is_latent = not self.dense and bool(self.config.moe_latent_size)
+        self.has_gate = self.attends and bool(attention_layer.config.attention_output_gate)
+        """Whether a gate of each row, which travels with its query, multiplies what core attention gives."""
         self._recomputes = (
             {*self.config.recompute_modules} if self.config.recompute_granularity == "selective" else set()
         )
@@ -363,7 +365,7 @@ class BlockModules:
 
     @cached_property
     def parameters(self) -> BlockParameters:
-        """All trainable parameters of the block, each once."""
+        """See ``BlockFunctions``; also refuses what would overwrite sums of gradients."""
         used: dict[Parameter, bool] = {}
         for kind, parameters in self.stage_parameters.items():
             for parameter in parameters:
@@ -391,11 +393,6 @@ class BlockModules:
         """All that the block runs."""
         layer = self.moe_layer
         return (self.attention_layer, layer) if self.attends else (layer.pre_mlp_layernorm, layer.mlp)
-
-    @property
-    def all_parameters(self) -> Sequence[Parameter]:
-        """See ``BlockFunctions``."""
-        return self.parameters.all
 
     @cached_property
     def _linears(self) -> Mapping[StageKind, Sequence[Module]]:

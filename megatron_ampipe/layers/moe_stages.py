@@ -210,12 +210,16 @@ def _experts(
     if inner is not None:
         inner.sorted(tokens)
     elif state.block.drops_activations and torch.is_grad_enabled():
-        again = functools.partial(
-            _products_again, state.block, tokens.detach(), tokens_per_expert, probs.detach()
-        )
-        activations = ActivationTensors(state.block.stage_parameters[kinds.EXPERT], again)
+        # Not the arguments, which have a graph.
+        block, given = state.block, (tokens.detach(), probs.detach())
+
+        def again(activations: InnerTensors) -> None:
+            tokens, probs = with_history(given)
+            _products(block, tokens, tokens_per_expert, probs, activations)
+
+        activations = ActivationTensors(block.stage_parameters[kinds.EXPERT], again)
         with activations.dropped():
-            return _products(state.block, tokens, tokens_per_expert, probs, activations)
+            return _products(block, tokens, tokens_per_expert, probs, activations)
     return _products(state.block, tokens, tokens_per_expert, probs, inner)
 
 
@@ -223,18 +227,11 @@ def _products(
     block: BlockModules, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor, inner: InnerTensors | None
 ) -> Tensor:
     # Megatron's checkpoint inside the experts fails under ``torch.autograd.grad``.
-    stock = replaced([block.moe.experts], "activation_recompute", [False])
+    stock = replaced((block.moe.experts, "activation_recompute", False))
     with stock, products_run_by(inner, block.expert_products):
         output, bias = block.moe.experts(tokens, tokens_per_expert, probs)
     assert bias is None, "Megatron's experts add their bias themselves"
     return output
-
-
-def _products_again(
-    block: BlockModules, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor, inner: InnerTensors
-) -> None:
-    tokens, probs = with_history([tokens, probs])
-    _products(block, tokens, tokens_per_expert, probs, inner)
 
 
 @runs(kinds.REPERMUTE)
