@@ -67,13 +67,13 @@ class StageFunction:
     """The function of a kind, see :class:`~megatron_ampipe.runtime.block_functions.BlockFunctions`."""
 
     run: Function
-    reads: Reads
+    reads: Reads = lambda _: ()
     """Of a block that has the kind, the modules that it calls, and parameters that it reads besides."""
-    recompute: tuple[str, ...]
+    recompute: tuple[str, ...] = ()
     """Names of Megatron's ``--recompute-modules`` with which it runs again before its backward."""
-    backward: Function | None
+    backward: Function | None = None
     """Of a kind with ``own_backward``, which autograd does not differentiate."""
-    graph: str | None
+    graph: str | None = None
     """The name of Megatron's ``--cuda-graph-modules`` with which it is captured; None: never."""
 
 
@@ -81,18 +81,11 @@ FUNCTIONS: dict[StageKind, StageFunction] = {}
 """By kind; what computes a kind with steps takes the number of the step first."""
 
 
-def runs[F: Function](
-    *of_kinds: StageKind,
-    reads: Reads = lambda _: (),
-    recompute: tuple[str, ...] = (),
-    backward: Function | None = None,
-    graph: str | None = None,
-) -> Callable[[F], F]:
-    """Decorate the function of these kinds; the arguments are those of :class:`StageFunction`."""
+def runs[F: Function](*of_kinds: StageKind, **fields: Any) -> Callable[[F], F]:
+    """Decorate the function of these kinds, with the other fields of its :class:`StageFunction`."""
 
     def register(function: F) -> F:
-        registered = StageFunction(function, reads, recompute, backward, graph)
-        FUNCTIONS.update(dict.fromkeys(of_kinds, registered))
+        FUNCTIONS.update(dict.fromkeys(of_kinds, StageFunction(function, **fields)))
         return function
 
     return register

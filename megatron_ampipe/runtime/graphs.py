@@ -284,13 +284,12 @@ class GraphSet:
 
     def _record(self, captured: _Captured, run: Run, state: Pass) -> None:
         """Capture the calls of a run, and note what they have done with the sums of gradients."""
-        numbers = dict.fromkeys(
-            (step.stage.layer, number)
+        of_number = {
+            (step.stage.layer, number): self._of_tape.functions[step.stage.layer].parameters.all[number]
             for step in run.steps
             if isinstance(step, Differentiate)
             for number in step.parameters
-        )
-        of_number = {of: self._of_tape.functions[of[0]].parameters.all[of[1]] for of in numbers}
+        }
         for (layer, number), parameter in of_number.items():
             is_own = parameter in self._fused or id(state.sums[layer].entry(number)[0]) in self._own
             assert is_own, "a sum of gradients that the graphs did not begin"
