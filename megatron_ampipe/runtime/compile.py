@@ -6,6 +6,7 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -105,21 +106,17 @@ def _calls(
     direction: Direction,
     steps: _Steps,
 ) -> list[Call]:
-    positions = {stage: position for position, (_, stage) in enumerate(issued)}
     ends, halves = _ends(issued, needs), set()
     if direction is Direction.BACKWARD:
         halves = {*{stage.layer: stage for _, stage in issued if is_of_feed_forward(stage)}.values()}
     return [
-        Call(
-            position,
-            lane,
-            stage,
-            tuple(positions[needed] for needed in needs[stage]),
-            tuple(steps.of(stage, direction)),
-            ends=stage in ends,
-            ends_half=stage in halves,
+        replace(
+            call,
+            steps=tuple(steps.of(call.stage, direction)),
+            ends=call.stage in ends,
+            ends_half=call.stage in halves,
         )
-        for position, (lane, stage) in enumerate(issued)
+        for call in Tape.of(issued, needs).calls
     ]
 
 

@@ -178,15 +178,11 @@ def merged(backward: Tape, forward: Tape, partner: Partner, *, host_waits: bool)
         covers={stage for stage in needs if stage.kind.covers_wait},
     )
     assert len(order) == len(calls), "two passes wait for each other"
-    positions = {stage: position for position, (_, stage) in enumerate(order)}
     return Tape(
         [
             replace(
-                calls[stage],
-                stage=stage,
-                position=position,
-                needs=tuple(sorted(positions[needed] for needed in needs[stage])),
+                calls[call.stage], position=call.position, stage=call.stage, needs=tuple(sorted(call.needs))
             )
-            for stage, position in positions.items()
+            for call in Tape.of(order, needs).calls
         ]
     )
