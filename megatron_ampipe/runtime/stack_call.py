@@ -112,7 +112,8 @@ class StackCall:
     def begin_backward(self, gradient: Tensor) -> None:
         """Before the first call of the backward pass, with the gradient of the output."""
         slots = self.state.slots
-        slots[self.tapes.above] = gradient
+        # What a pipeline stage receives requires a gradient (Megatron's p2p_communication).
+        slots[self.tapes.above] = gradient.detach()
         slots[ZERO] = torch.zeros((), device=gradient.device)
         self._note_asked(REDUCE, len(self.state.blocks) - 1)
 

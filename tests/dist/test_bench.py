@@ -145,11 +145,11 @@ def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:
 
 
 def test_end_to_end_training_alternates_the_variants(tmp_path: Path) -> None:
-    link = "none" if NO_NETWORK else "400mbit"
     words = ["--end-to-end", "--cases", "rich", "--degrees", "4", "--schedules", "ampipe", "--repeats", "3"]
     words += ["--stack", "all", "--partner", "off,listed", "--micro-batches", "3"]
-    document, shown = bench(tmp_path, *words, "--rounds", "1", "--layers", "2", "--link", link)
-    assert {"ampipe", "stack", "partner", "listed", "control"} <= set(shown.split())
+    document, shown = bench(tmp_path, *words, "--rounds", "1", "--layers", "2", "--link", "emulated:400mbit")
+    assert {"ampipe", "stack", "partner", "listed", "control", "(emulated)"} <= set(shown.split())
+    assert document["emulated"] is True
     assert (document["format"], document["layers"], document["rounds"]) == (training.FORMAT, 2, 1)
     (case,) = document["cases"]
     assert {"--mock-data", "--expert-model-parallel-size"} <= set(case["flags"])

@@ -4,8 +4,7 @@
 look up at every call. So every all-to-all of either, forward and backward, takes ``latency + bytes / rate``
 longer than its copy, on the lane that waits for it: on CPU the thread sleeps, on CUDA a kernel of one thread
 spins on the stream. This is how the paper slowed its links (section 4.3). ``bytes`` is what the rank sends to
-or receives from others, whichever is more. The small exchange of counts takes no longer. The part for CUDA
-has not been run yet.
+or receives from others, whichever is more. The small exchange of counts takes no longer.
 
 A GPU changes its clock rate, so a number of cycles is not a time. Its ``%globaltimer`` counts nanoseconds;
 torch compiles the kernel that reads it (NVRTC). Where that fails, or the timer is wrong, cycles are counted.
