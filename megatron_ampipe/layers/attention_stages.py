@@ -118,13 +118,13 @@ def attend_backward(
     step: int,
     state: BlockPass,
     chunk: int | None,
-    gradients: Sequence[Tensor | None],
-    recalled: Sequence[Tensor],
+    gradient: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
     sums: KeyValueSums,
 ) -> Sequence[Tensor | None]:
     """The gradients of what :func:`attend` took; of the queries all at once, in step 0."""
-    (gradient,), (key, value) = gradients, recalled
-    assert gradient is not None
     of_query = state.ring.differentiate(step, chunk, gradient, key, value, sums)
     if of_query is None:
         return None, None, None, gradient

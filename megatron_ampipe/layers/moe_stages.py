@@ -200,7 +200,11 @@ def expert(
     state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors | None = None
 ) -> tuple[Tensor, ...]:
     """Received tokens ``[T, D]`` through the local experts, to ``[T, D]``."""
-    return (state.dispatchers[chunk].combine_preprocess(_experts(state, chunk, tokens, probs, inner)),)
+    dispatcher = state.dispatchers[chunk]
+    if inner is None:
+        return (dispatcher.combine_preprocess(_experts(state, chunk, tokens, probs, None)),)
+    with inner.dropped():
+        return (dispatcher.combine_preprocess(_experts(state, chunk, tokens, probs, inner)),)
 
 
 def _experts(
@@ -244,15 +248,17 @@ def repermute(state: BlockPass, chunk: int, *normed: Tensor) -> tuple[Tensor, ..
 @runs(kinds.REBUILD)
 def rebuild(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
     """The experts once more without their last product, for ``inner``."""
-    _experts(state, chunk, tokens, probs, inner)
+    with inner.restored():
+        _experts(state, chunk, *with_history([tokens, probs]), inner)
     return ()
 
 
 @runs(kinds.RESORT)
 def resort(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
     """Tokens ``[T, D]`` that were sent once more into the order of the experts, for ``inner``."""
-    tokens, *_ = state.dispatchers[chunk].dispatch_postprocess(tokens, probs)
-    inner.sorted(tokens)
+    with inner.restored():
+        sorted_tokens, *_ = state.dispatchers[chunk].dispatch_postprocess(*with_history([tokens, probs]))
+        inner.sorted(sorted_tokens)
     return ()
 
 

@@ -23,7 +23,8 @@ class BlockFunctions(Protocol):
     The chunk is an index, or None for the whole sequence. A kind that takes keys and values also gets
     ``sums``, a :class:`~.segment.KeyValueSums` to which its backward may add their gradients; it then
     returns none. A kind that does not keep all that its backward needs, and the kind that restores it, get
-    the same ``inner``, an :class:`~.saved_tensors.InnerTensors` that must run its products.
+    the same ``inner``, an :class:`~.saved_tensors.InnerTensors` that must run its products: the first within
+    its ``dropped``, the second within its ``restored``.
     """
 
     recomputed: Collection[StageKind]
@@ -43,7 +44,7 @@ class BlockFunctions(Protocol):
         """
 
     def differentiate(self, kind: StageKind) -> Function:
-        """The backward of a kind that has its own, ``(state, chunk, gradients, recalled, sums)``.
+        """The backward of a kind that has its own, ``(state, chunk, *gradients, *recalled, sums=)``.
 
         From gradients of what the stage gave, and the keys and values that it took, to those of what it took;
         None for keys and values, whose gradients go to ``sums``.
