@@ -185,7 +185,6 @@ def _write_shown(predictor: Predictor, plan: Plan, arguments: argparse.Namespace
 
 UNNAMED = SimpleNamespace(
     recomputed=(),
-    all_parameters=(),
     stage_parameters={},
     run=lambda kind: (0, None),
     differentiate=lambda kind: (0, None),
