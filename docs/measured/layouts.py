@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.cli import main as ampipe
+from megatron_ampipe.launch import host
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
@@ -117,6 +118,7 @@ def _difference(expected: Any, found: Any) -> float:
 def layers_alone(rank: Rank[RankJob]) -> dict[str, Any]:
     """What single layers compute on two ranks; run in each of them."""
     rank.connect()
+    host.install()
     import torch
     import torch.distributed as dist
     from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate

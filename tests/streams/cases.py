@@ -14,14 +14,13 @@ from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
     Exchange,
-    LaneOrder,
     Pipeline,
     Program,
     Schedule,
     Stage,
-    dependencies,
     kinds,
     memory_to_text,
+    needs_of,
     with_memory,
 )
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE, INTRA
@@ -183,19 +182,14 @@ def random_run(
 
 def random_schedule(degree: int, features: BlockFeatures, chooser: random.Random) -> Schedule:
     """A random order of every lane that passes the check."""
-    programs = []
     present = [kinds.QKV, kinds.ATTENTION, kinds.EXPERT, *([kinds.SHARED] if features.shared else [])]
     weights = [WEIGHTS[kind] for kind in present if chooser.random() < 0.5]
     joined = [kind for kind in weights if chooser.random() < 0.5]
-    for direction in Direction:
-        needs = dependencies(
-            [features],
-            degree=degree,
-            whole_attention=False,
-            direction=direction,
-            weights=weights,
-            joined=joined,
-        )
+    apart = [Stage(kind, None if kind in joined else 0) for kind in weights]
+    schedule = Schedule("random", degree, Program(()), Program.of({COMPUTE: apart}), degree)
+
+    def in_lanes(_: Program, direction: Direction) -> Program:
+        needs = needs_of(schedule, [features], direction)
         combines = chooser.choice((COMM, "comm.second"))
         lanes: dict[str, list[Stage]] = {}
         left = dict(needs)
@@ -204,8 +198,9 @@ def random_schedule(degree: int, features: BlockFeatures, chooser: random.Random
             del left[stage]
             lane = combines if stage.kind == kinds.COMBINE else stage.kind.lane.name
             lanes.setdefault(lane, []).append(stage)
-        programs.append(Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items())))
-    return Schedule("random", degree, *programs, degree)
+        return Program.of(lanes)
+
+    return schedule.mapped(in_lanes)
 
 
 def random_issue(
@@ -225,7 +220,7 @@ def lazy_issue(
 def _merged(
     program: Program, needs: dict[Stage, tuple[Stage, ...]], choose: Callable[[list[str]], str]
 ) -> tuple[tuple[str, Stage], ...]:
-    left = {order.lane: list(order.stages) for order in program.lanes}
+    left = {lane: list(stages) for lane, stages in program.lanes}
     issued: dict[Stage, str] = {}
     while any(left.values()):
         ready = [lane for lane, stages in left.items() if stages and issued.keys() >= set(needs[stages[0]])]
