@@ -67,12 +67,11 @@ def run_of(**changes: Any) -> argparse.Namespace:
     values: dict[str, Any] = {
         "seq_length": 8192, "micro_batch_size": 1, "hidden_size": 1024, "num_attention_heads": 16,
         "kv_channels": 64, "ffn_hidden_size": 4096, "num_experts": 8, "moe_router_topk": 2, "bf16": True,
-        "fp16": False, "world_size": 8, "gradient_accumulation_fusion": True,
-        "transformer_impl": "transformer_engine", "recompute_granularity": None,
-        "ampipe_plan": "plan.yaml", "ampipe_save_plan": None, "ampipe_capacity_scope": None,
-        "ampipe_router_scope": None, "ampipe_condense": None, "ampipe_partner": None,
+        "fp16": False, "world_size": 8, "gradient_accumulation_fusion": True, "recompute_granularity": None,
+        "transformer_impl": "transformer_engine", "ampipe_capacity_scope": None, "ampipe_router_scope": None,
+        "ampipe_condense": None, "ampipe_partner": None, "ampipe_plan": "plan.yaml", "ampipe_save_plan": None,
     }  # fmt: skip
-    return argparse.Namespace(**SETTINGS | values | changes)
+    return argparse.Namespace(**(SETTINGS | values | changes))
 
 
 @pytest.fixture(autouse=True)
