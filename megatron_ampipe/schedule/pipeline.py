@@ -21,7 +21,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, chunk_sequence
 from megatron_ampipe.schedule.features import BlockFeatures, Restored, expert_tensor_ranks
 from megatron_ampipe.schedule.kinds import QKV
-from megatron_ampipe.schedule.orders import build
+from megatron_ampipe.schedule.orders import SCHEDULE_NAMES, build
 from megatron_ampipe.schedule.partners import Partner, in_order_of
 from megatron_ampipe.schedule.passes import period, unrolled
 from megatron_ampipe.schedule.program import Schedule
@@ -387,6 +387,28 @@ class Pipeline:
         if self.partner is not None:
             labels["partner"] = str(self.partner)
         return labels
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags of a training with it, without defaults; an order that has no name has no flag."""
+        values: dict[str, object] = {"degree": self.degree}
+        if self.shares is not None:
+            values = {"chunks": ",".join(f"{share:.4g}" for share in self.shares)}
+        if self.backward_degree != self.degree:
+            values["backward_degree"] = self.backward_degree
+        if self.overlaps and self.name in SCHEDULE_NAMES:
+            values["schedule"] = self.name
+        if self.overlaps or self.partner is not None:
+            values["stack"] = stack_to_text(self.stack)
+        values |= {"memory": self.memory, "exchange": self.exchange}
+        if self.partner is not None:
+            values["partner"] = True
+            values |= {"partner_degree": self.partner.degree, "partner_order": self.partner.order}
+        flags = []
+        for name, value in values.items():
+            if value != SETTING[name].default:
+                flags += [SETTING[name].flag] if value is True else [SETTING[name].flag, str(value)]
+        return flags
 
     def __str__(self) -> str:
         return ", ".join(f"{label} {value}" for label, value in self.labels.items())

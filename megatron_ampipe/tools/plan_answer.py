@@ -23,9 +23,7 @@ from megatron_ampipe.plan.search import MINIMUM_SAVING, candidates, in_one_chunk
 from megatron_ampipe.schedule import (
     KEEP,
     MEGATRON,
-    SCHEDULE_NAMES,
     STRATEGIES,
-    Exchange,
     Pipeline,
     even_chunks,
 )
@@ -67,7 +65,7 @@ def answer_of(
         "basis": predictor.cluster.basis,
         "gradients": gradients,
         "choice": str(pipeline) if plan.helps else None,
-        "flags": flags_of(pipeline) if plan.helps else None,
+        "flags": pipeline.flags if plan.helps else None,
         "forward_degree": pipeline.degree,
         "backward_degree": pipeline.backward_degree,
         "stack": pipeline.stack,
@@ -84,7 +82,7 @@ def answer_of(
         # The product of both is the speedup.
         "speedup_by_overlap": plan.predicted_speedup / plans.fewer_bytes,
         "speedup_by_fewer_bytes": plans.fewer_bytes,
-        "hidden_by": timeline_of(predictor, plan).hidden_by if plan.helps else None,
+        "hidden_by": timeline_of(predictor, pipeline).hidden_by if plan.helps else None,
         "memory_gib": plan.memory_gib,
         "device_memory_gib": predictor.cluster.device_memory_gib,
         "helps": plan.helps,
@@ -182,7 +180,7 @@ def _stacks(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
     if shared is None:
         return []
     assert shared.stock_ms is not None and shared.predicted_ms is not None
-    lengths = _lengths(predictor, shared)
+    lengths = _lengths(predictor, shared.pipeline_of(predictor.block.rows))
     bound = sharing_layers(predictor, shared.pipeline.stack).bound_us(shared.schedule, lengths)
     blocks, together = (
         {
@@ -222,18 +220,20 @@ def _with_a_partner(predictor: Predictor, plans: Plans) -> Predictor:
     return sharing_layers(predictor, 1 if plans.shared is None else plans.shared.pipeline.stack)
 
 
-def timeline_of(predictor: Predictor, plan: Plan, *, labels: Mapping[str, str] | None = None) -> Timeline:
-    """The predicted timeline of the layers that a plan is for; with a partner, of both passes."""
-    layers, partner = sharing_layers(predictor, plan.pipeline.stack), plan.pipeline.partner
-    if partner is not None:
-        return partner_timeline(layers, partner, labels=labels)
-    return layers.timeline(plan.schedule, _lengths(predictor, plan), labels=labels)
+def timeline_of(
+    predictor: Predictor, pipeline: Pipeline, *, labels: Mapping[str, str] | None = None
+) -> Timeline:
+    """The predicted timeline of the layers that a pipeline is for; with a partner, of both passes."""
+    running = sharing_layers(predictor, pipeline.stack)
+    if pipeline.partner is not None:
+        return partner_timeline(running, pipeline.partner, labels=labels)
+    schedule = pipeline.schedule_of(running.layers)
+    return running.timeline(schedule, _lengths(predictor, pipeline), labels=labels)
 
 
-def _lengths(predictor: Predictor, plan: Plan) -> list[int]:
-    """Rows of a rank in each chunk of a plan."""
-    rows = predictor.block.rows
-    return [chunk.hidden[0].length for chunk in plan.pipeline_of(rows).chunks(rows)]
+def _lengths(predictor: Predictor, pipeline: Pipeline) -> list[int]:
+    """Rows of a rank in each chunk."""
+    return [chunk.hidden[0].length for chunk in pipeline.chunks(predictor.block.rows)]
 
 
 def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
@@ -243,15 +243,16 @@ def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
     running = sharing_layers(predictor, plan.pipeline.stack)
     with_experts = sum(not features.dense for features in predictor.layers)
     num_layers = len(running.layers) if running is predictor else with_experts
-    lengths = _lengths(predictor, plan)
+    lengths = _lengths(predictor, plan.pipeline_of(predictor.block.rows))
     return plan_gradients(running, plan.schedule, lengths, num_layers=num_layers)
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
-    """A table of rows; ``columns`` are their headings, and formats of a row."""
+    """A table of rows; by heading, ``columns`` are a key and the format of its value. None stays empty."""
     table = Table(*columns, title=title)
     for row in rows:
-        table.add_row(*(text.format_map(row) for text in columns.values()))
+        parts = (column.partition(":") for column in columns.values())
+        table.add_row(*("" if row.get(key) is None else format(row[key], form) for key, _, form in parts))
     return table
 
 
@@ -285,28 +286,25 @@ def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bo
     for sentence in answer["assumed"]:
         say(f"assumed: {sentence}", style="dim")
     if answer["layers"]:
-        columns = {"layers": "{way}", "predicted ms": "{predicted_ms:.3f}", "speedup": "{speedup:.2f}"}
-        columns["of bound"] = "{of_bound}"
         title = "layers of a pipeline stage, a micro-batch forward and backward"
-        console.print(_table(title, answer["layers"], columns))
+        columns = {"layers": "way", "predicted ms": "predicted_ms:.3f", "speedup": "speedup:.2f"}
+        console.print(_table(title, answer["layers"], columns | {"of bound": "of_bound"}))
     if len(dispatchers := [row for row in answer["dispatchers"] if GROUPED not in row["flags"]]) > 1:
         rows = [row | {"exchange": row["exchange"] or "its own"} for row in dispatchers]
-        columns = {"dispatcher": "{dispatcher}", "exchange": "{exchange}", "Megatron's ms": "{stock_ms:.1f}"}
-        columns |= {"AMPipe's ms": "{predicted_ms:.1f}", "speedup": "{speedup:.2f}", "figures": "{figures}"}
-        console.print(
-            _table("the same layers by dispatcher that the cluster file has figures of", rows, columns)
-        )
-    ways = {"degree": "{degree}", "schedule": "{schedule}"}
-    directions = {name: f"{{{name}_ms:.3f}}" for name in ("forward", "backward", "predicted")}
-    gains = {"speedup": "{speedup:.2f}", "hidden": "{hidden_share:.1%}"}
+        title = "the same layers by dispatcher that the cluster file has figures of"
+        columns = {"dispatcher": "dispatcher", "exchange": "exchange", "Megatron's ms": "stock_ms:.1f"}
+        columns |= {"AMPipe's ms": "predicted_ms:.1f", "speedup": "speedup:.2f", "figures": "figures"}
+        console.print(_table(title, rows, columns))
+    ways = {"degree": "degree", "schedule": "schedule"}
+    directions = {name: f"{name}_ms:.3f" for name in ("forward", "backward", "predicted")}
+    gains = {"speedup": "speedup:.2f", "hidden": "hidden_share:.1%"}
     rows = answer["degrees"]
     console.print(_table("one block, one micro-batch, predicted ms", rows, ways | directions | gains))
     if not verbose:
         return
-    sizes = [{name: f"{size:.2f}" for name, size in row["memory_gib_by_strategy"].items()} for row in rows]
-    rows = [dict.fromkeys(STRATEGIES, "") | row | size for row, size in zip(rows, sizes, strict=True)]
+    rows = [row | row["memory_gib_by_strategy"] for row in rows]
     title = "GiB of activations, one block, by --ampipe-memory"
-    console.print(_table(title, rows, ways | {name: f"{{{name}}}" for name in STRATEGIES}))
+    console.print(_table(title, rows, ways | {name: f"{name}:.2f" for name in STRATEGIES}))
     if (gradients := answer["gradients"]) is not None:
         say(_advice_on_gradients(gradients))
     if (memory := answer["memory_strategies"]) is not None:
@@ -330,30 +328,6 @@ def _faster_with(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"with {flags}: layers take {time_ms:.4g} ms in place of {model_ms:.4g}, {speedup:.2f} times as "
             f"fast as Megatron's with it (figures {figures})"
         )
-
-
-def flags_of(pipeline: Pipeline) -> list[str]:
-    """The flags of a training run that come nearest to the pipeline of a plan without its file."""
-    flags = ["--ampipe-degree", str(pipeline.degree)]
-    if pipeline.shares is not None:
-        flags = ["--ampipe-chunks", ",".join(f"{share:.4g}" for share in pipeline.shares)]
-    if pipeline.backward_degree != pipeline.degree:
-        flags += ["--ampipe-backward-degree", str(pipeline.backward_degree)]
-    if pipeline.name in SCHEDULE_NAMES and pipeline.name not in ("ampipe", "sequential"):
-        flags += ["--ampipe-schedule", pipeline.name]
-    if pipeline.stack == 1 and pipeline.num_chunks > 1:
-        flags += ["--ampipe-stack", "1"]
-    if pipeline.memory != KEEP:
-        flags += ["--ampipe-memory", pipeline.memory]
-    if pipeline.exchange is not Exchange.ROWS:
-        flags += ["--ampipe-exchange", pipeline.exchange]
-    if pipeline.partner is not None:
-        flags.append("--ampipe-partner")
-        if pipeline.partner.degree > 1:
-            flags += ["--ampipe-partner-degree", str(pipeline.partner.degree)]
-        if pipeline.partner.order is not None:
-            flags += ["--ampipe-partner-order", pipeline.partner.order]
-    return flags
 
 
 def _held(memory: Mapping[str, Any], device_gib: float | None) -> str:

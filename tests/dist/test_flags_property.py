@@ -194,8 +194,8 @@ def outcome(line: str) -> str:
 
     ended = "trained"
     try:
-        with launched([*BASE, *shlex.split(line)]) as (args, stock, ours):
-            compare(args, stock, ours, pipelined="--ampipe-degree 1" not in line)
+        with launched([*BASE, *shlex.split(line)]) as (args, config):
+            compare(args, config, pipelined="--ampipe-degree 1" not in line)
     except Exception as raised:
         # What Megatron refuses is translated where a launch ends.
         error = known_cause(raised) or raised

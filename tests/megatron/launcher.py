@@ -217,9 +217,10 @@ def started(*arguments: str, logs: Sequence[Path], until: str) -> Iterator[list[
             process.wait()
 
 
-def train(*arguments: str, num_ranks: int = 2, timeout_s: float = 240) -> Run:
+def train(*arguments: str, num_ranks: int = 2, timeout_s: float = 240, module: str = MODULE) -> Run:
     """Train the tiny GPT-MoE model on mock data; fails the test if the training fails."""
-    run = pretrain(*TINY_GPT, *TINY_MOE, *MOCK_DATA, *arguments, num_ranks=num_ranks, timeout_s=timeout_s)
+    words = [*TINY_GPT, *TINY_MOE, *MOCK_DATA, *arguments]
+    run = pretrain(*words, num_ranks=num_ranks, timeout_s=timeout_s, module=module)
     assert run.exit_code == 0, run.output[-6000:]
     return run
 

@@ -5,25 +5,22 @@ import shlex
 
 import pytest
 
-from tests.megatron.launcher import Run, assert_same_digits, pretrain
-from tests.megatron.trainings import COMMON, EP, LLAMA, MOCK_DATA, NUM_ITERATIONS, PP, SHARED
+from tests.megatron.launcher import assert_same_digits, train
+from tests.megatron.trainings import COMMON, EP, LLAMA, NUM_ITERATIONS, PP, SHARED
 
 pytestmark = pytest.mark.timeout(600)
 
+WORKER = "tests.megatron.graphs_worker"
 GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn moe_router moe_preprocess mlp "
-
-
-def train(flags: str) -> Run:
-    words = [*COMMON, *MOCK_DATA, *shlex.split(flags)]
-    run = pretrain(*words, num_ranks=4, timeout_s=300, module="tests.megatron.graphs_worker")
-    assert run.exit_code == 0, run.output[-6000:]
-    return run
 
 
 def test_trains_like_megatrons_layers() -> None:
     """In a pipeline several micro-batches are in flight, each with its own graphs."""
     flags = EP + PP + LLAMA + SHARED + "--num-layers 4 "
-    stock, ours = train(flags), train(f"{flags}{GRAPHS}--ampipe-degree 4")
+    stock, ours = (
+        train(*COMMON, *shlex.split(flags + added), num_ranks=4, timeout_s=300, module=WORKER)
+        for added in ("", f"{GRAPHS}--ampipe-degree 4")
+    )
     assert_same_digits(stock, ours, iterations=NUM_ITERATIONS)
     replays = [int(count) for count in re.findall(r"replays: (\d+)", ours.output)]
     # Also on the last rank, which logs every iteration.

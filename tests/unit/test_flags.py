@@ -18,6 +18,7 @@ from megatron_ampipe.schedule import (
     BlockFeatures,
     Exchange,
     NodeLayout,
+    Partner,
     Pipeline,
     build,
     period,
@@ -84,6 +85,11 @@ def of(degree: int, **fields: Any) -> Pipeline:
         ("--ampipe-degree 2 --ampipe-memory keep/rebuild", of(2, memory="keep/rebuild")),
         ("--ampipe-exchange ranks", of(1, exchange=Exchange.RANKS)),
         ("--ampipe-degree 2 --ampipe-exchange rows", of(2)),
+        ("--ampipe-partner --ampipe-stack 2", of(1, stack=2, partner=Partner(1, "ampipe"))),
+        (
+            "--ampipe-degree 4 --ampipe-partner --ampipe-partner-degree 2 --ampipe-partner-order listed",
+            of(4, partner=Partner(2, "ampipe", "listed")),
+        ),
         ("--ampipe-degree auto --ampipe-exchange auto", of(1)),
         ("--ampipe-degree auto --ampipe-cluster a --ampipe-stack 2", of(1, stack=2)),
     ],
@@ -94,6 +100,8 @@ def test_flags_resolve_to_one_pipeline(words: str, pipeline: Pipeline) -> None:
     assert config.automatic == words.startswith("--ampipe-degree auto")
     assert config.chooses_exchange == words.endswith("--ampipe-exchange auto")
     assert config.pipelined == bool(words)
+    if not config.automatic:
+        assert parse(*config.pipeline.flags).pipeline == config.pipeline
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import LISTED, Partner, check
-from megatron_ampipe.tools.plan_answer import flags_of
 from tests.plan_cases import cluster, sized_block
 from tests.planner import PAGE, page
 from tests.unit.test_plan_block import PLAIN
@@ -135,7 +134,7 @@ def test_flags_name_all_of_a_plan_that_has_a_name() -> None:
         (Partner(plan.pipeline.degree), ["--ampipe-partner", "--ampipe-partner-degree", usual[1]]),
     ):
         found = replace(plan, pipeline=replace(plan.pipeline_of(block.rows), partner=partner))
-        assert flags_of(found.pipeline) == usual + flags and not found.searched
+        assert found.pipeline.flags == usual + flags and not found.searched
 
 
 def test_equation_10_of_mpipemoe_is_shown_next_to_the_simulation(
