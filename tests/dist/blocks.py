@@ -77,20 +77,16 @@ def build_layers(
     recorder: Recorder | None = None,
     executor: Executor | None = None,
     reductions: Reductions | None = None,
-    attention: ModuleSpec | None = None,
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """A stock layer and an AMPipe layer that loaded its ``state_dict``.
+    """A stock layer and an AMPipe layer that loaded its ``state_dict``; ``executor`` replaces the case's.
 
-    ``executor`` and ``attention`` are in place of the case's and of Megatron's core attention. Process groups
-    of other sizes than the case's are replaced.
+    Process groups of other sizes than the case's are replaced.
     """
     use_groups(**case.group_sizes)
     # Megatron keeps the losses of as many layers as the first model has.
     logged_losses.clear()
     config = transformer_config(case)
     specs = layer_specs(case, config)
-    for spec in specs if attention is not None else ():
-        spec.submodules.self_attention.submodules.core_attention = attention
     gate = None if case.router is None else load_gate(case.router)
     if gate is not None:
         specs = [with_gate(spec, gate) for spec in specs]

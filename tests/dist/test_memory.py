@@ -191,7 +191,7 @@ class Measurements:
         from tests.dist import logged_losses
         from tests.dist.micro_batches import run_passes
 
-        use_groups(**case.parallel)
+        use_groups(**case.group_sizes)
         # Megatron's logger of router losses is made for a number of layers.
         logged_losses.clear()
         layer, meter = self._build(case), self._meter
