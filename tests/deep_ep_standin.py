@@ -315,10 +315,3 @@ def make_on_the_host(made: type) -> None:
             make(*args, **kwargs)
 
     made.__init__ = make_it
-
-
-def forget_groups() -> None:
-    """The next buffers are made for other groups: Megatron makes HybridEP's once for all."""
-    from megatron.core.transformer.moe import fused_a2a
-
-    fused_a2a.reset_hybrid_ep_buffer()

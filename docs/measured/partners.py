@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.plan.partners import best_period, simulated
+from megatron_ampipe.plan.partners import best_period, both_passes
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.simulate import Pace
+from megatron_ampipe.plan.simulate import TimedProgram
 from megatron_ampipe.schedule import MEGATRON, Partner, program_to_text, stage_from_text
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
@@ -231,13 +231,15 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         block = block_of_case(planned, num_ranks=rank.job.num_ranks, fused_gradients=factory.fused_gradients)
         # Only the stages of the program are used, not the figures of this cluster, which has none of fp32.
         predictor = Predictor(block, read_cluster(find_cluster("a800x8-20gbps")), num_layers=LAYERS)
-        program, _, _ = simulated(predictor, Partner())
-        directions = ["forward" if stage.ahead else "backward" for stage in program.stages]
+        both = both_passes(predictor, Partner())
+        stages = both.compiled.stages
+        directions = ["forward" if stage.ahead else "backward" for stage in stages]
         durations = [
             statistics.fmean(times.get((stage.name, way), [0.0]))
-            for stage, way in zip(program.stages, directions, strict=True)
+            for stage, way in zip(stages, directions, strict=True)
         ]
-        return Partner(period=best_period(program, durations, Pace()))
+        overlap = replace(both.overlap, compute_slowdown=1.0, communication_slowdown=1.0, latency_us=0.0)
+        return Partner(period=best_period(TimedProgram(both.compiled, durations, None, overlap)))
 
     def stack(degree: int, partner: Partner | None = None) -> Any:
         return factory.build(Variant.of("ampipe", degree, stack=0, partner=partner))

@@ -27,6 +27,7 @@ from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, block_of, lay
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.rank_memory import waiting_passes
 from megatron_ampipe.schedule import (
     KEEP,
     STRATEGIES,
@@ -73,7 +74,7 @@ def planner_of(
         )
         planned = make_plan(predictor, stack=stack, exchanges=exchanges, with_partner=with_partner(args))
         reason = f"planned from {cluster_file}: {planned.reason}"
-        pipeline = planned.pipeline(rows=rows)
+        pipeline = planned.pipeline_of(rows)
         return Choice(pipeline, reason, planned.stages_ms if pipeline.partner is None else None)
 
     return plan
@@ -112,7 +113,7 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
         notes = (f"the plan was made on: {plan.made_for.get('cluster')}",)
         if other:
             notes += (f"the plan was made for {', '.join(other)}; its predictions may be wrong",)
-    pipeline = plan.pipeline(rows=rows_of_rank(args))
+    pipeline = plan.pipeline_of(rows_of_rank(args))
     try:
         # If layers share the order, two show whether it can be repeated.
         features = [features_of_args(args, pipeline)] * (2 if _shares_schedule(args, pipeline) else 1)
@@ -138,13 +139,13 @@ def plan_of_choice(args: argparse.Namespace, choice: Choice) -> Plan:
     pipeline = choice.pipeline
     schedule = pipeline.order or pipeline.schedule_of([features_of_args(args, pipeline)])
     forward_ms, backward_ms = choice.predicted_ms or (None, None)
-    return Plan(
-        schedule=period(schedule) if _shares_schedule(args, pipeline) else schedule,
+    pipeline = replace(
+        pipeline,
+        order=period(schedule) if _shares_schedule(args, pipeline) else schedule,
         shares=pipeline.shares or (1 / pipeline.num_chunks,) * pipeline.num_chunks,
-        stack=pipeline.stack,
-        memory=pipeline.memory,
-        exchange=pipeline.exchange,
-        partner=pipeline.partner,
+    )
+    return Plan(
+        pipeline=pipeline,
         stages_forward_ms=forward_ms,
         stages_backward_ms=backward_ms,
         reason=choice.reason,
@@ -332,15 +333,10 @@ def choose_memory(
 
 
 def in_flight(args: argparse.Namespace) -> int:
-    """How many micro-batches' passes through a (virtual) pipeline stage wait for their backward at most.
-
-    As in ``megatron.core.pipeline_parallel.schedules``: on the first rank, with warm-up and one in work.
-    """
+    """How many micro-batches' passes through a (virtual) pipeline stage wait for their backward at most."""
     stages = args.pipeline_model_parallel_size
     virtual = args.virtual_pipeline_model_parallel_size or 1
-    waiting = stages if virtual == 1 else 2 * (stages - 1) + (virtual - 1) * stages + 1
-    if virtual > 1 and args.ampipe_partner:
-        waiting += 1
+    waiting = waiting_passes(stages, virtual) + bool(virtual > 1 and args.ampipe_partner)
     return int(min(waiting, _passes_of_step(args)))
 
 

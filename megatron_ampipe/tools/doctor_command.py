@@ -108,11 +108,11 @@ def _ask_ranks(num_ranks: int | None, *, measures: bool) -> dict[str, Any] | str
     try:
         from megatron_ampipe.tools import doctor_ranks
 
-        return doctor_ranks.examine(measures=measures) if num_ranks is None else doctor_ranks.start(num_ranks)
+        return doctor_ranks.join(measures=measures) if num_ranks is None else doctor_ranks.start(num_ranks)
     except RunFailed as error:
         return str(error)
     # A torch that cannot be imported, a missing peer, a network that does not work.
-    except (EnvironmentMissing, ImportError, OSError, RuntimeError, ValueError) as error:
+    except (EnvironmentMissing, ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
         return f"the ranks cannot connect ({type(error).__name__}: {error})"
 
 

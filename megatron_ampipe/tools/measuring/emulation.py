@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ampipe.launch.host import torch_calls
+from megatron_ampipe.tools.measuring.meters import Clock
 from megatron_ampipe.tools.measuring.network import Link
 
 SPIN_SOURCE = """
@@ -92,9 +92,6 @@ def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
     occupy: Callable[[float], object] = time.sleep
     if on_cuda:
         occupy, emulation.why_cycles = device_spin()
-    else:
-        # What the link slows; the host platform, which is installed later, must not replace the slowed one.
-        torch_calls.install_all_to_all()
     exchange = dist.all_to_all_single
 
     def all_to_all_single(
@@ -216,10 +213,7 @@ def _by_cycles() -> Callable[[float], object]:
 
 def _seconds(launch: Callable[[], object]) -> float:
     """How long the device needs for what ``launch`` launches, by events; the second time, warm."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     launch()
-    begin.record()
+    clock = Clock(on_cuda=True)
     launch()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return clock.passed_s()
