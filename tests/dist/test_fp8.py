@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import te_fp8_standin
 from tests.dist.cases import AUX, MOE_AGAIN, SHARED, TOP2, Case, again
 from tests.dist.worker import use_groups
 
@@ -64,6 +63,8 @@ BOTH = ("degree4", "stack-first-layer-bf16", "recompute-moe", "documents", "part
 
 @pytest.fixture(autouse=True, scope="module")
 def _stand_ins() -> None:
+    from tests import te_fp8_standin
+
     te_fp8_standin.install()
     use_groups()
 
@@ -90,6 +91,7 @@ def case_of(variant: str, recipe: str) -> Case:
 
 def pair(case: Case, recipe: str, *, experts_round: bool) -> list[torch.nn.Module]:
     """Megatron's layers and AMPipe's, in fp64."""
+    from tests import te_fp8_standin
     from tests.dist.blocks import build_layers
 
     pair = [layer.double() for layer in build_layers(case)]
@@ -100,6 +102,8 @@ def pair(case: Case, recipe: str, *, experts_round: bool) -> list[torch.nn.Modul
 
 def forward(layer: Any, hidden: Tensor, packing: Any) -> Tensor:
     """As Megatron's loop over the layers."""
+    from tests import te_fp8_standin
+
     for one in getattr(layer, "layers", [layer]):
         with te_fp8_standin.get_fp8_context(one.config, one.layer_number - 1):
             hidden, _ = one(hidden_states=hidden, attention_mask=None, packed_seq_params=packing)
@@ -163,6 +167,8 @@ def run_micro_batches(layer: Any, ahead: Any, behind: Any, *, partners: bool) ->
 
 
 def linears_of(layer: torch.nn.Module) -> dict[str, Any]:
+    from tests import te_fp8_standin
+
     modules = layer.named_modules()
     return {name: one for name, one in modules if isinstance(one, te_fp8_standin.QuantizedLinear)}
 

@@ -18,7 +18,6 @@ from megatron_ampipe.schedule.chunks import require_whole_tiles
 from megatron_ampipe.schedule.features import FP8_TILES, fp8_recipe, rows_of_tile
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from tests.plan_cases import cluster, sized_block
-from tests.te_fp8_standin import rounded
 
 
 def settings(recipe: str | None = "blockwise", **others: Any) -> SimpleNamespace:
@@ -41,6 +40,8 @@ def test_rows_of_a_tile(recipe: str, batch: int, rows: int) -> None:
 
 @pytest.mark.parametrize("tile", [(1, 128), (128, 1), (128, 128), (32, 1)])
 def test_chunks_of_whole_tiles_are_rounded_bit_by_bit_as_the_whole(tile: tuple[int, int]) -> None:
+    from tests.te_fp8_standin import rounded
+
     whole = (
         torch.randn(512, 192, generator=torch.Generator().manual_seed(1))
         * torch.logspace(-3, 3, 512)[:, None]
