@@ -106,4 +106,5 @@ def empty_is_nan() -> Iterator[None]:
 
 def report(result: Any) -> None:
     """Pass this rank's result to the test."""
-    Path(os.environ["AMPIPE_TEST_REPORT"]).write_text(json.dumps(result))
+    path = Path(os.environ["AMPIPE_TEST_REPORT"], f"rank{os.environ['RANK']}.json")
+    path.write_text(json.dumps(result))

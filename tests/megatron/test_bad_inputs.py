@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import shutil
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.schedule import BlockFeatures, build, to_text
-from tests.forked import run_ranks, variables_of
+from tests.forked import run_ranks
 from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, environment, meeting_place, pretrain
 from tests.megatron.one_launch import NOWHERE, PROCESS_GROUP_MADE, TRAIN
 from tests.megatron.test_refusals import ACCEPTED
@@ -155,14 +154,13 @@ SMALL = [*TINY_GPT, *TINY_MOE, "--vocab-size", "256"]
 
 
 def write_dataset(prefix: Path, lengths: Sequence[int]) -> None:
-    """Write an indexed dataset of 16-bit tokens with documents of these lengths, without Megatron."""
-    sizes = numpy.array(lengths, dtype=numpy.int32)
-    starts = numpy.concatenate([[0], numpy.cumsum(sizes, dtype=numpy.int64)[:-1]]) * 2
-    with Path(f"{prefix}.idx").open("wb") as index:
-        index.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, len(sizes), len(sizes) + 1))
-        index.write(sizes.tobytes() + starts.astype(numpy.int64).tobytes())
-        index.write(numpy.arange(len(sizes) + 1, dtype=numpy.int64).tobytes())
-    numpy.full(int(sizes.sum()), 7, dtype=numpy.uint16).tofile(f"{prefix}.bin")
+    """Write an indexed dataset of 16-bit tokens with documents of these lengths."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    for length in lengths:
+        builder.add_document(numpy.full(length, 7), [length])
+    builder.finalize(f"{prefix}.idx")
 
 
 def cut(path: Path) -> None:
@@ -195,19 +193,19 @@ def launched(text: str, here: Path) -> tuple[list[str], dict[str, str]]:
     """The arguments of ``one_launch`` for a command line, and its environment."""
     tool, *words = shlex.split(text.replace("{here}", str(here)))
     if tool == ALONE:
-        return [TRAIN, *SMALL, *words], variables_of(0, 1) | meeting_place()
+        return [TRAIN, *SMALL, *words], meeting_place()
     at = ACCEPTED.index("--ampipe-degree")
     stock = [*ACCEPTED[:at], *ACCEPTED[at + 2 :]] if tool == TRAIN else []
-    # A world size of four for Megatron's checks; the other ranks never exist.
-    return [tool, *stock, *words], variables_of(0, 4) | NOWHERE
+    return [tool, *stock, *words], NOWHERE
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *CONTROLS])
 def test_it_ends_soon_and_says_why(name: str, here: Path) -> None:
     text, says, code = CONTROLS[name] if name in CONTROLS else (*REFUSED[name], 2)
     words, variables = launched(text, here)
+    env = environment() | variables
     (ended,), (output,) = run_ranks(
-        "tests.megatron.one_launch", words, environments=[environment() | variables], timeout_s=LIMIT_S
+        "tests.megatron.one_launch", words, num_ranks=1, env=env, timeout_s=LIMIT_S
     )
     assert ended is not None, f"not ended after {LIMIT_S} s"
     assert ended == code and "Traceback" not in output, output

@@ -11,7 +11,7 @@ from megatron_ampipe.launch import ending, flags
 from megatron_ampipe.launch.refusals import REFUSALS, Refusal, refuse_unsupported
 from megatron_ampipe.schedule import Pipeline
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
-from tests.megatron.launcher import MOCK_DATA, REPOSITORY, TINY_GPT, launch
+from tests.megatron.launcher import MOCK_DATA, MODULE, REPOSITORY, TINY_GPT, execute, torchrun_command
 
 DENSE = [*TINY_GPT, *MOCK_DATA, *shlex.split("--attention-dropout 0 --hidden-dropout 0 --ampipe-degree 4")]
 ACCEPTED = [
@@ -160,7 +160,7 @@ def test_rows_have_the_right_form_and_none_applies_twice_or_at_degree_1() -> Non
 
 
 def test_under_torchrun_the_message_is_printed_once() -> None:
-    run = launch(*ACCEPTED, "--mlp-chunks-for-training", "2")
+    run = execute(torchrun_command("-m", MODULE, *ACCEPTED, "--mlp-chunks-for-training", "2"))
     expected = "--mlp-chunks-for-training 2: with --ampipe-degree 4, "
     # Not Run.error: both ranks write to one stream, and their lines can be interleaved.
     shown = f"traceback : error: {expected}"

@@ -37,6 +37,8 @@ class Training:
     said: tuple[str, ...] = ()
     """What the start-up table of each run of AMPipe's layers says."""
     num_ranks: int = 2
+    stand_ins: str = ""
+    """Of what needs a GPU, by their name in ``stand_ins.py``."""
     text: str | None = None
     """The dataset, made by ``test_training.write_texts``; None for mock data."""
     restarts: tuple[tuple[int, int], ...] = ()
@@ -211,6 +213,26 @@ TRAININGS: dict[str, Training] = {
         ours=(f"{STACK}{PLACED}", f"{PARTNER}{PLACED}"),
         said=("full recompute first 1 of a stage",),
         num_ranks=4,
+    ),
+    # Ranks hold parts of the parameters; two are expert-parallel, and two share the experts.
+    **{
+        f"fsdp-{strategy}": Training(
+            flags=EP + LLAMA + SHARED + "--use-megatron-fsdp --use-distributed-optimizer "
+            "--ckpt-format fsdp_dtensor --untie-embeddings-and-output-weights --calculate-per-token-loss "
+            f"--data-parallel-sharding-strategy {strategy}",
+            ours=(BLOCKS, FULL + BLOCKS),
+            said=("layers per schedule 1, in place of all Megatron-FSDP gathers the parameters",),
+            num_ranks=4,
+            stand_ins="fsdp",
+        )
+        for strategy in ("optim_grads_params", "optim_grads")
+    },
+    # In a pipeline several micro-batches are in flight, each with its own graphs.
+    "graphs": Training(
+        flags=EP + PP + LLAMA + SHARED + FOUR_LAYERS,
+        ours=(f"{BLOCKS}--cuda-graph-impl local --cuda-graph-modules attn moe_router moe_preprocess mlp",),
+        num_ranks=4,
+        stand_ins="graphs",
     ),
     # What is sent once to each node, or in two hops.
     "two-hops": Training(
