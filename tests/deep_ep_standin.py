@@ -1,4 +1,5 @@
-"""A stand-in for the package ``deep_ep``: the documented interface of its buffers, over gloo, for tests.
+"""A stand-in for the package ``deep_ep``: the documented interface of its buffers, over gloo, for tests
+with the host platform.
 
 What DeepEP documents and callers rely on is checked: dtypes, contiguous tensors, fp32 weights, and that a
 handle is used by the buffer that made it.
@@ -16,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -266,14 +266,6 @@ class HybridEPBuffer:
         assert ways.buffer is self and ways.options == options
 
 
-class _OnTheHost(TorchFunctionMode):
-    """Tensors that are asked for on a GPU are made on the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return func(*args, **kwargs | ({"device": "cpu"} if str(kwargs.get("device")) == "cuda" else {}))
-
-
 def install() -> None:
     """Make the stand-in what Megatron has found as ``deep_ep``; Megatron may have been imported before."""
     package, utils = types.ModuleType("deep_ep"), types.ModuleType("deep_ep.utils")
@@ -287,18 +279,6 @@ def install() -> None:
     dispatch = ("fused_dispatch", "fused_combine", "set_deepep_num_sms")
     for name in (*dispatch, "hybrid_ep_dispatch", "hybrid_ep_combine"):
         setattr(token_dispatcher, name, getattr(fused_a2a, name))
-    make_on_the_host(token_dispatcher._HybridEPManager)
-
-
-def make_on_the_host(made: type) -> None:
-    """Let the class make its tensors on the CPU where it asks for a GPU."""
-    make = made.__init__
-
-    def make_it(*args: Any, **kwargs: Any) -> None:
-        with _OnTheHost():
-            make(*args, **kwargs)
-
-    made.__init__ = make_it
 
 
 def forget_groups() -> None:
