@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,24 +11,11 @@ from megatron_ampipe.launch import host
 from tests import cuda_graph_standin
 
 
-class _Torch:
-    """The module torch, whose CUDA devices are the CPU."""
-
-    def __getattr__(self, name: str) -> Any:
-        import torch
-
-        return getattr(torch, name)
-
-    def device(self, name: Any = "cpu", *index: int) -> Any:
-        import torch
-
-        return torch.device("cpu")
-
-
 @contextlib.contextmanager
 def fsdp() -> Iterator[None]:
     """Devices and device meshes of Megatron-FSDP are those of the CPU."""
     import megatron.core.distributed.fsdp.mcore_fsdp_adapter as adapter
+    import torch
     from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp, param_and_grad_buffer
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,10 +24,11 @@ def fsdp() -> Iterator[None]:
     def make_mesh_of_cpus(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         make_mesh(mesh, "cpu", *args, **kwargs)
 
+    with_cpus = SimpleNamespace(**{**vars(torch), "device": lambda *_: torch.device("cpu")})
     others = tuple(flag for flag in host.GPU_ONLY_FLAGS if flag != "--use-megatron-fsdp")
     with contextlib.ExitStack() as stack:
         for module in (adapter, megatron_fsdp, param_and_grad_buffer):
-            stack.enter_context(mock.patch.object(module, "torch", _Torch()))
+            stack.enter_context(mock.patch.object(module, "torch", with_cpus))
         stack.enter_context(mock.patch.object(DeviceMesh, "__init__", make_mesh_of_cpus))
         stack.enter_context(mock.patch.object(host, "GPU_ONLY_FLAGS", others))
         # Megatron's rule for it.
