@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_ampipe import __version__
-from megatron_ampipe.errors import AMPipeError, BadInput
+from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -112,6 +112,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AMPipeError as error:
         print("\n".join((f"ampipe: {error}", *getattr(error, "__notes__", ()))), file=sys.stderr)
         return error.exit_code
+    except ImportError as error:
+        if (error.name or "").startswith("megatron_ampipe"):
+            raise
+        remedy = "'ampipe doctor' says what is missing, and how to get it."
+        print(f"ampipe: {error}. {remedy}", file=sys.stderr)
+        return EnvironmentMissing.exit_code
     except BrokenPipeError:
         # Otherwise the interpreter would write the rest of the buffer when it exits, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

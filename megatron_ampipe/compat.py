@@ -41,6 +41,14 @@ class OptionalPackage(NamedTuple):
     fallback: str
     remedy: str
 
+    @property
+    def is_installed(self) -> bool:
+        """Whether its folder is there: PyPI has another package that is called apex. Imports nothing."""
+        package, _, part = self.module.partition(".")
+        spec = importlib.util.find_spec(package)
+        folders = [] if spec is None else spec.submodule_search_locations or []
+        return any((Path(folder) / part).is_dir() for folder in folders)
+
 
 OPTIONAL_PACKAGES = (
     OptionalPackage(
@@ -174,12 +182,6 @@ def delays_weight_gradients() -> bool:
 
 
 @cache
-def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed."""
-    return importlib.util.find_spec("transformer_engine") is not None
-
-
-@cache
 def _backend_of_transformer_engine() -> dict[str, Any] | None:
     """Where Transformer Engine keeps the backend of its latest attention; None if this version has no such.
 
@@ -266,16 +268,6 @@ def forget_quantized_weights(linear: Any) -> None:
             "--ampipe-degree 1"
         )
     kept.clear()
-
-
-def missing_packages() -> list[OptionalPackage]:
-    """The optional packages that are not installed. Imports none."""
-    apex = importlib.util.find_spec("apex")
-    folders = [] if apex is None else apex.submodule_search_locations or []
-    # PyPI has a different package of that name.
-    has_apex = any((Path(folder) / "optimizers").is_dir() for folder in folders)
-    installed = has_transformer_engine(), has_apex
-    return [package for package, is_there in zip(OPTIONAL_PACKAGES, installed, strict=True) if not is_there]
 
 
 def has_fused_weight_gradients(*, on_gpu: bool) -> bool:

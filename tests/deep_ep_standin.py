@@ -279,10 +279,3 @@ def install() -> None:
     dispatch = ("fused_dispatch", "fused_combine", "set_deepep_num_sms")
     for name in (*dispatch, "hybrid_ep_dispatch", "hybrid_ep_combine"):
         setattr(token_dispatcher, name, getattr(fused_a2a, name))
-
-
-def forget_groups() -> None:
-    """The next buffers are made for other groups: Megatron makes HybridEP's once for all."""
-    from megatron.core.transformer.moe import fused_a2a
-
-    fused_a2a.reset_hybrid_ep_buffer()

@@ -50,12 +50,12 @@ def stacks(model: ModelFile, cluster: Cluster) -> str:
     assert plans.shared.predicted_ms is not None
     cells = []
     for time_ms, plan in ((plans.blocks_ms, plans.alone), (plans.shared.predicted_ms, plans.shared)):
-        degrees = dict.fromkeys([str(plan.forward_degree), str(plan.backward_degree)])
+        degrees = dict.fromkeys([str(plan.pipeline.degree), str(plan.pipeline.backward_degree)])
         cells.append(f"{stock_ms / time_ms:.2f} ({':'.join(degrees)})")
     cells.append(f"{1e3 * stock_ms / plans.as_megatron.time_us:.2f}")
     together = plans.together
     cells.append(f"{1e3 * stock_ms / together.time_us:.2f} ({together.partner.degree})")
-    chosen = 3 if plans.chosen.partner is not None else int(plans.chosen.stack != 1)
+    chosen = 3 if plans.chosen.pipeline.partner is not None else int(plans.chosen.pipeline.stack != 1)
     cells[chosen] = f"**{cells[chosen]}**"
     return ", ".join(cells)
 
@@ -69,7 +69,7 @@ def dispatchers(model: ModelFile, cluster: Cluster) -> str:
     options["exchanges"] = (Exchange.ROWS, Exchange.RANKS, Exchange.NODES)
     plans, others = make_plans(predictor, **options), alternatives(predictor, **options)
     stock_ms = predictor.stock().total / 1e3
-    cells = [f"{plans.chosen.exchange} {stock_ms / plans.step_ms:.2f}"]
+    cells = [f"{plans.chosen.pipeline.exchange} {stock_ms / plans.step_ms:.2f}"]
     for flags, plan in others.items():
         backend = flags.split()[-1]
         own = predictor.changed(dispatcher=backend).stock().total / 1e3

@@ -25,7 +25,6 @@ from megatron_ampipe.runtime.executors import SequentialExecutor
 from megatron_ampipe.schedule import Partner
 from megatron_ampipe.tools.measuring.emulation import Emulation, _InTurn, mirror
 from tests.dist.cases import LARGE, MOE_AGAIN, Case
-from tests.dist.test_partners import step, step_with_partners
 from tests.dist.worker import start_alone
 
 RANKS = 4
@@ -119,6 +118,7 @@ def differences_under(
         often released memory was filled.
     """
     from tests.dist.blocks import build_layers, differences, run
+    from tests.dist.micro_batches import step
 
     model = case.model | {"hidden_size": setup.hidden, "ffn_hidden_size": setup.ffn}
     case = dataclasses.replace(case, sequence_length=setup.sequence_length, model=model)
@@ -128,7 +128,7 @@ def differences_under(
     of_plain, under_stress = one_pass, one_pass
     if partner is not None:
         of_plain = functools.partial(step, case=case)
-        under_stress = functools.partial(step_with_partners, case=case, partner=partner)
+        under_stress = functools.partial(step, case=case, partner=partner)
     with mirrored():
         expected = of_plain(plain[0 if stock else 1].to(setup.device))
     poisoning = PoisoningExecutor(setup.executor(), delay=setup.delay, travel=setup.travel)

@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from condense import FLAGS, ITERATIONS, SETTINGS
 
 from megatron_ampipe.tools.measuring import machine, training
 from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks, signals_as_interrupts
-from megatron_ampipe.tools.measuring.result import percentile
 from megatron_ampipe.tools.measuring.training import TrainingJob
 from megatron_ampipe.tools.quickstart import CONFIGS
 
@@ -233,7 +233,7 @@ def show(found: dict[str, Any]) -> None:
         median = statistics.median(ms)
         megabytes = statistics.fmean(run["bytes_per_iteration"] for run in of_name) / 1e6
         share = statistics.fmean(one for run in of_name for one in run["condensed_share"] or [0.0])
-        low, high = 1e3 / percentile(ms, 0.9), 1e3 / percentile(ms, 0.1)
+        low, high = 1e3 / np.percentile(ms, (90, 10))
         print(
             f"| {name} | {1e3 / median:.2f} | {low:.2f} to {high:.2f} | {each} | {exact / median:.2f} | "
             f"{megabytes:.3f} | {share:.0%} |"

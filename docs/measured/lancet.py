@@ -50,11 +50,10 @@ class LancetJob(BenchJob):
 def covers() -> dict[str, str | None]:
     """Two orders in one chunk, as text."""
     covered = build("lancet", degree=1, features=FEATURES)
-    lanes = tuple(
-        replace(lane, stages=tuple(stage for stage in lane.stages if stage.kind is not WEIGHTS[EXPERT]))
-        for lane in covered.backward.lanes
+    backward = covered.backward.mapped(
+        lambda stages: (stage for stage in stages if stage.kind is not WEIGHTS[EXPERT])
     )
-    not_covered = replace(covered, backward=replace(covered.backward, lanes=lanes))
+    not_covered = replace(covered, backward=backward)
     return {COVERED: to_text(covered), NOT_COVERED: to_text(not_covered)}
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.cli import main as ampipe
+from megatron_ampipe.launch import host
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
@@ -117,6 +118,7 @@ def _difference(expected: Any, found: Any) -> float:
 def layers_alone(rank: Rank[RankJob]) -> dict[str, Any]:
     """What single layers compute on two ranks; run in each of them."""
     rank.connect()
+    host.install()
     import torch
     import torch.distributed as dist
     from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
@@ -187,10 +189,10 @@ def layers_alone(rank: Rank[RankJob]) -> dict[str, Any]:
         for number in (1, 2):
             parallel = {"tensor_model_parallel_size": number}
             use_groups(**parallel)
-            case = Case("latent", parallel=parallel, layers="m", model=LATENT)
+            case = Case("latent", parallel=parallel, layers="d", model=LATENT)
             config = blocks.transformer_config(case)
             config.sequence_parallel = False
-            layer = build_module(blocks.layer_spec(case, config, dense=True), config=config, layer_number=1)
+            layer = build_module(blocks.layer_specs(case, config)[0], config=config, layer_number=1)
             attention, generator = layer.self_attention, torch.Generator().manual_seed(3)
             for _, parameter in sorted(attention.named_parameters()):
                 shape = list(parameter.shape)
@@ -221,10 +223,10 @@ def layers_alone(rank: Rank[RankJob]) -> dict[str, Any]:
         """How far the gradient of a weight that every rank has differs between two ranks."""
         parallel = {"tensor_model_parallel_size": 2}
         use_groups(**parallel)
-        case = Case("delta", parallel=parallel, model=SWIGLU | DELTA)
+        case = Case("delta", parallel=parallel, layers="d", model=SWIGLU | DELTA)
         config = blocks.transformer_config(case)
         config.sequence_parallel = False
-        spec = with_gated_delta_net(blocks.layer_spec(case, config, dense=True))
+        spec = with_gated_delta_net(blocks.layer_specs(case, config)[0])
         attention = build_module(spec, config=config, layer_number=1).self_attention
         hidden, above = (
             torch.randn(16, 1, 32, generator=torch.Generator().manual_seed(seed)) for seed in (5, 6)

@@ -23,7 +23,7 @@ from megatron_ampipe.plan.operation_times import Pair
 from megatron_ampipe.plan.planner import make_plans
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import Candidate, OrderProblem, improve_order, named, reorder, short_stack
-from megatron_ampipe.plan.simulate import compile_program
+from megatron_ampipe.plan.simulate import TimedProgram, compile_program
 from megatron_ampipe.plan.stage_costs import COSTS, Work, facts_of
 from megatron_ampipe.schedule import WEIGHTS, Direction, Program, Stage, StageKind, needs_of
 from megatron_ampipe.schedule.kinds import COLLECT, COMBINE, DISPATCH, EXPERT, SPREAD
@@ -101,33 +101,34 @@ def divided_us(predictor: Predictor, candidate: Candidate) -> float:
 
 def _direction_us(predictor: Predictor, candidate: Candidate, direction: Direction) -> float:
     schedule, lengths = predictor.whole(candidate.schedule), candidate.lengths
-    compiled, durations, pace = predictor.inputs(schedule, lengths, direction)
+    timed = predictor.timed(schedule, lengths, direction)
     rows = chunk_rows(predictor.block, lengths, shares_schedule=len(predictor.layers) > 1)
     apart = WEIGHTS[EXPERT] in schedule.backward.weights
     parts: dict[Stage, Mapping[Stage, float]] = {}
     issue_us: dict[Stage, float] = {}
-    for place, stage in enumerate(compiled.stages):
-        parts[stage] = {stage: durations[place]}
+    for place, stage in enumerate(timed.compiled.stages):
+        parts[stage] = {stage: timed.durations[place]}
         if stage.kind in DIVIDED:
             kind_of = {name: _part(stage.kind, name) for name in (NEAR, FAR)}
             times = times_of_parts(predictor, stage.kind, rows[stage.chunk], apart=apart)
             parts[stage] = {
                 replace(stage, kind=kind_of[name]): pair.of(direction) for name, pair in times.items()
             }
-        issue_us |= dict.fromkeys(parts[stage], pace.issue_us[place] if pace.issue_us else 0.0)
+        issue_us |= dict.fromkeys(parts[stage], timed.issue_us[place] if timed.issue_us else 0.0)
     needs = _needs(needs_of(schedule, predictor.layers, direction), parts)
     both = compile_program(_program(schedule.program(direction), parts), needs)
     alone = {part: time for of_stage in parts.values() for part, time in of_stage.items()}
-    issue = [issue_us[stage] for stage in both.stages] if pace.issue_us else None
+    issue = [issue_us[stage] for stage in both.stages] if timed.issue_us else None
     times = [alone[stage] for stage in both.stages]
-    problem = OrderProblem(both, times, predictor.pace(both, issue), direction=direction)
+    divided = TimedProgram(both, times, issue, predictor.cluster.overlap)
+    problem = OrderProblem(divided, direction=direction)
     # A period has relative layers.
     first = candidate.schedule.program(direction)
     of_period = {
         stage: {replace(part, layer=stage.layer): 0.0 for part in parts[replace(stage, layer=0)]}
         for stage in first.stages
     }
-    stages = {order.lane: order.stages for order in _program(first, of_period).lanes}
+    stages = dict(_program(first, of_period).lanes)
     period = Program.of({lane: stages[lane] for lane, _ in both.lanes})
     best = improve_order(problem, problem.period_of(period))
     return problem.time(best) + predictor.calls_us(direction)
@@ -168,11 +169,11 @@ def _needs(needs: Mapping[Stage, Sequence[Stage]], parts: Parts) -> dict[Stage, 
 
 def _program(program: Program, parts: Parts) -> Program:
     """The program with the parts of each stage in its place, near ones first."""
-    lanes: dict[str, list[Stage]] = {order.lane: [] for order in program.lanes}
-    for order in program.lanes:
-        for stage in order.stages:
+    lanes: dict[str, list[Stage]] = {lane: [] for lane, _ in program.lanes}
+    for lane, stages in program.lanes:
+        for stage in stages:
             for part in parts[stage]:
-                own = INTRA if part.kind.lane == INTRA_LANE else order.lane
+                own = INTRA if part.kind.lane == INTRA_LANE else lane
                 lanes.setdefault(own, []).append(part)
     return Program.of(lanes)
 
@@ -202,14 +203,14 @@ def compare(block: Block, cluster: Cluster) -> dict[str, object]:
     partners = make_plans(layers, exchanges=exchanges, with_partner=1.0)
     first = max((key for key in near if key.endswith(" 1")), key=near.__getitem__)
     best = max(near, key=near.__getitem__)
-    chosen = plans.chosen
+    chosen = plans.chosen.pipeline
     return {
         "near_share": near_ranks(block, cluster) / block.expert,
         "uncut": round(uncut, 3),
         "near_uncut": round(near[first], 3),
         "near_uncut_way": first,
         "plan": round(stock_ms / plans.step_ms, 3),
-        "plan_way": f"{chosen.exchange} {chosen.schedule.num_chunks}" + " stack" * (chosen.stack != 1),
+        "plan_way": f"{chosen.exchange} {chosen.num_chunks}" + " stack" * (chosen.stack != 1),
         "near": round(near[best], 3),
         "near_way": best,
         "partners": round(stock_ms / partners.step_ms, 3),

@@ -3,9 +3,10 @@
 All use the same transport. Megatron's layers are measured twice; the second is the control. Partners run in
 the order of Megatron's own for two micro-batches (the default), cut in two, and in the order that the
 planner's search finds for the times of all stages, measured alone; passes without one are cut in two. The
-bound is the larger of all computation and all transfers, each stage timed alone. On a GPU all ranks but one
-are pretended, and stacks are also measured with their stages in CUDA graphs. Needs root for a real link, from
-the repository's root:
+bound is that of ``ampipe bench``: the larger of all computation and all transfers of the slowest rank, each
+stage timed alone in every round, with what the first transfer waits for and what waits for the last one. On a
+GPU all ranks but one are pretended, and stacks are also measured with their stages in CUDA graphs. Needs root
+for a real link, from the repository's root:
 
     PYTHONPATH=. python docs/measured/partners.py docs/log/partners-200mbit.json 200mbit
     PYTHONPATH=. python docs/measured/partners.py docs/log/partners-25MB.json emulated:25MB/s
@@ -20,26 +21,30 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.plan.partners import best_period, simulated
+from megatron_ampipe.plan.partners import best_period, both_passes
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.simulate import Pace
-from megatron_ampipe.schedule import MEGATRON, Partner, program_to_text
+from megatron_ampipe.plan.simulate import TimedProgram
+from megatron_ampipe.schedule import MEGATRON, Partner, program_to_text, stage_from_text
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.network import parse_link
+from megatron_ampipe.tools.measuring.network import burst_bytes, parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
+
+StageTimes = Mapping[str, Mapping[str, float]]
+"""By direction and stage, with its layer, seconds that it takes alone."""
 
 CPU_CASE = replace(
     next(case for case in read_grid(find_grid("cpu-small")) if case.topk == 1), sequence_length=2048
 )
 GPU_RANKS = 8
-LAYERS, MICROBATCHES, ROUNDS = 4, 8, 2
+LAYERS, MICROBATCHES, ROUNDS = 4, 8, 3
 DEGREES = (2, 4)
 GRAPHS = frozenset({"attn", "moe_router", "moe_preprocess"})
 """Of ``--cuda-graph-modules``."""
@@ -64,7 +69,7 @@ def main() -> None:
     job = Steps(num_ranks=2, link=parse_link(link), case=CPU_CASE, rounds=ROUNDS)
     if grid:
         (case,) = read_grid(find_grid(grid[0]), only=grid[1])
-        job = replace(job, num_ranks=GPU_RANKS, case=case, device="cuda", pretended=True, rounds=2 * ROUNDS)
+        job = replace(job, num_ranks=GPU_RANKS, case=case, device="cuda", pretended=True, rounds=ROUNDS + 1)
     of_ranks = run_ranks(job, work)
     # The slowest rank of each step.
     names = list(of_ranks[0]["seconds"])
@@ -77,6 +82,7 @@ def main() -> None:
         name: statistics.fmean(statistics.median(found["processor"][name]) for found in of_ranks)
         for name in names
     }
+    bound_s = max(map(bound_of_rank, of_ranks))
     for name in names:
         each = [
             1e3 * value / MICROBATCHES for value in (medians[name], min(seconds[name]), max(seconds[name]))
@@ -86,7 +92,6 @@ def main() -> None:
             f"{name:20} {each[0]:5.0f} ms a micro-batch ({each[1]:.0f} to {each[2]:.0f}), {gain:.2f}x, ",
             end="",
         )
-        bound_s = max(MICROBATCHES * max(found["stages_s"].values()) for found in of_ranks)
         print(f"processor {work_share:.2f}x, {bound_s / medians[name]:.1%} of the bound")
     document = {
         "command": ["python", *sys.argv],
@@ -95,11 +100,48 @@ def main() -> None:
         "case": asdict(job.case) | {"layers": LAYERS, "microbatches": MICROBATCHES},
         "differences": of_ranks[0]["differences"],
         "stages_seconds": [found["stages_s"] for found in of_ranks],
+        "waits_seconds": [found["waits_s"] for found in of_ranks],
+        "bound_seconds": bound_s,
         "searched": of_ranks[0]["searched"].splitlines(),
         "seconds": seconds,
         "processor_seconds": {name: [found["processor"][name] for found in of_ranks] for name in names},
     }
     Path(file).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def bound_of_rank(found: Mapping[str, Any]) -> float:
+    """Seconds that no order of all stages of a step can beat on a rank."""
+    computation, transfers = (MICROBATCHES * found["stages_s"][lane] for lane in ("compute", "transfers"))
+    return max(computation, transfers + sum(found["waits_s"].values()))
+
+
+def sums(times_s: StageTimes) -> dict[str, float]:
+    """Seconds of all computation and all transfers of a micro-batch."""
+    seconds = {"compute": 0.0, "transfers": 0.0}
+    for stages in times_s.values():
+        for stage, time_s in stages.items():
+            seconds["transfers" if stage_from_text(stage).is_communication else "compute"] += time_s
+    return seconds
+
+
+def waits(times_s: StageTimes, needs: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, float]:
+    """Seconds before the first transfer of a forward pass, and after the last one of a backward pass."""
+    followers: dict[str, list[str]] = {stage: [] for stage in needs["backward"]}
+    for stage, earlier in needs["backward"].items():
+        for needed in earlier:
+            followers[needed].append(stage)
+    return {
+        "forward": shortest_wait(times_s["forward"], needs["forward"]),
+        "backward": shortest_wait(times_s["backward"], followers),
+    }
+
+
+def shortest_wait(times_s: Mapping[str, float], needs: Mapping[str, Sequence[str]]) -> float:
+    """The least of what all transfers wait for."""
+    until_s: dict[str, float] = {}
+    for stage in TopologicalSorter(needs).static_order():
+        until_s[stage] = max((until_s[other] + times_s[other] for other in needs[stage]), default=0.0)
+    return min(until_s[stage] for stage in needs if stage_from_text(stage).is_communication)
 
 
 def work(rank: Rank[Steps]) -> dict[str, Any]:
@@ -113,6 +155,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
     from megatron_ampipe.runtime.partners import Partners
     from megatron_ampipe.tools.measuring.bench_job import Variant
     from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
+    from megatron_ampipe.tools.measuring.meters import stage_times
 
     on_cuda = rank.job.on_cuda
     factory = BlockFactory(rank, case, layers=LAYERS)
@@ -155,41 +198,48 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         behind(MICROBATCHES - 1)
         return gradients
 
-    def stages_alone() -> dict[tuple[str, str, bool], float]:
-        """Seconds of each stage of a micro-batch, with its direction: means of all layers and both ranks."""
-        timed = factory.build_timed(Variant.of("lancet", 1, stack=0), num_passes=1)
-        for number in range(2):
-            timed.timer.recorder.start_iteration(number)
-            in_turn(timed)
-        found: dict[tuple[str, str, bool], float] = {}
-        for span in timed.timer.recorder.timeline(rank=rank.number, labels={}, iteration=1).spans:
-            stage = span.stage, span.direction, span.lane == "compute"
-            found[stage] = found.get(stage, 0.0) + (span.end_us - span.begin_us) / 1e6 / MICROBATCHES / LAYERS
-        of_ranks: list[Any] = [found] * (1 if rank.job.pretended else rank.job.num_ranks)
-        if not rank.job.pretended:
-            dist.all_gather_object(of_ranks, found)
-        return {stage: statistics.fmean(times[stage] for times in of_ranks) for stage in found}
+    saved_bytes = burst_bytes(rank.job.link.rate_bit_per_s) if rank.job.link.is_network else 0
+    # Layers that run every stage alone: uncut, and as passes without a partner run.
+    uncut, halves = (
+        factory.build_timed(variant, num_passes=rank.job.rounds + 1, saved_bytes=saved_bytes)
+        for variant in (Variant.of("lancet", 1, stack=0), Variant.of("ampipe", DEGREES[0], stack=0))
+    )
+    for layers in (uncut, halves):
+        in_turn(layers)
 
-    def sums(alone: dict[tuple[str, str, bool], float]) -> dict[str, float]:
-        """All computation and all transfers of a micro-batch."""
-        kinds = {"compute": True, "transfers": False}
+    def stages_alone(layers: Any, turn: int) -> StageTimes:
+        """Medians of all passes until now, of one more step."""
+        layers.timer.recorder.start_iteration(turn)
+        in_turn(layers)
+        layers.timer.recorder.pause()
         return {
-            kind: LAYERS * sum(time for (_, _, computes), time in alone.items() if computes is wanted)
-            for kind, wanted in kinds.items()
+            direction: {stage: statistics.median(passes) / 1e6 for stage, passes in stages.items()}
+            for direction, stages in stage_times(layers.timer.recorder).items()
         }
 
-    def searched(alone: dict[tuple[str, str, bool], float]) -> Partner:
+    def searched(times_s: StageTimes) -> Partner:
+        times: dict[tuple[str, str], list[float]] = {}
+        # Means of all layers and ranks: every rank has to find the same order.
+        of_ranks: list[Any] = [times_s] * (1 if rank.job.pretended else rank.job.num_ranks)
+        if not rank.job.pretended:
+            dist.all_gather_object(of_ranks, times_s)
+        for of_rank in of_ranks:
+            for direction, stages in of_rank.items():
+                for name, time_s in stages.items():
+                    times.setdefault((stage_from_text(name).name, direction), []).append(time_s)
         planned = replace(case, dtype="bf16")
         block = block_of_case(planned, num_ranks=rank.job.num_ranks, fused_gradients=factory.fused_gradients)
         # Only the stages of the program are used, not the figures of this cluster, which has none of fp32.
         predictor = Predictor(block, read_cluster(find_cluster("a800x8-20gbps")), num_layers=LAYERS)
-        program, _, _ = simulated(predictor, Partner())
-        times = {(name, direction): time for (name, direction, _), time in alone.items()}
-        directions = ["forward" if stage.ahead else "backward" for stage in program.stages]
+        both = both_passes(predictor, Partner())
+        stages = both.compiled.stages
+        directions = ["forward" if stage.ahead else "backward" for stage in stages]
         durations = [
-            times.get((stage.name, way), 0.0) for stage, way in zip(program.stages, directions, strict=True)
+            statistics.fmean(times.get((stage.name, way), [0.0]))
+            for stage, way in zip(stages, directions, strict=True)
         ]
-        return Partner(period=best_period(program, durations, Pace()))
+        overlap = replace(both.overlap, compute_slowdown=1.0, communication_slowdown=1.0, latency_us=0.0)
+        return Partner(period=best_period(TimedProgram(both.compiled, durations, None, overlap)))
 
     def stack(degree: int, partner: Partner | None = None) -> Any:
         return factory.build(Variant.of("ampipe", degree, stack=0, partner=partner))
@@ -209,8 +259,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
             f"stack, degree {degree}, CUDA graphs": functools.partial(in_turn, graphed(stack(degree)))
             for degree in DEGREES
         }
-    alone = stages_alone()
-    partners = PARTNERS | {"partners, searched": searched(alone)}
+    partners = PARTNERS | {"partners, searched": searched(stages_alone(uncut, 0))}
     steps |= {
         name: functools.partial(with_partners, stack(DEGREES[0], partner))
         for name, partner in partners.items()
@@ -255,11 +304,14 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
             seconds[name].append(time.perf_counter() - begin)
             processor[name].append(time.process_time() - begin_processor)
             rank.say("step")
+        together()
+        uncut_s, halves_s = (stages_alone(layers, turn + 1) for layers in (uncut, halves))
     return {
         "seconds": seconds,
         "processor": processor,
         "differences": differences,
-        "stages_s": sums(alone),
+        "stages_s": sums(uncut_s),
+        "waits_s": waits(halves_s, halves.timer.needs),
         "searched": program_to_text(partners["partners, searched"].period),
     }
 

@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.ranks import signals_as_interrupts
-from megatron_ampipe.tools.measuring.result import percentile
 from megatron_ampipe.tools.measuring.training import TrainingJob, run
 from megatron_ampipe.tools.quickstart import CONFIGS
 
@@ -83,8 +84,8 @@ def spread(values: list[float]) -> dict[str, float]:
     """Median, 10th and 90th percentile in milliseconds, and how many."""
     return {
         "median": statistics.median(values),
-        "p10": percentile(values, 0.1),
-        "p90": percentile(values, 0.9),
+        "p10": float(np.percentile(values, 10)),
+        "p90": float(np.percentile(values, 90)),
         "iterations": len(values),
     }
 
@@ -99,7 +100,7 @@ def text_of(one: dict[str, Any]) -> str:
     ]
     draw = random.Random(1)
     again = [statistics.median(draw.choices(costs, k=len(costs))) for _ in range(2000)]
-    low, high = percentile(again, 0.05), percentile(again, 0.95)
+    low, high = np.percentile(again, (5, 95))
     kinds = ", ".join(
         f"{kind} {one[kind]['median']:.1f} ({one[kind]['p10']:.1f} to {one[kind]['p90']:.1f}) ms"
         for kind in ("others", "recorded", "after")

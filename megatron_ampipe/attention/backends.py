@@ -22,14 +22,13 @@ from torch.nn.attention.bias import causal_lower_right
 from megatron_ampipe.attention.pieces import (
     HEADS_FIRST,
     ROWS_FIRST,
-    AttentionPiece,
     PieceKernel,
     all_visible_keys,
     causal_then_earlier,
     repeat_heads,
 )
 from megatron_ampipe.runtime.segment import sum_dtype
-from megatron_ampipe.schedule.chunks import DocumentRows, Span
+from megatron_ampipe.schedule.chunks import DocumentRows
 
 aten = torch.ops.aten
 
@@ -139,18 +138,6 @@ _TRIANGLE_ROWS = 128
 """Queries of the largest causal piece: with fewer, the extra calls cost more than the masked scores saved."""
 
 
-@functools.cache
-def _cut_for_cpu(span: Span) -> tuple[AttentionPiece, ...]:
-    """A span in small causal triangles, each with a rectangle of all earlier keys without a mask."""
-    start, pieces = span.global_start, []
-    for first in range(0, span.length, _TRIANGLE_ROWS):
-        last = min(span.length, first + _TRIANGLE_ROWS)
-        pieces.append(AttentionPiece(first, last, start + first, start + last, causal=True))
-        if start + first:
-            pieces.append(AttentionPiece(first, last, 0, start + first, causal=False))
-    return tuple(pieces)
-
-
 def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Any, ...]:
     batch, heads, rows, _ = query.shape
     tensors = _of_equal_heads(query, key, value, causal=causal)
@@ -181,7 +168,9 @@ def _of_equal_heads(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) 
     return query.reshape(*key.shape[:2], -1, query.shape[-1]), key, value
 
 
-CPU_FLASH = PieceKernel(_cut_for_cpu, _cpu_forward, _cpu_backward)
+CPU_FLASH = PieceKernel(
+    functools.partial(causal_then_earlier, rows=_TRIANGLE_ROWS), _cpu_forward, _cpu_backward
+)
 
 # torch's FlashAttention 2, and cuDNN, whose causal mask is aligned to the top left through torch: its causal
 # pieces need as many keys as queries. The states are random states, unused without dropout.

@@ -82,12 +82,19 @@ class PieceKernel:
         return dq, dk, dv
 
 
-def causal_then_earlier(span: Span) -> tuple[AttentionPiece, ...]:
-    """The keys of the span itself, causal, as many as queries; then all earlier keys, without a mask."""
-    own = AttentionPiece(0, span.length, span.global_start, span.global_end, causal=True)
-    if not span.global_start:
-        return (own,)
-    return own, AttentionPiece(0, span.length, 0, span.global_start, causal=False)
+@functools.cache
+def causal_then_earlier(span: Span, *, rows: int | None = None) -> tuple[AttentionPiece, ...]:
+    """The keys of the span itself, causal, as many as queries; then all earlier keys, without a mask.
+
+    With ``rows``, the same for so many rows of the span after another.
+    """
+    start, pieces = span.global_start, []
+    for first in range(0, span.length, rows or span.length):
+        last = min(span.length, first + (rows or span.length))
+        pieces.append(AttentionPiece(first, last, start + first, start + last, causal=True))
+        if start + first:
+            pieces.append(AttentionPiece(first, last, 0, start + first, causal=False))
+    return tuple(pieces)
 
 
 def all_visible_keys(span: Span) -> tuple[AttentionPiece, ...]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.runtime.collectives import Transfer, exchange_rows, issued, send_receive
-from megatron_ampipe.runtime.saved_tensors import DroppedRows
+from megatron_ampipe.runtime.saved_tensors import recomputed
 
 # T rows of this rank, G rows of all ranks.
 
@@ -212,7 +212,8 @@ class RowTransfers:
 
     def __init__(self, group: dist.ProcessGroup, *, keeps: bool) -> None:
         self._group, self._keeps = group, keeps
-        self._dropped: dict[int | None, DroppedRows] = {}
+        # Of each chunk the rows that this rank owns, and where its graph finds what is gathered once more.
+        self._dropped: dict[int | None, tuple[Tensor, list[Tensor]]] = {}
 
     def exchange(self, tensors: Sequence[Sequence[Tensor]], *, scatter: bool) -> Transfer:
         """Start the gather of each chunk's ``[R, B, D]`` to ``[P * R, B, D]``, or the reduce-scatter back."""
@@ -223,20 +224,21 @@ class RowTransfers:
     def gather(self, chunks: Sequence[int | None], tensors: Sequence[Sequence[Tensor]]) -> Transfer:
         """Of each chunk ``[R, B, D]`` to ``[P * R, B, D]``."""
         if not self._keeps:
-            self._dropped |= {
-                chunk: DroppedRows(owned) for chunk, (owned,) in zip(chunks, tensors, strict=True)
-            }
+            self._dropped |= {chunk: (owned, []) for chunk, (owned,) in zip(chunks, tensors, strict=True)}
         return self.exchange(tensors, scatter=False)
 
     def regather(self, chunks: Sequence[int | None]) -> Transfer:
         """The same once more, for the graph of the stage that ran within :meth:`dropped`."""
         dropped = [self._dropped.pop(chunk) for chunk in chunks]
-        owned = [rows.owned for rows in dropped]
-        transfer = self.exchange([[part] for part in owned], scatter=False)
-        for rows, gathered in zip(dropped, transfer.outputs, strict=True):
-            rows.give_back(gathered)
+        owned = [rows for rows, _ in dropped]
+        transfer = self.exchange([[rows] for rows in owned], scatter=False)
+        for (_, again), gathered in zip(dropped, transfer.outputs, strict=True):
+            again.append(gathered)
         return replace(transfer, outputs=(), uses=(*owned, *transfer.uses, *transfer.outputs))
 
     def dropped(self, chunk: int | None, gathered: Tensor) -> AbstractContextManager[None]:
         """Within it, no graph keeps what was gathered of a chunk, unless it is kept."""
-        return nullcontext() if self._keeps else self._dropped[chunk].dropped(gathered)
+        if self._keeps:
+            return nullcontext()
+        _, again = self._dropped[chunk]
+        return recomputed(gathered, lambda: again[0])

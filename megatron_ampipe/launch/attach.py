@@ -6,8 +6,7 @@ import argparse
 import functools
 import math
 import os
-import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ def make_context(
     *,
     gate: type | None,
     hooks: Hooks,
-    adjustments: Sequence[host.Adjustment],
+    adjustments: Mapping[str, str],
 ) -> AMPipeContext | None:
     """Check Megatron's validated arguments against all rules, and print the start-up table on rank 0.
 
@@ -74,11 +73,12 @@ def make_context(
             config = replace(config, pipeline=memory.pipeline)
         # Gradients of weights during transfers, where the user and the layers leave that open.
         is_open = args.ampipe_schedule is None and layers_split_weights(args)
-        if config.partner and config.pipeline.partner is not None and is_open:
-            partner = replace(config.pipeline.partner, schedule=IN_ONE_CHUNK)
+        in_one_chunk = IN_ONE_CHUNK if is_open else None
+        if config.partner and config.pipeline.partner is not None and in_one_chunk is not None:
+            partner = replace(config.pipeline.partner, schedule=in_one_chunk)
             config = replace(config, pipeline=replace(config.pipeline, partner=partner))
         on_gpu = not host.installed()
-        adjustments = [*adjustments, *adjust_arguments(args, on_gpu=on_gpu)]
+        adjustments = {**adjustments, **adjust_arguments(args, on_gpu=on_gpu)}
         # Without a trace, only what the log says of an iteration is recorded.
         context = AMPipeContext(
             config,
@@ -109,7 +109,7 @@ def make_context(
         if choice is not None:
             context.pipeline, context.predicted_ms = choice.pipeline, choice.predicted_ms
         elif config.automatic:
-            choice = _choose(args, context, hooks)
+            choice = _choose(args, context, hooks, in_one_chunk)
         rows = startup.pipelined_rows(args, context, choice, memory=memory, on_gpu=on_gpu)
     elif choice is not None:
         rows += startup.reason_rows(choice)
@@ -160,16 +160,12 @@ def take_over_graphs(args: argparse.Namespace) -> frozenset[str]:
     return frozenset(modules)
 
 
-def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> list[host.Adjustment]:
-    """Change the arguments that pipelined blocks need changed, and return what was changed.
+def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> dict[str, str]:
+    """Change the arguments that pipelined blocks need changed; returns what was changed, with the reason.
 
     What cannot be changed without changing what is computed is refused instead (``refusals.py``).
     """
-    changes: list[host.Adjustment] = []
-
-    def note(flag: str, value: str | None, reason: str) -> None:
-        changes.append(host.Adjustment(flag, value, reason))
-
+    changes: dict[str, str] = {}
     if args.create_attention_mask_in_dataloader and not startup.reads_masks(args):
         # Nobody would read it, and its size is the sequence length squared.
         args.create_attention_mask_in_dataloader = False
@@ -179,29 +175,28 @@ def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> list[host.Adj
                 "no layer reads the mask of --reset-attention-mask, in a stock run neither: a token attends "
                 "to earlier documents too. To separate them, use --dataloader-inter-document-masking"
             )
-        note("--no-create-attention-mask-in-dataloader", None, reason)
+        changes["--no-create-attention-mask-in-dataloader"] = reason
     several = args.micro_batch_size > 1 and packs_documents(args)
     if several and args.multi_latent_attention and args.apply_rope_fusion:
         # The fused kernel takes one position for the rows of an index.
         args.apply_rope_fusion = False
-        reason = "rows of several packed sequences differ in position: the same function"
-        note("--no-rope-fusion", None, reason)
+        changes["--no-rope-fusion"] = "rows of several packed sequences differ in position: the same function"
     if getattr(args, "use_megatron_fsdp", False) and args.gradient_accumulation_fusion:
         args.gradient_accumulation_fusion = False
         reason = "with Megatron-FSDP, a fused product overwrites what earlier chunks have added"
-        note("--no-gradient-accumulation-fusion", None, reason)
+        changes["--no-gradient-accumulation-fusion"] = reason
     if args.moe_pad_expert_input_to_capacity:
         reason = "ignored: chunks send only the kept tokens, with the same result"
-        note("--moe-pad-expert-input-to-capacity", None, reason)
+        changes["--moe-pad-expert-input-to-capacity"] = reason
     for flag, reason in SWITCHED_OFF.items():
         if flag in getattr(args, "ampipe_put_aside", ()):
-            note(flag, None, f"switched off: {reason}")
+            changes[flag] = f"switched off: {reason}"
     in_ring = uses_ring_attention(args)
     modes = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
     others = [mode for mode in dict.fromkeys(modes) if mode != "all_gather"]
     if args.context_parallel_size > 1 and others and not in_ring:
         reason = f"in pipelined blocks, in place of {' and '.join(others)}: the same function"
-        note("--cp-comm-type", "all_gather", reason)
+        changes["--cp-comm-type all_gather"] = reason
     if on_gpu:
         groups = {"ep": True, "tp_ep_mp": True, "ep_tp": gather_lane(args, None), "cp": in_ring}
         given = args.high_priority_stream_groups
@@ -209,11 +204,13 @@ def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> list[host.Adj
             # Megatron also adds to the list in place, for its own overlaps.
             given.extend(missing)
             reason = "collectives that are ready do not wait for computation"
-            note("--high-priority-stream-groups", " ".join(given), reason)
+            changes[f"--high-priority-stream-groups {' '.join(given)}"] = reason
     return changes
 
 
-def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> Choice | None:
+def _choose(
+    args: argparse.Namespace, context: AMPipeContext, hooks: Hooks, in_one_chunk: str | None
+) -> Choice | None:
     """Have the degree chosen by a planner, or, if there is none, by the first iterations."""
     config, planner = context.config, None
     exchanges = exchanges_of(args) if config.chooses_exchange else (config.pipeline.exchange,)
@@ -225,13 +222,11 @@ def _choose(args: argparse.Namespace, context: AMPipeContext, hooks: Hooks) -> C
             args, config.cluster, stack=given.stack, memory=given.memory, exchanges=exchanges
         )
     shape = (rows_of_rank(args), args.micro_batch_size)
-    # Gradients of weights during transfers, where the user and the layers leave that open.
-    is_open = args.ampipe_schedule is None and layers_split_weights(args)
     auto = AutoDegree(
         context,
         planner=planner,
         exchanges=exchanges,
-        in_one_chunk=IN_ONE_CHUNK if is_open else None,
+        in_one_chunk=in_one_chunk,
         keep=functools.partial(save_choice, args, config.save_plan, shape),
         rows_of_tile=functools.partial(rows_of_tile, args),
     )
@@ -276,10 +271,6 @@ def find_gate(config: AMPipeConfig, args: argparse.Namespace) -> type | None:
 class TokenIdsOfModels(Hook):
     """Lets every model tell its routers the ids of the tokens that it is given."""
 
-    def __init__(self) -> None:
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def before_forward(self, model: Any) -> None:
-        if model not in self._known:
+    def models_built(self, models: list[Any]) -> None:
+        for model in models:
             give_token_ids(model).watch(model)
-            self._known.add(model)

@@ -189,10 +189,10 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
     given = given_settings(args)
     check_given(given)
     plan, saved = given.get("plan"), given.get("save_plan")
-    pipeline = _pipeline(given) if plan is None else Plan.read(Path(plan)).pipeline()
+    pipeline = _pipeline(given) if plan is None else Plan.read(Path(plan)).pipeline
     if saved is not None and Path(saved).is_file():
         # An earlier run of this command line chose; the rest is as with --ampipe-plan.
-        pipeline = Plan.read(Path(saved)).pipeline()
+        pipeline = Plan.read(Path(saved)).pipeline
         _check_saved_plan(given, pipeline)
         given = {name: value for name, value in given.items() if not SETTING[name].of_plan}
         given |= {"plan": saved, "save_plan": None}

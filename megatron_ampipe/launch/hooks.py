@@ -28,8 +28,8 @@ class Hook:
     def after_step(self) -> None:
         """After a ``train_step`` that has not failed."""
 
-    def before_forward(self, model: Any) -> None:
-        """Before the forward pass of a micro-batch through an unwrapped model; in evaluation too."""
+    def models_built(self, models: list[Any]) -> None:
+        """When the models of this rank are built, unwrapped."""
 
     def after_log(self) -> None:
         """After Megatron's ``training_log`` of an iteration."""
@@ -92,12 +92,10 @@ class Hooks:
 
         return step
 
-    def before_forward(self, model: Any) -> None:
-        """Before the forward step that a script gives to ``pretrain``, with a wrapped model."""
-        from megatron.core.utils import unwrap_model
-
+    def models_built(self, models: list[Any]) -> None:
+        """When the models of this rank are built, unwrapped."""
         for hook in self._hooks:
-            hook.before_forward(unwrap_model(model))
+            hook.models_built(models)
 
     def _around_log(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(training_log)

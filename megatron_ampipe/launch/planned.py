@@ -27,6 +27,7 @@ from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, block_of, lay
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.rank_memory import waiting_passes
 from megatron_ampipe.schedule import (
     KEEP,
     STRATEGIES,
@@ -73,7 +74,7 @@ def planner_of(
         )
         planned = make_plan(predictor, stack=stack, exchanges=exchanges, with_partner=with_partner(args))
         reason = f"planned from {cluster_file}: {planned.reason}"
-        pipeline = planned.pipeline(rows=rows)
+        pipeline = planned.pipeline_of(rows)
         return Choice(pipeline, reason, planned.stages_ms if pipeline.partner is None else None)
 
     return plan
@@ -89,11 +90,9 @@ def with_partner(args: argparse.Namespace) -> float:
     """Which share of a step's passes Megatron's loops can run with one of another micro-batch."""
     if not args.ampipe_partner or waits_for_stage(args):
         return 0.0
-    virtual: int = args.virtual_pipeline_model_parallel_size or 1
-    microbatches: int = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     # In a pipeline those of the warm-up, and as many at the end, run alone.
     alone = 1 if args.pipeline_model_parallel_size == 1 else in_flight(args)
-    return max(0.0, 1 - alone / (microbatches * virtual))
+    return max(0.0, 1 - alone / _passes_of_step(args))
 
 
 def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choice:
@@ -114,10 +113,10 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
         notes = (f"the plan was made on: {plan.made_for.get('cluster')}",)
         if other:
             notes += (f"the plan was made for {', '.join(other)}; its predictions may be wrong",)
-    pipeline = plan.pipeline(rows=rows_of_rank(args))
+    pipeline = plan.pipeline_of(rows_of_rank(args))
     try:
         # If layers share the order, two show whether it can be repeated.
-        features = [_features_of(args, pipeline)] * (2 if _shares_schedule(args, pipeline) else 1)
+        features = [features_of_args(args, pipeline)] * (2 if _shares_schedule(args, pipeline) else 1)
         pipeline.schedule_of(features)
         chunks = pipeline.chunks(args.seq_length, layout_of_args(args))
         require_whole_tiles(chunks, rows_of_tile(args, args.micro_batch_size))
@@ -135,22 +134,18 @@ def _shares_schedule(args: argparse.Namespace, pipeline: Pipeline) -> bool:
     return pipeline.stack != 1 and boundary(args, whole_attention=pipeline.whole_attention) is None
 
 
-def _features_of(args: argparse.Namespace, pipeline: Pipeline) -> BlockFeatures:
-    return pipeline.trained(features_of_args(args, shares_schedule=_shares_schedule(args, pipeline)))
-
-
 def plan_of_choice(args: argparse.Namespace, choice: Choice) -> Plan:
     """What ``--ampipe-degree auto`` chose for the shape of input that the flags give, as a plan."""
     pipeline = choice.pipeline
-    schedule = pipeline.order or pipeline.schedule_of([_features_of(args, pipeline)])
+    schedule = pipeline.order or pipeline.schedule_of([features_of_args(args, pipeline)])
     forward_ms, backward_ms = choice.predicted_ms or (None, None)
-    return Plan(
-        schedule=period(schedule) if _shares_schedule(args, pipeline) else schedule,
+    pipeline = replace(
+        pipeline,
+        order=period(schedule) if _shares_schedule(args, pipeline) else schedule,
         shares=pipeline.shares or (1 / pipeline.num_chunks,) * pipeline.num_chunks,
-        stack=pipeline.stack,
-        memory=pipeline.memory,
-        exchange=pipeline.exchange,
-        partner=pipeline.partner,
+    )
+    return Plan(
+        pipeline=pipeline,
         stages_forward_ms=forward_ms,
         stages_backward_ms=backward_ms,
         reason=choice.reason,
@@ -217,11 +212,11 @@ def ranks_per_node(arguments: Any) -> int | None:
     return given if given is not None or not of_launcher.isdecimal() else int(of_launcher)
 
 
-def features_of_args(args: argparse.Namespace, *, shares_schedule: bool = False) -> BlockFeatures:
+def features_of_args(args: argparse.Namespace, pipeline: Pipeline) -> BlockFeatures:
     """The features of the blocks in training."""
     own = replace(settings_of(args), ranks_per_node=ranks_per_node(args))
-    local = args.transformer_impl == "local"
-    return features_of_settings(args, own, shares_schedule=shares_schedule, local=local)
+    shares, local = _shares_schedule(args, pipeline), args.transformer_impl == "local"
+    return pipeline.trained(features_of_settings(args, own, shares_schedule=shares, local=local))
 
 
 def layers_split_weights(args: argparse.Namespace) -> bool:
@@ -338,14 +333,14 @@ def choose_memory(
 
 
 def in_flight(args: argparse.Namespace) -> int:
-    """How many micro-batches' passes through a (virtual) pipeline stage wait for their backward at most.
-
-    As in ``megatron.core.pipeline_parallel.schedules``: on the first rank, with warm-up and one in work.
-    """
+    """How many micro-batches' passes through a (virtual) pipeline stage wait for their backward at most."""
     stages = args.pipeline_model_parallel_size
     virtual = args.virtual_pipeline_model_parallel_size or 1
-    passes = -(-args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)) * virtual
-    waiting = stages if virtual == 1 else 2 * (stages - 1) + (virtual - 1) * stages + 1
-    if virtual > 1 and args.ampipe_partner:
-        waiting += 1
-    return int(min(waiting, passes))
+    waiting = waiting_passes(stages, virtual) + bool(virtual > 1 and args.ampipe_partner)
+    return int(min(waiting, _passes_of_step(args)))
+
+
+def _passes_of_step(args: argparse.Namespace) -> int:
+    """Forward passes of a rank through its (virtual) pipeline stages in a training step."""
+    microbatches: int = -(-args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+    return microbatches * (args.virtual_pipeline_model_parallel_size or 1)

@@ -1,18 +1,17 @@
 """Pretraining of GPT and hybrid models through Megatron's ``pretrain``: from a command line to an exit code.
 
 Every flag of Megatron's GPT pretraining means here what it means there, or is refused; AMPipe adds its own
-group and, when it is switched on, its layer specification. What one training step does is in :mod:`.gpt`.
+group. What one training step does is in :mod:`.gpt`, where models get their layers in :mod:`.script`.
 """
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_ampipe import compat
 from megatron_ampipe.launch.ending import known_cause, run_to_end
 from megatron_ampipe.launch.flags import config_from_args
-from megatron_ampipe.launch.recipes import GPT, HYBRID, specification
 from megatron_ampipe.launch.refusals import refuse_unsupported
 from megatron_ampipe.launch.script import TrainingSession, wrap_steps
 
@@ -27,9 +26,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     session = TrainingSession(sys.argv[1:] if arguments is None else arguments)
 
     def train() -> int:
-        launch = prepare_training(session)
+        run_config = prepare_training(session)
+        from megatron.core.enums import ModelType
+        from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
+
+        from megatron_ampipe.launch import gpt
+
+        set_startup_timestamps(program_start=start_time_s, main_entry=time.time())
+        run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
         try:
-            launch(start_time_s)
+            run(
+                run_config,
+                gpt.datasets_provider,
+                ModelType.encoder_or_decoder,
+                gpt.forward_step,
+                store=store,
+                get_embedding_ranks=gpt.embedding_ranks,
+            )
         finally:
             session.end()
         return 0
@@ -37,18 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_to_end(train)
 
 
-def prepare_training(session: TrainingSession) -> Callable[[float], None]:
-    """Parse, check and build every configuration; no process group exists yet.
+def prepare_training(session: TrainingSession) -> Any:
+    """Parse, check and build the configuration of a run; no process group exists yet.
 
-    Returns a function of the start time (seconds since the epoch) that trains. Raises :class:`BadInput` if
-    AMPipe refuses the arguments, :class:`EnvironmentMissing` if this Megatron builds no model from a
-    configuration.
+    Raises :class:`BadInput` if AMPipe refuses the arguments, :class:`EnvironmentMissing` if this Megatron
+    builds no model from a configuration.
     """
     words = session.prepare_platform()
     compat.require_model_from_configuration()
     wrap_steps(session)
-    from megatron.core.enums import ModelType
-    from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
     from megatron.training.argument_utils import (
         gpt_config_from_args,
         hybrid_config_from_args,
@@ -56,44 +66,11 @@ def prepare_training(session: TrainingSession) -> Callable[[float], None]:
     )
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron_ampipe.launch import gpt
-
     sys.argv = [PROGRAM_NAME, *words]
     args = parse_and_validate_args(args_defaults=TOKENIZER_DEFAULT)
     is_gpt = args.hybrid_layer_pattern is None
     model_config = gpt_config_from_args(args) if is_gpt else hybrid_config_from_args(args)
-    use_pipelined_layers(model_config, session)
-    run_config = pretrain_cfg_container_from_args(args, model_config)
-
-    def launch(start_time_s: float) -> None:
-        set_startup_timestamps(program_start=start_time_s, main_entry=time.time())
-        run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
-        run(
-            run_config,
-            gpt.datasets_provider,
-            ModelType.encoder_or_decoder,
-            gpt.forward_step,
-            store=store,
-            get_embedding_ranks=gpt.embedding_ranks,
-        )
-
-    return launch
-
-
-def use_pipelined_layers(model_config: Any, session: TrainingSession) -> None:
-    """Make a model's configuration build the session's layers; it stays as it is if they are Megatron's."""
-    if not session.changes_layers:
-        return
-    name = GPT if hasattr(model_config, GPT) else HYBRID
-    given = getattr(model_config, name)
-
-    def layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
-        """What ``--spec`` names, or Megatron's own choice, pipelined."""
-        spec = specification(name, given, model_config, vp_stage=vp_stage)
-        return session.pipelined(spec, is_stack=name == HYBRID)
-
-    # Megatron takes a function for the layers of a GPT only.
-    setattr(model_config, name, layer_spec if name == GPT else layer_spec(model_config))
+    return pretrain_cfg_container_from_args(args, model_config)
 
 
 def check_launch(words: Sequence[str]) -> None:

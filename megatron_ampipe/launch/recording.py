@@ -72,8 +72,12 @@ class Recording(Hook):
         is_due = args.rank == args.world_size - 1 and iteration % args.log_interval == 0
         return bool(is_due and not self._context.graph_modules)
 
+    def models_built(self, models: list[Any]) -> None:
+        for model in models:
+            model.register_forward_pre_hook(lambda model, _: self.before_forward(model))
+
     def before_forward(self, model: Any) -> None:
-        """Set the recorder's iteration, or pause it."""
+        """Set the recorder's iteration, or pause it; in evaluation too."""
         # With --skip-train, args has no count of iterations. Megatron counts from 0 here, from 1 in its log.
         if model.training and (self._folder or self._is_logged(self._args.curr_iteration + 1)):
             self._context.recorder.start_iteration(self._args.curr_iteration + 1)

@@ -138,7 +138,7 @@ class TrainingSession:
         self._script = script
         self.is_patch = is_patch
         self._resolved: config_files.Resolved | None = None
-        self._adjustments: list[host.Adjustment] = []
+        self._adjustments: dict[str, str] = {}
         self._hooks: Any = None
         self.args: Any = None
         """Megatron's validated arguments; None before :meth:`validate`."""
@@ -179,30 +179,24 @@ class TrainingSession:
 
         Without AMPipe's flags, what is wrong with a command line of a patched tree is Megatron's to say.
         """
-        has_own_flags = any(word.startswith("--ampipe") for word in sys.argv)
+        is_ours = not self.is_patch or any(word.startswith("--ampipe") for word in sys.argv)
 
         def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             parser = extra_args_provider(parser) if extra_args_provider is not None else parser
-            if not self.is_patch or has_own_flags:
+            if is_ours:
                 report_parser_errors(parser)
             return flags.add_arguments(parser)
 
         parsed = parse(provide, *args, **kwargs)
-        if has_own_flags:
+        if is_ours:
             # Refuses a --yaml-cfg, which has replaced them; Megatron does not validate it.
-            flags.config_from_args(parsed)
-        if not self.is_patch:
-            self._check_early(parsed)
+            config = flags.config_from_args(parsed)
+            # Before Megatron prints some 850 lines of arguments. A checkpoint's are not known yet.
+            if not self.is_patch and not parsed.use_checkpoint_args:
+                if config.pipelined and parsed.seq_length is not None:
+                    config.pipeline.chunks(parsed.seq_length)
+                self._check_data(parsed)
         return parsed
-
-    def _check_early(self, args: Any) -> None:
-        """What needs no validated arguments, before Megatron prints some 850 lines of them."""
-        config = flags.config_from_args(args)
-        # A checkpoint's arguments are not known yet.
-        if not args.use_checkpoint_args:
-            if config.pipelined and args.seq_length is not None:
-                config.pipeline.chunks(args.seq_length)
-            self._check_data(args)
 
     def _check_data(self, args: Any) -> None:
         from megatron_ampipe.launch.datasets import check_data, use_built_helpers
@@ -242,30 +236,16 @@ class TrainingSession:
         self._hooks.install(pipelined=self.context is not None)
         if is_active and int(os.environ.get("RANK", "0")) == 0:
             resolved = self._resolved or config_files.resolve(self._words, flags.full_parser())
-            added = [f"{' '.join(change.arguments)} ({change.reason})" for change in self._adjustments]
+            added = [f"{flag} ({reason})" for flag, reason in self._adjustments.items()]
             config_files.write_beside_logs(resolved, adjustments=added, script=self._script)
         return validated
 
     def train(self, pretrain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``pretrain`` with a forward step that has this run's hooks; it may validate the arguments."""
-        bound = inspect.signature(pretrain).bind(*args, **kwargs)
-        forward_step = bound.arguments["forward_step_func"]
-
-        @functools.wraps(forward_step)
-        def step(data_iterator: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
-            if self._hooks is not None:
-                self._hooks.before_forward(model)
-            return forward_step(data_iterator, model, *rest, **kwargs)
-
-        bound.arguments["forward_step_func"] = step
-        return pretrain(*bound.args, **bound.kwargs)
+        """``pretrain``; an error of AMPipe's in it ends a patched tree with its message."""
+        return pretrain(*args, **kwargs)
 
     def construct(self, construct: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
         """The constructor of a model, with a pipelined specification, its second argument."""
-        if self._script is None:
-            # Our own entry pipelines a model's configuration.
-            construct(model, *args, **kwargs)
-            return
         signature = inspect.signature(construct)
         bound = signature.bind(model, *args, **kwargs)
         name = list(signature.parameters)[2]
@@ -274,17 +254,19 @@ class TrainingSession:
         construct(*bound.args, **bound.kwargs)
 
     def set_up(self, set_up: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``setup_model_and_optimizer``, whose models have to be pipelined before the first iteration."""
+        """``setup_model_and_optimizer``, whose models have to be pipelined, and get this run's hooks."""
         from megatron.core.utils import unwrap_model
 
         made = set_up(*args, **kwargs)
         # Megatron-FSDP has a second wrapper inside the first.
-        kinds = {type(getattr(chunk, "module", chunk)) for chunk in unwrap_model(made[0])}
+        models = [getattr(chunk, "module", chunk) for chunk in unwrap_model(made[0])]
+        kinds = {*map(type, models)}
         is_changed = self.num_models > 0 and all(issubclass(kind, _models) for kind in kinds)
         if self.changes_layers and not is_changed:
             names = " and ".join(sorted(kind.__name__ for kind in kinds))
             rule = f"it trains a {names}, and only GPT and hybrid models can be pipelined"
             raise self.refused_script(rule)
+        self._hooks.models_built(models)
         return made
 
     @property

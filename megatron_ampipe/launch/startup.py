@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.launch import connections
-from megatron_ampipe.launch.host import Adjustment
 from megatron_ampipe.launch.planned import exchanges_of, layout_of_args, packs_documents, rows_of_rank
 from megatron_ampipe.launch.recording import has_expert_communication
 from megatron_ampipe.launch.trials import Choice, candidates
@@ -38,8 +37,8 @@ _NOTHING_TO_HIDE = (
 )
 
 
-def print_startup_table(rows: Sequence[Row], adjustments: Sequence[Adjustment]) -> None:
-    """Print, on rank 0 only, what this run does and which flags were added or changed."""
+def print_startup_table(rows: Sequence[Row], adjustments: Mapping[str, str]) -> None:
+    """Print, on rank 0 only, what this run does, and which flags were added or changed for which reason."""
     if int(os.environ.get("RANK", "0")) != 0:
         return
     table = Table(title="AMPipe", title_justify="left", show_header=False)
@@ -48,8 +47,8 @@ def print_startup_table(rows: Sequence[Row], adjustments: Sequence[Adjustment]) 
     table.add_column("why", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    for index, adjustment in enumerate(adjustments):
-        table.add_row("adjusted" if index == 0 else "", " ".join(adjustment.arguments), adjustment.reason)
+    for index, (flag, reason) in enumerate(adjustments.items()):
+        table.add_row("adjusted" if index == 0 else "", flag, reason)
     # A log file has any width; only a terminal is limited.
     Console(width=None if Console().is_terminal else 140).print(table)
 

@@ -118,17 +118,17 @@ def attend_backward(
     step: int,
     state: BlockPass,
     chunk: int | None,
-    gradients: Sequence[Tensor | None],
-    recalled: Sequence[Tensor],
+    gradient: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
     sums: KeyValueSums,
 ) -> Sequence[Tensor | None]:
     """The gradients of what :func:`attend` took; of the queries all at once, in step 0."""
-    (gradient,), (key, value) = gradients, recalled
-    assert gradient is not None
     of_query = state.ring.differentiate(step, chunk, gradient, key, value, sums)
     if of_query is None:
         return None, None, None, gradient
-    if state.has_gate:
+    if state.block.has_gate:
         of_query = torch.cat([of_query, torch.zeros_like(of_query)], dim=-1)
     return of_query, None, None
 
@@ -227,4 +227,4 @@ def _add_norm(
 
 def _gate_apart(state: BlockPass, query: Tensor) -> tuple[Tensor, ...]:
     """Queries and their gate, if they have one."""
-    return query.chunk(2, dim=-1) if state.has_gate else (query,)
+    return query.chunk(2, dim=-1) if state.block.has_gate else (query,)

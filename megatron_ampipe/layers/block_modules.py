@@ -67,13 +67,13 @@ class StageFunction:
     """The function of a kind, see :class:`~megatron_ampipe.runtime.block_functions.BlockFunctions`."""
 
     run: Function
-    reads: Reads
+    reads: Reads = lambda _: ()
     """Of a block that has the kind, the modules that it calls, and parameters that it reads besides."""
-    recompute: tuple[str, ...]
+    recompute: tuple[str, ...] = ()
     """Names of Megatron's ``--recompute-modules`` with which it runs again before its backward."""
-    backward: Function | None
+    backward: Function | None = None
     """Of a kind with ``own_backward``, which autograd does not differentiate."""
-    graph: str | None
+    graph: str | None = None
     """The name of Megatron's ``--cuda-graph-modules`` with which it is captured; None: never."""
 
 
@@ -81,18 +81,11 @@ FUNCTIONS: dict[StageKind, StageFunction] = {}
 """By kind; what computes a kind with steps takes the number of the step first."""
 
 
-def runs[F: Function](
-    *of_kinds: StageKind,
-    reads: Reads = lambda _: (),
-    recompute: tuple[str, ...] = (),
-    backward: Function | None = None,
-    graph: str | None = None,
-) -> Callable[[F], F]:
-    """Decorate the function of these kinds; the arguments are those of :class:`StageFunction`."""
+def runs[F: Function](*of_kinds: StageKind, **fields: Any) -> Callable[[F], F]:
+    """Decorate the function of these kinds, with the other fields of its :class:`StageFunction`."""
 
     def register(function: F) -> F:
-        registered = StageFunction(function, reads, recompute, backward, graph)
-        FUNCTIONS.update(dict.fromkeys(of_kinds, registered))
+        FUNCTIONS.update(dict.fromkeys(of_kinds, StageFunction(function, **fields)))
         return function
 
     return register
@@ -121,7 +114,9 @@ class BlockModules:
         self.dense = not moe_layer.is_moe_layer
         self.attends = isinstance(attention_layer.self_attention, Attention)
         """Whether attention is a part of the block."""
-        self.is_latent = not self.dense and bool(getattr(self.config, "moe_latent_size", None))
+        self.is_latent = not self.dense and bool(self.config.moe_latent_size)
+        self.has_gate = self.attends and bool(attention_layer.config.attention_output_gate)
+        """Whether a gate of each row, which travels with its query, multiplies what core attention gives."""
         self._recomputes = (
             {*self.config.recompute_modules} if self.config.recompute_granularity == "selective" else set()
         )
@@ -363,7 +358,7 @@ class BlockModules:
 
     @cached_property
     def parameters(self) -> BlockParameters:
-        """All trainable parameters of the block, each once."""
+        """See ``BlockFunctions``; also refuses what would overwrite sums of gradients."""
         used: dict[Parameter, bool] = {}
         for kind, parameters in self.stage_parameters.items():
             for parameter in parameters:
@@ -391,11 +386,6 @@ class BlockModules:
         """All that the block runs."""
         layer = self.moe_layer
         return (self.attention_layer, layer) if self.attends else (layer.pre_mlp_layernorm, layer.mlp)
-
-    @property
-    def all_parameters(self) -> Sequence[Parameter]:
-        """See ``BlockFunctions``."""
-        return self.parameters.all
 
     @cached_property
     def _linears(self) -> Mapping[StageKind, Sequence[Module]]:

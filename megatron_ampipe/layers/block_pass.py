@@ -14,33 +14,12 @@ from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.exchange.codecs import Condensed
 from megatron_ampipe.exchange.transports import RowTransfers
 from megatron_ampipe.layers.block_modules import BlockModules
-from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, has_gate, random_states
+from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, random_states
+from megatron_ampipe.runtime.block_functions import Function
 from megatron_ampipe.runtime.moves import join, take_rows
 from megatron_ampipe.runtime.saved_tensors import DroppedOutput
 from megatron_ampipe.schedule import BlockFeatures, Chunk, StageKind, kinds
 from megatron_ampipe.schedule.chunks import Documents
-
-
-class RandomStates:
-    """The random states with which functions ran, so that they can draw the same numbers once more."""
-
-    def __init__(self) -> None:
-        self._states: dict[Any, Any] = {}
-
-    def drawn(self, function: Callable[..., Any], key: object, *, again: bool) -> Callable[..., Any]:
-        """See ``runtime.block_functions.Draws``."""
-        if not again:
-            self._states[key] = random._get_all_rng_states()
-            return function
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            states = self._states.pop(key, None)
-            if states is None:
-                return function(*args, **kwargs)
-            with random_states(states):
-                return function(*args, **kwargs)
-
-        return run
 
 
 class BlockPass:
@@ -75,11 +54,12 @@ class BlockPass:
         if features.attention:
             self.attend = block.attend(hidden.is_cuda, documents is not None)
             self.ring_ranks = block.attention_layer.pg_collection.cp
-            self.has_gate = has_gate(block.attention_layer.self_attention)
         if features.row_links:
             keeps = features.recomputed or not torch.is_grad_enabled()
             self.row_transfers = RowTransfers(block.row_group, keeps=keeps)
-        self.draws = RandomStates() if features.recomputed and block.draws else None
+        self.draws = features.recomputed and block.draws
+        # Random states with which stages ran that run once more.
+        self._states: dict[object, Any] = {}
         self._normed: dict[int | None, DroppedOutput] = {}
         self._num_rows, self._batch = hidden.shape[:2]
         self._begin()
@@ -110,6 +90,21 @@ class BlockPass:
             for dispatcher, of_second in zip(self.dispatchers, second.dispatchers, strict=True):
                 of_second.told = dispatcher.told
         return second
+
+    def drawn(self, function: Function, key: object, *, again: bool) -> Function:
+        """See ``BlockState``."""
+        if not again:
+            self._states[key] = random._get_all_rng_states()
+            return function
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            states = self._states.pop(key, None)
+            if states is None:
+                return function(*args, **kwargs)
+            with random_states(states):
+                return function(*args, **kwargs)
+
+        return run
 
     def normed(self, chunk: int | None, residual: Tensor) -> Tensor:
         """``[rows, B, D]`` through the norm before the MoE layer."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.mappings import all_to_all
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import Module
 
@@ -114,7 +113,13 @@ class BlockStack:
             output = self(sequences.contiguous(), rotary_pos_emb, documents)
             return output.transpose(0, 1).reshape(hidden.shape)
         if len(self._layers) > 1:
-            refuse_hooks(self._layers)
+            for layer in self._layers:
+                _refuse_hooks(
+                    layer,
+                    owner=f"layer {layer.layer_number}",
+                    rule="layers that share a schedule run as one, so it would see other tensors",
+                    remedy="Use --ampipe-stack 1 in a GPT, or hook modules inside the layer.",
+                )
         self._context.recorder.passes.record_shape(*hidden.shape[:2])
         if not self._layout.by_chunk:
             return self._run(hidden, rotary_pos_emb, documents)
@@ -219,7 +224,13 @@ class BlockStack:
     ) -> TapeGraphs:
         for block in self._blocks:
             for kind in block.captured & block.stage_modules.keys():
-                _refuse_hooks_of_captured(block.stage_modules[kind])
+                for module in block.stage_modules[kind]:
+                    _refuse_hooks(
+                        module,
+                        owner=type(module).__name__,
+                        rule="a CUDA graph repeats what a module has computed without calling it",
+                        remedy="Use --cuda-graph-impl none.",
+                    )
         return TapeGraphs(
             self._tapes(pipeline, features, shape[0], executor, True),
             self._blocks,
@@ -245,20 +256,21 @@ class ChunkSharding:
     def __init__(self, lengths: Sequence[int], group: dist.ProcessGroup) -> None:
         ranks, rank, num_rows = group.size(), group.rank(), sum(lengths)
         starts = list(itertools.accumulate(lengths, initial=0))
-        # By rank, of each row that it holds in chunks, the rank and the row of the sequence layout.
+        # By rank, the rows of the sequence that it holds in chunks.
         held = [
-            [
-                divmod(start * ranks + holder * length + row, num_rows)
-                for start, length in zip(starts, lengths, strict=False)
-                for row in range(length)
-            ]
+            torch.cat(
+                [
+                    torch.arange(length) + start * ranks + holder * length
+                    for start, length in zip(starts, lengths, strict=False)
+                ]
+            )
             for holder in range(ranks)
         ]
-        to = [[row for owner, row in rows if owner == rank] for rows in held]
+        to = [rows[rows // num_rows == rank] % num_rows for rows in held]
         self._group, self._sent = group, [len(rows) for rows in to]
-        self._received = [sum(owner == source for owner, _ in held[rank]) for source in range(ranks)]
+        self._received = (held[rank] // num_rows).bincount(minlength=ranks).tolist()
         # Rows arrive in the order of the sequence, which is that of the chunks.
-        self._order = torch.tensor([row for rows in to for row in rows])
+        self._order = torch.cat(to)
         self._inverse = torch.argsort(self._order)
 
     def by_chunk(self, hidden: Tensor) -> Tensor:
@@ -277,33 +289,10 @@ _HARMLESS = "megatron.core.distributed."
 """Megatron's data parallelism waits for the layer's own parameters in a pre-hook, and a layer has none."""
 
 
-def refuse_hooks(layers: Iterable[TransformerLayer]) -> None:
-    """Raise :class:`BadInput` for a hook of the user at a layer that runs as one with others."""
-    for layer in layers:
-        if (hook := _hook_of_user(layer)) is not None:
-            raise BadInput(
-                f"hook of layer {layer.layer_number}",
-                hook,
-                rule="layers that share a schedule run as one, so it would see other tensors",
-                remedy="Use --ampipe-stack 1 in a GPT, or hook modules inside the layer.",
-            )
-
-
-def _refuse_hooks_of_captured(modules: Iterable[Module]) -> None:
-    for module in modules:
-        if (hook := _hook_of_user(module)) is not None:
-            raise BadInput(
-                f"hook of {type(module).__name__}",
-                hook,
-                rule="a CUDA graph repeats what a module has computed without calling it",
-                remedy="Use --cuda-graph-impl none.",
-            )
-
-
-def _hook_of_user(module: Module) -> str | None:
-    """The name of a hook that is not Megatron's."""
+def _refuse_hooks(module: Module, *, owner: str, rule: str, remedy: str) -> None:
+    """Raise :class:`BadInput` for a hook that is not Megatron's."""
     for hook in itertools.chain.from_iterable(getattr(module, name).values() for name in _HOOKS):
         place = getattr(hook, "__module__", None) or type(hook).__module__
         if not place.startswith(_HARMLESS):
-            return f"{place}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
-    return None
+            found = f"{place}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
+            raise BadInput(f"hook of {owner}", found, rule=rule, remedy=remedy)

@@ -71,13 +71,13 @@ def project_qkv(
         real_positions: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if attention.pg_collection.cp.size() == 1:
             rotary = _RotaryOfRows(attention.rotary_pos_emb, rows, num_keys)
-            real_positions = replaced([attention], "rotary_pos_emb", [rotary])
+            real_positions = replaced((attention, "rotary_pos_emb", rotary))
         with real_positions:
             query, key, value, *_ = attention.get_query_key_value_tensors(normed)
     else:
         assert isinstance(attention, SelfAttention)
-        gated = {"output_gate": True} if has_gate(attention) else {}
-        query, key, value, *gate = attention.get_query_key_value_tensors(normed, None, **gated)
+        has_gate = attention.config.attention_output_gate
+        query, key, value, *gate = attention.get_query_key_value_tensors(normed, None, output_gate=has_gate)
         query, key = _rotate(attention, query, key, rotary_pos_emb, rows)
         if gate:
             query = torch.cat([query, gate[0].view(query.shape)], dim=-1)
@@ -85,12 +85,6 @@ def project_qkv(
         return query, key, value
     group = attention.pg_collection.cp
     return query, gather_sequence(key, group), gather_sequence(value, group)
-
-
-def has_gate(attention: Attention) -> bool:
-    """Whether a gate of each row, which travels with its query, multiplies the output of core attention."""
-    # Older versions have none.
-    return bool(getattr(attention.config, "attention_output_gate", False))
 
 
 def _rotary_of_rows(embedding: Tensor, *, spans: Sequence[Span], documents: Documents | None) -> Tensor:
@@ -189,13 +183,12 @@ class ChunkAttention:
         self._scale = _scale(attention)
         self._recompute = bool(attention.checkpoint_core_attention)
         self._sequence_parallel = config.sequence_parallel
-        self._dropout, self._has_sinks = 0.0, False
+        # Transformer Engine's attention does these itself.
+        is_own = kernel != "te"
+        self._dropout = config.attention_dropout if is_own else 0.0
+        self._has_sinks = is_own and has_sinks(config)
         self._beyond: dict[str, Any] = {}
-        if kernel == "te":
-            # Transformer Engine's attention does these itself.
-            return
-        self._dropout, self._has_sinks = config.attention_dropout, has_sinks(config)
-        if _has_window(attention):
+        if is_own and _has_window(attention):
             left, right = config.window_size
             assert right == 0, "start-up refuses windows that look ahead"
             if left >= 0:
@@ -273,7 +266,7 @@ def random_states(states: tuple[Any, ...]) -> Iterator[None]:
 
 def _read_sinks(core_attention: torch.nn.Module) -> Tensor:
     """The sinks ``[H]``, read as if the module were called: they can be a parameter, for which hooks wait."""
-    with replaced([core_attention], "forward", [lambda: core_attention.softmax_offset]):
+    with replaced((core_attention, "forward", lambda: core_attention.softmax_offset)):
         return core_attention()  # type: ignore[no-any-return]
 
 

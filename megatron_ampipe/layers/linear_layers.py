@@ -23,20 +23,16 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_ampipe.runtime.saved_tensors import InnerTensors
-from megatron_ampipe.runtime.segment import WeightProducts, keep_for_weight
+from megatron_ampipe.runtime.segment import WeightProducts
 
 _LOCAL = (ColumnParallelLinear, RowParallelLinear)
 Products = tuple[tuple[Module, ...], tuple[Module, ...]]
 """The first and the last linear layers of the local experts; one each where they are a grouped product."""
 
 
-def replaced(modules: Sequence[Module], name: str, values: Sequence[object]) -> AbstractContextManager[None]:
-    """Within it, an attribute of each module, or the method of its class, is one of these values."""
-    return _replaced([(module, name, value) for module, value in zip(modules, values, strict=True)])
-
-
 @contextlib.contextmanager
-def _replaced(values: Sequence[tuple[Module, str, object]]) -> Iterator[None]:
+def replaced(*values: tuple[Module, str, object]) -> Iterator[None]:
+    """Within it, the named attribute of each module, or method of its class, is the value given with it."""
     before = [vars(module).get(name) for module, name, _ in values]
     for module, name, value in values:
         vars(module)[name] = value
@@ -71,12 +67,12 @@ def weights_apart(linears: Sequence[Module], products: WeightProducts) -> Abstra
             values.append((linear, "wgrad_store", _Store(linear, products)))
         elif linear.weight.requires_grad:
             values.append((linear, "_forward_impl", functools.partial(_forward, linear.weight, products)))
-    return _replaced(values)
+    return replaced(*values)
 
 
 def transfers_apart(linear: ColumnParallelLinear | RowParallelLinear) -> AbstractContextManager[None]:
     """Within it, a layer neither gathers its input nor adds and scatters its output; it returns its bias."""
-    return replaced([linear], "explicit_expert_comm", [True])
+    return replaced((linear, "explicit_expert_comm", True))
 
 
 def expert_products(experts: Module) -> Products:
@@ -95,11 +91,12 @@ def products_run_by(inner: InnerTensors | None, products: Products) -> Iterator[
     if inner is None:
         yield
         return
-    ups, downs = (
-        [functools.partial(run, module.forward) for module in modules]
+    forwards = [
+        (module, "forward", functools.partial(run, module.forward))
         for modules, run in zip(products, (inner.up, inner.down), strict=True)
-    )
-    with replaced(products[0], "forward", ups), replaced(products[1], "forward", downs):
+        for module in modules
+    ]
+    with replaced(*forwards):
         yield
 
 
@@ -124,8 +121,27 @@ def _forward(
         fused=options["gradient_accumulation_fusion"],
         group=options["tp_group"] if options["sequence_parallel"] else None,
     )
-    output = keep_for_weight(output, inputs=input, weight=parameter, product=product, products=products)
+    keep = functools.partial(products.keep, parameter, product)
+    output = _KeepForWeight.apply(output, input.detach(), keep)
     return output if bias is None else output + bias
+
+
+class _KeepForWeight(torch.autograd.Function):
+    """The output ``[..., N]`` of a layer; its backward keeps the inputs ``[..., K]`` and the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, inputs: Tensor, keep: Callable[[Tensor, Tensor], None]) -> Tensor:
+        ctx.keep = keep
+        ctx.save_for_backward(inputs)
+        # Not as a view: Megatron adds a bias in place.
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (inputs,) = ctx.saved_tensors
+        ctx.keep(inputs, gradient)
+        return gradient, None, None
 
 
 def _weight_gradient(
@@ -165,10 +181,6 @@ class _Store:
 
     The backward of that run leaves its product here, and what it takes: the layer's own store is one queue,
     which knows neither chunks nor micro-batches. Called from the thread of that backward.
-
-    Args:
-        linear: A ``Linear``, ``LayerNormLinear`` or ``GroupedLinear`` of Transformer Engine.
-        products: Where the product waits.
     """
 
     def __init__(self, linear: Any, products: WeightProducts) -> None:

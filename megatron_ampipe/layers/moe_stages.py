@@ -200,7 +200,11 @@ def expert(
     state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors | None = None
 ) -> tuple[Tensor, ...]:
     """Received tokens ``[T, D]`` through the local experts, to ``[T, D]``."""
-    return (state.dispatchers[chunk].combine_preprocess(_experts(state, chunk, tokens, probs, inner)),)
+    dispatcher = state.dispatchers[chunk]
+    if inner is None:
+        return (dispatcher.combine_preprocess(_experts(state, chunk, tokens, probs, None)),)
+    with inner.dropped():
+        return (dispatcher.combine_preprocess(_experts(state, chunk, tokens, probs, inner)),)
 
 
 def _experts(
@@ -210,12 +214,16 @@ def _experts(
     if inner is not None:
         inner.sorted(tokens)
     elif state.block.drops_activations and torch.is_grad_enabled():
-        again = functools.partial(
-            _products_again, state.block, tokens.detach(), tokens_per_expert, probs.detach()
-        )
-        activations = ActivationTensors(state.block.stage_parameters[kinds.EXPERT], again)
+        # Not the arguments, which have a graph.
+        block, given = state.block, (tokens.detach(), probs.detach())
+
+        def again(activations: InnerTensors) -> None:
+            tokens, probs = with_history(given)
+            _products(block, tokens, tokens_per_expert, probs, activations)
+
+        activations = ActivationTensors(block.stage_parameters[kinds.EXPERT], again)
         with activations.dropped():
-            return _products(state.block, tokens, tokens_per_expert, probs, activations)
+            return _products(block, tokens, tokens_per_expert, probs, activations)
     return _products(state.block, tokens, tokens_per_expert, probs, inner)
 
 
@@ -223,18 +231,11 @@ def _products(
     block: BlockModules, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor, inner: InnerTensors | None
 ) -> Tensor:
     # Megatron's checkpoint inside the experts fails under ``torch.autograd.grad``.
-    stock = replaced([block.moe.experts], "activation_recompute", [False])
+    stock = replaced((block.moe.experts, "activation_recompute", False))
     with stock, products_run_by(inner, block.expert_products):
         output, bias = block.moe.experts(tokens, tokens_per_expert, probs)
     assert bias is None, "Megatron's experts add their bias themselves"
     return output
-
-
-def _products_again(
-    block: BlockModules, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor, inner: InnerTensors
-) -> None:
-    tokens, probs = with_history([tokens, probs])
-    _products(block, tokens, tokens_per_expert, probs, inner)
 
 
 @runs(kinds.REPERMUTE)
@@ -247,15 +248,17 @@ def repermute(state: BlockPass, chunk: int, *normed: Tensor) -> tuple[Tensor, ..
 @runs(kinds.REBUILD)
 def rebuild(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
     """The experts once more without their last product, for ``inner``."""
-    _experts(state, chunk, tokens, probs, inner)
+    with inner.restored():
+        _experts(state, chunk, *with_history([tokens, probs]), inner)
     return ()
 
 
 @runs(kinds.RESORT)
 def resort(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
     """Tokens ``[T, D]`` that were sent once more into the order of the experts, for ``inner``."""
-    tokens, *_ = state.dispatchers[chunk].dispatch_postprocess(tokens, probs)
-    inner.sorted(tokens)
+    with inner.restored():
+        sorted_tokens, *_ = state.dispatchers[chunk].dispatch_postprocess(*with_history([tokens, probs]))
+        inner.sorted(sorted_tokens)
     return ()
 
 

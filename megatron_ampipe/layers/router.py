@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.moe_utils import (
     get_capacity,
 )
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
@@ -161,7 +162,7 @@ class ChunkReplay:
             return scores.gather(1, indices), indices
         assert default_compute_topk is not None
         values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if getattr(self._whole.router_replay_action, "value", None) == "record":
+        if self._whole.router_replay_action is RouterReplayAction.RECORD:
             recorded = block.join("replay", self._chunk, indices)
             if recorded is not None:
                 self._whole.record_indices(*recorded)
@@ -170,10 +171,9 @@ class ChunkReplay:
 
 def prescribed_by(replay: Any) -> Tensor | None:
     """The experts ``[T, K]`` that a router's replay prescribes for a block; once per pass."""
-    action = getattr(replay.router_replay_action, "value", None)
-    if action == "replay_forward":
+    if replay.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
         return replay.target_topk_idx
-    if action == "replay_backward":
+    if replay.router_replay_action is RouterReplayAction.REPLAY_BACKWARD:
         # Megatron takes the choices of its micro-batches in their order, one for each pass.
         return replay.replay_backward_list.pop(0)
     return None
@@ -229,9 +229,7 @@ class ChunkRouting:
 
         Its chunks begin with ``first_tokens``. With ``per_chunk``, every chunk has a separate capacity.
         """
-        config, capacity = self.config, None
-        # Older versions have none.
-        replay = getattr(self, "router_replay", None)
+        config, capacity, replay = self.config, None, self.router_replay
         if config.moe_expert_capacity_factor is not None:
             at_once = per_chunk or config.moe_token_drop_policy == "probs"
             capacity = Capacity(config, self.topk, None if at_once else num_tokens)
@@ -264,7 +262,7 @@ class ChunkRouting:
             return super().forward(hidden, *args, **kwargs)
         assert not args and not kwargs, "chunks are routed by their hidden states alone"
         losses = block.losses[chunk] = ChunkLosses()
-        config, replay = self.config, getattr(self, "router_replay", None)
+        config, replay = self.config, self.router_replay
         kept: dict[str, Any] = {"config": config, "_noted": None}
         # Not by ``setattr``, which looks for parameters and modules first.
         vars(self).update(_noted=losses)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -19,7 +18,7 @@ from megatron_ampipe.schedule import (
     even_chunks,
     useful_exchanges,
 )
-from megatron_ampipe.schedule.chunks import have_whole_tiles
+from megatron_ampipe.schedule.chunks import cut, have_whole_tiles
 from megatron_ampipe.schedule.features import BALANCED, features_of_settings
 
 PROBABILITY_BYTES = 4
@@ -201,6 +200,8 @@ class Block:
         )
         return replace(
             features_of_settings(self.settings, own, shares_schedule=shares_schedule, local=self.local),
+            # Layers that share a schedule recompute as a part of it.
+            recomputed=shares_schedule and self.recomputes,
             reduces=self.places_reductions,
             reduces_experts=self.places_reductions and self.expert_replicas > 1,
         )
@@ -285,29 +286,23 @@ def chunk_rows(block: Block, lengths: Sequence[int], *, shares_schedule: bool = 
         shares_schedule: Every tensor-parallel rank holds a part of every chunk.
     """
     assert sum(lengths) == block.rows and min(lengths) > 0, lengths
-    starts = itertools.accumulate(lengths, initial=0)
-    return tuple(
-        _rows(block, start, length, shares_schedule=shares_schedule)
-        for start, length in zip(starts, lengths, strict=False)
-    )
-
-
-def _rows(block: Block, start: int, length: int, *, shares_schedule: bool) -> Rows:
-    shards, width = (1, block.tensor) if shares_schedule else (block.tensor, 1)
     by_rank = []
     # With zigzag slices, the first or the last context-parallel rank has the most pairs of a chunk.
     for rank in {0, block.context - 1}:
-        layout = SequenceLayout(tensor_ranks=shards, context_ranks=block.context, context_rank=rank)
-        starts = (shard * block.rows + start * width for shard in range(shards))
-        all_rows = block.sequence_length
-        by_rank.append([s for a in starts for s in layout.spans(a, length * width, sequence_length=all_rows)])
-    heaviest = max(by_rank, key=lambda spans: sum(_pairs(span, block.window) for span in spans))
-    return Rows(
-        hidden=length,
-        pairs=sum(_pairs(span, block.window) for span in heaviest),
-        keys=max(span.global_end for span in heaviest),
-        merged=sum(span.length for span in heaviest if span.global_start),
-    )
+        layout = SequenceLayout(
+            tensor_ranks=block.tensor,
+            context_ranks=block.context,
+            context_rank=rank,
+            by_chunk=shares_schedule,
+        )
+        by_rank.append(cut(lengths, layout, sequence_length=block.sequence_length))
+    rows = []
+    for length, chunks in zip(lengths, zip(*by_rank, strict=True), strict=True):
+        pairs = [sum(_pairs(span, block.window) for span in chunk.queries) for chunk in chunks]
+        heaviest = chunks[pairs.index(max(pairs))]
+        merged = sum(span.length for span in heaviest.queries if span.global_start)
+        rows.append(Rows(length, max(pairs), heaviest.num_keys, merged))
+    return tuple(rows)
 
 
 def _pairs(span: Span, window: int | None) -> int:

@@ -18,8 +18,8 @@ from typing import Any
 from megatron_ampipe.plan.operation_times import tensors_of
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import MINIMUM_SAVING
-from megatron_ampipe.plan.simulate import Compiled, Needs, compile_program, contention, run
-from megatron_ampipe.schedule import Direction, Program, Schedule, Stage, needs_of
+from megatron_ampipe.plan.simulate import Compiled, Needs, TimedProgram, compile_program, contention, run
+from megatron_ampipe.schedule import Direction, Program, Schedule, Stage
 from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
 from megatron_ampipe.schedule.passes import placed
 
@@ -164,19 +164,17 @@ class ReducedPass:
             self.without_us += part.pass_us(schedule, lengths).backward
             part = part.changed(places_reductions=True)
             whole = placed(part.whole(schedule), part.layers)
-            compiled, durations, pace = part.inputs(whole, lengths, Direction.BACKWARD)
-            moved = {
-                stage: dataclasses.replace(stage, layer=stage.layer + first) for stage in compiled.stages
-            }
+            timed = part.timed(whole, lengths, Direction.BACKWARD)
+            stages = timed.compiled.stages
+            moved = {stage: dataclasses.replace(stage, layer=stage.layer + first) for stage in stages}
             needed = set(itertools.chain(*needs.values()))
             before = tuple(stage for stage in needs if stage not in needed)
-            for stage, stages in needs_of(whole, part.layers, Direction.BACKWARD).items():
-                needs[moved[stage]] = tuple(moved[earlier] for earlier in stages) or before
-            self._times |= zip(map(moved.__getitem__, compiled.stages), durations, strict=True)
-            if pace.issue_us is not None:
-                self._issue |= zip(map(moved.__getitem__, compiled.stages), pace.issue_us, strict=True)
-            for lane in whole.backward.lanes:
-                lanes.setdefault(lane.lane, []).extend(moved[stage] for stage in lane.stages)
+            for stage, places in zip(stages, timed.compiled.needs, strict=True):
+                needs[moved[stage]] = tuple(moved[stages[place]] for place in places) or before
+            self._times |= zip(moved.values(), timed.durations, strict=True)
+            self._issue |= zip(moved.values(), timed.issue_us or (), strict=False)
+            for lane, order in whole.backward.lanes:
+                lanes.setdefault(lane, []).extend(moved[stage] for stage in order)
         layers = range(num_layers)[::-1]
         self._above = [Stage(REDUCE, None, layer) for layer in layers]
         of_experts = (Stage(REDUCE_EXPERTS, None, layer) for layer in layers)
@@ -228,7 +226,7 @@ class ReducedPass:
             times[stage] += others
         issue = [self._issue[stage] for stage in compiled.stages] if self._issue else None
         durations = [times[stage] for stage in compiled.stages]
-        _, end = run(compiled, durations, self._predictor.pace(compiled, issue))
+        _, end = run(TimedProgram(compiled, durations, issue, self._predictor.cluster.overlap))
         ends = zip(compiled.stages, end, strict=True)
         computed = max(time for stage, time in ends if not stage.kind.of_parameters)
         return computed + self._others_us, max(end) + self._others_us

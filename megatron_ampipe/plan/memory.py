@@ -9,7 +9,7 @@ the allocator, and, unless ``gathers``, gradients of parameters that Megatron ha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron_ampipe.plan.block import Block
@@ -18,7 +18,9 @@ from megatron_ampipe.plan.operation_times import (
     Product,
     attention_products,
     expert_products,
+    mlp_products,
     qkv_products,
+    weights_of,
 )
 from megatron_ampipe.schedule import STRATEGIES, Exchange, Pipeline, of_chunks
 from megatron_ampipe.schedule.dataflow import AHEAD
@@ -101,8 +103,8 @@ def peak_bytes(
         again.append((3 * arrived * ("redispatch" in restored) + computed) / chunks)
     kept = dense + sum(of_experts)
     # Numbers of weights of a layer on one rank.
-    experts = block.local_experts * _weights(expert_products(block, 0))
-    attention = _weights(_of_attention(block))
+    experts = block.local_experts * weights_of(expert_products(block, 0))
+    attention = weights_of(_of_attention(block))
     summed, of_attention = (0.0, 0.0) if block.fused_gradients else (experts, attention)
     sum_bytes = element if stock else SUM_BYTES
     keys = _keys(block)
@@ -156,12 +158,13 @@ def peak_bytes(
     num_dense = len(dense_layers)
     kept_dense = dense_weights = 0.0
     if num_dense:
-        width, products = block.dense_ffn or 0, 3 if block.gated else 2
+        assert block.dense_ffn is not None
         count = (modules.inner_gated if block.gated else modules.inner) - modules.weighted
         count *= "mlp" not in block.recompute_modules
-        kept_dense = _kept_by_attention(block, modules) + block.rows * block.batch * count * width * element
+        kept_dense = _kept_by_attention(block, modules)
+        kept_dense += block.rows * block.batch * count * block.dense_ffn * element
         if not block.fused_gradients:
-            dense_weights = products * block.hidden * width / block.tensor
+            dense_weights = weights_of(mlp_products(block, 0))
     # The gradient of the output is there before the pass that ``ampipe bench`` watches.
     gathered = 0.0
     if gathers:
@@ -248,10 +251,6 @@ def _keys(block: Block) -> float:
     """Numbers in the keys and values that a block keeps."""
     rows = block.sequence_length / (block.context if block.ring else 1)
     return rows * block.batch * block.key_value_width / block.tensor
-
-
-def _weights(products: Sequence[Product]) -> float:
-    return sum(product.k * product.n for product in products)
 
 
 def _of_attention(block: Block) -> list[Product]:

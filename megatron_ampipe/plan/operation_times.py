@@ -85,6 +85,11 @@ def _mlp(work: Block, rows: float, inner: float, calls: int = 1) -> list[Product
     return [up, Product(rows, inner, work.hidden, calls)]
 
 
+def weights_of(products: Iterable[Product], *, bias: bool = False) -> float:
+    """Numbers in the weights of products, and in their biases."""
+    return sum(product.k * product.n + product.n * bias for product in products)
+
+
 def tensors_of(work: Block, *, dense: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Parameters of each tensor of a layer on one rank whose gradients are reduced: experts' and others."""
     products = [*qkv_products(work, 0), *attention_products(work, 0)]

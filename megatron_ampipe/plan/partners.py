@@ -5,13 +5,13 @@ The order of their stages is searched like that of one pass (:mod:`.search`): a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.plan.predict import Predictor, timeline_of
 from megatron_ampipe.plan.search import OrderProblem, Period, improve_order, short_stack
-from megatron_ampipe.plan.simulate import NOT_YET, Compiled, Pace, compile_program, direction_bound, run
+from megatron_ampipe.plan.simulate import NOT_YET, TimedProgram, compile_program
 from megatron_ampipe.schedule import (
     IN_ONE_CHUNK,
     LISTED,
@@ -68,29 +68,24 @@ def _schedule(predictor: Predictor) -> str:
 
 
 def _together(predictor: Predictor, partner: Partner) -> Together:
-    compiled, durations, pace = simulated(predictor, partner)
-    times = dict(zip(compiled.stages, durations, strict=True))
-    needs = {
-        stage: tuple(compiled.stages[place] for place in places)
-        for stage, places in zip(compiled.stages, compiled.needs, strict=True)
-    }
+    timed = both_passes(predictor, partner)
     calls_us = sum(predictor.calls_us(direction) for direction in Direction)
-    end_us = max(run(compiled, durations, pace)[1])
-    return Together(partner, end_us + calls_us, direction_bound(times, needs) + calls_us)
+    return Together(partner, timed.end_us + calls_us, timed.bound_us + calls_us)
 
 
 def _searched(predictor: Predictor, partner: Partner) -> Together:
     """The same with the best order of a short stack, searched from that of Megatron."""
-    compiled, durations, pace = simulated(short_stack(predictor), replace(partner, order=LISTED))
-    return _together(predictor, replace(partner, period=best_period(compiled, durations, pace)))
+    timed = both_passes(short_stack(predictor), replace(partner, order=LISTED))
+    return _together(predictor, replace(partner, period=best_period(timed)))
 
 
-def best_period(compiled: Compiled, durations: Sequence[float], pace: Pace) -> Program:
-    """The best order of a layer of each pass, for a program of both and the times of its stages."""
+def best_period(timed: TimedProgram) -> Program:
+    """The best order of a layer of each pass, for a program of both."""
+    compiled = timed.compiled
     lane_of = {compiled.stages[place]: lane for lane, places in compiled.lanes for place in places}
     first = megatron_period({stage: lane for stage, lane in lane_of.items() if not stage.layer})
-    problem = _InTime(compiled, durations, pace, direction=Direction.BACKWARD)
-    stages = {order.lane: order.stages for order in first.lanes}
+    problem = _InTime(timed, direction=Direction.BACKWARD)
+    stages = dict(first.lanes)
     in_lanes = Program.of({lane: stages[lane] for lane, _ in compiled.lanes})
     return problem.program(improve_order(problem, problem.period_of(in_lanes)))
 
@@ -110,11 +105,11 @@ class _InTime(OrderProblem):
 
 def timeline(predictor: Predictor, partner: Partner, *, labels: Mapping[str, str] | None) -> Timeline:
     """Start and end of every stage; the forward ones are of the next micro-batch."""
-    return timeline_of({Direction.BACKWARD: simulated(predictor, partner)}, labels)
+    return timeline_of({Direction.BACKWARD: both_passes(predictor, partner)}, labels)
 
 
-def simulated(predictor: Predictor, partner: Partner) -> tuple[Compiled, list[float], Pace]:
-    """Both passes as one program in the order that runs, with the inputs of :func:`~.simulate.run`."""
+def both_passes(predictor: Predictor, partner: Partner) -> TimedProgram:
+    """Both passes as one program in the order that runs."""
     schedule = build(partner.schedule, degree=partner.degree, features=predictor.features)
     schedule = predictor.whole(schedule if len(predictor.layers) == 1 else period(schedule))
     for direction in Direction:
@@ -125,10 +120,11 @@ def simulated(predictor: Predictor, partner: Partner) -> tuple[Compiled, list[fl
     times: dict[Stage, float] = {}
     issue_us: dict[Stage, float] = {}
     for direction in reversed(Direction):
-        compiled, durations, pace = predictor.inputs(schedule, lengths, direction)
+        timed = predictor.timed(schedule, lengths, direction)
+        compiled = timed.compiled
         of_pass = [replace(stage, ahead=direction is Direction.FORWARD) for stage in compiled.stages]
-        times |= zip(of_pass, durations, strict=True)
-        issue_us |= zip(of_pass, pace.issue_us or (), strict=False)
+        times |= zip(of_pass, timed.durations, strict=True)
+        issue_us |= zip(of_pass, timed.issue_us or (), strict=False)
         lane_of = {place: lane for lane, places in compiled.lanes for place in places}
         stages += [(lane_of[place], of_pass[place]) for place in compiled.issued]
         for stage, places in zip(of_pass, compiled.needs, strict=True):
@@ -138,4 +134,4 @@ def simulated(predictor: Predictor, partner: Partner) -> tuple[Compiled, list[fl
     names = sorted(lanes, key=lambda lane: lane != COMPUTE)
     both = compile_program(Program.of({name: lanes[name] for name in names}), needs)
     issue = [issue_us[stage] for stage in both.stages] if issue_us else None
-    return both, [times[stage] for stage in both.stages], predictor.pace(both, issue)
+    return TimedProgram(both, [times[stage] for stage in both.stages], issue, predictor.cluster.overlap)

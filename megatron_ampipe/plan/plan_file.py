@@ -7,7 +7,7 @@ and compares the two. Reading checks the format; ``schedule.check`` checks wheth
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,9 +75,6 @@ def _shown(value: object) -> str:
 class _Planned:
     """What a plan and its file hold in the same form; see :class:`Plan`."""
 
-    shares: tuple[float, ...]
-    stack: int = field(default=1, metadata={"minimum": 0})
-    memory: str = KEEP
     num_layers: int = 1
     stock_ms: float | None = None
     predicted_ms: float | None = None
@@ -99,12 +96,7 @@ class Plan(_Planned):
     layers that share a schedule, of a block if none do.
 
     Attributes:
-        schedule: Degrees of both directions and the order of the stages; it repeats if layers share it.
-        exchange: How the all-to-all groups copies of a token.
-        shares: Share of the sequence in each chunk, with a sum of 1; the number of chunks is the larger
-            degree.
-        stack: How many consecutive layers share the schedule: 1 is block by block, 0 all of a pipeline stage.
-        memory: What the experts keep for their backward, see ``Pipeline.memory``.
+        pipeline: How they run: with an order of the stages, whatever its name, and a share for each chunk.
         num_layers: Of how many layers the predictions are.
         stock_ms: Predicted time of Megatron's own layers, forward and backward.
         predicted_ms: Predicted time with this plan.
@@ -113,26 +105,19 @@ class Plan(_Planned):
         stages_backward_ms: The same of a backward pass, without the forward pass of a recompute.
         hidden_share: Share of the communication that is hidden under computation, 0 to 1.
         memory_gib: Estimated peak of one block's activations.
-        partner: How passes with a partner run; None if none has one.
         partner_ms: Predicted time of a forward and a backward pass that run together.
         partner_stock_ms: The same of Megatron's own layers, one after the other.
         reason: Why this plan, in one sentence.
         made_for: The block and the machines; None if it was removed to run the plan for another block.
     """
 
-    schedule: Schedule
-    exchange: Exchange = Exchange.ROWS
-    partner: Partner | None = None
+    pipeline: Pipeline
 
     @property
-    def forward_degree(self) -> int:
-        """Degree of the forward pass."""
-        return self.schedule.degree
-
-    @property
-    def backward_degree(self) -> int:
-        """Degree of the backward pass."""
-        return self.schedule.backward_degree
+    def schedule(self) -> Schedule:
+        """The order of the stages in both directions; it repeats if layers share it."""
+        assert self.pipeline.order is not None
+        return self.pipeline.order
 
     @property
     def predicted_speedup(self) -> float:
@@ -145,12 +130,13 @@ class Plan(_Planned):
     @property
     def helps(self) -> bool:
         """Whether blocks run otherwise than Megatron's: in chunks, with another exchange, or a partner."""
-        return self.partner is not None or not self.pipeline().is_stock
+        return self.pipeline.partner is not None or not self.pipeline.is_stock
 
     @property
     def searched(self) -> bool:
         """Whether it holds an order of stages that has no name."""
-        return self.schedule.name not in SCHEDULE_NAMES or bool(self.partner and self.partner.period)
+        partner = self.pipeline.partner
+        return self.schedule.name not in SCHEDULE_NAMES or bool(partner and partner.period)
 
     @property
     def stages_ms(self) -> tuple[float, float] | None:
@@ -159,42 +145,29 @@ class Plan(_Planned):
             return None
         return self.stages_forward_ms, self.stages_backward_ms
 
-    def pipeline(self, *, rows: int | None = None) -> Pipeline:
-        """The pipeline of the blocks.
-
-        The order of the file is used even if its name is that of a named schedule: it may have been edited.
-
-        Args:
-            rows: Rows of the residual stream of one rank, to recognize equal chunks; None if not known.
-        """
-        equal = rows is not None and self._are_equal(rows)
-        return Pipeline(
-            degree=self.forward_degree,
-            backward_degree=self.backward_degree,
-            shares=None if equal else self.shares,
-            order=self.schedule,
-            stack=self.stack,
-            memory=self.memory,
-            exchange=self.exchange,
-            partner=self.partner,
+    def pipeline_of(self, rows: int) -> Pipeline:
+        """The pipeline for so many rows of the residual stream of a rank, whose chunks may be equal ones."""
+        shares = self.pipeline.shares
+        assert shares is not None
+        even = even_chunks(rows, len(shares))
+        equal = (max(shares) - min(shares)) * rows < 1 + 1e-6 or all(
+            abs(share * rows - length) < 0.5 for share, length in zip(shares, even, strict=True)
         )
-
-    def _are_equal(self, rows: int) -> bool:
-        """Whether the shares of this number of rows are the lengths of equal chunks."""
-        even = even_chunks(rows, len(self.shares))
-        return (max(self.shares) - min(self.shares)) * rows < 1 + 1e-6 or all(
-            abs(share * rows - length) < 0.5 for share, length in zip(self.shares, even, strict=True)
-        )
+        return replace(self.pipeline, shares=None) if equal else self.pipeline
 
     def write(self, path: Path, *, head: str) -> None:
         """Write the file, whose first line is the comment ``head``, such as the command that made it."""
+        pipeline = self.pipeline
         record = {
             "format": "ampipe-plan-1",
-            "forward_degree": self.forward_degree,
-            "backward_degree": self.backward_degree,
+            "forward_degree": pipeline.degree,
+            "backward_degree": pipeline.backward_degree,
             "schedule": to_text(self.schedule),
-            "exchange": self.exchange.value,
-            "partner": self.partner and _partner_section(self.partner),
+            "exchange": pipeline.exchange.value,
+            "partner": pipeline.partner and _partner_section(pipeline.partner),
+            "shares": pipeline.shares,
+            "stack": pipeline.stack,
+            "memory": pipeline.memory,
             **{name: getattr(self, name) for name in _Planned.__slots__},
         }
         known = {name: value for name, value in record.items() if value is not None}
@@ -226,10 +199,17 @@ class Plan(_Planned):
             if not good:
                 shown = f"{key} {getattr(record, key)}"
                 refuse(path, lines[key], shown, f"must be {rule}", "Change the schedule, or this.")
-        values: dict[str, Any] = {name: getattr(record, name) for name in _Planned.__slots__}
-        values["shares"] = tuple(share / total for share in record.shares)
-        partner = None if record.partner is None else _partner_of(path, record.partner, lines)
-        return cls(**values, schedule=schedule, exchange=Exchange(record.exchange), partner=partner)
+        pipeline = Pipeline(
+            degree=schedule.degree,
+            backward_degree=schedule.backward_degree,
+            shares=tuple(share / total for share in record.shares),
+            order=schedule,
+            stack=record.stack,
+            memory=record.memory,
+            exchange=Exchange(record.exchange),
+            partner=None if record.partner is None else _partner_of(path, record.partner, lines),
+        )
+        return cls(pipeline=pipeline, **{name: getattr(record, name) for name in _Planned.__slots__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +231,9 @@ class _PlanFile(_Planned):
     schedule: str
     exchange: Literal["rows", "ranks", "nodes", "2dh"] = "rows"
     partner: _PartnerFile | None = None
+    shares: tuple[float, ...]
+    stack: int = field(default=1, metadata={"minimum": 0})
+    memory: str = KEEP
 
 
 def _partner_section(partner: Partner) -> _PartnerFile:

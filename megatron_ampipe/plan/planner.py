@@ -26,7 +26,7 @@ from megatron_ampipe.plan.search import (
     in_one_chunk,
     named,
 )
-from megatron_ampipe.schedule import ALL_LAYERS, Exchange, NodeLayout, Schedule, build
+from megatron_ampipe.schedule import ALL_LAYERS, Exchange, NodeLayout, Pipeline, Schedule, build
 from megatron_ampipe.schedule.features import boundary
 
 _WITH_WEIGHTS = ", and gradients of weights computed during transfers"
@@ -116,8 +116,8 @@ def make_plans(
     best = replace(best, by_exchange=by_exchange, fewer_bytes=first.step_ms / best.step_ms)
     if not others:
         return best
-    exchange = best.chosen.exchange
-    times = ", ".join(f"{plans.chosen.exchange} {plans.step_ms:.4g} ms" for plans in compared.values())
+    exchange = best.chosen.pipeline.exchange
+    times = ", ".join(f"{name} {plans.step_ms:.4g} ms" for name, plans in compared.items())
     reason = f"{best.chosen.reason} Exchange {exchange}: predicted are {times}."
     if exchange.has_two_hops:
         layout = NodeLayout.of(work.settings, near)
@@ -202,7 +202,7 @@ def _with_partner(predictor: Predictor, plans: Plans, share: float, *, stack: in
         return plans
     shares = plans.shared is not None
     running = sharing_layers(predictor, stack) if shares else predictor.of_layers(1)
-    others = {plan.forward_degree, plan.backward_degree}
+    others = {plan.pipeline.degree, plan.pipeline.backward_degree}
     possible = (
         degree
         for degree in TOGETHER_DEGREES
@@ -224,8 +224,7 @@ def _with_partner(predictor: Predictor, plans: Plans, share: float, *, stack: in
     chosen = replace(
         plan,
         # Passes that meet are of as many layers.
-        stack=stack if shares else plan.stack,
-        partner=best.partner,
+        pipeline=replace(plan.pipeline, stack=stack if shares else plan.pipeline.stack, partner=best.partner),
         partner_ms=partner_ms,
         partner_stock_ms=stock_ms,
         reason="While the tokens of one micro-batch travel, another one computes: passes with a partner are "
@@ -276,7 +275,8 @@ def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -
         )
     schedule = build("sequential", degree=1, features=predictor.features)
     megatron = plan_of(predictor, Candidate(schedule, (work.rows,), stock))
-    return replace(megatron, exchange=Exchange.ROWS, hidden_share=0.0, reason=f"AMPipe will not help: {why}.")
+    pipeline = replace(megatron.pipeline, exchange=Exchange.ROWS)
+    return replace(megatron, pipeline=pipeline, hidden_share=0.0, reason=f"AMPipe will not help: {why}.")
 
 
 def _best(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Candidate | None:
@@ -299,19 +299,24 @@ def _best(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Cand
 def plan_of(predictor: Predictor, candidate: Candidate, *, stack: int = 1) -> Plan:
     """The plan of a candidate, without a reason."""
     timeline, cluster = predictor.timeline(candidate.schedule, candidate.lengths), predictor.cluster
-    return Plan(
-        schedule=candidate.schedule,
+    pipeline = Pipeline.of(
+        candidate.schedule.degree,
+        backward_degree=candidate.schedule.backward_degree,
         shares=tuple(length / predictor.block.rows for length in candidate.lengths),
+        order=candidate.schedule,
         stack=stack,
         memory=predictor.memory,
         exchange=predictor.block.exchange,
+    )
+    return Plan(
+        pipeline=pipeline,
         num_layers=len(predictor.layers),
         stock_ms=predictor.stock().total / 1e3,
         predicted_ms=candidate.total_us / 1e3,
         stages_forward_ms=timeline.length_us("forward") / 1e3,
         stages_backward_ms=timeline.length_us("backward") / 1e3,
         hidden_share=timeline.hidden_share,
-        memory_gib=predictor.peak_bytes(candidate.schedule) / 2**30,
+        memory_gib=predictor.peak_bytes(pipeline) / 2**30,
         reason="",
         made_for=made_for(
             predictor.block, cluster=cluster.description, ranks_per_node=cluster.ranks_per_node

@@ -7,6 +7,7 @@ with the most tokens. Not modelled: caches, clock throttling, and the time that 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from megatron_ampipe.plan.block import Block, Rows, chunk_rows
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.operation_times import ZERO, OperationTimes, Pair, Product
-from megatron_ampipe.plan.simulate import Compiled, Pace, compile_named, direction_bound, run
+from megatron_ampipe.plan.simulate import TimedProgram, compile_named, run
 from megatron_ampipe.plan.stage_costs import COSTS, Work, exchange, facts_of, issue_us
 from megatron_ampipe.schedule import (
     KEEP,
@@ -29,7 +30,6 @@ from megatron_ampipe.schedule import (
     StageKind,
     data_flow,
     is_whole,
-    needs_of,
     period,
     unrolled,
     with_exchange,
@@ -63,8 +63,7 @@ class Predictor:
     ) -> None:
         self.block, self.cluster, self.memory, self._dense = block, cluster, memory, dense
         shares = num_layers > 1
-        # Where layers share a schedule, they recompute as a part of it.
-        features = replace(block.features_of(shares_schedule=shares), recomputed=shares and block.recomputes)
+        features = block.features_of(shares_schedule=shares)
         self.features = with_memory(with_exchange(features, block.exchange), memory)
         without_experts = self.features.without_experts
         self.layers: tuple[BlockFeatures, ...] = tuple(
@@ -111,8 +110,7 @@ class Predictor:
         """
         features = self.features if features is None else features
         chunks = self._chunk_rows(tuple(lengths))
-        starts = range(0, len(chunks), parts)
-        groups = {index: chunks[start : start + parts] for index, start in enumerate(starts)}
+        groups = dict(enumerate(itertools.batched(chunks, parts)))
         found: dict[Stage, Pair] = {}
         for kind in data_flow(features).kinds:
             whole = kind.of_parameters or is_whole(kind, whole_attention=whole_attention)
@@ -191,7 +189,7 @@ class Predictor:
                     for way in Direction
                 )
                 issued += Pair(*times)
-        return self._recomputed(*map(max, total, issued))
+        return self._recomputed(*map(max, total, issued), stock=True)
 
     def stock_exchanges(self) -> Pair:
         """The part of :meth:`stock` that the two all-to-alls of a block take."""
@@ -214,14 +212,8 @@ class Predictor:
         block, memory = replace(self.block, **changes), self.memory if memory is None else memory
         return Predictor(block, self.cluster, num_layers=num_layers, dense=dense, memory=memory)
 
-    def peak_bytes(self, schedule: Schedule | None, *, memory: str | None = None) -> float:
-        """Peak of the activations of a block with a schedule; None for Megatron's own layer."""
-        pipeline = Pipeline.of(
-            1 if schedule is None else schedule.degree,
-            backward_degree=1 if schedule is None else schedule.backward_degree,
-            order=schedule,
-            memory=self.memory if memory is None else memory,
-        )
+    def peak_bytes(self, pipeline: Pipeline) -> float:
+        """Peak of the activations of a block."""
         # Without a GPU there is no Transformer Engine.
         return peak_bytes(self.block, pipeline, local=self.cluster.trains_on_host)
 
@@ -241,19 +233,13 @@ class Predictor:
             lengths: Rows of one rank in each of the schedule's chunks.
         """
         schedule = self.whole(schedule)
-        return self._in_pass(*(self.direction_us(schedule, lengths, direction) for direction in Direction))
+        return self._recomputed(*(self.direction_us(schedule, lengths, direction) for direction in Direction))
 
     def bound_us(self, schedule: Schedule, lengths: Sequence[int]) -> Pair:
         """What no order of the stages of a schedule can beat; lanes do not slow each other in it."""
         schedule = self.whole(schedule)
-        return self._in_pass(*(self.direction_bound_us(schedule, lengths, way) for way in Direction))
-
-    def direction_bound_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
-        """The bound of one direction of a schedule of all of the layers, without a recompute."""
-        compiled, durations, _ = self.inputs(schedule, lengths, direction)
-        times = dict(zip(compiled.stages, durations, strict=True))
-        bound = direction_bound(times, needs_of(schedule, self.layers, direction))
-        return bound + self.calls_us(direction)
+        bounds = (self.timed(schedule, lengths, way).bound_us + self.calls_us(way) for way in Direction)
+        return self._recomputed(*bounds)
 
     def direction_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
         """Time of one direction of a schedule of all of the layers, without a recompute."""
@@ -261,14 +247,12 @@ class Predictor:
         program, degree = schedule.program(direction), schedule.degree_of(direction)
         key = (program, degree, schedule.whole_attention, tuple(lengths))
         if key not in self._direction_times:
-            compiled, durations, pace = self.inputs(schedule, lengths, direction)
-            self._direction_times[key] = max(run(compiled, durations, pace)[1]) + self.calls_us(direction)
+            end_us = self.timed(schedule, lengths, direction).end_us
+            self._direction_times[key] = end_us + self.calls_us(direction)
         return self._direction_times[key]
 
-    def inputs(
-        self, schedule: Schedule, lengths: Sequence[int], direction: Direction
-    ) -> tuple[Compiled, list[float], Pace]:
-        """Inputs of :func:`~.simulate.run`: the program, the time of each stage alone, and its pace."""
+    def timed(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> TimedProgram:
+        """One direction of a schedule of all of the layers, with the times of its stages."""
         compiled = compile_named(schedule, self.layers, direction)
         parts = len(lengths) // schedule.degree_of(direction)
         weights, whole = schedule.backward.weights, schedule.backward.whole
@@ -305,49 +289,34 @@ class Predictor:
                 times[stage.kind] * (1 if stage.is_communication or stage.chunk is None else parts)
                 for stage in compiled.stages
             ]
-        return compiled, durations, self.pace(compiled, issue)
-
-    def pace(self, compiled: Compiled, issue_us: Sequence[float] | None) -> Pace:
-        """What the simulation of a program depends on, with the host's times to issue its stages."""
-        overlap = self.cluster.overlap
-        return Pace(
-            issue_us=issue_us,
-            compute_slowdown=overlap.compute_slowdown,
-            communication_slowdown=overlap.communication_slowdown,
-            busy_latency_us=overlap.latency_us,
-        )
+        return TimedProgram(compiled, durations, issue, self.cluster.overlap)
 
     def timeline(
         self, schedule: Schedule, lengths: Sequence[int], *, labels: Mapping[str, str] | None = None
     ) -> Timeline:
         """The start and end of every stage, forward and then backward, with labels for a drawing."""
         schedule = self.whole(schedule)
-        passes = {direction: self.inputs(schedule, lengths, direction) for direction in Direction}
-        return timeline_of(passes, labels)
+        return timeline_of({way: self.timed(schedule, lengths, way) for way in Direction}, labels)
 
     def calls_us(self, direction: Direction) -> float:
         """What is no stage: the calls of all layers in one direction."""
         return self.cluster.host.block.of(direction) * len(self.layers)
 
-    def _in_pass(self, forward: float, backward: float) -> Pair:
+    def _recomputed(self, forward: float, backward: float, *, stock: bool = False) -> Pair:
         """With what Megatron recomputes around a layer; layers that share a schedule recompute in it."""
-        return self._recomputed(forward, backward, again=not self.features.recomputed)
-
-    def _recomputed(self, forward: float, backward: float, *, again: bool = True) -> Pair:
-        return Pair(forward, forward + backward if self.block.recomputes and again else backward)
+        again = self.block.recomputes and (stock or not self.features.recomputed)
+        return Pair(forward, forward + backward if again else backward)
 
 
-def timeline_of(
-    passes: Mapping[Direction, tuple[Compiled, list[float], Pace]], labels: Mapping[str, str] | None
-) -> Timeline:
-    """Start and end of every stage of passes that run one after another, from their inputs of ``run``."""
+def timeline_of(passes: Mapping[Direction, TimedProgram], labels: Mapping[str, str] | None) -> Timeline:
+    """Start and end of every stage of passes that run one after another."""
     spans: list[StageSpan] = []
     offset = 0.0
-    for direction, (compiled, durations, pace) in passes.items():
-        begin, end = run(compiled, durations, pace)
-        for lane, places in compiled.lanes:
+    for direction, timed in passes.items():
+        begin, end = run(timed)
+        for lane, places in timed.compiled.lanes:
             for place in places:
-                stage = compiled.stages[place]
+                stage = timed.compiled.stages[place]
                 span = StageSpan(
                     lane=lane,
                     stage=stage.name,

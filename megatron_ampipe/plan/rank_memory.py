@@ -13,6 +13,13 @@ from typing import NamedTuple
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.model_file import ModelFile, TrainingFlags, layers_by_stage, without_experts
+from megatron_ampipe.plan.operation_times import (
+    attention_products,
+    expert_products,
+    mlp_products,
+    shared_products,
+    weights_of,
+)
 from megatron_ampipe.schedule import Pipeline
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -146,23 +153,16 @@ def _layer(flags: TrainingFlags, block: Block, of_norm: int, has_experts: bool) 
         count += k * n / (1 if compresses and not block.local else tensor)
         if not block.latent and (bias or flags.add_qkv_bias):
             count += n / tensor
-    count += block.heads * block.value_size / tensor * hidden + hidden * bias
+    count += weights_of(attention_products(block, 0), bias=bias)
     if flags.qk_layernorm:
         sizes = (flags.kv_lora_rank, flags.q_lora_rank or 0) if block.latent else (block.head_size,) * 2
         count += sum(sizes) * of_norm / hidden
     if not has_experts:
-        return Parameters(count + _mlp(block, hidden, (block.dense_ffn or 0) / tensor, bias=bias))
+        return Parameters(count + weights_of(mlp_products(block, 0), bias=bias))
     count += block.experts * hidden + block.experts * bias
     if block.shared_ffn is not None:
-        count += _mlp(block, hidden, block.shared_ffn / tensor) + hidden * flags.moe_shared_expert_gate
-    expert = _mlp(block, hidden, block.ffn / block.expert_tensor, bias=bias)
-    return Parameters(count, block.local_experts * expert)
-
-
-def _mlp(block: Block, hidden: int, width: float, *, bias: bool = False) -> float:
-    """Parameters of two products with an activation between."""
-    up = (2 if block.gated else 1) * width
-    return hidden * (up + width) + (up + hidden) * bias
+        count += weights_of(shared_products(block, 0)) + hidden * flags.moe_shared_expert_gate
+    return Parameters(count, block.local_experts * weights_of(expert_products(block, 0), bias=bias))
 
 
 def _activations(
@@ -170,8 +170,7 @@ def _activations(
 ) -> float:
     """Peak of the layers over all micro-batches in flight, and logits in two precisions on the last stage."""
     stages, virtual = flags.pipeline_model_parallel_size, len(parts)
-    # As launch.planned.in_flight, with as many micro-batches as a pipeline holds.
-    passes = stages - stage if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
+    passes = waiting_passes(stages, virtual, stage=stage)
     part = max(parts, key=len)
     num_layers = len(part) * passes
     row_bytes = block.batch * block.element_bytes * block.rows
@@ -186,6 +185,14 @@ def _activations(
     ahead = pipeline.partner is not None
     layers = peak_bytes(block, pipeline, num_layers=num_layers + ahead, dense_layers=dense, local=block.local)
     return layers + logits
+
+
+def waiting_passes(stages: int, virtual: int, *, stage: int = 0) -> int:
+    """How many passes through (virtual) pipeline stages of a rank wait for their backward at most.
+
+    As in ``megatron.core.pipeline_parallel.schedules``, with warm-up and one in work.
+    """
+    return stages - stage if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
 
 
 def _deepep_bytes(block: Block) -> float:

@@ -6,6 +6,7 @@ A file is one micro-batch of one expert-parallel group in one iteration.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import statistics
@@ -60,8 +61,7 @@ class LayerRouting:
     def per_place(self, places: int) -> list[int]:
         """Rows for the experts at each of so many places, between which they are divided in order."""
         rows = self.per_expert()
-        size = len(rows) // places
-        return [sum(rows[first : first + size]) for first in range(0, len(rows), size)]
+        return [sum(of_place) for of_place in itertools.batched(rows, len(rows) // places)]
 
     @property
     def rows(self) -> int:

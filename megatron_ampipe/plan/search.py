@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from megatron_ampipe.plan.operation_times import Pair
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.simulate import NOT_YET, Compiled, Lanes, Pace, run
+from megatron_ampipe.plan.simulate import NOT_YET, Lanes, TimedProgram, run
 from megatron_ampipe.schedule import (
     IN_ONE_CHUNK,
     Direction,
@@ -218,11 +218,11 @@ def reorder(predictor: Predictor, start: Candidate) -> Candidate:
     programs = []
     for direction in Direction:
         program = schedule.program(direction)
-        time = predictor.direction_us(whole, start.lengths, direction)
+        timed = predictor.timed(whole, start.lengths, direction)
+        bound_us = timed.bound_us + predictor.calls_us(direction)
         # Unless no order can save enough.
-        if predictor.direction_bound_us(whole, start.lengths, direction) < time * (1 - MINIMUM_SAVING / 2):
-            inputs = predictor.inputs(whole, start.lengths, direction)
-            problem = OrderProblem(*inputs, direction=direction)
+        if bound_us < predictor.direction_us(whole, start.lengths, direction) * (1 - MINIMUM_SAVING / 2):
+            problem = OrderProblem(timed, direction=direction)
             first = problem.period_of(program)
             best = improve_order(problem, first)
             program = program if best == first else problem.program(best)
@@ -257,15 +257,11 @@ def _tapered(rows: int, count: int, unit: int, ratio: float) -> tuple[int, ...]:
 
 
 class OrderProblem:
-    """The stages of one direction of equal layers, in some order, whose period is to be ordered.
+    """The stages of one direction of equal layers, in some order, whose period is to be ordered."""
 
-    The arguments are those of :func:`.simulate.run`.
-    """
-
-    def __init__(
-        self, compiled: Compiled, durations: Sequence[float], pace: Pace, *, direction: Direction
-    ) -> None:
-        self.compiled, self.durations, self._pace = compiled, durations, pace
+    def __init__(self, timed: TimedProgram, *, direction: Direction) -> None:
+        self.compiled = compiled = timed.compiled
+        self._timed, self._durations = timed, timed.durations
         number = {stage: index for index, stage in enumerate(compiled.stages)}
         self.num_layers = 1 + max(stage.layer for stage in compiled.stages)
         self._forward = direction is Direction.FORWARD
@@ -299,15 +295,15 @@ class OrderProblem:
 
     def _spans(self, lanes: Lanes) -> tuple[list[float], list[float]]:
         """Start and end of every stage in an order; infinite if its lanes deadlock."""
-        compiled = self.compiled.in_order(lanes, issued=self._pace.issue_us is not None)
-        return ([NOT_YET], [NOT_YET]) if compiled is None else run(compiled, self.durations, self._pace)
+        timed = self._timed.in_order(lanes)
+        return ([NOT_YET], [NOT_YET]) if timed is None else run(timed)
 
     def period_of(self, program: Program) -> Period:
         """The period of a program of one block, or of a schedule that repeats."""
         number = {stage: index for index, stage in enumerate(self.stages)}
         return tuple(
-            tuple((number[replace(stage, layer=0)], stage.layer) for stage in lane.stages)
-            for lane in program.lanes
+            tuple((number[replace(stage, layer=0)], stage.layer) for stage in stages)
+            for _, stages in program.lanes
         )
 
     def program(self, period: Period) -> Program:
@@ -321,10 +317,10 @@ class OrderProblem:
     def listed(self) -> Iterator[Period]:
         """The periods of list schedules with different weights."""
         # For each stage the length of the critical path from its start to the end of the pass.
-        tails = [0.0] * len(self.durations)
+        tails = [0.0] * len(self._durations)
         for stage in reversed(self.compiled.issued):
             later = (tails[follower] for follower in self.compiled.followers[stage])
-            tails[stage] = self.durations[stage] + max(later, default=0.0)
+            tails[stage] = self._durations[stage] + max(later, default=0.0)
         longest = max(tails) or 1.0
         num_chunks = len({stage.chunk for stage in self.stages if stage.chunk is not None})
         deepest = max(1, self.num_layers - 1)
@@ -361,7 +357,7 @@ class OrderProblem:
                     stage = max(stages, key=lambda one: (priority[one], -one))
                     stages.remove(stage)
                     orders[lane].append(stage)
-                    free[lane] = now + self.durations[stage]
+                    free[lane] = now + self._durations[stage]
                     running.append((free[lane], stage))
             if not running:
                 return tuple(map(tuple, orders))

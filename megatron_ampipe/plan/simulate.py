@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 
+from megatron_ampipe.plan.cluster import Overlap
 from megatron_ampipe.schedule import BlockFeatures, Direction, Program, Schedule, Stage, needs_of, stream_of
 from megatron_ampipe.schedule.program import merge_lanes, read_by_host
 from megatron_ampipe.schedule.stage_kind import COMPUTE
@@ -26,7 +27,7 @@ ROUNDING_US = 1e-6
 Lanes = tuple[tuple[int, ...], ...]
 """The order of the stages of each lane."""
 Needs = Mapping[Stage, tuple[Stage, ...]]
-"""Every stage with those that it waits for directly (:func:`megatron_ampipe.schedule.dependencies`)."""
+"""Every stage with those that it waits for directly (:func:`megatron_ampipe.schedule.needs_of`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def compile_program(program: Program, needs: Needs) -> Compiled:
     for stage, earlier in needs.items():
         for needed in earlier:
             followers[number[needed]].append(number[stage])
-    lanes = tuple((lane.lane, tuple(number[stage] for stage in lane.stages)) for lane in program.lanes)
+    lanes = tuple((lane, tuple(number[stage] for stage in order)) for lane, order in program.lanes)
     compiled = Compiled(
         stages=stages,
         needs=tuple(tuple(number[needed] for needed in needs[stage]) for stage in stages),
@@ -121,33 +122,54 @@ def contention(lanes: Sequence[tuple[str, Sequence[int]]], stages: Sequence[Stag
     return tuple(shared.index(resource) if resource in shared else -1 for resource in resources)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """What the times of stages depend on, besides how long each takes alone.
+@dataclass(frozen=True, slots=True)
+class TimedProgram:
+    """A program with all that its times depend on.
 
     Attributes:
+        compiled: The program.
+        durations: How long each stage takes alone.
         issue_us: The host's time to issue each stage; None for training on the CPU.
-        compute_slowdown: Factor on the time of a computation during a transfer; likewise for transfers.
-        busy_latency_us: Added to a collective that begins during a computation; at most the rest of that
-            computation.
+        overlap: How much concurrent lanes slow each other. Its latency is at most the rest of the
+            computation during which a collective begins.
     """
 
-    issue_us: Sequence[float] | None = None
-    compute_slowdown: float = 1.0
-    communication_slowdown: float = 1.0
-    busy_latency_us: float = 0.0
+    compiled: Compiled
+    durations: Sequence[float]
+    issue_us: Sequence[float] | None
+    overlap: Overlap
+
+    def in_order(self, lanes: Lanes) -> TimedProgram | None:
+        """See :meth:`Compiled.in_order`."""
+        compiled = self.compiled.in_order(lanes, issued=self.issue_us is not None)
+        if compiled is None:
+            return None
+        return TimedProgram(compiled, self.durations, self.issue_us, self.overlap)
+
+    @property
+    def end_us(self) -> float:
+        """When the last stage ends."""
+        return max(run(self)[1])
+
+    @property
+    def bound_us(self) -> float:
+        """What no order of its stages can beat; lanes do not slow each other in it."""
+        stages, needs = self.compiled.stages, self.compiled.needs
+        return direction_bound(
+            dict(zip(stages, self.durations, strict=True)),
+            {stage: tuple(stages[other] for other in needs[place]) for place, stage in enumerate(stages)},
+        )
 
 
-def run(
-    compiled: Compiled, durations: Sequence[float], pace: Pace = Pace()
-) -> tuple[list[float], list[float]]:
+def run(timed: TimedProgram) -> tuple[list[float], list[float]]:
     """Compute the start and end of each stage, in the unit of the durations.
 
     They are infinite for stages that never run because lanes deadlock. One loop with few calls: it runs
     several hundred times in every search.
     """
-    issue_us, busy_latency_us = pace.issue_us, pace.busy_latency_us
-    compute_slowdown, communication_slowdown = pace.compute_slowdown, pace.communication_slowdown
+    compiled, durations, issue_us = timed.compiled, timed.durations, timed.issue_us
+    compute_slowdown = timed.overlap.compute_slowdown
+    communication_slowdown, latency_us = timed.overlap.communication_slowdown, timed.overlap.latency_us
     waiting = list(map(len, compiled.needs))
     followers, communicates = compiled.followers, compiled.communicates
     begin, end = [0.0] * len(durations), [NOT_YET] * len(durations)
@@ -194,7 +216,7 @@ def run(
                 left[lane], begin[stage] = durations[stage], now
                 if communicates[stage] and durations[stage]:
                     # The compute lane comes first, so its stage is known.
-                    left[lane] += min(busy_latency_us, computing)
+                    left[lane] += min(latency_us, computing)
             # Without max(): its calls took a tenth of a search.
             if communicates[stage]:
                 transferring = True

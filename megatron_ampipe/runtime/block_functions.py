@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_ampipe.runtime.segment import WeightProducts
+from megatron_ampipe.runtime.segment import BlockParameters, WeightProducts
 from megatron_ampipe.schedule import StageKind
 
 Function = Callable[..., Any]
@@ -23,15 +23,16 @@ class BlockFunctions(Protocol):
     The chunk is an index, or None for the whole sequence. A kind that takes keys and values also gets
     ``sums``, a :class:`~.segment.KeyValueSums` to which its backward may add their gradients; it then
     returns none. A kind that does not keep all that its backward needs, and the kind that restores it, get
-    the same ``inner``, an :class:`~.saved_tensors.InnerTensors` that must run its products.
+    the same ``inner``, an :class:`~.saved_tensors.InnerTensors` that must run its products: the first within
+    its ``dropped``, the second within its ``restored``.
     """
 
     recomputed: Collection[StageKind]
     """Kinds of stages of which only the inputs are kept, and that run again right before their backward."""
     stage_parameters: Mapping[StageKind, Sequence[Parameter]]
     """The trainable parameters of each kind that has any."""
-    all_parameters: Sequence[Parameter]
-    """Of the block, each once."""
+    parameters: BlockParameters
+    """All of the block."""
     stage_modules: Mapping[StageKind, Sequence[Module]]
     """The modules with parameters that each kind calls."""
 
@@ -43,7 +44,7 @@ class BlockFunctions(Protocol):
         """
 
     def differentiate(self, kind: StageKind) -> Function:
-        """The backward of a kind that has its own, ``(state, chunk, gradients, recalled, sums)``.
+        """The backward of a kind that has its own, ``(state, chunk, *gradients, *recalled, sums=)``.
 
         From gradients of what the stage gave, and the keys and values that it took, to those of what it took;
         None for keys and values, whose gradients go to ``sums``.
@@ -53,18 +54,11 @@ class BlockFunctions(Protocol):
         """Within it, the function of a kind leaves the gradients of its weights to ``products``."""
 
 
-class Draws(Protocol):
-    """Keeps the random states with which functions ran, so that they can draw the same numbers once more."""
-
-    def drawn(self, function: Function, key: object, *, again: bool) -> Function:
-        """The function, run with the states of now, which are kept; or with those that were kept."""
-
-
 class BlockState(Protocol):
     """The state of one pass of one micro-batch through a block, made for every forward call."""
 
-    draws: Draws | None
-    """None where no number is drawn twice."""
+    draws: bool
+    """Whether stages draw random numbers that a second run draws once more."""
     outside: tuple[Tensor, ...]
     """What stages read besides what they take: the same of all blocks of a pass."""
 
@@ -72,6 +66,9 @@ class BlockState(Protocol):
         self, kind: StageKind, chunk: int | None, inputs: Sequence[Tensor]
     ) -> Callable[[], Sequence[Tensor]]:
         """What gives these inputs of a stage once more, in the backward pass."""
+
+    def drawn(self, function: Function, key: object, *, again: bool) -> Function:
+        """The function, run with the random states of now, which are kept; or with those that were kept."""
 
     def again(self) -> BlockState:
         """For a second run of the forward pass, which computes the same; called when the first has ended."""

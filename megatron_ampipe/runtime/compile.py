@@ -6,14 +6,13 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
-
-from torch import Tensor
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions, Function
 from megatron_ampipe.runtime.moves import Move, make, make_sums
 from megatron_ampipe.runtime.saved_tensors import InnerTensors
-from megatron_ampipe.runtime.segment import KeyValueSums, WeightProducts, with_history
+from megatron_ampipe.runtime.segment import WeightProducts
 from megatron_ampipe.runtime.slots import BlockLayout, SlotNumbers, gradients_of
 from megatron_ampipe.runtime.steps import (
     NOTHING,
@@ -105,21 +104,17 @@ def _calls(
     direction: Direction,
     steps: _Steps,
 ) -> list[Call]:
-    positions = {stage: position for position, (_, stage) in enumerate(issued)}
     ends, halves = _ends(issued, needs), set()
     if direction is Direction.BACKWARD:
         halves = {*{stage.layer: stage for _, stage in issued if is_of_feed_forward(stage)}.values()}
     return [
-        Call(
-            position,
-            lane,
-            stage,
-            tuple(positions[needed] for needed in needs[stage]),
-            tuple(steps.of(stage, direction)),
-            ends=stage in ends,
-            ends_half=stage in halves,
+        replace(
+            call,
+            steps=tuple(steps.of(call.stage, direction)),
+            ends=call.stage in ends,
+            ends_half=call.stage in halves,
         )
-        for position, (lane, stage) in enumerate(issued)
+        for call in Tape.of(issued, needs).calls
     ]
 
 
@@ -181,8 +176,7 @@ class _Steps:
 
     def _compute(self, stage: Stage, *, backward: bool) -> RunStage:
         kind, block = stage.kind, self._blocks[stage.layer]
-        function = block.functions.run(kind)
-        step = RunStage(stage, function)
+        step = RunStage(stage, block.functions.run(kind))
         if stage.again:
             block.make_empty(step, stage.chunk)
         self._bind_values(step, stage.chunk, backward=backward)
@@ -190,7 +184,6 @@ class _Steps:
             step.extras["inner"] = inner = block.slot("inner", stage.chunk)
             step.restores = [block.slot("segment", kind.restores, stage.chunk)]
             step.others += [inner, *step.restores]
-            step.function = _rebuilding(function)
         elif self._keep and stage.again == block.recomputed and not (kind.own_backward or kind.restores):
             self._keep_graph(step)
         return step
@@ -222,7 +215,6 @@ class _Steps:
                 resorted=kinds.RESORT in flow.kinds,
             )
             step.before.append(Move(make, inner, fixed=(new,)))
-            step.function = _dropping(step.function)
         step.others += [step.segment, *step.extras.values()]
 
     def _differentiate(self, stage: Stage) -> Step:
@@ -235,9 +227,8 @@ class _Steps:
             step.others += [segment] if products is None else [segment, products]
             gradients.take(step, chunk)
         else:
-            function = block.functions.differentiate(kind)
             sums = block.slot("sums", block.summed(kind)[0][1].giver)
-            step = RunStage(stage, _by_layer(function, len(block.flow.given[kind])), {"sums": sums})
+            step = RunStage(stage, block.functions.differentiate(kind), {"sums": sums})
             step.others.append(sums)
             gradients.take(step, chunk)
             recalled = [
@@ -301,35 +292,5 @@ def _within(
     def run(*args: Any, products: WeightProducts, **kwargs: Any) -> Any:
         with context(products):
             return function(*args, **kwargs)
-
-    return run
-
-
-def _dropping(function: Function) -> Function:
-    """The function of a stage, run without keeping what ``inner`` restores."""
-
-    def run(*args: Any, inner: InnerTensors, **kwargs: Any) -> Any:
-        with inner.dropped():
-            return function(*args, inner=inner, **kwargs)
-
-    return run
-
-
-def _rebuilding(function: Function) -> Function:
-    """The function of a stage that restores a graph, run for ``inner`` alone."""
-
-    def run(state: Any, chunk: int | None, *inputs: Tensor, inner: InnerTensors) -> tuple[()]:
-        with inner.restored():
-            function(state, chunk, *with_history(inputs), inner=inner)
-        return ()
-
-    return run
-
-
-def _by_layer(function: Function, num_gradients: int) -> Function:
-    """The backward of a kind that has its own: of its arguments the last are values that it recalls."""
-
-    def run(state: Any, chunk: int | None, *inputs: Tensor | None, sums: KeyValueSums) -> Any:
-        return function(state, chunk, inputs[:num_gradients], inputs[num_gradients:], sums)
 
     return run

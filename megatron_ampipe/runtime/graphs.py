@@ -143,16 +143,17 @@ class TapeGraphs:
         self.functions, self.kinds, self._warm_up = functions, kinds, warm_up
         self.generators = generators
         self.runs = {direction: runs_of(tape, kinds) for direction, tape in tapes.passes.items()}
-        self.inner = {
-            direction: {call.position for run in runs.values() for call in run.calls[1:]}
+        captured = {
+            direction: {call.position for run in runs.values() for call in run.calls}
             for direction, runs in self.runs.items()
         }
+        self.inner = {direction: captured[direction] - runs.keys() for direction, runs in self.runs.items()}
         """Positions of calls that run with an earlier one."""
         self.others = {
             slot
             for direction, tape in tapes.passes.items()
             for call in tape.calls
-            if call.position not in self.runs[direction] and call.position not in self.inner[direction]
+            if call.position not in captured[direction]
             for step in call.steps
             for slot in (*step.taken, *step.given)
         }
@@ -187,7 +188,7 @@ class GraphSet:
         self._owner: weakref.ref[Pass] | None = None
         # Leaves that captured graphs alone use: the accumulation nodes of the parameters themselves belong to
         # a stream that is not captured.
-        self._leaves = [tuple(map(_leaf, functions.all_parameters)) for functions in of_tape.functions]
+        self._leaves = [tuple(map(_leaf, functions.parameters.all)) for functions in of_tape.functions]
         self._addresses = [
             (parameter, parameter.data_ptr())
             for functions, kinds in zip(of_tape.functions, of_tape.kinds, strict=True)
@@ -283,13 +284,12 @@ class GraphSet:
 
     def _record(self, captured: _Captured, run: Run, state: Pass) -> None:
         """Capture the calls of a run, and note what they have done with the sums of gradients."""
-        numbers = dict.fromkeys(
-            (step.stage.layer, number)
+        of_number = {
+            (step.stage.layer, number): self._of_tape.functions[step.stage.layer].parameters.all[number]
             for step in run.steps
             if isinstance(step, Differentiate)
             for number in step.parameters
-        )
-        of_number = {of: self._of_tape.functions[of[0]].all_parameters[of[1]] for of in numbers}
+        }
         for (layer, number), parameter in of_number.items():
             is_own = parameter in self._fused or id(state.sums[layer].entry(number)[0]) in self._own
             assert is_own, "a sum of gradients that the graphs did not begin"
@@ -344,7 +344,7 @@ class GraphSet:
         """Within it, modules have the leaves in place of their parameters, and so have the sums."""
         replaced: list[tuple[Module, str, Parameter]] = []
         for functions, leaves, sums in zip(self._of_tape.functions, self._leaves, state.sums, strict=True):
-            of_parameter = dict(zip(functions.all_parameters, leaves, strict=True))
+            of_parameter = dict(zip(functions.parameters.all, leaves, strict=True))
             modules = dict.fromkeys(itertools.chain.from_iterable(functions.stage_modules.values()))
             for module in modules:
                 for name, parameter in module._parameters.items():
@@ -361,7 +361,7 @@ class GraphSet:
             for module, name, parameter in replaced:
                 module._parameters[name] = parameter
             for functions, sums in zip(self._of_tape.functions, state.sums, strict=True):
-                sums.parameters = functions.all_parameters
+                sums.parameters = functions.parameters.all
 
 
 class _Inputs:

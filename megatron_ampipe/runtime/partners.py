@@ -166,36 +166,23 @@ def merged(backward: Tape, forward: Tape, partner: Partner, *, host_waits: bool)
 
     A slot is freed as without a partner: what has to run before that still does.
     """
-    shift = len(backward.calls)
-    calls = [
-        *backward.calls,
-        *(
-            replace(
-                call,
-                needs=tuple(shift + needed for needed in call.needs),
-                stage=replace(call.stage, ahead=True),
-            )
-            for call in forward.calls
-        ),
-    ]
-    needs = {call.stage: tuple(calls[needed].stage for needed in call.needs) for call in calls}
+    calls, needs = {}, {}
+    for tape, ahead in ((backward, False), (forward, True)):
+        stages = [replace(call.stage, ahead=ahead) for call in tape.calls]
+        for stage, call in zip(stages, tape.calls, strict=True):
+            calls[stage], needs[stage] = call, tuple(stages[needed] for needed in call.needs)
     order = merge_lanes(
-        shared_lanes([(call.lane, call.stage) for call in calls], needs, partner),
+        shared_lanes([(call.lane, stage) for stage, call in calls.items()], needs, partner),
         needs,
         waits_before={stage for stage in needs if host_waits and read_by_host(stage, needs) is not None},
         covers={stage for stage in needs if stage.kind.covers_wait},
     )
     assert len(order) == len(calls), "two passes wait for each other"
-    numbers = {call.stage: number for number, call in enumerate(calls)}
-    issued = [numbers[stage] for _, stage in order]
-    position = {number: place for place, number in enumerate(issued)}
     return Tape(
         [
             replace(
-                calls[number],
-                position=place,
-                needs=tuple(sorted(position[needed] for needed in calls[number].needs)),
+                calls[call.stage], position=call.position, stage=call.stage, needs=tuple(sorted(call.needs))
             )
-            for place, number in enumerate(issued)
+            for call in Tape.of(order, needs).calls
         ]
     )

@@ -5,8 +5,9 @@ On CUDA, times are events that are read only when somebody asks, so recording do
 
 from __future__ import annotations
 
+import functools
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,14 +26,11 @@ Timestamp = float | torch.cuda.Event
 class _Mark(NamedTuple):
     """A stage that has run."""
 
-    lane: str
-    stage: str
-    direction: Direction
-    layer: int
-    pass_index: int
+    of_pass: tuple[Direction, int]
     begin: Timestamp
     end: Timestamp
-    ahead: bool
+    span: Callable[..., StageSpan]
+    """Makes its span, given both times in microseconds."""
 
 
 @dataclass(slots=True)
@@ -97,23 +95,15 @@ class Recorder:
             direction = Direction.FORWARD if stage.ahead else self.direction
             layer = (self.layers_ahead if stage.ahead else self.layers)[stage.layer]
             kept = self._iterations[-1]
-            kept.marks.append(
-                _Mark(lane, stage.name, direction, layer, kept.num_passes, begin, end, stage.ahead)
+            span = functools.partial(
+                StageSpan, lane, stage.name, direction.value, layer, kept.number, ahead=stage.ahead
             )
+            kept.marks.append(_Mark((direction, kept.num_passes), begin, end, span))
 
     def timeline(self, *, rank: int, labels: dict[str, str], iteration: int | None = None) -> Timeline:
         """The timeline of one iteration, or of all recorded ones. On CUDA this waits for the device."""
         spans = [
-            StageSpan(
-                lane=mark.lane,
-                stage=mark.stage,
-                direction=mark.direction.value,
-                layer=mark.layer,
-                iteration=kept.number,
-                begin_us=_microseconds(mark.begin, kept),
-                end_us=_microseconds(mark.end, kept),
-                ahead=mark.ahead,
-            )
+            mark.span(_microseconds(mark.begin, kept), _microseconds(mark.end, kept))
             for kept in self._iterations
             if iteration in (None, kept.number)
             for mark in kept.marks
@@ -125,15 +115,14 @@ class Recorder:
 
         On CUDA this waits for the device.
         """
-        ends: dict[tuple[Direction, int], tuple[float, float]] = {}
+        moments: defaultdict[tuple[Direction, int], list[float]] = defaultdict(list)
         for kept in self._iterations:
             for mark in kept.marks if kept.number == iteration else ():
-                begin, end = _microseconds(mark.begin, kept), _microseconds(mark.end, kept)
-                earliest, latest = ends.get((mark.direction, mark.pass_index), (begin, end))
-                ends[mark.direction, mark.pass_index] = (min(earliest, begin), max(latest, end))
+                of_pass = moments[mark.of_pass]
+                of_pass += _microseconds(mark.begin, kept), _microseconds(mark.end, kept)
         times: dict[Direction, list[float]] = {direction: [] for direction in Direction}
-        for (direction, _), (begin, end) in ends.items():
-            times[direction].append(end - begin)
+        for (direction, _), of_pass in moments.items():
+            times[direction].append(max(of_pass) - min(of_pass))
         return times
 
 

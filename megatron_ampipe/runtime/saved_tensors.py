@@ -166,7 +166,7 @@ class InnerTensors:
     @contextmanager
     def dropped(self) -> Iterator[None]:
         """The first run: what is saved in it becomes a place."""
-        with torch.autograd.graph.saved_tensors_hooks(self._drop, _unpacked):
+        with torch.autograd.graph.saved_tensors_hooks(self._drop, self._unpack):
             yield
         self._input = None
 
@@ -178,7 +178,7 @@ class InnerTensors:
             with torch.no_grad():
                 yield
             return
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._restore, _unpacked)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._restore, self._unpack)
         with torch.enable_grad(), hooks:
             yield
         assert not self._places, f"a second run saved {len(self._places)} tensors less than the first"
@@ -209,7 +209,7 @@ class InnerTensors:
             self._input = tokens
             return
         while self._of_tokens:
-            self._of_tokens.pop().view(tokens)
+            self._of_tokens.pop().fill_from(tokens)
 
     def up(self, product: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the first product of an expert."""
@@ -224,7 +224,7 @@ class InnerTensors:
         self._drops = False
         if self._runs_again:
             while self._places and self._places[0].offset_in_input is not None:
-                self._places.popleft().view(tokens)
+                self._places.popleft().fill_from(tokens)
             return tokens.new_empty((*tokens.shape[:-1], 0)), None
         if self._copied:
             return product(tokens, *args, **kwargs)
@@ -256,6 +256,12 @@ class InnerTensors:
         assert saved == expected, f"a second run saved {saved} in place of {expected}"
         place.tensor = tensor.detach()
 
+    def _unpack(self, packed: Tensor | _Place) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        assert packed.tensor is not None, "the backward of a stage runs before its tensors are restored"
+        return packed.tensor
+
 
 class ActivationTensors(InnerTensors):
     """What operations between the products of a stage save: they run once more when the graph first needs it.
@@ -271,14 +277,8 @@ class ActivationTensors(InnerTensors):
         super().__init__(kept)
         self._stage, self._results = stage, list[tuple[Any, ...]]()
         self._next_results: Iterator[tuple[Any, ...]] = iter(())
-
-    @contextmanager
-    def dropped(self) -> Iterator[None]:
-        """The first run: what is saved between the products becomes a place."""
+        # What is saved before the first product is kept.
         self._drops = False
-        with torch.autograd.graph.saved_tensors_hooks(self._drop, self._unpack):
-            yield
-        self._input = None
 
     def up(self, product: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the first product of an expert; the second run takes the result of the first."""
@@ -296,12 +296,11 @@ class ActivationTensors(InnerTensors):
     def _unpack(self, packed: Tensor | _Place) -> Tensor:
         if isinstance(packed, _Place) and packed.tensor is None:
             with self.restored():
-                # What is saved before the first product was kept.
                 self._drops, self._next_results = False, iter(self._results)
                 self._stage(self)
             # Not earlier: other memory could take the place of what counts as kept.
             self._results, self._next_results = [], iter(())
-        return _unpacked(packed)
+        return super()._unpack(packed)
 
 
 class _Place:
@@ -314,42 +313,14 @@ class _Place:
         self.offset_in_input = offset_in_input
         self.tensor: Tensor | None = None
 
-    def view(self, source: Tensor) -> None:
-        """Take the tensor's part of the tensor that it lay in."""
+    def part_of(self, source: Tensor) -> Tensor:
+        """The tensor, as a part of the one that it lay in."""
         assert self.offset_in_input is not None
         start = source.storage_offset() + self.offset_in_input
-        self.tensor = source.detach().as_strided(self.size, self.stride, start)
+        return source.detach().as_strided(self.size, self.stride, start)
 
-
-class DroppedRows:
-    """Rows of all ranks that the graph of a stage does not keep: as in Megatron, a rank keeps what it owns.
-
-    :attr:`owned` are ``[R, B, D]``, to be gathered once more before the backward of the stage.
-    """
-
-    def __init__(self, owned: Tensor) -> None:
-        self.owned = owned
-        self._places: list[_Place] = []
-
-    @contextmanager
-    def dropped(self, gathered: Tensor) -> Iterator[None]:
-        """Within it, what a graph saves of these rows is a place without them."""
-        # The graph keeps the hook, which must not refer to the rows.
-        memory, begin = gathered.untyped_storage()._cdata, gathered.storage_offset()
-
-        def drop(saved: Tensor) -> Tensor | _Place:
-            if saved.untyped_storage()._cdata != memory:
-                return saved
-            self._places.append(_Place(saved, saved.storage_offset() - begin))
-            return self._places[-1]
-
-        with torch.autograd.graph.saved_tensors_hooks(drop, _unpacked):
-            yield
-
-    def give_back(self, gathered: Tensor) -> None:
-        """Put rows that are gathered once more, perhaps still on their way, into the graph."""
-        while self._places:
-            self._places.pop().view(gathered)
+    def fill_from(self, source: Tensor) -> None:
+        self.tensor = self.part_of(source)
 
 
 class DroppedOutput:
@@ -363,7 +334,7 @@ class DroppedOutput:
     """
 
     def __init__(self, module: Module) -> None:
-        self._module = module
+        self.module = module
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._rows: Tensor | None = None
         self._second_run: tuple[Tensor, Tensor] | None = None
@@ -372,11 +343,6 @@ class DroppedOutput:
         """``[R, B, D]`` of the rows ``[R, B, D]``, differentiable; once."""
         self._rows = rows.detach()
         output: Tensor = _ComputeWithoutGraph.apply(self, rows, *self._parameters)
-        return output
-
-    def first_run(self, rows: Tensor) -> Tensor:
-        """The same without a graph."""
-        output: Tensor = self._module(rows)
         return output
 
     def again(self) -> Tensor:
@@ -394,7 +360,7 @@ class DroppedOutput:
             assert self._rows is not None, "an output is needed before it is computed, or after its backward"
             with torch.enable_grad():
                 (rows,) = with_history([self._rows])
-                self._second_run = rows, self._module(rows)
+                self._second_run = rows, self.module(rows)
         return self._second_run
 
 
@@ -404,7 +370,8 @@ class _ComputeWithoutGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dropped: DroppedOutput, rows: Tensor, *parameters: Tensor) -> Tensor:
         ctx.dropped = dropped
-        return dropped.first_run(rows)
+        output: Tensor = dropped.module(rows)
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -413,7 +380,10 @@ class _ComputeWithoutGraph(torch.autograd.Function):
 
 @contextmanager
 def recomputed(tensor: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
-    """Within it, no graph keeps ``tensor``; its backward takes that from ``again()``, of the same layout."""
+    """Within it, no graph keeps ``tensor``; its backward takes that from ``again()``, of the same layout.
+
+    As in Megatron, where a rank keeps of gathered rows what it owns, and of a norm what it is given.
+    """
     # The graph keeps the hooks, which must not refer to the tensor.
     memory, begin = tensor.untyped_storage()._cdata, tensor.storage_offset()
 
@@ -422,18 +392,7 @@ def recomputed(tensor: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
         return saved if is_kept else _Place(saved, saved.storage_offset() - begin)
 
     def unpack(packed: Tensor | _Place) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        packed.view(again())
-        found, packed.tensor = _unpacked(packed), None
-        return found
+        return packed if isinstance(packed, Tensor) else packed.part_of(again())
 
     with torch.autograd.graph.saved_tensors_hooks(drop, unpack):
         yield
-
-
-def _unpacked(packed: Tensor | _Place) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    assert packed.tensor is not None, "the backward of a stage runs before its tensors are restored"
-    return packed.tensor

@@ -283,9 +283,9 @@ class WeightProducts:
     """The products of the weight gradients of one stage of one chunk that are still to be computed.
 
     A linear layer's backward is two products, and only that for its input is on the critical path. A layer
-    that runs within ``BlockFunctions.weights_apart`` computes that one alone, and :func:`keep_for_weight`
-    keeps what the other takes. torch's own graph cannot be split for this: Megatron's linear function
-    computes both products whichever is asked for. Transformer Engine's layers delay their product themselves.
+    that runs within ``BlockFunctions.weights_apart`` computes that one alone, and keeps here what the other
+    takes. torch's own graph cannot be split for this: Megatron's linear function computes both products
+    whichever is asked for. Transformer Engine's layers delay their product themselves.
     """
 
     def __init__(self) -> None:
@@ -333,7 +333,7 @@ class WeightProducts:
             while waiting:
                 weight = next(iter(waiting))
                 product, rows, gradients = waiting.pop(weight)
-                if len(rows) > 1 and _are_one_product(rows, gradients):
+                if len(rows) > 1 and is_one_product(rows, gradients):
                     rows, gradients = [torch.cat(rows)], [torch.cat(gradients)]
                 number = sums.numbers[weight]
                 while rows:
@@ -345,59 +345,14 @@ class WeightProducts:
                 del tensors
 
 
-def _are_one_product(rows: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
-    counts, inputs, outputs = [len(one) for one in gradients], rows[0].shape[-1], gradients[0].shape[-1]
-    return is_one_product(counts, inputs, outputs, element_bytes=rows[0].element_size())
-
-
-def is_one_product(rows: Sequence[int], inputs: int, outputs: int, *, element_bytes: int) -> bool:
+def is_one_product(rows: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
     """Whether rows of several chunks are put together: where that moves less than a further sum for each.
 
-    Both read and write: rows of inputs and gradients, and sums in fp32.
-
-    Args:
-        rows: Of each chunk.
-        inputs: Columns of the weight, K.
-        outputs: Rows of the weight, N.
-        element_bytes: Of a number of the rows.
+    Both read and write: rows ``[R, K]`` of inputs and ``[R, N]`` of gradients, and sums ``[N, K]`` in fp32.
     """
-    return element_bytes * sum(rows) * (inputs + outputs) <= SUM_BYTES * (len(rows) - 1) * inputs * outputs
-
-
-def keep_for_weight(
-    output: Tensor, *, inputs: Tensor, weight: Parameter, product: WeightProduct, products: WeightProducts
-) -> Tensor:
-    """The output of a linear layer unchanged; its backward keeps what the weight's gradient takes.
-
-    Args:
-        output: ``[..., N]``, of the product with a weight that is not differentiated.
-        inputs: ``[..., K]``, what the layer was given.
-        weight: ``[N, K]``.
-        product: Computes the gradient.
-        products: Where it waits.
-    """
-    result: Tensor = _KeepForWeight.apply(
-        output, inputs.detach(), lambda *tensors: products.keep(weight, product, *tensors)
-    )
-    return result
-
-
-class _KeepForWeight(torch.autograd.Function):
-    """The identity."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, inputs: Tensor, keep: Callable[[Tensor, Tensor], None]) -> Tensor:
-        ctx.keep = keep
-        ctx.save_for_backward(inputs)
-        # Not as a view: Megatron adds a bias in place.
-        ctx.mark_dirty(output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (inputs,) = ctx.saved_tensors
-        ctx.keep(inputs, gradient)
-        return gradient, None, None
+    inputs, outputs = rows[0].shape[-1], gradients[0].shape[-1]
+    of_rows = rows[0].element_size() * sum(map(len, gradients)) * (inputs + outputs)
+    return of_rows <= SUM_BYTES * (len(rows) - 1) * inputs * outputs
 
 
 class KeyValueSums:

@@ -99,12 +99,11 @@ class BlockLayout:
         _check_transfers(self.flow)
         self.indices = range(len(chunks))
         self.recomputed = features.recomputed
-        self._flows = [data_flow(features.of_chunk(chunk)) for chunk in range(max(1, len(features.restored)))]
+        self._flows = [data_flow(features.of_chunk(chunk, len(chunks))) for chunk in self.indices]
         self._chunks, self._joined = chunks, Chunk.joined(chunks)
         self._whole = {kind for kind in self.flow.kinds if is_whole(kind, whole_attention=whole_attention)}
-        parameters = {parameter: number for number, parameter in enumerate(functions.all_parameters)}
         self.parameters = {
-            kind: [parameters[parameter] for parameter in of_kind]
+            kind: [functions.parameters.numbers[parameter] for parameter in of_kind]
             for kind, of_kind in functions.stage_parameters.items()
         }
         """Numbers of the parameters that a kind uses."""
@@ -115,7 +114,7 @@ class BlockLayout:
 
     def flow_of(self, chunk: int | None) -> DataFlow:
         """The data flow of a chunk, or of the block: chunks differ in what is restored."""
-        return self.flow if chunk is None else self._flows[chunk * len(self._flows) // len(self._chunks)]
+        return self.flow if chunk is None else self._flows[chunk]
 
     def spans(self, layout: Layout, chunk: int | None) -> Sequence[Span]:
         """The rows of a value that belong to a chunk."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,17 +28,10 @@ from megatron_ampipe.runtime.tape import Call, Tapes
 from megatron_ampipe.schedule import Direction, StageKind
 from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
 
+if TYPE_CHECKING:
+    from megatron_ampipe.runtime.partners import Partners
+
 # S sequence rows, B batch, D hidden size.
-
-
-class Meeting(Protocol):
-    """Runs the passes of a call, possibly with that of another micro-batch (:class:`~.partners.Partners`)."""
-
-    def forward(self, call: StackCall, hidden: Tensor) -> Tensor:
-        """See :meth:`StackCall.forward`."""
-
-    def backward(self, call: StackCall, gradient: Tensor) -> list[Tensor | None]:
-        """See :meth:`StackCall.backward`."""
 
 
 class StackCall:
@@ -65,7 +58,7 @@ class StackCall:
         parameters: Sequence[BlockParameters],
         keep_graph: bool,
         reductions: Reductions | None = None,
-        partners: Meeting | None = None,
+        partners: Partners | None = None,
         graphs: TapeGraphs | None = None,
     ) -> None:
         self.tapes, self.executor, self.recorder, self.numbers = tapes, executor, recorder, numbers
@@ -119,7 +112,8 @@ class StackCall:
     def begin_backward(self, gradient: Tensor) -> None:
         """Before the first call of the backward pass, with the gradient of the output."""
         slots = self.state.slots
-        slots[self.tapes.above] = gradient
+        # What a pipeline stage receives requires a gradient (Megatron's p2p_communication).
+        slots[self.tapes.above] = gradient.detach()
         slots[ZERO] = torch.zeros((), device=gradient.device)
         self._note_asked(REDUCE, len(self.state.blocks) - 1)
 
@@ -190,7 +184,8 @@ class StackCall:
         """All stages of a layer have run."""
         if direction is Direction.FORWARD:
             if layer in self.tapes.again:
-                self.state.run_again(layer)
+                blocks = self.state.blocks
+                blocks[layer] = blocks[layer].again()
             return
         if layer:
             self._hand_over(layer, half=False)

@@ -60,10 +60,6 @@ class Pass:
         self.sums = [GradientSums(of_block) for of_block in parameters]
         self.crossing = crossing
 
-    def run_again(self, layer: int) -> None:
-        """From here on, the stages of a block run a second time."""
-        self.blocks[layer] = self.blocks[layer].again()
-
 
 class Place(NamedTuple):
     """An argument or a result of a step: what is in a slot, or a slice of its rows.
@@ -219,8 +215,8 @@ class RunStage(Step):
         """See :class:`Step`."""
         slots, stage, function = state.slots, self.stage, self.function
         block = state.blocks[stage.layer]
-        if block.draws is not None:
-            function = block.draws.drawn(function, (stage.kind, stage.chunk), again=stage.again)
+        if block.draws:
+            function = block.drawn(function, (stage.kind, stage.chunk), again=stage.again)
         extras = {name: slots[slot] for name, slot in self.extras.items()}
         if state.crossing is not None:
             _note_in_graphs(state, state.crossing, self.restores, inputs)

@@ -48,7 +48,7 @@ class Tape:
 
     @classmethod
     def of(cls, order: Sequence[tuple[str, Stage]], needs: Mapping[Stage, Sequence[Stage]]) -> Tape:
-        """A tape without steps: for who runs stages himself."""
+        """The calls of stages in this order, each with the earlier ones that it needs; without steps."""
         positions = {stage: position for position, (_, stage) in enumerate(order)}
         return cls(
             [

@@ -1,7 +1,7 @@
 """What runs when inside transformer blocks, as data: stages, lanes, orders, and their checks."""
 
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, Span, chunk_sequence, even_chunks, row_unit
-from megatron_ampipe.schedule.dataflow import DataFlow, Source, data_flow, dependencies, is_whole, needs_of
+from megatron_ampipe.schedule.dataflow import DataFlow, Source, data_flow, is_whole, needs_of
 from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.kinds import ALL_KINDS, MOE_BLOCK, WEIGHTS
 from megatron_ampipe.schedule.orders import IN_ONE_CHUNK, SCHEDULE_NAMES, build
@@ -27,7 +27,7 @@ from megatron_ampipe.schedule.pipeline import (
     with_exchange,
     with_memory,
 )
-from megatron_ampipe.schedule.program import LaneOrder, Program, Schedule, Stage, issue_order, stream_of
+from megatron_ampipe.schedule.program import Program, Schedule, Stage, issue_order, stream_of
 from megatron_ampipe.schedule.stage_kind import Direction, Layout, StageKind, Value
 from megatron_ampipe.schedule.text import (
     check,

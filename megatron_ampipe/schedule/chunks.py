@@ -146,7 +146,12 @@ def chunk_sequence(
             "--ampipe-degree", degree, rule=rule, remedy=f"Use --ampipe-degree {min(4, num_rows)}."
         )
     lengths = even_chunks(num_rows, degree) if shares is None else _shared_out(num_rows, shares)
-    chunks = []
+    return cut(lengths, layout, sequence_length=sequence_length)
+
+
+def cut(lengths: Sequence[int], layout: SequenceLayout, *, sequence_length: int) -> tuple[Chunk, ...]:
+    """The chunks with these lengths, in rows of the residual stream of a rank."""
+    ranks, num_rows, chunks = layout.tensor_ranks, sum(lengths), []
     for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
         if layout.by_chunk:
             first = start * ranks
@@ -234,21 +239,15 @@ class DocumentRows:
 
     Attributes:
         sequence: Index of the sequence in the micro-batch.
-        first_row: First row in the query tensor of the chunk; ``last_row`` is one past the last.
+        num_rows: How many query rows.
         first_key: First row of the document, counted in the sequence.
         last_key: One past the last key that the last row sees: its own.
     """
 
     sequence: int
-    first_row: int
-    last_row: int
+    num_rows: int
     first_key: int
     last_key: int
-
-    @property
-    def num_rows(self) -> int:
-        """How many query rows."""
-        return self.last_row - self.first_row
 
     @property
     def num_keys(self) -> int:
@@ -286,14 +285,12 @@ class Documents:
         """The query rows of a chunk, document by document: by sequence, then in the order of the spans."""
         documents = []
         for sequence, starts in enumerate(self.starts):
-            row = 0
             for span in spans:
                 first = bisect.bisect_right(starts, span.global_start) - 1
                 last = bisect.bisect_left(starts, span.global_end)
                 # The end of a document is the start of the next one.
                 bounds = (*starts[first:last], span.global_end)
                 for start, end in itertools.pairwise(bounds):
-                    length = end - max(start, span.global_start)
-                    documents.append(DocumentRows(sequence, row, row + length, start, end))
-                    row += length
+                    num_rows = end - max(start, span.global_start)
+                    documents.append(DocumentRows(sequence, num_rows, start, end))
         return tuple(documents)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -110,14 +110,8 @@ def is_whole(kind: StageKind, *, whole_attention: bool) -> bool:
     return whole_attention if kind.scope is Scope.EITHER else kind.scope is Scope.WHOLE
 
 
-def dependencies(
-    layers: Sequence[BlockFeatures],
-    *,
-    degree: int,
-    whole_attention: bool,
-    direction: Direction,
-    weights: Collection[StageKind] = (),
-    joined: Collection[StageKind] = (),
+def needs_of(
+    schedule: Schedule, layers: Sequence[BlockFeatures], direction: Direction
 ) -> dict[Stage, tuple[Stage, ...]]:
     """Every stage of one direction with the stages that must have run before it.
 
@@ -131,13 +125,12 @@ def dependencies(
     whose tensors they copy.
 
     Args:
+        schedule: Of its order counts only whether attention is of the whole sequence, and which gradients of
+            weights are stages, of a chunk or of the whole sequence.
         layers: The features of consecutive blocks: each takes what the one before it returns.
-        degree: Into how many parts the direction divides the sequence.
-        whole_attention: Attention is of the whole sequence.
         direction: Of which pass.
-        weights: Kinds of weight gradients that are separate stages (``kinds.WEIGHTS``).
-        joined: Those of them, and other kinds, that are of the whole sequence.
     """
+    degree, whole_attention = schedule.degree_of(direction), schedule.whole_attention
     forward: dict[Stage, tuple[Stage, ...]] = {}
     for layer in range(len(layers)):
         forward |= _forward(layers, layer, degree=degree, whole_attention=whole_attention)
@@ -166,11 +159,11 @@ def dependencies(
             # An order among stages of one kind (route after route) carries no data, so it has no reverse.
             if stage in backward and earlier in backward and earlier.kind != stage.kind:
                 backward[earlier].append(stage)
-    weights_of = {kind.weights_of: kind for kind in weights}
+    weights_of = {kind.weights_of: kind for kind in schedule.backward.weights}
     for stage in list(backward):
         if stage.kind in weights_of:
             kind = weights_of[stage.kind]
-            chunk = None if kind in joined else stage.chunk
+            chunk = None if kind in schedule.backward.whole else stage.chunk
             backward.setdefault(Stage(kind, chunk, stage.layer), []).append(stage)
     backward |= _again(forward, backward, layers)
     of_kind: dict[tuple[int, StageKind], list[Stage]] = defaultdict(list)
@@ -249,20 +242,6 @@ def _last_of_layers(needs: _Needs) -> dict[int, list[Stage]]:
         if stage not in awaited and not stage.kind.of_parameters:
             last.setdefault(stage.layer, []).append(stage)
     return last
-
-
-def needs_of(
-    schedule: Schedule, layers: Sequence[BlockFeatures], direction: Direction
-) -> dict[Stage, tuple[Stage, ...]]:
-    """:func:`dependencies` of one direction of a schedule."""
-    return dependencies(
-        layers,
-        degree=schedule.degree_of(direction),
-        whole_attention=schedule.whole_attention,
-        direction=direction,
-        weights=schedule.backward.weights,
-        joined=schedule.backward.whole,
-    )
 
 
 def _forward(

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import kinds
-from megatron_ampipe.schedule.dataflow import data_flow, dependencies
+from megatron_ampipe.schedule.dataflow import data_flow, needs_of
 from megatron_ampipe.schedule.features import BlockFeatures, Restored
 from megatron_ampipe.schedule.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT, QKV, ROUTE, SHARED, WEIGHTS
 from megatron_ampipe.schedule.passes import placed
@@ -50,7 +50,8 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
 
 def _sequential(degree: int, features: BlockFeatures) -> Schedule:
     """One lane, chunk after chunk in the order of the table: every collective is waited for on the spot."""
-    needs = dependencies([features], degree=degree, whole_attention=False, direction=Direction.FORWARD)
+    empty = Schedule("sequential", degree, Program(()), Program(()), degree)
+    needs = needs_of(empty, [features], Direction.FORWARD)
     awaited = {earlier for needed in needs.values() for earlier in needed}
     rows = data_flow(features).kinds
     # What the router needs to choose for all chunks at once.
@@ -63,13 +64,14 @@ def _sequential(degree: int, features: BlockFeatures) -> Schedule:
 
     forward = completed(sorted(needs, key=place), needs)
     backward = [stage for stage in reversed(forward) if Direction.BACKWARD in stage.kind.directions]
-    return Schedule(
-        "sequential", degree, Program.of({COMPUTE: forward}), Program.of({COMPUTE: backward}), degree
-    )
+    return replace(empty, forward=Program.of({COMPUTE: forward}), backward=Program.of({COMPUTE: backward}))
 
 
-def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
-    """Dispatch of a chunk travels during attention of the next, combine during experts of the next."""
+def _ampipe(degree: int, features: BlockFeatures, *, whole_attention: bool = False) -> Schedule:
+    """Dispatch of a chunk travels during attention of the next, combine during experts of the next.
+
+    With ``whole_attention`` all of it comes before the first dispatch, of the whole sequence at once.
+    """
     # Backward, unlike in the paper, a chunk's dispatch does not wait for the combines of all chunks: it
     # follows ``lead`` chunks later. Where the network is slow, attention then begins while most tokens still
     # have to travel, and not after half of the way.
@@ -83,8 +85,12 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
     earlier, attends = steps[:-1], [*steps[-1:], ATTENTION]
     if not features.attention:
         norms, projects, whole, attends = [], [], [], []
+    elif whole_attention:
+        # Nothing of attention is left to compute during a transfer.
+        lead, whole = degree, [*norms, *whole, *projects, *earlier, *attends, *adds]
+        norms, projects, earlier, attends, adds = [], [], [], [], []
     # Backward, each list after a transfer of the chunk, during which another chunk is computed.
-    before = [group for group in (adds, [*attends[::-1], *projects], norms) if group]
+    before = [group for group in (adds, [*attends[::-1], *projects], norms) if group] or [[]]
     choice = [Stage(kinds.CHOOSE)] if features.chooses else []
     if choice:
         # All attention comes before the first dispatch.
@@ -160,27 +166,7 @@ def _joined(degree: int, features: BlockFeatures) -> Schedule:
 
 def _moe_only(degree: int, features: BlockFeatures) -> Schedule:
     """Attention whole; only the MoE layer is pipelined."""
-    if not features.attention:
-        return replace(_ampipe(degree, features), name="moe-only")
-    chunks, last_first = range(degree), range(degree)[::-1]
-    attention = [
-        *([kinds.INPUT_NORM] if features.gathers_rows else []),
-        *(QKV, *_attends(features), ATTENTION),
-        *([kinds.ADD_NORM] if features.row_links else []),
-        *([kinds.CHOOSE] if features.chooses else []),
-    ]
-    return _overlapped(
-        "moe-only",
-        degree,
-        features,
-        first_half=[*map(Stage, attention), *_stages([ROUTE], chunks)],
-        last_half=[
-            *_stages([EXPERT], last_first),
-            *_stages([ROUTE], last_first),
-            *map(Stage, reversed(attention)),
-        ],
-        backward_comm=[*_stages([COMBINE], last_first), *_stages([DISPATCH], last_first)],
-    )
+    return replace(_ampipe(degree, features, whole_attention=True), name="moe-only")
 
 
 _BUILDERS: dict[str, Callable[[int, BlockFeatures], Schedule]] = {
@@ -336,10 +322,7 @@ def _exchanges_of_rows(stages: Iterable[Stage], features: BlockFeatures, directi
         after = {kinds.INPUT_NORM: (kinds.GATHER_ROWS,), ATTENTION: (kinds.SCATTER_ROWS,)}
     else:
         after = {kinds.ADD_NORM: (kinds.SCATTER_ROWS,), QKV: (kinds.REGATHER_ROWS, kinds.GATHER_ROWS)}
-    rows = {kind: kind for kind in data_flow(features).kinds}
+    rows = data_flow(features).kinds
     return [
-        Stage(rows[kind], stage.chunk)
-        for stage in stages
-        for kind in after.get(stage.kind, ())
-        if kind in rows
+        Stage(kind, stage.chunk) for stage in stages for kind in after.get(stage.kind, ()) if kind in rows
     ]

@@ -167,12 +167,9 @@ def in_order_of(
         replace(stage, ahead=forward): tuple(replace(needed, ahead=forward) for needed in all_needed)
         for stage, all_needed in needs_of(schedule, layers, direction).items()
     }
-    lane_of = {
-        replace(stage, ahead=forward): order.lane
-        for order in schedule.program(direction).lanes
-        for stage in order.stages
-    }
-    lanes: dict[str, list[Stage]] = {order.lane: [] for order in schedule.program(direction).lanes}
+    own = schedule.program(direction).lanes
+    lane_of = {replace(stage, ahead=forward): lane for lane, stages in own for stage in stages}
+    lanes: dict[str, list[Stage]] = {lane: [] for lane, _ in own}
     for stage in _in_period(_period_of(partner, lane_of), lane_of, of_pass):
         lanes[lane_of[stage]].append(replace(stage, ahead=False))
     program = Program.of(lanes)
@@ -194,10 +191,8 @@ def _in_period(
     """
     num_layers = 1 + max(stage.layer for stage in lane_of)
     known = {
-        order.lane: [
-            stage for stage in repeated(order.stages, num_layers, Direction.BACKWARD) if stage in lane_of
-        ]
-        for order in period.lanes
+        lane: [stage for stage in repeated(order, num_layers, Direction.BACKWARD) if stage in lane_of]
+        for lane, order in period.lanes
     }
     placed = {stage for of_lane in known.values() for stage in of_lane}
     among = {stage: [needed for needed in needs[stage] if needed in placed] for stage in placed}

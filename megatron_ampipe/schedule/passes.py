@@ -116,8 +116,8 @@ def placed(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
 
 
 def _completed(program: Program, needs: Mapping[Stage, Sequence[Stage]], *, in_one_chunk: bool) -> Program:
-    lane_of = {stage: order.lane for order in program.lanes for stage in order.stages}
-    lanes: dict[str, list[Stage]] = {order.lane: [] for order in program.lanes}
+    lane_of = {stage: lane for lane, stages in program.lanes for stage in stages}
+    lanes: dict[str, list[Stage]] = {lane: [] for lane, _ in program.lanes}
     # Lanes that are cut out of one order which respects all dependencies never wait for each other.
     before = {stage: tuple(other for other in needs[stage] if other in lane_of) for stage in lane_of}
     order = [stage for _, stage in issue_order(program, before, host_waits=False)]

@@ -12,7 +12,7 @@ benchmarks, and ``--ampipe-degree auto`` replaces it between two iterations. Blo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, chunk_sequence
 from megatron_ampipe.schedule.features import BlockFeatures, Restored, expert_tensor_ranks
 from megatron_ampipe.schedule.kinds import QKV
-from megatron_ampipe.schedule.orders import build
+from megatron_ampipe.schedule.orders import SCHEDULE_NAMES, build
 from megatron_ampipe.schedule.partners import Partner, in_order_of
 from megatron_ampipe.schedule.passes import period, unrolled
 from megatron_ampipe.schedule.program import Schedule
@@ -241,7 +241,6 @@ class Pipeline:
     exchange: Exchange = Exchange.ROWS
     partner: Partner | None = None
     partnered: tuple[Direction, ...] = ()
-    _hash: int = field(init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, degree: int, *, backward_degree: int | None = None, **others: Any) -> Self:
@@ -269,12 +268,6 @@ class Pipeline:
             rule = f"must be a divisor or a multiple of the degree of the other passes ({self.num_chunks})"
             raise SETTING["partner_degree"].refuse(together, rule, "Leave it out: they are uncut then.")
         assert self.order is None or (self.order.degree, self.order.backward_degree) == (degree, backward)
-        values = tuple(getattr(self, column.name) for column in fields(self) if column.compare)
-        object.__setattr__(self, "_hash", hash(values))
-
-    def __hash__(self) -> int:
-        # Blocks use it as a key in every pass, and an order has hundreds of stages.
-        return self._hash
 
     def trained(self, features: BlockFeatures) -> BlockFeatures:
         """The features of a block that trains with it, from those that do not depend on it."""
@@ -394,6 +387,28 @@ class Pipeline:
         if self.partner is not None:
             labels["partner"] = str(self.partner)
         return labels
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags of a training with it, without defaults; an order that has no name has no flag."""
+        values: dict[str, object] = {"degree": self.degree}
+        if self.shares is not None:
+            values = {"chunks": ",".join(f"{share:.4g}" for share in self.shares)}
+        if self.backward_degree != self.degree:
+            values["backward_degree"] = self.backward_degree
+        if self.overlaps and self.name in SCHEDULE_NAMES:
+            values["schedule"] = self.name
+        if self.overlaps or self.partner is not None:
+            values["stack"] = stack_to_text(self.stack)
+        values |= {"memory": self.memory, "exchange": self.exchange}
+        if self.partner is not None:
+            values["partner"] = True
+            values |= {"partner_degree": self.partner.degree, "partner_order": self.partner.order}
+        flags = []
+        for name, value in values.items():
+            if value != SETTING[name].default:
+                flags += [SETTING[name].flag] if value is True else [SETTING[name].flag, str(value)]
+        return flags
 
     def __str__(self) -> str:
         return ", ".join(f"{label} {value}" for label, value in self.labels.items())

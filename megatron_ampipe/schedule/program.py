@@ -60,12 +60,8 @@ class Stage:
         return not self.kind.lane.computes
 
 
-@dataclass(frozen=True, slots=True)
-class LaneOrder:
-    """The stages of one lane, in the order in which the lane runs them."""
-
-    lane: str
-    stages: tuple[Stage, ...]
+type LaneOrder = tuple[str, tuple[Stage, ...]]
+"""A lane, and the stages that it runs, in order."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ class Program:
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """All stages, lane by lane."""
-        return tuple(stage for order in self.lanes for stage in order.stages)
+        return tuple(stage for _, stages in self.lanes for stage in stages)
 
     @cached_property
     def whole(self) -> frozenset[StageKind]:
@@ -107,11 +103,11 @@ class Program:
     @classmethod
     def of(cls, lanes: Mapping[str, Iterable[Stage]]) -> Program:
         """A program of these lanes."""
-        return cls(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items()))
+        return cls(tuple((lane, tuple(stages)) for lane, stages in lanes.items()))
 
     def mapped(self, change: Callable[[Sequence[Stage]], Iterable[Stage]]) -> Program:
         """The program with the stages of each lane changed."""
-        return Program.of({order.lane: change(order.stages) for order in self.lanes})
+        return Program.of({lane: change(stages) for lane, stages in self.lanes})
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +190,7 @@ def issue_order(
             ``counts`` and nothing is postponed.
     """
     order = merge_lanes(
-        {order.lane: order.stages for order in program.lanes},
+        dict(program.lanes),
         needs,
         waits_before={stage for stage in needs if host_waits and read_by_host(stage, needs) is not None},
         covers={stage for stage in needs if stage.kind.covers_wait},

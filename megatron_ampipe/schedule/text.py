@@ -47,9 +47,7 @@ def to_text(schedule: Schedule) -> str:
 
 def program_to_text(program: Program) -> str:
     """The lanes of one program, a line each."""
-    return "".join(
-        f"{lane.lane}: {' '.join(map(str, lane.stages))}".rstrip() + "\n" for lane in program.lanes
-    )
+    return "".join(f"{lane}: {' '.join(map(str, stages))}".rstrip() + "\n" for lane, stages in program.lanes)
 
 
 def program_from_text(text: str, *, degree: int) -> Program:
@@ -64,7 +62,7 @@ def _lane(line: str, *, number: int, degree: int) -> LaneOrder:
         remedy = "Write for example 'compute: qkv attention.0'."
         raise BadInput(f"schedule line {number}", line, rule="is not 'LANE: stages'", remedy=remedy)
     stages = (_stage(word, number=number, degree=degree) for word in tail.split())
-    return LaneOrder(lane.strip(), tuple(stages))
+    return lane.strip(), tuple(stages)
 
 
 def from_text(text: str) -> Schedule:
@@ -170,13 +168,13 @@ def check(schedule: Schedule, layers: Sequence[BlockFeatures]) -> None:
         for stage in needs:
             if times[stage] != 1:
                 raise refuse(direction, f"runs {stage} {times[stage]} times instead of once")
-        for order in program.lanes:
-            for stage in order.stages:
+        for lane, stages in program.lanes:
+            for stage in stages:
                 if stage not in needs:
                     raise refuse(direction, f"has a stage {stage} that this block does not have")
-                if order.lane != COMPUTE and not stage.is_communication:
-                    raise refuse(direction, f"computes {stage} in the communication lane {order.lane}")
-        lanes = {order.lane: order.stages for order in program.lanes}
+                if lane != COMPUTE and not stage.is_communication:
+                    raise refuse(direction, f"computes {stage} in the communication lane {lane}")
+        lanes = dict(program.lanes)
         done = {stage for _, stage in merge_lanes(lanes, needs)}
         heads = {lane: next((s for s in stages if s not in done), None) for lane, stages in lanes.items()}
         stuck = [

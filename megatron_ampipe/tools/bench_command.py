@@ -242,10 +242,8 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
     link, end_to_end, count = arguments.link, arguments.end_to_end, arguments.ranks or RANKS
     num_gpus = 0 if link.is_network or end_to_end else machine.num_gpus()
     pretended = arguments.pretend_peers or (link.emulated and 0 < num_gpus < count)
-    if end_to_end and link.emulated:
-        arguments.refuse(
-            f"--link {link.text} would slow one collective of a training alone; use --link 200mbit, or none"
-        )
+    if end_to_end and pretended:
+        arguments.refuse("--pretend-peers: a training needs every rank's gradients; leave out --end-to-end")
     if pretended and not link.emulated:
         arguments.refuse(f"--pretend-peers with --link {link.text}; use --link emulated:RATE")
     cases = read_grid(find_grid(arguments.grid), only=arguments.cases, num_ranks=count)

@@ -21,12 +21,11 @@ import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy
 from tqdm import tqdm
 
-from megatron_ampipe.errors import EnvironmentMissing, RunFailed
+from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least
 
@@ -118,11 +117,15 @@ def _files(directory: Path, suffixes: Sequence[str], left_out: set[str]) -> list
 
 def _make(paths: Sequence[Path], final: Sequence[Path], document_bytes: int) -> None:
     """Write the dataset, and print what is in it."""
+    # torch says that it found no GPU, Megatron of each optional package that it is absent.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with warnings.catch_warnings(action="ignore"):
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     data, index = final
     size_bytes, num_documents, bad = 0, 0, []
     # The data take their name first: where there is an index, the dataset is finished.
     with outputs.atomic_file(index) as new_index, outputs.atomic_file(data) as new_data:
-        builder = _builder(new_data)
+        builder = IndexedDatasetBuilder(str(new_data), dtype=numpy.uint16)
         # disable=None: no bar where stderr is no terminal.
         for path in tqdm(paths, leave=False, disable=None):
             try:
@@ -145,21 +148,6 @@ def _make(paths: Sequence[Path], final: Sequence[Path], document_bytes: int) -> 
     if bad:
         named = ", ".join(map(str, bad))
         print(f"left out {len(bad):,} files that are no readable UTF-8 text: {named}")
-
-
-def _builder(data: Path) -> Any:
-    try:
-        with warnings.catch_warnings():
-            # Megatron warns of each optional package that is absent, torch that it found no GPU.
-            warnings.simplefilter("ignore")
-            logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-            from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-    except ImportError as error:
-        raise EnvironmentMissing(
-            f"ampipe data writes Megatron's dataset format and needs megatron-core ({error}). "
-            "Install it: pip install megatron-core"
-        ) from error
-    return IndexedDatasetBuilder(str(data), dtype=numpy.uint16)
 
 
 def _documents(content: bytes, document_bytes: int) -> Iterator[numpy.ndarray]:

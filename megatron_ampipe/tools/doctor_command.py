@@ -108,11 +108,11 @@ def _ask_ranks(num_ranks: int | None, *, measures: bool) -> dict[str, Any] | str
     try:
         from megatron_ampipe.tools import doctor_ranks
 
-        return doctor_ranks.examine(measures=measures) if num_ranks is None else doctor_ranks.start(num_ranks)
+        return doctor_ranks.join(measures=measures) if num_ranks is None else doctor_ranks.start(num_ranks)
     except RunFailed as error:
         return str(error)
     # A torch that cannot be imported, a missing peer, a network that does not work.
-    except (EnvironmentMissing, ImportError, OSError, RuntimeError, ValueError) as error:
+    except (EnvironmentMissing, ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
         return f"the ranks cannot connect ({type(error).__name__}: {error})"
 
 
@@ -122,8 +122,8 @@ def examine() -> tuple[dict[str, str], list[str], int | None]:
     Returns:
         What was said of each package, the problems, and the number of GPUs (None without torch).
     """
-    absent = compat.missing_packages()
-    present = [package for package in compat.OPTIONAL_PACKAGES if package not in absent]
+    absent = [package for package in compat.OPTIONAL_PACKAGES if not package.is_installed]
+    present = [package for package in compat.OPTIONAL_PACKAGES if package.is_installed]
     programs = {"torch": _TORCH, "Megatron": _MEGATRON, **{p.name: f"import {p.module}" for p in present}}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         answers = dict(zip(programs, pool.map(_probe, programs.values()), strict=True))

@@ -7,10 +7,8 @@ as if it cost nothing, 0 is one after the other. Imports torch, not Megatron.
 
 from __future__ import annotations
 
-import datetime
 import os
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,54 +31,49 @@ _COMPARED_NAMES = (
 )
 _MAY_DIFFER = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "NCCL_TOPO_FILE", "UCX_NET_DEVICES")
 """They name a node's hardware."""
-_TIMEOUT = datetime.timedelta(seconds=60)
-_TIME_LIMIT_S = 120.0
+_TIME_LIMIT_S, _MEETING_S = 120.0, 60.0
+"""Of ranks that the doctor starts, for everything; of others, to meet."""
 _CHUNKS, _COLUMNS = 4, 1024
 _CHUNK_BYTES, _MATRIX = {"cuda": 32 * 2**20, "cpu": 8 * 2**20}, {"cuda": 4096, "cpu": 384}
 _REPEATS, _WARM_UP = 10, 2
 _WAIT_CYCLES = 500_000
 
 
+def job_of(num_ranks: int, *, timeout_s: float) -> RankJob:
+    """How the ranks of the doctor run."""
+    device: Any = "cuda" if torch.cuda.is_available() else "cpu"
+    return RankJob(num_ranks=num_ranks, link=parse_link(None), device=device, timeout_s=timeout_s)
+
+
 def start(num_ranks: int) -> dict[str, Any]:
     """Run :func:`examine` in ranks on this machine; RunFailed if they failed, or took too long."""
-    device: Any = "cuda" if torch.cuda.is_available() else "cpu"
-    job = RankJob(num_ranks=num_ranks, link=parse_link(None), device=device, timeout_s=_TIME_LIMIT_S)
-    return dict(run_ranks(job, _examine_rank)[0])
+    return dict(run_ranks(job_of(num_ranks, timeout_s=_TIME_LIMIT_S), examine)[0])
 
 
-def _examine_rank(rank: Rank[RankJob]) -> dict[str, Any]:
-    if sys.platform == "linux":
-        # A machine's name may not resolve to one of its addresses.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    place = f"file://{rank.rendezvous}"
-    return examine(measures=True, init_method=place, rank=rank.number, world_size=rank.job.num_ranks)
+def join(*, measures: bool) -> dict[str, Any]:
+    """Run :func:`examine` in a rank that torchrun has started."""
+    job = job_of(int(os.environ["WORLD_SIZE"]), timeout_s=_MEETING_S)
+    return examine(Rank(job, int(os.environ["RANK"])), measures=measures)
 
 
-def examine(*, measures: bool, **place: Any) -> dict[str, Any]:
+def examine(rank: Rank[RankJob], *, measures: bool = True) -> dict[str, Any]:
     """Meet the other ranks; every rank calls this.
 
     Args:
+        rank: One that has not connected yet.
         measures: Also measure overlap, which takes up to a minute.
-        place: How torch's process group finds the other ranks, where torchrun has not said it.
 
     Returns:
         ``num_ranks``; ``differences``; ``overlap``: what :func:`measure` found, and the ``device``, or None.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        from megatron_ampipe.launch.host import torch_calls
-
-        torch_calls.install_all_to_all()
-        torch.set_num_threads(1)
+    rank.connect()
+    device = rank.job.device
     mine = machine.versions() | compared_variables(os.environ)
     if device == "cuda":
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         mine |= {"CUDA": str(torch.version.cuda), "NCCL": nccl, "device": torch.cuda.get_device_name()}
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT, **place)
     try:
-        ranks: list[Any] = [None] * dist.get_world_size()
+        ranks: list[Any] = [None] * rank.job.num_ranks
         dist.all_gather_object(ranks, mine)
         has_peer = device == "cuda" or len(ranks) > 1
         overlap = {"device": device, **measure(device)} if measures and has_peer else None
@@ -105,12 +98,6 @@ def differences(ranks: Sequence[Mapping[str, str]]) -> dict[str, dict[str, list[
         for number, rank in enumerate(ranks):
             found.setdefault(name, {}).setdefault(rank.get(name, "(not there)"), []).append(number)
     return {name: values for name, values in found.items() if len(values) > 1}
-
-
-def hidden_share(communication_us: float, computation_us: float, together_us: float) -> float:
-    """What running both together saved, of the shorter of the two; from 0 to 1."""
-    saved = communication_us + computation_us - together_us
-    return min(1.0, max(0.0, saved / min(communication_us, computation_us)))
 
 
 def measure(device: str) -> dict[str, float]:
@@ -149,10 +136,14 @@ def measure(device: str) -> dict[str, float]:
         [time_us(*both) for both in ((_CHUNKS, 0), (0, products), (_CHUNKS, products))]
         for _ in range(_WARM_UP + _REPEATS)
     ]
-    times_us = [statistics.median(times) for times in zip(*samples[_WARM_UP:], strict=True)]
-    names = ("communication_ms", "computation_ms", "together_ms")
-    milliseconds = {name: us / 1e3 for name, us in zip(names, times_us, strict=True)}
-    return {**milliseconds, "hidden_share": hidden_share(*times_us)}
+    sent_us, computed_us, both_us = map(statistics.median, zip(*samples[_WARM_UP:], strict=True))
+    saved = (sent_us + computed_us - both_us) / min(sent_us, computed_us)
+    return {
+        "communication_ms": sent_us / 1e3,
+        "computation_ms": computed_us / 1e3,
+        "together_ms": both_us / 1e3,
+        "hidden_share": min(1.0, max(0.0, saved)),
+    }
 
 
 def _exchange(rows: Tensor) -> Transfer:

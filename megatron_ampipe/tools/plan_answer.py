@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -22,9 +23,7 @@ from megatron_ampipe.plan.search import MINIMUM_SAVING, candidates, in_one_chunk
 from megatron_ampipe.schedule import (
     KEEP,
     MEGATRON,
-    SCHEDULE_NAMES,
     STRATEGIES,
-    Exchange,
     Pipeline,
     even_chunks,
 )
@@ -44,6 +43,8 @@ def answer_of(
     of each pipeline stage (``plan.rank_memory.memory_by_stage``).
     """
     plan = plans.chosen
+    pipeline, shares = plan.pipeline_of(predictor.block.rows), plan.pipeline.shares
+    assert shares is not None
     try:
         gradients = _gradients(predictor, plan)
     except BadInput as error:
@@ -63,25 +64,25 @@ def answer_of(
         "layers": _layers(predictor, plans),
         "basis": predictor.cluster.basis,
         "gradients": gradients,
-        "choice": str(plan.pipeline(rows=predictor.block.rows)) if plan.helps else None,
-        "flags": flags_of(plan, rows=predictor.block.rows) if plan.helps else None,
-        "forward_degree": plan.forward_degree,
-        "backward_degree": plan.backward_degree,
-        "stack": plan.stack,
+        "choice": str(pipeline) if plan.helps else None,
+        "flags": pipeline.flags if plan.helps else None,
+        "forward_degree": pipeline.degree,
+        "backward_degree": pipeline.backward_degree,
+        "stack": pipeline.stack,
         "num_layers": plan.num_layers,
-        "shares": list(plan.shares),
-        "schedule": plan.schedule.name,
-        "exchange": plan.exchange,
+        "shares": list(shares),
+        "schedule": pipeline.name,
+        "exchange": pipeline.exchange,
         "predicted_ms": plan.predicted_ms,
         "predicted_speedup": plan.predicted_speedup,
         "hidden_share": plan.hidden_share,
-        "partner": plan.partner is not None,
+        "partner": pipeline.partner is not None,
         # Of a pass of either direction with a partner; predicted_ms is without.
         "partner_ms": plan.partner_ms,
         # The product of both is the speedup.
         "speedup_by_overlap": plan.predicted_speedup / plans.fewer_bytes,
         "speedup_by_fewer_bytes": plans.fewer_bytes,
-        "hidden_by": timeline_of(predictor, plan).hidden_by if plan.helps else None,
+        "hidden_by": timeline_of(predictor, pipeline).hidden_by if plan.helps else None,
         "memory_gib": plan.memory_gib,
         "device_memory_gib": predictor.cluster.device_memory_gib,
         "helps": plan.helps,
@@ -129,11 +130,14 @@ def _dispatchers(predictor: Predictor, plans: Plans, flags: str) -> list[dict[st
 def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]]:
     """Megatron's layer, and the named schedules at each degree in equal chunks."""
     stock = predictor.stock()
-    ways = [("stock", 1, stock, 0.0, {KEEP: predictor.peak_bytes(None, memory=KEEP)})]
+    ways = [("stock", 1, stock, 0.0, {KEEP: predictor.peak_bytes(Pipeline.of(1))})]
     whole = in_one_chunk(predictor)
     for way in (*([] if whole is None else [whole]), *candidates(predictor, degrees)):
         hidden = predictor.timeline(way.schedule, way.lengths).hidden_share
-        memory = {strategy: predictor.peak_bytes(way.schedule, memory=strategy) for strategy in STRATEGIES}
+        pipeline = Pipeline.of(way.schedule.degree, order=way.schedule)
+        memory = {
+            strategy: predictor.peak_bytes(replace(pipeline, memory=strategy)) for strategy in STRATEGIES
+        }
         ways.append((way.schedule.name, way.schedule.degree, way.time, hidden, memory))
     return [
         {
@@ -154,7 +158,7 @@ def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]
 
 def _memory_strategies(predictor: Predictor, plan: Plan) -> dict[str, Any]:
     """What MPipeMoE's equation 10 chooses of its strategies, and which is fastest by simulation."""
-    degree = plan.backward_degree
+    degree = plan.pipeline.backward_degree
     costs_us = equation_10_us(predictor, degree=degree)
     times = {}
     for name in (KEEP, *costs_us):
@@ -176,14 +180,14 @@ def _stacks(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
     if shared is None:
         return []
     assert shared.stock_ms is not None and shared.predicted_ms is not None
-    lengths = [round(share * predictor.block.rows) for share in shared.shares]
-    bound = sharing_layers(predictor, shared.stack).bound_us(shared.schedule, lengths)
+    lengths = _lengths(predictor, shared.pipeline_of(predictor.block.rows))
+    bound = sharing_layers(predictor, shared.pipeline.stack).bound_us(shared.schedule, lengths)
     blocks, together = (
         {
-            "stack": plan.stack,
+            "stack": plan.pipeline.stack,
             "layers": shared.num_layers,
-            "forward_degree": plan.forward_degree,
-            "backward_degree": plan.backward_degree,
+            "forward_degree": plan.pipeline.degree,
+            "backward_degree": plan.pipeline.backward_degree,
             "schedule": plan.schedule.name if plan.helps else "stock",
             "predicted_ms": time_ms,
             "speedup": shared.stock_ms / time_ms,
@@ -213,35 +217,42 @@ def _layers(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
 
 def _with_a_partner(predictor: Predictor, plans: Plans) -> Predictor:
     """Of the layers that :attr:`Plans.together` is predicted for."""
-    return predictor.of_layers(1) if plans.shared is None else sharing_layers(predictor, plans.shared.stack)
+    return sharing_layers(predictor, 1 if plans.shared is None else plans.shared.pipeline.stack)
 
 
-def timeline_of(predictor: Predictor, plan: Plan, *, labels: Mapping[str, str] | None = None) -> Timeline:
-    """The predicted timeline of the layers that a plan is for; with a partner, of both passes."""
-    if plan.partner is not None:
-        layers = predictor.of_layers(1) if plan.stack == 1 else sharing_layers(predictor, plan.stack)
-        return partner_timeline(layers, plan.partner, labels=labels)
-    rows = predictor.block.rows
-    lengths = [chunk.hidden[0].length for chunk in plan.pipeline(rows=rows).chunks(rows)]
-    return sharing_layers(predictor, plan.stack).timeline(plan.schedule, lengths, labels=labels)
+def timeline_of(
+    predictor: Predictor, pipeline: Pipeline, *, labels: Mapping[str, str] | None = None
+) -> Timeline:
+    """The predicted timeline of the layers that a pipeline is for; with a partner, of both passes."""
+    running = sharing_layers(predictor, pipeline.stack)
+    if pipeline.partner is not None:
+        return partner_timeline(running, pipeline.partner, labels=labels)
+    schedule = pipeline.schedule_of(running.layers)
+    return running.timeline(schedule, _lengths(predictor, pipeline), labels=labels)
+
+
+def _lengths(predictor: Predictor, pipeline: Pipeline) -> list[int]:
+    """Rows of a rank in each chunk."""
+    return [chunk.hidden[0].length for chunk in pipeline.chunks(predictor.block.rows)]
 
 
 def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
     """How gradients are reduced with the chosen plan; None without a plan or without anything to reduce."""
     if not plan.helps:
         return None
-    running = sharing_layers(predictor, plan.stack)
-    lengths = [round(share * predictor.block.rows) for share in plan.shares]
+    running = sharing_layers(predictor, plan.pipeline.stack)
     with_experts = sum(not features.dense for features in predictor.layers)
     num_layers = len(running.layers) if running is predictor else with_experts
+    lengths = _lengths(predictor, plan.pipeline_of(predictor.block.rows))
     return plan_gradients(running, plan.schedule, lengths, num_layers=num_layers)
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
-    """A table of rows; ``columns`` are their headings, and formats of a row."""
+    """A table of rows; by heading, ``columns`` are a key and the format of its value. None stays empty."""
     table = Table(*columns, title=title)
     for row in rows:
-        table.add_row(*(text.format_map(row) for text in columns.values()))
+        parts = (column.partition(":") for column in columns.values())
+        table.add_row(*("" if row.get(key) is None else format(row[key], form) for key, _, form in parts))
     return table
 
 
@@ -275,28 +286,25 @@ def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bo
     for sentence in answer["assumed"]:
         say(f"assumed: {sentence}", style="dim")
     if answer["layers"]:
-        columns = {"layers": "{way}", "predicted ms": "{predicted_ms:.3f}", "speedup": "{speedup:.2f}"}
-        columns["of bound"] = "{of_bound}"
         title = "layers of a pipeline stage, a micro-batch forward and backward"
-        console.print(_table(title, answer["layers"], columns))
+        columns = {"layers": "way", "predicted ms": "predicted_ms:.3f", "speedup": "speedup:.2f"}
+        console.print(_table(title, answer["layers"], columns | {"of bound": "of_bound"}))
     if len(dispatchers := [row for row in answer["dispatchers"] if GROUPED not in row["flags"]]) > 1:
         rows = [row | {"exchange": row["exchange"] or "its own"} for row in dispatchers]
-        columns = {"dispatcher": "{dispatcher}", "exchange": "{exchange}", "Megatron's ms": "{stock_ms:.1f}"}
-        columns |= {"AMPipe's ms": "{predicted_ms:.1f}", "speedup": "{speedup:.2f}", "figures": "{figures}"}
-        console.print(
-            _table("the same layers by dispatcher that the cluster file has figures of", rows, columns)
-        )
-    ways = {"degree": "{degree}", "schedule": "{schedule}"}
-    directions = {name: f"{{{name}_ms:.3f}}" for name in ("forward", "backward", "predicted")}
-    gains = {"speedup": "{speedup:.2f}", "hidden": "{hidden_share:.1%}"}
+        title = "the same layers by dispatcher that the cluster file has figures of"
+        columns = {"dispatcher": "dispatcher", "exchange": "exchange", "Megatron's ms": "stock_ms:.1f"}
+        columns |= {"AMPipe's ms": "predicted_ms:.1f", "speedup": "speedup:.2f", "figures": "figures"}
+        console.print(_table(title, rows, columns))
+    ways = {"degree": "degree", "schedule": "schedule"}
+    directions = {name: f"{name}_ms:.3f" for name in ("forward", "backward", "predicted")}
+    gains = {"speedup": "speedup:.2f", "hidden": "hidden_share:.1%"}
     rows = answer["degrees"]
     console.print(_table("one block, one micro-batch, predicted ms", rows, ways | directions | gains))
     if not verbose:
         return
-    sizes = [{name: f"{size:.2f}" for name, size in row["memory_gib_by_strategy"].items()} for row in rows]
-    rows = [dict.fromkeys(STRATEGIES, "") | row | size for row, size in zip(rows, sizes, strict=True)]
+    rows = [row | row["memory_gib_by_strategy"] for row in rows]
     title = "GiB of activations, one block, by --ampipe-memory"
-    console.print(_table(title, rows, ways | {name: f"{{{name}}}" for name in STRATEGIES}))
+    console.print(_table(title, rows, ways | {name: f"{name}:.2f" for name in STRATEGIES}))
     if (gradients := answer["gradients"]) is not None:
         say(_advice_on_gradients(gradients))
     if (memory := answer["memory_strategies"]) is not None:
@@ -320,31 +328,6 @@ def _faster_with(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"with {flags}: layers take {time_ms:.4g} ms in place of {model_ms:.4g}, {speedup:.2f} times as "
             f"fast as Megatron's with it (figures {figures})"
         )
-
-
-def flags_of(plan: Plan, *, rows: int) -> list[str]:
-    """The flags of a training run that come nearest to a plan without its file; ``rows`` are of one rank."""
-    pipeline = plan.pipeline(rows=rows)
-    flags = ["--ampipe-degree", str(plan.forward_degree)]
-    if pipeline.shares is not None:
-        flags = ["--ampipe-chunks", ",".join(f"{share:.4g}" for share in pipeline.shares)]
-    if plan.backward_degree != plan.forward_degree:
-        flags += ["--ampipe-backward-degree", str(plan.backward_degree)]
-    if plan.schedule.name in SCHEDULE_NAMES and plan.schedule.name not in ("ampipe", "sequential"):
-        flags += ["--ampipe-schedule", plan.schedule.name]
-    if plan.stack == 1 and pipeline.num_chunks > 1:
-        flags += ["--ampipe-stack", "1"]
-    if plan.memory != KEEP:
-        flags += ["--ampipe-memory", plan.memory]
-    if plan.exchange is not Exchange.ROWS:
-        flags += ["--ampipe-exchange", plan.exchange]
-    if plan.partner is not None:
-        flags.append("--ampipe-partner")
-        if plan.partner.degree > 1:
-            flags += ["--ampipe-partner-degree", str(plan.partner.degree)]
-        if plan.partner.order is not None:
-            flags += ["--ampipe-partner-order", plan.partner.order]
-    return flags
 
 
 def _held(memory: Mapping[str, Any], device_gib: float | None) -> str:

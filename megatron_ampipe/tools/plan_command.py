@@ -17,7 +17,6 @@ from typing import Any
 from rich.console import Console
 
 from megatron_ampipe.block.settings import AUTO
-from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least, value_of
 from megatron_ampipe.files.timeline import PREDICTED
@@ -115,7 +114,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         BadInput: a file or a setting is wrong.
-        EnvironmentMissing: what a tape needs is absent.
         RunFailed: an output cannot be written.
     """
     for name in ("output", "trace", "tape", "json"):
@@ -149,12 +147,12 @@ def run(arguments: argparse.Namespace) -> int:
     plans = make_plans(predictor, **options)
     others = alternatives(predictor, **options) if arguments.exchange == AUTO else {}
     plan = plans.chosen
-    if plan.partner is not None:
+    if plan.pipeline.partner is not None:
         assumed.append("steps have many micro-batches: the first forward, last backward pass run alone")
     elif layers.waits and not arguments.no_partner:
         assumed.append("no partners: they need virtual stages (--num-layers-per-virtual-pipeline-stage)")
-    predictor = predictor.changed(exchange=plan.exchange)
-    memory = memory_by_stage(model, predictor.block, plan.pipeline(rows=predictor.block.rows))
+    predictor = predictor.changed(exchange=plan.pipeline.exchange)
+    memory = memory_by_stage(model, predictor.block, plan.pipeline_of(predictor.block.rows))
     answer = answer_of(predictor, plans, others, memory, arguments, assumed)
     text = json.dumps(answer, indent=1) + "\n"
     if arguments.trace is not None or arguments.tape is not None:
@@ -173,25 +171,20 @@ def run(arguments: argparse.Namespace) -> int:
 def _write_shown(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> None:
     """Write what ``--trace`` and ``--tape`` show."""
     rows = predictor.block.rows
-    pipeline = plan.pipeline(rows=rows)
+    pipeline = plan.pipeline_of(rows)
     if arguments.trace_of is not None:
         pipeline = Pipeline.of(arguments.trace_of)
-    shown = sharing_layers(predictor, pipeline.stack)
-    lengths = tuple(sum(span.length for span in chunk.hidden) for chunk in pipeline.chunks(rows))
-    labels = {PREDICTED: f"{arguments.model} on {arguments.cluster}", **pipeline.labels}
-    schedule = pipeline.schedule_of(shown.layers)
     if arguments.trace is not None:
-        if pipeline.partner is not None:
-            timeline_of(predictor, plan, labels=labels).write_chrome(arguments.trace)
-        else:
-            shown.timeline(schedule, lengths, labels=labels).write_chrome(arguments.trace)
+        labels = {PREDICTED: f"{arguments.model} on {arguments.cluster}", **pipeline.labels}
+        timeline_of(predictor, pipeline, labels=labels).write_chrome(arguments.trace)
     if arguments.tape is not None:
-        outputs.write_text(arguments.tape, tape_text(schedule, shown.layers, pipeline.chunks(rows)))
+        layers = sharing_layers(predictor, pipeline.stack).layers
+        tape = tape_text(pipeline.schedule_of(layers), layers, pipeline.chunks(rows))
+        outputs.write_text(arguments.tape, tape)
 
 
 UNNAMED = SimpleNamespace(
     recomputed=(),
-    all_parameters=(),
     stage_parameters={},
     run=lambda kind: (0, None),
     differentiate=lambda kind: (0, None),
@@ -201,16 +194,9 @@ UNNAMED = SimpleNamespace(
 
 
 def tape_text(schedule: Schedule, layers: Sequence[BlockFeatures], chunks: Sequence[Chunk]) -> str:
-    """The tapes of both passes, as text.
-
-    Raises:
-        EnvironmentMissing: torch is absent.
-    """
-    try:
-        # By name: planning itself needs no torch.
-        compiler = importlib.import_module("megatron_ampipe.runtime.compile")
-    except ModuleNotFoundError as error:
-        raise EnvironmentMissing(f"--tape needs {error.name}. Install torch, or leave --tape out.") from error
+    """The tapes of both passes, as text."""
+    # By name: planning itself needs no torch.
+    compiler = importlib.import_module("megatron_ampipe.runtime.compile")
     options = {"keep_graph": True, "host_waits": True, "threads": False}
     functions = [UNNAMED] * len(layers)
     return f"{compiler.compiled(schedule, layers, chunks=chunks, functions=functions, **options)}\n"

@@ -24,7 +24,7 @@ import jinja2
 from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least, find_config, load, matching
-from megatron_ampipe.launch.config_files import CONFIG_FLAG
+from megatron_ampipe.launch.config_files import CONFIG_FLAG, groups_of
 
 SAVE_INTERVAL = 500
 """Iterations between checkpoints, where neither the command nor a file of the run says it."""
@@ -133,11 +133,6 @@ def _render(arguments: argparse.Namespace) -> str:
     arguments.job_name = arguments.job_name or stem
     if not arguments.no_check:
         _check_training(arguments, training)
-    # A flag and its values on each line.
-    lines: list[str] = []
-    for word in training:
-        start = "" if word.startswith("--") or not lines else f"{lines.pop()} "
-        lines.append(start + shlex.quote(word))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -152,7 +147,7 @@ def _render(arguments: argparse.Namespace) -> str:
     )
     environment.filters["quote"] = shlex.quote
     template = environment.get_template("job.sbatch.j2")
-    return template.render(job=arguments, training_lines=lines)
+    return template.render(job=arguments, training_lines=map(shlex.join, groups_of(training)))
 
 
 def _read_files(arguments: argparse.Namespace) -> dict[str, Mapping[str, Any]]:

@@ -34,12 +34,11 @@ from megatron_ampipe.schedule import Exchange
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from megatron_ampipe.tools.measuring.blocks import Layers
 from tests.dist import changed_functions, logged_losses, routing_records
-from tests.dist.cases import Case
+from tests.dist.cases import GRAPH_MODULES, Case
+from tests.dist.worker import use_groups
 from tests.gated_delta_net_standin import with_gated_delta_net
 
 EXECUTORS = {"sequential": SequentialExecutor, "thread": ThreadExecutor, "cuda": CudaExecutor}
-GRAPH_MODULES = ("attn", "moe_router", "moe_preprocess", "mlp")
-"""What CUDA graphs may hold."""
 HEADS = 4
 HIDDEN = 32
 
@@ -54,22 +53,14 @@ def transformer_config(case: Case) -> TransformerConfig:
         "num_moe_experts": 4,
         "moe_router_topk": 1,
         "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",
         "add_bias_linear": False,
-        **(case.parallel or {"expert_model_parallel_size": case.world_size}),
+        **case.group_sizes,
         "sequence_parallel": case.parallel.get("tensor_model_parallel_size", 1) > 1,
         "use_cpu_initialization": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
         "normalization": "RMSNorm",
-        "params_dtype": torch.float32,
     }
     fields |= case.model
     fields["moe_enable_routing_replay"] = case.replay is not None
@@ -87,13 +78,15 @@ def build_layers(
     executor: Executor | None = None,
     reductions: Reductions | None = None,
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """A stock layer and an AMPipe layer that loaded its ``state_dict``; ``executor`` replaces the case's."""
+    """A stock layer and an AMPipe layer that loaded its ``state_dict``; ``executor`` replaces the case's.
+
+    Process groups of other sizes than the case's are replaced.
+    """
+    use_groups(**case.group_sizes)
+    # Megatron keeps the losses of as many layers as the first model has.
+    logged_losses.clear()
     config = transformer_config(case)
-    specs = [layer_spec(case, config, dense=kind == "d") for kind in case.layers]
-    specs = [
-        with_gated_delta_net(spec) if kind == "g" else spec
-        for kind, spec in zip(case.layers, specs, strict=True)
-    ]
+    specs = layer_specs(case, config)
     gate = None if case.router is None else load_gate(case.router)
     if gate is not None:
         specs = [with_gate(spec, gate) for spec in specs]
@@ -124,17 +117,15 @@ def build_layers(
     graph_safe = case.transformer_engine and case.executor == "cuda"
     model_parallel_cuda_manual_seed(11, te_rng_tracker=graph_safe, force_reset_rng=True)
     down = WholeLinear if case.whole_down else multi_latent_attention.TELinear
+    spec = specs[0] if len(specs) == 1 else TransformerBlockSubmodules(layer_specs=specs)
+
+    def build(spec: Any, config: TransformerConfig) -> torch.nn.Module:
+        is_one = isinstance(spec, ModuleSpec)
+        return build_module(spec, config=config, layer_number=1) if is_one else Layers(spec, config)
+
     with mock.patch.object(multi_latent_attention, "TELinear", down):
-        if len(specs) == 1:
-            stock = build_module(specs[0], config=of_stock, layer_number=1)
-            ours = build_module(
-                pipelined(specs[0], context), config=dataclasses.replace(config), layer_number=1
-            )
-        else:
-            stock = Layers(TransformerBlockSubmodules(layer_specs=specs), of_stock)
-            ours = Layers(
-                pipelined(TransformerBlockSubmodules(layer_specs=specs), context), dataclasses.replace(config)
-            )
+        stock = build(spec, of_stock)
+        ours = build(pipelined(spec, context), dataclasses.replace(config))
     context.pipeline = case.pipeline
     # Random values everywhere: biases and norms are initialized to constants, which would hide errors.
     generator = torch.Generator().manual_seed(5)
@@ -165,23 +156,24 @@ def capture(layer: torch.nn.Module, modules: Collection[str] = GRAPH_MODULES, *,
             context.graph_modules, context.graph_warm_up = frozenset(modules), warm_up
 
 
-def layer_spec(case: Case, config: TransformerConfig, *, dense: bool) -> ModuleSpec:
-    """Megatron's specification of one layer."""
+def layer_specs(case: Case, config: TransformerConfig) -> list[ModuleSpec]:
+    """Megatron's specification of each layer."""
     make = get_gpt_layer_with_transformer_engine_spec if case.transformer_engine else get_gpt_layer_local_spec
-    spec = make(
-        None if dense else config.num_moe_experts,
-        config.moe_grouped_gemm,
-        config.qk_layernorm,
-        config.multi_latent_attention,
-        **({} if case.transformer_engine else {"normalization": config.normalization}),
-    )
-    if case.whole_down:
+    options = {} if case.transformer_engine else {"normalization": config.normalization}
+    specs = []
+    for kind in case.layers:
+        experts = None if kind == "d" else config.num_moe_experts
+        spec = make(
+            experts, config.moe_grouped_gemm, config.qk_layernorm, config.multi_latent_attention, **options
+        )
         attention = spec.submodules.self_attention.submodules
-        attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
-    if config.multi_latent_attention or case.is_packed:
-        # Megatron's module has no argument for the head size of values, and takes no packed documents.
-        spec.submodules.self_attention.submodules.core_attention = HostDotProductAttention
-    return spec
+        if case.whole_down:
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
+        if config.multi_latent_attention or case.is_packed:
+            # Megatron's module has no argument for the head size of values, and takes no packed documents.
+            attention.core_attention = HostDotProductAttention
+        specs.append(with_gated_delta_net(spec) if kind == "g" else spec)
+    return specs
 
 
 class WholeLinear(torch.nn.Linear):
@@ -264,18 +256,24 @@ def mask_of(case: Case) -> torch.Tensor:
 
 
 def run(
-    layer: torch.nn.Module, case: Case, *, rank: int, device: str = "cpu", seed: int | None = 17
+    layer: torch.nn.Module,
+    case: Case,
+    *,
+    rank: int = 0,
+    device: str = "cpu",
+    seed: int = 17,
+    inputs: Inputs | None = None,
 ) -> dict[str, torch.Tensor]:
     """Run forward and backward; returns everything that the layer computes, by name.
 
-    ``rank`` selects the inputs; ``seed`` is of torch's own random numbers, None leaves their state.
+    ``rank`` selects the inputs if they are not given; ``seed`` is of torch's own random numbers.
     """
-    inputs = inputs_of(case, rank=rank, device=device, dtype=next(layer.parameters()).dtype)
+    if inputs is None:
+        inputs = inputs_of(case, rank=rank, device=device, dtype=next(layer.parameters()).dtype)
     logged_losses.clear()
-    if seed is not None:
-        # Noise that is drawn chunk by chunk on a CPU continues a series.
-        torch.manual_seed(seed)
-        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    # Noise that is drawn chunk by chunk on a CPU continues a series.
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     with routing_records.watched(layer, case) as records:
         output, hidden = run_pass(layer, inputs)
     return {**records, "output": output.detach(), "input gradient": hidden.grad, **summed_results(layer)}
@@ -313,8 +311,7 @@ def run_pass(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torc
 def forward(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one forward pass; returns the output, and the input that receives a gradient."""
     hidden = inputs.hidden.detach().requires_grad_()
-    if isinstance(layer, torch.nn.Module):  # not a call of a layer under Megatron's recompute
-        give_token_ids(layer).keep(inputs.ids)
+    give_token_ids(layer).keep(inputs.ids)
     output, _ = layer(
         hidden_states=hidden,
         attention_mask=inputs.mask,

@@ -5,7 +5,9 @@ expert in turn, by Megatron's dispatcher, and takes the results of the tokens th
 finds in a loop.
 """
 
+import copy
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,19 +59,9 @@ def run_chunk_by_chunk(layer: MoELayer, bounds: Sequence[int]) -> None:
 def condense(layer: MoELayer, *, threshold: float, bounds: Sequence[int]) -> None:
     """Condense the tokens of a stock layer within chunks, which end before the rows ``bounds``."""
     layer.forward = functools.partial(_forward, layer, threshold, tuple(bounds))
-    layer.token_dispatcher.config = _Top1(layer.config)
-
-
-class _Top1:
-    """A configuration with a top-k of 1: every pass below sends a token to one expert."""
-
-    moe_router_topk = 1
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
+    # Every pass below sends a token to one expert.
+    layer.token_dispatcher.config = copy.copy(layer.config)
+    layer.token_dispatcher.config.moe_router_topk = 1
 
 
 def _forward(
@@ -89,39 +81,30 @@ def _forward(
         output = dispatcher.combine_postprocess(
             dispatcher.token_combine(dispatcher.combine_preprocess(output))
         ).flatten(0, 1)
-        theirs = routing_map[:, expert].nonzero()[:, 0].tolist()
-        taken = [
-            _representative(t, expert, tokens.detach(), routing_map, threshold, bounds, hidden.shape[1])
-            for t in theirs
-        ]
-        rows = torch.tensor(theirs, dtype=torch.int64, device=total.device)
-        total = total.index_add(0, rows, output[taken] * probs[theirs, expert, None])
+        taken = _representatives(
+            tokens.detach(), routing_map[:, expert], threshold, bounds, batch=hidden.shape[1]
+        )
+        rows = torch.tensor([*taken], dtype=torch.int64, device=total.device)
+        total = total.index_add(0, rows, output[[*taken.values()]] * probs[rows, expert, None])
     total = total.view_as(hidden)
     if layer.shared_experts is not None:
         total = total + layer.shared_experts(hidden)
     return total, None
 
 
-def _representative(
-    token: int,
-    expert: int,
-    tokens: Tensor,
-    routing_map: Tensor,
-    threshold: float,
-    bounds: Sequence[int],
-    batch: int,
-) -> int:
-    """The token whose result ``token`` takes from ``expert``: the plain greedy rule."""
-    begin = max((bound * batch for bound in (0, *bounds) if bound * batch <= token), default=0)
-    going: list[int] = []
-    for one in range(begin + (token - begin) % batch, token + 1, batch):
-        if not routing_map[one, expert]:
-            continue
-        found = next(
-            (r for r in going if torch.cosine_similarity(tokens[r], tokens[one], dim=0) >= threshold), one
-        )
-        if found == one:
-            going.append(one)
-        if one == token:
-            return found
-    raise AssertionError("the expert does not get the token")
+def _representatives(
+    tokens: Tensor, routed: Tensor, threshold: float, bounds: Sequence[int], *, batch: int
+) -> dict[int, int]:
+    """By routed token, the one whose result it takes: the plain greedy rule, in each chunk and sequence."""
+    found: dict[int, int] = {}
+    for begin, end in itertools.pairwise((0, *bounds)):
+        for sequence in range(batch):
+            sent: list[int] = []
+            for token in range(begin * batch + sequence, end * batch, batch):
+                if not routed[token]:
+                    continue
+                likeness = {one: torch.cosine_similarity(tokens[one], tokens[token], dim=0) for one in sent}
+                found[token] = next((one for one in sent if likeness[one] >= threshold), token)
+                if found[token] == token:
+                    sent.append(token)
+    return found

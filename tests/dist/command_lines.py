@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 from megatron.training import global_vars
 from megatron.training.models.gpt import GPTModelBuilder
 
-from megatron_ampipe.launch import gpt, pretrain
+from megatron_ampipe.launch import gpt, pretrain, script
 from megatron_ampipe.launch.gpt import embedding_ranks
 from megatron_ampipe.launch.script import TrainingSession
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
@@ -35,27 +35,24 @@ NUM_MICROBATCHES = 2
 
 
 @contextlib.contextmanager
-def launched(arguments: list[str]) -> Iterator[tuple[Any, Any, Any]]:
-    """One command line up to its models: Megatron's arguments, the stock configuration and AMPipe's.
+def launched(arguments: list[str]) -> Iterator[tuple[Any, Any]]:
+    """One command line up to its models: Megatron's arguments, and the configuration of the models.
 
     Raises:
         BadInput: The launch is refused.
     """
     forget_last_launch()
-    seen: list[Any] = []
-    original = pretrain.use_pipelined_layers
-
-    def using(model_config: Any, session: TrainingSession) -> None:
+    session = TrainingSession(arguments)
+    with mock.patch.dict(os.environ):
+        config = pretrain.prepare_training(session).model
         # Wrapped, so that gradients are accumulated on the stream of training.
         assert session.context is None or hasattr(DistributedDataParallel.__init__, "__wrapped__")
-        seen[:] = [session.args, copy.deepcopy(model_config), model_config]
-        original(model_config, session)
+        yield session.args, config
 
-    with mock.patch.dict(os.environ):
-        with mock.patch.object(pretrain, "use_pipelined_layers", using):
-            pretrain.prepare_training(TrainingSession(arguments))
-        args, stock, ours = seen
-        yield args, stock, ours
+
+def with_stock_layers() -> contextlib.AbstractContextManager[Any]:
+    """Within it, models are built as without AMPipe."""
+    return mock.patch.object(script, "_session", TrainingSession([]))
 
 
 def forget_last_launch() -> None:
@@ -90,12 +87,13 @@ def _agree_on_names_of_groups() -> None:
     world.group_count = max(counts)
 
 
-def compare(args: Any, stock_config: Any, our_config: Any, *, pipelined: bool) -> None:
-    """Train both models for a step, and assert that they agree."""
+def compare(args: Any, config: Any, *, pipelined: bool) -> None:
+    """Train a stock and an AMPipe model of a configuration for a step, and assert that they agree."""
     use_groups_of(args)
-    stock = build(stock_config)
-    # Megatron's builder modifies its configuration.
-    ours = build(our_config)
+    with with_stock_layers():
+        # Megatron's builder modifies its configuration.
+        stock = build(copy.deepcopy(config))
+    ours = build(config)
     spread_out(stock)
     for mine, other in zip(ours, stock, strict=True):
         mine.load_state_dict(other.state_dict(), strict=True)

@@ -4,11 +4,11 @@ With ``--overlap-param-gather``, Megatron waits for the all-gather of the parame
 with parameters and all torch calls are watched, so new stages need no change here.
 """
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 
 class ParameterReads(TorchFunctionMode):
@@ -60,8 +60,8 @@ class ParameterReads(TorchFunctionMode):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         # Calls that return no tensor query a size or the like.
-        if next(_tensors([result]), None) is not None:
-            for tensor in _tensors((*args, *kwargs.values())):
+        if _tensors(result):
+            for tensor in _tensors((args, kwargs)):
                 self._note(_address(tensor), function)
         return result
 
@@ -74,13 +74,8 @@ class ParameterReads(TorchFunctionMode):
             self._early.setdefault(self._names[address], getattr(function, "__name__", str(function)))
 
 
-def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """All tensors, also those in lists, which are never nested."""
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            yield argument
-        elif isinstance(argument, list | tuple):
-            yield from (part for part in argument if isinstance(part, torch.Tensor))
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _address(tensor: torch.Tensor) -> int:

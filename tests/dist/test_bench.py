@@ -5,6 +5,7 @@ Sizes are tiny, so the values mean nothing; the tests check that they exist and 
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ampipe.tools.measuring import network, training
 from tests.forked import REPOSITORY, completed
@@ -145,11 +147,11 @@ def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:
 
 
 def test_end_to_end_training_alternates_the_variants(tmp_path: Path) -> None:
-    link = "none" if NO_NETWORK else "400mbit"
     words = ["--end-to-end", "--cases", "rich", "--degrees", "4", "--schedules", "ampipe", "--repeats", "3"]
     words += ["--stack", "all", "--partner", "off,listed", "--micro-batches", "3"]
-    document, shown = bench(tmp_path, *words, "--rounds", "1", "--layers", "2", "--link", link)
-    assert {"ampipe", "stack", "partner", "listed", "control"} <= set(shown.split())
+    document, shown = bench(tmp_path, *words, "--rounds", "1", "--layers", "2", "--link", "emulated:400mbit")
+    assert {"ampipe", "stack", "partner", "listed", "control", "(emulated)"} <= set(shown.split())
+    assert document["emulated"] is True
     assert (document["format"], document["layers"], document["rounds"]) == (training.FORMAT, 2, 1)
     (case,) = document["cases"]
     assert {"--mock-data", "--expert-model-parallel-size"} <= set(case["flags"])
@@ -164,36 +166,26 @@ def test_end_to_end_training_alternates_the_variants(tmp_path: Path) -> None:
         assert kind.get("loss_difference", 0.0) <= training.TOLERANCE
 
 
-COMPARE = """
-import torch, torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from megatron_ampipe.errors import DifferenceFound
-from megatron_ampipe.tools.measuring.grid import Case
-from megatron_ampipe.tools.measuring.bench_job import Variant
-from megatron_ampipe.tools.measuring.timed_passes import compare
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_different_results_are_refused_before_timing(dtype: str) -> None:
+    from megatron_ampipe.errors import DifferenceFound
+    from megatron_ampipe.tools.measuring.bench_job import Variant
+    from megatron_ampipe.tools.measuring.grid import Case
+    from megatron_ampipe.tools.measuring.timed_passes import compare
 
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    class Passes:
+        def results(self, layer: float, chosen: Any) -> dict[str, torch.Tensor]:
+            return {"output": torch.ones(2), "gradient": torch.tensor([1.0, layer])}
 
-class Passes:
-    def results(self, layer, chosen):
-        return {"output": torch.ones(2), "gradient": torch.tensor([1.0, layer])}
-
-figures = dict.fromkeys(("sequence_length", "batch", "hidden", "heads", "experts", "topk", "ffn"), 1)
-for dtype in ("fp32", "bf16"):
-    case = Case(name="one", activation="gelu", dtype=dtype, **figures)
-    for value in (2.0, 2.0 + 1e-6, 2.5, float("nan"), float("inf")):
-        try:
-            variants = (Variant("stock"), Variant.of("ampipe", 2))
-            compare(Passes(), [2.0, value], variants, rank=0, case=case)
-            print("same")
-        except DifferenceFound as error:
-            print("on rank 0 most in the gradient" in str(error))
-"""
-
-
-def test_different_results_are_refused_before_timing() -> None:
-    done = completed(sys.executable, "-c", COMPARE)
-    assert done.stdout.split() == ["same", "same", "True", "True", "True"] * 2, done.stderr
+    sizes = ("sequence_length", "batch", "hidden", "heads", "experts", "topk", "ffn")
+    case = Case(name="one", activation="gelu", dtype=dtype, **dict.fromkeys(sizes, 1))
+    variants = (Variant("stock"), Variant.of("ampipe", 2))
+    for same in (2.0, 2.0 + 1e-6):
+        compare(Passes(), [2.0, same], variants, rank=0, case=case)
+    for other in (2.5, math.nan, math.inf):
+        with pytest.raises(DifferenceFound, match="on rank 0 most in the gradient"):
+            compare(Passes(), [2.0, other], variants, rank=0, case=case)
 
 
 def ranks_of(pid: int) -> list[int]:

@@ -3,8 +3,7 @@
 Inputs and weights change from pass to pass, so whatever a graph does not compute anew is an error.
 """
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 from unittest import mock
 
@@ -12,9 +11,7 @@ import pytest
 import torch
 
 from tests import cuda_graph_standin, deep_ep_standin
-from tests.dist.cases import AUX, GQA, LARGE, LATENT_EXPERTS, PARITY, SHARED, TOP2, Case
-from tests.dist.test_gradients import layers, make_hidden, train
-from tests.dist.worker import empty_is_nan, use_groups
+from tests.dist.cases import AUX, GQA, GRAPH_MODULES, LARGE, LATENT_EXPERTS, PARITY, SHARED, TOP2, Case
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -39,40 +36,52 @@ CASES = [case for case in PARITY if case.name in NAMES] + [
 @pytest.fixture(autouse=True)
 def _stand_ins() -> Any:
     deep_ep_standin.install()
-    use_groups()
     with cuda_graph_standin.stand_ins():
         yield
 
 
-def assert_passes_equal(
-    stock: torch.nn.Module, ours: torch.nn.Module, case: Case, *, before: Callable[[], object] | None = None
-) -> None:
-    """Passes with other inputs; ``before`` is called before each."""
-    from tests.dist.blocks import run, wrong
-
-    for number in range(PASSES):
-        if before is not None:
-            before()
-        assert wrong(run(stock, case, rank=number), run(ours, case, rank=number), TOLERANCE) == {}
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_replays_equal_stock(case: Case) -> None:
-    from tests.dist.blocks import build_layers, capture, run, wrong
+def captured(case: Case, modules: Collection[str] = GRAPH_MODULES) -> list[torch.nn.Module]:
+    """Megatron's layers, and AMPipe's with graphs of these modules."""
+    from tests.dist.blocks import build_layers, capture
 
     stock, ours = build_layers(case)
-    capture(ours)
+    capture(ours, modules)
+    return [stock, ours]
+
+
+ALONE = Case("alone", layers="mdm", stack=0, rope=True, model=LARGE | SHARED)
+"""What stages of one module hand to others is copied."""
+
+
+@pytest.mark.parametrize(
+    ("case", "modules", "moves"),
+    [
+        *(pytest.param(case, GRAPH_MODULES, False, id=case.name) for case in CASES),
+        *(pytest.param(ALONE, (module,), False, id=f"{module}-alone") for module in GRAPH_MODULES),
+        pytest.param(Case("moved", model=LARGE), GRAPH_MODULES, True, id="moved-parameters"),
+    ],
+)
+def test_replays_equal_stock(case: Case, modules: tuple[str, ...], moves: bool) -> None:
+    from tests.dist.blocks import inputs_of, run, wrong
+
+    stock, ours = captured(case, modules)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     for number in range(PASSES):
-        rank = torch.distributed.get_rank() + 10 * number
-        expected, found = (run(layer, case, rank=rank) for layer in (stock, ours))
+        inputs = inputs_of(case, rank=torch.distributed.get_rank() + 10 * number, dtype=torch.float32)
+        if inputs.rotary is not None:
+            inputs = inputs._replace(rotary=inputs.rotary * (1 + number))
+        expected, found = (run(layer, case, inputs=inputs) for layer in (stock, ours))
         assert wrong(expected, found, TOLERANCE) == {}, f"pass {number} differs from stock"
-        assert bool(cuda_graph_standin.REPLAYS) == (number > 0 and not case.pipeline.is_stock)
+        if not moves:
+            assert bool(cuda_graph_standin.REPLAYS) == (number > 0 and not case.pipeline.is_stock)
         returned = [*found.values(), *(parameter.grad for parameter in ours.parameters())]
         kept += [(tensor, tensor.clone()) for tensor in returned if tensor is not None]
         with torch.no_grad():
             for of_stock, of_ours in zip(stock.parameters(), ours.parameters(), strict=True):
                 of_ours.copy_(of_stock.mul_(0.9))
+                if moves:
+                    # Captured anew.
+                    of_ours.data = of_ours.data.clone()
     assert all(torch.equal(*pair) for pair in kept), "what a pass has returned is overwritten by a later one"
 
 
@@ -80,60 +89,27 @@ def test_graphs_know_the_generators_that_change_their_state_in_a_capture() -> No
     """Transformer Engine's attention advances one of Megatron's generators also without dropout."""
     from megatron.core.tensor_parallel import random
 
-    from tests.dist.blocks import build_layers, capture, run
+    from tests.dist.blocks import run
 
     case = Case("generators", model=LARGE)
-    _, ours = build_layers(case)
-    capture(ours)
+    _, ours = captured(case)
     generators = {"model-parallel-rng": torch.Generator(), "data-parallel-rng": torch.Generator()}
-    before = len(cuda_graph_standin.CAPTURED)
     # Of Megatron's own tracker, states are no generators.
     with mock.patch.object(random, "get_all_rng_states", lambda: generators | {"expert": torch.zeros(16)}):
         for number in range(2):
             run(ours, case, rank=number)
-    captured = cuda_graph_standin.CAPTURED[before:]
-    assert captured
-    assert all(graph.generators == list(generators.values()) for graph in captured)
-
-
-@pytest.mark.parametrize("module", ["attn", "moe_router", "moe_preprocess", "mlp"])
-def test_each_module_alone(module: str) -> None:
-    """What stages of one module hand to others is copied."""
-    from tests.dist.blocks import build_layers, capture
-
-    case = Case("alone", layers="mdm", stack=0, rope=True, model=LARGE | SHARED)
-    stock, ours = build_layers(case)
-    capture(ours, {module})
-    assert_passes_equal(stock, ours, case)
-    assert cuda_graph_standin.REPLAYS
-
-
-def test_another_rotary_embedding() -> None:
-    from tests.dist.blocks import build_layers, capture, inputs_of, run_pass, wrong
-
-    case = Case("rotary", rope=True, model=LARGE)
-    pair = build_layers(case)
-    capture(pair[1])
-    for number in range(PASSES):
-        inputs = inputs_of(case, rank=number, dtype=torch.float32)
-        inputs = inputs._replace(rotary=inputs.rotary * (1 + number))
-        found = []
-        for layer in pair:
-            output, hidden = run_pass(layer, inputs)
-            found.append({"output": output.detach(), "input gradient": hidden.grad})
-        assert wrong(*found, TOLERANCE) == {}
+    graphs = cuda_graph_standin.CAPTURED
+    assert graphs and all(graph.generators == list(generators.values()) for graph in graphs)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_several_micro_batches_in_flight(order: tuple[int, ...]) -> None:
     from tests.dist import logged_losses
-    from tests.dist.blocks import build_layers, capture, forward, inputs_of, summed_results, wrong
+    from tests.dist.blocks import forward, inputs_of, summed_results, wrong
 
-    logged_losses.clear()
     case = Case("in-flight", executor="cuda", layers="mm", stack=0, rope=True, model=LARGE | SHARED)
     found = []
-    for layer in build_layers(case):
-        capture(layer)
+    for layer in captured(case):
         for number in range(PASSES):
             layer.zero_grad()
             logged_losses.clear()
@@ -152,91 +128,45 @@ def test_several_micro_batches_in_flight(order: tuple[int, ...]) -> None:
     assert wrong(*found, TOLERANCE) == {}
 
 
-@pytest.mark.parametrize("fusion", [False, True])
-@pytest.mark.parametrize("kinds", ["m", "mdm"])
-def test_under_data_parallelism(kinds: str, fusion: bool) -> None:
-    """The hooks of a parameter run once in each micro-batch; linear layers may add to ``main_grad``."""
-    inputs = [[make_hidden(10 * iteration + index) for index in range(3)] for iteration in range(2)]
-    from tests.dist.blocks import capture
-
-    stock, ours = layers(kinds, gradient_accumulation_fusion=fusion)
-    capture(ours)
-    found = []
-    for layer in (stock, ours):
-        # Placeholders are never read.
-        with empty_is_nan():
-            found.append(train(layer, inputs))
-    (expected, stock_fired), (main_grads, fired) = found
-    assert fired == {name: [1] * 6 for name in fired} == stock_fired
-    for name, value in expected.items():
-        assert torch.allclose(main_grads[name], value, rtol=1e-4, atol=1e-5 * value.abs().max()), name
-    assert cuda_graph_standin.REPLAYS
-
-
-class WaitsForParameters:
-    """A hook like those of ``--overlap-param-gather``: counts the calls of each module."""
-
-    __module__ = "megatron.core.distributed.test"
-
-    def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
-
-    def watch(self, layer: torch.nn.Module) -> None:
-        """Be called before each module with parameters."""
-        for name, module in layer.named_modules():
-            if next(module.parameters(recurse=False), None) is not None:
-                hook = lambda _, __, name=name: self.calls.update([name])  # noqa: E731
-                hook.__module__ = self.__module__
-                module.register_forward_pre_hook(hook)
-
-
 def test_hooks_for_parameters_run_in_every_pass() -> None:
-    from tests.dist.blocks import build_layers, capture, run
+    """Those of ``--overlap-param-gather``, of every module with parameters."""
+    from tests.dist.blocks import run
 
     case = Case("hooks", model=LARGE | SHARED)
-    _, ours = build_layers(case)
-    capture(ours)
-    waits = WaitsForParameters()
-    waits.watch(ours)
+    _, ours = captured(case)
+    called: set[str] = set()
+
+    def waiting(name: str) -> Callable[..., None]:
+        hook = lambda *_: called.add(name)  # noqa: E731
+        hook.__module__ = "megatron.core.distributed.test"
+        return hook
+
+    for name, module in ours.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(waiting(name))
     by_pass = []
     for number in range(PASSES):
-        waits.calls.clear()
+        called.clear()
         run(ours, case, rank=number)
-        by_pass.append({name for name, count in waits.calls.items() if count})
+        by_pass.append({*called})
     assert by_pass[0] and by_pass == [by_pass[0]] * PASSES
 
 
 def test_other_hooks_are_refused() -> None:
     from megatron_ampipe.errors import BadInput
-    from tests.dist.blocks import build_layers, capture, run
+    from tests.dist.blocks import run
 
     case = Case("hooks", model=LARGE)
-    _, ours = build_layers(case)
-    capture(ours)
+    _, ours = captured(case)
     ours.mlp.router.register_forward_hook(lambda *_: None)
     with pytest.raises(BadInput, match=r"hook of .*Router.*calling it"):
-        run(ours, case, rank=0)
+        run(ours, case)
 
 
 def test_what_runs_again_is_refused() -> None:
     from megatron_ampipe.errors import BadInput
-    from tests.dist.blocks import build_layers, capture, run
+    from tests.dist.blocks import run
 
     case = Case("again", degree=1, schedule="lancet", model=LARGE)
-    _, ours = build_layers(case)
-    capture(ours)
     with pytest.raises(BadInput, match=r"stage qkv.*gradients of weights"):
-        run(ours, case, rank=0)
-
-
-def test_moved_parameters_are_captured_anew() -> None:
-    from tests.dist.blocks import build_layers, capture
-
-    def move() -> None:
-        for parameter in ours.parameters():
-            parameter.data = parameter.data.clone()
-
-    case = Case("moved", model=LARGE)
-    stock, ours = build_layers(case)
-    capture(ours)
-    assert_passes_equal(stock, ours, case, before=move)
+        run(captured(case)[1], case)

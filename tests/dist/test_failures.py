@@ -12,7 +12,7 @@ import pytest
 from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.tape import Tape
-from megatron_ampipe.schedule import Direction, Stage, build, dependencies, issue_order, kinds
+from megatron_ampipe.schedule import Direction, Stage, build, issue_order, kinds, needs_of
 from megatron_ampipe.schedule.features import BlockFeatures
 from tests.megatron.launcher import started
 
@@ -28,7 +28,7 @@ class CablePulled(Exception):
 ORDERS = {
     direction: issue_order(
         SCHEDULE.program(direction),
-        dependencies([FEATURES], degree=DEGREE, whole_attention=False, direction=direction),
+        needs_of(SCHEDULE, [FEATURES], direction),
         host_waits=False,
     )
     for direction in Direction
@@ -53,7 +53,7 @@ def test_a_failing_stage_raises_its_own_error(
     join, for which gloo ends the process.
     """
     order = ORDERS[direction]
-    needs = dependencies([FEATURES], degree=DEGREE, whole_attention=False, direction=direction)
+    needs = needs_of(SCHEDULE, [FEATURES], direction)
     error = CablePulled(str(failing))
     ran: list[Stage] = []
 

@@ -125,6 +125,18 @@ FEATURES = (
 )
 """Groups of settings; at most one of each group is drawn. Some cannot be combined."""
 
+OWN = (
+    *("--ampipe-schedule moe-only", "--ampipe-schedule sequential"),
+    *("--ampipe-schedule lancet", "--ampipe-schedule joined"),
+    *("--ampipe-stack 1", "--ampipe-stack 3", "--ampipe-chunks 0.4,0.6"),
+    *("--ampipe-backward-degree 1", "--ampipe-backward-degree 2", "--ampipe-exchange ranks"),
+    *("--ampipe-memory rebuild", "--ampipe-memory redispatch", "--ampipe-memory S1", "--ampipe-memory S4"),
+    *("--ampipe-partner", "--ampipe-partner --ampipe-partner-degree 2"),
+    "--ampipe-partner --ampipe-partner-order listed",
+    "--reset-position-ids --reset-attention-mask --eod-mask-loss",
+)
+"""At degrees above 1, up to three of these are drawn."""
+
 WRONG = (
     # Refused by AMPipe at a degree above 1; tests/megatron/test_refusals.py has every row.
     "--num-experts 0",
@@ -144,15 +156,17 @@ WRONG = (
 
 
 def random_line(chooser: random.Random) -> str:
-    """A layout, a degree and schedule, some features, and in every third line an invalid setting."""
+    """A layout, a degree, flags of AMPipe, features, and in every third line an invalid setting."""
     wrong = chooser.choice(WRONG) if chooser.random() < 1 / 3 else ""
     # At degree 1 the table refuses nothing, and some of its settings draw random numbers.
     degree = chooser.randint(2 if wrong else 1, 8)
     layout = chooser.choice(LAYOUTS)
-    schedule = chooser.choice(["", "", "--ampipe-schedule moe-only", "--ampipe-schedule sequential"])
+    own = " ".join(chooser.sample(OWN, chooser.randint(0, 3) if degree > 1 else 0))
+    if "--ampipe-chunks" in own:
+        degree = 2
     groups = sorted(chooser.sample(range(len(FEATURES)), chooser.randint(0, 6)))
     features = " ".join(chooser.choice(FEATURES[group]) for group in groups)
-    line = f"--num-layers 2 {layout} --ampipe-degree {degree} {schedule} {features} {wrong}"
+    line = f"--num-layers 2 {layout} --ampipe-degree {degree} {own} {features} {wrong}"
     # Megatron asserts the first when it builds a model, and the second in its first pass, which at degree 1
     # nobody refuses before.
     two_norms = "--qk-l2-norm" in line and "--multi-latent-attention" in line
@@ -163,6 +177,8 @@ def random_line(chooser: random.Random) -> str:
 CHOOSER = random.Random(zlib.crc32(b"".join(path.read_bytes() for path in SOURCES)))
 LAYOUT_LINES = [
     *(f"--num-layers 2 {layout} --ampipe-degree 3" for layout in LAYOUTS),
+    # What a stage receives from the next one requires a gradient, which its first exchange once refused.
+    f"{LAYOUTS[-1]} --ampipe-degree 4 --ampipe-backward-degree 2",
     # Of the second layer the host platform's attention once left out a factor.
     "--num-layers 2 --context-parallel-size 2 --cp-comm-type p2p --ampipe-degree 3 "
     "--apply-query-key-layer-scaling",
@@ -178,8 +194,8 @@ def outcome(line: str) -> str:
 
     ended = "trained"
     try:
-        with launched([*BASE, *shlex.split(line)]) as (args, stock, ours):
-            compare(args, stock, ours, pipelined="--ampipe-degree 1" not in line)
+        with launched([*BASE, *shlex.split(line)]) as (args, config):
+            compare(args, config, pipelined="--ampipe-degree 1" not in line)
     except Exception as raised:
         # What Megatron refuses is translated where a launch ends.
         error = known_cause(raised) or raised

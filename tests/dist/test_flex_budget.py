@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tests import deep_ep_standin
 from tests.dist.cases import ALL_TO_ALL, HYBRID, LARGE, Case
-from tests.dist.worker import use_groups
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -29,8 +28,6 @@ CASES = {
 @pytest.fixture(autouse=True, scope="module")
 def _stand_ins() -> None:
     deep_ep_standin.install()
-    if use_groups():
-        deep_ep_standin.forget_groups()
 
 
 class Written(torch.autograd.Function):
@@ -62,51 +59,24 @@ def take_buffers(experts: Any) -> None:
     experts.forward = forward
 
 
-def pair(name: str, **model: Any) -> tuple[Case, Any, list[Any]]:
-    """A case, Megatron's layers, and AMPipe's with their MoE layers."""
-    from tests.dist.blocks import build_layers
-
-    fields = {"stock": ALL_TO_ALL | NO_BUDGET, "sequence_length": 256, "batch": 2, **CASES[name]}
-    case = Case("budget", model=LARGE | HYBRID | BUDGET | model, **fields)
-    stock, ours = build_layers(case)
-    for layer in getattr(ours, "layers", [ours]):
-        take_buffers(layer.mlp.experts)
-    return case, stock, ours
-
-
-def run(layer: Any, case: Case) -> dict[str, Tensor]:
-    from tests.dist import blocks
-
-    return blocks.run(layer, case, rank=torch.distributed.get_rank())
-
-
-def dispatchers(layer: Any) -> list[Any]:
-    """Those that Megatron asks after a step."""
-    return [one.mlp.token_dispatcher for one in getattr(layer, "layers", [layer])]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_fits_is_not_dropped(name: str) -> None:
-    from tests.dist.blocks import wrong
-
-    case, stock, ours = pair(name)
-    assert not wrong(run(stock, case), run(ours, case), TOLERANCE)
-    assert not any(dispatcher.check_over_budget() for dispatcher in dispatchers(ours))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_what_does_not_fit_is_told_and_repeated_without_a_budget(name: str) -> None:
-    """As ``PagedStashRunner`` of Megatron does it."""
-    from tests.dist.blocks import wrong
+    """As ``PagedStashRunner`` of Megatron does it; what fits is not dropped."""
+    from tests.dist.blocks import build_layers, run, wrong
 
-    case, stock, ours = pair(name, moe_expert_rank_capacity_factor=0.01)
-    expected = run(stock, case)
-    assert wrong(expected, run(ours, case), TOLERANCE)
-    told = torch.stack([dispatcher.check_over_budget() for dispatcher in dispatchers(ours)]).int().sum()
-    torch.distributed.all_reduce(told)
-    assert told
-    for dispatcher in dispatchers(ours):
-        dispatcher._comm_manager.moe_expert_rank_capacity_factor = None
-        dispatcher.reset_over_budget()
-    assert not wrong(expected, run(ours, case), TOLERANCE)
-    assert not any(dispatcher.check_over_budget() for dispatcher in dispatchers(ours))
+    fields = {"stock": ALL_TO_ALL | NO_BUDGET, "sequence_length": 256, "batch": 2, **CASES[name]}
+    case = Case("budget", model=LARGE | HYBRID | BUDGET, **fields)
+    stock, ours = build_layers(case)
+    modules = [layer.mlp for layer in getattr(ours, "layers", [ours])]
+    for module in modules:
+        take_buffers(module.experts)
+    rank = torch.distributed.get_rank()
+    expected = run(stock, case, rank=rank)
+    for factor, fits in ((2.0, True), (0.01, False), (None, True)):
+        for module in modules:
+            module.token_dispatcher._comm_manager.moe_expert_rank_capacity_factor = factor
+            module.token_dispatcher.reset_over_budget()
+        assert (wrong(expected, run(ours, case, rank=rank), TOLERANCE) == {}) is fits
+        told = sum(module.token_dispatcher.check_over_budget().int() for module in modules)
+        torch.distributed.all_reduce(told)
+        assert bool(told) is not fits

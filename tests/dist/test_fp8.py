@@ -6,7 +6,6 @@ tolerance. Weights change between iterations, and a stale quantized weight is an
 
 import contextlib
 import dataclasses
-import functools
 import math
 from typing import Any
 from unittest import mock
@@ -15,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ampipe.schedule import Partner
 from tests.dist.cases import AUX, MOE_AGAIN, SHARED, TOP2, Case, again
-from tests.dist.worker import use_groups
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -27,23 +26,16 @@ SMALLEST = 1e-5
 power of two; measured: 4e-7."""
 ROUNDING = 2**-3
 """What rounding all numbers with another scale does; measured: 0.08."""
-NUM_ITERATIONS, NUM_MICROBATCHES = 2, 3
+NUM_ITERATIONS = 2
 VARIANTS: dict[str, dict[str, Any]] = {
     "degree4": {},
     "two-degrees": {"degree": 2, "backward_degree": 4},
     "stack-first-layer-bf16": {"layers": "mdm", "stack": 0},
     # Megatron's layers recompute through Transformer Engine in FP8.
     "recompute-moe": {"model": MOE_AGAIN, "stock": {"recompute_granularity": None}},
-    **{
-        f"recompute-{name}": {
-            "model": again(*modules, normalization="RMSNorm", moe_grouped_gemm=True),
-            "stock": {"recompute_granularity": None},
-        }
-        for name, modules in {
-            "norms": ["layernorm"],
-            "activations": ["moe_act"],
-            "others": ["layernorm", "moe_act", "shared_experts", "core_attn"],
-        }.items()
+    "recompute-others": {
+        "model": again("layernorm", "moe_act", "shared_experts", "core_attn", normalization="RMSNorm"),
+        "stock": {"recompute_granularity": None},
     },
     "documents": {"documents": ((0, 100, 333),), "sequence_length": 512, "batch": 1},
     "stack-recompute": {"layers": "mm", "stack": 0, "recompute": math.inf},
@@ -66,27 +58,21 @@ def _stand_ins() -> None:
     from tests import te_fp8_standin
 
     te_fp8_standin.install()
-    use_groups()
 
 
 def case_of(variant: str, recipe: str) -> Case:
-    fields = dict(VARIANTS[variant])
-    layers = fields.get("layers", "m")
-    model = {
-        **TOP2,
-        **AUX,
-        **SHARED,
+    # 512 tokens, and 128 in a chunk.
+    fields = {"sequence_length": 256, "batch": 2} | VARIANTS[variant]
+    precision = {
         "moe_router_dtype": "fp64",
         "gradient_accumulation_fusion": True,
         "fp8": "e4m3",
         "fp8_recipe": recipe,
         "first_last_layers_bf16": "first-layer-bf16" in variant,
         "num_layers_at_end_in_bf16": 0,
-        "num_layers": len(layers),
     }
-    # 512 tokens, and 128 in a chunk.
-    common = {"sequence_length": 256, "batch": 2}
-    return Case("fp8", **{**common, **fields, "model": model | fields.get("model", {})})
+    model = TOP2 | AUX | SHARED | precision
+    return Case("fp8", **fields | {"model": model | fields.get("model", {})})
 
 
 def pair(case: Case, recipe: str, *, experts_round: bool) -> list[torch.nn.Module]:
@@ -110,67 +96,43 @@ def forward(layer: Any, hidden: Tensor, packing: Any) -> Tensor:
     return hidden
 
 
-def train(layer: Any, case: Case, *, partners: bool = False) -> dict[str, Tensor]:
+def train(layer: Any, case: Case, *, partner: Partner | None = None) -> dict[str, Tensor]:
     """Iterations of micro-batches, after each of which the weights change."""
-    from tests.dist import logged_losses
     from tests.dist.blocks import inputs_of
+    from tests.dist.micro_batches import NUM_MICROBATCHES, run_passes
 
-    # Megatron keeps the losses of as many layers as the first model has.
-    logged_losses.clear()
     found: dict[str, Tensor] = {}
+    passes: list[Any] = []
+
+    def ahead(_: int) -> None:
+        rank = torch.distributed.get_rank() + 2 * len(passes)
+        given = inputs_of(case, rank=rank, dtype=torch.float64)
+        hidden = given.hidden.requires_grad_()
+        passes.append((given.gradient, hidden, forward(layer, hidden, given.packing)))
+
+    def behind(microbatch: int) -> None:
+        number = NUM_MICROBATCHES * iteration + microbatch
+        gradient, hidden, output = passes[number]
+        output.backward(gradient)
+        found[f"output {iteration} {microbatch}"] = output.detach()
+        found[f"input gradient {iteration} {microbatch}"] = hidden.grad
+        for parameter in layer.parameters():
+            if parameter.grad is not None and not parameter.grad_added_to_main_grad:
+                parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+
     for iteration in range(NUM_ITERATIONS):
         for parameter in layer.parameters():
             parameter.main_grad = torch.zeros_like(parameter)
             parameter.grad_added_to_main_grad = False
         for one in getattr(layer, "layers", [layer]):
             one.set_is_first_microbatch()
-        passes: list[Any] = []
-
-        def ahead(microbatch: int, passes: list[Any] = passes, iteration: int = iteration) -> None:
-            rank = torch.distributed.get_rank() + 2 * (microbatch + NUM_MICROBATCHES * iteration)
-            given = inputs_of(case, rank=rank, dtype=torch.float64)
-            hidden = given.hidden.requires_grad_()
-            passes.append((given.gradient, hidden, forward(layer, hidden, given.packing)))
-
-        def behind(microbatch: int, passes: list[Any] = passes, iteration: int = iteration) -> None:
-            gradient, hidden, output = passes[microbatch]
-            output.backward(gradient)
-            found[f"output {iteration} {microbatch}"] = output.detach()
-            found[f"input gradient {iteration} {microbatch}"] = hidden.grad
-            for parameter in layer.parameters():
-                if parameter.grad is not None and not parameter.grad_added_to_main_grad:
-                    parameter.main_grad.add_(parameter.grad)
-                parameter.grad = None
-
-        run_micro_batches(layer, ahead, behind, partners=partners)
+        run_passes(layer, ahead, behind, partner=partner)
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
                 found[f"gradient {iteration} of {name}"] = parameter.main_grad
                 parameter.add_(parameter.main_grad, alpha=-0.01 / parameter.main_grad.abs().max().item())
     return found
-
-
-def run_micro_batches(layer: Any, ahead: Any, behind: Any, *, partners: bool) -> None:
-    if not partners:
-        for microbatch in range(NUM_MICROBATCHES):
-            ahead(microbatch)
-            behind(microbatch)
-        return
-    from megatron_ampipe.runtime.partners import Partners
-
-    context = layer.layers[0]._block.context
-    context.partners = Partners()
-    ahead(0)
-    for microbatch in range(1, NUM_MICROBATCHES):
-        context.partners.run(functools.partial(ahead, microbatch), functools.partial(behind, microbatch - 1))
-    behind(NUM_MICROBATCHES - 1)
-
-
-def linears_of(layer: torch.nn.Module) -> dict[str, Any]:
-    from tests import te_fp8_standin
-
-    modules = layer.named_modules()
-    return {name: one for name, one in modules if isinstance(one, te_fp8_standin.QuantizedLinear)}
 
 
 @pytest.mark.parametrize(
@@ -179,14 +141,17 @@ def linears_of(layer: torch.nn.Module) -> dict[str, Any]:
 )
 def test_chunks_of_whole_tiles_round_as_the_whole_sequence(variant: str, recipe: str) -> None:
     """All numbers are equal, if the operands of the gradients of experts' weights are not rounded."""
+    from tests import te_fp8_standin
     from tests.dist.blocks import wrong
 
     case = case_of(variant, recipe)
     stock, ours = pair(case, recipe, experts_round=False)
-    found = train(ours, case, partners="partners" in variant)
+    found = train(ours, case, partner=Partner(case.degree) if "partners" in variant else None)
     assert wrong(train(stock, case), found, TOLERANCE) == {}
     run_twice = RUN_TWICE.get(variant) if recipe == "mxfp8" else None
-    for name, linear in linears_of(ours).items():
+    for name, linear in ours.named_modules():
+        if not isinstance(linear, te_fp8_standin.QuantizedLinear):
+            continue
         in_bf16 = "first-layer-bf16" in variant and name.startswith("layers.0.")
         assert linear.calls and set(linear.calls) == {not in_bf16}
         # In each iteration once; a first run without a graph makes the one copy that it needs.

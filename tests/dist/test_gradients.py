@@ -4,9 +4,10 @@ Under autograd and Megatron's DDP, compared with a stock layer (fp32, two expert
 """
 
 import contextlib
+import functools
 import gc
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist.cases import AUX, Case, Z
-from tests.dist.worker import empty_is_nan, use_groups
+from tests import cuda_graph_standin
+from tests.dist.cases import AUX, MOE_AGAIN, Case, Z
+from tests.dist.worker import empty_is_nan
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -45,11 +47,6 @@ ROUTINGS: dict[str, Callable[[int, int], int]] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _groups() -> None:
-    use_groups()
-
-
 def make_hidden(seed: int) -> Tensor:
     """``[S, B, D]``, different for every seed and rank."""
     from tests.dist.blocks import HIDDEN
@@ -64,32 +61,13 @@ def forward(layer: Any, hidden: Tensor) -> Tensor:
     return output
 
 
-def gradients(layer: Any, *inputs: Tensor) -> dict[str, Tensor | None]:
-    """Clones of all gradients that are set, by name."""
-    found = {f"input {index}": tensor.grad for index, tensor in enumerate(inputs)}
-    found |= {name: parameter.grad for name, parameter in layer.named_parameters()}
-    return {name: None if gradient is None else gradient.clone() for name, gradient in found.items()}
-
-
-def assert_equal(stock: dict[str, Tensor | None], ours: dict[str, Tensor | None]) -> None:
-    """Within the tolerance; and both have the same tensors."""
-    from tests.dist.blocks import wrong
-
-    assert {name for name in stock if stock[name] is None} == {name for name in ours if ours[name] is None}
-    present = ({k: v for k, v in each.items() if v is not None} for each in (stock, ours))
-    assert wrong(*present, TOLERANCE) == {}
-
-
 def layers(kinds: str = "m", *, reductions: Any = None, **settings: Any) -> tuple[Any, Any]:
     """A stock layer, or several, and AMPipe's with the same weights, which share a schedule.
 
     ``settings`` are fields of a case, or of Megatron's configuration.
     """
-    from tests.dist import logged_losses
     from tests.dist.blocks import build_layers
 
-    # Megatron keeps the losses of as many layers as the first model has.
-    logged_losses.clear()
     fields = {name: settings.pop(name) for name in ("executor", "schedule", "degree") if name in settings}
     case = Case(
         "gradients",
@@ -103,19 +81,9 @@ def layers(kinds: str = "m", *, reductions: Any = None, **settings: Any) -> tupl
     return build_layers(case, reductions=reductions)
 
 
-def hook_accumulation(layer: Any, hook: Callable[[str], Callable[..., None]]) -> list[Any]:
-    """Hook the accumulation node of each parameter, by its name; returns what must be kept."""
-    accumulators = []
-    for name, parameter in layer.named_parameters():
-        accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-        accumulator.register_hook(hook(name))
-        accumulators.append(accumulator)
-    return accumulators
-
-
 def train(
     layer: Any, inputs: list[list[Tensor]], *, reductions: Any = None, sharded: bool = False, **settings: Any
-) -> tuple[dict[str, Tensor | None], dict[str, list[int]]]:
+) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
     """Run iterations of micro-batches under DDP; returns the reduced gradients and counts of hook calls.
 
     With ``reductions``, the bucket groups ask there before they reduce.
@@ -135,30 +103,27 @@ def train(
     for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
         if reductions is not None:
             hold_back(group, reductions)
-    fired: dict[str, list[int]] = defaultdict(list)
-    counts: dict[str, int] = defaultdict(int)
-
-    def counting(name: str) -> Callable[..., None]:
-        def count(*_: Any) -> None:
-            counts[name] += 1
-
-        return count
-
-    kept = hook_accumulation(layer, counting)
-    main_grads: dict[str, Tensor | None] = {}
+    parameters = dict(layer.named_parameters())
+    calls: Counter[str] = Counter()
+    accumulators = []
+    for name, parameter in parameters.items():
+        accumulators.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])
+        accumulators[-1].register_hook(lambda *_, name=name: calls.update([name]))
+    assert len(accumulators) >= 8
+    fired: dict[str, list[int]] = {name: [] for name in parameters}
+    main_grads: dict[str, Tensor] = {}
     for iteration, micro_batches in enumerate(inputs):
         model.zero_grad_buffer()
         for index, hidden in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             with contextlib.nullcontext() if last else model.no_sync():
                 forward(model, hidden).square().sum().backward()
-            for name, _ in layer.named_parameters():
-                fired[name].append(counts.pop(name, 0))
+            for name in parameters:
+                fired[name].append(calls.pop(name, 0))
         model.finish_grad_sync()
-        for name, parameter in layer.named_parameters():
+        for name, parameter in parameters.items():
             main_grads[f"{name} in iteration {iteration}"] = parameter.main_grad.clone()
-    assert len(kept) >= 8
-    return main_grads, dict(fired)
+    return main_grads, fired
 
 
 TOP1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
@@ -170,9 +135,7 @@ DDP: dict[str, dict[str, Any]] = {
     "experts-of-one-chunk": {"routing": "changes-from-chunk-to-chunk"} | TOP1,
     "fused-skewed": {"fusion": True, "routing": "one-expert-for-all"},
     "engine-fused": {"engine": True, "fusion": True},
-    "engine-fused-recompute": {
-        "engine": True, "fusion": True, "recompute_granularity": "selective", "recompute_modules": ["moe"],
-    },
+    "engine-fused-recompute": {"engine": True, "fusion": True} | MOE_AGAIN,
     "stack-fused-sharded": FUSED_SHARDED,
     "lancet": {"routing": "one-expert-for-all", "schedule": "lancet", "degree": 1},
     "stack-fused-sharded-lancet": FUSED_SHARDED | {"schedule": "lancet", "degree": 1},
@@ -183,52 +146,68 @@ DDP: dict[str, dict[str, Any]] = {
     },
     "engine-stack-fused-sharded-lancet": FUSED_SHARDED
     | {"engine": True, "schedule": "lancet", "degree": 2},
+    "graphs": {"graphs": True},
+    "graphs-stack-fused": {"graphs": True, "fusion": True, "kinds": STACK},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DDP)
 def test_ddp_sees_every_parameter_once_per_micro_batch(name: str) -> None:
-    settings = dict(DDP[name])
-    # Linear layers add gradients of weights to main_grad. Those that are stand-ins of Transformer Engine's
-    # overwrite it in the first micro-batch.
-    fusion, engine = settings.pop("fusion", False), settings.pop("engine", False)
-    sharded, routing = settings.pop("sharded", False), settings.pop("routing", None)
-    with empty_is_nan() if fusion else contextlib.nullcontext():
-        pair = layers(settings.pop("kinds", "m"), gradient_accumulation_fusion=fusion, **settings)
-        found = []
-        for layer in pair:
-            if engine:
-                from tests.te_linear_standin import use_engine
+    compare_under_ddp(**DDP[name])
 
+
+def compare_under_ddp(
+    *,
+    kinds: str = "m",
+    fusion: bool = False,
+    engine: bool = False,
+    graphs: bool = False,
+    sharded: bool = False,
+    routing: str | None = None,
+    **settings: Any,
+) -> None:
+    """With ``fusion``, linear layers add gradients of weights to ``main_grad``.
+
+    Those that are stand-ins of Transformer Engine's (``engine``) overwrite it in the first micro-batch.
+    """
+    from tests.dist.blocks import capture, wrong
+    from tests.te_linear_standin import use_engine
+
+    recorded = cuda_graph_standin.stand_ins() if graphs else contextlib.nullcontext()
+    with recorded, empty_is_nan() if fusion else contextlib.nullcontext():
+        stock, ours = layers(kinds, gradient_accumulation_fusion=fusion, **settings)
+        if graphs:
+            capture(ours)
+        found = []
+        for layer in (stock, ours):
+            if engine:
                 use_engine(layer, grouped=True)
             if routing is not None:
                 route_by_direction(layer)
-            inputs = [
-                [
-                    make_hidden(10 * iteration + index) if routing is None else routed_hidden(routing)
-                    for index in range(3)
-                ]
-                for iteration in range(2)
-            ]
+            make = make_hidden if routing is None else functools.partial(routed_hidden, routing)
+            inputs = [[make(10 * iteration + index) for index in range(3)] for iteration in range(2)]
             found.append(train(layer, inputs, sharded=sharded))
-        written = sum(getattr(p, "grad_added_to_main_grad", False) for p in pair[1].parameters())
+        assert bool(cuda_graph_standin.REPLAYS) or not graphs
     (expected, stock_fired), (main_grads, fired) = found
-    assert_equal(expected, main_grads)
+    assert wrong(expected, main_grads, TOLERANCE) == {}
     assert fired == {parameter: [1] * 6 for parameter in fired} == stock_fired
-    # Query-key-value, projection, and two layers of two experts; of a dense layer its two layers.
-    if name == "skewed" and torch.distributed.get_rank() == 1:
+    if routing == "rank-1-receives-nothing" and torch.distributed.get_rank() == 1:
         assert not any(value.any() for name, value in main_grads.items() if "local_experts" in name)
-    assert written == (0 if not fusion else 6 + 4 + 6 if "stack" in name else 6)
+    written = sum(getattr(p, "grad_added_to_main_grad", False) for p in ours.parameters())
+    # Query-key-value, projection, and two layers of two experts; of a dense layer its two layers.
+    assert written == (0 if not fusion else 6 + 4 + 6 if kinds == STACK else 6)
 
 
 @pytest.mark.parametrize("fusion", [False, True])
 def test_weight_gradients_apart_are_bitwise_the_same(fusion: bool) -> None:
+    from tests.dist.blocks import wrong
+
     found = []
     for schedule in ("ampipe", "lancet"):
         with empty_is_nan() if fusion else contextlib.nullcontext():
             _, layer = layers(STACK, schedule=schedule, degree=2, gradient_accumulation_fusion=fusion)
             found.append(train(layer, [[make_hidden(1)]])[0])
-    assert [name for name, value in found[0].items() if not value.equal(found[1][name])] == []
+    assert wrong(*found, 0.0) == {}
 
 
 @pytest.mark.parametrize(
@@ -269,17 +248,24 @@ def test_placed_reductions_give_the_same_gradients(
     from megatron.core.distributed import param_and_grad_buffer
 
     from megatron_ampipe.runtime.collectives import Transfer
+    from megatron_ampipe.runtime.executors import ThreadExecutor
     from megatron_ampipe.runtime.reductions import Reductions
+    from tests.dist.blocks import wrong
 
     # Megatron sets it for the whole process.
     reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
     monkeypatch.setattr(param_and_grad_buffer, "dist_reduce_scatter_func", reduce_scatter)
     begun: list[tuple[str, int]] = []
     now = ""
+    execute = ThreadExecutor.execute
 
-    def enter(stage: Any) -> None:
-        nonlocal now
-        now = str(stage)
+    def telling(self: Any, tape: Any, run_call: Callable[[Any], Any], *rest: Any) -> None:
+        def run(call: Any) -> Any:
+            nonlocal now
+            now = str(call.stage)
+            return run_call(call)
+
+        execute(self, tape, run, *rest)
 
     class Noted(Reductions):
         """Notes what each stage begins: on another thread, when nothing else is in flight."""
@@ -300,11 +286,11 @@ def test_placed_reductions_give_the_same_gradients(
     for reductions in (None, Noted(on_cuda=False, of_experts=True)):
         _, layer = layers(STACK, schedule=schedule, degree=degree, reductions=reductions)
         inputs = [[make_hidden(10 * iteration + index) for index in range(2)] for iteration in range(3)]
-        with executed_stages(enter):
+        with mock.patch.object(ThreadExecutor, "execute", telling):
             more = {"reduce_scatter_with_fp32_accumulation": True} if fp32 else {}
             main_grads, fired = train(layer, inputs, reductions=reductions, sharded=sharded, **more)
         found.append(main_grads)
-    assert [name for name, value in found[0].items() if not value.equal(found[1][name])] == []
+    assert wrong(*found, 0.0) == {}
     assert fired == {parameter: [1] * 6 for parameter in fired}
     # In the last micro-batch of the second and third iteration: in the first, Megatron counts hooks.
     in_turn = ["reduce-experts@2", "reduce@1", "reduce", "reduce-experts"]
@@ -325,6 +311,8 @@ def test_a_second_backward_is_refused() -> None:
 
 @pytest.mark.parametrize("which", FROZEN)
 def test_frozen_parameters_get_no_gradient(which: str) -> None:
+    from tests.dist.blocks import wrong
+
     kinds, is_frozen = FROZEN[which]
     with_gradient = {}
     for input_needs_gradient in (True, False):
@@ -337,9 +325,11 @@ def test_frozen_parameters_get_no_gradient(which: str) -> None:
             assert output.requires_grad == (input_needs_gradient or not which.startswith("everything"))
             if output.requires_grad:
                 output.square().sum().backward()
-            found.append(gradients(layer, hidden) | {"output": output.detach()})
-        assert_equal(*found)
-        with_gradient[input_needs_gradient] = sum(value is not None for value in found[1].values())
+            named = [("input", hidden), *layer.named_parameters()]
+            present = {name: tensor.grad for name, tensor in named if tensor.grad is not None}
+            found.append(present | {"output": output.detach()})
+        assert wrong(*found, TOLERANCE) == {}
+        with_gradient[input_needs_gradient] = len(found[1])
     # The output is always there, the gradient of the input only if it is required.
     assert with_gradient[True] == with_gradient[False] + 1
     assert with_gradient[False] >= (1 if which.startswith("everything") else 2)
@@ -351,6 +341,7 @@ def test_without_gradients_nothing_is_kept(kinds: str) -> None:
     from megatron_ampipe.runtime.segment import Segment
     from megatron_ampipe.runtime.stack_call import StackCall
     from megatron_ampipe.runtime.steps import Pass
+    from tests.dist.blocks import wrong
 
     def alive() -> int:
         gc.collect()
@@ -375,7 +366,7 @@ def test_without_gradients_nothing_is_kept(kinds: str) -> None:
     assert saved and alive() and with_graph.requires_grad, "otherwise this would find nothing in any case"
     del with_graph
     assert alive() == 0, "a reference cycle holds the activations"
-    assert_equal({"output": expected}, {"output": output})
+    assert wrong({"output": expected}, {"output": output}, TOLERANCE) == {}
 
 
 def test_hooks_on_layers_that_share_a_schedule_are_refused() -> None:
@@ -416,27 +407,6 @@ def test_fused_products_that_overwrite_gradients_are_refused() -> None:
         forward(layer, make_hidden(1))
 
 
-@contextlib.contextmanager
-def executed_stages(tell: Callable[[Any], None]) -> Iterator[None]:
-    """Calls ``tell`` with every stage before an executor runs it."""
-    from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
-
-    def telling(original: Callable[..., None]) -> Callable[..., None]:
-        def execute(self: Any, tape: Any, run_call: Callable[[Any], Any], *rest: Any) -> None:
-            def run(call: Any) -> Any:
-                tell(call.stage)
-                return run_call(call)
-
-            original(self, tape, run, *rest)
-
-        return execute
-
-    with contextlib.ExitStack() as stack:
-        for kind in (SequentialExecutor, ThreadExecutor):
-            stack.enter_context(mock.patch.object(kind, "execute", telling(kind.execute)))
-        yield
-
-
 def route_by_direction(layer: Any) -> None:
     """Make the router select an expert by the direction of the token's vector."""
     with torch.no_grad():
@@ -445,9 +415,9 @@ def route_by_direction(layer: Any) -> None:
         weight[:, :4] += 3 * torch.eye(4)
 
 
-def routed_hidden(routing: str) -> Tensor:
+def routed_hidden(routing: str, seed: int) -> Tensor:
     """Hidden states whose tokens are routed as in ``ROUTINGS`` (see :func:`route_by_direction`)."""
-    hidden = make_hidden(3).detach()
+    hidden = make_hidden(seed).detach()
     hidden[..., :4] = 0
     for row in range(SEQUENCE):
         hidden[row, :, ROUTINGS[routing](torch.distributed.get_rank(), row)] = 60

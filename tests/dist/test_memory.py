@@ -4,6 +4,7 @@ Counts all tensors that operations allocate and free, so it is exact and the sam
 that a kernel allocates internally is not counted; it is per chunk, so not more than stock's.
 """
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -18,7 +19,7 @@ from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.schedule import KEEP, LISTED, MEGATRON, Exchange, Partner
 from megatron_ampipe.tools.measuring.grid import Case as GridCase
 from megatron_ampipe.tools.measuring.grid import block_of_case
-from tests.dist.cases import Case, again
+from tests.dist.cases import AUX, SWIGLU, TOP2, Case, again
 from tests.dist.worker import use_groups
 
 # How long a gloo thread keeps a buffer, and so the peak, depends on what else runs.
@@ -33,18 +34,12 @@ SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 512, "
 SEQUENCE_LENGTH = 1024
 MODELS: dict[str, dict[str, Any]] = {
     "top1": {},
-    "top2-swiglu-losses": {
-        "moe_router_topk": 2,
-        "gated_linear_unit": True,
-        "activation_func": "silu",
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 0.1,
-    },
+    "top2-swiglu-losses": TOP2 | SWIGLU | AUX,
     "shared": {"moe_shared_expert_intermediate_size": 256},
 }
 
 
-def case(model: str, *, degree: int, schedule: str = "ampipe", executor: str = "sequential") -> Case:
+def case(model: str, degree: int, schedule: str = "ampipe", executor: str = "sequential") -> Case:
     return Case(
         name=f"{model} degree {degree} {schedule} {executor}",
         degree=degree,
@@ -56,38 +51,33 @@ def case(model: str, *, degree: int, schedule: str = "ampipe", executor: str = "
     )
 
 
-STOCK = {model: case(model, degree=1) for model in MODELS}
+STOCK = {model: case(model, 1) for model in MODELS}
 CASES = [
-    case(model, degree=degree, schedule=schedule, executor=executor)
-    for model, degree, schedule, executor in (
-        ("top1", 2, "ampipe", "thread"),
-        ("top2-swiglu-losses", 4, "ampipe", "sequential"),
-        ("top2-swiglu-losses", 8, "ampipe", "thread"),
-        ("shared", 4, "moe-only", "thread"),
-    )
+    case("top1", 2, executor="thread"),
+    case("top2-swiglu-losses", 4),
+    case("top2-swiglu-losses", 8, executor="thread"),
+    case("shared", 4, "moe-only", "thread"),
 ]
 SENT_ONCE = dataclasses.replace(
-    case("top2-swiglu-losses", degree=1, executor="thread"),
+    case("top2-swiglu-losses", 1, executor="thread"),
     name="top2-swiglu-losses degree 1 ranks thread",
     exchange=Exchange.RANKS,
 )
-LANCET = [
-    case(model, degree=1, schedule="lancet", executor="thread") for model in ("top1", "top2-swiglu-losses")
-]
-JOINED = case("top2-swiglu-losses", degree=4, schedule="joined", executor="thread")
+LANCET = [case(model, 1, "lancet", "thread") for model in ("top1", "top2-swiglu-losses")]
+JOINED = case("top2-swiglu-losses", 4, "joined", "thread")
 
 
-def stack(layers: str, what: str, *, model: str = "top1", executor: str = "thread", **fields: Any) -> Case:
-    """Layers that share a schedule at degree 4, unless ``stack`` is 1."""
-    return dataclasses.replace(
-        case(model, degree=4, executor=executor),
-        **{"name": f"{model} {layers} {executor} {what}", "layers": layers, "stack": 0} | fields,
-    )
+def stack(
+    layers: str, what: str, *, model: str = "top1", executor: str = "thread", also: Any = (), **fields: Any
+) -> Case:
+    """Layers that share a schedule at degree 4, unless ``stack`` is 1; ``also`` overrides the model."""
+    block = case(model, 4, executor=executor)
+    fields = {"layers": layers, "stack": 0, "model": block.model | dict(also)} | fields
+    return dataclasses.replace(block, name=f"{model} {layers} {executor} {what}", **fields)
 
 
 TWO, FOUR = (stack(layers, "in a stack", executor="sequential") for layers in ("mm", "mmmm"))
 RECOMPUTED = stack("mmmm", "recomputed", recompute=math.inf)
-RESTORING = [stack("mmmm", memory, memory=memory) for memory in ("rebuild", "redispatch", "offload")]
 STACKS = [
     (stack("mmmm", "block by block", executor="sequential", stack=1), FOUR),
     tuple(stack("mmmm", f"stack {size}", model="top2-swiglu-losses", stack=size) for size in (1, 0)),
@@ -95,23 +85,18 @@ STACKS = [
 # Layers without experts keep everything, and more than one whose experts restore their tensors.
 WIDE = {"moe_ffn_hidden_size": 512, "ffn_hidden_size": 1024}
 DENSE = [
-    dataclasses.replace(one, model=one.model | WIDE)
-    for one in (
-        stack("dm", "redispatch", memory="redispatch"),
-        stack("ddm", KEEP, model="top2-swiglu-losses"),
-    )
+    stack("dm", "redispatch", memory="redispatch", also=WIDE),
+    stack("ddm", KEEP, model="top2-swiglu-losses", also=WIDE),
 ]
 # The block of docs/measured/memory-grid.yaml.
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 WIDER = {"hidden_size": 256, "ffn_hidden_size": 1024, "moe_router_topk": 2} | BF16
 EIGHTS = [
-    dataclasses.replace(one, model=one.model | WIDER)
-    for one in (
-        stack("m" * 8, "bf16 degree 1", degree=1),
-        stack("m" * 8, "bf16 offload", memory="offload"),
-        stack("m" * 8, "bf16 S3", memory="S3"),
-    )
-] + [stack("m" * 8, memory, memory=memory) for memory in ("S2", "rebuild/keep/rebuild/rebuild")]
+    stack("m" * 8, "bf16 degree 1", degree=1, also=WIDER),
+    stack("m" * 8, "bf16 offload", memory="offload", also=WIDER),
+    stack("m" * 8, "bf16 S3", memory="S3", also=WIDER),
+    *(stack("m" * 8, memory, memory=memory) for memory in ("S2", "rebuild/keep/rebuild/rebuild")),
+]
 PARTNERS = [
     stack("mmmm", "partners, weight gradients apart", degree=1, partner=Partner(order=LISTED)),
     stack("mmmm", "partners", degree=1, partner=Partner(1, "ampipe", LISTED), model="top2-swiglu-losses"),
@@ -121,13 +106,17 @@ PARTNERS = [
 
 def selective(*modules: str, model: str = "top1", **fields: Any) -> Case:
     """Four layers in a stack, with Megatron's selective recompute."""
-    plain = stack("mmmm", " ".join([*modules, *map(str, fields.values())]), model=model, **fields)
-    return dataclasses.replace(plain, model=plain.model | again(*modules, normalization="RMSNorm"))
+    name = " ".join([*modules, *map(str, fields.values())])
+    return stack("mmmm", name, model=model, also=again(*modules, normalization="RMSNorm"), **fields)
 
 
-AGAIN = [
-    # Of 23 tensors as wide as a row: those after the first product, those of both norms after their input.
-    # Then the peak, with what runs again and gradients of parameters.
+LEANER = [
+    # What a layer keeps of 23 tensors as wide as a row: no inner ones of experts, nor what arrives; nothing
+    # after the first product; nothing of both norms after their input. Then the peak, with what runs again or
+    # is loaded (of the four layers, 3 of 16 chunks at once) and gradients of parameters.
+    (stack("mmmm", "rebuild", memory="rebuild"), (23 - 12) / 23, 0.58),
+    (stack("mmmm", "redispatch", memory="redispatch"), (23 - 12 - 1) / 23, 0.55),
+    (stack("mmmm", "offload", memory="offload"), (23 - 12 - 1) / 23, 0.6),
     (selective("moe_act"), (23 - 8) / 23, 0.73),
     (selective("layernorm"), (23 - 4) / 23, 0.86),
     (selective("layernorm", "moe_act"), (23 - 12) / 23, 0.57),
@@ -142,7 +131,7 @@ OTHERS_AGAIN = [
 ]
 PREDICTED = [
     *(*STOCK.values(), *CASES, SENT_ONCE, *LANCET, JOINED, TWO, *itertools.chain(*STACKS)),
-    *(*RESTORING, *DENSE, *EIGHTS, *(one for one, *_ in AGAIN), *OTHERS_AGAIN),
+    *(*(case for case, *_ in LEANER), *DENSE, *EIGHTS, *OTHERS_AGAIN),
 ]
 
 
@@ -170,7 +159,6 @@ class Measurements:
 
     def _build(self, case: Case) -> torch.nn.Module:
         """Layers with the attention kernel of the chunks, as in ``ampipe bench``."""
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.transformer.spec_utils import ModuleSpec
         from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -179,15 +167,12 @@ class Measurements:
         from megatron_ampipe.schedule.pipeline import AMPipeConfig
         from megatron_ampipe.tools.measuring.blocks import KernelAttention, Layers
         from megatron_ampipe.tools.measuring.meters import WatchedExecutor
-        from tests.dist.blocks import EXECUTORS, transformer_config
+        from tests.dist.blocks import EXECUTORS, layer_specs, transformer_config
 
         config = transformer_config(case)
-        config.params_dtype = torch.bfloat16 if case.model.get("bf16") else torch.float32
-        specs = []
-        for kind in case.layers:
-            experts = None if kind == "d" else config.num_moe_experts
-            specs.append(get_gpt_layer_local_spec(experts, False, normalization="RMSNorm"))
-            specs[-1].submodules.self_attention.submodules.core_attention = ModuleSpec(
+        specs = layer_specs(case, config)
+        for spec in specs:
+            spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
                 module=KernelAttention, params={"kernel": case.kernel}
             )
         context = AMPipeContext(
@@ -198,43 +183,15 @@ class Measurements:
         )
         torch.manual_seed(3 + torch.distributed.get_rank())
         stack = TransformerBlockSubmodules(layer_specs=specs)
-        layer = Layers(pipelined(stack, context), dataclasses.replace(config))
-        layer.train()
-        return layer
-
-    def _two_micro_batches(self, layer: torch.nn.Module, hidden: torch.Tensor, gradient: torch.Tensor) -> int:
-        """The backward pass of one with the forward pass of the next, and then its backward pass."""
-        from megatron_ampipe.runtime.partners import Partners
-        from megatron_ampipe.tools.measuring.meters import Watch
-
-        context = getattr(layer, "layers", [layer])[0]._block.context
-        context.partners = context.partners or Partners()
-        usual, outputs = context.pipeline, []
-
-        def ahead(number: int) -> None:
-            context.pipeline = usual.with_partners(forward=number > 0, backward=number == 0)
-            outputs.append(layer(hidden_states=hidden, attention_mask=None)[0])
-            context.pipeline = usual
-
-        def behind() -> None:
-            outputs.pop(0).backward(gradient)
-
-        def behind_in_its_thread() -> None:
-            with Watch(self._meter):
-                behind()
-
-        ahead(0)
-        after_forward: int = self._meter.now
-        context.partners.run(lambda: ahead(1), behind_in_its_thread)
-        behind()
-        return after_forward
+        return Layers(pipelined(stack, context), dataclasses.replace(config)).train()
 
     def _measure(self, case: Case) -> dict[str, Any]:
         from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES
         from megatron_ampipe.tools.measuring.meters import Watch
         from tests.dist import logged_losses
+        from tests.dist.micro_batches import run_passes
 
-        use_groups(**case.parallel)
+        use_groups(**case.group_sizes)
         # Megatron's logger of router losses is made for a number of layers.
         logged_losses.clear()
         layer, meter = self._build(case), self._meter
@@ -243,6 +200,17 @@ class Measurements:
         dtype = case.model.get("params_dtype", torch.float32)
         hidden = torch.randn(shape, dtype=dtype, requires_grad=True)
         gradient = torch.randn(shape, dtype=dtype)
+        number, outputs, after_forward = 1 if case.partner is None else 2, [], []
+
+        def ahead(_: int) -> None:
+            outputs.append(layer(hidden_states=hidden, attention_mask=None)[0])
+            after_forward.append(meter.now)
+
+        def behind(microbatch: int) -> None:
+            # The backward pass of a partner has a thread for itself.
+            with Watch(meter) if microbatch < number - 1 else contextlib.nullcontext():
+                outputs.pop(0).backward(gradient)
+
         best: dict[str, Any] = {"peak_bytes": 0}
         for _ in range(PEAK_PASSES):
             for tensor in (hidden, *layer.parameters()):
@@ -250,16 +218,11 @@ class Measurements:
             gc.collect()
             meter.restart([hidden, gradient, *layer.parameters()])
             torch.distributed.barrier()
+            after_forward.clear()
             with Watch(meter):
-                if case.partner:
-                    after_forward = self._two_micro_batches(layer, hidden, gradient)
-                else:
-                    output, _ = layer(hidden_states=hidden, attention_mask=None)
-                    after_forward = meter.now
-                    output.backward(gradient)
-                    del output
+                run_passes(layer, ahead, behind, number=number, partner=case.partner)
             if meter.peak > best["peak_bytes"]:
-                best = {"peak_bytes": meter.peak, "after_forward_bytes": after_forward}
+                best = {"peak_bytes": meter.peak, "after_forward_bytes": after_forward[0]}
             # Of the last pass: the first one also makes what a layer keeps for good, such as index tensors.
             end = time.monotonic() + LETTING_GO_S
             model = f"{case.model} {case.layers}"
@@ -302,29 +265,13 @@ def test_recomputed_layers_take_the_memory_of_two(reports: Measurements) -> None
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", RESTORING, ids=lambda case: case.memory)
-def test_experts_that_restore_their_tensors_keep_less(case: Case, reports: Measurements) -> None:
-    """A layer keeps 23 tensors as wide as a row, of which 12 are the experts' inner ones, and 1 what arrives.
-
-    The routing, a few numbers per row, stays. At the peak there are gradients of parameters in addition.
-    """
+@pytest.mark.parametrize(("case", "kept", "peak"), LEANER, ids=[case.name for case, *_ in LEANER])
+def test_what_is_restored_is_not_kept(case: Case, kept: float, peak: float, reports: Measurements) -> None:
+    """Of a chunk, it is there while its stages are differentiated, and no longer; the routing is small."""
     keeping, restoring = reports[FOUR], reports[case]
-    kept = restoring["after_forward_bytes"] / keeping["after_forward_bytes"]
-    peak = restoring["peak_bytes"] / keeping["peak_bytes"]
-    assert kept <= (11 if case.memory == "rebuild" else 10) / 23 + 0.02
-    # Of the four layers, 3 of 16 chunks are loaded at once.
-    assert peak <= {"rebuild": 0.58, "redispatch": 0.55, "offload": 0.6}[case.memory]
+    assert restoring["after_forward_bytes"] / keeping["after_forward_bytes"] <= kept + 0.02
+    assert restoring["peak_bytes"] / keeping["peak_bytes"] <= peak
     assert restoring["left_bytes"] <= keeping["left_bytes"]
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(("case", "kept", "peak"), AGAIN, ids=[case.name for case, *_ in AGAIN])
-def test_what_is_recomputed_is_not_kept(case: Case, kept: float, peak: float, reports: Measurements) -> None:
-    """Of a chunk, what runs again is there while its stages are differentiated, and no longer."""
-    keeping, dropping = reports[FOUR], reports[case]
-    assert dropping["after_forward_bytes"] / keeping["after_forward_bytes"] <= kept + 0.02
-    assert dropping["peak_bytes"] / keeping["peak_bytes"] <= peak
-    assert dropping["left_bytes"] <= keeping["left_bytes"]
 
 
 @pytest.mark.ranks(2)

@@ -17,7 +17,6 @@ from megatron_ampipe.files.timeline import COMPUTE, StageSpan
 from megatron_ampipe.schedule import KEEP
 from tests import deep_ep_standin, te_permutation_standin
 from tests.dist.cases import AGAIN, PARITY, SCATTERED, Case
-from tests.dist.worker import use_groups
 from tests.golden.write import FOLDER
 
 TOLERANCE = 1e-5
@@ -51,8 +50,6 @@ def test_equals_stock(case: Case) -> None:
     from tests.dist.blocks import build_layers, forward, inputs_of, run, wrong
     from tests.dist.parameter_reads import ParameterReads
 
-    if use_groups(**case.parallel):
-        deep_ep_standin.forget_groups()
     rank = torch.distributed.get_rank()
     recorder = Recorder(num_iterations=1 if case.executor == "thread" else 0)
     recorder.start_iteration(1)
@@ -99,10 +96,10 @@ def test_equals_stock(case: Case) -> None:
 
 def assert_same_bits(case: Case, found: dict[str, torch.Tensor]) -> None:
     """AMPipe's layer of a case computes this."""
-    from tests.dist.blocks import build_layers, run
+    from tests.dist.blocks import build_layers, run, wrong
 
     kept = run(build_layers(case)[1], case, rank=torch.distributed.get_rank())
-    assert [name for name, value in kept.items() if not torch.equal(value, found[name])] == []
+    assert wrong(kept, found, 0.0) == {}
 
 
 def assert_known_order(case: Case, found: dict[str, str]) -> None:

@@ -65,10 +65,11 @@ def test_bytes_of_a_rank_equal_those_of_megatron(name: str, tmp_path: Path) -> N
     from megatron.training.models.gpt import GPTModelBuilder
     from megatron.training.training import get_megatron_ddp_config, get_megatron_optimizer_config
 
-    from tests.dist.command_lines import launched, use_groups_of
+    from tests.dist.command_lines import launched, use_groups_of, with_stock_layers
 
     words = shlex.split(f"{BASE} {LAYOUTS[name]}")
-    with launched([*words, *shlex.split(ELSEWHERE), "--ampipe-degree", "2"]) as (args, config, _):
+    launch = launched([*words, *shlex.split(ELSEWHERE), "--ampipe-degree", "2"])
+    with launch as (args, config), with_stock_layers():
         use_groups_of(args)
         config.finalize()
         chunks = GPTModelBuilder(config).build_distributed_models(

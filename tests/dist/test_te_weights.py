@@ -5,7 +5,7 @@ are added to ``main_grad``.
 """
 
 import itertools
-import math
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron_ampipe.schedule import LISTED, Partner
-from tests.dist.cases import ATTENTION_AGAIN, LARGE, LATENT, MOE_AGAIN, SHARED, TP, Case, again
-from tests.dist.worker import empty_is_nan, use_groups
+from tests.dist.cases import ATTENTION_AGAIN, LARGE, LATENT, MOE_AGAIN, RECOMPUTED, SHARED, TP, Case, again
+from tests.dist.worker import empty_is_nan
 
 TOLERANCE = 1e-5
 """Relative difference; measured: 2e-6."""
@@ -27,10 +27,7 @@ CASES = {
     "stack": {"schedule": "lancet", "degree": 2, "layers": "mdm", "stack": 0, "model": LARGE | SHARED},
     "stack-joined-bias": {"schedule": "joined", "layers": "mdm", "stack": 0, "model": LARGE | BIAS},
     "stack-tp": {"schedule": "lancet", "layers": "mdm", "stack": 0, "parallel": TP, "model": LARGE | SHARED},
-    "stack-recompute": {
-        "schedule": "lancet", "degree": 2, "layers": "mdm", "stack": 0, "recompute": math.inf,
-        "model": LARGE | SHARED,
-    },
+    "stack-recompute": RECOMPUTED | {"schedule": "lancet", "degree": 2, "model": LARGE | SHARED},
     "latent-recompute-moe": {"schedule": "lancet", "degree": 2, "model": LATENT | MOE_AGAIN},
     "recompute-attention": {"schedule": "joined", "degree": 2, "model": LARGE | ATTENTION_AGAIN},
     "recompute-moe-act": {"schedule": "lancet", "degree": 2, "model": LARGE | again("moe_act")},
@@ -47,42 +44,31 @@ CASES = {
 def layers_over_engine(name: str, *, grouped: bool, fused: bool) -> tuple[Case, Any, Any]:
     """A case, Megatron's layer and AMPipe's."""
     from tests import te_linear_standin
-    from tests.dist import logged_losses
     from tests.dist.blocks import build_layers
 
-    fields: dict[str, Any] = {"batch": 3, **CASES[name]}
-    fields["model"] = fields["model"] | {"gradient_accumulation_fusion": fused}
-    case = Case(name, **fields)
-    use_groups(**case.parallel)
-    # Megatron keeps the losses of as many layers as the first model has.
-    logged_losses.clear()
-    pair = build_layers(case)
-    for layer in pair:
+    case = Case(name, **{"batch": 3} | CASES[name])
+    case = replace(case, model=case.model | {"gradient_accumulation_fusion": fused})
+    stock, ours = build_layers(case)
+    for layer in (stock, ours):
         te_linear_standin.use_engine(layer, grouped=grouped)
-    return case, *pair
+    return case, stock, ours
 
 
-def train(layer: Any, case: Case) -> dict[str, torch.Tensor]:
-    """Micro-batches as of :mod:`.test_partners`; gradients of ``main_grad`` where they are added to it."""
-    from tests.dist.test_partners import step, step_with_partners
+def train(layer: Any, case: Case, *, partner: Partner | None = None) -> dict[str, torch.Tensor]:
+    """A step of micro-batches; gradients of ``main_grad`` where they are added to it."""
+    from tests.dist.micro_batches import step
     from tests.te_linear_standin import Engine
 
     fused = case.model["gradient_accumulation_fusion"]
-    for parameter in layer.parameters():
-        parameter.grad = None
-        if fused:
-            parameter.main_grad = torch.zeros_like(parameter)
-            parameter.grad_added_to_main_grad = False
+    for parameter in layer.parameters() if fused else ():
+        parameter.main_grad = torch.zeros_like(parameter)
+        parameter.grad_added_to_main_grad = False
     # In an iteration that is not the first, Megatron's own layers add as well.
     for module in layer.modules():
         if isinstance(module, Engine):
             module.is_first_microbatch = False
-    is_ours = case.partner is not None and hasattr(getattr(layer, "layers", [layer])[0], "_block")
     with empty_is_nan():
-        if is_ours:
-            found = step_with_partners(layer, case, case.partner)
-        else:
-            found = step(layer, case)
+        found = step(layer, case, partner=partner)
     for name, parameter in layer.named_parameters():
         if fused and parameter.grad_added_to_main_grad:
             found[f"gradient of {name}"] = parameter.main_grad
@@ -102,13 +88,13 @@ def train(layer: Any, case: Case) -> dict[str, torch.Tensor]:
 def test_equals_stock(name: str, grouped: bool, fused: bool) -> None:
     from megatron_ampipe.layers.block_modules import BlockModules
     from tests.dist.blocks import wrong
-    from tests.dist.test_partners import NUM_MICROBATCHES
+    from tests.dist.micro_batches import NUM_MICROBATCHES
     from tests.te_linear_standin import delayed_products
 
     # These layers exchange the rows inside.
     with mock.patch.object(BlockModules, "scatters_rows", False):
         case, stock, ours = layers_over_engine(name, grouped=grouped, fused=fused)
-        expected, found = train(stock, case), train(ours, case)
+        expected, found = train(stock, case), train(ours, case, partner=case.partner)
     assert wrong(expected, found, TOLERANCE) == {}
     assert not any(delayed_products(stock).values())
     delayed = delayed_products(ours)

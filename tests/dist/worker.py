@@ -48,25 +48,23 @@ def start_alone(world_size: int, **sizes: int) -> None:
     use_groups(**sizes)
 
 
-def use_groups(**sizes: Any) -> bool:
+def use_groups(**sizes: Any) -> None:
     """Use Megatron's process groups of these sizes; without any, all ranks are expert-parallel.
 
-    Returns whether they are new. Other arguments of ``initialize_model_parallel`` are passed on.
+    Other arguments of ``initialize_model_parallel`` are passed on.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     global _sizes
     sizes = sizes or {"expert_model_parallel_size": int(os.environ["WORLD_SIZE"])}
-    made = sizes != _sizes or not parallel_state.model_parallel_is_initialized()
-    if made:
+    if sizes != _sizes or not parallel_state.model_parallel_is_initialized():
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
             end_groups()
         parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
         _sizes = sizes
     model_parallel_cuda_manual_seed(123, force_reset_rng=True)
-    return made
 
 
 _sizes: dict[str, Any] = {}
@@ -75,6 +73,7 @@ _sizes: dict[str, Any] = {}
 def end_groups() -> None:
     """End all process groups but the default one, and their threads, which Megatron only forgets."""
     import torch.distributed as dist
+    from megatron.core.transformer.moe import fused_a2a
 
     from megatron_ampipe.exchange.hops import node_groups
     from megatron_ampipe.runtime.collectives import lane_group
@@ -83,6 +82,8 @@ def end_groups() -> None:
     dist.barrier()
     for made in (lane_group, node_groups):
         made.cache_clear()
+    # Megatron makes HybridEP's buffer once for all groups.
+    fused_a2a.reset_hybrid_ep_buffer()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

@@ -181,23 +181,11 @@ def plans() -> Iterator[tuple[str, str]]:
     from megatron_ampipe.cli import main
 
     for model, cluster, *rest in PLANS:
+        exchange = [] if "--exchange" in rest else ["--exchange", "rows"]
+        words = [*rest, *exchange, "--degrees", "2,4", "--no-partner", "--json", "-"]
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
-            code = main(
-                [
-                    "plan",
-                    "--model",
-                    model,
-                    "--cluster",
-                    cluster,
-                    *(rest if "--exchange" in rest else [*rest, "--exchange", "rows"]),
-                    "--degrees",
-                    "2,4",
-                    "--no-partner",
-                    "--json",
-                    "-",
-                ]
-            )
+            code = main(["plan", "--model", model, "--cluster", cluster, *words])
         assert code == 0, f"{model} on {cluster}: exit code {code}"
         yield f"plans/{model}-{cluster}.json", json.dumps(json.loads(said.getvalue()), indent=1) + "\n"
 

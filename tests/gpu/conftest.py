@@ -18,15 +18,15 @@ def one_rank() -> Iterator[None]:
     """A process group of one rank on the device."""
     import torch
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from tests.dist.worker import use_groups
 
     torch.cuda.set_device(0)
     with tempfile.NamedTemporaryFile() as rendezvous:
         torch.distributed.init_process_group(
             "nccl", init_method=f"file://{rendezvous.name}", rank=0, world_size=1
         )
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        use_groups(expert_model_parallel_size=1)
         yield
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()

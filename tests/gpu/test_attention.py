@@ -59,9 +59,8 @@ SIZES = [
 
 def usable(kernel: str, *, head_size: int) -> None:
     """Skip the test, with the reason, if a kernel cannot be used."""
-    objection = None
-    if kernel in FLASH_KERNELS:
-        objection = why_not(kernel, compat.current_gpu(), head_size)
+    is_flash = kernel in FLASH_KERNELS
+    objection = why_not(kernel, compat.current_gpu(), head_size) if is_flash else None
     if objection is not None:
         pytest.skip(f"{kernel}: {objection}")
 
@@ -78,6 +77,8 @@ def inputs(sizes: Sizes) -> list[Tensor]:
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: sizes.name)
 @pytest.mark.parametrize("kernel", [*MARKS, "sdpa"])
 def test_attention_kernel_in_bf16(kernel: str, sizes: Sizes) -> None:
+    from tests.dist.blocks import wrong
+
     usable(kernel, head_size=sizes.head_size)
     torch.manual_seed(1)
     tensors = inputs(sizes)
@@ -94,13 +95,9 @@ def test_attention_kernel_in_bf16(kernel: str, sizes: Sizes) -> None:
     # Kernels that support sums return no gradients to autograd.
     summed = of_keys if of_keys[0] is not None else sums.totals()
     names = ("output", "query", "key", "value", "again", "query again", "key sum", "value sum")
-    pairs = zip(names, (*got, again, of_query, *summed), (*wanted, wanted[0], *wanted[1:]), strict=True)
-    wrong = {
-        name: float((a.double() - b).abs().max() / b.abs().max())
-        for name, a, b in pairs
-        if not bool((a.double() - b).abs().max() <= BOUND * b.abs().max())
-    }
-    assert wrong == {}
+    exact = dict(zip(names, (*wanted, wanted[0], *wanted[1:]), strict=True))
+    computed = (*got, again, of_query, *summed)
+    assert wrong(exact, dict(zip(names, (x.double() for x in computed), strict=True)), BOUND) == {}
 
 
 @pytest.mark.parametrize("kernel", MARKS)

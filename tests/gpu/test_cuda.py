@@ -15,20 +15,16 @@ from tests.dist.cases import AGAIN, AUX, PARITY, TIGHT, Case, Z
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
 LLAMA = {"gated_linear_unit": True, "activation_func": "silu", "moe_router_topk": 2, "num_query_groups": 2}
+IN_BF16 = {"bf16": True, "moe_router_dtype": "fp32"}
+ONE_DEVICE = {"world_size": 1, "executor": "cuda"}
 CASES = [
     Case(
-        f"{schedule}-degree{degree}",
-        world_size=1,
-        degree=degree,
-        schedule=schedule,
-        executor="cuda",
-        rope=True,
-        model=LLAMA | AUX | Z,
+        f"{schedule}-degree{degree}", degree=degree, schedule=schedule, rope=True, model=LLAMA | AUX | Z,
+        **ONE_DEVICE,
     )
     for schedule in ("ampipe", "moe-only", "sequential")
     for degree in (2, 4, 8)
-]
-CASES.append(Case("capacity", world_size=1, executor="cuda", model=TIGHT | AUX))
+] + [Case("capacity", model=TIGHT | AUX, **ONE_DEVICE)]  # fmt: skip
 
 
 def runs_here(case: Case) -> bool:
@@ -59,8 +55,7 @@ def runs_here(case: Case) -> bool:
 LAYERS = [
     dataclasses.replace(
         case,
-        world_size=1,
-        executor="cuda",
+        **ONE_DEVICE,
         kernel="sdpa" if case.kernel == "cpu-flash" else case.kernel,
         # Megatron's own checkpoint of a norm asks Transformer Engine.
         stock=case.stock | ({"recompute_granularity": None} if case in AGAIN else {}),
@@ -76,21 +71,35 @@ BF16_BOUND = 2**-6
 """Relative to the largest value: a few roundings of bf16 (2**-8 each) in sums of another order."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_stock_in_fp32(case: Case) -> None:
-    from tests.dist.blocks import build_layers, differences, run
+def on_device(case: Case) -> list[torch.nn.Module]:
+    """Megatron's layer and AMPipe's, in the precision of a case."""
+    from tests.dist.blocks import build_layers
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    stock, ours = (layer.cuda() for layer in build_layers(case))
-    found = differences(run(stock, case, rank=0, device="cuda"), run(ours, case, rank=0, device="cuda"))
+    layers = [layer.cuda() for layer in build_layers(case)]
+    return [layer.bfloat16() for layer in layers] if case.model.get("bf16") else layers
+
+
+def assert_equal(stock: torch.nn.Module, ours: torch.nn.Module, case: Case, *, rank: int = 0) -> None:
+    """A pass of both computes the same; of bf16, the output and all gradients are compared."""
+    from tests.dist.blocks import differences, run
+
+    in_bf16 = case.model.get("bf16")
     # What differs in its last bit may then differ in its first.
-    bound = ROUNDED_BOUND if case.wire in ("fp8", "bf16") else 1e-5
-    assert {name: value for name, value in found.items() if not value <= bound} == {}
+    bound = BF16_BOUND if in_bf16 else ROUNDED_BOUND if case.wire in ("fp8", "bf16") else 1e-5
+    found = differences(*(run(layer, case, rank=rank, device="cuda") for layer in (stock, ours)))
+    wrong = {name: value for name, value in found.items() if not value <= bound}
+    assert {name for name in wrong if not in_bf16 or "gradient" in name or name == "output"} == set(), wrong
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_stock_in_fp32(case: Case) -> None:
+    assert_equal(*on_device(case), case)
 
 
 @pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
 def test_every_layer_case_in_fp32(case: Case) -> None:
-    test_equals_stock_in_fp32(case)
+    assert_equal(*on_device(case), case)
 
 
 @pytest.mark.parametrize("case", COMPILED[:2], ids=lambda case: case.name)
@@ -99,31 +108,17 @@ def test_compiled_by_megatron_in_fp32(case: Case) -> None:
     """Where torch may compile, with Triton and the C compiler: the cases above do without."""
     from torch._dynamo.utils import counters
 
-    test_equals_stock_in_fp32(case)
+    assert_equal(*on_device(case), case)
     assert counters["stats"]["unique_graphs"] > 0
 
 
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_equals_stock_in_bf16(degree: int) -> None:
     """With a prescribed choice of experts: rounding decides between two that are nearly tied."""
-    from tests.dist.blocks import build_layers, differences, run
-
-    case = Case(
-        f"ampipe-degree{degree}",
-        world_size=1,
-        degree=degree,
-        executor="cuda",
-        kernel="sdpa",
-        rope=True,
-        replay="replay_forward",
-        # The auxiliary loss chooses its experts itself.
-        model=LLAMA | Z | {"bf16": True, "moe_router_dtype": "fp32"},
-    )
-    stock, ours = (layer.cuda().bfloat16() for layer in build_layers(case))
-    found = differences(run(stock, case, rank=0, device="cuda"), run(ours, case, rank=0, device="cuda"))
-    compared = {name: found[name] for name in found if "gradient" in name or name == "output"}
-    print(compared)
-    assert {name: value for name, value in compared.items() if not value <= BF16_BOUND} == {}
+    # The auxiliary loss chooses its experts itself.
+    options = {"kernel": "sdpa", "rope": True, "replay": "replay_forward", "model": LLAMA | Z | IN_BF16}
+    case = Case(f"ampipe-degree{degree}", degree=degree, **options, **ONE_DEVICE)
+    assert_equal(*on_device(case), case)
 
 
 def run_without_waits(layer: torch.nn.Module, case: Case, *, passes: int) -> None:
@@ -144,8 +139,5 @@ def run_without_waits(layer: torch.nn.Module, case: Case, *, passes: int) -> Non
 
 def test_nothing_makes_the_host_wait_between_chunks() -> None:
     """Only AMPipe's event for the counts is allowed."""
-    from tests.dist.blocks import build_layers
-
     case = dataclasses.replace(CASES[1], kernel="sdpa")
-    _, ours = (layer.cuda() for layer in build_layers(case))
-    run_without_waits(ours, case, passes=1)
+    run_without_waits(on_device(case)[1], case, passes=1)

@@ -12,21 +12,15 @@ import pytest
 import torch
 
 from tests.dist.cases import SHARED, Case, Z
-from tests.gpu.test_cuda import BF16_BOUND
+from tests.gpu.test_cuda import BF16_BOUND, IN_BF16, ONE_DEVICE, on_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
 SIZES = {"hidden_size": 256, "ffn_hidden_size": 256, "moe_router_topk": 2, "gated_linear_unit": True}
 LOCAL = Case(
-    "local",
-    world_size=1,
-    degree=4,
-    executor="cuda",
-    kernel="sdpa",
-    sequence_length=256,
-    replay="replay_forward",
-    model=SIZES | Z | {"activation_func": "silu", "bf16": True, "moe_router_dtype": "fp32"},
-)
+    "local", kernel="sdpa", sequence_length=256, replay="replay_forward",
+    model=SIZES | Z | IN_BF16 | {"activation_func": "silu"}, **ONE_DEVICE,
+)  # fmt: skip
 
 
 def main_gradients(layer: torch.nn.Module, case: Case, *, turned: bool = False) -> dict[str, torch.Tensor]:
@@ -62,53 +56,48 @@ def main_gradients(layer: torch.nn.Module, case: Case, *, turned: bool = False) 
     return {name: parameter.main_grad.clone() for name, parameter in layer.named_parameters()}
 
 
-def compare(
-    case: Case,
-    record_property: Callable[[str, object], None],
-    *,
-    bound: float = BF16_BOUND,
-    turned: bool = False,
-) -> None:
-    from tests.dist.blocks import build_layers, differences
+@pytest.fixture
+def compare(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Compares what Megatron's optimizer gets of both layers, and notes what torch says of streams."""
+    from tests.dist.blocks import wrong
 
-    stock, ours = (layer.cuda().bfloat16() for layer in build_layers(case))
-    expected = main_gradients(stock, case, turned=turned)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        found = differences(expected, main_gradients(ours, case, turned=turned))
-    # torch says so once in a process.
-    of_streams = [str(warning.message) for warning in said if "AccumulateGrad" in str(warning.message)]
-    record_property("AccumulateGrad stream warning", of_streams[0] if of_streams else "none")
-    assert {name: value for name, value in found.items() if not value <= bound} == {}
+    def compared(case: Case, *, bound: float = BF16_BOUND, turned: bool = False) -> None:
+        stock, ours = on_device(case)
+        expected = main_gradients(stock, case, turned=turned)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = main_gradients(ours, case, turned=turned)
+        # torch says so once in a process.
+        of_streams = [str(warning.message) for warning in said if "AccumulateGrad" in str(warning.message)]
+        record_property("AccumulateGrad stream warning", of_streams[0] if of_streams else "none")
+        assert wrong(expected, found, bound) == {}
 
-
-def test_local_layers_under_overlapped_reduction(record_property: Callable[[str, object], None]) -> None:
-    compare(LOCAL, record_property)
+    return compared
 
 
-def test_transformer_engine_under_overlapped_reduction(
-    record_property: Callable[[str, object], None],
-) -> None:
-    pytest.importorskip("transformer_engine.pytorch", reason="needs transformer_engine")
+def test_local_layers_under_overlapped_reduction(compare: Callable[..., None]) -> None:
+    compare(LOCAL)
 
-    compare(of_transformer_engine(), record_property)
+
+def test_transformer_engine_under_overlapped_reduction(compare: Callable[..., None]) -> None:
+    compare(of_transformer_engine())
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "apart"])
 @pytest.mark.parametrize(("schedule", "degree"), [("lancet", 1), ("joined", 4)])
 def test_transformer_engine_delays_weight_gradients(
-    schedule: str, degree: int, fused: bool, record_property: Callable[[str, object], None]
+    schedule: str, degree: int, fused: bool, compare: Callable[..., None]
 ) -> None:
-    pytest.importorskip("transformer_engine.pytorch", reason="needs transformer_engine")
-
     case = of_transformer_engine(gradient_accumulation_fusion=fused, **SHARED)
-    compare(dataclasses.replace(case, schedule=schedule, degree=degree), record_property)
+    compare(dataclasses.replace(case, schedule=schedule, degree=degree))
 
 
 @pytest.mark.parametrize("schedule", ["ampipe", "joined"])
-def test_transformer_engine_in_fp8(schedule: str, record_property: Callable[[str, object], None]) -> None:
+def test_transformer_engine_in_fp8(
+    schedule: str, compare: Callable[..., None], record_property: Callable[[str, object], None]
+) -> None:
     """In the second iteration, a quantized weight of the first would have the wrong sign."""
-    pytest.importorskip("transformer_engine.pytorch", reason="needs transformer_engine")
+    case = of_transformer_engine(fp8="e4m3")
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     available = {
@@ -120,10 +109,10 @@ def test_transformer_engine_in_fp8(schedule: str, record_property: Callable[[str
     if recipe is None:
         pytest.skip("needs a GPU with FP8")
     record_property("recipe", recipe)
-    case = of_transformer_engine(fp8="e4m3", fp8_recipe=recipe)
     # Of 512 rows, a chunk has one tile.
-    case = dataclasses.replace(case, sequence_length=512, schedule=schedule)
-    compare(case, record_property, bound=FP8_BOUND, turned=True)
+    model = case.model | {"fp8_recipe": recipe}
+    case = dataclasses.replace(case, sequence_length=512, schedule=schedule, model=model)
+    compare(case, bound=FP8_BOUND, turned=True)
 
 
 FP8_BOUND = 2**-3
@@ -131,6 +120,8 @@ FP8_BOUND = 2**-3
 
 
 def of_transformer_engine(**model: object) -> Case:
+    """``LOCAL`` with layers of Transformer Engine; skips the test where there are none."""
+    pytest.importorskip("transformer_engine.pytorch", reason="needs transformer_engine")
     return dataclasses.replace(
         LOCAL,
         name="transformer-engine",

@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from tests.dist.cases import AUX, SHARED, Case, Z
-from tests.gpu.test_cuda import BF16_BOUND, LLAMA, run_without_waits
+from tests.gpu.test_cuda import (
+    BF16_BOUND,
+    IN_BF16,
+    LLAMA,
+    ONE_DEVICE,
+    assert_equal,
+    on_device,
+    run_without_waits,
+)
 from tests.gpu.test_gradients import LOCAL, main_gradients, of_transformer_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
@@ -20,37 +28,27 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 MODULES = frozenset({"attn", "moe_router", "moe_preprocess"})
 PASSES = 5
 """Two warm up, one captures, two replay."""
-FP32 = Case(
-    "fp32", world_size=1, degree=4, executor="cuda", rope=True, kernel="sdpa", model=LLAMA | AUX | Z | SHARED
-)
+FP32 = Case("fp32", rope=True, kernel="sdpa", model=LLAMA | AUX | Z | SHARED, **ONE_DEVICE)
 # All experts of every token: rounding cannot decide between two that are nearly tied.
-ALL_EXPERTS = {"moe_router_topk": 4, "bf16": True, "moe_router_dtype": "fp32"}
+ALL_EXPERTS = IN_BF16 | {"moe_router_topk": 4}
 BF16 = dataclasses.replace(FP32, name="bf16", model=LLAMA | Z | SHARED | ALL_EXPERTS)
 STACK = dataclasses.replace(FP32, name="stack", layers="mdm", stack=0)
 
 
+def captured(case: Case) -> list[torch.nn.Module]:
+    """Megatron's layer, and AMPipe's whose stages are captured in the third pass."""
+    from tests.dist.blocks import capture
+
+    stock, ours = on_device(case)
+    capture(ours, MODULES, warm_up=2)
+    return [stock, ours]
+
+
 @pytest.mark.parametrize("case", [FP32, BF16, STACK], ids=lambda case: case.name)
 def test_replays_equal_stock(case: Case) -> None:
-    from tests.dist.blocks import build_layers, capture, differences, run
-
-    torch.backends.cuda.matmul.allow_tf32 = False
-    in_bf16 = case.model.get("bf16", False)
-    stock, ours = (layer.cuda() for layer in build_layers(case))
-    if in_bf16:
-        stock, ours = stock.bfloat16(), ours.bfloat16()
-    capture(ours, MODULES, warm_up=2)
+    stock, ours = captured(case)
     for number in range(PASSES):
-        found = differences(
-            run(stock, case, rank=number, device="cuda"), run(ours, case, rank=number, device="cuda")
-        )
-        compared = {
-            name: value
-            for name, value in found.items()
-            if not in_bf16 or "gradient" in name or name == "output"
-        }
-        bound = BF16_BOUND if in_bf16 else 1e-5
-        wrong = {name: value for name, value in compared.items() if not value <= bound}
-        assert wrong == {}, f"pass {number}"
+        assert_equal(stock, ours, case, rank=number)
         with torch.no_grad():
             for of_stock, of_ours in zip(stock.parameters(), ours.parameters(), strict=True):
                 of_ours.copy_(of_stock.mul_(0.9))
@@ -61,43 +59,34 @@ def test_under_data_parallelism() -> None:
 
 
 def test_transformer_engine_under_graphs() -> None:
-    pytest.importorskip("transformer_engine.pytorch", reason="needs transformer_engine")
-
     compare_replays(dataclasses.replace(of_transformer_engine(**SHARED, **ALL_EXPERTS), replay=None))
 
 
 def compare_replays(case: Case) -> None:
     """Two micro-batches in each of two iterations: the last two replay."""
-    from tests.dist.blocks import build_layers, capture, differences
+    from tests.dist.blocks import wrong
 
-    stock, ours = (layer.cuda().bfloat16() for layer in build_layers(case))
-    capture(ours, MODULES, warm_up=2)
-    found = differences(*(main_gradients(layer, case, turned=True) for layer in (stock, ours)))
-    assert {name: value for name, value in found.items() if not value <= BF16_BOUND} == {}
+    expected, found = (main_gradients(layer, case, turned=True) for layer in captured(case))
+    assert wrong(expected, found, BF16_BOUND) == {}
 
 
 def test_replays_do_not_make_the_host_wait() -> None:
-    from tests.dist.blocks import build_layers, capture
-
-    _, ours = (layer.cuda() for layer in build_layers(FP32))
-    capture(ours, MODULES, warm_up=2)
-    run_without_waits(ours, FP32, passes=PASSES)
+    run_without_waits(captured(FP32)[1], FP32, passes=PASSES)
 
 
 def test_the_host_has_less_to_do(record_property: Callable[[str, object], None]) -> None:
-    from tests.dist.blocks import build_layers, capture, inputs_of, run_pass
+    from tests.dist.blocks import inputs_of, run_pass
 
-    times: dict[bool, list[float]] = {False: [], True: []}
-    for graphed in times:
-        _, ours = (layer.cuda() for layer in build_layers(FP32))
-        if graphed:
-            capture(ours, MODULES, warm_up=2)
-        inputs = inputs_of(FP32, rank=0, device="cuda", dtype=torch.float32)
+    ms = []
+    for make in (on_device, captured):
+        _, ours = make(FP32)
+        inputs, times = inputs_of(FP32, rank=0, device="cuda", dtype=torch.float32), []
         for _ in range(25):
             torch.cuda.synchronize()
             begin = time.perf_counter()
             run_pass(ours, inputs)
-            times[graphed].append(time.perf_counter() - begin)
-    plain, replayed = (statistics.median(of_passes[10:]) * 1e3 for of_passes in times.values())
+            times.append(time.perf_counter() - begin)
+        ms.append(statistics.median(times[10:]) * 1e3)
+    plain, replayed = ms
     record_property("ms of a pass, without and with graphs", f"{plain:.2f}, {replayed:.2f}")
     assert replayed < plain

@@ -1,11 +1,10 @@
 """Two micro-batches as partners, on the device: compared with Megatron's layer, all gradients (fp32)."""
 
 import pytest
-import torch
 
 from tests.dist.cases import Case
-from tests.dist.test_partners import ALL_WAYS, NAMES, TOLERANCE, WAYS, step, step_with_partners
-from tests.gpu.test_cuda import LAYERS
+from tests.dist.test_partners import ALL_WAYS, NAMES, TOLERANCE, WAYS
+from tests.gpu.test_cuda import LAYERS, on_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
@@ -21,9 +20,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
     ],
 )
 def test_partners_equal_stock_in_fp32(case: Case, way: str) -> None:
-    from tests.dist.blocks import build_layers, differences
+    from tests.dist.blocks import wrong
+    from tests.dist.micro_batches import step
 
-    torch.backends.cuda.matmul.allow_tf32 = False
-    stock, ours = (layer.cuda() for layer in build_layers(case))
-    found = differences(step(stock, case), step_with_partners(ours, case, WAYS[way]))
-    assert {name: value for name, value in found.items() if not value <= TOLERANCE} == {}
+    stock, ours = on_device(case)
+    assert wrong(step(stock, case), step(ours, case, partner=WAYS[way]), TOLERANCE) == {}

@@ -66,7 +66,7 @@ def assert_a_restart_runs_the_choice(words: list[str], choosing: list[str], file
     chosen = Plan.read(file)
     again = train(*words, *choosing, "--train-iters", "1")
     assert again.says(f"read from {file}: an iteration spent")
-    assert re.search(rf"degree +│ {chosen.forward_degree}\D", again.output)
+    assert re.search(rf"degree +│ {chosen.pipeline.degree}\D", again.output)
     assert "trying degrees" not in again.output
 
 
@@ -121,7 +121,7 @@ def test_partners_are_planned_at_start_up_and_read_from_the_plan(
         assert_same_losses(run, stock)
         assert why in run.output and "searched" in run.output
         assert run.says("run together; others as the degree says")
-    assert Plan.read(plan).partner is not None
+    assert Plan.read(plan).pipeline.partner is not None
 
 
 def test_a_plan_file_is_run(stock: Run, cluster_file: Path, tmp_path: Path) -> None:

@@ -82,13 +82,13 @@ def test_stock_numbers_are_unchanged_and_schedules_run_by_the_hook(tmp_path: Pat
     from megatron_ampipe.runtime.executors import ThreadExecutor
     from megatron_ampipe.runtime.recorder import Recorder
     from tests.dist import logged_losses
-    from tests.dist.blocks import differences, inputs_of, layer_spec, transformer_config
+    from tests.dist.blocks import differences, inputs_of, layer_specs, transformer_config
 
     use_groups()
     case = Case("of the hook", layers="mdmm", stack=0, degree=2, batch=2, model=LARGE)
     config, inputs = transformer_config(case), inputs_of(case, rank=0, dtype=torch.float32)
     changed = load(patched(tmp_path, installed()) / BLOCK)
-    specs = [layer_spec(case, config, dense=kind == "d") for kind in case.layers]
+    specs = layer_specs(case, config)
 
     def block(module: Any, layers: list[Any]) -> Any:
         torch.manual_seed(11)

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch import ending, flags
+from megatron_ampipe.launch import flags
 from megatron_ampipe.launch.refusals import REFUSALS, Refusal, refuse_unsupported
 from megatron_ampipe.schedule import Pipeline
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
@@ -97,13 +97,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def parser() -> argparse.ArgumentParser:
-    """Megatron's, with the flags of AMPipe."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    made: argparse.ArgumentParser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    ending.report_parser_errors(made)
-    flags.add_arguments(made)
-    return made
+    return flags.full_parser()
 
 
 def values_of(action: argparse.Action) -> list[str]:

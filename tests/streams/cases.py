@@ -5,7 +5,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_ampipe.schedule import (
     KEEP,
@@ -14,14 +14,13 @@ from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
     Exchange,
-    LaneOrder,
     Pipeline,
     Program,
     Schedule,
     Stage,
-    dependencies,
     kinds,
     memory_to_text,
+    needs_of,
     with_memory,
 )
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE, INTRA
@@ -61,6 +60,8 @@ class Run(NamedTuple):
     """In place of ``schedule.issue_order``."""
     engine: bool = False
     """With stand-ins of Transformer Engine's linear layers."""
+    data_parallel: bool = False
+    """With Megatron's data parallelism around the layer, as in a launch."""
 
 
 def block(*, local_experts: int = 1, **fields: object) -> Case:
@@ -106,50 +107,42 @@ def runs() -> Iterator[Run]:
         if case.executor == "thread" and not told:
             yield Run(f"parity-{case.name}", dataclasses.replace(case, executor="cuda", kernel="exact"))
     yield from random_runs()
-    yield from runs_of_nodes()
-    yield from runs_of_shares()
-    yield from runs_of_rows()
-    yield from runs_of_engine()
-
-
-def runs_of_engine() -> Iterator[Run]:
-    """Layers that delay the gradients of their weights."""
+    yield from runs_of_lanes()
+    # Layers that delay the gradients of their weights.
     for schedule in ("lancet", "joined"):
         case = block(schedule=schedule, model=SHARED | LOSSES)
         yield Run(f"engine-{schedule}-in-flight", case, in_flight=3, engine=True)
         yield Run(f"engine-{schedule}-late", case, issue=lazy_issue, engine=True)
 
 
-def runs_of_nodes() -> Iterator[Run]:
-    """Two hops on two lanes, with random orders."""
-    case = dataclasses.replace(ONCE_PER_NODE[0], executor="cuda")
-    features = BlockFeatures(losses=True, nodes=True, chunked_qkv=True)
-    for number in range(10):
-        exchange = (Exchange.NODES, Exchange.TWO_DIMENSIONAL)[number % 4 // 2]
-        yield random_run(f"nodes-{number}", random.Random(number), case, features, exchange=exchange)
-
-
-def runs_of_shares() -> Iterator[Run]:
-    """Two ranks for each expert, which gather on one of two lanes, with named and with random orders."""
-    for nodes, ranks in ((None, 1), (RANKS, RANKS)):
-        parallel = {"expert_tensor_parallel_size": RANKS, "expert_model_parallel_size": ranks}
-        shared = block(local_experts=2, parallel=parallel, ranks_per_node=nodes)
-        name = "shares" if nodes is None else "shares-on-nodes"
-        yield Run(f"{name}-late", shared, issue=lazy_issue)
-        features = BlockFeatures(gathers=COMM if nodes is None else INTRA, chunked_qkv=True)
-        for number in range(5):
-            yield random_run(f"{name}-{number}", random.Random(number), shared, features)
-
-
-def runs_of_rows() -> Iterator[Run]:
-    """Tensor-parallel ranks that gather and scatter rows on their lane, with named and with random orders."""
-    model = {"add_bias_linear": True} | LOSSES
-    rows = block(parallel=TP, layers="mdm", stack=0, model=model)
+def runs_of_lanes() -> Iterator[Run]:
+    """Two hops, ranks that share an expert, rows of tensor-parallel ranks: in a late and in random orders."""
+    nodes = dataclasses.replace(ONCE_PER_NODE[0], executor="cuda")
+    two_hops = BlockFeatures(losses=True, nodes=True, chunked_qkv=True)
+    shares = block(
+        local_experts=2, parallel={"expert_tensor_parallel_size": RANKS, "expert_model_parallel_size": 1}
+    )
+    both = shares.parallel | {"expert_model_parallel_size": RANKS}
+    rows = block(parallel=TP, layers="mdm", stack=0, model={"add_bias_linear": True} | LOSSES)
     yield Run("rows-in-flight", rows, in_flight=3)
-    yield Run("rows-late", rows, issue=lazy_issue)
-    features = BlockFeatures(losses=True, chunked_qkv=True, row_links="network", gathers_rows=True)
-    for number in range(10):
-        yield random_run(f"rows-{number}", random.Random(number), rows, features, stack=0)
+    for name, case, features in (
+        ("nodes", nodes, two_hops),
+        ("nodes-2dh", dataclasses.replace(nodes, exchange=Exchange.TWO_DIMENSIONAL), two_hops),
+        ("shares", shares, BlockFeatures(gathers=COMM, chunked_qkv=True)),
+        (
+            "shares-on-nodes",
+            dataclasses.replace(shares, parallel=both, ranks_per_node=RANKS),
+            BlockFeatures(gathers=INTRA, chunked_qkv=True),
+        ),
+        (
+            "rows",
+            rows,
+            BlockFeatures(losses=True, chunked_qkv=True, row_links="network", gathers_rows=True),
+        ),
+    ):
+        yield Run(f"{name}-late", case, issue=lazy_issue)
+        for number in range(6):
+            yield random_run(f"{name}-{number}", random.Random(number), case, features)
 
 
 def random_runs() -> Iterator[Run]:
@@ -173,7 +166,6 @@ def random_run(
     features: BlockFeatures,
     *,
     memories: Sequence[str] = tuple(STRATEGIES),
-    **settings: Any,
 ) -> Run:
     """A run of a block with a random memory strategy for each chunk and a random order of stages."""
     degree = chooser.choice((2, 3, 4))
@@ -182,7 +174,7 @@ def random_run(
     return Run(
         f"random-{name}",
         dataclasses.replace(case, degree=degree),
-        Pipeline.of(degree, order=order, memory=memory, **settings),
+        Pipeline.of(degree, order=order, memory=memory, exchange=case.exchange, stack=case.stack),
         in_flight=chooser.choice((1, 2)),
         issue=functools.partial(random_issue, chooser) if chooser.random() < 0.5 else None,
     )
@@ -190,19 +182,14 @@ def random_run(
 
 def random_schedule(degree: int, features: BlockFeatures, chooser: random.Random) -> Schedule:
     """A random order of every lane that passes the check."""
-    programs = []
     present = [kinds.QKV, kinds.ATTENTION, kinds.EXPERT, *([kinds.SHARED] if features.shared else [])]
     weights = [WEIGHTS[kind] for kind in present if chooser.random() < 0.5]
     joined = [kind for kind in weights if chooser.random() < 0.5]
-    for direction in Direction:
-        needs = dependencies(
-            [features],
-            degree=degree,
-            whole_attention=False,
-            direction=direction,
-            weights=weights,
-            joined=joined,
-        )
+    apart = [Stage(kind, None if kind in joined else 0) for kind in weights]
+    schedule = Schedule("random", degree, Program(()), Program.of({COMPUTE: apart}), degree)
+
+    def in_lanes(_: Program, direction: Direction) -> Program:
+        needs = needs_of(schedule, [features], direction)
         combines = chooser.choice((COMM, "comm.second"))
         lanes: dict[str, list[Stage]] = {}
         left = dict(needs)
@@ -211,8 +198,9 @@ def random_schedule(degree: int, features: BlockFeatures, chooser: random.Random
             del left[stage]
             lane = combines if stage.kind == kinds.COMBINE else stage.kind.lane.name
             lanes.setdefault(lane, []).append(stage)
-        programs.append(Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items())))
-    return Schedule("random", degree, *programs, degree)
+        return Program.of(lanes)
+
+    return schedule.mapped(in_lanes)
 
 
 def random_issue(
@@ -232,7 +220,7 @@ def lazy_issue(
 def _merged(
     program: Program, needs: dict[Stage, tuple[Stage, ...]], choose: Callable[[list[str]], str]
 ) -> tuple[tuple[str, Stage], ...]:
-    left = {order.lane: list(order.stages) for order in program.lanes}
+    left = {lane: list(stages) for lane, stages in program.lanes}
     issued: dict[Stage, str] = {}
     while any(left.values()):
         ready = [lane for lane, stages in left.items() if stages and issued.keys() >= set(needs[stages[0]])]

@@ -8,12 +8,13 @@ operation of one stream is ordered after which operation of another. Used by :mo
 from __future__ import annotations
 
 import contextlib
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-Clock = dict[int, int]
-"""For each stream, how many of its operations come before."""
+Clock = Counter[int]
+"""For each stream, how many of its operations come before. The union of two is after both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,6 @@ class Stamp:
 
     stream: int
     position: int
-
-
-def merge(clock: Clock, other: Clock) -> None:
-    """Order ``clock`` after ``other`` as well."""
-    for stream, position in other.items():
-        clock[stream] = max(clock.get(stream, 0), position)
 
 
 class ModelStream:
@@ -40,27 +35,26 @@ class ModelStream:
         self.name = name or f"stream {self.number}"
         self.priority = priority
         self.inside_a_call = False
-        self.clock: Clock = {}
+        self.clock = Clock()
         ModelStream.made.append(self)
 
     def launch(self) -> Stamp:
         """Add one operation, ordered after everything that the host has waited for."""
-        merge(self.clock, HOST.clock)
-        position = self.clock[self.number] = self.clock.get(self.number, 0) + 1
-        return Stamp(self.number, position)
+        self.clock |= HOST.clock
+        self.clock[self.number] += 1
+        return Stamp(self.number, self.clock[self.number])
 
     def is_after(self, stamp: Stamp) -> bool:
         """Whether the next operation is ordered after that one."""
-        known = max(self.clock.get(stamp.stream, 0), HOST.clock.get(stamp.stream, 0))
-        return known >= stamp.position
+        return max(self.clock[stamp.stream], HOST.clock[stamp.stream]) >= stamp.position
 
     def wait_stream(self, other: ModelStream) -> None:
         DEVICE.note("wait")
-        merge(self.clock, other.clock)
+        self.clock |= other.clock
 
     def wait_event(self, event: ModelEvent) -> None:
         DEVICE.note("wait")
-        merge(self.clock, event.clock)
+        self.clock |= event.clock
 
     def record_event(self, event: ModelEvent | None = None) -> ModelEvent:
         event = event or ModelEvent()
@@ -87,14 +81,14 @@ class ModelEvent:
     """An event: the clock of the stream when it was recorded; empty before."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.clock: Clock = {}
+        self.clock = Clock()
 
     def record(self, stream: ModelStream | None = None) -> None:
         stream = stream or DEVICE.current
         if not stream.inside_a_call:
             DEVICE.note("record")
-        merge(stream.clock, HOST.clock)
-        self.clock = dict(stream.clock)
+        stream.clock |= HOST.clock
+        self.clock = stream.clock.copy()
 
     def synchronize(self) -> None:
         HOST.waits_for(self.clock, "Event.synchronize")
@@ -104,13 +98,13 @@ class ModelEvent:
 class Host:
     """The host: the operations that it knows to be complete, and its waits, each with stage and call."""
 
-    clock: Clock = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
     waits: list[tuple[str, str]] = field(default_factory=list)
 
     def waits_for(self, clock: Clock, call: str) -> None:
         """Block until these operations are complete."""
         self.waits.append((DEVICE.stage, call))
-        merge(self.clock, clock)
+        self.clock |= clock
 
 
 class Device:
@@ -130,14 +124,12 @@ class Device:
         ModelStream.made.clear()
         self.default = self.current = ModelStream(name="compute")
         self.stage = ""
-        self.issued: dict[str, dict[str, int]] = {}
+        self.issued: dict[str, Counter[str]] = defaultdict(Counter)
 
     def note(self, kind: str) -> None:
         """Count one device call of the host; work inside NCCL is not counted."""
-        if self.current.inside_a_call:
-            return
-        of_stage = self.issued.setdefault(self.stage, {})
-        of_stage[kind] = of_stage.get(kind, 0) + 1
+        if not self.current.inside_a_call:
+            self.issued[self.stage][kind] += 1
 
     @contextlib.contextmanager
     def using(self, stream: ModelStream | None) -> Iterator[None]:
@@ -151,10 +143,9 @@ class Device:
 
     def synchronize(self) -> None:
         """As ``torch.cuda.synchronize``."""
-        clock: Clock = {}
         for stream in ModelStream.made:
-            merge(clock, stream.clock)
-        HOST.waits_for(clock, "synchronize")
+            HOST.clock |= stream.clock
+        HOST.waits_for(HOST.clock, "synchronize")
 
 
 HOST = Host()

@@ -17,12 +17,10 @@ from megatron_ampipe.layers.gates import give_token_ids
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
 from megatron_ampipe.runtime import compile as compiler
 from megatron_ampipe.runtime import segment
-from megatron_ampipe.schedule import Exchange, Pipeline, kinds
-from tests.dist import logged_losses
+from megatron_ampipe.schedule import Exchange, kinds
 from tests.dist.blocks import build_layers, transformer_config
-from tests.dist.cases import Case
 from tests.streams import model
-from tests.streams.cases import IssueOrder
+from tests.streams.cases import Run
 from tests.streams.model import DEVICE, HOST, ModelEvent, ModelStream
 from tests.streams.tracker import HostCalls, Tracker, of_numpy, pinned
 from tests.te_linear_standin import use_engine
@@ -112,41 +110,27 @@ def modelled_device() -> Iterator[Tracker]:
         yield tracker
 
 
-def run_case(
-    case: Case,
-    *,
-    pipeline: Pipeline | None = None,
-    in_flight: int = 1,
-    gradients: bool = True,
-    warm: bool = False,
-    issue: IssueOrder | None = None,
-    engine: bool = False,
-    data_parallel: bool = False,
-) -> RunResult:
-    """Run forward and backward of a block, as :class:`~.cases.Run` says.
-
-    Args:
-        warm: Report the second of two runs.
-        data_parallel: Put Megatron's data parallelism around the layer, as a launch does.
-    """
-    logged_losses.clear()
+def run_case(run: Run, *, warm: bool = False) -> RunResult:
+    """Run forward and backward of a block; with ``warm``, report the second of two runs."""
+    case = run.case
     _, layer = build_layers(case)
-    if engine:
+    if run.engine:
         use_engine(layer, grouped=True)
     context = next(block.context for block in _blocks(layer))
-    if pipeline is not None:
-        context.pipeline = pipeline
+    if run.pipeline is not None:
+        context.pipeline = run.pipeline
     _name_stages(context.executor)
-    hidden_size = transformer_config(case).hidden_size
-    with modelled_device() as tracker, _issued_by(issue):
+    config = transformer_config(case)
+    issued = mock.patch.object(compiler, "issue_order", run.issue) if run.issue else contextlib.nullcontext()
+    with modelled_device() as tracker, issued:
         for constant in _host_constants(layer):
             tracker.make(constant, "a constant", owner=None)
-        if data_parallel:
-            layer = _data_parallel(layer, transformer_config(case))
+        if run.data_parallel:
+            layer = _data_parallel(layer, config)
         for _ in range(1 + warm):
             HOST.waits.clear()
             DEVICE.issued.clear()
-            _passes(layer, case, hidden_size, in_flight=in_flight, gradients=gradients)
+            _passes(layer, run, config.hidden_size)
     return RunResult(tuple(tracker.races), tuple(HOST.waits), dict(DEVICE.issued))
 
 
@@ -181,18 +165,13 @@ def _host_constants(layer: Any) -> Iterator[torch.Tensor]:
             yield dispatcher.restore_output_by_local_experts
 
 
-@contextlib.contextmanager
-def _issued_by(issue: IssueOrder | None) -> Iterator[None]:
-    with mock.patch.object(compiler, "issue_order", issue) if issue else contextlib.nullcontext():
-        yield
-
-
-def _passes(layer: Any, case: Case, hidden_size: int, *, in_flight: int, gradients: bool) -> None:
+def _passes(layer: Any, run: Run, hidden_size: int) -> None:
+    case, gradients = run.case, run.gradients
     shape = (case.sequence_length, case.batch, hidden_size)
     if case.router is not None:
         give_token_ids(layer).keep(torch.zeros((case.batch, case.sequence_length), dtype=torch.int64))
     outputs = []
-    for number in range(in_flight):
+    for number in range(run.in_flight):
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(number), requires_grad=gradients)
         with torch.set_grad_enabled(gradients):
             outputs.append(layer(hidden_states=hidden, attention_mask=None)[0])
@@ -201,15 +180,6 @@ def _passes(layer: Any, case: Case, hidden_size: int, *, in_flight: int, gradien
         # Not torch.autograd.backward: a function mode intercepts it and is disabled inside it.
         given = (output,), (torch.ones_like(output),), False, False, ()
         _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
-
-
-@contextlib.contextmanager
-def _stage(name: str) -> Iterator[None]:
-    DEVICE.stage = name
-    try:
-        yield
-    finally:
-        DEVICE.stage = ""
 
 
 def _name_stages(executor: Any) -> None:
@@ -221,8 +191,11 @@ def _name_stages(executor: Any) -> None:
         direction = "forward" if counts else "backward"
 
         def run(call: Any) -> Any:
-            with _stage(f"{direction} {call.stage}"):
+            DEVICE.stage = f"{direction} {call.stage}"
+            try:
                 return run_call(call)
+            finally:
+                DEVICE.stage = ""
 
         execute(tape, run, *rest, **options)
 

@@ -10,7 +10,7 @@ Temporaries inside kernels and inside NCCL are not tracked, because they do not 
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.streams.model import DEVICE, HOST, ModelStream, Stamp
 
@@ -169,7 +170,7 @@ class Tracker(TorchDispatchMode):
         """Record that the host reads or writes host memory."""
         memory = self._known(tensor)
         for earlier in memory.writes.values() if memory is not None else ():
-            if HOST.clock.get(earlier.stream, 0) < earlier.position:
+            if HOST.clock[earlier.stream] < earlier.position:
                 self._report(f"{where}: the host reads memory that is still being copied to")
 
     def _known(self, tensor: Tensor) -> Memory | None:
@@ -252,10 +253,7 @@ def _accesses(
     found: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
     for index, (name, which) in enumerate(_arguments(operation)):
         value = args[index] if index < len(args) else kwargs.get(name)
-        if isinstance(value, Tensor):
-            found[which].append(value)
-        elif isinstance(value, (list, tuple)):
-            found[which].extend(_tensors(value))
+        found[which].extend(_tensors(value))
     return found
 
 
@@ -273,12 +271,8 @@ def _arguments(operation: Any) -> tuple[tuple[str, int], ...]:
     return tuple((argument.name, access(argument.alias_info)) for argument in schema.arguments)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def _same(tensor: Tensor, other: Tensor) -> bool:

@@ -15,7 +15,7 @@ WINDOW = {"window_size": (8, 0)}
 PACKED = {"sft": True, "micro_batch_size": 2, "multi_latent_attention": True, "apply_rope_fusion": True}
 
 
-def adjusted(*, on_gpu: bool = False, **changed: Any) -> dict[str, str | None]:
+def adjusted(*, on_gpu: bool = False, **changed: Any) -> list[str]:
     of_run = {
         "create_attention_mask_in_dataloader": False,
         "sft": False,
@@ -33,17 +33,17 @@ def adjusted(*, on_gpu: bool = False, **changed: Any) -> dict[str, str | None]:
         "micro_batch_size": 1,
     }
     args = argparse.Namespace(**of_run | changed)
-    return {change.flag: change.value for change in adjust_arguments(args, on_gpu=on_gpu)}
+    return [*adjust_arguments(args, on_gpu=on_gpu)]
 
 
 def test_exchanges_run_at_high_priority_and_nothing_is_taken_away() -> None:
     groups = ["dp_cp", "ep"]
 
-    def prioritized(**changed: Any) -> dict[str, str | None]:
+    def prioritized(**changed: Any) -> list[str]:
         return adjusted(on_gpu=True, high_priority_stream_groups=groups, **changed)
 
-    assert prioritized() == {"--high-priority-stream-groups": "dp_cp ep tp_ep_mp"}
-    assert prioritized() == {}
+    assert prioritized() == ["--high-priority-stream-groups dp_cp ep tp_ep_mp"]
+    assert prioritized() == []
     prioritized(context_parallel_size=2)
     assert groups == ["dp_cp", "ep", "tp_ep_mp", "cp"], "a ring"
     prioritized(expert_tensor_parallel_size=2)
@@ -70,4 +70,4 @@ def test_exchanges_run_at_high_priority_and_nothing_is_taken_away() -> None:
 def test_masks_and_fused_rotations_that_do_not_fit_are_switched_off(
     changed: dict[str, Any], flags: list[str]
 ) -> None:
-    assert [*adjusted(**changed)] == flags
+    assert adjusted(**changed) == flags

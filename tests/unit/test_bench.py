@@ -20,7 +20,7 @@ from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
     build,
-    dependencies,
+    needs_of,
 )
 from megatron_ampipe.tools import bench_command
 from megatron_ampipe.tools.measuring import network, prediction, result, training
@@ -104,7 +104,7 @@ def test_a_slow_network_needs_root_and_iproute2(
         ("--pretend-peers", "--pretend-peers with --link none"),
         ("--from /absent.json", "--from /absent.json: cannot be read"),
         ("--rounds 3", "--rounds 3 is for trainings; add --end-to-end"),
-        ("--end-to-end --link emulated:1gbit", "--link emulated:1gbit would slow one collective"),
+        ("--end-to-end --link emulated:1gbit --pretend-peers", "--pretend-peers: a training needs"),
     ],
 )
 def test_bad_arguments_end_with_2_before_anything_starts(
@@ -199,17 +199,13 @@ SECONDS = (
 """By rank, variant and repeat."""
 
 
-def needs_of(variant: Variant) -> dict[str, dict[str, list[str]]] | None:
+def needs_by_name(variant: Variant) -> dict[str, dict[str, list[str]]] | None:
     if not variant.pipelined:
         return None
-    degree = variant.pipeline.degree
-    whole = build(variant.schedule, degree=degree, features=BlockFeatures()).whole_attention
-    graphs = {
-        way.value: dependencies([BlockFeatures()], degree=degree, whole_attention=whole, direction=way)
-        for way in Direction
-    }
+    schedule = build(variant.schedule, degree=variant.pipeline.degree, features=BlockFeatures())
+    graphs = {way: needs_of(schedule, [BlockFeatures()], way) for way in Direction}
     return {
-        way: {str(stage): list(map(str, earlier)) for stage, earlier in graph.items()}
+        way.value: {str(stage): list(map(str, earlier)) for stage, earlier in graph.items()}
         for way, graph in graphs.items()
     }
 
@@ -217,7 +213,7 @@ def needs_of(variant: Variant) -> dict[str, dict[str, list[str]]] | None:
 def report(seconds: Any, variants: Sequence[Variant]) -> dict[str, Any]:
     found = []
     for place, (variant, (one, two, three)) in enumerate(zip(variants, seconds, strict=True)):
-        needs = needs_of(variant)
+        needs = needs_by_name(variant)
         stages = needs and {way: {name: [1e3, 1e3, 9e3] for name in of_way} for way, of_way in needs.items()}
         found.append(
             {

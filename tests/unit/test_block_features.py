@@ -100,7 +100,7 @@ def test_features_are_the_same_from_every_source(
     args.ampipe_capacity_scope = None if scope == "sequence" else scope
     args.ampipe_router_scope = None
     args.ampipe_condense = None
-    assert features_of_args(args) == expected
+    assert features_of_args(args, Pipeline.of(4)) == expected
 
     settings = dict(settings)
     kind = MLATransformerConfig if settings.pop("multi_latent_attention", False) else TransformerConfig

@@ -47,6 +47,11 @@ def test_bad_arguments_end_with_2(words: list[str], capsys: pytest.CaptureFixtur
         (errors.BadInput("--x", 3, rule="is odd", remedy="Use --x 4."), 2, "--x 3: is odd. Use --x 4."),
         (errors.RunFailed("broke"), 3, "broke"),
         (errors.DifferenceFound("differ"), 4, "differ"),
+        (
+            ModuleNotFoundError("No module named 'torch'", name="torch"),
+            1,
+            "No module named 'torch'. 'ampipe doctor' says what is missing, and how to get it.",
+        ),
         (KeyboardInterrupt(), 130, "interrupted; incomplete output was not saved under its final name"),
     ],
 )

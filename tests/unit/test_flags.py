@@ -18,6 +18,7 @@ from megatron_ampipe.schedule import (
     BlockFeatures,
     Exchange,
     NodeLayout,
+    Partner,
     Pipeline,
     build,
     period,
@@ -54,13 +55,12 @@ def test_every_value_that_is_required_exists() -> None:
 def write_plan(file: Path, degree: int = 2, *, memory: str = KEEP, **fields: Any) -> str:
     """A plan of equal chunks; returns the name of its file."""
     features = with_memory(BlockFeatures(chunked_qkv=True), memory)
-    schedule = build("ampipe", degree=degree, features=features)
+    order = build("ampipe", degree=degree, features=features)
     if fields.get("stack") == 0:
-        schedule = period(schedule)
+        order = period(order)
     shares = (1 / degree,) * degree
-    Plan(schedule=schedule, shares=shares, memory=memory, reason="chosen", **fields).write(
-        file, head="a test"
-    )
+    pipeline = Pipeline.of(degree, order=order, shares=shares, memory=memory, **fields)
+    Plan(pipeline=pipeline, reason="chosen").write(file, head="a test")
     return str(file)
 
 
@@ -85,6 +85,11 @@ def of(degree: int, **fields: Any) -> Pipeline:
         ("--ampipe-degree 2 --ampipe-memory keep/rebuild", of(2, memory="keep/rebuild")),
         ("--ampipe-exchange ranks", of(1, exchange=Exchange.RANKS)),
         ("--ampipe-degree 2 --ampipe-exchange rows", of(2)),
+        ("--ampipe-partner --ampipe-stack 2", of(1, stack=2, partner=Partner(1, "ampipe"))),
+        (
+            "--ampipe-degree 4 --ampipe-partner --ampipe-partner-degree 2 --ampipe-partner-order listed",
+            of(4, partner=Partner(2, "ampipe", "listed")),
+        ),
         ("--ampipe-degree auto --ampipe-exchange auto", of(1)),
         ("--ampipe-degree auto --ampipe-cluster a --ampipe-stack 2", of(1, stack=2)),
     ],
@@ -95,6 +100,8 @@ def test_flags_resolve_to_one_pipeline(words: str, pipeline: Pipeline) -> None:
     assert config.automatic == words.startswith("--ampipe-degree auto")
     assert config.chooses_exchange == words.endswith("--ampipe-exchange auto")
     assert config.pipelined == bool(words)
+    if not config.automatic:
+        assert parse(*config.pipeline.flags).pipeline == config.pipeline
 
 
 @pytest.fixture
@@ -104,7 +111,7 @@ def plan_file(tmp_path: Path) -> str:
 
 def test_a_plan_file_is_run_where_the_flags_do_not_say_otherwise(plan_file: str) -> None:
     restart = ("--ampipe-degree", "auto", "--ampipe-save-plan", plan_file)
-    plan = Plan.read(Path(plan_file)).pipeline()
+    plan = Plan.read(Path(plan_file)).pipeline
     assert parse("--ampipe-plan", plan_file).pipeline == plan
     same = ("", "--ampipe-stack all", "--ampipe-memory rebuild", "--ampipe-exchange auto")
     for words in same:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.host.torch_calls import HostStream
 from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
-from megatron_ampipe.plan.partners import as_megatron, best_together, simulated
+from megatron_ampipe.plan.partners import as_megatron, best_together, both_passes
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
@@ -174,7 +174,7 @@ def test_what_the_planner_predicts_is_what_runs(name: str) -> None:
     best, megatron = best_together(predictor, (1, 2)), as_megatron(predictor)
     assert best.bound_us <= best.time_us <= megatron.time_us
     for partner in (best.partner, megatron.partner, Partner(1, best.partner.schedule, LISTED)):
-        program, _, _ = simulated(predictor, partner)
+        program = both_passes(predictor, partner).compiled
         pipeline = Pipeline.of(1, stack=0, memory=KEEP, partner=partner)
         of_pass = pipeline.with_partners(forward=True, backward=True)
         tapes = compiled(
@@ -205,16 +205,17 @@ def test_partners_pay_within_a_node(model: str, cluster_name: str, least: float)
     layers = layers_of(file)
     predictor = Predictor(block_of(file, source)[0], source, num_layers=layers.num_layers, dense=layers.dense)
     plan = make_plan(predictor, full=False, with_partner=1.0)
-    assert plan.partner is not None and plan.predicted_speedup >= least
+    assert plan.pipeline.partner is not None and plan.predicted_speedup >= least
     assert best_together(predictor, (1,)).bound_us >= 0.95 * 1e3 * plan.partner_ms
 
 
 def test_a_plan_with_partners_is_read_back_unchanged(tmp_path: Path) -> None:
     plan = make_plan(Predictor(sized_block(topk=4), cluster(), num_layers=4), full=False, with_partner=1.0)
-    for period in (plan.partner.period, best_period()):
-        partner = replace(plan.partner, period=period)
-        replace(plan, partner=partner).write(tmp_path / "plan.yaml", head="a test")
-        assert Plan.read(tmp_path / "plan.yaml").pipeline().partner == partner
+    searched = plan.pipeline.partner
+    for period in (searched.period, best_period()):
+        pipeline = replace(plan.pipeline, partner=replace(searched, period=period))
+        replace(plan, pipeline=pipeline).write(tmp_path / "plan.yaml", head="a test")
+        assert Plan.read(tmp_path / "plan.yaml").pipeline.partner == pipeline.partner
     wrong = (tmp_path / "plan.yaml").read_text().replace("next:qkv.0", "next:qkw.0")
     (tmp_path / "plan.yaml").write_text(wrong)
     with pytest.raises(BadInput, match=r"plan\.yaml:\d+: schedule line 1 next:qkw\.0: is not a stage"):

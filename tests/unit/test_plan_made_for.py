@@ -15,6 +15,7 @@ from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import ALL_LAYERS, Exchange, Pipeline
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
+from tests.golden.write import SETTINGS
 from tests.plan_cases import cluster, sized_block
 
 
@@ -66,18 +67,11 @@ def run_of(**changes: Any) -> argparse.Namespace:
     values: dict[str, Any] = {
         "seq_length": 8192, "micro_batch_size": 1, "hidden_size": 1024, "num_attention_heads": 16,
         "kv_channels": 64, "ffn_hidden_size": 4096, "num_experts": 8, "moe_router_topk": 2, "bf16": True,
-        "fp16": False, "moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 8,
-        "expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 1, "context_parallel_size": 1,
-        "sequence_parallel": False, "world_size": 8, "gradient_accumulation_fusion": True,
-        "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None,
-        "moe_expert_capacity_factor": None, "moe_shared_expert_intermediate_size": None,
-        "multi_latent_attention": False, "ampipe_capacity_scope": None, "ampipe_router_scope": None,
-        "moe_token_drop_policy": "probs", "ampipe_save_plan": None,
-        "ampipe_plan": "plan.yaml", "recompute_granularity": None, "attention_dropout": 0.0,
-        "window_size": None, "ampipe_condense": None, "ampipe_partner": None,
-        "transformer_impl": "transformer_engine",
+        "fp16": False, "world_size": 8, "gradient_accumulation_fusion": True, "recompute_granularity": None,
+        "transformer_impl": "transformer_engine", "ampipe_capacity_scope": None, "ampipe_router_scope": None,
+        "ampipe_condense": None, "ampipe_partner": None, "ampipe_plan": "plan.yaml", "ampipe_save_plan": None,
     }  # fmt: skip
-    return argparse.Namespace(**(values | changes))
+    return argparse.Namespace(**(SETTINGS | values | changes))
 
 
 @pytest.fixture(autouse=True)

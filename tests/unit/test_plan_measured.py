@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.plan.simulate import Pace, compile_named, run
+from megatron_ampipe.plan.cluster import Overlap
+from megatron_ampipe.plan.simulate import TimedProgram, compile_named
 from megatron_ampipe.schedule import Direction, stage_from_text
 from megatron_ampipe.tools.measuring.prediction import block_of, pipeline_of, predict_peaks
+from tests.plan_cases import NONE
 
 MEASURED = Path(__file__).resolve().parents[2] / "docs" / "measured"
 SLOWDOWNS = {"compute_slowdown": 1.2, "communication_slowdown": 1.0}
@@ -37,6 +39,7 @@ def simulated_ms(
     """
     layers = (block_of(case, num_ranks).features,) * row.get("stack", 1)
     schedule = pipeline_of(row).schedule_of(layers)
+    overlap = Overlap(**{"compute_slowdown": 1.0, "communication_slowdown": 1.0} | slowdowns, **NONE)
     in_order = in_turn = longest = 0.0
     for direction in Direction:
         by_rank = [
@@ -48,7 +51,7 @@ def simulated_ms(
             (min if stage.is_communication else max)(times[stage] for times in by_rank)
             for stage in compiled.stages
         ]
-        in_order += max(run(compiled, durations, Pace(**slowdowns))[1])
+        in_order += TimedProgram(compiled, durations, None, overlap).end_us
         in_turn += sum(durations)
         longest += max(sum(durations[stage] for stage in lane) for _, lane in compiled.lanes)
     num_stacks = case.get("layers", 1) / row.get("stack", 1)

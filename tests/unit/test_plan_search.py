@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ampipe.plan.cluster import Overlap
 from megatron_ampipe.plan.planner import plan_of
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import (
@@ -21,17 +22,17 @@ from megatron_ampipe.plan.search import (
     improve_chunks,
     improve_order,
 )
-from megatron_ampipe.plan.simulate import Pace, compile_program
+from megatron_ampipe.plan.simulate import TimedProgram, compile_program
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
     Schedule,
     build,
     check,
-    dependencies,
+    needs_of,
 )
 from tests.core_speed import executed_lines
-from tests.plan_cases import cluster, sized_block, without_device
+from tests.plan_cases import NONE, cluster, sized_block, without_device
 
 TIMES = st.one_of(
     st.integers(0, 6).map(float), st.integers(0, 8000).map(lambda thousandths: thousandths / 1000)
@@ -51,16 +52,11 @@ def problems(draw: st.DrawFn, degree: int) -> tuple[OrderProblem, Schedule, Bloc
     )
     direction = draw(st.sampled_from(Direction))
     schedule = build("ampipe", degree=degree, features=features)
-    needs = dependencies([features], degree=degree, whole_attention=False, direction=direction)
-    compiled = compile_program(schedule.program(direction), needs)
+    compiled = compile_program(schedule.program(direction), needs_of(schedule, [features], direction))
     compute, communication = draw(SLOWDOWNS)
-    problem = OrderProblem(
-        compiled,
-        [draw(TIMES) for _ in compiled.stages],
-        Pace(compute_slowdown=compute, communication_slowdown=communication),
-        direction=direction,
-    )
-    return problem, schedule, features, direction
+    overlap = Overlap(compute_slowdown=compute, communication_slowdown=communication, **NONE)
+    timed = TimedProgram(compiled, [draw(TIMES) for _ in compiled.stages], None, overlap)
+    return OrderProblem(timed, direction=direction), schedule, features, direction
 
 
 def orders(problem: OrderProblem, stages: Sequence[int]) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -140,7 +136,7 @@ def test_a_run_has_the_chunks_of_the_plan(rows: int, degree: int) -> None:
     predictor = Predictor(sized_block(sequence_length=rows), without_device(cluster()))
     (start,) = (one for one in candidates(predictor, [degree]) if one.schedule.name == "ampipe")
     for planned in (start, improve_chunks(predictor, start)):
-        pipeline = plan_of(predictor, planned).pipeline(rows=rows)
+        pipeline = plan_of(predictor, planned).pipeline_of(rows)
         assert (pipeline.shares is None) == (planned is start)
         run = [chunk.hidden[0].length for chunk in pipeline.chunks(rows)]
         assert run == list(planned.lengths)

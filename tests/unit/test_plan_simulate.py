@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from megatron_ampipe.plan.simulate import Pace, compile_named, run
+from megatron_ampipe.plan.cluster import Overlap
+from megatron_ampipe.plan.simulate import TimedProgram, compile_named, run
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
@@ -12,6 +13,7 @@ from megatron_ampipe.schedule import (
     build,
     kinds,
 )
+from tests.plan_cases import NONE
 
 PLAIN = BlockFeatures(chunked_qkv=True)
 TIMES = {
@@ -35,7 +37,8 @@ def ends(
     issue = settings.pop("issue", None)
     issues = None if issue is None else [issue] * len(compiled.stages)
     durations = [times[stage.kind] for stage in compiled.stages]
-    begin, end = run(compiled, durations, Pace(issue_us=issues, **settings))
+    overlap = Overlap(**{"compute_slowdown": 1.0, "communication_slowdown": 1.0} | settings, **NONE)
+    begin, end = run(TimedProgram(compiled, durations, issues, overlap))
     return {str(stage): (begin[index], end[index]) for index, stage in enumerate(compiled.stages)}
 
 
@@ -69,13 +72,13 @@ def test_lanes_slow_each_other_only_while_both_run() -> None:
 
 
 def test_busy_latency_delays_collectives_that_begin_during_a_computation() -> None:
-    found = ends("ampipe", TIMES, busy_latency_us=0.5)
+    found = ends("ampipe", TIMES, latency_us=0.5)
     assert found["counts.0"] == (5, 6.5)
     assert found["dispatch.0"] == (6.5, 11)
     assert found["counts.1"] == (11, 12.5)
     assert found["dispatch.1"] == (12.5, 17)
     # Nothing is added if no computation runs.
-    alone = ends("sequential", TIMES, busy_latency_us=0.5)
+    alone = ends("sequential", TIMES, latency_us=0.5)
     assert alone == ends("sequential", TIMES)
 
 

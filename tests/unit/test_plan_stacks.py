@@ -47,7 +47,7 @@ def test_in_one_chunk_gradients_of_weights_overlap_where_cutting_costs_too_much(
     plan = make_plan(Predictor(short, measured), full=False)
     assert (plan.schedule.name, plan.schedule.num_chunks, plan.helps) == ("lancet", 1, True)
     assert "With one chunk, and gradients of weights" in plan.reason
-    assert plan.pipeline(rows=512).splits_weights
+    assert plan.pipeline_of(512).splits_weights
     other = make_plan(Predictor(replace(short, splits_weights=False), measured), full=False)
     assert other.schedule.name != "lancet"
 
@@ -77,12 +77,12 @@ def test_a_period_is_repeated_as_a_run_repeats_it(device: bool, degrees: tuple[i
     lengths = even_chunks(8192, max(degrees))
     whole = predictor.whole(schedule)
     for direction in Direction:
-        problem = OrderProblem(*predictor.inputs(whole, lengths, direction), direction=direction)
+        problem = OrderProblem(predictor.timed(whole, lengths, direction), direction=direction)
         entries = problem.period_of(schedule.program(direction))
         assert problem.program(entries) == schedule.program(direction)
         stages = problem.compiled.stages
         assert [[stages[number] for number in lane] for lane in problem.repeated(entries)] == [
-            list(lane.stages) for lane in whole.program(direction).lanes
+            list(order) for _, order in whole.program(direction).lanes
         ]
         assert problem.time(entries) == pytest.approx(
             predictor.direction_us(whole, lengths, direction) - predictor.calls_us(direction)

@@ -19,7 +19,6 @@ from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import LISTED, Partner, check
-from megatron_ampipe.tools.plan_answer import flags_of
 from tests.plan_cases import cluster, sized_block
 from tests.planner import PAGE, page
 from tests.unit.test_plan_block import PLAIN
@@ -127,15 +126,15 @@ def test_the_answer_says_what_the_fullest_rank_holds(model: Path, capsys: pytest
 def test_flags_name_all_of_a_plan_that_has_a_name() -> None:
     block = sized_block(topk=4)
     plan = make_plan(Predictor(block, cluster(), num_layers=4), full=False, with_partner=1.0)
-    usual = ["--ampipe-degree", str(plan.forward_degree)]
+    usual = ["--ampipe-degree", str(plan.pipeline.degree)]
     for partner, flags in (
         (None, []),
         (Partner(), ["--ampipe-partner"]),
         (Partner(order=LISTED), ["--ampipe-partner", "--ampipe-partner-order", "listed"]),
-        (Partner(plan.forward_degree), ["--ampipe-partner", "--ampipe-partner-degree", usual[1]]),
+        (Partner(plan.pipeline.degree), ["--ampipe-partner", "--ampipe-partner-degree", usual[1]]),
     ):
-        found = replace(plan, partner=partner, partner_ms=None)
-        assert flags_of(found, rows=block.rows) == usual + flags and not found.searched
+        found = replace(plan, pipeline=replace(plan.pipeline_of(block.rows), partner=partner))
+        assert found.pipeline.flags == usual + flags and not found.searched
 
 
 def test_equation_10_of_mpipemoe_is_shown_next_to_the_simulation(
@@ -162,7 +161,10 @@ def test_plan_file(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert target.read_text().splitlines()[0] == f"# {shlex.join(['ampipe', *words])}"
     found = json.loads(data.read_text())
     plan = Plan.read(target)
-    assert (plan.forward_degree, plan.backward_degree) == (found["forward_degree"], found["backward_degree"])
+    assert (plan.pipeline.degree, plan.pipeline.backward_degree) == (
+        found["forward_degree"],
+        found["backward_degree"],
+    )
     assert plan.reason == found["reason"] and plan.predicted_ms == found["predicted_ms"]
     assert "choice: " in capsys.readouterr().out
 
@@ -178,7 +180,7 @@ def test_a_predicted_trace_has_the_labels_of_a_run_with_the_plan(
     timeline, plan = Timeline.read_chrome(trace), Plan.read(file)
     rows = int(read_model(model).values["seq-length"])
     of_plan = timeline.labels.items() - {("predicted", timeline.labels["predicted"])}
-    assert of_plan == plan.pipeline(rows=rows).labels.items()
+    assert of_plan == plan.pipeline_of(rows).labels.items()
     in_trace = [timeline.length_us(direction) / 1e3 for direction in ("forward", "backward")]
     assert in_trace == pytest.approx(plan.stages_ms)
     # The rest is overhead outside of the stages.
@@ -190,7 +192,7 @@ def test_a_written_plan_is_read_back_unchanged(changes: dict[str, Any], tmp_path
     plan = make_plan(Predictor(sized_block(**changes), cluster()))
     plan.write(tmp_path / "plan.yaml", head="a test")
     found = Plan.read(tmp_path / "plan.yaml")
-    assert found == plan or found.shares == pytest.approx(plan.shares)
+    assert found == plan or found.pipeline.shares == pytest.approx(plan.pipeline.shares)
     assert found.schedule == plan.schedule
     check(found.schedule, [sized_block(**changes).features])
 

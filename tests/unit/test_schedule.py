@@ -17,7 +17,6 @@ from megatron_ampipe.schedule import (
     STRATEGIES,
     BlockFeatures,
     Direction,
-    LaneOrder,
     Pipeline,
     Program,
     Schedule,
@@ -97,8 +96,8 @@ def test_a_pipeline_schedules_any_blocks(
         place = {stage: position for position, (_, stage) in enumerate(order)}
         assert len(place) == len(order) == len(needs)
         assert all(place[earlier] < place[stage] for stage, needed in needs.items() for earlier in needed)
-        for lane in schedule.program(direction).lanes:
-            assert [stage for name_, stage in order if name_ == lane.lane] == list(lane.stages)
+        for lane, stages in schedule.program(direction).lanes:
+            assert [stage for name_, stage in order if name_ == lane] == list(stages)
 
 
 @settings(deadline=None)
@@ -128,13 +127,13 @@ def test_an_order_fits_any_linear_layers(made_for: BlockFeatures, run_as: BlockF
 
 
 def with_lane(schedule: Schedule, lane: str, stages: Sequence[Stage]) -> Schedule:
-    lanes = {order.lane: order.stages for order in schedule.forward.lanes}
-    return replace(schedule, forward=Program.of(lanes | {lane: stages}))
+    lanes = dict(schedule.forward.lanes) | {lane: stages}
+    return replace(schedule, forward=Program.of(lanes))
 
 
 def test_a_wrong_order_is_refused() -> None:
     schedule = build("ampipe", degree=2, features=PLAIN)
-    compute, comm = (order.stages for order in schedule.forward.lanes)
+    compute, comm = (stages for _, stages in schedule.forward.lanes)
     # The combines wait for the experts, and the experts for dispatches that come later in the lane.
     turned = with_lane(schedule, "comm", comm[4:] + comm[:4])
     moved = with_lane(with_lane(schedule, "compute", compute[:-1]), "comm", (*comm, compute[-1]))
@@ -152,7 +151,7 @@ def test_a_wrong_order_is_refused() -> None:
     with pytest.raises(BadInput, match="has a stage again:"):
         check(Pipeline.of(2).schedule_of([replace(PLAIN, recomputed=True)]), [PLAIN])
     routed = build("sequential", degree=2, features=BlockFeatures())
-    first, *rest = routed.forward.lanes[0].stages
+    first, *rest = routed.forward.stages
     half = len(rest) // 2
     turned = with_lane(routed, "compute", (first, *rest[half:], *rest[:half]))
     check(turned, [BlockFeatures()])
@@ -192,9 +191,8 @@ def test_an_incomplete_order_is_refused_and_not_completed(direction: Direction, 
     for stage in schedule.program(direction).stages:
         if repeats and stage.kind == kinds.MERGE:
             stage = replace(stage, layer=-1 if direction is Direction.FORWARD else 1)
-        lanes = whole.program(direction).lanes
-        rest = (LaneOrder(lane.lane, tuple(s for s in lane.stages if s != stage)) for lane in lanes)
-        incomplete = replace(whole, **{direction.value: Program(tuple(rest))})
+        rest = whole.program(direction).mapped(lambda stages, stage=stage: (s for s in stages if s != stage))
+        incomplete = replace(whole, **{direction.value: rest})
         for layers in ([PLAIN], [PLAIN, DENSE]) if repeats else ([PLAIN],):
             with pytest.raises(BadInput, match="0 times instead of once"):
                 check(unrolled(incomplete, layers), layers)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ampipe.runtime.saved_tensors import DroppedOutput, DroppedRows, recomputed
+from megatron_ampipe.runtime.saved_tensors import DroppedOutput, recomputed
 from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, Segment
 
 
@@ -109,10 +109,11 @@ def test_gathered_rows_are_not_kept_and_come_back() -> None:
     gathered = torch.cat([owned, 2 * owned])
     copy = gathered.clone().requires_grad_()
     expected = torch.autograd.grad([out.sum() for out in project(copy, weight)], [copy, weight])
-    rows = DroppedRows(owned)
+    transfers: dict[int, list[Tensor]] = {0: []}
 
     def stage(tensor: Tensor) -> tuple[Tensor, ...]:
-        with rows.dropped(tensor):
+        once_more = transfers[0]
+        with recomputed(tensor, lambda: once_more[0]):
             return project(tensor, weight)
 
     segment = Segment(stage, [gathered])
@@ -123,7 +124,7 @@ def test_gathered_rows_are_not_kept_and_come_back() -> None:
     assert alive() is None, "the graph keeps what was gathered"
 
     again = torch.cat([owned, 2 * owned])
-    rows.give_back(again)
+    transfers.pop(0).append(again)
     alive = weakref.ref(again.untyped_storage())
     del again
     sums = GradientSums(BlockParameters([], [weight]))

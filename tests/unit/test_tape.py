@@ -101,7 +101,7 @@ def test_a_failing_step_says_what_it_was_given() -> None:
     from megatron_ampipe.runtime.stack_call import StackCall
 
     class State:
-        halves, draws = (None, None), None
+        draws = False
 
     found = tapes_of("plain", {"schedule": "ampipe", "degree": 2}, threads=False)
     assert found is not None

@@ -10,7 +10,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.config_files import groups_of, values_of
@@ -67,28 +67,16 @@ def _import_megatron() -> None:
         torch.compile = compile_
 
 
-class Adjustment(NamedTuple):
-    """One flag that was added to the command line, or changed; ``value`` is None for a flag without one."""
-
-    flag: str
-    value: str | None
-    reason: str
-
-    @property
-    def arguments(self) -> list[str]:
-        """The flag as on a command line."""
-        return [self.flag] if self.value is None else [self.flag, self.value]
-
-
-ADDED_FLAGS = (
-    Adjustment("--distributed-backend", "gloo", "NCCL needs GPUs"),
-    Adjustment("--transformer-impl", "local", "Transformer Engine needs a GPU"),
-    Adjustment("--no-persist-layer-norm", None, "the persistent norm is a GPU kernel"),
-    Adjustment("--no-gradient-accumulation-fusion", None, "the fused accumulation is a GPU kernel"),
-    Adjustment("--no-masked-softmax-fusion", None, "the fused softmax is a GPU kernel"),
-    Adjustment("--no-rope-fusion", None, "the fused rotary embedding is a GPU kernel"),
-    Adjustment("--num-workers", "0", "data workers would compete with the ranks for the CPU"),
-)
+ADDED_FLAGS = {
+    "--distributed-backend gloo": "NCCL needs GPUs",
+    "--transformer-impl local": "Transformer Engine needs a GPU",
+    "--no-persist-layer-norm": "the persistent norm is a GPU kernel",
+    "--no-gradient-accumulation-fusion": "the fused accumulation is a GPU kernel",
+    "--no-masked-softmax-fusion": "the fused softmax is a GPU kernel",
+    "--no-rope-fusion": "the fused rotary embedding is a GPU kernel",
+    "--num-workers 0": "data workers would compete with the ranks for the CPU",
+}
+"""Each with the reason."""
 SUPPORTED_VALUES = {
     "--distributed-backend": ("gloo",),
     "--transformer-impl": ("local",),
@@ -107,10 +95,9 @@ GPU_ONLY_FLAGS = (
     "--use-grouped-gemm-for-shared-expert", "--use-kitchen-attention", "--use-megatron-fsdp", "--use-nccl-ub",
     "--use-sharp", "--use-te-activation-func", "--use-torch-fsdp2", "--use-transformer-engine-op-fuser",
 )  # fmt: skip
-_NO_GPU = "it needs a GPU, and this machine has none"
 
 
-def adjust(arguments: Sequence[str]) -> tuple[list[str], list[Adjustment]]:
+def adjust(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Add the flags that Megatron needs on a machine without a GPU, where the user has not set them.
 
     Returns the command line to parse, and the flags that were added to it, with reasons. Raises
@@ -119,20 +106,15 @@ def adjust(arguments: Sequence[str]) -> tuple[list[str], list[Adjustment]]:
     # Of a repeated flag the last counts, as in argparse.
     given = {group[0].partition("=")[0]: values_of(group) for group in groups_of(arguments)}
     for flag, values in given.items():
-        rule, remedy = _objection(flag, values)
-        if rule:
-            raise BadInput(flag, " ".join(values) or "(set)", rule=rule, remedy=remedy)
-    chosen = [adjustment for adjustment in ADDED_FLAGS if adjustment.flag not in given]
-    added = [argument for adjustment in chosen for argument in adjustment.arguments]
-    return [*arguments, *added], chosen
-
-
-def _objection(flag: str, values: Sequence[str]) -> tuple[str, str]:
-    """Why a flag cannot be used here, and what to do; two empty texts if it can."""
-    supported = SUPPORTED_VALUES.get(flag, values)
-    if not set(values) <= set(supported):
-        return _NO_GPU, f"Use {flag} {' or '.join(supported)}."
-    if flag.startswith("--hybrid-") and flag.endswith("-pattern") and set("GD") & set("".join(values)):
-        rule = "gated delta net (G) and sparse attention (D) exist as GPU kernels only"
-        return rule, "Use the layers * + E - and M."
-    return (_NO_GPU, "Leave it out.") if flag in GPU_ONLY_FLAGS else ("", "")
+        supported = SUPPORTED_VALUES.get(flag, values)
+        rule, remedy = "it needs a GPU, and this machine has none", "Leave it out."
+        if not set(values) <= set(supported):
+            remedy = f"Use {flag} {' or '.join(supported)}."
+        elif flag.startswith("--hybrid-") and flag.endswith("-pattern") and set("GD") & set("".join(values)):
+            rule = "gated delta net (G) and sparse attention (D) exist as GPU kernels only"
+            remedy = "Use the layers * + E - and M."
+        elif flag not in GPU_ONLY_FLAGS:
+            continue
+        raise BadInput(flag, " ".join(values) or "(set)", rule=rule, remedy=remedy)
+    added = {words: reason for words, reason in ADDED_FLAGS.items() if words.split()[0] not in given}
+    return [*arguments, *" ".join(added).split()], added

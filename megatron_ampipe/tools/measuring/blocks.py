@@ -215,19 +215,10 @@ class TorchGroupedLinear(torch.nn.Module):
             # From pinned memory, or the host would wait.
             ends = ends.pin_memory().to(tokens.device, non_blocking=True)
         output = F.grouped_mm(tokens, self.weight.transpose(1, 2), offs=ends)
-        return _ContiguousGradient.apply(output), None
+        if output.requires_grad:
+            # The product's backward takes no expanded gradient.
+            output.register_hook(Tensor.contiguous)
+        return output, None
 
     def backward_dw(self) -> None:
         """Nothing is deferred: the gradients of weights are computed with the others."""
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    """The product's backward takes no expanded gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()

@@ -10,6 +10,7 @@ subtracting the operations that the cost model counts in them. Needs scipy, and 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -173,12 +174,6 @@ def assemble(
         rounded = {name: _rounded(max(0.0, value)) for name, value in (times | factors).items()}
         return kind(**measured, **rounded)
 
-    def stage_overhead(fits: Sequence[Sequence[float]]) -> StageOverhead:
-        """For each direction a factor and a time in microseconds."""
-        (forward_factor, forward_us), (backward_factor, backward_us) = fits
-        factors = {"forward_factor": forward_factor, "backward_factor": backward_factor}
-        return overhead(forward_us, backward_us, kind=StageOverhead, **factors)
-
     forward_issues = [statistics.fmean(of.get("forward", {}).values() or [0.0]) for of in issue_of]
     by_kind = {kind: overhead(*times) for kind, times in _issued(block, issue_of).items()}
     attention = {way: figure(AttentionLine, f"attention.{way}") for way in Direction}
@@ -198,7 +193,7 @@ def assemble(
         host=Host(
             issue=overhead(max(forward_issues), max(forward_issues)),
             issue_of=by_kind or None,
-            stage={"any": stage_overhead([(1.0, 0.0)] * 2)},
+            stage={"any": overhead(0.0, 0.0, kind=StageOverhead)},
             block=overhead(*(found["around"][way] for way in Direction)),
             stock=overhead(0.0, 0.0),
         ),
@@ -214,11 +209,11 @@ def assemble(
         cluster = replace(cluster, intra=intra, inter=inter)
         beyond = dict.fromkeys(Direction, 0.0)
     fits = _beyond_the_model(model, found["stages"])
-    # By direction, the medians over kinds of factor and time.
-    medians = [
-        [statistics.median(each) for each in zip(*of, strict=True)] for of in zip(*fits.values(), strict=True)
-    ]
-    stage = {kind: stage_overhead(each) for kind, each in ({"any": medians} | fits).items()}
+    names = next(iter(fits.values()))
+    medians = {name: statistics.median(figures[name] for figures in fits.values()) for name in names}
+    stage = {
+        kind: overhead(**figures, kind=StageOverhead) for kind, figures in ({"any": medians} | fits).items()
+    }
     return replace(cluster, host=replace(cluster.host, stage=stage, stock=overhead(*beyond.values())))
 
 
@@ -239,21 +234,20 @@ def _issued(block: Block, reports: Sequence[Mapping[str, Any]]) -> dict[IssuedKi
 
 def _beyond_the_model(
     model: Predictor, stages: Mapping[str, Mapping[str, Mapping[str, float]]]
-) -> dict[OverheadKind, list[tuple[float, float]]]:
-    """By kind of stage and direction, what its stages of all degrees took beyond what the model counts."""
-    expected: dict[tuple[str, Direction], list[float]] = {}
-    took: dict[tuple[str, Direction], list[float]] = {}
+) -> dict[OverheadKind, dict[str, float]]:
+    """By kind, factor and time by which its stages of all degrees took longer than the model counts."""
+    times: dict[tuple[str, Direction], list[tuple[float, float]]] = {}
     for degree, by_direction in stages.items():
         for stage, pair in model.stages(even_chunks(model.block.rows, int(degree))).items():
-            for way in Direction:
-                if not stage.is_communication:
-                    expected.setdefault((stage.kind.name, way), []).append(pair.of(way))
-                    took.setdefault((stage.kind.name, way), []).append(by_direction[way][str(stage)])
-    return {
-        kind: [factor_and_rest(expected[kind, way], took[kind, way]) for way in Direction]
-        for kind in KINDS
-        if (kind, Direction.FORWARD) in took
-    }
+            for way in () if stage.is_communication else Direction:
+                both = (pair.of(way), by_direction[way][str(stage)])
+                times.setdefault((stage.kind.name, way), []).append(both)
+    found: dict[OverheadKind, dict[str, float]] = {}
+    for kind, way in itertools.product(KINDS, Direction):
+        if (kind, way) in times:
+            factor, us = factor_and_rest(*zip(*times[kind, way], strict=True))
+            found.setdefault(kind, {}).update({f"{way}_factor": factor, f"{way}_us": us})
+    return found
 
 
 def _rounded(value: float) -> float:

@@ -4,8 +4,7 @@
 look up at every call. So every all-to-all of either, forward and backward, takes ``latency + bytes / rate``
 longer than its copy, on the lane that waits for it: on CPU the thread sleeps, on CUDA a kernel of one thread
 spins on the stream. This is how the paper slowed its links (section 4.3). ``bytes`` is what the rank sends to
-or receives from others, whichever is more. The small exchange of counts takes no longer. The part for CUDA
-has not been run yet.
+or receives from others, whichever is more. The small exchange of counts takes no longer.
 
 A GPU changes its clock rate, so a number of cycles is not a time. Its ``%globaltimer`` counts nanoseconds;
 torch compiles the kernel that reads it (NVRTC). Where that fails, or the timer is wrong, cycles are counted.
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ampipe.launch.host import torch_calls
+from megatron_ampipe.tools.measuring.meters import Clock
 from megatron_ampipe.tools.measuring.network import Link
 
 SPIN_SOURCE = """
@@ -93,9 +92,6 @@ def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
     occupy: Callable[[float], object] = time.sleep
     if on_cuda:
         occupy, emulation.why_cycles = device_spin()
-    else:
-        # What the link slows; the host platform, which is installed later, must not replace the slowed one.
-        torch_calls.install_all_to_all()
     exchange = dist.all_to_all_single
 
     def all_to_all_single(
@@ -217,10 +213,7 @@ def _by_cycles() -> Callable[[float], object]:
 
 def _seconds(launch: Callable[[], object]) -> float:
     """How long the device needs for what ``launch`` launches, by events; the second time, warm."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     launch()
-    begin.record()
+    clock = Clock(on_cuda=True)
     launch()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return clock.passed_s()

@@ -50,11 +50,3 @@ def num_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def cores_of(num_ranks: int) -> tuple[int, ...]:
-    """A core for each rank where there are enough, else none is pinned."""
-    if not hasattr(os, "sched_getaffinity"):
-        return ()
-    usable = sorted(os.sched_getaffinity(0))
-    return tuple(usable[:num_ranks]) if len(usable) >= num_ranks else ()

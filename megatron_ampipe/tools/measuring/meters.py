@@ -1,4 +1,4 @@
-"""What is measured of a pass besides its time: each stage alone, the peak of its memory, the bytes it sends.
+"""Measures a pass: its time (:class:`Clock`), each stage alone, the peak of its memory, the bytes it sends.
 
 **Stages alone** (:class:`StageTimer`). Before each collective the ranks meet at a barrier outside the
 measured time, so that its time is its transfer and not the wait for a peer that was still computing. A shaped
@@ -184,6 +184,25 @@ def stage_times(recorder: Recorder) -> dict[str, dict[str, list[float]]]:
 def _name(stage: Stage, layer_number: int) -> str:
     """A stage of the layer of this number, from 1, whether or not layers share a schedule."""
     return str(dataclasses.replace(stage, layer=layer_number - 1))
+
+
+class Clock:
+    """Starts where it is made in the order of the work: of the device if there is one."""
+
+    def __init__(self, *, on_cuda: bool) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if on_cuda else None
+        if self._event is not None:
+            self._event.record()
+        self._begin_s = time.perf_counter()
+
+    def passed_s(self) -> float:
+        """Seconds until now, when all work has ended."""
+        if self._event is None:
+            return time.perf_counter() - self._begin_s
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        torch.cuda.synchronize()
+        return self._event.elapsed_time(end) / 1e3
 
 
 class TensorMeter:

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ampipe.errors import EnvironmentMissing
-from megatron_ampipe.files.inputs import at_least
+from megatron_ampipe.files.inputs import adder, at_least
 
 _NONE, RANKS = "none", 2
 """Where ``--link`` and ``--ranks`` are not given."""
@@ -85,12 +85,10 @@ def parse_link(text: str | None) -> Link:
 
 def add_link_arguments(parser: argparse.ArgumentParser, *, fewest_ranks: int) -> None:
     """Declare ``--link``, and ``--ranks``, which is None where it is not given."""
+    add = adder(parser)
     link = "none, a rate (200mbit) for a real network between namespaces, or emulated:RATE[:LATENCY]"
-    ranks = f"expert-parallel ranks (default: {RANKS})"
-    parser.add_argument(
-        "--link", metavar="L", type=parse_link, default=_NONE, help=f"{link} (default: {_NONE})"
-    )
-    parser.add_argument("--ranks", metavar="N", type=at_least(fewest_ranks), help=ranks)
+    add("--link", "L", link, type=parse_link, default=_NONE)
+    add("--ranks", "N", f"expert-parallel ranks (default: {RANKS})", type=at_least(fewest_ranks))
 
 
 INTERFACE = "ampipe0"

@@ -38,9 +38,8 @@ from megatron_ampipe.tools.measuring.bench_job import STOCK, BenchJob, Variant
 from megatron_ampipe.tools.measuring.blocks import DTYPES
 from megatron_ampipe.tools.measuring.cluster_fit import Sample
 from megatron_ampipe.tools.measuring.grid import Case
-from megatron_ampipe.tools.measuring.meters import meet, run_lanes
+from megatron_ampipe.tools.measuring.meters import Clock, meet, run_lanes
 from megatron_ampipe.tools.measuring.ranks import Rank
-from megatron_ampipe.tools.measuring.timed_passes import Clock
 
 CUTS = (1, 2, 4, 8, 16)
 """Into how many parts the rows of a block are cut, to get smaller sizes."""

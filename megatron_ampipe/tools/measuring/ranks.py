@@ -30,7 +30,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
@@ -77,28 +76,26 @@ class RankJob:
     @property
     def cores(self) -> tuple[int, ...]:
         """One for each rank that computes on a CPU, where there are enough; else none is pinned."""
-        return () if self.on_cuda else machine.cores_of(self.num_ranks)
+        usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        is_enough = not self.on_cuda and len(usable) >= self.num_ranks
+        return tuple(usable[: self.num_ranks]) if is_enough else ()
 
 
+@dataclass(slots=True)
 class Rank[Job: RankJob]:
     """A rank, for the function that runs in it.
 
-    Args:
+    Attributes:
         job: What is to be done.
         number: From 0.
         rendezvous: File over which ranks find each other; None under torchrun, which has set the environment.
         say: Sends an event and a value to the command.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        number: int,
-        *,
-        rendezvous: Path | None = None,
-        say: Callable[..., None] = lambda *_: None,
-    ) -> None:
-        self.job, self.number, self.rendezvous, self.say = job, number, rendezvous, say
+    job: Job
+    number: int
+    rendezvous: Path | None = None
+    say: Callable[..., None] = lambda *_: None
 
     def progress(self) -> None:
         """Say that a step has ended, and leave a core to the command while it draws that."""
@@ -113,6 +110,11 @@ class Rank[Job: RankJob]:
         job, emulation = self.job, None
         if job.on_cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", self.number)))
+        else:
+            from megatron_ampipe.launch.host import torch_calls
+
+            torch.set_num_threads(1)
+            torch_calls.install_all_to_all()
         if job.link.emulated:
             from megatron_ampipe.tools.measuring.emulation import install
 
@@ -120,10 +122,6 @@ class Rank[Job: RankJob]:
             emulation = install(job.link, on_cuda=job.on_cuda, pretended=job.pretended)
             if emulation.why_cycles is not None:
                 print(f"the emulated link counts clock cycles: {emulation.why_cycles}", file=sys.stderr)
-        if not job.on_cuda:
-            from megatron_ampipe.launch import host
-
-            host.install()
         settings: dict[str, Any] = {"rank": self.number, "world_size": job.num_ranks}
         if job.pretended:
             from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -132,22 +130,25 @@ class Rank[Job: RankJob]:
             return emulation
         if self.rendezvous is not None:
             settings["init_method"] = f"file://{self.rendezvous}"
-            settings["timeout"] = datetime.timedelta(seconds=job.timeout_s)
-            os.environ["GLOO_SOCKET_IFNAME"] = network.INTERFACE if job.link.is_network else "lo"
-        dist.init_process_group("nccl" if job.on_cuda else "gloo", **settings)
+            if sys.platform == "linux":
+                # A machine's name may not resolve to one of its addresses.
+                os.environ["GLOO_SOCKET_IFNAME"] = network.INTERFACE if job.link.is_network else "lo"
+        timeout = datetime.timedelta(seconds=job.timeout_s)
+        dist.init_process_group("nccl" if job.on_cuda else "gloo", timeout=timeout, **settings)
         return emulation
 
     def start_megatron(self) -> Emulation | None:
         """:meth:`connect`, and Megatron's parallel state: all ranks expert-parallel."""
+        from megatron_ampipe.launch import host
+
         emulation = self.connect()
-        import torch
+        if not self.job.on_cuda:
+            host.install()
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         from megatron_ampipe.runtime.executors import demote_gloo_threads
 
-        if not self.job.on_cuda:
-            torch.set_num_threads(1)
         # The extra gloo groups are for checkpoints and data, and a pretended rank cannot have any.
         parallel_state.initialize_model_parallel(
             expert_model_parallel_size=self.job.num_ranks, create_gloo_process_groups=not self.job.pretended
@@ -317,23 +318,18 @@ def _run_rank(
         if cores := job.cores:
             # Before torch starts its threads, which inherit it.
             os.sched_setaffinity(0, {cores[number]})
-        rank = Rank(job, number, rendezvous=folder / "rendezvous", say=partial(_say, pipe))
+        rank = Rank(job, number, folder / "rendezvous", lambda event, value=None: pipe.send((event, value)))
         pipe.send(("done", work(rank)))
         code = 0
-    except (EnvironmentMissing, DifferenceFound) as error:
-        pipe.send(("failed", (type(error), str(error))))
     except AMPipeError as error:
-        pipe.send(("failed", (RunFailed, str(error))))
+        kept = isinstance(error, EnvironmentMissing | DifferenceFound)
+        pipe.send(("failed", (type(error) if kept else RunFailed, str(error))))
     except BaseException as error:
         traceback.print_exc()
         pipe.send(("failed", (RunFailed, f"{type(error).__name__}: {error}")))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _say(pipe: Connection, event: str, value: object = None) -> None:
-    pipe.send((event, value))
 
 
 @contextlib.contextmanager

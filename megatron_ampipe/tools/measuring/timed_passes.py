@@ -25,6 +25,7 @@ from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES, BenchJob, Var
 from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.meters import (
+    Clock,
     TensorMeter,
     Watch,
     WatchedExecutor,
@@ -194,25 +195,6 @@ class Passes:
         finally:
             gc.enable()
             self._rank.progress()
-
-
-class Clock:
-    """Starts where it is made in the order of the work: of the device if there is one."""
-
-    def __init__(self, *, on_cuda: bool) -> None:
-        self._event = torch.cuda.Event(enable_timing=True) if on_cuda else None
-        if self._event is not None:
-            self._event.record()
-        self._begin_s = time.perf_counter()
-
-    def passed_s(self) -> float:
-        """Seconds until now, when all work has ended."""
-        if self._event is None:
-            return time.perf_counter() - self._begin_s
-        end = torch.cuda.Event(enable_timing=True)
-        end.record()
-        torch.cuda.synchronize()
-        return self._event.elapsed_time(end) / 1e3
 
 
 def _clear_gradients(layer: torch.nn.Module) -> None:

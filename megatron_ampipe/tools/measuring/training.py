@@ -84,25 +84,6 @@ def training_flags(
     return tuple(str(flag) for flag in flags)
 
 
-def variant_flags(variant: Variant) -> tuple[str, ...]:
-    """What makes a training stock or AMPipe's."""
-    pipeline = variant.pipeline
-    settings = {"degree": pipeline.degree, "exchange": pipeline.exchange}
-    if pipeline.overlaps:
-        settings |= {
-            "backward-degree": pipeline.backward_degree,
-            "stack": pipeline.stack,
-            "memory": pipeline.memory,
-        }
-        # Passes with a partner then have a schedule that computes gradients of weights apart.
-        if pipeline.partner is None:
-            settings["schedule"] = variant.schedule
-    flags = [word for key, value in settings.items() for word in (f"--ampipe-{key}", str(value))]
-    if pipeline.partner is not None:
-        flags += ["--ampipe-partner", "--ampipe-partner-order", pipeline.partner.order]
-    return tuple(flags)
-
-
 def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[], object]) -> Iterator[dict[str, Any]]:
     """Train every case with every variant in ``rounds`` rounds; yields the entries ``cases`` of the document.
 
@@ -126,7 +107,7 @@ def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[], object]) -
                 index = (round_ + step) % len(variants)
                 variant = variants[index]
                 training = TrainingJob(
-                    flags=(*flags, *variant_flags(variant)),
+                    flags=(*flags, *variant.pipeline.flags),
                     stock_attends_as=None if variant.pipelined else case.dtype,
                     link=job.link,
                     num_ranks=job.num_ranks,
@@ -230,7 +211,9 @@ def train(rank: Rank[TrainingJob]) -> None:
     """
     job = rank.job
     rank.connect()
-    from megatron_ampipe.launch import pretrain
+    from megatron_ampipe.launch import host, pretrain
+
+    host.install()
 
     if job.stock_attends_as is not None:
         _use_kernel_of_ampipe(job.stock_attends_as)
