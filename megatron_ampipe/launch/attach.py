@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.core.utils import unwrap_model
+
 from megatron_ampipe import compat
 from megatron_ampipe.block.settings import SETTING, TRACED_ITERATIONS
 from megatron_ampipe.exchange.codecs import load_wire
@@ -91,7 +93,8 @@ def make_context(
             graph_warm_up=max(1, getattr(args, "cuda_graph_warmup_steps", 1)),
             graph_modules=take_over_graphs(args),
         )
-        if config.grad_reduce == "placed":
+        # Without training, models are not wrapped, and nothing is reduced.
+        if config.grad_reduce == "placed" and not args.skip_train:
             ranks_of_stage = args.world_size // args.pipeline_model_parallel_size
             ranks_of_experts = args.expert_model_parallel_size * expert_tensor_ranks(args)
             context.reductions = Reductions(on_cuda=on_gpu, of_experts=ranks_of_stage > ranks_of_experts)
@@ -272,5 +275,5 @@ class TokenIdsOfModels(Hook):
     """Lets every model tell its routers the ids of the tokens that it is given."""
 
     def models_built(self, models: list[Any]) -> None:
-        for model in models:
+        for model in unwrap_model(models):
             give_token_ids(model).watch(model)

@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,7 +79,7 @@ class AutoDegree(Hook):
         self._use_next()
         return self._next
 
-    def before_step(self, models: list[Any]) -> None:
+    def before_step(self) -> None:
         """Run the next pipeline, and measure it while pipelines are tried."""
         # Set here, not right after the choice: an iteration is logged after its step, with its pipeline.
         self._use_next()
@@ -176,7 +175,7 @@ class Agreement(Hook):
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline: Pipeline | None = pipeline
 
-    def before_step(self, models: list[Any]) -> None:
+    def before_step(self) -> None:
         """Compare them once."""
         if self._pipeline is not None:
             require_agreement(self._pipeline)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -22,14 +21,14 @@ from megatron_ampipe.runtime.reductions import Reductions
 class Hook:
     """What a feature does at moments of the training; here, nothing. All ranks call it equally often."""
 
-    def before_step(self, models: list[Any]) -> None:
-        """Before every ``train_step``, whose models are the parts on this rank, wrapped as Megatron does."""
+    def models_built(self, models: list[Any]) -> None:
+        """Before the first step: the models are the parts on this rank, wrapped as Megatron does."""
+
+    def before_step(self) -> None:
+        """Before every ``train_step``."""
 
     def after_step(self) -> None:
         """After a ``train_step`` that has not failed."""
-
-    def models_built(self, models: list[Any]) -> None:
-        """When the models of this rank are built, unwrapped."""
 
     def after_log(self) -> None:
         """After Megatron's ``training_log`` of an iteration."""
@@ -78,13 +77,11 @@ class Hooks:
 
     def around_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's ``train_step`` with its two moments."""
-        signature = inspect.signature(train_step)
 
         @functools.wraps(train_step)
         def step(*args: Any, **kwargs: Any) -> Any:
-            models = signature.bind(*args, **kwargs).arguments.get("model", [])
             for hook in self._hooks:
-                hook.before_step(models if isinstance(models, list) else [models])
+                hook.before_step()
             result = train_step(*args, **kwargs)
             for hook in self._hooks:
                 hook.after_step()
@@ -93,7 +90,7 @@ class Hooks:
         return step
 
     def models_built(self, models: list[Any]) -> None:
-        """When the models of this rank are built, unwrapped."""
+        """Tell every hook the wrapped models of this rank."""
         for hook in self._hooks:
             hook.models_built(models)
 
@@ -132,15 +129,11 @@ class PlacedReductions(Hook):
 
     def __init__(self, reductions: Reductions) -> None:
         self._reductions = reductions
-        self._known: set[int] = set()
 
-    def before_step(self, models: list[Any]) -> None:
-        """Change the groups that are new."""
+    def models_built(self, models: list[Any]) -> None:
         for model in models:
             for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
-                if id(group) not in self._known:
-                    self._known.add(id(group))
-                    hold_back(group, self._reductions)
+                hold_back(group, self._reductions)
 
 
 def hold_back(group: Any, reductions: Reductions) -> None:

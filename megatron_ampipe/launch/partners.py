@@ -39,31 +39,33 @@ class PartneredSteps(Hook):
         self._pipelines: list[Pipeline] = []
         self._num_plans = 0
 
-    def before_step(self, models: list[Any]) -> None:
+    def models_built(self, models: list[Any]) -> None:
+        self._models = models
+
+    def before_step(self) -> None:
         """Switch Megatron's overlap on, which its models are built without."""
         partner = self._context.pipeline.partner
         if partner is None:
             return
         assert self._context.partners is not None
         self._context.partners.partner = partner
-        self._switch(models, on=True)
-        self._models = models
-        num_models, num_microbatches = len(models), get_num_microbatches()
-        config = get_model_config(models[0])
+        self._switch(on=True)
+        num_models, num_microbatches = len(self._models), get_num_microbatches()
+        config = get_model_config(self._models[0])
         group = config.microbatch_group_size_per_vp_stage if num_models > 1 else num_microbatches
         self._pipelines = [
             self._context.pipeline.with_partners(forward=forward, backward=backward)
             for forward, backward in partners_of(num_microbatches, num_models, group)
         ]
         self._num_plans = 0
-        for model in models:
+        for model in self._models:
             unwrap_model(model).build_schedule_plan = functools.partial(self._plan, model)
 
     def after_step(self) -> None:
-        self._switch(self._models, on=False)
+        self._switch(on=False)
 
-    def _switch(self, models: list[Any], *, on: bool) -> None:
-        for settings in (self._args, *map(get_model_config, models)):
+    def _switch(self, *, on: bool) -> None:
+        for settings in (self._args, *map(get_model_config, self._models)):
             setattr(settings, LIFTS_ONE_CONNECTION, on)
 
     def _plan(self, model: Any, *args: Any, **kwargs: Any) -> MicroBatch:

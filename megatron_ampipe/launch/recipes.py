@@ -156,10 +156,24 @@ def _check_patches_of_mcore_bridge(transformer: Any, context: AMPipeContext) -> 
 def pipelined_layers(
     model: Any, vp_stage: int | None = None, *, name: str, given: Any, settings: Mapping[str, Any]
 ) -> Any:
-    """What ``given`` makes of a configuration's field ``name``, pipelined as :func:`switch_on` says."""
-    spec = specification(name, given, model, vp_stage=vp_stage)
+    """The specification that a model's configuration stands for, pipelined as :func:`switch_on` says.
+
+    ``given`` is the value of its field ``name``, :data:`GPT` or :data:`HYBRID`: a specification, a function
+    of the configuration and of the stage, if it takes them, or None for Megatron's own choice.
+    """
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    if given is None and name == GPT:
+        from megatron.training.models.gpt import default_layer_spec as given
+    elif given is None:
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as given
+    # A specification can be called too: that builds the layer.
+    if callable(given) and not isinstance(given, ModuleSpec):
+        parameters = inspect.signature(given).parameters
+        stage = {"vp_stage": vp_stage} if "vp_stage" in parameters else {}
+        given = given(model, **stage) if len(parameters) > len(stage) else given(**stage)
     transformer = getattr(model, "transformer", model)
-    return _pipelined(name, spec, transformer, _config(**settings), vp_stage=vp_stage)
+    return _pipelined(name, given, transformer, _config(**settings), vp_stage=vp_stage)
 
 
 def _pipelined(name: str, spec: Any, transformer: Any, config: AMPipeConfig, *, vp_stage: int | None) -> Any:
@@ -176,26 +190,6 @@ def _pipelined(name: str, spec: Any, transformer: Any, config: AMPipeConfig, *, 
         # One specification for all layers does not say which follow each other; Megatron's list does.
         spec = _get_block_submodules(transformer, spec, vp_stage)
     return pipelined(spec, _context(config))
-
-
-def specification(name: str, given: Any, model: Any, *, vp_stage: int | None = None) -> Any:
-    """The specification that a model's configuration stands for.
-
-    ``given`` is the value of its field ``name``, :data:`GPT` or :data:`HYBRID`: a specification, a function
-    of the configuration and of the stage, if it takes them, or None for Megatron's own choice.
-    """
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    if given is None and name == GPT:
-        from megatron.training.models.gpt import default_layer_spec as given
-    elif given is None:
-        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as given
-    # A specification can be called too: that builds the layer.
-    if isinstance(given, ModuleSpec) or not callable(given):
-        return given
-    parameters = inspect.signature(given).parameters
-    stage = {"vp_stage": vp_stage} if "vp_stage" in parameters else {}
-    return given(model, **stage) if len(parameters) > len(stage) else given(**stage)
 
 
 def _config(

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import unwrap_model
 from megatron.training import print_rank_last
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from torch import Tensor
@@ -73,7 +74,7 @@ class Recording(Hook):
         return bool(is_due and not self._context.graph_modules)
 
     def models_built(self, models: list[Any]) -> None:
-        for model in models:
+        for model in unwrap_model(models):
             model.register_forward_pre_hook(lambda model, _: self.before_forward(model))
 
     def before_forward(self, model: Any) -> None:
@@ -148,6 +149,7 @@ class RoutingRecording(Hook):
         self._folder = Path(config.routing_dir)
         condensed = [] if config.condense is None else [config.condense]
         self._thresholds = tuple(sorted({*THRESHOLDS, *condensed}))
+        self._routers: list[TopKRouter] = []
         self._handles: list[RemovableHandle] = []
         self._seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -156,24 +158,27 @@ class RoutingRecording(Hook):
         iteration: int = self._args.curr_iteration + 1
         return iteration
 
-    def before_step(self, models: list[Any]) -> None:
-        """Count, in every Nth step. Routers of multi-token prediction are left out."""
-        # Only this group is asked in the end.
-        if self._iteration % self._interval or parallel_state.get_expert_data_parallel_rank() > 0:
-            return
-        routers = [
+    def models_built(self, models: list[Any]) -> None:
+        """Find the routers, but for those of multi-token prediction."""
+        self._routers = [
             module
             for model in models
             for name, module in model.named_modules()
             if isinstance(module, TopKRouter) and "mtp" not in name.split(".")
         ]
+
+    def before_step(self) -> None:
+        """Count, in every Nth step."""
+        # Only this group is asked in the end.
+        if self._iteration % self._interval or parallel_state.get_expert_data_parallel_rank() > 0:
+            return
         turn = self._iteration // self._interval - 1
-        for index, router in enumerate(routers):
+        for index, router in enumerate(self._routers):
             pick = None
-            if index == turn % len(routers):
+            if index == turn % len(self._routers):
                 # Each rank compares the rows of another expert.
                 rank = parallel_state.get_expert_tensor_and_model_parallel_group().rank()
-                pick = turn // len(routers) + rank
+                pick = turn // len(self._routers) + rank
             see = functools.partial(self._see, pick)
             # Other hooks of a router are called once for all chunks; this form sees each.
             self._handles.append(router.register_forward_hook(see, with_kwargs=True))

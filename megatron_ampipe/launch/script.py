@@ -259,14 +259,13 @@ class TrainingSession:
 
         made = set_up(*args, **kwargs)
         # Megatron-FSDP has a second wrapper inside the first.
-        models = [getattr(chunk, "module", chunk) for chunk in unwrap_model(made[0])]
-        kinds = {*map(type, models)}
+        kinds = {type(getattr(chunk, "module", chunk)) for chunk in unwrap_model(made[0])}
         is_changed = self.num_models > 0 and all(issubclass(kind, _models) for kind in kinds)
         if self.changes_layers and not is_changed:
             names = " and ".join(sorted(kind.__name__ for kind in kinds))
             rule = f"it trains a {names}, and only GPT and hybrid models can be pipelined"
             raise self.refused_script(rule)
-        self._hooks.models_built(models)
+        self._hooks.models_built(made[0])
         return made
 
     @property

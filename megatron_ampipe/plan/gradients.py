@@ -149,7 +149,7 @@ class ReducedPass:
     def __init__(
         self, predictor: Predictor, schedule: Schedule, lengths: Sequence[int], *, num_layers: int
     ) -> None:
-        self._predictor = predictor.changed(places_reductions=True)
+        self._block, self._cluster = predictor.block, predictor.cluster
         self._times: dict[Stage, float] = {}
         self._issue: dict[Stage, float] = {}
         lanes: dict[str, list[Stage]] = {}
@@ -200,8 +200,7 @@ class ReducedPass:
             {stage: tuple(others(stages)) for stage, stages in needs.items()},
         )
         # Reductions and all-to-alls share links if both leave the node, or both stay in it.
-        work, cluster = self._predictor.block, self._predictor.cluster
-        near = cluster.ranks_per_node
+        work, near = self._block, self._cluster.ranks_per_node
         if (work.expert * work.expert_tensor > near) == (work.replicas * work.tensor > near):
             return compiled
         own = [(lane, stages) for lane, stages in compiled.lanes if lane != OVERLAPPED]
@@ -226,7 +225,7 @@ class ReducedPass:
             times[stage] += others
         issue = [self._issue[stage] for stage in compiled.stages] if self._issue else None
         durations = [times[stage] for stage in compiled.stages]
-        _, end = run(TimedProgram(compiled, durations, issue, self._predictor.cluster.overlap))
+        _, end = run(TimedProgram(compiled, durations, issue, self._cluster.overlap))
         ends = zip(compiled.stages, end, strict=True)
         computed = max(time for stage, time in ends if not stage.kind.of_parameters)
         return computed + self._others_us, max(end) + self._others_us

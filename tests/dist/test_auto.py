@@ -165,4 +165,4 @@ def test_ranks_that_read_different_plans_all_stop() -> None:
     agreement = Agreement(Pipeline.of(4 if torch.distributed.get_rank() == 3 else 2))
     said = r"^rank 3 runs 'degree 4, schedule ampipe' and rank 0 'degree 2.* where every rank can read it"
     with pytest.raises(RunFailed, match=said):
-        agreement.before_step([])
+        agreement.before_step()
