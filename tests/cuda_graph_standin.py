@@ -20,11 +20,13 @@ from torch.utils._pytree import tree_map_only
 from megatron_ampipe.attention import backends
 from megatron_ampipe.runtime import graphs
 
-_READS = {
+READS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
-    "aten::_unique2", "aten::lift_fresh",
+    "aten::_unique2",
 }  # fmt: skip
-"""Operations for which the host waits for the device, or sends data that it has made."""
+"""Operations for which the host waits for the device."""
+_SENDS = {"aten::lift_fresh"}
+"""Operations with which the host sends data that it has made."""
 CAPTURED: list["RecordedGraph"] = []
 REPLAYS: list["RecordedGraph"] = []
 """Every replay so far."""
@@ -82,7 +84,7 @@ class RecordedGraph:
     def record(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation and keep it."""
         name, schema = operation._schema.name, operation._schema
-        assert name not in _READS, f"{name}: not permitted when a stream is capturing"
+        assert name not in READS | _SENDS, f"{name}: not permitted when a stream is capturing"
         assert not name.startswith("c10d::"), f"{name}: of another lane"
         # Attention has the tag because it can drop values, which is refused at start-up.
         draws = torch.Tag.nondeterministic_seeded in operation.tags and "scaled_dot_product" not in name

@@ -9,7 +9,7 @@ waits for the device. Streams order nothing, and no kernel of CUDA runs: ``tests
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_ampipe import compat
 from megatron_ampipe.launch.host.torch_calls import FACTORIES, TENSOR_FACTORIES
@@ -31,11 +32,6 @@ _MIX = ("aten::copy_", "aten::_to_copy", "aten::set_", "aten::fill_")
 """Operations whose operands may be in both places."""
 _INDEX = ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
 """Operations whose indices, their second argument, may be on the host."""
-_READS = {
-    "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
-    "aten::_unique2",
-}  # fmt: skip
-"""Operations for which the host waits for the device."""
 NO_GPU = compat.Gpu(capability=(0, 0), cudnn=0, deterministic=False)
 """What decides on kernels of attention: none of a GPU can be used."""
 
@@ -89,9 +85,7 @@ class Places(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = operation._schema.name
-        operands = list(_tensors((args[0], *args[2:]) if name in _INDEX else args))
-        if kwargs:
-            operands += _tensors(kwargs.values())
+        operands = _tensors(((args[0], *args[2:]) if name in _INDEX else args, kwargs))
         keys = [operand.untyped_storage()._cdata for operand in operands]
         places = [self._places.get(key, _CPU) for key in keys]
         on_device = any(place is _CUDA for place in places)
@@ -103,7 +97,7 @@ class Places(TorchDispatchMode):
             raise RuntimeError(f"{name}: operands on cuda and on the CPU")
         if name.startswith("c10d::") and name != "c10d::barrier" and not all(p is _CUDA for p in places):
             raise RuntimeError(f"{name}: NCCL has no collective for tensors of the CPU")
-        reads = name in _READS or (name in _INDEX and _has_mask(args[1]))
+        reads = name in cuda_graph_standin.READS or (name in _INDEX and _has_mask(args[1]))
         blocks = name == "aten::copy_" and on_host and not (args[2:] and args[2])
         if on_device and (reads or blocks):
             self.wait(name)
@@ -118,12 +112,8 @@ class Places(TorchDispatchMode):
         return result
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Iterable) and not isinstance(value, (str, torch.UntypedStorage)):
-        for one in value:
-            yield from _tensors(one)
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _is_cuda(device: Any) -> bool:

@@ -1,4 +1,5 @@
-"""A stand-in for the package ``deep_ep``: the documented interface of its buffers, over gloo, for tests.
+"""A stand-in for the package ``deep_ep``: the documented interface of its buffers, over gloo, for tests
+with the host platform.
 
 What DeepEP documents and callers rely on is checked: dtypes, contiguous tensors, fp32 weights, and that a
 handle is used by the buffer that made it.
@@ -9,20 +10,28 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
-def exchanged(tensor: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows for each rank to rows from each rank."""
-    output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-    dist.all_to_all_single(output, tensor.contiguous(), receive, send, group=group)
-    return output
+def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What every rank has, ``[P, ...]``."""
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.detach(), group=group)
+    return torch.stack(parts)
+
+
+@torch.no_grad()
+def returned(rows: Tensor, places: tuple[Tensor, ...], shape: Sequence[int], group: Any) -> Tensor:
+    """Rows added up at their places in what every rank has, ``shape``; the part of this rank."""
+    sums = rows.new_zeros(shape).index_put_(places, rows, accumulate=True)
+    dist.all_reduce(sums, group=group)
+    return sums[group.rank()]
 
 
 class Config:
@@ -88,61 +97,57 @@ class Buffer:
         assert x.is_contiguous() and x.dim() == 2
         if handle is not None:
             assert topk_idx is None and topk_weights is None, "a handle knows where tokens go"
-            buffer, rows, send, receive, _, count = handle
+            buffer, senders, rows, _, count = handle
             assert buffer is self
-            received = exchanged(x[rows], send, receive, self.group)
-            received = torch.cat([received, x.new_full((count - len(received), x.shape[1]), float("nan"))])
-            return received, None, None, None, None, EventOverlap()
+            received = gathered(x, self.group)[senders, rows]
+            return _padded(received, count, float("nan")), None, None, None, None, EventOverlap()
         assert topk_weights.dtype == torch.float32 and topk_weights.is_contiguous()
+        assert num_tokens_per_rank.equal(is_token_in_rank.sum(0).int())
         num_ranks, rank = self.group.size(), self.group.rank()
         local = len(num_tokens_per_expert) // num_ranks
-        rows = torch.cat([is_token_in_rank[:, peer].nonzero().flatten() for peer in range(num_ranks)])
-        counts = [torch.empty_like(num_tokens_per_rank) for _ in range(num_ranks)]
-        dist.all_gather(counts, num_tokens_per_rank, group=self.group)
-        send, receive = num_tokens_per_rank.tolist(), [int(one[rank]) for one in counts]
+        senders, rows = gathered(is_token_in_rank, self.group)[:, :, rank].nonzero().unbind(1)
         tokens, experts, weights = (
-            exchanged(y[rows], send, receive, self.group) for y in (x, topk_idx, topk_weights)
+            gathered(of_all, self.group)[senders, rows] for of_all in (x, topk_idx, topk_weights)
         )
-        own = (experts >= rank * local) & (experts < (rank + 1) * local)
-        experts = (experts - rank * local).masked_fill(~own, -1)
-        weights = weights.masked_fill(~own, 0.0)
+        experts = experts - rank * local
+        own = (experts >= 0) & (experts < local)
+        experts, weights = experts.masked_fill(~own, -1), weights.masked_fill(~own, 0.0)
         # Where one dispatch does not wait, another one could read its count.
         assert self._is_told in (None, num_worst_tokens > 0)
         self._is_told = num_worst_tokens > 0
         if self._is_told:
             # More rows are not written; fewer would be written beyond.
-            assert num_worst_tokens == max(1, sum(receive)) and num_ranks <= 8
-            per_expert, rest = [], num_worst_tokens - len(tokens)
-            tokens, weights = (
-                torch.cat([x, x.new_full((rest, x.shape[1]), float("nan"))]) for x in (tokens, weights)
-            )
-            experts = torch.cat([experts, experts.new_full((rest, experts.shape[1]), -1)])
+            assert num_worst_tokens == max(1, len(rows)) and num_ranks <= 8
+            per_expert = []
+            tokens, weights = (_padded(x, num_worst_tokens, float("nan")) for x in (tokens, weights))
+            experts = _padded(experts, num_worst_tokens, -1)
         else:
             per_expert = [int((experts == expert).sum()) for expert in range(local)]
-        handle = (self, rows, send, receive, is_token_in_rank, len(tokens))
+        handle = (self, senders, rows, len(x), len(tokens))
         return tokens, experts, weights, per_expert, handle, EventOverlap()
 
     def combine(
         self, x: Tensor, handle: Any, topk_weights: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        buffer, rows, send, receive, in_rank, count = handle
+        buffer, senders, rows, num_tokens, count = handle
         assert buffer is self and x.is_contiguous() and len(x) == count
-        found = []
-        for given in (x, topk_weights):
-            if given is None:
-                found.append(None)
-                continue
-            parts = exchanged(given[: sum(receive)], receive, send, self.group)
-            found.append(parts.new_zeros((len(in_rank), *parts.shape[1:])).index_add_(0, rows, parts))
-        return found[0], found[1], EventOverlap()
+
+        def sent_back(given: Tensor) -> Tensor:
+            shape = (self.group.size(), num_tokens, given.shape[1])
+            return returned(given[: len(rows)], (senders, rows), shape, self.group)
+
+        weights = None if topk_weights is None else sent_back(topk_weights)
+        return sent_back(x), weights, EventOverlap()
+
+
+def _padded(rows: Tensor, count: int, value: float) -> Tensor:
+    return torch.nn.functional.pad(rows, (0, 0, 0, count - len(rows)), value=value)
 
 
 class _Ways(NamedTuple):
     """Where the rows of one routing map go: the part of a handle that is no tensor."""
 
     buffer: HybridEPBuffer
-    send: list[int]
-    receive: list[int]
     num_permuted: int
     """With padding; or the budget."""
     num_written: int
@@ -201,19 +206,18 @@ class HybridEPBuffer:
         else:
             assert routing_map is None and probs is None, "a handle knows where tokens go"
             assert num_permuted_tokens == handle[-2].num_permuted, "a handle does not know how many arrive"
-        rows, experts, places, num_tokens, ways, _ = handle
+        senders, rows, experts, places, num_tokens, ways, _ = handle
         self._check(ways, pad_multiple, fuse_permute_dispatch)
         assert len(hidden) == num_tokens
-        fits = places < ways.num_permuted
-        received = [hidden[rows]]
+        received = [gathered(hidden, self.group)[senders, rows]]
         if probs is not None:
             assert probs.dtype == torch.float32 and probs.is_contiguous()
-            received.append(probs[rows, experts])
+            received.append(gathered(probs, self.group)[senders, rows, experts])
         outputs = []
         for sent in received:
             output = sent.new_zeros((ways.num_permuted, *sent.shape[1:]))
             output[ways.num_written :] = float("nan")
-            output[places[fits]] = exchanged(sent, ways.send, ways.receive, self.group)[fits]
+            output[places] = sent
             outputs.append(output)
         return outputs[0], outputs[1] if probs is not None else None, None, counts, handle
 
@@ -226,68 +230,40 @@ class HybridEPBuffer:
         pad_multiple: int | None = None,
         fuse_unpermute_combine: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        rows, experts, places, num_tokens, ways, _ = handle
+        senders, rows, experts, places, num_tokens, ways, _ = handle
         self._check(ways, pad_multiple, fuse_unpermute_combine)
         assert hidden.is_contiguous() and len(hidden) == ways.num_permuted
-        fits = places < ways.num_permuted
-
-        def sent_back(given: Tensor) -> Tensor:
-            found = given.new_zeros((len(places), *given.shape[1:]))
-            found[fits] = given[places[fits]]
-            return exchanged(found, ways.receive, ways.send, self.group)
-
-        back = sent_back(hidden)
-        combined = back.new_zeros((num_tokens, hidden.shape[1])).index_add_(0, rows, back)
+        of_all = (self.group.size(), num_tokens)
+        combined = returned(hidden[places], (senders, rows), (*of_all, hidden.shape[1]), self.group)
         if probs is None:
             return combined, None
         assert probs.dtype == torch.float32 and probs.is_contiguous() and probs.shape == hidden.shape[:1]
         num_experts = len(self._counts) * self.group.size()
-        of_probs = probs.new_zeros((num_tokens, num_experts))
-        of_probs[rows, experts] = sent_back(probs)
-        return combined, of_probs
+        return combined, returned(probs[places], (senders, rows, experts), (*of_all, num_experts), self.group)
 
     def _preprocess(
         self, routing_map: Tensor, num_local: int, options: tuple[int | None, bool], budget: int | None
     ) -> tuple[tuple[Any, ...], Tensor]:
         """The handle, and how many rows each local expert gets, with padding and within the budget."""
-        size, rank = self.group.size(), self.group.rank()
-        everywhere = [torch.empty_like(routing_map) for _ in range(size)]
-        dist.all_gather(everywhere, routing_map, group=self.group)
-        # By peer, local expert of that peer, and token, in this order.
-        sent = routing_map.unflatten(1, (size, num_local)).permute(1, 2, 0)
-        # By peer, local expert of this rank, and token.
-        first = rank * num_local
-        received = torch.stack(everywhere)[:, :, first : first + num_local].permute(0, 2, 1)
-        peers, experts, rows = sent.nonzero().unbind(1)
-        counts = received.sum((0, 2))
-        multiple = options[0] or 1
+        first = self.group.rank() * num_local
+        own = gathered(routing_map, self.group)[:, :, first : first + num_local]
+        experts, senders, rows = own.permute(2, 0, 1).nonzero().unbind(1)
+        counts, multiple = own.sum((0, 1)), options[0] or 1
         padded = (counts + multiple - 1) // multiple * multiple
-        of_experts = received.nonzero()[:, 1]
-        order = of_experts.argsort(stable=True)
-        places = torch.empty_like(order)
         gaps = (padded - counts).cumsum(0) - (padded - counts)
-        places[order] = torch.arange(len(order)) + gaps[of_experts[order]]
+        places = torch.arange(len(rows)) + gaps[experts]
         self._counts = self._counts if len(self._counts) == num_local else torch.empty_like(padded)
         num_rows = int(padded.sum())
         most = num_rows if budget is None else budget
         ends = padded.cumsum(0).clamp_max(most)
         self._counts.copy_(ends.diff(prepend=ends.new_zeros(1)))
-        ways = _Ways(
-            self, sent.sum((1, 2)).tolist(), received.sum((1, 2)).tolist(), most, min(num_rows, most), options
-        )
-        overflow = torch.tensor([int(num_rows > most)])
-        return (rows, peers * num_local + experts, places, len(routing_map), ways, overflow), self._counts
+        fits = places < most
+        where = [x[fits] for x in (senders, rows, first + experts, places)]
+        ways = _Ways(self, most, min(num_rows, most), options)
+        return (*where, len(routing_map), ways, torch.tensor([int(num_rows > most)])), self._counts
 
     def _check(self, ways: _Ways, *options: Any) -> None:
         assert ways.buffer is self and ways.options == options
-
-
-class _OnTheHost(TorchFunctionMode):
-    """Tensors that are asked for on a GPU are made on the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return func(*args, **kwargs | ({"device": "cpu"} if str(kwargs.get("device")) == "cuda" else {}))
 
 
 def install() -> None:
@@ -303,15 +279,3 @@ def install() -> None:
     dispatch = ("fused_dispatch", "fused_combine", "set_deepep_num_sms")
     for name in (*dispatch, "hybrid_ep_dispatch", "hybrid_ep_combine"):
         setattr(token_dispatcher, name, getattr(fused_a2a, name))
-    make_on_the_host(token_dispatcher._HybridEPManager)
-
-
-def make_on_the_host(made: type) -> None:
-    """Let the class make its tensors on the CPU where it asks for a GPU."""
-    make = made.__init__
-
-    def make_it(*args: Any, **kwargs: Any) -> None:
-        with _OnTheHost():
-            make(*args, **kwargs)
-
-    made.__init__ = make_it

@@ -9,7 +9,6 @@ import ast
 import functools
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -95,6 +94,9 @@ MIRRORED = {
 
 The list that no source says. A change in one of them may mean that the same has to change in AMPipe.
 """
+
+IMPORTED = {"training.pretrain": "training.training.pretrain"}
+"""Those that a package imports, and where they are defined."""
 
 
 @dataclass(slots=True)
@@ -218,28 +220,14 @@ def _refused(value: Any, name: str) -> set[str]:
 
 def _hash(name: str, methods: list[str]) -> str:
     """Of a function or class in the file that defines it: the host platform replaces some of them."""
-    module, attribute = _definition(name)
-    tree = ast.parse(Path(inspect.getfile(module)).read_text())
+    owner, _, attribute = IMPORTED.get(name, name).rpartition(".")
+    tree = ast.parse(inspect.getsource(importlib.import_module(f"megatron.{owner}")))
     (node,) = [each for each in tree.body if getattr(each, "name", None) == attribute][-1:]
     nodes: list[ast.AST] = [node]
     if methods:
         nodes = [each for each in ast.iter_child_nodes(node) if getattr(each, "name", None) in methods]
     text = "\n".join(ast.unparse(_without_docstrings(each)) for each in nodes)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _definition(name: str) -> tuple[Any, str]:
-    """The module whose file defines a function or class, and its name there."""
-    owner, _, attribute = name.rpartition(".")
-    module = importlib.import_module(f"megatron.{owner}")
-    for each in ast.walk(ast.parse(inspect.getsource(module))):
-        if isinstance(each, ast.ImportFrom) and any(
-            (one.asname or one.name) == attribute for one in each.names
-        ):
-            package = module.__name__ if hasattr(module, "__path__") else module.__package__
-            origin = importlib.util.resolve_name("." * each.level + (each.module or ""), package)
-            return importlib.import_module(origin), attribute
-    return module, attribute
 
 
 def _without_docstrings(node: ast.AST) -> ast.AST:

@@ -12,76 +12,53 @@
 ``launch.refusals.REFUSALS``, or those that do nothing without a flag that has one.
 """
 
-_MODULE = "reading: modules that a stage calls read it"
-_LIBRARY = "reading: a number for the library of the flex dispatcher, which Megatron's own code gives to it"
-_AFTER = "outside: what Megatron does with a checkpoint"
-_INFERENCE = "outside: inference runs Megatron's layers"
-_TRACE = "reading: Megatron traces routers by hooks, which a block calls once (parity cases of replay)"
-
-SAME = {
-    "--num-experts": "tests/dist/blocks.py: num_moe_experts",
-    "--moe-layer-freq": "tests/megatron/trainings.py: --moe-layer-freq",
-    "--moe-use-upcycling": _AFTER,
-    "--moe-upcycling-granularity": _AFTER,
-    "--moe-router-load-balancing-type": "parity",
-    "--moe-aux-loss-coeff": "parity",
-    "--expert-model-parallel-size": "parity",
-    "--expert-tensor-parallel-size": "parity",
-    "--use-transformer-engine-op-fuser": _MODULE,
-    "--moe-shared-expert-intermediate-size": "parity",
-    "--moe-shared-expert-gate": "parity",
-    "--use-grouped-gemm-for-shared-expert": _MODULE,
-    "--moe-shared-expert-glu-interleave-size": _MODULE,
-    "--moe-ffn-hidden-size": "tests/dist/test_memory.py: moe_ffn_hidden_size",
-    "--moe-router-topk": "parity",
-    "--moe-enable-routing-replay": "tests/dist/blocks.py: moe_enable_routing_replay",
-    "--moe-router-num-groups": "parity",
-    "--moe-router-group-topk": "parity",
-    "--moe-router-pre-softmax": "tests/dist/blocks.py: moe_router_pre_softmax",
-    "--moe-router-topk-scaling-factor": "parity",
-    "--moe-router-score-function": "parity",
-    "--moe-router-dtype": "parity",
-    "--moe-router-enable-expert-bias": "parity",
-    "--moe-router-bias-update-rate": "outside: Megatron updates the bias after a step",
-    "--moe-router-quantile-balancing-ema": _MODULE,
-    "--moe-router-force-load-balancing": "tests/megatron/test_training.py: --moe-router-force-load-balancing",
-    "--moe-grouped-gemm": _MODULE,
-    "--moe-single-grouped-weight": _MODULE,
-    "--moe-single-grouped-bias": _MODULE,
-    "--moe-z-loss-coeff": "parity",
-    "--moe-input-jitter-eps": "tests/dist/test_random.py: moe_input_jitter_eps",
-    "--moe-token-dispatcher-type": "parity",
-    "--moe-enable-deepep": "becomes --moe-flex-dispatcher-backend",
-    "--moe-flex-dispatcher-backend": "parity",
-    "--moe-permute-fusion-into-hybridep": "parity",
-    "--moe-per-layer-logging": "outside: Megatron prints what routers have logged",
-    "--moe-expert-capacity-factor": "parity",
-    "--moe-pad-expert-input-to-capacity": "parity",
-    "--moe-expert-rank-capacity-factor": "tests/dist/test_flex_budget.py: moe_expert_rank_capacity_factor",
-    "--moe-pad-experts-for-cuda-graph-inference": _INFERENCE,
-    "--moe-token-drop-policy": "parity",
-    "--moe-layer-recompute": "becomes --recompute-modules",
-    "--moe-permute-fusion": "parity",
-    "--moe-router-fusion": "parity",
-    "--moe-apply-probs-on-input": _MODULE,
-    "--moe-latent-size": "parity",
-    "--moe-flex-dispatcher-num-sms": _LIBRARY,
-    "--moe-deepep-num-sms": _LIBRARY,
-    "--moe-hybridep-num-sms": _LIBRARY,
-    "--moe-hybridep-num-blocks-permute": _LIBRARY,
-    "--moe-hybridep-num-blocks-unpermute": _LIBRARY,
-    "--moe-hybridep-num-sms-preprocessing": _LIBRARY,
-    "--moe-mlp-glu-interleave-size": _MODULE,
-    "--inference-moe-disable-fused-quant-kernels": _INFERENCE,
-    "--inference-moe-token-dispatcher-type": _INFERENCE,
-    "--rl-inference-expert-model-parallel-size": _INFERENCE,
-    "--rl-inference-expert-tensor-model-parallel-size": _INFERENCE,
-    "--moe-routing-trace-path": _TRACE,
-    "--moe-routing-trace-max-training-iters": _TRACE,
-    "--moe-routing-trace-capture-logits": _TRACE,
-    "--moe-routing-trace-capture-hidden-states": _TRACE,
-    "--moe-routing-trace-dump-weights": _TRACE,
+_FLAGS = {
+    "parity": (
+        "--moe-router-load-balancing-type --moe-aux-loss-coeff --expert-model-parallel-size "
+        "--expert-tensor-parallel-size --moe-shared-expert-intermediate-size --moe-shared-expert-gate "
+        "--moe-router-topk --moe-router-num-groups --moe-router-group-topk "
+        "--moe-router-topk-scaling-factor --moe-router-score-function --moe-router-dtype "
+        "--moe-router-enable-expert-bias --moe-z-loss-coeff --moe-token-dispatcher-type "
+        "--moe-flex-dispatcher-backend --moe-permute-fusion-into-hybridep --moe-expert-capacity-factor "
+        "--moe-pad-expert-input-to-capacity --moe-token-drop-policy --moe-permute-fusion "
+        "--moe-router-fusion --moe-latent-size"
+    ),
+    "tests/dist/blocks.py: num_moe_experts": "--num-experts",
+    "tests/megatron/trainings.py: --moe-layer-freq": "--moe-layer-freq",
+    "tests/dist/test_memory.py: moe_ffn_hidden_size": "--moe-ffn-hidden-size",
+    "tests/dist/blocks.py: moe_enable_routing_replay": "--moe-enable-routing-replay",
+    "tests/dist/blocks.py: moe_router_pre_softmax": "--moe-router-pre-softmax",
+    "tests/megatron/test_training.py: --moe-router-force-load-balancing": "--moe-router-force-load-balancing",
+    "tests/dist/test_random.py: moe_input_jitter_eps": "--moe-input-jitter-eps",
+    "tests/dist/test_flex_budget.py: moe_expert_rank_capacity_factor": "--moe-expert-rank-capacity-factor",
+    "becomes --moe-flex-dispatcher-backend": "--moe-enable-deepep",
+    "becomes --recompute-modules": "--moe-layer-recompute",
+    "outside: what Megatron does with a checkpoint": "--moe-use-upcycling --moe-upcycling-granularity",
+    "outside: Megatron updates the bias after a step": "--moe-router-bias-update-rate",
+    "outside: Megatron prints what routers have logged": "--moe-per-layer-logging",
+    "outside: inference runs Megatron's layers": (
+        "--moe-pad-experts-for-cuda-graph-inference --inference-moe-disable-fused-quant-kernels "
+        "--inference-moe-token-dispatcher-type --rl-inference-expert-model-parallel-size "
+        "--rl-inference-expert-tensor-model-parallel-size"
+    ),
+    "reading: modules that a stage calls read it": (
+        "--use-transformer-engine-op-fuser --use-grouped-gemm-for-shared-expert "
+        "--moe-shared-expert-glu-interleave-size --moe-router-quantile-balancing-ema --moe-grouped-gemm "
+        "--moe-single-grouped-weight --moe-single-grouped-bias --moe-apply-probs-on-input "
+        "--moe-mlp-glu-interleave-size"
+    ),
+    "reading: a number for the library of the flex dispatcher, which Megatron's own code gives to it": (
+        "--moe-flex-dispatcher-num-sms --moe-deepep-num-sms --moe-hybridep-num-sms "
+        "--moe-hybridep-num-blocks-permute --moe-hybridep-num-blocks-unpermute "
+        "--moe-hybridep-num-sms-preprocessing"
+    ),
+    "reading: Megatron traces routers by hooks, which a block calls once (parity cases of replay)": (
+        "--moe-routing-trace-path --moe-routing-trace-max-training-iters "
+        "--moe-routing-trace-capture-logits --moe-routing-trace-capture-hidden-states "
+        "--moe-routing-trace-dump-weights"
+    ),
 }
+SAME = {flag: means for means, flags in _FLAGS.items() for flag in flags.split()}
 PUT_ASIDE = {
     "--overlap-moe-expert-parallel-comm",
     "--overlap-dispatch-backward-with-experts-wgrad",

@@ -3,7 +3,7 @@
 ``python -m tests.planner`` rewrites the part of the page between markers; a test checks that it is current.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,20 @@ NODES = ("dgx-h100", "aws-p5-efa", "h100-roce-400g", "h100-ethernet-100g")
 """That of the second, on 32 ranks."""
 
 
-def stacks() -> Iterator[str]:
-    """Models on clusters, block by block, with all layers as one schedule, and with partners."""
-    clusters = {name: read_cluster(find_cluster(name)) for name in CLUSTERS}
+def table(
+    models: Sequence[str], clusters: Sequence[str], cell: Callable[[ModelFile, Cluster], str]
+) -> Iterator[str]:
+    """Models on clusters."""
     yield f"| model | {' | '.join(clusters)} |"
     yield "|---" * (1 + len(clusters)) + "|"
-    for name in MODELS:
+    of_names = [read_cluster(find_cluster(name)) for name in clusters]
+    for name in models:
         model = read_model(find_model(name))
-        yield f"| {name} | {' | '.join(_cell(model, cluster) for cluster in clusters.values())} |"
+        yield f"| {name} | {' | '.join(cell(model, cluster) for cluster in of_names)} |"
 
 
-def _cell(model: ModelFile, cluster: Cluster) -> str:
+def stacks(model: ModelFile, cluster: Cluster) -> str:
+    """Block by block, with all layers as one schedule, and with partners."""
     block, _ = block_of(model, cluster)
     layers = layers_of(model)
     predictor = Predictor(block, cluster, num_layers=layers.num_layers, dense=layers.dense)
@@ -57,18 +60,8 @@ def _cell(model: ModelFile, cluster: Cluster) -> str:
     return ", ".join(cells)
 
 
-def dispatchers() -> Iterator[str]:
+def dispatchers(model: ModelFile, cluster: Cluster) -> str:
     """Speed over Megatron's all-to-all: Megatron's with DeepEP, AMPipe's exchanges, DeepEP and HybridEP."""
-    clusters = {name: read_cluster(find_cluster(name)) for name in NODES}
-    yield f"| model | {' | '.join(clusters)} |"
-    yield "|---" * (1 + len(clusters)) + "|"
-    for name in OVER_NODES:
-        model = read_model(find_model(name))
-        cells = (_dispatchers(model, cluster) for cluster in clusters.values())
-        yield f"| {name} | {' | '.join(cells)} |"
-
-
-def _dispatchers(model: ModelFile, cluster: Cluster) -> str:
     block, _ = block_of(model, cluster, ranks=32)
     layers = layers_of(model)
     predictor = Predictor(block, cluster, num_layers=layers.num_layers, dense=layers.dense)
@@ -89,7 +82,8 @@ def page() -> str:
     head, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, end, tail = rest.partition(END)
     assert end, f"the page has no {BEGIN}"
-    tables = "\n".join([*stacks(), "", BETWEEN, "", *dispatchers()])
+    first, second = table(MODELS, CLUSTERS, stacks), table(OVER_NODES, NODES, dispatchers)
+    tables = "\n".join([*first, "", BETWEEN, "", *second])
     return f"{head}{begin}\n\n{tables}\n\n{end}{tail}"
 
 

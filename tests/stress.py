@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_leaves
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import SequentialExecutor
 from megatron_ampipe.schedule import Partner
-from megatron_ampipe.tools.measuring.emulation import Emulation, mirror
+from megatron_ampipe.tools.measuring.emulation import Emulation, _InTurn, mirror
 from tests.dist.cases import LARGE, MOE_AGAIN, Case
+from tests.dist.worker import start_alone
 
 RANKS = 4
 
@@ -80,23 +81,11 @@ def start_ranks() -> Iterator[None]:
     """A process group of :data:`RANKS` ranks, all emulated except this one."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import mappings
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     before = dist.all_gather_into_tensor, mappings.dist_all_gather_func
-    emulation = Emulation()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    start_alone(RANKS, expert_model_parallel_size=RANKS)
     try:
-        parallel_state.initialize_model_parallel(
-            expert_model_parallel_size=RANKS, create_gloo_process_groups=False
-        )
-        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-
-        def gather_counts(output: Tensor, input: Tensor, **options: Any) -> Any:
-            emulation.num_experts = _num_experts
-            return emulation.gather_counts(output, input, **options)
-
-        dist.all_gather_into_tensor = mappings.dist_all_gather_func = gather_counts
+        dist.all_gather_into_tensor = mappings.dist_all_gather_func = _emulation.gather_counts
         yield
     finally:
         dist.all_gather_into_tensor, mappings.dist_all_gather_func = before
@@ -104,7 +93,7 @@ def start_ranks() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-_num_experts = 0
+_emulation = Emulation()
 
 
 def differences_under(
@@ -131,10 +120,9 @@ def differences_under(
     from tests.dist.blocks import build_layers, differences, run
     from tests.dist.micro_batches import step
 
-    global _num_experts
     model = case.model | {"hidden_size": setup.hidden, "ffn_hidden_size": setup.ffn}
     case = dataclasses.replace(case, sequence_length=setup.sequence_length, model=model)
-    _num_experts = model["num_moe_experts"]
+    _emulation.num_experts = model["num_moe_experts"]
     plain = build_layers(dataclasses.replace(case, schedule="sequential"), executor=SequentialExecutor())
     one_pass = functools.partial(run, case=case, rank=0, device=setup.device)
     of_plain, under_stress = one_pass, one_pass
@@ -283,10 +271,10 @@ def mirrored(
         input_split_sizes: Sequence[int] | None = None,
         group: Any = None,
         async_op: bool = False,
-    ) -> _Travelling | None:
+    ) -> _InTurn | None:
         before(output, input)
         splits = output_split_sizes, input_split_sizes
-        handle = _Travelling(travel, lambda: mirror(output, input, *splits, group=group))
+        handle = _InTurn((travel, lambda: mirror(output, input, *splits, group=group)))
         if async_op:
             return handle
         handle.wait()
@@ -297,19 +285,6 @@ def mirrored(
         yield
     finally:
         dist.all_to_all_single = original
-
-
-class _Travelling:
-    """The handle of an exchange, which is delayed at the first wait and complete after it."""
-
-    def __init__(self, *works: Callable[[], object]) -> None:
-        self._works = works
-
-    def wait(self) -> bool:
-        works, self._works = self._works, ()
-        for work in works:
-            work()
-        return True
 
 
 class _Allocations(TorchDispatchMode):

@@ -87,6 +87,21 @@ def weight_gradient(engine: Engine, weight: Any, first: bool, rows: Tensor, grad
     return total.copy_(found) if first else total.add_(found)
 
 
+class Numbers:
+    """What the products of one call of a layer read: here, the numbers as they are.
+
+    Attributes:
+        along_rows, along_columns: The weight ``[N, K]`` for products over its columns, and over its rows.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.along_rows, self.along_columns = weight, weight
+
+    def operand(self, numbers: Tensor, dim: int) -> Tensor:
+        """Of a product that sums over a dimension: -1 with the weight, 0 for the gradient of the weight."""
+        return numbers
+
+
 class Linear(Engine):
     """``TEColumnParallelLinear``, ``TERowParallelLinear`` and ``TELayerNormColumnParallelLinear``.
 
@@ -108,6 +123,9 @@ class Linear(Engine):
         self.scatters = parallel and isinstance(linear, RowParallelLinear)
         self.tp_group = linear.tp_group
 
+    def numbers(self) -> Numbers:
+        return Numbers(self.weight)
+
     def forward(self, rows: Tensor) -> tuple[Tensor, Any]:
         if hasattr(self, "layer_norm_weight"):
             weight, bias, width = self.layer_norm_weight, self.layer_norm_bias, rows.shape[-1:]
@@ -118,43 +136,42 @@ class Linear(Engine):
             )
         bias = self.bias if self.use_bias else None
         applied = bias if self.applies_bias else None
-        output = _Linear.apply(rows, self.weight, applied, self, self.wgrad_store, self.is_first_microbatch)
+        options = self, self.wgrad_store, self.is_first_microbatch, self.numbers()
+        output = _Linear.apply(rows, self.weight, applied, options)
         return self.result(output, bias)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, store: Any, first: bool
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.linear, ctx.store, ctx.first, ctx.has_bias = linear, store, first, bias is not None
-        ctx.trained = weight.requires_grad
+        ctx.linear, ctx.store, ctx.first, ctx.numbers = options
+        ctx.has_bias, ctx.trained, linear = bias is not None, weight.requires_grad, ctx.linear
         given = _gather_along_first_dim(rows, linear.tp_group) if linear.gathers else rows
-        output = F.linear(given, weight, bias)
+        output = F.linear(ctx.numbers.operand(given, -1), ctx.numbers.along_rows, bias)
         return _reduce_scatter_along_first_dim(output, linear.tp_group) if linear.scatters else output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (rows, _), linear = ctx.saved_tensors, ctx.linear
-        weight = linear.weight
+        (rows, _), linear, numbers = ctx.saved_tensors, ctx.linear, ctx.numbers
         if linear.scatters:
             gradient = _gather_along_first_dim(gradient.contiguous(), linear.tp_group)
-        of_rows = gradient @ weight
+        of_rows = numbers.operand(gradient, -1) @ numbers.along_columns
         if linear.gathers:
             rows = _gather_along_first_dim(rows, linear.tp_group)
             of_rows = _reduce_scatter_along_first_dim(of_rows.contiguous(), linear.tp_group)
         if not ctx.trained:
-            return of_rows, None, gradient.flatten(0, -2).sum(0) if ctx.has_bias else None, None, None, None
-        of_weight = functools.partial(weight_gradient, linear, weight, ctx.first)
+            return of_rows, None, gradient.flatten(0, -2).sum(0) if ctx.has_bias else None, None
+        of_weight = functools.partial(weight_gradient, linear, linear.weight, ctx.first)
         has_bias = ctx.has_bias
 
         def product(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
             return of_weight(inputs, outputs), outputs.sum(0) if has_bias else None
 
-        found = linear.run_product(ctx, product, [rows.flatten(0, -2), gradient.flatten(0, -2)])
+        operands = [numbers.operand(tensor.flatten(0, -2), 0) for tensor in (rows, gradient)]
+        found = linear.run_product(ctx, product, operands)
         now, of_bias = (None, None) if found is None else found
-        return of_rows, linear.for_autograd(weight, now), of_bias, None, None, None
+        return of_rows, linear.for_autograd(linear.weight, now), of_bias, None
 
 
 class GroupedLinear(Engine):

@@ -1,17 +1,15 @@
 """Stand-ins for Transformer Engine's kernels of ``--moe-permute-fusion`` and ``--moe-router-fusion``.
 
-For tests on a CPU. They have the interface of ``transformer_engine.pytorch.permutation`` with a mask as map,
-its assertions, and its results for empty tensors, and that of ``transformer_engine.pytorch.router``; the rest
-is Megatron's own code. Rows that a kernel allocates and does not write are NaN, and the gradients of such
-rows are not read.
+For tests with the host platform. They have the interface of ``transformer_engine.pytorch.permutation`` with a
+mask as map, its assertions, and its results for empty tensors, and that of
+``transformer_engine.pytorch.router``; the rest is Megatron's own code. Rows that a kernel allocates and does
+not write are NaN, and the gradients of such rows are not read.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from tests.deep_ep_standin import make_on_the_host
 
 
 def moe_permute_with_probs(
@@ -94,7 +92,6 @@ def moe_aux_loss(coeff: float, **options: Any) -> Tensor:
 def install() -> None:
     """Make the stand-ins what Megatron has found of Transformer Engine."""
     from megatron.core.transformer.moe import moe_utils
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     moe_utils.HAVE_TE = True
     moe_utils.fused_permute = moe_permute
@@ -105,4 +102,3 @@ def install() -> None:
     moe_utils.fused_topk_with_score_function = topk_with_score_function
     moe_utils.fused_compute_score_for_moe_aux_loss = compute_score_for_moe_aux_loss
     moe_utils.fused_moe_aux_loss = moe_aux_loss
-    make_on_the_host(MoEAlltoAllTokenDispatcher)

@@ -70,7 +70,7 @@ def work(folder: Path, rank: int, ranks: int, namespace: int) -> None:
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": network.INTERFACE, "AMPIPE_TEST_RENDEZVOUS": str(folder / "rendezvous"),
-        "AMPIPE_TEST_REPORT": str(folder / f"rank{rank}.json"),
+        "AMPIPE_TEST_REPORT": str(folder),
     }  # fmt: skip
 
     from tests.dist.cases import LARGE, TP, Case

@@ -38,7 +38,8 @@ def start_alone(world_size: int, **sizes: int) -> None:
     """Be rank 0 of ranks that do not exist; ``sizes`` as for :func:`use_groups`."""
     from megatron_ampipe.launch import host
 
-    host.install()
+    if not host.gpu_available():
+        host.install()
     import torch
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -106,4 +107,5 @@ def empty_is_nan() -> Iterator[None]:
 
 def report(result: Any) -> None:
     """Pass this rank's result to the test."""
-    Path(os.environ["AMPIPE_TEST_REPORT"]).write_text(json.dumps(result))
+    path = Path(os.environ["AMPIPE_TEST_REPORT"], f"rank{os.environ['RANK']}.json")
+    path.write_text(json.dumps(result))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import REPOSITORY, run_ranks, variables_of
+from tests.forked import REPOSITORY, completed, run_ranks, variables_of
 
 MODULE = "megatron_ampipe.pretrain_gpt"
 SEVERAL = "tests.megatron.runs_worker"
@@ -63,6 +63,12 @@ class Run:
     validation_loss: list[float] = field(default_factory=list)
 
     @property
+    def logged(self) -> tuple[list[int], dict[str, list[float]], list[float]]:
+        """All values of all iterations, of which there are some."""
+        assert self.iterations, self.output[-4000:]
+        return self.iterations, self.losses, self.grad_norm
+
+    @property
     def lm_loss(self) -> list[float]:
         """The loss of the language model."""
         return self.losses.get("lm loss", [])
@@ -72,10 +78,9 @@ class Run:
         """The loss of the type aux_loss."""
         return self.losses.get("load_balancing_loss", [])
 
-    @property
-    def table(self) -> str:
-        """The output in one line, so that wrapped cells of the start-up table can be matched."""
-        return unfolded(self.output)
+    def says(self, text: str) -> bool:
+        """Whether a text is in the output, also in a wrapped cell of the start-up table."""
+        return squeezed(text) in squeezed(self.output)
 
     @property
     def error(self) -> str:
@@ -85,9 +90,9 @@ class Run:
         return lines[0]
 
 
-def unfolded(output: str) -> str:
-    """``output`` in one line, without the borders of tables."""
-    return re.sub(r"[│\s]+", " ", output)
+def squeezed(output: str) -> str:
+    """``output`` without white space and borders of tables."""
+    return re.sub(r"[│\s]+", "", output)
 
 
 def environment() -> dict[str, str]:
@@ -125,43 +130,33 @@ def torchrun_command(*arguments: str, num_ranks: int = 2) -> list[str]:
     ]  # fmt: skip
 
 
-def execute(command: list[str], *, timeout_s: float = 240) -> Run:
-    """Run ``command`` to its end and parse its log."""
-    done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-    )
-    return parse(done.returncode, done.stdout)
+def execute(command: list[str], *, env: Mapping[str, str] | None = None, timeout_s: float = 240) -> Run:
+    """Run ``command`` to its end and parse its log; ``env`` is added to the environment."""
+    done = completed(*command, env=environment() | dict(env or {}), code=None, timeout_s=timeout_s)
+    return parse(done.returncode, done.stdout + done.stderr)
 
 
-def launch(*arguments: str, num_ranks: int = 2, timeout_s: float = 240) -> Run:
-    """Launch GPT pretraining under torchrun, as a user does; the arguments are its complete command line."""
-    command = torchrun_command("-m", MODULE, *arguments, num_ranks=num_ranks)
-    return execute(command, timeout_s=timeout_s)
+def pretrain(*arguments: str, num_ranks: int = 2, timeout_s: float = 240) -> Run:
+    """GPT pretraining without torchrun, from a process that has Megatron imported; output is in rank order.
 
-
-def pretrain(*arguments: str, num_ranks: int = 2, timeout_s: float = 240, module: str = MODULE) -> Run:
-    """The same without torchrun, from a process that has Megatron imported; the output is ordered by rank."""
-    code, logs = _run_forked(module, arguments, num_ranks=num_ranks, timeout_s=timeout_s)
+    The arguments are its complete command line.
+    """
+    code, logs = _run_forked(MODULE, arguments, num_ranks=num_ranks, timeout_s=timeout_s)
     return parse(code, "".join(logs))
 
 
 def runs_of(
-    lines: Mapping[str, Sequence[str]], *, num_ranks: int = 2, timeout_s: float = 800
+    lines: Mapping[str, Sequence[str]], *, num_ranks: int = 2, stand_ins: str = "", timeout_s: float = 800
 ) -> dict[str, Run]:
     """Runs of :func:`pretrain` on the same ranks, one after another; all must succeed.
 
     Args:
         lines: The command line of each, by name.
         num_ranks: Number of ranks of every run.
+        stand_ins: A name of :mod:`.stand_ins`; empty for none.
         timeout_s: Timeout of all runs together.
     """
-    arguments = [json.dumps([[name, list(words)] for name, words in lines.items()])]
+    arguments = [json.dumps([[name, list(words)] for name, words in lines.items()]), stand_ins]
     code, logs = _run_forked(SEVERAL, arguments, num_ranks=num_ranks, timeout_s=timeout_s)
     outputs: dict[str, str] = {}
     for log in logs:
@@ -179,9 +174,8 @@ def _run_forked(
     module: str, arguments: Sequence[str], *, num_ranks: int, timeout_s: float
 ) -> tuple[int, list[str]]:
     """The exit code of the first rank that failed, and what each rank printed."""
-    common = environment() | meeting_place()
-    environments = [common | variables_of(rank, num_ranks) for rank in range(num_ranks)]
-    codes, logs = run_ranks(module, arguments, environments=environments, timeout_s=timeout_s)
+    env = environment() | meeting_place()
+    codes, logs = run_ranks(module, arguments, num_ranks=num_ranks, env=env, timeout_s=timeout_s)
     assert None not in codes, f"not done in {timeout_s} s\n{''.join(logs)[-6000:]}"
     return next(filter(None, codes), 0), logs
 
@@ -217,10 +211,9 @@ def started(*arguments: str, logs: Sequence[Path], until: str) -> Iterator[list[
             process.wait()
 
 
-def train(*arguments: str, num_ranks: int = 2, timeout_s: float = 240, module: str = MODULE) -> Run:
+def train(*arguments: str, num_ranks: int = 2, timeout_s: float = 240) -> Run:
     """Train the tiny GPT-MoE model on mock data; fails the test if the training fails."""
-    words = [*TINY_GPT, *TINY_MOE, *MOCK_DATA, *arguments]
-    run = pretrain(*words, num_ranks=num_ranks, timeout_s=timeout_s, module=module)
+    run = pretrain(*TINY_GPT, *TINY_MOE, *MOCK_DATA, *arguments, num_ranks=num_ranks, timeout_s=timeout_s)
     assert run.exit_code == 0, run.output[-6000:]
     return run
 

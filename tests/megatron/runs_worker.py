@@ -1,7 +1,8 @@
 """Several training runs, one after another, on the same ranks; Megatron's globals are reset in between.
 
-Each runs the complete entry point, or the launcher if its first word is a script. The first argument lists
-the runs as JSON: names, each with its command line. Used by :func:`tests.megatron.launcher.runs_of`.
+Each runs the complete entry point, or the launcher if its first word is a script. The arguments are the runs
+as JSON (names, each with its command line) and the name of stand-ins, as
+:func:`tests.megatron.launcher.runs_of` gives them.
 """
 
 import json
@@ -9,6 +10,7 @@ import sys
 
 from megatron_ampipe.launch import pretrain, script
 from tests.megatron.launcher import BEGINS
+from tests.megatron.stand_ins import STAND_INS
 
 
 def main() -> int:
@@ -25,9 +27,12 @@ def main() -> int:
     # Otherwise each training shuffles millions of sequences, of which it reads a dozen.
     MockGPTLowLevelDataset.size = 1000
     stock = replaced()
-    for name, words in json.loads(sys.argv[1]):
+    # A training replaces sys.argv.
+    lines, stand_ins = sys.argv[1:]
+    for name, words in json.loads(lines):
         print(f"\n{BEGINS}{name}", flush=True)
-        code = (script if words[0].endswith(".py") else pretrain).main(words)
+        with STAND_INS[stand_ins]():
+            code = (script if words[0].endswith(".py") else pretrain).main(words)
         if code != 0:
             return code
         assert replaced() == stock, "given back to Megatron"

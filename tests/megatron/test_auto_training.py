@@ -11,7 +11,7 @@ from megatron_ampipe.cli import main
 from megatron_ampipe.plan.cluster import write_cluster
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.tools.measuring.cluster_fit import assemble
-from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, launch, train
+from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, pretrain, train
 from tests.unit.test_profile import CASE, report_of_truth
 
 EXACT = shlex.split("--attention-dropout 0 --hidden-dropout 0 --ffn-hidden-size 96 --adam-eps 1e-5")
@@ -36,11 +36,6 @@ expert-model-parallel-size: 2
 def assert_same_losses(run: Run, stock: Run) -> None:
     assert run.lm_loss == pytest.approx(stock.lm_loss, rel=2e-4)
     assert run.load_balancing_loss == pytest.approx(stock.load_balancing_loss, rel=2e-4)
-
-
-def assert_in_table(text: str, run: Run) -> None:
-    """Find a text in the start-up table, which wraps long cells."""
-    assert re.sub(r"\s", "", text) in re.sub(r"[\s│]", "", run.output)
 
 
 @pytest.mark.slow
@@ -70,7 +65,7 @@ def test_trying_degrees_does_not_change_losses(num_ranks: int, flags: list[str],
 def assert_a_restart_runs_the_choice(words: list[str], choosing: list[str], file: Path) -> None:
     chosen = Plan.read(file)
     again = train(*words, *choosing, "--train-iters", "1")
-    assert_in_table(f"read from {file}: an iteration spent", again)
+    assert again.says(f"read from {file}: an iteration spent")
     assert re.search(rf"degree +│ {chosen.pipeline.degree}\D", again.output)
     assert "trying degrees" not in again.output
 
@@ -125,7 +120,7 @@ def test_partners_are_planned_at_start_up_and_read_from_the_plan(
         run = train(*EP2, *EXACT, *words, "--ampipe-save-plan", str(plan))
         assert_same_losses(run, stock)
         assert why in run.output and "searched" in run.output
-        assert_in_table("run together; others as the degree says", run)
+        assert run.says("run together; others as the degree says")
     assert Plan.read(plan).pipeline.partner is not None
 
 
@@ -139,11 +134,11 @@ def test_a_plan_file_is_run(stock: Run, cluster_file: Path, tmp_path: Path) -> N
     assert_same_losses(run, stock)
     assert "read from" in run.output
     assert_log_holds_prediction(run)
-    assert_in_table("the plan was made on: of a test", run)
-    assert_in_table("the plan was made for gradient accumulation fusion on (this run: off)", run)
+    assert run.says("the plan was made on: of a test")
+    assert run.says("the plan was made for gradient accumulation fusion on (this run: off)")
     # With shared experts it is a different block.
     shared = ["--moe-shared-expert-intermediate-size", "32"]
-    other = launch(*TINY_GPT, *TINY_MOE, *MOCK_DATA, *EP2, *EXACT, *shared, "--ampipe-plan", str(plan))
+    other = pretrain(*TINY_GPT, *TINY_MOE, *MOCK_DATA, *EP2, *EXACT, *shared, "--ampipe-plan", str(plan))
     assert other.exit_code != 0
     assert "is not for the blocks of this model: it was made for " in other.output
     assert "--moe-shared-expert-intermediate-size not given (this run: 32)" in other.output

@@ -9,7 +9,6 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +35,17 @@ RELEASES = (
 """Those whose calls of the constructor of Megatron's model are repeated here, with all of their keywords."""
 
 
+OF_ALL = {
+    "pre_process": True, "post_process": True, "position_embedding_type": "rope", "rotary_base": 10000,
+    "vp_stage": None,
+}  # fmt: skip
+"""Keywords of that constructor that all of them give."""
+OF_SLIME = OF_ALL | {
+    "vocab_size": VOCABULARY, "fp16_lm_cross_entropy": False, "parallel_output": True,
+    "rotary_percent": 1.0, "rope_scaling": False, "mtp_block_spec": None,
+}  # fmt: skip
+
+
 def block_spec(config: Any) -> Any:
     """What most of them take as the specification, with Transformer Engine in place of local layers."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -43,22 +53,25 @@ def block_spec(config: Any) -> Any:
     return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=None)
 
 
-def transformer_config(cls: Any = None, **others: Any) -> Any:
+def transformer_config() -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return (cls or TransformerConfig)(**SIZES, **others)
+    return TransformerConfig(**SIZES)
 
 
-def groups() -> Any:
-    from megatron.core.process_groups_config import ProcessGroupCollection
+def gpt_model(**keywords: Any) -> Any:
+    """As verl and slime make it."""
+    from megatron.core.models.gpt import GPTModel
 
-    return ProcessGroupCollection.use_mpu_process_groups()
+    config = transformer_config()
+    return GPTModel(config=config, transformer_layer_spec=block_spec(config), **keywords)
 
 
 def bridge_recipe() -> Any:
     """A ``ConfigContainer`` with the provider of a Qwen3 or Mixtral: one specification for all layers."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -76,18 +89,16 @@ def bridge_recipe() -> Any:
             if not isinstance(spec, ModuleSpec):
                 takes_stage = "vp_stage" in inspect.signature(spec).parameters
                 spec = spec(self, vp_stage=vp_stage) if takes_stage else spec(self)
-            values = {
+            values = OF_SLIME | {
                 "transformer_layer_spec": spec, "vocab_size": self.vocab_size,
-                "max_sequence_length": self.seq_length, "fp16_lm_cross_entropy": False,
-                "parallel_output": True, "share_embeddings_and_output_weights": True,
-                "position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_base": 10000,
-                "rope_scaling": False, "rope_scaling_factor": 1.0, "seq_len_interpolation_factor": None,
-                "pre_process": True, "post_process": True, "scatter_embedding_sequence_parallel": True,
-                "pg_collection": groups(), "vp_stage": vp_stage, "mtp_block_spec": None,
+                "max_sequence_length": self.seq_length, "share_embeddings_and_output_weights": True,
+                "rope_scaling_factor": 1.0, "seq_len_interpolation_factor": None,
+                "scatter_embedding_sequence_parallel": True, "vp_stage": vp_stage,
+                "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
             }  # fmt: skip
             return GPTModel(self, **values)
 
-    return SimpleNamespace(model=transformer_config(Provider), ddp=SimpleNamespace(use_megatron_fsdp=False))
+    return SimpleNamespace(model=Provider(**SIZES), ddp=SimpleNamespace(use_megatron_fsdp=False))
 
 
 def bridge_by_models(folder: Path, *, on: bool) -> Any:
@@ -100,23 +111,16 @@ def bridge_by_models(folder: Path, *, on: bool) -> Any:
     return model
 
 
-MADE: list[Any] = []
-
-
-def task(*, degree: int) -> None:
+def task(*, degree: int) -> Any:
     """A task of NeMo-Run: it makes Megatron-Bridge's recipe and trains, in the process of the executor."""
     recipe = bridge_recipe()
     switch_on(recipe, degree=degree)
-    MADE.append(recipe.model.provide())
+    return recipe.model.provide()
 
 
 def nemo_run(folder: Path, *, on: bool) -> Any:
-    """``run.Partial(task, degree=4)``: written by the launcher, called by its runner on each rank."""
-    name = f"{__name__}.{task.__qualname__}"
-    written = json.dumps({"function": name, "arguments": {"degree": 4 if on else 1}})
-    read = json.loads(written)
-    load_function(read["function"])(**read["arguments"])
-    return MADE.pop()
+    """``run.Partial(task, degree=4)``: its runner calls the function on each rank, by its name."""
+    return load_function(f"{__name__}.{task.__qualname__}")(degree=4 if on else 1)
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -140,19 +144,11 @@ def user_file(folder: Path) -> Path:
 
 def verl(folder: Path, *, on: bool) -> Any:
     """``actor_rollout_ref.model.external_lib=ampipe_on``, imported by a worker before it builds the model."""
-    from megatron.core.models.gpt import GPTModel
-
     if on:
         user_file(folder)
         importlib.import_module("ampipe_on")
-    config = transformer_config()
-    values = {
-        "config": config, "transformer_layer_spec": block_spec(config), "pre_process": True,
-        "post_process": True, "share_embeddings_and_output_weights": False, "vocab_size": VOCABULARY,
-        "max_sequence_length": 40960, "position_embedding_type": "rope", "rotary_base": 10000,
-        "vp_stage": None,
-    }  # fmt: skip
-    return GPTModel(**values)
+    sizes = {"vocab_size": VOCABULARY, "max_sequence_length": 40960}
+    return gpt_model(share_embeddings_and_output_weights=False, **sizes, **OF_ALL)
 
 
 def swift(folder: Path, *, on: bool, **settings: Any) -> Any:
@@ -166,10 +162,8 @@ def swift(folder: Path, *, on: bool, **settings: Any) -> Any:
 
     class OfMcoreBridge(GPTModel):
         def __init__(self, config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> None:
-            values = {
-                "pre_process": True, "post_process": True, "share_embeddings_and_output_weights": False,
-                "position_embedding_type": "rope", "rotary_base": 10000, "mtp_block_spec": None,
-                "vp_stage": vp_stage,
+            values = OF_ALL | {
+                "share_embeddings_and_output_weights": False, "mtp_block_spec": None, "vp_stage": vp_stage,
             }  # fmt: skip
             super().__init__(config, transformer_layer_spec, VOCABULARY, 32768, **values)
 
@@ -181,28 +175,17 @@ def swift(folder: Path, *, on: bool, **settings: Any) -> Any:
 
 def slime(folder: Path, *, on: bool) -> Any:
     """``--custom-megatron-init-path ampipe_on.start``, called in each actor before it builds models."""
-    from megatron.core.models.gpt import GPTModel
-
     args = SimpleNamespace(custom_megatron_init_path="ampipe_on.start" if on else None)
     if args.custom_megatron_init_path:
         user_file(folder)
         load_function(args.custom_megatron_init_path)(args)
-    config = transformer_config()
-    values = {
-        "config": config, "transformer_layer_spec": block_spec(config), "vocab_size": VOCABULARY,
-        "max_sequence_length": 4096, "pre_process": True, "post_process": True,
-        "fp16_lm_cross_entropy": False, "parallel_output": True,
-        "share_embeddings_and_output_weights": False, "position_embedding_type": "rope",
-        "rotary_percent": 1.0, "rotary_base": 10000, "rope_scaling": False, "vp_stage": None,
-        "mtp_block_spec": None,
-    }  # fmt: skip
-    return GPTModel(**values)
+    return gpt_model(max_sequence_length=4096, share_embeddings_and_output_weights=False, **OF_SLIME)
 
 
 FRAMEWORKS = (bridge_by_models, nemo_run, verl, swift, slime)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def switched_off_at_the_end() -> Iterator[None]:
     """The constructors of Megatron's models, and the path of Python, as they were."""
     from megatron_ampipe.launch.script import models_of_megatron
@@ -242,9 +225,7 @@ def layers_of(model: Any) -> set[str]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("build", FRAMEWORKS, ids=lambda build: build.__name__)
-def test_two_steps_equal_those_of_stock_layers(
-    build: Callable[..., Any], tmp_path: Path, switched_off_at_the_end: None
-) -> None:
+def test_two_steps_equal_those_of_stock_layers(build: Callable[..., Any], tmp_path: Path) -> None:
     use_groups()
     torch.manual_seed(7)
     stock = build(tmp_path, on=False)
@@ -263,8 +244,9 @@ def test_two_steps_equal_those_of_stock_layers(
 
 
 @pytest.mark.ranks(2)
-def test_a_hybrid_model_of_a_process_equals_the_stock_one(switched_off_at_the_end: None) -> None:
+def test_a_hybrid_model_of_a_process_equals_the_stock_one() -> None:
     from tests.dist import logged_losses
+    from tests.dist.blocks import wrong
 
     use_groups()
     logged_losses.clear()
@@ -275,13 +257,11 @@ def test_a_hybrid_model_of_a_process_equals_the_stock_one(switched_off_at_the_en
     model, found = gradients(chosen, weights_of=of_stock)
     assert not chosen.transformer.moe_shared_expert_overlap
     assert "HybridAttentionLayer" in layers_of(model) and "HybridAttentionLayer" not in layers_of(of_stock)
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        assert (found[name] - value).norm() <= 1e-5 * value.norm().clamp(min=1e-30), name
+    assert wrong(expected, found, 1e-5) == {}
 
 
 @pytest.mark.ranks(2)
-def test_packed_sequences_equal_separate_ones(tmp_path: Path, switched_off_at_the_end: None) -> None:
+def test_packed_sequences_equal_separate_ones(tmp_path: Path) -> None:
     """verl and slime remove padding: several sequences are one after another in a micro-batch."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -304,9 +284,7 @@ def test_packed_sequences_equal_separate_ones(tmp_path: Path, switched_off_at_th
 
 
 @pytest.mark.ranks(1)
-def test_packed_sequences_of_ms_swift_need_its_fused_rotation(
-    tmp_path: Path, switched_off_at_the_end: None
-) -> None:
+def test_packed_sequences_of_ms_swift_need_its_fused_rotation(tmp_path: Path) -> None:
     """Without it, mcore-bridge gives layers the rotation of every row, and not the table of positions."""
     use_groups()
     model = swift(tmp_path, on=True)
@@ -336,7 +314,7 @@ def test_padding_that_a_model_is_told_is_refused(kind: str) -> None:
 
 @pytest.mark.ranks(1)
 def test_what_the_switch_of_a_process_does_and_refuses(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, switched_off_at_the_end: None
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from tests.megatron.launcher import (
     REPOSITORY,
     TINY_GPT,
     TINY_MOE,
-    environment,
+    execute,
     torchrun_command,
     train,
 )
@@ -55,17 +54,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         *("--wandb-project", "p", "--wandb-exp-name", "e", "--wandb-save-dir", str(folder / "wandb")),
     )
     paths = os.pathsep.join([str(folder / "modules"), str(REPOSITORY)])
-    done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=environment() | {"PYTHONPATH": paths, "WANDB_WRITES": str(folder / "writes")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    return folder, done.stdout
+    done = execute(command, env={"PYTHONPATH": paths, "WANDB_WRITES": str(folder / "writes")})
+    assert done.exit_code == 0, done.output[-6000:]
+    return folder, done.output
 
 
 def test_tensorboard_and_weights_and_biases_get_scalars_at_the_log_interval(run: tuple[Path, str]) -> None:
@@ -110,6 +101,6 @@ def test_the_log_gets_one_line_after_megatrons(run: tuple[Path, str]) -> None:
 
 def test_without_expert_parallelism_no_hidden_share_is_logged() -> None:
     found = train("--ampipe-degree", "2", "--train-iters", "1", num_ranks=1)
-    assert "AMPipe will not help" in found.table and "hidden share" not in found.output
+    assert found.says("AMPipe will not help") and "hidden share" not in found.output
     [(_, text)] = LINE.findall(found.output)
     assert text.startswith("degree: 2 | block forward (ms): ")

@@ -11,7 +11,7 @@ from megatron_ampipe.launch import flags
 from megatron_ampipe.launch.refusals import REFUSALS, Refusal, refuse_unsupported
 from megatron_ampipe.schedule import Pipeline
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
-from tests.megatron.launcher import MOCK_DATA, REPOSITORY, TINY_GPT, launch
+from tests.megatron.launcher import MOCK_DATA, MODULE, REPOSITORY, TINY_GPT, execute, torchrun_command
 
 DENSE = [*TINY_GPT, *MOCK_DATA, *shlex.split("--attention-dropout 0 --hidden-dropout 0 --ampipe-degree 4")]
 ACCEPTED = [
@@ -20,37 +20,38 @@ ACCEPTED = [
 ]
 """A command line that AMPipe accepts; every row is added to it."""
 
-ALONE = {"--num-experts": DENSE}
-"""Settings that are refused if they are not set, and the command line without them."""
-
-VALUES = {
-    "--tensor-model-parallel-size": [["2"]],
-    "--position-embedding-type": [["mrope", "--mrope-section", "2", "3", "3"]],
-    "--window-size": [["8,8"]],
-    "--hybrid-layer-pattern": [["M*-"], ["*-/*E"]],
-    "--experimental-attention-variant": [["dsa"]],
+REFUSED = {
+    "--ampipe-partner": ["--pipeline-model-parallel-size 2 --num-layers 4"],
+    "--ampipe-schedule": ["lancet --transformer-impl transformer_engine --use-transformer-engine-op-fuser"],
+    "--position-embedding-type": ["mrope --mrope-section 2 3 3"],
+    "--qk-clip": ["--transformer-impl local"],
+    "--log-max-attention-logit": ["--transformer-impl local"],
+    "--window-size": ["8,8"],
+    "--hybrid-layer-pattern": ["M*-", "*-/*E"],
+    "--experimental-attention-variant": ["dsa"],
+    "--context-parallel-size": ["2 --sft"],
     "--moe-token-dispatcher-type": [
-        ["flex", "--ampipe-memory", "rebuild/S2/keep/keep"],
-        ["flex", "--moe-flex-dispatcher-backend", "hybridep", "--moe-hybridep-pad-uneven-dispatch-inputs"],
+        "flex --ampipe-memory rebuild/S2/keep/keep",
+        "flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-pad-uneven-dispatch-inputs",
     ],
-    "--moe-flex-dispatcher-backend": [["ncclep"]],
-    "--ampipe-capacity-scope": [["chunk"]],
-    "--ampipe-exchange": [["ranks"], ["nodes"]],
-    "--ampipe-grad-reduce": [["placed"]],
-    "--ampipe-router-scope": [["chunk"]],
-    "--ampipe-wire": [["fp8"], ["tests.wires:HalvesWire"]],
-    "--ampipe-condense": [["0.9"]],
-    "--ampipe-schedule": [["lancet"]],
-    "--ampipe-trace-dir": [["traces"]],
-    "--ampipe-memory": [["rebuild"], ["redispatch"]],
-    "--te-precision-config-file": [[str(REPOSITORY / "tests" / "megatron" / "precision.yaml")]],
-    "--fp8-recipe": [["delayed"], ["custom"]],
-    "--ampipe-memory-budget": [["40GiB"]],
-    "--cuda-graph-modules": [["moe"], ["attn", "mamba"]],
+    "--moe-flex-dispatcher-backend": ["ncclep --moe-token-dispatcher-type flex"],
+    "--skip-train": ["--ampipe-degree auto"],
+    "--fp8-format": [
+        f"{name} --fp8-recipe blockwise --transformer-impl local" for name in ("e4m3", "hybrid")
+    ],
+    "--fp8-recipe": [
+        f"{name} --fp8-format e4m3 --transformer-impl transformer_engine" for name in ("delayed", "custom")
+    ],
+    "--te-precision-config-file": [str(REPOSITORY / "tests" / "megatron" / "precision.yaml")],
+    "--ampipe-exchange": ["ranks", "nodes"],
+    "--num-distributed-optimizer-instances": [
+        "2 --ampipe-grad-reduce placed --overlap-grad-reduce --use-distributed-optimizer"
+    ],
+    "--cuda-graph-modules": ["moe --cuda-graph-impl local", "attn mamba --cuda-graph-impl local"],
     "--cuda-graph-impl": [
-        ["full_iteration"],
+        "full_iteration",
         *(
-            [implementation, "--cuda-graph-modules", "attn", *shlex.split(others)]
+            f"{implementation} --cuda-graph-modules attn {others}"
             for implementation, others in (
                 ("local", "--hidden-dropout 0.1"),
                 ("local", "--attention-dropout 0.1"),
@@ -76,32 +77,22 @@ VALUES = {
             )
         ),
     ],
-}
-"""Refused values; for other flags the test uses all choices except the default, or 2."""
-
-COMPANIONS = {
-    "--ampipe-partner": ["--pipeline-model-parallel-size", "2", "--num-layers", "4"],
-    "--context-parallel-size": ["--sft"],
-    "--qk-clip": ["--transformer-impl", "local"],
-    "--log-max-attention-logit": ["--transformer-impl", "local"],
-    "--cp-comm-type": ["--context-parallel-size", "2"],
-    "--moe-flex-dispatcher-backend": ["--moe-token-dispatcher-type", "flex"],
-    "--skip-train": ["--ampipe-degree", "auto"],
-    "--ampipe-wire": ["--moe-token-dispatcher-type", "allgather"],
-    "--ampipe-condense": ["--moe-router-topk", "1", "--moe-apply-probs-on-input"],
-    "--ampipe-schedule": ["--transformer-impl", "transformer_engine", "--use-transformer-engine-op-fuser"],
-    "--ampipe-trace-dir": ["--skip-train"],
-    "--num-distributed-optimizer-instances": shlex.split(
-        "--ampipe-grad-reduce placed --overlap-grad-reduce --use-distributed-optimizer"
-    ),
     "--use-megatron-fsdp": ["--ampipe-partner"],
-    "--fp8-recipe": ["--fp8-format", "e4m3", "--transformer-impl", "transformer_engine"],
-    "--fp8-format": ["--fp8-recipe", "blockwise", "--transformer-impl", "local"],
-    "--ampipe-memory-budget": ["--use-transformer-engine-op-fuser"],
-    "--cuda-graph-modules": ["--cuda-graph-impl", "local"],
-    "--ampipe-memory": ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe"],
+    "--ampipe-memory": [
+        f"{name} --recompute-granularity selective --recompute-modules core_attn moe"
+        for name in ("rebuild", "redispatch")
+    ],
+    "--ampipe-memory-budget": ["40GiB --use-transformer-engine-op-fuser"],
+    "--ampipe-grad-reduce": ["placed"],
+    "--ampipe-capacity-scope": ["chunk"],
+    "--ampipe-router-scope": ["chunk"],
+    "--ampipe-wire": [
+        f"{name} --moe-token-dispatcher-type allgather" for name in ("fp8", "tests.wires:HalvesWire")
+    ],
+    "--ampipe-condense": ["0.9 --moe-router-topk 1 --moe-apply-probs-on-input"],
+    "--ampipe-trace-dir": ["traces --skip-train"],
 }
-"""Flags that the setting needs to have an effect."""
+"""What follows a flag that its row should refuse; else the test uses all choices but the default, or 2."""
 
 
 @pytest.fixture(scope="module")
@@ -109,26 +100,20 @@ def parser() -> argparse.ArgumentParser:
     return flags.full_parser()
 
 
-def values_of(action: argparse.Action) -> list[list[str]]:
+def values_of(action: argparse.Action) -> list[str]:
     """Values of a flag that its row should refuse."""
     if action.nargs == 0:
-        return [[]]
-    choices = [[str(choice)] for choice in action.choices or () if choice != action.default]
-    return choices or [["2"]]
+        return [""]
+    return [str(choice) for choice in action.choices or () if choice != action.default] or ["2"]
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.setting.strip("-"))
 def test_a_row_applies_to_the_parsed_value_of_its_flag(row: Refusal, parser: argparse.ArgumentParser) -> None:
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
-    alone = ALONE.get(row.setting)
-    tried = VALUES.get(row.setting) or values_of(actions[row.setting])
-    for values in [[]] if alone is not None else tried:
-        words = (
-            alone
-            if alone is not None
-            else [*ACCEPTED, row.setting, *values, *COMPANIONS.get(row.setting, [])]
-        )
+    texts = REFUSED.get(row.setting) or values_of(actions[row.setting])
+    command_lines = [[*ACCEPTED, row.setting, *shlex.split(text)] for text in texts]
+    for words in [DENSE] if row.required else command_lines:
         with pytest.raises(BadInput) as refused:
             refuse_unsupported(AMPipeConfig(pipeline=Pipeline.of(4)), parser.parse_args(words))
         error = refused.value
@@ -136,7 +121,7 @@ def test_a_row_applies_to_the_parsed_value_of_its_flag(row: Refusal, parser: arg
         assert error.exit_code == 2
         rule = f"with --ampipe-degree 4, {row.rule}"
         assert str(error) == str(BadInput(row.setting, error.value, rule=rule, remedy=row.remedy))
-        given = list(itertools.takewhile(lambda word: not word.startswith("--"), values))
+        given = list(itertools.takewhile(lambda word: not word.startswith("--"), words[len(ACCEPTED) + 1 :]))
         assert not given or any(word.split(",")[0] in str(error.value) for word in given)
 
 
@@ -169,7 +154,7 @@ def test_rows_have_the_right_form_and_none_applies_twice_or_at_degree_1() -> Non
 
 
 def test_under_torchrun_the_message_is_printed_once() -> None:
-    run = launch(*ACCEPTED, "--mlp-chunks-for-training", "2")
+    run = execute(torchrun_command("-m", MODULE, *ACCEPTED, "--mlp-chunks-for-training", "2"))
     expected = "--mlp-chunks-for-training 2: with --ampipe-degree 4, "
     # Not Run.error: both ranks write to one stream, and their lines can be interleaved.
     shown = f"traceback : error: {expected}"

@@ -1,7 +1,7 @@
 """Compares trainings through Megatron's own loop with those of its layers: they log the same digits.
 
-The table is :data:`tests.megatron.trainings.TRAININGS`. Many trainings share their ranks. What is no pair of
-runs from one command line has a separate test below: another layout or precision, random numbers.
+The table is :data:`tests.megatron.trainings.TRAININGS`. The runs of a training share their ranks. What is no
+pair of runs from one command line has a separate test below: another layout or precision, random numbers.
 """
 
 import email
@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,6 @@ MOMENT_TOLERANCE = 2e-5
 """Of Adam's first moments, relative to the largest of a parameter; measured: 5e-6."""
 BF16_TOLERANCE = 5e-4
 """Of the losses of a bf16 run, relative; measured: 5e-5. One bf16 value has a rounding error up to 2e-3."""
-PER_LAUNCH = 24
-"""Runs that share their ranks."""
 
 
 WORDS = ["attention", "experts", "route", "tokens", "to", "ranks", "and", "back", "in", "chunks"]
@@ -90,61 +88,37 @@ def write_texts(folder: Path, dataset: str) -> None:
 
 
 class Runs:
-    """The runs of the selected trainings by name, as in ``Training.lines``; started at the first use.
+    """The runs of the trainings by name, as in ``Training.lines``; those of a training start together.
 
-    Args:
-        folder: Has the datasets; checkpoints, records and traces are written to it.
-        selected: Names of the trainings.
+    Checkpoints, datasets, records and traces are in ``folder``.
     """
 
-    def __init__(self, folder: Path, selected: set[str]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._launches: list[tuple[int, dict[str, list[str]]]] = []
         self._runs: dict[str, Run] = {}
-        self._plan(selected)
-
-    def _plan(self, trainings: set[str]) -> None:
-        folder = self.folder
-        for dataset in sorted({TRAININGS[name].text or "" for name in trainings} - {""}):
-            if not (folder / f"{dataset}.bin").exists():
-                write_texts(folder, dataset)
-        by_ranks: dict[int, dict[str, list[str]]] = defaultdict(dict)
-        for name, training in TRAININGS.items():
-            if name in trainings:
-                by_ranks[training.num_ranks] |= training.lines(name, folder)
-        for num_ranks, lines in by_ranks.items():
-            launch: dict[str, list[str]] = {}
-            for run, words in lines.items():
-                # A restart needs the run before it.
-                if len(launch) >= PER_LAUNCH and run.endswith(" 0"):
-                    self._launches.append((num_ranks, launch))
-                    launch = {}
-                launch[run] = words
-            self._launches.append((num_ranks, launch))
 
     def __getitem__(self, run: str) -> Run:
         if run not in self._runs:
-            if not any(run in lines for _, lines in self._launches):
-                self._plan({run.partition(" ")[0]})
-            num_ranks, lines = next(launch for launch in self._launches if run in launch[1])
-            self._runs |= runs_of(lines, num_ranks=num_ranks, timeout_s=1200)
+            name = run.partition(" ")[0]
+            training = TRAININGS[name]
+            if training.text is not None and not (self.folder / f"{training.text}.bin").exists():
+                write_texts(self.folder, training.text)
+            lines = training.lines(name, self.folder)
+            self._runs |= runs_of(lines, num_ranks=training.num_ranks, stand_ins=training.stand_ins)
         return self._runs[run]
 
     def of(self, name: str) -> list[Run]:
         """The stock run of a training and those of AMPipe's layers."""
         return [self[f"{name} {number}"] for number in range(len(TRAININGS[name].ours) + 1)]
 
-    def moments(self, run: str) -> dict[str, Any]:
-        """Adam's first moments of all parameters after the last iteration of a run."""
-        return _first_moments(self.folder / run / f"iter_{NUM_ITERATIONS:07d}")
 
-
-def _first_moments(checkpoint: Path) -> dict[str, Any]:
-    """Read only the tensors, without Megatron and without a process group."""
+def first_moments(saved: Path) -> dict[str, Any]:
+    """Adam's, of all parameters after the last iteration of a run; read without Megatron."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+    checkpoint = saved / f"iter_{NUM_ITERATIONS:07d}"
     entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     # With the distributed optimizer, the name of a gradient buffer.
     found = {
@@ -160,13 +134,8 @@ def _first_moments(checkpoint: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    selected = {
-        item.callspec.params["name"]
-        for item in request.session.items
-        if item.path == request.path and isinstance(item, pytest.Function) and hasattr(item, "callspec")
-    }
-    return Runs(tmp_path_factory.mktemp("trainings"), selected)
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("trainings"))
 
 
 def _of(condition: Any) -> list[str]:
@@ -181,7 +150,7 @@ def test_trains_like_megatrons_layers(name: str, runs: Runs) -> None:
     for run in ours:
         assert run.validation_loss == digits(stock.validation_loss)
         for text in TRAININGS[name].said:
-            assert text in run.table
+            assert run.says(text)
     evaluations = NUM_ITERATIONS // 2 if "--eval-iters 1" in TRAININGS[name].flags else 0
     assert len(stock.validation_loss) == evaluations
 
@@ -199,11 +168,11 @@ def test_all_gradients_of_a_training_are_the_same(name: str, runs: Runs) -> None
     """Adam's first moments are a linear function of all gradients of the run."""
     training = TRAININGS[name]
     runs.of(name)
-    expected = runs.moments(f"{name} 0")
+    expected = first_moments(runs.folder / f"{name} 0")
     assert len(expected) >= 3, "dense parameters, and the experts of two ranks"
     others = [f"{name} {number + 1}" for number in range(len(training.ours))]
     for run in (*others, *(f"{name} {number} from {other}" for number, other in training.restarts)):
-        found = runs.moments(run)
+        found = first_moments(runs.folder / run)
         assert found.keys() == expected.keys()
         wrong = {
             name: difference
@@ -239,6 +208,14 @@ def test_a_trace_has_every_stage_of_the_last_iterations(runs: Runs) -> None:
         assert 0 < timeline.hidden_share <= 1
 
 
+def test_every_rank_replays_its_graphs(runs: Runs) -> None:
+    stock, ours = (
+        [int(count) for count in re.findall(r"replays: (\d+)", run.output)] for run in runs.of("graphs")
+    )
+    assert stock == [0] * 4
+    assert len(ours) == 4 and min(ours) > 0
+
+
 def test_the_records_of_the_routing_are_those_of_stock(runs: Runs) -> None:
     runs.of("records")
     for rank in (0, 1):
@@ -257,7 +234,7 @@ def test_the_routers_are_different_functions(runs: Runs) -> None:
     assert set(SHIPPED_GATES) == set(ROUTERS)
     assert len({tuple(runs[f"{name} 0"].lm_loss) for name in ROUTERS}) == len(ROUTERS)
     assert runs["cosine 2"].output.count("condensed share: 0.") == NUM_ITERATIONS
-    assert "another function than a stock run's" in runs["cosine 2"].table
+    assert runs["cosine 2"].says("another function than a stock run's")
 
 
 def train(lines: Mapping[str, str], *, num_ranks: int = 2) -> Mapping[str, Run]:
@@ -318,9 +295,9 @@ def test_ranks_of_a_context_log_the_digits_of_one_rank(tmp_path: Path) -> None:
     }
     found = train(lines, num_ranks=4)
     assert_same_digits(stock, *found.values())
-    assert "context ring of 4 ranks" in found["ring"].table
+    assert found["ring"].says("context ring of 4 ranks")
     said = "--cp-comm-type all_gather in pipelined blocks, in place of"
-    assert f"{said} a2a+p2p:" in found["gathered"].table and f"{said} a2a:" in found["a2a"].table
+    assert found["gathered"].says(f"{said} a2a+p2p:") and found["a2a"].says(f"{said} a2a:")
 
 
 def test_goes_on_with_another_degree_and_layout(tmp_path: Path) -> None:
@@ -359,10 +336,10 @@ def test_what_differs_by_rounding_or_at_random(tmp_path: Path) -> None:
     assert ours.load_balancing_loss != exact.load_balancing_loss, "routed by its weights"
     fp8 = found["fp8"]
     assert fp8.lm_loss == pytest.approx(exact.lm_loss, rel=1e-2) and fp8.lm_loss != exact.lm_loss
-    assert "rows and their gradients are cast" in fp8.table
+    assert fp8.says("rows and their gradients are cast")
     chunks = found["sinkhorn of chunks"]
     assert chunks.lm_loss[-1] < chunks.lm_loss[0]
-    assert "another function for each degree: later tokens of a chunk" in chunks.table
+    assert chunks.says("another function for each degree: later tokens of a chunk")
 
 
 def test_evaluation_alone_equals_stock(runs: Runs) -> None:

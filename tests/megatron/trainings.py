@@ -37,6 +37,8 @@ class Training:
     said: tuple[str, ...] = ()
     """What the start-up table of each run of AMPipe's layers says."""
     num_ranks: int = 2
+    stand_ins: str = ""
+    """Of what needs a GPU, by their name in ``stand_ins.py``."""
     text: str | None = None
     """The dataset, made by ``test_training.write_texts``; None for mock data."""
     restarts: tuple[tuple[int, int], ...] = ()
@@ -85,6 +87,7 @@ BLOCKS, BLOCK = "--ampipe-degree 4 ", "--ampipe-degree 4 --ampipe-stack 1 "
 STACK = "--ampipe-degree 2 --ampipe-stack all "
 STACKS = (STACK, "--ampipe-degree 4 --ampipe-stack 2 --ampipe-backward-degree 2")
 PLACED = "--ampipe-grad-reduce placed"
+ALL_LAYERS = ("layers per schedule all",)
 PARTNER = "--ampipe-degree 2 --ampipe-partner "
 REDISPATCH, REBUILD = (f"{STACK}--ampipe-memory {two}" for two in ("redispatch/S3", "rebuild/offload"))
 
@@ -173,7 +176,7 @@ TRAININGS: dict[str, Training] = {
         flags=FOUR_LAYERS + EP,
         ours=(REDISPATCH, REBUILD),
         restarts=((0, 1), (2, 1)),
-        said=("layers per schedule all",),
+        said=ALL_LAYERS,
     ),
     # Layers of the user's own specification.
     "own-layers": Training(
@@ -192,7 +195,7 @@ TRAININGS: dict[str, Training] = {
     "interleaved": Training(
         flags=PP + "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2",
         ours=(STACK, f"{REBUILD} --overlap-grad-reduce {PLACED}", f"{PARTNER}--overlap-grad-reduce"),
-        said=("layers per schedule all",),
+        said=ALL_LAYERS,
     ),
     "recompute-dense-first-mtp": Training(
         flags=FOUR_LAYERS + EP + LLAMA + FULL + "--moe-layer-freq [0,1,1,1] --mtp-num-layers 1",
@@ -211,6 +214,26 @@ TRAININGS: dict[str, Training] = {
         ours=(f"{STACK}{PLACED}", f"{PARTNER}{PLACED}"),
         said=("full recompute first 1 of a stage",),
         num_ranks=4,
+    ),
+    # Ranks hold parts of the parameters; two are expert-parallel, and two share the experts.
+    **{
+        f"fsdp-{strategy}": Training(
+            flags=EP + LLAMA + SHARED + "--use-megatron-fsdp --use-distributed-optimizer "
+            "--ckpt-format fsdp_dtensor --untie-embeddings-and-output-weights --calculate-per-token-loss "
+            f"--data-parallel-sharding-strategy {strategy}",
+            ours=(BLOCKS, FULL + BLOCKS),
+            said=("layers per schedule 1, in place of all Megatron-FSDP gathers the parameters",),
+            num_ranks=4,
+            stand_ins="fsdp",
+        )
+        for strategy in ("optim_grads_params", "optim_grads")
+    },
+    # In a pipeline several micro-batches are in flight, each with its own graphs.
+    "graphs": Training(
+        flags=EP + PP + LLAMA + SHARED + FOUR_LAYERS,
+        ours=(f"{BLOCKS}--cuda-graph-impl local --cuda-graph-modules attn moe_router moe_preprocess mlp",),
+        num_ranks=4,
+        stand_ins="graphs",
     ),
     # What is sent once to each node, or in two hops.
     "two-hops": Training(
@@ -280,25 +303,14 @@ HYBRID = (
 )
 HYBRIDS: dict[str, Training] = {
     # A dense pair in a stack, an MLP and an MoE layer on their own, an attention layer on its own.
-    "hybrid-dense-layers": Training(
-        flags=EP + HYBRID + "*-*E-*EE*", ours=(STACK,), said=("layers per schedule",)
-    ),
-    "hybrid-mamba": Training(
-        flags=EP + HYBRID + "M*EM*-*EM",
-        ours=(BLOCK, STACK),
-        said=("layers per schedule",),
-        restarts=((0, 2), (2, 0)),
-    ),
+    "hybrid-dense-layers": Training(flags=EP + HYBRID + "*-*E-*EE*", ours=(STACK,), said=ALL_LAYERS),
+    "hybrid-mamba": Training(flags=EP + HYBRID + "M*EM*-*EM", ours=(BLOCK, STACK), restarts=((0, 2), (2, 0))),
     # Each MoE layer is a block without attention.
     "hybrid-without-pairs": Training(flags=EP + OVERLAPS + HYBRID + "ME*-ME", ours=(STACK, PARTNER)),
-    "hybrid-mtp": Training(
-        flags=EP + HYBRID + "*E*E/*E", ours=(STACK, PARTNER), said=("layers per schedule",)
-    ),
+    "hybrid-mtp": Training(flags=EP + HYBRID + "*E*E/*E", ours=(STACK, PARTNER), said=ALL_LAYERS),
     "hybrid-of-tensor-ranks": Training(
-        flags=WHOLE_EXPERTS + EP + HYBRID + "*E*EM*E", ours=(STACK,), said=("layers per schedule",)
+        flags=WHOLE_EXPERTS + EP + HYBRID + "*E*EM*E", ours=(STACK,), said=ALL_LAYERS
     ),
-    "hybrid-stages": Training(
-        flags=PP + NO_LOSS + HYBRID + "*EM*E|*E*-E", ours=(STACK,), said=("layers per schedule",)
-    ),
+    "hybrid-stages": Training(flags=PP + NO_LOSS + HYBRID + "*EM*E|*E*-E", ours=(STACK,), said=ALL_LAYERS),
 }
 TRAININGS |= ROUTERS | HYBRIDS

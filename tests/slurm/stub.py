@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 SHARED = Path(os.environ["SLURM_STUB_DIR"])
 KILL_WAIT_S = 3.0
@@ -95,6 +96,17 @@ def end_all() -> None:
     send(signal.SIGKILL)
 
 
+def started(command: list[str], identity: dict[str, str], output: IO[str]) -> subprocess.Popen[bytes]:
+    """A process with its own session and these variables."""
+    return subprocess.Popen(
+        command,
+        env=os.environ | identity,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
 def srun(words: list[str]) -> int:
     parser = parser_of(SRUN_OPTIONS)
     parser.add_argument("command", nargs=argparse.REMAINDER)
@@ -106,15 +118,7 @@ def srun(words: list[str]) -> int:
     for number, host in enumerate(hosts):
         identity = {"SLURM_NODEID": str(number), "SLURM_PROCID": str(number), "SLURMD_NODENAME": host}
         with Path(given.output.replace("%N", host)).open("w") as log:
-            tasks.append(
-                subprocess.Popen(
-                    given.command,
-                    env=os.environ | identity,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
+            tasks.append(started(given.command, identity, log))
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda received, _frame: send(received))
     while None in [task.poll() for task in tasks]:
@@ -165,13 +169,7 @@ def control(job_id: str, given: argparse.Namespace) -> None:
         if attempt:
             identity["SLURM_RESTART_COUNT"] = str(attempt)
         with Path(log).open("a" if given.open_mode == "append" else "w") as output:
-            script = subprocess.Popen(
-                ["bash", str(SHARED / "script")],
-                env=os.environ | identity,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            script = started(["bash", str(SHARED / "script")], identity, output)
         note(f"attempt {attempt} pid {script.pid}")
         code = script.wait()
         requeued = given.requeue and (SHARED / "requeue").exists()

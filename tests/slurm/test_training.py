@@ -2,12 +2,13 @@
 
 import os
 import re
+import shlex
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.megatron.launcher import MODULE, Run
+from tests.megatron.launcher import MOCK_DATA, MODULE, TINY_GPT, TINY_MOE, Run
 from tests.slurm.cluster import Cluster
 
 NUM_ITERATIONS = 24
@@ -15,35 +16,12 @@ SAVE_INTERVAL = 8
 KILLED_AFTER = 10
 ASKED_TO_STOP_AFTER = 15
 NAME = "tiny"
-RUN = f"""
-num-layers: 2
-hidden-size: 64
-num-attention-heads: 4
-seq-length: 64
-max-position-embeddings: 64
-disable-bias-linear: true
-num-experts: 4
-moe-router-topk: 2
-moe-token-dispatcher-type: alltoall
-moe-router-load-balancing-type: aux_loss
-moe-aux-loss-coeff: 1.0e-2
-tokenizer-type: NullTokenizer
-vocab-size: 255
-expert-model-parallel-size: 2
-mock-data: true
-micro-batch-size: 1
-global-batch-size: 4
-train-iters: {NUM_ITERATIONS}
+RUN = f"save-interval: {SAVE_INTERVAL}\nampipe:\n  degree: 4\n"
 # With dropout (Megatron's default), so that the restored random state matters.
-lr: 1.0e-3
-lr-decay-style: constant
-save-interval: {SAVE_INTERVAL}
-log-interval: 1
-eval-iters: 0
-eval-interval: 100
-ampipe:
-  degree: 4
-"""
+FLAGS = [
+    *TINY_GPT, *TINY_MOE, *MOCK_DATA,
+    *shlex.split(f"--expert-model-parallel-size 2 --train-iters {NUM_ITERATIONS} --lr-decay-style constant"),
+]  # fmt: skip
 
 
 def submitted(folder: Path) -> Cluster:
@@ -51,7 +29,7 @@ def submitted(folder: Path) -> Cluster:
     (folder / "run.yaml").write_text(RUN)
     cluster = Cluster(folder)
     words = ["--nodes", "2", "--gpus-per-node", "1", "--job-name", NAME, "--run", "run.yaml", "--no-check"]
-    cluster.submit(*words)
+    cluster.submit(*words, "--", *FLAGS)
     return cluster
 
 

@@ -1,0 +1,49 @@
+"""Replaces what Megatron-FSDP and CUDA graphs need of a GPU, for trainings on a CPU."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from megatron_ampipe.launch import host
+from tests import cuda_graph_standin
+
+
+@contextlib.contextmanager
+def fsdp() -> Iterator[None]:
+    """Devices and device meshes of Megatron-FSDP are those of the CPU."""
+    import megatron.core.distributed.fsdp.mcore_fsdp_adapter as adapter
+    import torch
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp, param_and_grad_buffer
+    from torch.distributed.device_mesh import DeviceMesh
+
+    make_mesh = DeviceMesh.__init__
+
+    def make_mesh_of_cpus(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        make_mesh(mesh, "cpu", *args, **kwargs)
+
+    with_cpus = SimpleNamespace(**{**vars(torch), "device": lambda *_: torch.device("cpu")})
+    others = tuple(flag for flag in host.GPU_ONLY_FLAGS if flag != "--use-megatron-fsdp")
+    with contextlib.ExitStack() as stack:
+        for module in (adapter, megatron_fsdp, param_and_grad_buffer):
+            stack.enter_context(mock.patch.object(module, "torch", with_cpus))
+        stack.enter_context(mock.patch.object(DeviceMesh, "__init__", make_mesh_of_cpus))
+        stack.enter_context(mock.patch.object(host, "GPU_ONLY_FLAGS", others))
+        # Megatron's rule for it.
+        stack.enter_context(mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}))
+        yield
+
+
+@contextlib.contextmanager
+def graphs() -> Iterator[None]:
+    """Graphs are recorded; in the end each rank says how many it replayed."""
+    local = {"--cuda-graph-impl": ("local",)}
+    with mock.patch.dict(host.SUPPORTED_VALUES, local), cuda_graph_standin.stand_ins():
+        yield
+        print(f"replays: {len(cuda_graph_standin.REPLAYS)}")
+
+
+STAND_INS = {"": contextlib.nullcontext, "fsdp": fsdp, "graphs": graphs}
+"""By name."""
