@@ -24,7 +24,7 @@ from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
 from tests.megatron.launcher import runs_of
-from tests.megatron.test_training import _first_moments
+from tests.megatron.test_training import first_moments
 from tests.megatron.trainings import COMMON, CP, GQA, ROPE
 
 OURS = "--ampipe-degree 4 --ampipe-stack 1"
@@ -79,7 +79,7 @@ def trainings() -> Iterator[tuple[str, dict[str, float]]]:
             moments = {
                 kind: {
                     key.partition("exp_avg.")[2]: value
-                    for key, value in _first_moments(folder / f"{number}-{kind}/iter_0000001").items()
+                    for key, value in first_moments(folder / f"{number}-{kind}/iter_0000001").items()
                 }
                 for kind in ("one", *kinds)
             }
