@@ -62,6 +62,7 @@ MOMENT_TOLERANCE = 2e-5
 """Of Adam's first moments, relative to the largest of a parameter; measured: 5e-6."""
 BF16_TOLERANCE = 5e-4
 """Of the losses of a bf16 run, relative; measured: 5e-5. One bf16 value has a rounding error up to 2e-3."""
+LAST_CHECKPOINT = f"iter_{NUM_ITERATIONS:07d}"
 
 
 WORDS = ["attention", "experts", "route", "tokens", "to", "ranks", "and", "back", "in", "chunks"]
@@ -112,13 +113,12 @@ class Runs:
         return [self[f"{name} {number}"] for number in range(len(TRAININGS[name].ours) + 1)]
 
 
-def first_moments(saved: Path) -> dict[str, Any]:
-    """Adam's, of all parameters after the last iteration of a run; read without Megatron."""
+def first_moments(checkpoint: Path) -> dict[str, Any]:
+    """Adam's, of all parameters, in the checkpoint of an iteration; read without Megatron."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    checkpoint = saved / f"iter_{NUM_ITERATIONS:07d}"
     entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     # With the distributed optimizer, the name of a gradient buffer.
     found = {
@@ -168,11 +168,11 @@ def test_all_gradients_of_a_training_are_the_same(name: str, runs: Runs) -> None
     """Adam's first moments are a linear function of all gradients of the run."""
     training = TRAININGS[name]
     runs.of(name)
-    expected = first_moments(runs.folder / f"{name} 0")
+    expected = first_moments(runs.folder / f"{name} 0" / LAST_CHECKPOINT)
     assert len(expected) >= 3, "dense parameters, and the experts of two ranks"
     others = [f"{name} {number + 1}" for number in range(len(training.ours))]
     for run in (*others, *(f"{name} {number} from {other}" for number, other in training.restarts)):
-        found = first_moments(runs.folder / run)
+        found = first_moments(runs.folder / run / LAST_CHECKPOINT)
         assert found.keys() == expected.keys()
         wrong = {
             name: difference
