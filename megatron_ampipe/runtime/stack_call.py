@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,10 +28,17 @@ from megatron_ampipe.runtime.tape import Call, Tapes
 from megatron_ampipe.schedule import Direction, StageKind
 from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
 
-if TYPE_CHECKING:
-    from megatron_ampipe.runtime.partners import Partners
-
 # S sequence rows, B batch, D hidden size.
+
+
+class Meeting(Protocol):
+    """Runs the passes of a call, possibly with that of another micro-batch (:class:`~.partners.Partners`)."""
+
+    def forward(self, call: StackCall, hidden: Tensor) -> Tensor:
+        """See :meth:`StackCall.forward`."""
+
+    def backward(self, call: StackCall, gradient: Tensor) -> list[Tensor | None]:
+        """See :meth:`StackCall.backward`."""
 
 
 class StackCall:
@@ -58,7 +65,7 @@ class StackCall:
         parameters: Sequence[BlockParameters],
         keep_graph: bool,
         reductions: Reductions | None = None,
-        partners: Partners | None = None,
+        partners: Meeting | None = None,
         graphs: TapeGraphs | None = None,
     ) -> None:
         self.tapes, self.executor, self.recorder, self.numbers = tapes, executor, recorder, numbers
