@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -135,14 +136,25 @@ def first_pass(spans: Sequence[StageSpan], iteration: int | None, wanted: int | 
         wanted: The layer; None for the first one that dispatches tokens.
     """
     firsts: dict[tuple[object, ...], StageSpan] = {}
+    # Of a program and a layer, the end of what later passes run again: what begins after that is of a later
+    # pass, which has more chunks, such as the last backward pass, without a partner.
+    ends_us: dict[tuple[str, int], float] = {}
     for span in spans:
         if span.iteration == iteration:
-            firsts.setdefault((span.direction, span.ahead, span.layer, span.lane, span.stage), span)
-    dispatching = [span.layer for span in firsts.values() if span.kind == "dispatch"]
-    layer = wanted or min(dispatching or [span.layer for span in firsts.values()], default=0)
-    program = next((span.program for span in firsts.values() if span.layer == layer), None)
-    layers = sharing_layers(layer, (span for span in firsts.values() if span.program == program))
-    return [span for span in firsts.values() if span.layer in layers]
+            stage, program = (span.lane, span.stage, span.direction, span.ahead), (span.program, span.layer)
+            first = firsts.setdefault((*program, *stage), span)
+            if first is not span:
+                ends_us[program] = max(ends_us.get(program, 0.0), first.end_us)
+    found = [
+        span
+        for span in firsts.values()
+        if span.ahead or span.begin_us < ends_us.get((span.program, span.layer), math.inf)
+    ]
+    dispatching = [span.layer for span in found if span.kind == "dispatch"]
+    layer = wanted or min(dispatching or [span.layer for span in found], default=0)
+    of_layer = next((span.program for span in found if span.layer == layer), None)
+    layers = sharing_layers(layer, (span for span in found if span.program == of_layer))
+    return [span for span in found if span.layer in layers]
 
 
 def sharing_layers(layer: int, spans: Iterable[StageSpan]) -> set[int]:

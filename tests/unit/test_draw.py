@@ -75,6 +75,20 @@ def test_a_pass_ahead_is_shown_with_the_backward_pass(tmp_path: Path) -> None:
     assert "next micro-batch" in (tmp_path / "a.svg").read_text()
 
 
+def test_only_the_first_of_passes_with_other_chunks_is_drawn() -> None:
+    """The last backward pass has no partner, and is cut."""
+    cut = one_pass(0.0, layer=1, direction="backward", iteration=1)
+    uncut = [span for span in cut if span.chunk != 1]
+    ahead = [replace(span, direction="forward", ahead=True, begin_us=6000.0, end_us=7000.0) for span in uncut]
+    # Its second chunk comes first.
+    last = [replace(s, begin_us=9e4 - 1e4 * (s.chunk == 1), end_us=1e5) for s in cut]
+    spans = sorted([*uncut, *ahead, *last], key=lambda span: span.begin_us)
+    assert first_pass(spans, 1, None) == [*uncut, *ahead]
+    assert first_pass([span for span in spans if span in last], 1, None) == sorted(
+        last, key=lambda span: span.begin_us
+    )
+
+
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The arguments of the picture, which is not drawn."""
