@@ -294,5 +294,5 @@ def _refuse_hooks(module: Module, *, owner: str, rule: str, remedy: str) -> None
     for hook in itertools.chain.from_iterable(getattr(module, name).values() for name in _HOOKS):
         place = getattr(hook, "__module__", None) or type(hook).__module__
         if not place.startswith(_HARMLESS):
-            found = f"{place}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
-            raise BadInput(f"hook of {owner}", found, rule=rule, remedy=remedy)
+            name = f"{place}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
+            raise BadInput(f"hook of {owner}", name, rule=rule, remedy=remedy)

@@ -145,16 +145,16 @@ def first_pass(spans: Sequence[StageSpan], iteration: int | None, wanted: int | 
             first = firsts.setdefault((*program, *stage), span)
             if first is not span:
                 ends_us[program] = max(ends_us.get(program, 0.0), first.end_us)
-    found = [
+    drawn = [
         span
         for span in firsts.values()
         if span.ahead or span.begin_us < ends_us.get((span.program, span.layer), math.inf)
     ]
-    dispatching = [span.layer for span in found if span.kind == "dispatch"]
-    layer = wanted or min(dispatching or [span.layer for span in found], default=0)
-    of_layer = next((span.program for span in found if span.layer == layer), None)
-    layers = sharing_layers(layer, (span for span in found if span.program == of_layer))
-    return [span for span in found if span.layer in layers]
+    dispatching = [span.layer for span in drawn if span.kind == "dispatch"]
+    layer = wanted or min(dispatching or [span.layer for span in drawn], default=0)
+    program_of_layer = next((span.program for span in drawn if span.layer == layer), None)
+    layers = sharing_layers(layer, (span for span in drawn if span.program == program_of_layer))
+    return [span for span in drawn if span.layer in layers]
 
 
 def sharing_layers(layer: int, spans: Iterable[StageSpan]) -> set[int]:
