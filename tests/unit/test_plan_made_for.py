@@ -113,15 +113,6 @@ def test_a_run_with_a_plan_of_layers_that_share_a_schedule(tensor: int, tmp_path
     assert alone.pipeline == choice.pipeline
 
 
-def test_a_difference_that_changes_only_times_is_a_note(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    choice = choice_of_plan(run_of(micro_batch_size=2, bf16=False), Plan.read(file), str(file))
-    assert choice.notes[1] == (
-        "the plan was made for --micro-batch-size 1 (this run: 2), precision bf16 (this run: fp32), "
-        "ranks per node 8 (this run: 2); its predictions may be wrong"
-    )
-
-
 def test_a_plan_for_another_block_is_refused_with_every_difference(file: Path) -> None:
     with pytest.raises(BadInput) as refused:
         choice_of_plan(run_of(seq_length=128, hidden_size=64, kv_channels=4), Plan.read(file), str(file))

@@ -90,6 +90,8 @@ BLOCKS = {
     "balanced": sized_block(sequence_length=24576),
     "slow network": sized_block(topk=4, sequence_length=4096),
     "tensor-parallel, local layers": sized_block(tensor=2, sequence_length=16384, local=True),
+    "context, experts of four ranks": sized_block(context=2, tensor=4, expert_tensor=4, expert=2),
+    "all-gather, capacity": sized_block(dispatcher="allgather", expert=4, capacity=1.25),
     "latent, shared": sized_block(latent=True, shared_ffn=2048, losses=True),
     "short": sized_block(sequence_length=5),
 }
@@ -100,6 +102,7 @@ BLOCKS = {
 def test_a_plan_is_never_slower_than_any_named_schedule(block: object, device: bool) -> None:
     source = cluster() if device else without_device(cluster())
     predictor = Predictor(block, source)  # type: ignore[arg-type]
+    assert all(cost.forward > 0 for cost in predictor.stages([predictor.block.rows]).values())
     degrees = [degree for degree in DEGREES if degree <= 8]
     found = full_plan(predictor, degrees)
     check(found.schedule, [predictor.block.features])

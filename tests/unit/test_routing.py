@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan.block import Block, even_rows
-from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.block import even_rows
 from megatron_ampipe.plan.recorded_routing import LayerRouting, RoutingRecord, read_routing, with_routing
-from megatron_ampipe.schedule import Exchange, Stage, kinds
 from tests.conftest import Command
-from tests.plan_cases import cluster, sized_block
+from tests.plan_cases import sized_block
 
 # Two sequences of 4 tokens in two chunks, two experts for each token, four experts. The tokens of the first
 # sequence choose 01 01 | 02 03, those of the second 01 23 | 23 23.
@@ -111,12 +109,3 @@ def test_a_block_takes_the_figures(tmp_path: Path) -> None:
     assert said[0].startswith("imbalance 4.000 of 4 ranks: 1 iterations")
     with pytest.raises(BadInput, match="is of 8 experts, and the model has 16"):
         with_routing(sized_block(experts=16), tmp_path)
-
-
-def test_predictions_follow_the_figures() -> None:
-    def dispatch_us(block: Block) -> float:
-        return Predictor(block, cluster()).stages((8192,))[Stage(kinds.DISPATCH, 0)].forward
-
-    once = sized_block(exchange=Exchange.RANKS)
-    alone = dataclasses.replace(once, rows_seen=((8, 1.0),))
-    assert dispatch_us(alone) == pytest.approx(dispatch_us(once) / once.rows_to(8), rel=0.05)
