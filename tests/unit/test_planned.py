@@ -20,11 +20,9 @@ PIPELINE = Pipeline.of(4)
 
 
 def run(**changes: Any) -> Any:
-    found = run_of(**{"num_layers": 8, "global_batch_size": 8, "data_parallel_size": 8} | changes)
-    found.virtual_pipeline_model_parallel_size = changes.get("virtual_pipeline_model_parallel_size")
-    found.pipeline_model_parallel_size = changes.get("pipeline_model_parallel_size", 1)
-    found.transformer_impl = changes.get("transformer_impl", "local")
-    return found
+    usual = {"num_layers": 8, "global_batch_size": 8, "data_parallel_size": 8, "transformer_impl": "local"}
+    stages = {"pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None}
+    return run_of(**(usual | stages | changes))
 
 
 def peaks() -> dict[str, str]:
