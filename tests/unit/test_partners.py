@@ -25,7 +25,6 @@ from megatron_ampipe.schedule import (
     Exchange,
     Partner,
     Pipeline,
-    Program,
     program_from_text,
 )
 from megatron_ampipe.schedule.partners import together
@@ -125,7 +124,9 @@ def test_what_the_planner_predicts_is_what_runs(name: str) -> None:
 def test_a_plan_with_partners_is_read_back_unchanged(tmp_path: Path) -> None:
     plan = make_plan(Predictor(sized_block(topk=4), cluster(), num_layers=4), full=False, with_partner=1.0)
     searched = plan.pipeline.partner
-    for period in (searched.period, best_period()):
+    stages = "next:expert.0@-1 expert.0 next:merge.0@-1 next:qkv.0 next:attention.0 route.0 qkv.0"
+    by_hand = program_from_text(f"compute: {stages}\ncomm: combine.0@1 next:combine.0\n", degree=1)
+    for period in (searched.period, by_hand):
         pipeline = replace(plan.pipeline, partner=replace(searched, period=period))
         replace(plan, pipeline=pipeline).write(tmp_path / "plan.yaml", head="a test")
         assert Plan.read(tmp_path / "plan.yaml").pipeline.partner == pipeline.partner
@@ -133,12 +134,6 @@ def test_a_plan_with_partners_is_read_back_unchanged(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(wrong)
     with pytest.raises(BadInput, match=r"plan\.yaml:\d+: schedule line 1 next:qkw\.0: is not a stage"):
         Plan.read(tmp_path / "plan.yaml")
-
-
-def best_period() -> Program:
-    """That of Megatron, as text says it."""
-    stages = "next:expert.0@-1 expert.0 next:merge.0@-1 next:qkv.0 next:attention.0 route.0 qkv.0"
-    return program_from_text(f"compute: {stages}\ncomm: combine.0@1 next:combine.0\n", degree=1)
 
 
 class Step:

@@ -136,14 +136,9 @@ def test_what_a_plan_says_is_refused_as_its_flags_are(changes: dict[str, Any], b
     assert str(refused.value).endswith("Make one with ampipe plan from a model file with this run's flags.")
 
 
-def without_made_for(file: Path) -> None:
-    text = file.read_text()
-    file.write_text(text[: text.index("made_for:")])
-
-
 def test_a_plan_without_the_section_runs_with_a_note(file: Path) -> None:
     """A file of an earlier version is accepted if its stages are those of this model's blocks."""
-    without_made_for(file)
+    file.write_text(file.read_text().partition("made_for:")[0])
     assert choice_of_plan(run_of(seq_length=128), Plan.read(file), str(file)).notes == (
         f"{file} has no section made_for, so it was not compared with this run",
     )

@@ -3,13 +3,14 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ampipe.plan.cluster import Overlap
-from megatron_ampipe.plan.planner import plan_of
+from megatron_ampipe.plan.cluster import Overlap, read_cluster
+from megatron_ampipe.plan.planner import make_plan, plan_of
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import (
     DEGREES,
@@ -24,8 +25,9 @@ from megatron_ampipe.plan.search import (
 )
 from megatron_ampipe.plan.simulate import TimedProgram, compile_program
 from megatron_ampipe.schedule import BlockFeatures, Direction, Schedule, build, check, needs_of
+from megatron_ampipe.tools.measuring.grid import block_of_case
 from tests.core_speed import executed_lines
-from tests.plan_cases import NONE, cluster, sized_block, without_device
+from tests.plan_cases import NONE, cluster, grid_case, sized_block, without_device
 
 TIMES = st.one_of(
     st.integers(0, 6).map(float), st.integers(0, 8000).map(lambda thousandths: thousandths / 1000)
@@ -168,3 +170,15 @@ def test_weight_gradients_are_joined_where_sums_cost_more(
         together = dataclasses.replace(block, splits_weights=False)
         other = choose(Predictor(together, cluster(), num_layers=num_layers), (2, 3))
         assert found.total_us < (1 - MINIMUM_SAVING) * other.total_us
+
+
+def test_in_one_chunk_gradients_of_weights_overlap_where_cutting_costs_too_much() -> None:
+    """Measured without a link: chunks cost more than they hide."""
+    measured = read_cluster(Path("docs/measured/profile-none.yaml"))
+    short = block_of_case(grid_case(hidden=256, ffn=1024), num_ranks=2, fused_gradients=True)
+    plan = make_plan(Predictor(short, measured), full=False)
+    assert (plan.schedule.name, plan.schedule.num_chunks, plan.helps) == ("lancet", 1, True)
+    assert "With one chunk, and gradients of weights" in plan.reason
+    assert plan.pipeline_of(512).splits_weights
+    other = make_plan(Predictor(dataclasses.replace(short, splits_weights=False), measured), full=False)
+    assert other.schedule.name != "lancet"
