@@ -23,7 +23,7 @@ from megatron_ampipe.schedule import (
     kinds,
     needs_of,
 )
-from tests.plan_cases import cluster, sized_block, with_copies
+from tests.plan_cases import cluster, sized_block, with_copies, without_device
 
 
 def test_every_kind_has_a_cost() -> None:
@@ -170,3 +170,25 @@ def test_equation_10_weighs_products_transfers_and_copies(
     transfer: float, copy: float | None, expected: dict[str, float]
 ) -> None:
     assert equation_10(product=1.0, transfer=transfer, copy=copy) == pytest.approx(expected)
+
+
+def test_collectives_that_begin_during_a_computation_are_delayed() -> None:
+    """By the latency of a busy processor, or until the computation has ended."""
+    usual = without_device(cluster())
+
+    def times_us(name: str, latency_us: float) -> dict[str, float]:
+        overlap = dataclasses.replace(usual.overlap, latency_us=latency_us)
+        predictor = Predictor(sized_block(), dataclasses.replace(usual, overlap=overlap))
+        schedule = build(name, degree=2, features=predictor.features)
+        spans = predictor.timeline(schedule, even_chunks(8192, 2)).spans
+        return {span.stage: span.end_us - span.begin_us for span in spans if span.direction == "forward"}
+
+    # In turn, nothing computes meanwhile.
+    assert times_us("sequential", 3.0) == pytest.approx(times_us("sequential", 0.0))
+    at_once, late, very_late = (times_us("ampipe", latency_us) for latency_us in (0.0, 3.0, 1e9))
+    transfers = ("counts", "dispatch", "combine")
+    assert late == pytest.approx(
+        {stage: time + 3.0 * stage.startswith(transfers) for stage, time in at_once.items()}
+    )
+    # The counts of the first chunk begin with the projections of the second.
+    assert very_late["counts.0"] == pytest.approx(at_once["counts.0"] + at_once["qkv.1"])
