@@ -13,7 +13,7 @@ from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import ALL_LAYERS, Exchange, Pipeline
+from megatron_ampipe.schedule import ALL_LAYERS, Pipeline
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from tests.golden.write import SETTINGS
 from tests.plan_cases import cluster, sized_block
@@ -117,23 +117,12 @@ def test_a_saved_plan_for_another_block_is_refused(file: Path) -> None:
         choice_of_plan(run, Plan.read(file), str(file))
 
 
-@pytest.mark.parametrize(
-    ("changes", "begins"),
-    [
-        (
-            {"memory": "rebuild"},
-            "--ampipe-memory rebuild: with --ampipe-plan p.yaml, --recompute-granularity",
-        ),
-        ({"exchange": Exchange.NODES}, "--ampipe-exchange nodes: with --ampipe-plan p.yaml, has nothing to"),
-    ],
-)
-def test_what_a_plan_says_is_refused_as_its_flags_are(changes: dict[str, Any], begins: str) -> None:
+def test_what_a_plan_says_is_refused_as_its_flags_are() -> None:
     run = run_of(recompute_granularity="full", ampipe_plan="p.yaml")
-    config = AMPipeConfig(pipeline=Pipeline.of(4, **changes), plan="p.yaml")
-    with pytest.raises(BadInput) as refused:
+    config = AMPipeConfig(pipeline=Pipeline.of(4, memory="rebuild"), plan="p.yaml")
+    says = "^--ampipe-memory rebuild: with --ampipe-plan p.yaml, --recompute-granularity .* run's flags.$"
+    with pytest.raises(BadInput, match=says):
         refuse_unsupported(config, run)
-    assert str(refused.value).startswith(begins)
-    assert str(refused.value).endswith("Make one with ampipe plan from a model file with this run's flags.")
 
 
 def test_a_plan_without_the_section_runs_with_a_note(file: Path) -> None:
