@@ -24,7 +24,7 @@ from tests.plan_cases import sized_block
 from tests.streams.cases import RANKS, RANKS_OF_NODES, Run, block, lazy_issue, runs
 
 pytestmark = pytest.mark.ranks(1)
-COUNTED = ("capacity", "parity-capacity", "parity-ranks", "parity-nodes", "parity-2dh", "random-nodes")
+COUNTED = ("capacity", "parity-capacity", "parity-ranks", "parity-nodes", "parity-2dh", "nodes")
 """What is kept, or sent once, is counted, and the count is not waited for where rows are prepared."""
 
 
