@@ -103,38 +103,6 @@ def project(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     return rows @ weight, (rows.flatten(0, 1) @ weight).view(rows.shape)
 
 
-def test_gathered_rows_are_not_kept_and_come_back() -> None:
-    weight = Parameter(torch.randn(4, 4))
-    owned = torch.randn(3, 2, 4)
-    gathered = torch.cat([owned, 2 * owned])
-    copy = gathered.clone().requires_grad_()
-    expected = torch.autograd.grad([out.sum() for out in project(copy, weight)], [copy, weight])
-    transfers: dict[int, list[Tensor]] = {0: []}
-
-    def stage(tensor: Tensor) -> tuple[Tensor, ...]:
-        once_more = transfers[0]
-        with recomputed(tensor, lambda: once_more[0]):
-            return project(tensor, weight)
-
-    segment = Segment(stage, [gathered])
-    outputs, segment.values = segment.values, ()
-    alive = weakref.ref(gathered.untyped_storage())
-    del gathered
-    gc.collect()
-    assert alive() is None, "the graph keeps what was gathered"
-
-    again = torch.cat([owned, 2 * owned])
-    transfers.pop(0).append(again)
-    alive = weakref.ref(again.untyped_storage())
-    del again
-    sums = GradientSums(BlockParameters([], [weight]))
-    gradients: list[Tensor | None] = [torch.ones_like(output) for output in outputs]
-    (of_input,) = segment.backward(gradients, parameters=[0], sums=sums)
-    torch.testing.assert_close((of_input, sums.take(0)), expected, rtol=0, atol=0)
-    gc.collect()
-    assert alive() is None, "what was gathered again is kept after its use"
-
-
 def test_a_dropped_output_is_computed_again_once_for_all_stages_that_took_it() -> None:
     norm, weight = torch.nn.LayerNorm(4), Parameter(torch.randn(4, 4))
     calls: list[weakref.ref[Any]] = []
