@@ -15,7 +15,7 @@ import pytest
 from megatron_ampipe.cli import TOOLS, build_parser, main, parse
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.launch import flags
-from tests.supported import flags_table, render
+from tests import supported
 from tests.unit.test_routing import eight_experts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,11 +151,9 @@ def test_usage_lists_every_environment_variable_of_ours() -> None:
     assert documented == used
 
 
-def test_generated_pages_and_tables_are_up_to_date() -> None:
-    supported, usage = (ROOT / "docs" / f"{name}.md" for name in ("supported", "usage"))
-    assert supported.read_text() == "\n".join(render()) + "\n", "run: python -m tests.supported"
-    table = "\n".join(flags_table())
-    assert f"\n{table}\n" in usage.read_text(), "run: python -m tests.supported flags"
+@pytest.mark.parametrize("page", supported.PAGES, ids=lambda page: page.stem)
+def test_generated_tables_are_up_to_date(page: Path) -> None:
+    assert supported.with_tables(page) == page.read_text(), "run: python -m tests.supported"
 
 
 def test_figures_are_those_of_the_measurements_and_a_page_refers_to_each() -> None:
