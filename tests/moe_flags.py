@@ -1,8 +1,8 @@
-"""What every flag of Megatron's MoE layers does in chunks, and by what that is known, as data.
+"""What flags of Megatron's MoE layers do in chunks, and by what that is known, as data.
 
-``SAME`` flags do what they do in Megatron's layers. Means:
+Those that a case of ``tests/dist/cases.py`` sets are not listed. ``SAME`` flags do what they do in Megatron's
+layers. Means:
 
-- ``parity``: a case of ``tests/dist/cases.py`` sets it, or its field in Megatron's configuration;
 - ``PATH: TEXT``: the file with this text tests it;
 - ``becomes FLAG``: Megatron turns it into another flag;
 - ``outside: WHY``: no stage depends on it;
@@ -13,16 +13,6 @@
 """
 
 _FLAGS = {
-    "parity": (
-        "--moe-router-load-balancing-type --moe-aux-loss-coeff --expert-model-parallel-size "
-        "--expert-tensor-parallel-size --moe-shared-expert-intermediate-size --moe-shared-expert-gate "
-        "--moe-router-topk --moe-router-num-groups --moe-router-group-topk "
-        "--moe-router-topk-scaling-factor --moe-router-score-function --moe-router-dtype "
-        "--moe-router-enable-expert-bias --moe-z-loss-coeff --moe-token-dispatcher-type "
-        "--moe-flex-dispatcher-backend --moe-permute-fusion-into-hybridep --moe-expert-capacity-factor "
-        "--moe-pad-expert-input-to-capacity --moe-token-drop-policy --moe-permute-fusion "
-        "--moe-router-fusion --moe-latent-size"
-    ),
     "tests/dist/blocks.py: num_moe_experts": "--num-experts",
     "tests/megatron/trainings.py: --moe-layer-freq": "--moe-layer-freq",
     "tests/dist/test_memory.py: moe_ffn_hidden_size": "--moe-ffn-hidden-size",

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.dist.test_bench import NO_NETWORK, environment
+from tests.dist.test_bench import environment
 from tests.forked import REPOSITORY, completed
+from tests.unit.test_ranks import NO_NETWORK
 
 # A run that shows a speedup needs both cores, and the time of a few iterations over a slow link.
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(400)]
