@@ -114,21 +114,15 @@ def test_bad_arguments_end_with_2_before_anything_starts(
 
 @pytest.mark.parametrize("name", sorted(config_names("bench")))
 def test_our_grids_are_sound(name: str) -> None:
-    names = {case.name for case in read_grid(find_grid(name))}
-    assert names
+    cases = {case.name: case for case in read_grid(find_grid(name))}
+    assert cases
     if name == "paper":
-        assert len(names) == 56 and "base-16k-b1-c1" in names and "xl-32k-b2-c4" not in names
-
-
-def test_defaults_and_axes(tmp_path: Path) -> None:
-    text = f"defaults: {json.dumps(FIGURES | {'capacity': 2})}\n"
-    path = read_text(tmp_path, text + "cases:\n- name: a\n- {name: b, topk: 2, capacity: null}\n")
-    assert [(case.name, case.topk, case.capacity) for case in read_grid(path)] == [
-        ("a", 1, 2.0),
-        ("b", 2, None),
-    ]
-    path = read_text(tmp_path, text + "axes:\n  - [{name: a}, {name: b}]\n  - [{name: k2, topk: 2}]\n")
-    assert [case.name for case in read_grid(path)] == ["a-k2", "b-k2"]
+        assert len(cases) == 56 and "xl-32k-b2-c4" not in cases
+        last = cases["xl-24k-b1-c4"]
+        assert (last.hidden, last.sequence_length, last.batch, last.topk) == (1600, 24576, 1, 4)
+    if name == "cpu-small":
+        # Of the second one the default.
+        assert (cases["many-top8"].ffn, cases["top2"].ffn) == (128, 1024)
 
 
 @pytest.mark.parametrize(
