@@ -1,15 +1,14 @@
 """What flags of Megatron's MoE layers do in chunks, and by what that is known, as data.
 
-Those that a case of ``tests/dist/cases.py`` sets are not listed. ``SAME`` flags do what they do in Megatron's
-layers. Means:
+Not listed are those that a case of ``tests/dist/cases.py`` sets, that ``launch.flags.SWITCHED_OFF`` has, or
+that have a row in ``launch.refusals.REFUSALS``. ``SAME`` flags do what they do in Megatron's layers. Means:
 
 - ``PATH: TEXT``: the file with this text tests it;
 - ``becomes FLAG``: Megatron turns it into another flag;
 - ``outside: WHY``: no stage depends on it;
 - ``reading: WHY``: nothing here runs it. It needs a GPU.
 
-``PUT_ASIDE`` flags are switched off (``launch.flags.SWITCHED_OFF``). ``REFUSED`` are those with a row in
-``launch.refusals.REFUSALS``, or those that do nothing without a flag that has one.
+``REFUSED`` are others that are refused.
 """
 
 _FLAGS = {
@@ -49,23 +48,12 @@ _FLAGS = {
     ),
 }
 SAME = {flag: means for means, flags in _FLAGS.items() for flag in flags.split()}
-PUT_ASIDE = {
-    "--overlap-moe-expert-parallel-comm",
-    "--overlap-dispatch-backward-with-experts-wgrad",
-    "--moe-shared-expert-overlap",
-    "--moe-router-padding-for-quantization",
-    "--moe-router-padding-for-fp8",
-}
 REFUSED = {
-    "--moe-router-force-biased": "--moe-router-force-biased",
-    "--expert-tensor-parallel-num-weight-shards": "--expert-tensor-parallel-num-weight-shards",
     "--moe-hybridep-pad-uneven-dispatch-inputs": "--moe-token-dispatcher-type",
     "--moe-ncclep-static-shape": "--moe-flex-dispatcher-backend",
     "--moe-ncclep-zero-copy": "--moe-flex-dispatcher-backend",
-    "--save-tokens-per-expert-interval": "--save-tokens-per-expert-interval",
-    "--moe-paged-stash": "--moe-paged-stash",
     "--moe-paged-stash-page-size": "--moe-paged-stash",
     "--moe-paged-stash-buffer-size-factor-cuda": "--moe-paged-stash",
     "--moe-paged-stash-buffer-size-factor-cpu": "--moe-paged-stash",
 }
-"""Each with the flag whose row it is."""
+"""Each with the flag whose row it is, or without which it does nothing."""

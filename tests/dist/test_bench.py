@@ -54,7 +54,6 @@ def check_document(document: dict[str, Any], *, link: str, rows: list[tuple[str,
     for case in document["cases"]:
         assert (case["link"], case["layers"]) == (link, document["layers"])
         assert case["stock_ms"] > 0 and case["stock_peak_bytes"] > 0
-        assert case["control"]["spread"] >= abs(case["control"]["speedup"] - 1) - 1e-4
         assert len(case["control"]["samples_ms"]) == 2
         assert case["control"]["difference_from_stock"] == 0.0
         assert [(row["schedule"], row["degree"], row["stack"]) for row in case["rows"]] == rows
@@ -62,9 +61,7 @@ def check_document(document: dict[str, Any], *, link: str, rows: list[tuple[str,
             assert len(row["samples_ms"]) == 2
             assert min(row["ms"], row["speedup"], row["peak_bytes"]) > 0
             assert row["difference_from_stock"] <= (1e-4 if row["degree"] > 1 else 0.0)
-            assert (row["bound_share"] is None) == (row["degree"] == 1)
-            if row["bound_share"] is not None:
-                assert row["bound_share"] > 0
+            assert bool(row["bound_share"]) is (row["degree"] > 1)
 
 
 def test_layers_block_by_block_and_together(tmp_path: Path) -> None:

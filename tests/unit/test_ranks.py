@@ -84,7 +84,7 @@ def leaves(rank: Rank[Sum]) -> None:
 
 
 def hangs(rank: Rank[Sum]) -> None:
-    rank.say("step")
+    rank.say("pid", os.getpid())
     time.sleep(60)
 
 
@@ -134,13 +134,8 @@ NO_NETWORK = why_no_network()
 COMMAND = """
 from tests.unit.test_ranks import *
 job = Sum(num_ranks=2, link=parse_link("none" if NO_NETWORK else "200mbit"))
-run_ranks(job, never_ends, on_message=lambda rank, event, pid: print(pid, flush=True))
+run_ranks(job, hangs, on_message=lambda rank, event, pid: print(pid, flush=True))
 """
-
-
-def never_ends(rank: Rank[Sum]) -> None:
-    rank.say("pid", os.getpid())
-    time.sleep(60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
