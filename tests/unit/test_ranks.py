@@ -118,9 +118,8 @@ def test_the_first_cause_is_reported_and_nothing_is_left(
 
 def possible(*command: str) -> bool:
     """Whether a command exists here, and ends well."""
-    return (
-        shutil.which(command[0]) is not None and not subprocess.run(command, capture_output=True).returncode
-    )
+    is_there = shutil.which(command[0]) is not None
+    return is_there and subprocess.run(command, capture_output=True, timeout=20).returncode == 0
 
 
 LINKS = "ip link add name one type veth peer name two"
