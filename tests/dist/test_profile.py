@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ampipe.cli import main
 from megatron_ampipe.plan.cluster import read_cluster
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import Exchange, build
-from megatron_ampipe.tools import profile_command
 from megatron_ampipe.tools.measuring import cluster_fit
 from megatron_ampipe.tools.measuring.grid import block_of_case, read_grid
+from tests.conftest import Command
 from tests.megatron.launcher import execute, torchrun_command
 
 pytestmark = pytest.mark.alone
@@ -45,39 +44,18 @@ def grid(tmp_path: Path) -> Path:
 
 
 def test_a_cluster_file_from_ranks_that_it_starts(
-    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ampipe: Command
 ) -> None:
     monkeypatch.setattr(cluster_fit, "LEAST_R_SQUARED", -1e9)
     output = tmp_path / "cluster.yaml"
-    words = ["--grid", str(grid), "--link", LINK, "--repeats", "3", "--output", str(output)]
-    assert main(["profile", *words]) == 0
-    assert f"wrote {output}" in capsys.readouterr().out
+    words = ["--grid", grid, "--link", LINK, "--repeats", "3", "--output", output]
+    assert f"wrote {output}" in ampipe("profile", *words).out
     cluster = read_cluster(output)
     # Tokens and probabilities are two exchanges, each with the link's latency.
     exchange = cluster.collective("all_to_all", across_nodes=False)
     assert exchange.time_us(0) == pytest.approx(2 * LATENCY_US, rel=0.5)
     assert {"qkv", "attention", "route", "shared", "expert", "merge", "any"} == set(cluster.host.stage)
     assert cluster.overlap.compute_slowdown >= 1
-    (case,) = read_grid(grid)
-    predictor = Predictor(block_of_case(case, num_ranks=2, fused_gradients=True), cluster)
-    schedule = build("ampipe", degree=2, features=predictor.block.features)
-    assert predictor.pass_us(schedule, (128, 128)).forward > 4 * LATENCY_US
-
-
-def test_times_that_do_not_fit_end_with_3_and_write_nothing(
-    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bad = [
-        cluster_fit.Sample("gemm", {"alpha_us": 1.0, "beta_us_per_gflop": x}, us)
-        for x, us in ((1.0, 100.0), (2.0, 900.0), (3.0, 90.0))
-    ]
-    finding = {"samples": bad, "slowdowns": {}, "block": {}, "issue_of": {}, "kernel": "sdpa"}
-    finding |= {"device_memory_gib": None, "fused_gradients": True}
-    monkeypatch.setattr(profile_command, "run_ranks", lambda *_, **__: [finding, finding])
-    output = tmp_path / "cluster.yaml"
-    assert main(["profile", "--grid", str(grid), "--output", str(output)]) == 3
-    assert "gemm: no line fits the times" in capsys.readouterr().err
-    assert not output.exists()
 
 
 def test_as_one_of_torchruns_ranks(grid: Path, tmp_path: Path) -> None:
