@@ -155,17 +155,12 @@ def test_megatron_refuses_a_value_of_a_file_with_its_line(folder: Path, ampipe: 
     assert shown.err.endswith("To submit it anyway, add --no-check.\n")
 
 
-def test_where_megatron_is_absent_or_killed_a_note_says_so(
+def test_where_megatron_is_absent_a_note_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch, ampipe: Command
 ) -> None:
     (folder / "fake/torch").mkdir(parents=True)
     (folder / "fake/torch/__init__.py").write_text("raise ImportError('not on this login node')\n")
     monkeypatch.setenv("PYTHONPATH", f"{folder}/fake{os.pathsep}{ROOT}")
-    words = [*NODES, *GPUS, "--", "--lr", "1e-4"]
-    notes = ampipe(*words).err
+    notes = ampipe(*NODES, *GPUS, "--", "--lr", "1e-4").err
     assert "note: 'ampipe config' cannot check the training flags here: " in notes
     assert "not on this login node" in notes
-
-    killed = subprocess.CompletedProcess([], -9, stdout="", stderr="Killed\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
-    assert "flags here: Killed" in ampipe(*words).err
