@@ -78,11 +78,9 @@ class Cluster:
     def start(self) -> subprocess.Popen[bytes]:
         """The script of the job, started once more as slurmctld and slurmd do it."""
         given = json.loads((self._state / "directives").read_text())
-        nodes = int(given["nodes"])
         identity = {
             "SLURM_JOB_ID": str(self.job_id),
-            "SLURM_JOB_NODELIST": "127.0.0.1" if nodes == 1 else f"127.0.0.[1-{nodes}]",
-            "SLURM_NNODES": str(nodes),
+            "SLURM_JOB_NODELIST": f"127.0.0.[1-{given['nodes']}]",
         }
         if given["array"] is not None:
             # One task of the array, which has a separate number.

@@ -68,10 +68,10 @@ def parser_of(options: list[str], switches: list[str]) -> argparse.ArgumentParse
 
 
 def hosts_of(nodelist: str) -> list[str]:
-    found = re.fullmatch(r"(.*)\[(\d+)-(\d+)\]", nodelist)
-    if found is None:
-        return [nodelist]
-    return [f"{found[1]}{number}" for number in range(int(found[2]), int(found[3]) + 1)]
+    """The names in a list such as ``127.0.0.[1-2]``."""
+    prefix, _, numbers = nodelist.rstrip("]").partition("[")
+    first, last = map(int, numbers.split("-"))
+    return [f"{prefix}{number}" for number in range(first, last + 1)]
 
 
 def srun(shared: Path, words: list[str]) -> int:
