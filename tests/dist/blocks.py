@@ -242,7 +242,8 @@ def packing_of(case: Case, device: str = "cpu") -> PackedSeqParams:
         cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        tokens_per_sample=length,
+        # One sequence can be without it, as frameworks pack.
+        tokens_per_sample=length if batch > 1 else None,
     )
 
 

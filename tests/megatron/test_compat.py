@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
 from megatron_ampipe import compat
 from megatron_ampipe.errors import EnvironmentMissing
@@ -37,9 +36,3 @@ def test_on_an_older_megatron_the_entry_point_suggests_the_launcher(monkeypatch:
     monkeypatch.setattr(compat, "megatron_folder", lambda: megatron_of("0.18") / "core")
     with pytest.raises(EnvironmentMissing, match=r"-m megatron_ampipe.launch PATH/pretrain_gpt.py"):
         compat.require_model_from_configuration()
-
-
-@pytest.mark.parametrize("version", compat.SUPPORTED_MEGATRON)
-def test_a_version_is_read_without_an_import(version: str) -> None:
-    found = compat.megatron_version(megatron_of(version) / "core")
-    assert Version(version) <= found < Version(f"0.{int(version[2:]) + 1}")
