@@ -37,6 +37,7 @@ from tests.dist import changed_functions, logged_losses, routing_records
 from tests.dist.cases import GRAPH_MODULES, Case
 from tests.dist.worker import use_groups
 from tests.gated_delta_net_standin import with_gated_delta_net
+from tests.te_linear_standin import use_engine
 
 EXECUTORS = {"sequential": SequentialExecutor, "thread": ThreadExecutor, "cuda": CudaExecutor}
 HEADS = 4
@@ -145,6 +146,10 @@ def build_layers(
             changed_functions.run_chunk_by_chunk(layer.mlp, bounds)
     for layer in (stock, ours):
         layer.train(case.training)
+        if case.engine:
+            use_engine(layer, grouped=case.engine == "grouped")
+        for parameter in layer.parameters() if config.gradient_accumulation_fusion else ():
+            parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
     return stock, ours
 
 
@@ -286,7 +291,9 @@ def summed_results(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """
     tensor_group, found = get_tensor_model_parallel_group(), {}
     for name, parameter in layer.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        is_fused = getattr(parameter, "grad_added_to_main_grad", False)
+        gradient = parameter.main_grad if is_fused else parameter.grad
+        gradient = torch.zeros_like(parameter) if gradient is None else gradient.clone()
         if getattr(parameter, "sequence_parallel", False):
             torch.distributed.all_reduce(gradient, group=tensor_group)
         elif tensor_group.size() > 1 and not getattr(parameter, "allreduce", True):

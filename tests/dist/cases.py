@@ -48,6 +48,8 @@ class Case:
     """For each sequence of the micro-batch the first row of each document; none for whole sequences."""
     transformer_engine: bool = False
     """The layers are Transformer Engine's."""
+    engine: str = ""
+    """Stand-ins of Transformer Engine's linear layers: ``linear``, or ``grouped`` for the experts' too."""
     whole_down: bool = False
     """Latent attention projects down as with Transformer Engine: each tensor-parallel rank its rows, with all
     columns. With Megatron's local layers the key of the positions gets a wrong gradient there."""

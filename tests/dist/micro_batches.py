@@ -61,14 +61,14 @@ def run_passes(
 def step(layer: torch.nn.Module, case: Case, *, partner: Partner | None = None) -> dict[str, torch.Tensor]:
     """The output and the input gradient of every micro-batch, and what all of them have summed."""
     logged_losses.clear()
-    device = next(layer.parameters()).device.type
+    parameter = next(layer.parameters())
     passes: list[Any] = []
     found = {}
 
     def ahead(microbatch: int) -> None:
         # Tensor-parallel ranks share ids, and their number divides this one.
         rank = torch.distributed.get_rank() + 8 * microbatch
-        inputs = inputs_of(case, rank=rank, device=device, dtype=torch.float32)
+        inputs = inputs_of(case, rank=rank, device=parameter.device.type, dtype=parameter.dtype)
         passes.append((inputs.gradient, *forward(layer, inputs)))
 
     def behind(microbatch: int) -> None:

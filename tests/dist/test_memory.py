@@ -20,7 +20,6 @@ from megatron_ampipe.schedule import KEEP, LISTED, MEGATRON, Exchange, Partner
 from megatron_ampipe.tools.measuring.grid import Case as GridCase
 from megatron_ampipe.tools.measuring.grid import block_of_case
 from tests.dist.cases import AUX, SWIGLU, TOP2, Case, again
-from tests.dist.worker import use_groups
 
 # How long a gloo thread keeps a buffer, and so the peak, depends on what else runs.
 pytestmark = pytest.mark.alone
@@ -136,19 +135,21 @@ PREDICTED = [
 
 
 class Measurements:
-    """What this rank has measured: a stock block, and AMPipe blocks of several degrees, from all tensors.
+    """What this rank measures of a case when it is asked for, from all tensors.
 
-    The stock case of a model comes first and sets the limit of leftover bytes.
+    The first case of a model and its layers sets the limit of leftover bytes.
     """
 
-    def __init__(self, cases: list[Case]) -> None:
+    def __init__(self) -> None:
         from megatron_ampipe.tools.measuring.meters import TensorMeter
 
         self._meter = TensorMeter()
         self._allowed: dict[str, int] = {}
-        self._found = {case.name: self._measure(case) for case in cases}
+        self._found: dict[str, dict[str, Any]] = {}
 
     def __getitem__(self, case: Case) -> dict[str, Any]:
+        if case.name not in self._found:
+            self._found[case.name] = self._measure(case)
         return self._found[case.name]
 
     def peak(self, case: Case) -> int:
@@ -158,48 +159,32 @@ class Measurements:
         return int(peak)
 
     def _build(self, case: Case) -> torch.nn.Module:
-        """Layers with the attention kernel of the chunks, as in ``ampipe bench``."""
-        from megatron.core.transformer.spec_utils import ModuleSpec
-        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+        """Layers with the attention kernel of the chunks, as in ``ampipe bench``, and even routing."""
+        from megatron.core.transformer.moe.router import TopKRouter
 
-        from megatron_ampipe.layers.context import AMPipeContext
-        from megatron_ampipe.layers.layer import pipelined
-        from megatron_ampipe.schedule.pipeline import AMPipeConfig
-        from megatron_ampipe.tools.measuring.blocks import KernelAttention, Layers
+        from megatron_ampipe.tools.measuring.blocks import KernelAttention
         from megatron_ampipe.tools.measuring.meters import WatchedExecutor
-        from tests.dist.blocks import EXECUTORS, layer_specs, transformer_config
+        from tests.dist.blocks import EXECUTORS, build_layers
 
-        config = transformer_config(case)
-        specs = layer_specs(case, config)
-        for spec in specs:
-            spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
-                module=KernelAttention, params={"kernel": case.kernel}
-            )
-        context = AMPipeContext(
-            AMPipeConfig(pipeline=case.pipeline),
-            executor=WatchedExecutor(EXECUTORS[case.executor](), self._meter),
-            kernel=case.kernel,
-            recomputed_layers=case.recompute,
-        )
-        torch.manual_seed(3 + torch.distributed.get_rank())
-        stack = TransformerBlockSubmodules(layer_specs=specs)
-        return Layers(pipelined(stack, context), dataclasses.replace(config)).train()
+        executor = WatchedExecutor(EXECUTORS[case.executor](), self._meter)
+        _, layer = build_layers(case, executor=executor)
+        for module in layer.modules():
+            if hasattr(module, "core_attention"):
+                module.core_attention = KernelAttention(module.config, kernel=case.kernel)
+            if isinstance(module, TopKRouter):
+                torch.nn.init.orthogonal_(module.weight)
+        return layer
 
     def _measure(self, case: Case) -> dict[str, Any]:
         from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES
         from megatron_ampipe.tools.measuring.meters import Watch
-        from tests.dist import logged_losses
+        from tests.dist.blocks import inputs_of
         from tests.dist.micro_batches import run_passes
 
-        use_groups(**case.group_sizes)
-        # Megatron's logger of router losses is made for a number of layers.
-        logged_losses.clear()
         layer, meter = self._build(case), self._meter
-        rows = case.sequence_length // case.parallel.get("context_parallel_size", 1)
-        shape = (rows, case.batch, case.model["hidden_size"])
         dtype = case.model.get("params_dtype", torch.float32)
-        hidden = torch.randn(shape, dtype=dtype, requires_grad=True)
-        gradient = torch.randn(shape, dtype=dtype)
+        given = inputs_of(case, rank=torch.distributed.get_rank(), dtype=dtype)
+        hidden, gradient = given.hidden.requires_grad_(), given.gradient
         number, outputs, after_forward = 1 if case.partner is None else 2, [], []
 
         def ahead(_: int) -> None:
@@ -234,27 +219,28 @@ class Measurements:
 
 @pytest.fixture(scope="module")
 def reports() -> Measurements:
-    return Measurements([*PREDICTED, *PARTNERS, RECOMPUTED])
+    return Measurements()
 
 
-def stock_of(case: Case) -> Case:
-    return STOCK[case.name.partition(" ")[0]]
+def bytes_and_stocks(case: Case, what: str, reports: Measurements) -> tuple[int, int]:
+    stock = reports[STOCK[case.name.partition(" ")[0]]]
+    return reports[case][what], stock[what]
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", [*CASES, SENT_ONCE], ids=lambda case: case.name)
 def test_peak_is_not_above_stock(case: Case, reports: Measurements) -> None:
-    ratio = reports[case]["peak_bytes"] / reports[stock_of(case)]["peak_bytes"]
-    assert ratio <= ABOVE_STOCK
+    peak, of_stock = bytes_and_stocks(case, "peak_bytes", reports)
+    assert peak / of_stock <= ABOVE_STOCK
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("blocks", "stack"), STACKS, ids=lambda case: case.name)
 def test_peak_of_a_stack_is_that_of_its_blocks(blocks: Case, stack: Case, reports: Measurements) -> None:
-    ratio = reports[stack]["peak_bytes"] / reports[blocks]["peak_bytes"]
-    assert ratio <= ABOVE_BLOCK_BY_BLOCK
+    alone, together = reports[blocks], reports[stack]
+    assert together["peak_bytes"] / alone["peak_bytes"] <= ABOVE_BLOCK_BY_BLOCK
     # Nothing of a pass stays alive in a stack either.
-    assert reports[stack]["left_bytes"] <= reports[blocks]["left_bytes"]
+    assert together["left_bytes"] <= alone["left_bytes"]
 
 
 @pytest.mark.ranks(2)
@@ -278,7 +264,8 @@ def test_what_is_restored_is_not_kept(case: Case, kept: float, peak: float, repo
 @pytest.mark.parametrize("case", [*CASES, SENT_ONCE, *LANCET], ids=lambda case: case.name)
 def test_only_gradients_stay_allocated(case: Case, reports: Measurements) -> None:
     """After the backward pass only the gradients of the input and the parameters are alive."""
-    assert reports[case]["left_bytes"] <= reports[stock_of(case)]["left_bytes"]
+    left, of_stock = bytes_and_stocks(case, "left_bytes", reports)
+    assert left <= of_stock
 
 
 def predicted_bytes(case: Case, *, num_ranks: int = 2) -> float:
@@ -335,17 +322,12 @@ RINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def of_four() -> Measurements:
-    return Measurements(RINGS)
-
-
 @pytest.mark.ranks(FOUR_RANKS)
-def test_a_ring_keeps_the_keys_of_its_rank(of_four: Measurements) -> None:
+def test_a_ring_keeps_the_keys_of_its_rank(reports: Measurements) -> None:
     """Next to a layer whose rows attend to those of their rank alone, which has no other keys at any time."""
     # Keys and values of the other ranks, of both layers.
     others = 2 * 2 * 4 * SHAPE["hidden_size"] * RING.sequence_length * (FOUR_RANKS - 1) // FOUR_RANKS
-    alone, ring, gathered = (of_four[case] for case in RINGS)
+    alone, ring, gathered = (reports[case] for case in RINGS)
     for figure in ("after_forward_bytes", "peak_bytes"):
         assert ring[figure] <= 1.03 * alone[figure]
         assert ring[figure] + others <= gathered[figure]
