@@ -29,7 +29,10 @@ LETTING_GO_S = 5.0
 ABOVE_STOCK = 1.01
 ABOVE_BLOCK_BY_BLOCK = 1.02
 # Activations are at least six times as large as parameter gradients.
-SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 512, "num_moe_experts": 4}
+SHAPE = {
+    "hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 512, "num_moe_experts": 4,
+    "moe_router_force_load_balancing": True,
+}  # fmt: skip
 SEQUENCE_LENGTH = 1024
 MODELS: dict[str, dict[str, Any]] = {
     "top1": {},
@@ -159,9 +162,7 @@ class Measurements:
         return int(peak)
 
     def _build(self, case: Case) -> torch.nn.Module:
-        """Layers with the attention kernel of the chunks, as in ``ampipe bench``, and even routing."""
-        from megatron.core.transformer.moe.router import TopKRouter
-
+        """Layers with the attention kernel of the chunks, as in ``ampipe bench``."""
         from megatron_ampipe.tools.measuring.blocks import KernelAttention
         from megatron_ampipe.tools.measuring.meters import WatchedExecutor
         from tests.dist.blocks import EXECUTORS, build_layers
@@ -171,8 +172,6 @@ class Measurements:
         for module in layer.modules():
             if hasattr(module, "core_attention"):
                 module.core_attention = KernelAttention(module.config, kernel=case.kernel)
-            if isinstance(module, TopKRouter):
-                torch.nn.init.orthogonal_(module.weight)
         return layer
 
     def _measure(self, case: Case) -> dict[str, Any]:
