@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.schedule import KEEP, LISTED, MEGATRON, Exchange, Partner
+from megatron_ampipe.schedule import LISTED, MEGATRON, Exchange, Partner
 from megatron_ampipe.tools.measuring.grid import Case as GridCase
 from megatron_ampipe.tools.measuring.grid import block_of_case
 from tests.dist.cases import AUX, SWIGLU, TOP2, Case, again
@@ -33,7 +33,6 @@ SHAPE = {
     "hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 512, "num_moe_experts": 4,
     "moe_router_force_load_balancing": True,
 }  # fmt: skip
-SEQUENCE_LENGTH = 1024
 MODELS: dict[str, dict[str, Any]] = {
     "top1": {},
     "top2-swiglu-losses": TOP2 | SWIGLU | AUX,
@@ -41,84 +40,72 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def case(model: str, degree: int, schedule: str = "ampipe", executor: str = "sequential") -> Case:
+def case(what: str, *, model: str = "top1", layers: str = "m", also: Any = (), **fields: Any) -> Case:
+    """A block, or layers that share a schedule unless ``stack`` is 1; ``also`` overrides the model."""
     return Case(
-        name=f"{model} degree {degree} {schedule} {executor}",
-        degree=degree,
-        schedule=schedule,
-        executor=executor,
+        name=f"{model} {layers} {what}",
         kernel="cpu-flash",
-        sequence_length=SEQUENCE_LENGTH,
-        model=SHAPE | MODELS[model],
+        sequence_length=1024,
+        layers=layers,
+        model=SHAPE | MODELS[model] | dict(also),
+        **{"stack": 0 if len(layers) > 1 else 1} | fields,
     )
 
 
-STOCK = {model: case(model, 1) for model in MODELS}
+STOCK = {model: case("stock", model=model, degree=1) for model in MODELS}
+LOSSES = {"model": "top2-swiglu-losses"}
 CASES = [
-    case("top1", 2, executor="thread"),
-    case("top2-swiglu-losses", 4),
-    case("top2-swiglu-losses", 8, executor="thread"),
-    case("shared", 4, "moe-only", "thread"),
+    case("degree 2", degree=2),
+    case("degree 4 sequential", executor="sequential", **LOSSES),
+    case("degree 8", degree=8, **LOSSES),
+    case("degree 4 moe-only", schedule="moe-only", model="shared"),
+    case("degree 1 ranks", degree=1, exchange=Exchange.RANKS, **LOSSES),
 ]
-SENT_ONCE = dataclasses.replace(
-    case("top2-swiglu-losses", 1, executor="thread"),
-    name="top2-swiglu-losses degree 1 ranks thread",
-    exchange=Exchange.RANKS,
-)
-LANCET = [case(model, 1, "lancet", "thread") for model in ("top1", "top2-swiglu-losses")]
-JOINED = case("top2-swiglu-losses", 4, "joined", "thread")
-
-
-def stack(
-    layers: str, what: str, *, model: str = "top1", executor: str = "thread", also: Any = (), **fields: Any
-) -> Case:
-    """Layers that share a schedule at degree 4, unless ``stack`` is 1; ``also`` overrides the model."""
-    block = case(model, 4, executor=executor)
-    fields = {"layers": layers, "stack": 0, "model": block.model | dict(also)} | fields
-    return dataclasses.replace(block, name=f"{model} {layers} {executor} {what}", **fields)
-
-
-TWO, FOUR = (stack(layers, "in a stack", executor="sequential") for layers in ("mm", "mmmm"))
-RECOMPUTED = stack("mmmm", "recomputed", recompute=math.inf)
+LANCET = [case("lancet", model=model, degree=1, schedule="lancet") for model in ("top1", LOSSES["model"])]
+JOINED = case("joined", schedule="joined", **LOSSES)
+TWO, FOUR = (case("in a stack", layers=layers, executor="sequential") for layers in ("mm", "mmmm"))
+RECOMPUTED = case("recomputed", layers="mmmm", recompute=math.inf)
 STACKS = [
-    (stack("mmmm", "block by block", executor="sequential", stack=1), FOUR),
-    tuple(stack("mmmm", f"stack {size}", model="top2-swiglu-losses", stack=size) for size in (1, 0)),
+    (case("block by block", layers="mmmm", executor="sequential", stack=1), FOUR),
+    tuple(case(f"stack {size}", layers="mmmm", stack=size, **LOSSES) for size in (1, 0)),
 ]
 # Layers without experts keep everything, and more than one whose experts restore their tensors.
 WIDE = {"moe_ffn_hidden_size": 512, "ffn_hidden_size": 1024}
 DENSE = [
-    stack("dm", "redispatch", memory="redispatch", also=WIDE),
-    stack("ddm", KEEP, model="top2-swiglu-losses", also=WIDE),
+    case("redispatch", layers="dm", memory="redispatch", also=WIDE),
+    case("keep", layers="ddm", also=WIDE, **LOSSES),
 ]
 # The block of docs/measured/memory-grid.yaml.
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 WIDER = {"hidden_size": 256, "ffn_hidden_size": 1024, "moe_router_topk": 2} | BF16
 EIGHTS = [
-    stack("m" * 8, "bf16 degree 1", degree=1, also=WIDER),
-    stack("m" * 8, "bf16 offload", memory="offload", also=WIDER),
-    stack("m" * 8, "bf16 S3", memory="S3", also=WIDER),
-    *(stack("m" * 8, memory, memory=memory) for memory in ("S2", "rebuild/keep/rebuild/rebuild")),
+    case("bf16 degree 1", layers="m" * 8, degree=1, also=WIDER),
+    case("bf16 offload", layers="m" * 8, memory="offload", also=WIDER),
+    case("bf16 S3", layers="m" * 8, memory="S3", also=WIDER),
+    *(case(memory, layers="m" * 8, memory=memory) for memory in ("S2", "rebuild/keep/rebuild/rebuild")),
 ]
 PARTNERS = [
-    stack("mmmm", "partners, weight gradients apart", degree=1, partner=Partner(order=LISTED)),
-    stack("mmmm", "partners", degree=1, partner=Partner(1, "ampipe", LISTED), model="top2-swiglu-losses"),
-    stack("mmmm", "partners, redispatch", degree=1, partner=Partner(order=MEGATRON), memory="redispatch"),
+    case("partners, lancet", layers="mmmm", degree=1, partner=Partner(order=LISTED)),
+    case("partners", layers="mmmm", degree=1, partner=Partner(1, "ampipe", LISTED), **LOSSES),
+    case(
+        "partners, redispatch", layers="mmmm", degree=1, partner=Partner(order=MEGATRON), memory="redispatch"
+    ),
 ]
 
 
 def selective(*modules: str, model: str = "top1", **fields: Any) -> Case:
     """Four layers in a stack, with Megatron's selective recompute."""
     name = " ".join([*modules, *map(str, fields.values())])
-    return stack("mmmm", name, model=model, also=again(*modules, normalization="RMSNorm"), **fields)
+    return case(name, model=model, layers="mmmm", also=again(*modules, normalization="RMSNorm"), **fields)
 
 
 LEANER = [
     # What a layer keeps of 23 tensors as wide as a row: no inner ones of experts, nor what arrives; nothing
     # after the first product; nothing of both norms after their input. Then the peak, with what runs again or
     # is loaded (of the four layers, 3 of 16 chunks at once) and gradients of parameters.
-    (stack("mmmm", "rebuild", memory="rebuild"), (23 - 12) / 23, 0.58),
-    (stack("mmmm", "redispatch", memory="redispatch"), (23 - 12 - 1) / 23, 0.55),
-    (stack("mmmm", "offload", memory="offload"), (23 - 12 - 1) / 23, 0.6),
+    (case("rebuild", layers="mmmm", memory="rebuild"), (23 - 12) / 23, 0.58),
+    (case("redispatch", layers="mmmm", memory="redispatch"), (23 - 12 - 1) / 23, 0.55),
+    (case("offload", layers="mmmm", memory="offload"), (23 - 12 - 1) / 23, 0.6),
     (selective("moe_act"), (23 - 8) / 23, 0.73),
     (selective("layernorm"), (23 - 4) / 23, 0.86),
     (selective("layernorm", "moe_act"), (23 - 12) / 23, 0.57),
@@ -132,7 +119,7 @@ OTHERS_AGAIN = [
     selective("moe", model="shared"),
 ]
 PREDICTED = [
-    *(*STOCK.values(), *CASES, SENT_ONCE, *LANCET, JOINED, TWO, *itertools.chain(*STACKS)),
+    *(*STOCK.values(), *CASES, *LANCET, JOINED, TWO, *itertools.chain(*STACKS)),
     *(*(case for case, *_ in LEANER), *DENSE, *EIGHTS, *OTHERS_AGAIN),
 ]
 
@@ -227,7 +214,7 @@ def bytes_and_stocks(case: Case, what: str, reports: Measurements) -> tuple[int,
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", [*CASES, SENT_ONCE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_peak_is_not_above_stock(case: Case, reports: Measurements) -> None:
     peak, of_stock = bytes_and_stocks(case, "peak_bytes", reports)
     assert peak / of_stock <= ABOVE_STOCK
@@ -260,7 +247,7 @@ def test_what_is_restored_is_not_kept(case: Case, kept: float, peak: float, repo
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", [*CASES, SENT_ONCE, *LANCET], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *LANCET], ids=lambda case: case.name)
 def test_only_gradients_stay_allocated(case: Case, reports: Measurements) -> None:
     """After the backward pass only the gradients of the input and the parameters are alive."""
     left, of_stock = bytes_and_stocks(case, "left_bytes", reports)
@@ -305,19 +292,12 @@ def test_the_planner_predicts_the_peak(case: Case, reports: Measurements) -> Non
 
 
 FOUR_RANKS = 4
-RING = Case(
-    name="ring",
-    degree=4,
-    kernel="cpu-flash",
-    sequence_length=SEQUENCE_LENGTH,
-    parallel={"context_parallel_size": FOUR_RANKS, "expert_model_parallel_size": FOUR_RANKS},
-    layers="mm",
-    model=SHAPE,
-)
+SIZES = {"context_parallel_size": FOUR_RANKS, "expert_model_parallel_size": FOUR_RANKS}
+RING: dict[str, Any] = {"layers": "mm", "stack": 1, "parallel": SIZES}
 RINGS = [
-    dataclasses.replace(RING, name="alone", degree=1),
-    RING,
-    dataclasses.replace(RING, name="gathered", model=SHAPE | {"cp_comm_type": "all_gather"}),
+    case("alone", degree=1, **RING),
+    case("ring", **RING),
+    case("gathered", also={"cp_comm_type": "all_gather"}, **RING),
 ]
 
 
@@ -325,7 +305,7 @@ RINGS = [
 def test_a_ring_keeps_the_keys_of_its_rank(reports: Measurements) -> None:
     """Next to a layer whose rows attend to those of their rank alone, which has no other keys at any time."""
     # Keys and values of the other ranks, of both layers.
-    others = 2 * 2 * 4 * SHAPE["hidden_size"] * RING.sequence_length * (FOUR_RANKS - 1) // FOUR_RANKS
+    others = 2 * 2 * 4 * SHAPE["hidden_size"] * RINGS[0].sequence_length * (FOUR_RANKS - 1) // FOUR_RANKS
     alone, ring, gathered = (reports[case] for case in RINGS)
     for figure in ("after_forward_bytes", "peak_bytes"):
         assert ring[figure] <= 1.03 * alone[figure]
