@@ -215,6 +215,7 @@ PARITY = [
             },
         },
         "router-fp64": {"model": TOP2 | AUX | Z | {"moe_router_dtype": "fp64"}},
+        "per-token-loss": {"model": SEVERAL_AUX | Z | {"calculate_per_token_loss": True}},
         "one-expert-each": {"model": {"num_moe_experts": 2}},
         "evaluation": {"training": False, "model": AUX},
         "ep1": {"world_size": 1, "model": AUX | Z | TOP2},

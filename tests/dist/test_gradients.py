@@ -228,9 +228,6 @@ def test_placed_reductions_give_the_same_gradients(
     # In the last micro-batch of the second and third iteration: in the first, Megatron counts hooks. In turn
     # of the experts of layer 2, of layer 1, and of layer 0 and its experts.
     assert begun == [2, 1, 2, 2] * 2
-    of_ranks: list[Any] = [None, None]
-    torch.distributed.all_gather_object(of_ranks, begun)
-    assert of_ranks[0] == of_ranks[1]
 
 
 def test_a_second_backward_is_refused() -> None:
@@ -247,7 +244,6 @@ def test_frozen_parameters_get_no_gradient(which: str) -> None:
     from tests.dist.blocks import build_layers, wrong
 
     case, is_frozen = FROZEN[which]
-    with_gradient = {}
     for input_needs_gradient in (True, False):
         found = []
         for layer in build_layers(case):
@@ -262,10 +258,6 @@ def test_frozen_parameters_get_no_gradient(which: str) -> None:
             present = {name: tensor.grad for name, tensor in named if tensor.grad is not None}
             found.append(present | {"output": output.detach()})
         assert wrong(*found, TOLERANCE) == {}
-        with_gradient[input_needs_gradient] = len(found[1])
-    # The output is always there, the gradient of the input only if it is required.
-    assert with_gradient[True] == with_gradient[False] + 1
-    assert with_gradient[False] >= (1 if which.startswith("everything") else 2)
 
 
 @pytest.mark.parametrize("case", [ALONE, STACK], ids=lambda case: case.name)
