@@ -86,7 +86,7 @@ def test_a_copy_takes_the_time_of_its_bytes_and_needs_a_figure() -> None:
     assert costs[Stage(kinds.LOAD_TOKENS, 0)].backward == pytest.approx(expected)
     all_kept = Predictor(block, known, memory="offload").stages((1024,) * 4)[Stage(kinds.STORE, 0)].forward
     assert all_kept == pytest.approx(expected + 40e-6 * 2 * 1024 * 2 * 2 * block.ffn)
-    with pytest.raises(BadInput, match=r"compute\.copy: is missing"):
+    with pytest.raises(BadInput, match=r"a800x8-20gbps\.yaml:\d+: compute\.copy: is missing"):
         Predictor(block, plain, memory="offload").stages((1024,) * 4)
 
 
@@ -106,7 +106,7 @@ def test_deepep_counts_unless_all_ranks_are_in_a_node() -> None:
     size = 4096 * even_rows(64, 8, 8) * 7 / 8 * (1024 * 2 + 8 * 4)
     expected = nodes.collective("deepep", across_nodes=False).time_us(size)
     assert OperationTimes(near, nodes, near.features).flex_us(4096) == pytest.approx(expected)
-    with pytest.raises(BadInput, match=r"inter\.deepep: is missing, .* DeepEP's own tests"):
+    with pytest.raises(BadInput, match=r"aws-p5-efa\.yaml:\d+: inter\.deepep: is missing, .* DeepEP's own"):
         Predictor(block, cluster("aws-p5-efa")).stock()
 
 
