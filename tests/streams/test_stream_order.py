@@ -20,6 +20,7 @@ from tests.dist.cases import ALLGATHER, AUX, MOE_AGAIN, SHARED, TIGHT
 from tests.dist.worker import start_alone
 from tests.plan_cases import sized_block
 from tests.streams.cases import RANKS, RANKS_OF_NODES, Run, block, lazy_issue, runs
+from tests.streams.model import ModelStream
 
 pytestmark = pytest.mark.ranks(1)
 COUNTED = ("capacity", "parity-capacity", "parity-ranks", "parity-nodes", "parity-2dh", "nodes")
@@ -83,6 +84,14 @@ def test_an_inserted_fault_is_reported(name: str) -> None:
         races = run_case(run).races
     assert any(re.search(race, found) for found in races), races
     assert run_case(run).races == ()
+
+
+def test_collectives_and_counts_have_streams_of_high_priority() -> None:
+    from tests.streams.run import run_case
+
+    run_case(Run("streams", BLOCK))
+    of_lanes = [stream for stream in ModelStream.made if stream.name.startswith("stream")]
+    assert [stream.priority for stream in of_lanes] == [min(ModelStream.priority_range())] * 2
 
 
 FIRST = {
