@@ -9,7 +9,7 @@ import torch
 from megatron_ampipe.block.settings import ROUTER_FLAG, SHIPPED_GATES, class_path
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.refusals import TOKEN_ID_REFUSALS, refuse_with_token_ids
-from megatron_ampipe.layers.gates import HashRouter, TokenIds, hashed_experts
+from megatron_ampipe.layers.gates import TokenIds, hashed_experts
 
 
 @pytest.mark.parametrize(
@@ -54,16 +54,6 @@ def test_hashes_differ_by_salt_and_are_known_for_ever() -> None:
     for index, one in enumerate(others):
         for other in others[:index]:
             assert 0.05 < float((one == other).float().mean()) < 0.2
-
-
-def router(kind: type[HashRouter], *, layer: int, vocabulary: int | None) -> Any:
-    """A router without what Megatron's constructor needs."""
-    made: Any = kind.__new__(kind)
-    torch.nn.Module.__init__(made)
-    made.config = argparse.Namespace(num_moe_experts=8, moe_router_dtype="fp64")
-    made.topk, made.layer_number, made._table = 2, layer, None
-    made.id_source = TokenIds(vocabulary)
-    return made
 
 
 class Model(torch.nn.Module):
