@@ -321,7 +321,7 @@ MANY = tuple(range(0, 29, 2)), (0, 1, 2, 3, 17, 31), (0, 5)
 SINKS = {"softmax_type": "learnable"}
 DOCUMENTS = cases("documents-", {"documents": MANY, "batch": 3, "rope": True, "kernel": "cpu-flash"}, {
     "three": {"documents": ((0, 9, 24),), "batch": 1, "model": LARGE},
-    "many-batch3": {"degree": 3, "model": SEVERAL_AUX | TIGHT | GQA},
+    "many-batch3": {"degree": 3, "kernel": "reference-documents", "model": SEVERAL_AUX | TIGHT | GQA},
     "masked-batch3": {"masked": True, "kernel": "exact", "model": LARGE},
     "masked-not-in-windows": {
         "masked": True, "kernel": "sdpa", "rope": False, "layers": "mm", "stack": 0,

@@ -28,7 +28,10 @@ CASES = {
     "stack-recompute": RECOMPUTED | {"schedule": "lancet", "degree": 2, "model": LARGE | SHARED},
     "latent-recompute-moe": {"schedule": "lancet", "degree": 2, "model": LATENT | MOE_AGAIN},
     "recompute-attention": {"schedule": "joined", "degree": 2, "model": LARGE | ATTENTION_AGAIN},
-    "recompute-moe-act": {"schedule": "lancet", "degree": 2, "model": LARGE | again("moe_act")},
+    "recompute-moe-act": {
+        "schedule": "lancet", "degree": 2,
+        "model": LARGE | again("moe_act", bias_activation_fusion=True),
+    },
     "recompute-layernorm": {"schedule": "joined", "degree": 2, "model": LARGE | again("layernorm")},
     "rebuild": {"schedule": "lancet", "degree": 2, "memory": "rebuild", "model": LARGE | BIAS},
     "partners": {

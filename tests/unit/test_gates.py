@@ -1,4 +1,4 @@
-"""Names of gates, and hash layers: which experts an id has, and where the ids come from."""
+"""Hash layers: which experts an id has, and where the ids come from."""
 
 import argparse
 from typing import Any
@@ -6,27 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ampipe.block.settings import ROUTER_FLAG, SHIPPED_GATES, class_path
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.refusals import TOKEN_ID_REFUSALS, refuse_with_token_ids
-from megatron_ampipe.layers.gates import HashRouter, TokenIds, hashed_experts
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("", "is neither package.module:Class nor one of noisy-topk"),
-        ("cosin", "Did you mean cosine?"),
-        ("a.b.Router", "Use for example --ampipe-router cosine"),
-        ("a..b:Router", "is neither package.module:Class"),
-        ("a:b:c", "is neither package.module:Class"),
-    ],
-)
-def test_other_names_are_refused(name: str, message: str) -> None:
-    with pytest.raises(BadInput, match="--ampipe-router") as caught:
-        class_path(name, SHIPPED_GATES, flag=ROUTER_FLAG)
-    assert message in str(caught.value)
-
+from megatron_ampipe.layers.gates import TokenIds, hashed_experts
 
 VOCABULARY = 50_000
 KNOWN = [0, 7, 7, 0, 3, 7, 5, 2, 4, 7, 5, 7]
@@ -54,16 +36,6 @@ def test_hashes_differ_by_salt_and_are_known_for_ever() -> None:
     for index, one in enumerate(others):
         for other in others[:index]:
             assert 0.05 < float((one == other).float().mean()) < 0.2
-
-
-def router(kind: type[HashRouter], *, layer: int, vocabulary: int | None) -> Any:
-    """A router without what Megatron's constructor needs."""
-    made: Any = kind.__new__(kind)
-    torch.nn.Module.__init__(made)
-    made.config = argparse.Namespace(num_moe_experts=8, moe_router_dtype="fp64")
-    made.topk, made.layer_number, made._table = 2, layer, None
-    made.id_source = TokenIds(vocabulary)
-    return made
 
 
 class Model(torch.nn.Module):
