@@ -27,10 +27,6 @@ class Sum(RankJob):
     number: int = 0
 
 
-def run(work: Callable[[Any], Any], **settings: Any) -> list[Any]:
-    return run_ranks(Sum(num_ranks=2, link=parse_link("none"), **settings), work)
-
-
 def add(rank: Rank[Sum]) -> tuple[int, str, str]:
     print("printed by a library")
     rank.say("step", rank.number)
@@ -109,9 +105,10 @@ def test_the_first_cause_is_reported_and_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # A busy machine needs seconds to start a process.
+    job = Sum(num_ranks=2, link=parse_link("none"), timeout_s=6.0 if work is hangs else 60.0)
     with pytest.raises(kind, match=f"(?s){said}"):
-        # A busy machine needs seconds to start a process.
-        run(work, timeout_s=6.0 if work is hangs else 60.0)
+        run_ranks(job, work)
     assert not list(tmp_path.iterdir())
     assert not multiprocessing.active_children()
 
