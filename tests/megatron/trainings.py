@@ -124,11 +124,6 @@ TRAININGS: dict[str, Training] = {
     ),
     # Combined parallelism.
     "tp2-pp2-ep2": Training(flags=WHOLE_EXPERTS + PP + EP + OVERLAPS + LLAMA, num_ranks=4),
-    "cp2-ep2": Training(
-        flags=CP + EP + LLAMA,
-        ours=(f"{BLOCKS} --ampipe-stack all",),
-        said=("layers per schedule 1, in place of all",),
-    ),
     # What Megatron weighs otherwise than one rank would: docs/troubleshooting.md.
     "masked-mtp-cp": Training(
         flags=CP + ROPE + GQA + "--seq-length 64 --vocab-size 256 --split 100,0,0 --eod-mask-loss "
@@ -171,18 +166,7 @@ TRAININGS: dict[str, Training] = {
             f"{PARTNER}--ampipe-partner-order listed",
         ),
     ),
-    # The experts keep more after the restart than before.
-    "stack-restarts": Training(
-        flags=FOUR_LAYERS + EP,
-        ours=(REDISPATCH, REBUILD),
-        restarts=((0, 1), (2, 1)),
-        said=ALL_LAYERS,
-    ),
-    # Layers of the user's own specification.
-    "own-layers": Training(
-        flags=FOUR_LAYERS + EP + "--spec tests.megatron.custom_spec block", ours=(STACK, BLOCKS)
-    ),
-    # As in Qwen3-Next, three of four layers have gated delta nets.
+    # Layers of the user's own specification: as in Qwen3-Next, three of four have gated delta nets.
     "delta-nets": Training(
         flags=FOUR_LAYERS + EP + LLAMA + SHARED + "--spec tests.megatron.custom_spec deltas "
         "--overlap-grad-reduce --linear-attention-freq 4 --linear-conv-kernel-dim 4 --linear-key-head-dim 8 "
@@ -245,7 +229,7 @@ TRAININGS: dict[str, Training] = {
         ),
         num_ranks=4,
     ),
-    # Documents of a third of a sequence, and of a few tokens.
+    # Documents of one line each, often of a few tokens.
     "documents": Training(
         flags=WHOLE_EXPERTS + EP + ROPE + GQA + "--seq-length 64 --dataloader-inter-document-masking "
         "--vocab-size 256 --split 100,0,0 --micro-batch-size 2 "
@@ -262,9 +246,8 @@ TRAININGS: dict[str, Training] = {
         text="documents",
     ),
     "records": Training(
-        flags=WHOLE_EXPERTS + EP + ROPE + "--moe-enable-routing-replay --moe-router-score-function sigmoid "
+        flags=WHOLE_EXPERTS + EP + ROPE + "--moe-router-score-function sigmoid "
         "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2",
-        stock="--moe-routing-trace-path {folder}/records-of-stock",
         ours=(f"{BLOCKS} --ampipe-stack all --moe-routing-trace-path {{folder}}/records",),
         said=("records of the routing need Megatron's order of the rows",),
     ),
