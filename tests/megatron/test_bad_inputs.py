@@ -83,7 +83,6 @@ REFUSED = {
     "bench-from-trace": ("bench --from {here}/a.trace", "is not a result of ampipe bench. Give a file"),
     "config-flag": ("config --num_layers 2", "--num_layers 2: there is no such flag. Did you mean --num-la"),
     # Launches.
-    "degree-0": ("train --ampipe-degree 0", "--ampipe-degree 0: must be a whole number"),
     "degree-two-words": ("train --ampipe-degree 4 4", "argument 4: there is no such flag. Run with"),
     "schedule-at-degree-1": (
         "train --ampipe-schedule ampipe",
