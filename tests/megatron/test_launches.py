@@ -12,7 +12,6 @@ from typing import NamedTuple
 import pytest
 
 from gpu_check.families import FAMILIES, TRAINING
-from megatron_ampipe.errors import BadInput
 from tests import te_permutation_standin
 from tests.megatron.launcher import squeezed
 
@@ -165,13 +164,12 @@ def test_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         assert squeezed(text) in table
 
 
-@pytest.mark.parametrize("modules", ["core_attn attn_proj", "expert_fc1 mlp_norm"])
-def test_offloading_of_other_modules_is_refused(
-    modules: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_megatrons_demand_for_one_hardware_queue_is_not_lifted_for_its_own_layers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = f"{ALLTOALL}{BLOCKWISE}--fine-grained-activation-offloading --offload-modules {modules}"
-    with pytest.raises(BadInput, match="--fine-grained-activation-offloading"):
-        table_of(flags, monkeypatch, capsys)
+    flags = LAUNCHES["tensor and context parallel"].flags
+    with pytest.raises(AssertionError, match="require setting the environment variable CUDA_DEVICE_MAX_CONN"):
+        table_of(f"{flags} --ampipe-degree 1", monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -23,16 +23,11 @@ SETTINGS = {
 
 
 def configuration(name: str) -> Any:
-    """As a recipe makes it; with a function of the user's, or with the specification of a hybrid stack."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    """As a recipe makes it, or with the specification of a hybrid stack."""
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.training.models.gpt import GPTModelConfig
     from megatron.training.models.hybrid import HybridModelConfig
-
-    def of_the_user(config: Any) -> Any:
-        """Takes the configuration alone, as those of Megatron-Bridge may."""
-        return get_gpt_decoder_block_spec(config.transformer, use_transformer_engine=False)
 
     sizes = {"vocab_size": VOCABULARY, "seq_length": LENGTH}
     if name.startswith("hybrid"):
@@ -41,8 +36,7 @@ def configuration(name: str) -> Any:
         transformer.mamba_num_groups = 2
         given = {"hybrid_stack_spec": hybrid_stack_spec} if name == "hybrid-spec" else {}
         return HybridModelConfig(transformer=transformer, hybrid_layer_pattern="*EM*E", **sizes, **given)
-    given = {"transformer_layer_spec": of_the_user} if name == "gpt-function" else {}
-    return GPTModelConfig(transformer=TransformerConfig(**SETTINGS), **sizes, **given)
+    return GPTModelConfig(transformer=TransformerConfig(**SETTINGS), **sizes)
 
 
 def gradients(
@@ -68,7 +62,7 @@ def gradients(
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["gpt", "gpt-function", "hybrid", "hybrid-spec"])
+@pytest.mark.parametrize("name", ["gpt", "hybrid", "hybrid-spec"])
 def test_models_of_configurations_equal_stock(name: str) -> None:
     use_groups()
     # Megatron keeps losses for as many layers as the first model has.

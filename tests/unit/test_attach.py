@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_ampipe.launch.attach import adjust_arguments
+from megatron_ampipe.launch.attach import adjust_arguments, take_over_graphs
 from tests.golden.write import SETTINGS
 
 MASK, ROTARY = "--no-create-attention-mask-in-dataloader", "--no-rope-fusion"
@@ -64,3 +64,9 @@ def test_masks_and_fused_rotations_that_do_not_fit_are_switched_off(
     changed: dict[str, Any], flags: list[str]
 ) -> None:
     assert adjusted(**changed) == flags
+
+
+def test_graphs_of_layers_become_those_of_stages() -> None:
+    args = argparse.Namespace(cuda_graph_impl="local", cuda_graph_modules=["attn", "mlp"])
+    assert take_over_graphs(args) == {"attn", "mlp"}
+    assert (args.cuda_graph_impl, args.cuda_graph_modules) == ("none", []), "Megatron would capture as well"
