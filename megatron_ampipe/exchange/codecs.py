@@ -6,7 +6,7 @@ go through the same two methods.
 A :class:`Condenser` (``--ampipe-condense``) is Luffy's condensation, for causal models (Chen et al., 2024,
 arXiv 2411.15419; from the abstract). Among the rows of a chunk that one sequence sends to one expert, a row
 is sent unless it is similar to an earlier row that is sent. A row that is not sent uses the output of the
-earliest such row, weighted by the probability of its own token. The choice of rows has no gradient.
+earliest such row, weighted by its own token's probability. The choice of rows has no gradient.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def make_context(
         if config.grad_reduce == "placed" and not args.skip_train:
             ranks_of_stage = args.world_size // args.pipeline_model_parallel_size
             ranks_of_experts = args.expert_model_parallel_size * expert_tensor_ranks(args)
-            context.reductions = Reductions(on_cuda=on_gpu, of_experts=ranks_of_stage > ranks_of_experts)
+            context.reductions = Reductions(on_cuda=on_gpu, with_experts=ranks_of_stage > ranks_of_experts)
             hooks.add(PlacedReductions(context.reductions))
         if config.partner or config.pipeline.partner is not None:
             context.partners = Partners()

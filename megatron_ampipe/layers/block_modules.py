@@ -238,7 +238,7 @@ class BlockModules:
         if not with_graph:
             return features
         if reductions is not None:
-            reduces_experts = not features.dense and reductions.of_experts
+            reduces_experts = not features.dense and reductions.with_experts
             features = replace(features, reduces=True, reduces_experts=reduces_experts)
         return with_memory(features, pipeline.memory)
 

@@ -68,13 +68,13 @@ def _packed_documents(packing: PackedSeqParams, num_rows: int, *, ranks: int) ->
     assert bounds is not None
     *firsts, end = sorted(set((bounds if padded is None else padded).tolist()))
     assert firsts[0] == 0 and end == num_rows, f"documents {firsts} to {end} of {num_rows} rows"
-    of_rank = num_rows // ranks
-    length = packing.tokens_per_sample or of_rank
-    if length > of_rank or of_rank % length:
-        length = of_rank
-    starts: list[list[int]] = [[] for _ in range(of_rank // length)]
+    rows_per_rank = num_rows // ranks
+    length = packing.tokens_per_sample or rows_per_rank
+    if length > rows_per_rank or rows_per_rank % length:
+        length = rows_per_rank
+    starts: list[list[int]] = [[] for _ in range(rows_per_rank // length)]
     for start in firsts:
-        rank, row = divmod(start, of_rank)
+        rank, row = divmod(start, rows_per_rank)
         sequence, row = divmod(row, length)
         starts[sequence].append(rank * length + row)
     return Documents(tuple(map(tuple, starts)), length * ranks, own_positions=True)

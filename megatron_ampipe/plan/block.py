@@ -188,7 +188,7 @@ class Block:
 
     @property
     def features(self) -> BlockFeatures:
-        """The features of the block with a schedule of its own."""
+        """The features of a block that has a separate schedule."""
         return self.features_of(shares_schedule=False)
 
     def features_of(self, *, shares_schedule: bool) -> BlockFeatures:

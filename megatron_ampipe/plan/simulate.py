@@ -258,7 +258,7 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> float:
 
     Stages that use the same processor or link run one after another (``Lane.resource``). Before the first of
     them, its dependencies must run; after the last, the stages that depend on it; the least of each is added.
-    Compute stages that depend on a transfer, and those that a transfer depends on, give bounds of their own:
+    Compute stages that depend on a transfer, and those that a transfer depends on, also give bounds:
     without enough other stages, the lane is idle.
 
     Times must be of stages that run alone, without waits for a peer, slowdown by overlap, or waits of a GPU

@@ -23,11 +23,11 @@ Start = Callable[[], Waitable | None]
 class Reductions:
     """The requested reductions that have not been started, in the same order on every rank.
 
-    ``on_cuda``: streams order the reductions. ``of_experts``: gradients of experts are reduced this way too.
+    ``on_cuda``: streams order the reductions. ``with_experts``: gradients of experts are reduced this way too.
     """
 
-    def __init__(self, *, on_cuda: bool, of_experts: bool) -> None:
-        self.on_cuda, self.of_experts = on_cuda, of_experts
+    def __init__(self, *, on_cuda: bool, with_experts: bool) -> None:
+        self.on_cuda, self.with_experts = on_cuda, with_experts
         self._held: deque[tuple[Hashable, Start]] = deque()
         self._num_asked = 0
         self._to_come: weakref.WeakSet[object] = weakref.WeakSet()

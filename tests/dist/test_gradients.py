@@ -283,7 +283,7 @@ def test_placed_reductions_give_the_same_gradients(
             return Transfer((), begin=begin)
 
     found = []
-    for reductions in (None, Noted(on_cuda=False, of_experts=True)):
+    for reductions in (None, Noted(on_cuda=False, with_experts=True)):
         _, layer = layers(STACK, schedule=schedule, degree=degree, reductions=reductions)
         inputs = [[make_hidden(10 * iteration + index) for index in range(2)] for iteration in range(3)]
         with mock.patch.object(ThreadExecutor, "execute", telling):
