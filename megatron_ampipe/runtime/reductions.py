@@ -23,7 +23,7 @@ Start = Callable[[], Waitable | None]
 class Reductions:
     """The requested reductions that have not been started, in the same order on every rank.
 
-    ``on_cuda``: streams order the reductions. ``with_experts``: gradients of experts are reduced this way too.
+    ``on_cuda``: streams order the reductions. ``with_experts``: gradients of experts are reduced so too.
     """
 
     def __init__(self, *, on_cuda: bool, with_experts: bool) -> None:
