@@ -133,7 +133,7 @@ def _broken_rule(hint: Any, content: Any, limits: Mapping[str, Any]) -> str | No
 
 
 def _plain(value: object) -> object:
-    """What YAML can hold; text of several lines becomes a block."""
+    """Convert to types that YAML can hold; text of several lines becomes a block."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # Fields of a base class, such as the source of a figure, are written after the figure.
         fields = sorted(keys_of(type(value)).values(), key=lambda field: bool(field.metadata.get("last")))

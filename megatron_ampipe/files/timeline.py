@@ -30,7 +30,7 @@ class StageSpan:
     """One execution of one stage."""
 
     lane: str
-    """Where it ran: ``compute``, ``copy``, or a communication lane (``comm``, ``comm.intra``)."""
+    """The lane: ``compute``, ``copy``, or a communication lane (``comm``, ``comm.intra``)."""
     stage: str
     """The stage's name, as in the schedule: ``attention.2``."""
     direction: str
@@ -57,7 +57,7 @@ class StageSpan:
 
     @property
     def kind(self) -> str:
-        """What the stage does: ``attention``."""
+        """The kind of the stage: ``attention``."""
         return self.stage.removeprefix(AGAIN).partition(".")[0]
 
 

@@ -211,7 +211,7 @@ class BlockModules:
         )
 
     def features(self, *, shares_schedule: bool) -> BlockFeatures:
-        """What the block contains in the current pass."""
+        """The features of the block in the current pass."""
         context, training = self.context, self.moe_layer.training
         return self._features(
             context.pipeline, context.reductions, training, torch.is_grad_enabled(), shares_schedule

@@ -106,7 +106,7 @@ class Predictor:
             whole_attention: Attention runs once for the whole sequence, as in the schedule ``moe-only``.
             features: The features of the block; if None, of a block with experts.
             weights: Kinds of weight gradients that are separate stages (``Program.weights``).
-            joined: Those of ``weights`` that cover the whole sequence, with one product for all chunks.
+            joined: The kinds in ``weights`` that cover the whole sequence, with one product for all chunks.
         """
         features = self.features if features is None else features
         chunks = self._chunk_rows(tuple(lengths))

@@ -137,7 +137,7 @@ def assemble(
         ranks_per_node: Ranks on one machine.
         description: Description in the file.
         source: Where the figures come from; stored with each of them.
-        device_memory_gib: Of one rank, on GPUs.
+        device_memory_gib: Memory of one rank, on GPUs.
     """
     samples, blocks, slowdowns = (
         slowest([report[key] for report in reports]) for key in ("samples", "block", "slowdowns")

@@ -41,7 +41,7 @@ T ampipe_spin(T unused, T nanoseconds) {
   return now - begin;
 }
 """
-"""What each thread does for one element: wait, and return how long it waited."""
+"""The code of each thread for one element: wait, and return how long it waited."""
 
 _CALIBRATION_CYCLES = 20_000_000
 _TRIAL_S = 5e-3

@@ -42,7 +42,7 @@ class Case:
         transformer_impl: As --transformer-impl, for all layers. ``transformer_engine`` needs a GPU, and
             computes a rank's experts in grouped products.
         capacity: Capacity factor; tokens above it are dropped by their position. If left out, none is.
-        dtype: Of parameters and activations.
+        dtype: Type of parameters and activations.
     """
 
     name: str

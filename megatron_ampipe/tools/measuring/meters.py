@@ -279,7 +279,7 @@ class WatchedExecutor:
 
 
 def sent_bytes() -> int:
-    """What this rank has sent so far over its link, headers included."""
+    """The bytes that this rank has sent so far over its link, headers included."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, columns = line.partition(":")
         if name.strip() == INTERFACE:

@@ -47,7 +47,7 @@ class Link:
     """A link between ranks, as the user wrote it in ``text``.
 
     Attributes:
-        rate_bit_per_s: Of each rank and direction; None for loopback, shared memory or NVLink at full speed.
+        rate_bit_per_s: Rate of each rank and direction; None without limit (loopback, shared memory, NVLink).
         emulated: No real link has this rate: every all-to-all is delayed by the time of such a link.
         latency_s: Latency that is added to every all-to-all of an emulated link.
     """

@@ -1,4 +1,4 @@
-"""What ``ampipe profile`` times on every rank, and how: computation, collectives, and a real block.
+"""The measurements of ``ampipe profile`` on every rank: computation, collectives, and a real block.
 
 **Computation**: matrix products, core attention, passes over memory, permutation, in the sizes of a block's
 stages, whole and cut into up to 16 chunks. All ranks measure at the same time, as they compute in training.
@@ -154,7 +154,7 @@ are reached over other links, this rank included."""
 
 
 def links_of(ranks_per_node: int) -> list[LinkRanks]:
-    """What to measure on this rank: links within its node, if it has several ranks, then those between."""
+    """The links to measure on this rank: within its node, if it has several ranks, then between nodes."""
     world = list(range(dist.get_world_size()))
     nodes = [world[first : first + ranks_per_node] for first in world[::ranks_per_node]]
     links: list[LinkRanks] = []

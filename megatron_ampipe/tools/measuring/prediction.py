@@ -1,4 +1,4 @@
-"""What the planner predicts for every row of a result, and which row it would have chosen. Needs no torch."""
+"""The planner's prediction for every row of a result, and the row that it would choose. Needs no torch."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class RankJob:
 
     Attributes:
         pretended: One process stands for all ranks; see :mod:`.emulation`.
-        seed: Of weights and inputs.
+        seed: Seed of weights and inputs.
         timeout_s: A collective fails after this time, and the run when no rank says anything for so long.
     """
 

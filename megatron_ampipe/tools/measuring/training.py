@@ -53,7 +53,7 @@ class TrainingJob(RankJob):
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What one training logged, by iteration: milliseconds, and the loss."""
+    """The log of one training, by iteration: milliseconds, and the loss."""
 
     ms: tuple[float, ...]
     lm_loss: tuple[float, ...]
