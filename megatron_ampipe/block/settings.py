@@ -128,8 +128,8 @@ class Setting:
     of_plan: bool = False
     """Whether a plan file contains it, so that it cannot be combined with a plan."""
     requires: tuple[str, ...] = ()
-    """Settings of which one must be given too, as the user would add them. There, ``auto`` is the required
-    value; other values are examples."""
+    """At least one of these settings must be given too, written as the user would add them. A value
+    ``auto`` is required; other values are examples."""
     requires_for: object = None
     """The value that has these requirements; None for every value."""
     says: str | None = None

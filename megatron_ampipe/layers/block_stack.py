@@ -184,7 +184,7 @@ class BlockStack:
         return torch.cat([ids[span.global_start : span.global_end] for span in spans])
 
     def _make_chunks(self, pipeline: Pipeline, num_rows: int) -> tuple[tuple[Chunk, ...], Chunk]:
-        """The chunks of a sequence, of which this rank holds ``num_rows`` rows; and the whole as a chunk."""
+        """The chunks of a sequence (``num_rows`` of its rows are on this rank), and all rows as one chunk."""
         layout = self._layout
         chunks = pipeline.chunks(num_rows * layout.tensor_ranks * layout.context_ranks, layout)
         return chunks, Chunk.joined(chunks)

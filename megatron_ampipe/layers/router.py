@@ -304,7 +304,7 @@ class ChunkRouting:
         """Compute all losses of the router once for the whole block, and log them as in a stock run.
 
         ``packed [S, B, L]`` is the third output of :meth:`forward`, all chunks in order. Returns a scalar
-        whose backward gives the gradient of the losses, whatever the incoming gradient is (Megatron's
+        whose backward gives the gradient of the losses and ignores the incoming gradient (Megatron's
         ``MoEAuxLossAutoScaler``); call it with a gradient of zero. Reads no parameter, so no hook has to run.
         """
         sequence_length, batch = packed.shape[:2]

@@ -1,8 +1,8 @@
 """Chooses how to run a block, or several layers that share a schedule: degrees, lengths of chunks, order.
 
-There are three steps, none of which makes the result slower: the best named schedule over all degrees, the
-lengths of chunks, the order of stages. The number of evaluations is limited, not the time, and random seeds
-are fixed, so that ranks with the same figures find the same plan. For layers that share a schedule, a short
+There are three steps: the best named schedule over all degrees, the lengths of chunks, the order of stages.
+No step makes the result slower. The number of evaluations is limited, not the time, and random seeds are
+fixed, so that ranks with the same figures find the same plan. For layers that share a schedule, a short
 stack of layers with experts is searched, and the result is predicted for all layers.
 
 Layers repeat, so one period is searched, in which each stage has a place in its lane and a relative layer

@@ -28,7 +28,7 @@ class BlockFunctions(Protocol):
     """
 
     recomputed: Collection[StageKind]
-    """Kinds of which only the inputs are saved; they run again right before their backward."""
+    """Kinds that save only their inputs, and run again right before their backward."""
     stage_parameters: Mapping[StageKind, Sequence[Parameter]]
     """The trainable parameters of each kind that has any."""
     parameters: BlockParameters

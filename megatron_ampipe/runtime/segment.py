@@ -282,9 +282,9 @@ SUM_BYTES = 4
 class WeightProducts:
     """The delayed weight-gradient products (wgrad) of one stage of one chunk.
 
-    A linear layer's backward is two products, of which only the input's gradient (dgrad) is on the critical
-    path. Within ``BlockFunctions.weights_apart``, a layer computes only that, and stores here the operands
-    of the wgrad. torch's own graph cannot be split for this, because Megatron's linear function always
+    A linear layer's backward is two products. Only the input's gradient (dgrad) is on the critical path.
+    Within ``BlockFunctions.weights_apart``, a layer computes only dgrad, and stores here the operands of
+    the wgrad. torch's own graph cannot be split for this, because Megatron's linear function always
     computes both products. Transformer Engine's layers delay their wgrad themselves.
     """
 

@@ -1,7 +1,7 @@
 """The steps of a tape. A step is a function of one stage, bound to numbered slots.
 
-:mod:`.compile` decides before the first batch from which slots a step takes its arguments, to which it writes
-its results, and which it frees. When an executor runs a step, it reads and writes the state of one pass.
+Before the first batch, :mod:`.compile` decides which slots a step reads as its arguments, which it writes its
+results to, and which it frees. When an executor runs a step, it reads and writes the state of one pass.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ MOE_BLOCK = tuple(row for row in list(globals().values()) if isinstance(row, Sta
 """All kinds above, in the order of a block; :func:`rows` selects those of a given block."""
 
 STEPPED = frozenset({ATTEND, RING, RERING})
-"""Kinds of which a block only has steps (:func:`step_of`)."""
+"""Kinds that a block has only as numbered steps (:func:`step_of`)."""
 FEED_FORWARD = frozenset({SHARED, EXPERT, MLP})
 """Kinds whose parameter gradients are complete before the backward pass reaches attention."""
 

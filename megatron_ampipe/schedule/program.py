@@ -178,8 +178,8 @@ def issue_order(
 ) -> tuple[tuple[str, Stage], ...]:
     """The order in which a host thread issues the stages of all lanes, as ``(lane, stage)`` pairs.
 
-    It depends on the schedule alone, so every rank issues the same collectives in the same order whatever its
-    data. A communication stage is issued as soon as all stages that it needs have been issued.
+    It depends on the schedule, not on the data, so every rank issues the same collectives in the same order.
+    A communication stage is issued as soon as all stages that it needs have been issued.
 
     Args:
         program: One direction of a schedule that :func:`~.text.check` accepted.

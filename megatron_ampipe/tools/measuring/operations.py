@@ -322,6 +322,6 @@ class Operations:
 def _of_bytes(
     family: str, size: float, operation: Callable[[], object], *, count: int = 1, together: bool = False
 ) -> Probe:
-    """So many operations, each of ``size`` bytes."""
+    """A probe of ``count`` operations, each of ``size`` bytes."""
     columns = {"alpha_us": float(count), "beta_us_per_mb": 1e-6 * size * count}
     return Probe(family, columns, operation, together)
