@@ -2,7 +2,7 @@
 
 :class:`~megatron_ampipe.schedule.dataflow.DataFlow` lists the values that each stage takes from other stages.
 A value or gradient has a slot from the step that gives it to the last step that takes it. If one of them is
-per chunk and the other per sequence, the argument is a slice of the slot, or a move joins the rows.
+per chunk and the other per sequence, the argument is a slice of the slot, or a move gathers or joins rows.
 """
 
 from __future__ import annotations
