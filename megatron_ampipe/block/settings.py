@@ -125,7 +125,7 @@ class Setting:
     of_chunks: object = None
     """The value with which results depend on the chunks; ``...`` for every value. Such a value cannot be
     combined with ``--ampipe-partner``, where passes have different chunks."""
-    of_plan: bool = False
+    in_plan: bool = False
     """Whether a plan file contains it, so that it cannot be combined with a plan."""
     requires: tuple[str, ...] = ()
     """At least one of these settings must be given too, written as the user would add them. A value
@@ -205,7 +205,7 @@ class Settings:
         "[good first choice](tuning.md#by-hand), `auto` [tries several](tuning.md#by-trying) in the first "
         "iterations and keeps the fastest",
         type=_degree,
-        of_plan=True,
+        in_plan=True,
     )
     backward_degree: int | None = _row(
         shown_default="as forward",
@@ -213,7 +213,7 @@ class Settings:
         type=int,
         acts="chunks",
         with_auto=_CHOSEN,
-        of_plan=True,
+        in_plan=True,
     )
     chunks: str | None = _row(
         metavar="SHARE,SHARE",
@@ -221,13 +221,13 @@ class Settings:
         help="share of the sequence of each chunk, such as `0.4,0.3,0.3`; implies the degree",
         acts="chunks",
         with_auto=_CHOSEN,
-        of_plan=True,
+        in_plan=True,
     )
     cluster: str | None = _row(
         metavar="FILE",
         help="figures of `ampipe profile`, a file or the name of an included one: `--ampipe-degree auto` "
         "plans instead of trying, and `--ampipe-memory auto` compares by them",
-        of_plan=True,
+        in_plan=True,
         requires=("--ampipe-degree auto", "--ampipe-memory-budget 60GiB"),
     )
     plan: str | None = _row(
@@ -250,7 +250,7 @@ class Settings:
         "overlaps nothing",
         choices=("ampipe", "moe-only", "lancet", "joined", "sequential"),
         acts="chunks",
-        of_plan=True,
+        in_plan=True,
     )
     partner: bool = _row(
         False,
@@ -258,7 +258,7 @@ class Settings:
         help="run the backward pass of a micro-batch and the forward pass of the next one "
         "[together](partners.md), at degree 1 too: neither is cut into chunks, the rest is",
         type=bool,
-        of_plan=True,
+        in_plan=True,
     )
     partner_degree: int = _row(
         1,
@@ -266,7 +266,7 @@ class Settings:
         "computation",
         type=int,
         minimum=1,
-        of_plan=True,
+        in_plan=True,
         requires=("--ampipe-partner",),
     )
     partner_order: str | None = _row(
@@ -275,7 +275,7 @@ class Settings:
         "layer backward in turns as with Megatron's `--overlap-moe-expert-parallel-comm`, or `listed`, list "
         "scheduling by typical times",
         choices=PARTNER_ORDERS,
-        of_plan=True,
+        in_plan=True,
         requires=("--ampipe-partner",),
     )
     stack: str = _row(
@@ -283,7 +283,7 @@ class Settings:
         help="consecutive layers that [share a schedule](#several-layers-in-one-schedule): `all` of a "
         "pipeline stage, or a number; 1: layer by layer. Changes no result",
         acts="chunks",
-        of_plan=True,
+        in_plan=True,
     )
     memory: str = _row(
         "keep",
@@ -292,7 +292,7 @@ class Settings:
         "`redispatch` or `offload` the rest; `S1` to `S4` of MPipeMoE; one for each chunk (`keep/rebuild`); "
         "`auto`, the fastest that fits `--ampipe-memory-budget`. Changes no bit of any result",
         acts="layers",
-        of_plan=True,
+        in_plan=True,
         requires=("--ampipe-memory-budget 60GiB",),
         requires_for=AUTO,
     )
@@ -302,7 +302,7 @@ class Settings:
         "such as `60GiB`",
         check=parse_size,
         acts="layers",
-        of_plan=True,
+        in_plan=True,
         requires=("--ampipe-memory auto",),
     )
     exchange: str = _row(
@@ -314,7 +314,7 @@ class Settings:
         "[`2dh`](exchange.md#every-copy-in-two-hops) as `rows`, in two hops; `auto` leaves it to "
         "`--ampipe-degree auto`",
         choices=("rows", "ranks", "nodes", "2dh", AUTO),
-        of_plan=True,
+        in_plan=True,
         requires=("--ampipe-degree auto",),
         requires_for=AUTO,
     )
@@ -449,7 +449,7 @@ def check_given(given: dict[str, Any]) -> None:
             setting.check(value)
     for name, value in given.items():
         setting = SETTING[name]
-        if "plan" in given and setting.of_plan:
+        if "plan" in given and setting.in_plan:
             remedy = f"Leave {setting.flag} or --ampipe-plan out."
             raise setting.refuse(value, f"conflicts with the plan {given['plan']}, which says it", remedy)
         if setting.with_auto is not None and given.get("degree") == AUTO:

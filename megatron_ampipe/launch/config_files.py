@@ -114,7 +114,7 @@ def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
             unknown += group
     if "ampipe_plan" in line:
         # The command line wins: files for several runs name a degree, which would conflict with the plan.
-        planned = {f"ampipe_{setting.name}" for setting in SETTING.values() if setting.of_plan}
+        planned = {f"ampipe_{setting.name}" for setting in SETTING.values() if setting.in_plan}
         files = {dest: setting for dest, setting in files.items() if dest not in planned}
     kept = [setting for dest, setting in files.items() if dest not in line]
     return Resolved(

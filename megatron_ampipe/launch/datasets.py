@@ -26,21 +26,21 @@ Replace = Callable[[Any, str, Any], None]
 """Replaces a function of Megatron, given its owner, its name and the replacement."""
 
 
-def check_data(args: argparse.Namespace, replace: Replace, *, of_script: bool = False) -> None:
+def check_data(args: argparse.Namespace, replace: Replace, *, custom_script: bool = False) -> None:
     """Raise :class:`BadInput` if the run cannot train on its data.
 
-    ``of_script``: a custom script reads the data, so only indexed datasets are checked.
+    ``custom_script``: a custom script reads the data, so only indexed datasets are checked.
     """
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    for flag in () if of_script else _OF_SCRIPTS:
+    for flag in () if custom_script else _OF_SCRIPTS:
         if value := getattr(args, flag[2:].replace("-", "_")):
             remedy = "Run its pretrain_gpt.py with -m megatron_ampipe.launch."
             raise BadInput(flag, value, rule="is supported by the script of a checkout only", remedy=remedy)
     if args.mock_data:
         return
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    if blend is None and blend_per_split is None and not of_script:
+    if blend is None and blend_per_split is None and not custom_script:
         remedy = "Give --data-path PREFIX, or --mock-data for a run on made-up tokens."
         raise BadInput("--data-path", "(not given)", rule="a run needs data", remedy=remedy)
     # Not checked for JSON lines: Megatron's reader would convert the whole file.
@@ -51,7 +51,7 @@ def check_data(args: argparse.Namespace, replace: Replace, *, of_script: bool = 
         for prefix in prefixes:
             is_there = any(Path(f"{prefix}{suffix}").exists() for suffix in (".bin", ".idx"))
             # Megatron checks data in object stores itself.
-            if "://" not in prefix and (is_there or not of_script):
+            if "://" not in prefix and (is_there or not custom_script):
                 _check_index(prefix)
 
 

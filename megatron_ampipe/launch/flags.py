@@ -29,7 +29,7 @@ from megatron_ampipe.schedule import (
     Partner,
     Pipeline,
     check_memory,
-    of_chunks,
+    chunk_strategies,
     parse_shares,
     parse_stack,
     stack_to_text,
@@ -194,7 +194,7 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
         # An earlier run of this command line has chosen; from here on as with --ampipe-plan.
         pipeline = Plan.read(Path(saved)).pipeline
         _check_saved_plan(given, pipeline)
-        given = {name: value for name, value in given.items() if not SETTING[name].of_plan}
+        given = {name: value for name, value in given.items() if not SETTING[name].in_plan}
         given |= {"plan": saved, "save_plan": None}
     elif plan is not None:
         if pipeline.is_stock:
@@ -225,7 +225,7 @@ def _pipeline(given: dict[str, Any]) -> Pipeline:
     if memory == AUTO:
         memory = KEEP
     check_memory(memory)
-    if degree == AUTO and len(of_chunks(memory)) > 1:
+    if degree == AUTO and len(chunk_strategies(memory)) > 1:
         raise SETTING["memory"].refuse(
             memory,
             "names the strategy of each chunk, and their number is what --ampipe-degree auto chooses",

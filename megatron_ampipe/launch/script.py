@@ -205,7 +205,7 @@ class TrainingSession:
         if self._hooks is None:
             self._hooks = Hooks()
             use_built_helpers(self._hooks.replace)
-            check_data(args, self._hooks.replace, of_script=self._script is not None)
+            check_data(args, self._hooks.replace, custom_script=self._script is not None)
 
     def validate(self, validate: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
         """Megatron's ``validate_args``; then AMPipe checks the run, prints the table, and saves its settings.

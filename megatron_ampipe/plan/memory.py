@@ -22,7 +22,7 @@ from megatron_ampipe.plan.operation_times import (
     qkv_products,
     weights_of,
 )
-from megatron_ampipe.schedule import STRATEGIES, Exchange, Pipeline, of_chunks
+from megatron_ampipe.schedule import STRATEGIES, Exchange, Pipeline, chunk_strategies
 from megatron_ampipe.schedule.dataflow import AHEAD
 
 
@@ -86,7 +86,7 @@ def peak_bytes(
     rebuilt = inner * _rebuilt_share(block, modules)
     rows = block.rows * block.batch * block.hidden * element
     norm_again = (_norm_bytes(block, modules) - rows) * ("layernorm" in block.recompute_modules)
-    names = of_chunks(pipeline.memory)
+    names = chunk_strategies(pipeline.memory)
     # For the experts of each chunk: bytes saved, bytes loaded from host memory, bytes restored right before
     # their backward (for a redispatch, while tokens of the next chunk are in flight).
     saved, loaded, again = [], [], []

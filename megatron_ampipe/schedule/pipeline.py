@@ -137,17 +137,17 @@ def with_memory(features: BlockFeatures, memory: str) -> BlockFeatures:
     experts or with full recompute."""
     if features.dense or features.recomputed:
         return features
-    restored = tuple(STRATEGIES[name] for name in of_chunks(memory))
+    restored = tuple(STRATEGIES[name] for name in chunk_strategies(memory))
     return replace(features, restored=restored if any(restored) else ())
 
 
-def of_chunks(memory: str) -> tuple[str, ...]:
+def chunk_strategies(memory: str) -> tuple[str, ...]:
     """The strategy of each chunk of the backward pass, first chunk first; or one strategy for all."""
     return tuple(PAPER_NAMES.get(name, name) for name in memory.split("/"))
 
 
 def memory_to_text(names: Sequence[str]) -> str:
-    """The text that :func:`of_chunks` parses; one name if all chunks have the same strategy."""
+    """The text that :func:`chunk_strategies` parses; one name if all chunks have the same strategy."""
     return names[0] if len(set(names)) == 1 else "/".join(names)
 
 
@@ -156,7 +156,7 @@ def check_memory(memory: str, *, backward_degree: int | None = None, flag: str =
 
     Their number is not checked if ``backward_degree`` is not known yet (None).
     """
-    names = of_chunks(memory)
+    names = chunk_strategies(memory)
     for name in names:
         if name not in STRATEGIES:
             rule = f"is not one of {', '.join((*STRATEGIES, *PAPER_NAMES))}"
@@ -222,7 +222,7 @@ class Pipeline:
             repeats.
         stack: How many consecutive layers share a schedule: 1 is block by block, 0 all of a pipeline stage.
         memory: What the experts save for their backward: one of :data:`STRATEGIES`, or one
-            for each chunk of the backward pass (:func:`of_chunks`).
+            for each chunk of the backward pass (:func:`chunk_strategies`).
         exchange: How the all-to-all groups copies of a token.
         partner: How passes with a partner run; None without ``--ampipe-partner``.
         partnered: Directions in which a micro-batch has a partner; set by :meth:`with_partners`.
@@ -347,7 +347,7 @@ class Pipeline:
             shares=self.shares if keeps_chunks else None,
             schedule=partner.schedule,
             order=None,
-            memory=self.memory if keeps_memory else of_chunks(self.memory)[0],
+            memory=self.memory if keeps_memory else chunk_strategies(self.memory)[0],
             partnered=(Direction.FORWARD,) * forward + (Direction.BACKWARD,) * backward,
         )
 
@@ -434,7 +434,7 @@ class AMPipeConfig(Settings):
             rule = f"with --ampipe-exchange {exchange}, a row is for several experts and returns their sum"
             remedy = f"Use --ampipe-exchange rows, or leave {setting.flag} out."
             raise setting.refuse(self.condense, rule, remedy)
-        if any("redispatch" in STRATEGIES[name] for name in of_chunks(memory)):
+        if any("redispatch" in STRATEGIES[name] for name in chunk_strategies(memory)):
             rule = f"with --ampipe-memory {memory}, the similar tokens would have to be chosen again"
             remedy = f"Use --ampipe-memory rebuild, or leave {setting.flag} out."
             raise setting.refuse(self.condense, rule, remedy)

@@ -89,7 +89,9 @@ def answer_of(
         "reason": plan.reason,
         "memory_strategies": _memory_strategies(block, plan) if plan.helps else None,
         "dispatchers": [
-            row for flags, of in {"": plans, **others}.items() for row in _dispatchers(predictor, of, flags)
+            row
+            for flags, compared in {"": plans, **others}.items()
+            for row in _dispatchers(predictor, compared, flags)
         ],
         "rank_memory": None if isinstance(memory, str) else _fullest(memory),
     }

@@ -174,7 +174,7 @@ def assemble(
         rounded = {name: _rounded(max(0.0, value)) for name, value in (times | factors).items()}
         return kind(**measured, **rounded)
 
-    forward_issues = [statistics.fmean(of.get("forward", {}).values() or [0.0]) for of in issue_of]
+    forward_issues = [statistics.fmean(by_kind.get("forward", {}).values() or [0.0]) for by_kind in issue_of]
     by_kind = {kind: overhead(*times) for kind, times in _issued(block, issue_of).items()}
     attention = {way: figure(AttentionLine, f"attention.{way}") for way in Direction}
     cluster = Cluster(
