@@ -219,7 +219,7 @@ def test_placed_reductions_give_the_same_gradients(
     given = [[inputs(case, 10 * iteration + index) for index in range(2)] for iteration in range(3)]
     more = {"reduce_scatter_with_fp32_accumulation": True} if fp32 else {}
     found = []
-    for reductions in (None, Noted(on_cuda=False, of_experts=True)):
+    for reductions in (None, Noted(on_cuda=False, with_experts=True)):
         _, layer = build_layers(case, reductions=reductions)
         main_grads, fired = train(layer, given, reductions=reductions, sharded=sharded, **more)
         found.append(main_grads)
