@@ -45,7 +45,6 @@ from tests.megatron.trainings import (
     NO_LOSS,
     NUM_ITERATIONS,
     OVERLAPS,
-    PP,
     ROPE,
     ROUTERS,
     SAVED_ITERATION,
@@ -276,23 +275,10 @@ def test_ranks_of_a_context_log_the_digits_of_one_rank(tmp_path: Path) -> None:
     assert found["gathered"].says(f"{said} a2a+p2p:") and found["a2a"].says(f"{said} a2a:")
 
 
-def test_goes_on_with_another_degree_and_layout(tmp_path: Path) -> None:
-    """Saved from two ranks at degree 4, continued on two pipeline stages of two ranks at degree 2.
-
-    Expert parallelism is the same: without it, Megatron's optimizer state has different parameter groups.
-    """
-    saving = f"--save {tmp_path} --save-interval {SAVED_ITERATION}"
-    unbroken = train({"saved": LLAMA + EP + BLOCKS + saving})["saved"]
-    load = f"--load {tmp_path} --ckpt-step {SAVED_ITERATION} --no-load-rng "
-    resumed = train({"resumed": LLAMA + EP + PP + load + "--ampipe-degree 2"}, num_ranks=4)["resumed"]
-    assert_resumed(resumed, unbroken, first=SAVED_ITERATION + 1)
-
-
-def test_what_differs_by_rounding_or_at_random(tmp_path: Path) -> None:
+def test_what_differs_by_rounding_or_at_random() -> None:
     """16 bits agree to their rounding; of random numbers and of 8 bits, the losses agree approximately."""
     precisions = {
         "bf16": LLAMA + EP + "--bf16 ",
-        "fp16": EP + "--fp16 --initial-loss-scale 1024 --loss-scale-window 2 ",
         "random": EP + "--moe-router-force-load-balancing ",
     }
     lines = precisions | {f"{name} ours": flags + BLOCKS for name, flags in precisions.items()}
@@ -301,15 +287,12 @@ def test_what_differs_by_rounding_or_at_random(tmp_path: Path) -> None:
     lines |= {"sinkhorn of chunks": EP + BLOCKS + scope}
     found = train(lines)
     assert found["bf16 ours"].lm_loss == pytest.approx(found["bf16"].lm_loss, rel=BF16_TOLERANCE)
-    stock, ours = found["fp16"], found["fp16 ours"]
-    assert ours.lm_loss == pytest.approx(stock.lm_loss, rel=2**-10)
-    skipped = "number of skipped iterations:   0"
-    assert stock.output.count(skipped) == ours.output.count(skipped)
     stock, ours = found["random"], found["random ours"]
-    assert sum(ours.load_balancing_loss) == pytest.approx(sum(stock.load_balancing_loss), rel=0.05)
+    balance = "load_balancing_loss"
+    assert sum(ours.losses[balance]) == pytest.approx(sum(stock.losses[balance]), rel=0.05)
     assert sum(ours.lm_loss) == pytest.approx(sum(stock.lm_loss), rel=0.01)
     exact = found["learnt"]
-    assert ours.load_balancing_loss != exact.load_balancing_loss, "routed by its weights"
+    assert ours.losses[balance] != exact.losses[balance], "routed by its weights"
     fp8 = found["fp8"]
     assert fp8.lm_loss == pytest.approx(exact.lm_loss, rel=1e-2) and fp8.lm_loss != exact.lm_loss
     assert fp8.says("rows and their gradients are cast")
