@@ -182,7 +182,7 @@ def test_a_run_that_does_not_use_ampipe_fails(
     script.write_text(source)
     run = execute(torchrun_command("-m", "megatron_ampipe.launch", str(script), *flags, num_ranks=1))
     assert run.exit_code == 1
-    assert expected in run.error
+    assert expected in run.output
     assert "exitcode  : 2" in run.output
 
 

@@ -33,8 +33,6 @@ def datasets(sizes, vp_stage=None):
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
-        blend=None,
-        blend_per_split=None,
         split=args.split,
         path_to_cache=args.data_cache_path,
         tokenizer=build_tokenizer(args),
@@ -55,8 +53,7 @@ def build_model(pre_process=True, post_process=True, vp_stage=None, config=None,
     config = config or core_transformer_config_from_args(args)
     layers = get_gpt_decoder_block_spec(
         config,
-        use_transformer_engine=args.transformer_impl == "transformer_engine",
-        normalization=args.normalization,
+        use_transformer_engine=False,
         vp_stage=vp_stage,
     )
     return GPTModel(
@@ -66,8 +63,6 @@ def build_model(pre_process=True, post_process=True, vp_stage=None, config=None,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
