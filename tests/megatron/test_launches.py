@@ -64,7 +64,6 @@ class Launch(NamedTuple):
 
 
 LAUNCHES = {
-    "permute and router fusion": Launch(ALLTOALL + "--moe-router-fusion --moe-router-dtype fp32"),
     "blockwise, norms and activations again": Launch(
         ALLTOALL + BLOCKWISE + again("layernorm", "moe_act") + "--moe-router-padding-for-quantization",
         ("fp8 blockwise chunks end on whole tiles", "--moe-router-padding-for-quantization switched off"),
@@ -99,20 +98,8 @@ LAUNCHES = {
     "hybrid without attention": Launch(
         ALLTOALL + "--hybrid-layer-pattern MEME --mamba-head-dim 64 --mamba-num-groups 8"
     ),
-    "sharded parameters": Launch(
-        ALLTOALL + "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
-        "--ckpt-format fsdp_dtensor",
-        (
-            "1, in place of all Megatron-FSDP gathers the parameters of a layer",
-            "--no-gradient-accumulation-fusion with Megatron-FSDP",
-        ),
-    ),
     "sinks and windows": Launch(
         ALLTOALL + "--softmax-type learnable --window-size 128,0 --window-attn-skip-freq 2"
-    ),
-    "dropped tokens": Launch(
-        ALLTOALL + "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
-        ("--moe-pad-expert-input-to-capacity ignored",),
     ),
 }
 

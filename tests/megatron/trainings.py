@@ -45,13 +45,10 @@ class Training:
     """Runs that go on from a checkpoint, each with the run that wrote it; then all of them are saved."""
     moments: bool = False
     """Also compare Adam's first moments in the checkpoints, which have all gradients in full precision."""
-    bias: bool = False
-    """Linear layers have biases."""
 
     def lines(self, name: str, folder: Path) -> dict[str, list[str]]:
         """Command lines of its runs, by name: ``NAME 0`` and so on, then ``NAME 1 from 0``."""
-        common = [word for word in COMMON if not (self.bias and word == "--disable-bias-linear")]
-        common += shlex.split(self.flags)
+        common = [*COMMON, *shlex.split(self.flags)]
         if self.text is None:
             common += MOCK_DATA
         else:
@@ -104,19 +101,6 @@ TRAININGS: dict[str, Training] = {
         # The trace is that of the unbroken run.
         restarts=((0, 1), (2, 0), (3, 1)),
         moments=True,
-    ),
-    # Odd lengths and degrees, biases, a loss of each sequence, one expert per token.
-    "odd": Training(
-        flags=EP + "--seq-length 63 --micro-batch-size 2 --global-batch-size 8 --no-bias-gelu-fusion "
-        "--moe-router-topk 1 --moe-router-pre-softmax --moe-router-load-balancing-type seq_aux_loss "
-        "--moe-aux-loss-coeff 1e-1 --moe-z-loss-coeff 1e-2 --vocab-size 256 --split 80,20,0",
-        ours=(
-            "--ampipe-degree 3 --ampipe-schedule sequential",
-            f"{FULL} {BLOCKS} --ampipe-schedule moe-only",
-        ),
-        text="text",
-        moments=True,
-        bias=True,
     ),
     # Data-parallel experts and dense parameters, buckets that are gathered and reduced during a pass.
     "sharded": Training(
@@ -244,6 +228,14 @@ TRAININGS: dict[str, Training] = {
         "--window-attn-skip-freq 2",
         said=("documents masked",),
         text="documents",
+    ),
+    # Several conversations share a line and a sequence.
+    "conversations": Training(
+        flags=EP + ROPE + "--seq-length 64 --split 100,0,0 --micro-batch-size 2 --sft "
+        "--no-create-attention-mask-in-dataloader",
+        said=("documents packed",),
+        text="text",
+        stand_ins="conversations",
     ),
     "records": Training(
         flags=WHOLE_EXPERTS + EP + ROPE + "--moe-router-score-function sigmoid "
