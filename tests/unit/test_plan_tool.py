@@ -4,7 +4,6 @@ import functools
 import json
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron_ampipe.plan.model_file import block_of, read_model
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import LISTED, Partner, check
+from megatron_ampipe.schedule import check
 from tests.conftest import Command
 from tests.plan_cases import cluster, model_file, sized_block, with_copies
 from tests.planner import PAGE, page
@@ -42,6 +41,7 @@ def test_the_table_shows_the_choice_and_its_reason(plan: Command) -> None:
     assert re.search(r"choice: degree \d.*, schedule \S+", shown)
     assert "times as fast" in shown.splitlines()[1] and "no GPU has run this" in shown.splitlines()[1]
     assert re.search(r"flags: --ampipe-degree \d", shown.splitlines()[2])
+    assert "order was searched" not in shown
     assert re.search(r"communication hidden: .*\d+% under partner", shown)
     assert re.search(r"partners, megatron-1f1b +│.*\n│ partners +│", shown) and "GiB" not in shown
 
@@ -98,20 +98,6 @@ def test_the_answer_says_what_the_fullest_rank_holds(plan: Command) -> None:
     # Without a vocabulary there is no estimate, and the reason is said.
     shown = " ".join(plan(*small).out.split())
     assert "memory of a rank is not estimated: the model file has no vocab-size" in shown
-
-
-def test_flags_name_all_of_a_plan_that_has_a_name() -> None:
-    block = sized_block(topk=4)
-    plan = make_plan(Predictor(block, cluster(), num_layers=4), full=False, with_partner=1.0)
-    usual = ["--ampipe-degree", str(plan.pipeline.degree)]
-    for partner, flags in (
-        (None, []),
-        (Partner(), ["--ampipe-partner"]),
-        (Partner(order=LISTED), ["--ampipe-partner", "--ampipe-partner-order", "listed"]),
-        (Partner(plan.pipeline.degree), ["--ampipe-partner", "--ampipe-partner-degree", usual[1]]),
-    ):
-        found = replace(plan, pipeline=replace(plan.pipeline_of(block.rows), partner=partner))
-        assert found.pipeline.flags == usual + flags and not found.searched
 
 
 def test_equation_10_of_mpipemoe_is_shown_next_to_the_simulation(plan: Command, tmp_path: Path) -> None:
