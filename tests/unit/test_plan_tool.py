@@ -112,29 +112,18 @@ def test_equation_10_of_mpipemoe_is_shown_next_to_the_simulation(plan: Command, 
     assert f"{found['equation_10']} by MPipeMoE's equation 10, {found['simulated']} by simulation (" in shown
 
 
-def test_plan_file(ampipe: Command, tmp_path: Path) -> None:
-    target, data = tmp_path / "out" / "plan.yaml", tmp_path / "a.json"
-    words = ["plan", "--model", str(model_file(tmp_path)), "--cluster", "a800x8-20gbps"]
-    words += ["--set", "seq-length=8192", "--output", str(target), "--json", str(data)]
-    assert "choice: " in ampipe(*words).out
-    assert target.read_text().splitlines()[0] == f"# {shlex.join(['ampipe', *words])}"
-    found = json.loads(data.read_text())
-    plan = Plan.read(target)
-    assert (plan.pipeline.degree, plan.pipeline.backward_degree) == (
-        found["forward_degree"],
-        found["backward_degree"],
-    )
-    assert plan.reason == found["reason"] and plan.predicted_ms == found["predicted_ms"]
-
-
-def test_a_predicted_trace_has_the_labels_of_a_run_with_the_plan(
-    plan: Command, ampipe: Command, tmp_path: Path
-) -> None:
-    trace, file, tape = (tmp_path / name for name in ("predicted.json", "plan.yaml", "tape"))
-    plan("--no-partner", "--trace", trace, "--output", file, "--tape", tape)
+def test_files_of_a_plan_agree(plan: Command, ampipe: Command, tmp_path: Path) -> None:
+    """The plan, the answer, and a trace with the labels of a run with the plan."""
+    names = ("predicted.json", "plan.yaml", "tape", "a.json")
+    trace, file, tape, data = (tmp_path / "out" / name for name in names)
+    words = ["--no-partner", "--trace", trace, "--output", file, "--tape", tape, "--json", data]
+    assert "choice: " in plan(*words).out
+    head = file.read_text().splitlines()[0]
+    assert head.startswith("# ampipe plan --model ") and head.endswith(shlex.join(map(str, words)))
     assert "dispatch.0: Communicate(route tokens.0, route probs.0) -> " in tape.read_text()
     ampipe("draw", trace, "--output", tmp_path / "picture")
-    timeline, chosen = Timeline.read_chrome(trace), Plan.read(file)
+    timeline, chosen, found = Timeline.read_chrome(trace), Plan.read(file), json.loads(data.read_text())
+    assert chosen.reason == found["reason"] and chosen.predicted_ms == found["predicted_ms"]
     of_plan = timeline.labels.items() - {("predicted", timeline.labels["predicted"])}
     assert of_plan == chosen.pipeline_of(16384).labels.items()
     in_trace = [timeline.length_us(direction) / 1e3 for direction in ("forward", "backward")]
@@ -180,7 +169,6 @@ def test_an_error_in_a_plan_file_is_reported_with_its_line(
     ("words", "message"),
     [
         ("--cluster nowhere", "--cluster nowhere: is neither"),
-        ("--set seq-length", "is not FLAG=VALUE"),
         ("--set transformer-impl=banana", "transformer-impl banana"),
         (
             "--set moe-token-dispatcher-type=flex --set moe-flex-dispatcher-backend=ncclep",
