@@ -57,6 +57,7 @@ def test_broken_packages_old_ones_and_those_of_another_author(tmp_path: Path) ->
     said = diagnose(tmp_path, code=1)
     broken = re.findall(r"^problem: (.*) cannot be used: (.*)$", said, re.M)
     assert [name for name, _ in broken] == ["torch", "Megatron", "Transformer Engine"]
+    assert re.findall(r"^ +broken +([\w ]+):", said, re.M) == [name for name, _ in broken]
     assert "ended with -6" in broken[0][1] and "libcudnn.so.9: not found" in broken[2][1]
     assert "missing   apex. Without it" in said, "PyPI's apex has no optimizers"
 
