@@ -7,6 +7,7 @@ is installed, and none has been run with AMPipe.
 
 import dataclasses
 import inspect
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,6 +107,9 @@ def nemo_run(*, on: bool) -> Any:
     """A task of ``run.Partial``: it makes Megatron-Bridge's recipe and trains, in its executor's process."""
     recipe = bridge_recipe()
     switch_on(recipe, degree=4 if on else 1)
+    if on:
+        parameters = inspect.signature(recipe.model.transformer_layer_spec).parameters
+        assert [*parameters][:2] == ["model", "vp_stage"], "Megatron-Bridge looks for the stage"
     return recipe.model.provide()
 
 
@@ -213,19 +217,29 @@ def test_two_steps_equal_those_of_stock_layers(build: Callable[..., Any]) -> Non
 
 
 @pytest.mark.ranks(2)
-def test_a_hybrid_model_of_a_process_equals_the_stock_one() -> None:
+@pytest.mark.parametrize("name", ["gpt", "hybrid", "hybrid-spec", "hybrid of a process"])
+def test_models_of_configurations_equal_stock(name: str) -> None:
     from tests.dist import logged_losses
     from tests.dist.blocks import wrong
 
     use_groups()
+    # Megatron keeps losses for as many layers as the first model has.
     logged_losses.clear()
-    stock, chosen = configuration("hybrid"), configuration("hybrid")
+    stock, chosen = configuration(name), configuration(name)
     stock.transformer.moe_shared_expert_overlap = False
     of_stock, expected = gradients(stock)
-    switch_on_models(degree=4)
+    if name == "hybrid of a process":
+        switch_on_models(degree=4)
+    else:
+        # A recipe has the model among other parts.
+        switch_on(SimpleNamespace(model=chosen), degree=4)
+    if name == "gpt":
+        pickle.loads(pickle.dumps(chosen.transformer_layer_spec))
     model, found = gradients(chosen, weights_of=of_stock)
     assert not chosen.transformer.moe_shared_expert_overlap
-    assert "HybridAttentionLayer" in layers_of(model) and "HybridAttentionLayer" not in layers_of(of_stock)
+    ours = {"AMPipeTransformerLayer", "HybridAttentionLayer"}
+    assert ours & layers_of(model) and not ours & layers_of(of_stock)
+    assert any("router" in name for name in expected)
     assert wrong(expected, found, 1e-5) == {}
 
 

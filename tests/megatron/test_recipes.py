@@ -1,6 +1,5 @@
-"""AMPipe switched on from Python: models equal stock ones, and wrong recipes are refused."""
+"""Wrong recipes are refused; :mod:`.test_frameworks` trains models of right ones."""
 
-import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.recipes import switch_on
-from tests.dist.worker import use_groups
 
 LENGTH, VOCABULARY = 32, 64
 SETTINGS = {
@@ -61,30 +59,6 @@ def gradients(
     return model, {"loss": loss.detach()} | {k: v for k, v in found.items() if v is not None}
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["gpt", "hybrid", "hybrid-spec"])
-def test_models_of_configurations_equal_stock(name: str) -> None:
-    use_groups()
-    # Megatron keeps losses for as many layers as the first model has.
-    from tests.dist import logged_losses
-    from tests.dist.blocks import wrong
-
-    logged_losses.clear()
-    stock, chosen = configuration(name), configuration(name)
-    # A recipe has the model among other parts.
-    switch_on(SimpleNamespace(model=chosen), degree=4)
-    if name == "gpt":
-        pickle.loads(pickle.dumps(chosen.transformer_layer_spec))
-    assert not chosen.transformer.moe_shared_expert_overlap
-    stock.transformer.moe_shared_expert_overlap = False
-    of_stock, expected = gradients(stock)
-    model, found = gradients(chosen, weights_of=of_stock)
-    layers = {type(layer).__name__ for layer in model.decoder.layers}
-    assert {"AMPipeTransformerLayer", "HybridAttentionLayer"} & layers
-    assert any("router" in name for name in expected)
-    assert wrong(expected, found, 1e-5) == {}
-
-
 def stock_layers(config: Any, vp_stage: int | None = None) -> str:
     return f"stage {vp_stage}"
 
@@ -98,18 +72,6 @@ def test_degree_1_changes_nothing() -> None:
     model = _model()
     switch_on(model, degree=1)
     assert model.transformer_layer_spec is stock_layers
-
-
-def test_it_is_a_function_of_the_configuration_and_of_the_stage() -> None:
-    """Megatron-Bridge's providers look at the signature to decide whether to pass the stage."""
-    import inspect
-
-    model = _model()
-    switch_on(SimpleNamespace(model=model), degree=4)
-    made = model.transformer_layer_spec
-    assert list(inspect.signature(made).parameters)[:2] == ["model", "vp_stage"]
-    assert made.keywords["given"] is stock_layers
-    assert made.keywords["settings"]["degree"] == 4
 
 
 @pytest.mark.parametrize(
@@ -135,7 +97,7 @@ def test_what_is_refused(recipe: Any, settings: dict[str, Any], expected: str) -
 def test_megatron_fsdp_has_layers_and_gradients_apart() -> None:
     model = _model(gradient_accumulation_fusion=True)
     switch_on(SimpleNamespace(model=model, ddp=SimpleNamespace(use_megatron_fsdp=True)), degree=4)
-    assert model.transformer_layer_spec.keywords["settings"]["stack"] == 1
+    assert model.transformer_layer_spec.keywords["settings"] == {"degree": 4, "stack": 1}
     assert model.gradient_accumulation_fusion is False
 
 
