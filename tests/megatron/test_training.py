@@ -62,9 +62,6 @@ BF16_TOLERANCE = 5e-4
 LAST_CHECKPOINT = f"iter_{NUM_ITERATIONS:07d}"
 
 
-WORDS = ["attention", "experts", "route", "tokens", "to", "ranks", "and", "back", "in", "chunks"]
-
-
 def write_texts(folder: Path, dataset: str) -> None:
     """Write ``folder/dataset.bin`` and ``.idx`` from the sources of a Python package.
 
@@ -314,43 +311,6 @@ def test_evaluation_alone_equals_stock(runs: Runs) -> None:
     assert all(run.iterations == [] and len(of) == 1 for run, of in zip(found.values(), losses, strict=True))
     expected, ours = ([float(loss) for loss in of] for of in losses)
     assert ours == digits(expected)
-
-
-FAKE_DATASETS = """
-import json
-def load_dataset(kind, *, data_files, split):
-    return [json.loads(line) for line in open(data_files)]
-"""
-"""In place of the package ``datasets``, with which Megatron reads conversations."""
-
-
-def test_conversations_train_like_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``--sft`` with the tokenizer of a folder; several conversations share a line and a sequence."""
-    (tmp_path / "datasets.py").write_text(FAKE_DATASETS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    tokenizers = pytest.importorskip("tokenizers", reason="Megatron's SFT tokenizer needs it")
-    pytest.importorskip("transformers", reason="Megatron's SFT tokenizer needs it")
-    vocabulary = {word: number for number, word in enumerate(["<unk>", "</s>", *sorted(set(WORDS))])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "</s>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
-    lines = []
-    for number in range(16):
-        roles = ("system", "user", "assistant") * (1 + number % 3)
-        contents = [" ".join([*WORDS[: 1 + (number + index) % 9], ""]) for index in range(len(roles))]
-        messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
-        lines.append(json.dumps({"messages": messages}))
-    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
-    flags = (
-        f"{EP}{ROPE}--seq-length 64 --split 100,0,0 --vocab-size 256 --micro-batch-size 2 --sft "
-        f"--no-create-attention-mask-in-dataloader --tokenizer-type SFTTokenizer "
-        f"--tokenizer-model {tmp_path} --sft-tokenizer-prompt-format identity "
-        f"--data-path {tmp_path / 'lines.jsonl'} "
-    )
-    found = train({"stock": flags, "ours": flags + BLOCKS})
-    assert_same_digits(found["stock"], found["ours"], iterations=NUM_ITERATIONS)
 
 
 def test_the_hybrid_script_of_a_checkout_trains_like_stock(tmp_path: Path, runs: Runs) -> None:

@@ -229,6 +229,14 @@ TRAININGS: dict[str, Training] = {
         said=("documents masked",),
         text="documents",
     ),
+    # Several conversations share a line and a sequence.
+    "conversations": Training(
+        flags=EP + ROPE + "--seq-length 64 --split 100,0,0 --micro-batch-size 2 --sft "
+        "--no-create-attention-mask-in-dataloader",
+        said=("documents packed",),
+        text="text",
+        stand_ins="conversations",
+    ),
     "records": Training(
         flags=WHOLE_EXPERTS + EP + ROPE + "--moe-router-score-function sigmoid "
         "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2",
