@@ -56,12 +56,20 @@ def conversations() -> Iterator[None]:
     def tokens_of(conversation: list[Any], **_options: object) -> tuple[Any, Any]:
         return (numpy.arange(1, 1 + 5 * len(conversation)),) * 2
 
+    get_batch = gpt.get_batch
+
+    def packed_batch(*args: Any, **keywords: Any) -> Any:
+        batch = get_batch(*args, **keywords)
+        assert batch["cu_seqlens"].numel() > 3, "bounds of several conversations"
+        return batch
+
     lines = [[{"role": "user" if turn % near else "system"} for turn in range(11)] for near in range(1, 9)]
     tokenizer = SimpleNamespace(eod=255, pad=0, vocab_size=256, unique_identifiers={})
     tokenizer.tokenize_conversation = tokens_of
     with (
         mock.patch.object(sft_dataset, "SFTLowLevelDataset", lambda _path: lines),
         mock.patch.object(gpt, "build_tokenizer", lambda _args: tokenizer),
+        mock.patch.object(gpt, "get_batch", packed_batch),
     ):
         yield
 
