@@ -34,6 +34,25 @@ def test_a_sum_is_in_place_and_rounded_once(dtype: torch.dtype) -> None:
     assert torch.allclose(total.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_gradient_is_released_after_its_first_use(recompute: bool) -> None:
+    inputs, alive = torch.randn(4, 3), []
+
+    def stage(tensor: Tensor) -> tuple[Tensor]:
+        hidden = tensor * 2
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: alive.append(watched() is not None))
+        return (hidden * 3,)
+
+    recall = (lambda: [inputs]) if recompute else None
+    segment = Segment(stage, [inputs], recall=recall, releases=True)
+    gradients: list[Tensor | None] = [torch.ones(4, 3)]
+    watched = weakref.ref(gradients[0].untyped_storage())  # type: ignore[union-attr]
+    (found,) = segment.backward(gradients, parameters=[], sums=GradientSums(BlockParameters([], [])))
+    assert alive == [False] and gradients == []
+    assert torch.equal(found, torch.full((4, 3), 6.0))
+
+
 def project(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     """Two products of the rows, one of which sees them as a view."""
     return rows @ weight, (rows.flatten(0, 1) @ weight).view(rows.shape)

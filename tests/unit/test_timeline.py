@@ -15,6 +15,12 @@ def span(lane: str, begin_us: float, end_us: float, stage: str = "attention.0") 
     return StageSpan(lane, stage, "forward", 1, 1, begin_us, end_us)
 
 
+def test_copies_are_no_communication_and_hide_none() -> None:
+    transfers = span("comm", 6.0, 10.0), span("comm", 0.0, 8.0)
+    timeline = Timeline(0, (span("copy", 5.0, 20.0), *transfers, span("compute", 8.0, 12.0)))
+    assert (timeline.communication_us, timeline.hidden_us, timeline.hidden_share) == (10.0, 2.0, 0.2)
+
+
 def test_the_file_format_round_trips(tmp_path: Path) -> None:
     lanes = [lane.name for lane in vars(stage_kind).values() if isinstance(lane, Lane)]
     assert {"comm.intra", "comm.tensor"} <= {*lanes}
