@@ -2,17 +2,13 @@
 
 On a GPU the host must issue a layer faster than the device computes it. One process stands for eight ranks;
 every collective is one copy, as a launch of NCCL is one call, and a CUDA graph one call without contents.
-``python -m tests.host_cost [REPEATS]`` prints
-operators and Python calls of a forward and a backward pass of AMPipe's layers, over those of Megatron's; and
-processor time, of so many passes in turns (by default of none: it is not the same every time, as counts are).
+``python -m tests.host_cost`` prints
+operators and Python calls of a forward and a backward pass of AMPipe's layers, over those of Megatron's.
 """
 
 import cProfile
 import json
 import pstats
-import statistics
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -148,23 +144,9 @@ def python_calls(run: Callable[[], None]) -> int:
     return calls
 
 
-def milliseconds(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Median processor time of a layer."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            begin = time.process_time()
-            run()
-            times[name].append((time.process_time() - begin) * 1e3 / LAYERS)
-    return {name: statistics.median(of_variant) for name, of_variant in times.items()}
-
-
 def main() -> None:
     """Print the ratios of all counts, as JSON."""
-    runs, repeats = layers(), int(sys.argv[1]) if len(sys.argv) > 1 else 0
-    counts = {name: [operators(run), python_calls(run)] for name, run in runs.items()}
-    for name, ms in milliseconds(runs, repeats).items() if repeats else ():
-        counts[name].append(ms)
+    counts = {name: [operators(run), python_calls(run)] for name, run in layers().items()}
     stock = counts.pop(STOCK)
     ratios = {
         name: [ours / of_stock for ours, of_stock in zip(found, stock, strict=True)]

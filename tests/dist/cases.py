@@ -235,19 +235,6 @@ PARITY = [
     }),
     # The executor for GPUs, on the host platform's streams: tests its issue order and its references.
     Case("cuda-executor-ampipe-degree8", executor="cuda", degree=8, model=LARGE),
-    *(
-        Case(
-            f"{name}-{schedule}", world_size=size, schedule=schedule, parallel=sizes, model=LARGE, rope=True
-        )
-        for name, size, sizes in (
-            ("tp", 2, TP),
-            ("tp-experts", 2, TP_EXPERTS),
-            ("tp-experts-ep", 4, TP_EXPERTS_EP),
-            ("cp", 2, CP),
-            ("tp-cp", 4, TP_CP),
-        )
-        for schedule in ("ampipe", "moe-only")
-    ),
     *cases("tp-", {"parallel": TP, "model": LARGE}, {
         "odd": {"degree": 3, "sequence_length": 26, "batch": 3},
         "capacity": {"batch": 3, "model": TIGHT | AUX},
@@ -472,15 +459,9 @@ LANCET = cases("lancet-", {"schedule": "lancet", "degree": 1}, {
 FLEX = {"moe_token_dispatcher_type": "flex"}
 HYBRID = FLEX | {"moe_flex_dispatcher_backend": "hybridep"}
 ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
-FLEXES = [
-    Case(
-        f"{name}-degree{degree}-{backward}-{schedule}", degree=degree, backward_degree=backward,
-        schedule=schedule, batch=3, model=LARGE | flex, stock=ALL_TO_ALL,
-    )
-    for name, flex in (("flex", FLEX | SHARED), ("flex-hybridep", HYBRID))
-    for degree, backward, schedule in ((3, None, "moe-only"), (4, 2, "ampipe"), (8, None, "ampipe"))
-]  # fmt: skip
-FLEXES += cases("flex-", {"stock": ALL_TO_ALL}, {
+FLEXES = cases("flex-", {"stock": ALL_TO_ALL}, {
+    "degree4-2-ampipe": {"backward_degree": 2, "batch": 3, "model": LARGE | FLEX | SHARED},
+    "hybridep-degree8-None-ampipe": {"degree": 8, "batch": 3, "model": LARGE | HYBRID},
     "of-stock-flex": {"model": LARGE | FLEX, "stock": {}},
     "cuda-executor-recompute": {"executor": "cuda", "model": LARGE | FLEX | MOE_AGAIN},
     "hybridep-cuda-executor-recompute": {"executor": "cuda", "model": LARGE | HYBRID | MOE_AGAIN},

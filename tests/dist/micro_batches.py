@@ -22,7 +22,7 @@ NUM_MICROBATCHES = 3
 def run_passes(
     layer: Any,
     ahead: Callable[[int], object],
-    behind: Callable[[int], None],
+    back: Callable[[int], None],
     *,
     number: int = NUM_MICROBATCHES,
     partner: Partner | None = None,
@@ -35,7 +35,7 @@ def run_passes(
     if partner is None:
         for microbatch in range(number):
             ahead(microbatch)
-            behind(microbatch)
+            back(microbatch)
         return
     context = getattr(layer, "layers", [layer])[0]._block.context
     usual, context.partners = context.pipeline, Partners()
@@ -52,9 +52,9 @@ def run_passes(
     pipelined(0)
     for microbatch in range(1, number):
         context.partners.run(
-            functools.partial(pipelined, microbatch), functools.partial(behind, microbatch - 1)
+            functools.partial(pipelined, microbatch), functools.partial(back, microbatch - 1)
         )
-    behind(number - 1)
+    back(number - 1)
     context.pipeline, context.partners = usual, None
 
 
@@ -76,7 +76,7 @@ def step(
         inputs = inputs_of(case, rank=rank, device=parameter.device.type, dtype=parameter.dtype)
         passes.append((inputs.gradient, *forward(layer, inputs)))
 
-    def behind(microbatch: int) -> None:
+    def back(microbatch: int) -> None:
         gradient, output, hidden = passes[microbatch]
         output.backward(gradient)
         found[f"output {microbatch}"] = output.detach()
@@ -86,7 +86,7 @@ def step(
         for microbatch in range(NUM_MICROBATCHES):
             ahead(microbatch)
         for microbatch in in_flight:
-            behind(microbatch)
+            back(microbatch)
     else:
-        run_passes(layer, ahead, behind, partner=partner)
+        run_passes(layer, ahead, back, partner=partner)
     return found | summed_results(layer)

@@ -177,7 +177,7 @@ class Measurements:
             outputs.append(layer(hidden_states=hidden, attention_mask=None)[0])
             after_forward.append(meter.now)
 
-        def behind(microbatch: int) -> None:
+        def back(microbatch: int) -> None:
             # The backward pass of a partner has a thread for itself.
             with Watch(meter) if microbatch < number - 1 else contextlib.nullcontext():
                 outputs.pop(0).backward(gradient)
@@ -191,7 +191,7 @@ class Measurements:
             torch.distributed.barrier()
             after_forward.clear()
             with Watch(meter):
-                run_passes(layer, ahead, behind, number=number, partner=case.partner)
+                run_passes(layer, ahead, back, number=number, partner=case.partner)
             if meter.peak > best["peak_bytes"]:
                 best = {"peak_bytes": meter.peak, "after_forward_bytes": after_forward[0]}
             # Of the last pass: the first one also makes what a layer keeps for good, such as index tensors.

@@ -15,14 +15,11 @@ from megatron_ampipe.schedule import Exchange, build
 from megatron_ampipe.tools.measuring import cluster_fit
 from megatron_ampipe.tools.measuring.grid import block_of_case, read_grid
 from tests.conftest import Command
+from tests.dist.test_bench import GRID
 from tests.megatron.launcher import execute, torchrun_command
 
 pytestmark = pytest.mark.alone
 
-GRID = (
-    "cases:\n  - {name: tiny, sequence_length: 256, batch: 1, hidden: 64, heads: 4, experts: 4, topk: 2, "
-    "ffn: 128, activation: swiglu, shared_ffn: 64, dtype: fp32}\n"
-)
 RATE_BIT_PER_US = 50
 LATENCY_US = 3000
 LINK = f"emulated:{RATE_BIT_PER_US}mbit:{LATENCY_US // 1000}ms"
@@ -37,20 +34,19 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.fixture
-def grid(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny.yaml"
-    path.write_text(GRID)
-    return path
+def words(tmp_path: Path) -> list[str]:
+    """Of a tiny block, to a cluster file."""
+    (tmp_path / "tiny.yaml").write_text(GRID)
+    grid = ["--grid", str(tmp_path / "tiny.yaml"), "--case", "rich"]
+    return ["profile", *grid, "--repeats", "3", "--output", str(tmp_path / "cluster.yaml")]
 
 
 def test_a_cluster_file_from_ranks_that_it_starts(
-    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ampipe: Command
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ampipe: Command
 ) -> None:
     monkeypatch.setattr(cluster_fit, "LEAST_R_SQUARED", -1e9)
-    output = tmp_path / "cluster.yaml"
-    words = ["--grid", grid, "--link", LINK, "--repeats", "3", "--output", output]
-    assert f"wrote {output}" in ampipe("profile", *words).out
-    cluster = read_cluster(output)
+    assert f"wrote {words[-1]}" in ampipe(*words, "--link", LINK).out
+    cluster = read_cluster(tmp_path / "cluster.yaml")
     # Tokens and probabilities are two exchanges, each with the link's latency.
     exchange = cluster.collective("all_to_all", across_nodes=False)
     assert exchange.time_us(0) == pytest.approx(2 * LATENCY_US, rel=0.5)
@@ -58,25 +54,23 @@ def test_a_cluster_file_from_ranks_that_it_starts(
     assert cluster.overlap.compute_slowdown >= 1
 
 
-def test_as_one_of_torchruns_ranks(grid: Path, tmp_path: Path) -> None:
+def test_as_one_of_torchruns_ranks(words: list[str], tmp_path: Path) -> None:
     """Every rank measures, and the first one writes.
 
     Four ranks are told to be on two nodes: the file has figures of both classes of links, with which two hops
     can be predicted.
     """
-    output = tmp_path / "cluster.yaml"
-    words = ["profile", "--grid", str(grid), "--repeats", "3", "--output", str(output)]
     program = tmp_path / "without_limits.py"
     program.write_text(WITHOUT_LIMITS)
     run = execute(torchrun_command(str(program), *words, num_ranks=4))
     assert run.exit_code == 0, run.output[-3000:]
-    assert run.output.count(f"wrote {output}") == 1
-    cluster = read_cluster(output)
+    assert run.output.count(f"wrote {words[-1]}") == 1
+    cluster = read_cluster(tmp_path / "cluster.yaml")
     assert cluster.ranks_per_node == 2
     assert "all_to_all" in (cluster.intra or ())
     assert {"all_to_all", "direct_all_to_all"} <= set(cluster.inter or ())
-    (case,) = read_grid(grid)
+    (case,) = read_grid(tmp_path / "tiny.yaml", only="rich")
     block = block_of_case(case, num_ranks=4, fused_gradients=True)
     predictor = Predictor(block, cluster).changed(exchange=Exchange.NODES)
     schedule = build("ampipe", degree=2, features=predictor.features)
-    assert predictor.pass_us(schedule, (128, 128)).forward > 0
+    assert predictor.pass_us(schedule, (32, 32)).forward > 0

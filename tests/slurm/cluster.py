@@ -145,12 +145,11 @@ class Cluster:
         """What the script says, in all attempts."""
         return next(self.folder.glob(f"*-{self.job_id}.out")).read_text()
 
-    def log(self, name: str, *, attempt: int, node: int) -> str:
-        path = self.run_dir(name) / f"logs/{self.job_id}.{attempt}/127.0.0.{node}.log"
+    def log(self, *, attempt: int, node: int) -> str:
+        """Of the job with the name ``job``."""
+        folder = self.folder / f"runs/job/{self.job_id}/logs/{self.job_id}.{attempt}"
+        path = folder / f"127.0.0.{node}.log"
         return path.read_text() if path.exists() else ""
-
-    def run_dir(self, name: str) -> Path:
-        return self.folder / "runs" / name / str(self.job_id)
 
     def everything(self) -> str:
         logs = [*self.folder.glob("*.out"), *self.folder.glob("runs/**/logs/*/*.log")]

@@ -27,8 +27,6 @@ from pathlib import Path
 FOLDER = "SLURM_STUB_DIR"
 OF_A_TASK = "SLURM_PROCID="
 """In the environment of what srun starts, and not in that of srun."""
-KILL_WAIT_S = 3.0
-POLL_S = 0.02
 DIRECTIVES = shlex.split(
     "--job-name --account --partition --nodes --ntasks-per-node --gpus-per-node --time --output --open-mode "
     "--signal --qos --mem --array"
@@ -82,13 +80,6 @@ def srun(shared: Path, words: list[str]) -> int:
     def step() -> list[int]:
         return processes(f"{FOLDER}={shared}", OF_A_TASK)
 
-    def end_step() -> None:
-        send(signal.SIGTERM, step())
-        deadline = time.monotonic() + KILL_WAIT_S
-        while step() and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        send(signal.SIGKILL, step())
-
     tasks = []
     for number, host in enumerate(hosts_of(os.environ["SLURM_JOB_NODELIST"])):
         identity = {"SLURM_NODEID": str(number), "SLURM_PROCID": str(number), "SLURMD_NODENAME": host}
@@ -106,9 +97,9 @@ def srun(shared: Path, words: list[str]) -> int:
         signal.signal(number, lambda received, _frame: send(received, step()))
     while None in [task.poll() for task in tasks]:
         if given.kill_on_bad_exit == "1" and any(task.returncode not in (None, 0) for task in tasks):
-            end_step()
-        time.sleep(POLL_S)
-    end_step()
+            send(signal.SIGKILL, step())
+        time.sleep(0.02)
+    send(signal.SIGKILL, step())
     # The exit code of a task that was ended by a signal is 128 plus the signal's number.
     return max(code if code >= 0 else 128 - code for code in (task.returncode for task in tasks))
 

@@ -1,8 +1,5 @@
 """The decisions of the job script, with a fake ``python`` inside the job that does not train."""
 
-import os
-import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,19 +18,6 @@ CHECKPOINT = (
     "cd runs/job/$SLURM_JOB_ID/checkpoints; echo {iteration} >$SLURM_NODEID; "
     "mv $SLURM_NODEID latest_checkpointed_iteration.txt"
 )
-LISTENS = """
-import os, pathlib, signal, time
-run_dir = pathlib.Path("runs/job", os.environ["SLURM_JOB_ID"])
-def leave(*_):
-    while not (run_dir / "all signals were sent").exists():
-        time.sleep(0.05)
-    time.sleep(0.5)
-    (run_dir / "checkpoints/latest_checkpointed_iteration.txt").write_text("7\\n")
-    raise SystemExit(0)
-print("at first", signal.signal(signal.SIGUSR1, leave).name, flush=True)
-time.sleep(600)
-"""
-"""What a rank does, in a separate Python: bash cannot handle a signal that was ignored when it started."""
 
 
 @pytest.fixture
@@ -75,7 +59,7 @@ def test_a_job_that_fails_twice_at_the_same_checkpoint_is_not_requeued_again(sub
     assert attempts[-1].code != 0
     assert [(ended.requeued, ended.left) for ended in attempts] == [(True, 0), (False, 0)]
     assert "failed at the same checkpoint: not requeued" in cluster.said()
-    logs = [cluster.log("job", attempt=number, node=1) for number in (0, 1)]
+    logs = [cluster.log(attempt=number, node=1) for number in (0, 1)]
     assert logs == ["attempt 0\n", "attempt 1\n"]
 
 
@@ -96,28 +80,10 @@ def test_a_job_that_makes_progress_is_requeued_up_to_the_limit(submit: Submit) -
     assert "attempt 1: 2 node(s), first 127.0.0.1; last checkpoint: none" in cluster.said()
 
 
-def test_signals_reach_the_ranks_and_the_script_waits_for_them(submit: Submit) -> None:
-    """The second one interrupts the wait for the step again."""
-    cluster = submit(f"exec {sys.executable} -c '{LISTENS}'", "--max-restarts", "0")
-    script = cluster.start()
-    # Before the rank handles the signal it ignores it; torchrun always ignores it.
-    both_listen = "at first SIG_IGN"
-    cluster.until(lambda: all(both_listen in cluster.log("job", attempt=0, node=node) for node in (1, 2)))
-    for asked in range(2):
-        os.kill(script.pid, signal.SIGUSR1)
-        cluster.until(lambda asked=asked: cluster.said().count("received USR1") > asked)
-    (cluster.run_dir("job") / "all signals were sent").touch()
-    attempt = cluster.ended(script)
-    assert cluster.said().count("received USR1") == 2
-    assert (attempt.code, attempt.left) == (0, 0)
-    saved = cluster.run_dir("job") / "checkpoints/latest_checkpointed_iteration.txt"
-    assert saved.read_text() == "7\n"
-
-
 def test_a_cancelled_job_is_not_requeued(submit: Submit) -> None:
     cluster = submit("echo waiting; sleep 600")
     script = cluster.start()
-    cluster.until(lambda: "waiting" in cluster.log("job", attempt=0, node=1))
+    cluster.until(lambda: "waiting" in cluster.log(attempt=0, node=1))
     cluster.cancel(script)
     assert not cluster.ended(script).requeued
     assert "cancelled: not requeued" in cluster.said()
@@ -126,7 +92,7 @@ def test_a_cancelled_job_is_not_requeued(submit: Submit) -> None:
 def test_a_failed_setup_line_is_named(submit: Submit) -> None:
     cluster = submit("echo trained", "--setup", "cd /no/such/folder", "--max-restarts", "0")
     assert cluster.run()[-1].code != 0
-    logs = "".join(cluster.log("job", attempt=0, node=node) for node in (1, 2))
+    logs = "".join(cluster.log(attempt=0, node=node) for node in (1, 2))
     assert ": --setup failed with code 1: cd /no/such/folder\n" in logs and "trained" not in logs
 
 

@@ -25,7 +25,7 @@ FLAGS = shlex.split(
 def test_an_interrupted_job_has_the_loss_curve_of_an_uninterrupted_run(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """The first attempt loses a rank, the second receives USR1, the third finishes."""
+    """The first attempt loses a rank, the second receives USR1 twice, the third finishes."""
     cluster = Cluster(tmp_path / "job")
     request.addfinalizer(cluster.end)
     (cluster.folder / "run.yaml").write_text(f"save-interval: {SAVE_INTERVAL}\nampipe:\n  degree: 4\n")
@@ -37,7 +37,7 @@ def test_an_interrupted_job_has_the_loss_curve_of_an_uninterrupted_run(
 
     def log(attempt: int) -> str:
         # Megatron logs iterations on the last node.
-        return cluster.log("job", attempt=attempt, node=2)
+        return cluster.log(attempt=attempt, node=2)
 
     def until(iteration: int, *, attempt: int) -> None:
         cluster.until(lambda: f"iteration {iteration:8d}/" in log(attempt), timeout_s=300)
@@ -48,13 +48,16 @@ def test_an_interrupted_job_has_the_loss_curve_of_an_uninterrupted_run(
     attempts = [cluster.ended(script)]
     script = cluster.start()
     until(ASKED_TO_STOP_AFTER, attempt=1)
-    os.kill(script.pid, signal.SIGUSR1)
+    # The second one interrupts the wait for the step again.
+    for asked in (1, 2):
+        os.kill(script.pid, signal.SIGUSR1)
+        cluster.until(lambda asked=asked: cluster.said().count("received USR1") == asked)
     attempts += [cluster.ended(script), cluster.ended(cluster.start(), timeout_s=300)]
     assert [attempt.code != 0 for attempt in attempts] == [True, False, False], cluster.everything()
     assert [attempt.requeued for attempt in attempts] == [True, True, False]
     assert not any(attempt.left for attempt in attempts), "all processes of both nodes have ended"
     assert f"finished; last checkpoint: {NUM_ITERATIONS}" in cluster.said()
-    assert "chunk boundaries" in cluster.log("job", attempt=0, node=1), "the start-up table of rank 0"
+    assert "chunk boundaries" in cluster.log(attempt=0, node=1), "the start-up table of rank 0"
     runs = [parse(0, log(attempt)) for attempt in range(3)]
     checkpoints = [int(text) for text in re.findall(r"resumes from checkpoint (\d+)", cluster.said())]
     assert [run.iterations[0] - 1 for run in runs] == [0, *checkpoints]

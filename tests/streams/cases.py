@@ -42,8 +42,6 @@ class Run(NamedTuple):
     """If False, run under ``no_grad``."""
     issue: IssueOrder | None = None
     """In place of ``schedule.issue_order``."""
-    engine: bool = False
-    """With stand-ins of Transformer Engine's linear layers."""
     data_parallel: bool = False
     """With Megatron's data parallelism around the layer, as in a launch."""
 
@@ -87,9 +85,9 @@ def runs() -> Iterator[Run]:
     yield from runs_in_other_orders()
     # Layers that delay the gradients of their weights.
     for schedule in ("lancet", "joined"):
-        case = block(schedule=schedule, model=SHARED | LOSSES)
-        yield Run(f"engine-{schedule}-in-flight", case, in_flight=3, engine=True)
-        yield Run(f"engine-{schedule}-late", case, issue=lazy_issue, engine=True)
+        case = block(schedule=schedule, model=SHARED | LOSSES, engine="grouped")
+        yield Run(f"engine-{schedule}-in-flight", case, in_flight=3)
+        yield Run(f"engine-{schedule}-late", case, issue=lazy_issue)
 
 
 def runs_in_other_orders() -> Iterator[Run]:

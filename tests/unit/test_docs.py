@@ -153,7 +153,7 @@ def help_examples(tool: str | None) -> list[list[str]]:
     if tool is not None:
         (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
         parser = commands.choices[tool]
-    lines = [line.strip() for line in str(parser.epilog).partition("examples:\n")[2].splitlines()]
+    lines = [line.strip() for line in parser.format_help().partition("examples:\n")[2].splitlines()]
     commands = [line for line in lines if re.match(r"(ampipe|torchrun .* -m megatron_ampipe\.cli) ", line)]
     # The text after two spaces is a description of the command.
     found = [part for line in commands for part in re.split(r"\s{2,}", line)[0].split(" && ")]
@@ -166,6 +166,7 @@ def test_every_example_of_help_parses(tool: str | None) -> None:
     """Examples of ``ampipe plan`` are also run, below, and those of ``ampipe config`` in test_settings.py."""
     examples = help_examples(tool)
     assert len(examples) >= 2
+    assert tool in (None, examples[0][0])
     for words in examples:
         assert words[0] in TOOLS
         parse(words)

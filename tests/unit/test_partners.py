@@ -164,12 +164,12 @@ class Step:
                 self.partners.forward(self.call(f"f{place}", num_layers), "hidden")
             return "loss"
 
-        def behind() -> None:
+        def back() -> None:
             for place, num_layers in enumerate(backward):
                 fails(f"b{place}")
                 self.partners.backward(self.call(f"b{place}", num_layers), "gradient")
 
-        return self.partners.run(ahead, behind)
+        return self.partners.run(ahead, back)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import functools
 import json
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron_ampipe.plan.model_file import block_of, read_model
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import LISTED, Partner, check
+from megatron_ampipe.schedule import check
 from tests.conftest import Command
 from tests.plan_cases import cluster, model_file, sized_block, with_copies
 from tests.planner import PAGE, page
@@ -42,6 +41,7 @@ def test_the_table_shows_the_choice_and_its_reason(plan: Command) -> None:
     assert re.search(r"choice: degree \d.*, schedule \S+", shown)
     assert "times as fast" in shown.splitlines()[1] and "no GPU has run this" in shown.splitlines()[1]
     assert re.search(r"flags: --ampipe-degree \d", shown.splitlines()[2])
+    assert "order was searched" not in shown
     assert re.search(r"communication hidden: .*\d+% under partner", shown)
     assert re.search(r"partners, megatron-1f1b +│.*\n│ partners +│", shown) and "GiB" not in shown
 
@@ -100,20 +100,6 @@ def test_the_answer_says_what_the_fullest_rank_holds(plan: Command) -> None:
     assert "memory of a rank is not estimated: the model file has no vocab-size" in shown
 
 
-def test_flags_name_all_of_a_plan_that_has_a_name() -> None:
-    block = sized_block(topk=4)
-    plan = make_plan(Predictor(block, cluster(), num_layers=4), full=False, with_partner=1.0)
-    usual = ["--ampipe-degree", str(plan.pipeline.degree)]
-    for partner, flags in (
-        (None, []),
-        (Partner(), ["--ampipe-partner"]),
-        (Partner(order=LISTED), ["--ampipe-partner", "--ampipe-partner-order", "listed"]),
-        (Partner(plan.pipeline.degree), ["--ampipe-partner", "--ampipe-partner-degree", usual[1]]),
-    ):
-        found = replace(plan, pipeline=replace(plan.pipeline_of(block.rows), partner=partner))
-        assert found.pipeline.flags == usual + flags and not found.searched
-
-
 def test_equation_10_of_mpipemoe_is_shown_next_to_the_simulation(plan: Command, tmp_path: Path) -> None:
     file = tmp_path / "copies.yaml"
     write_cluster(with_copies(cluster(), alpha_us=5.0, us_per_mb=40.0), file, head="a test")
@@ -126,29 +112,18 @@ def test_equation_10_of_mpipemoe_is_shown_next_to_the_simulation(plan: Command, 
     assert f"{found['equation_10']} by MPipeMoE's equation 10, {found['simulated']} by simulation (" in shown
 
 
-def test_plan_file(ampipe: Command, tmp_path: Path) -> None:
-    target, data = tmp_path / "out" / "plan.yaml", tmp_path / "a.json"
-    words = ["plan", "--model", str(model_file(tmp_path)), "--cluster", "a800x8-20gbps"]
-    words += ["--set", "seq-length=8192", "--output", str(target), "--json", str(data)]
-    assert "choice: " in ampipe(*words).out
-    assert target.read_text().splitlines()[0] == f"# {shlex.join(['ampipe', *words])}"
-    found = json.loads(data.read_text())
-    plan = Plan.read(target)
-    assert (plan.pipeline.degree, plan.pipeline.backward_degree) == (
-        found["forward_degree"],
-        found["backward_degree"],
-    )
-    assert plan.reason == found["reason"] and plan.predicted_ms == found["predicted_ms"]
-
-
-def test_a_predicted_trace_has_the_labels_of_a_run_with_the_plan(
-    plan: Command, ampipe: Command, tmp_path: Path
-) -> None:
-    trace, file, tape = (tmp_path / name for name in ("predicted.json", "plan.yaml", "tape"))
-    plan("--no-partner", "--trace", trace, "--output", file, "--tape", tape)
+def test_files_of_a_plan_agree(plan: Command, ampipe: Command, tmp_path: Path) -> None:
+    """The plan, the answer, and a trace with the labels of a run with the plan."""
+    names = ("predicted.json", "plan.yaml", "tape", "a.json")
+    trace, file, tape, data = (tmp_path / "out" / name for name in names)
+    words = ["--no-partner", "--trace", trace, "--output", file, "--tape", tape, "--json", data]
+    assert "choice: " in plan(*words).out
+    head = file.read_text().splitlines()[0]
+    assert head.startswith("# ampipe plan --model ") and head.endswith(shlex.join(map(str, words)))
     assert "dispatch.0: Communicate(route tokens.0, route probs.0) -> " in tape.read_text()
     ampipe("draw", trace, "--output", tmp_path / "picture")
-    timeline, chosen = Timeline.read_chrome(trace), Plan.read(file)
+    timeline, chosen, found = Timeline.read_chrome(trace), Plan.read(file), json.loads(data.read_text())
+    assert chosen.reason == found["reason"] and chosen.predicted_ms == found["predicted_ms"]
     of_plan = timeline.labels.items() - {("predicted", timeline.labels["predicted"])}
     assert of_plan == chosen.pipeline_of(16384).labels.items()
     in_trace = [timeline.length_us(direction) / 1e3 for direction in ("forward", "backward")]
@@ -194,7 +169,6 @@ def test_an_error_in_a_plan_file_is_reported_with_its_line(
     ("words", "message"),
     [
         ("--cluster nowhere", "--cluster nowhere: is neither"),
-        ("--set seq-length", "is not FLAG=VALUE"),
         ("--set transformer-impl=banana", "transformer-impl banana"),
         (
             "--set moe-token-dispatcher-type=flex --set moe-flex-dispatcher-backend=ncclep",
