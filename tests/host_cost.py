@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import cuda_graph_standin
 from tests.dist.worker import start_alone
+from tests.plan_cases import grid_case
 
 RANKS, LAYERS = 8, 2
 STOCK = "Megatron"
@@ -85,22 +86,10 @@ def layers() -> dict[str, Callable[[], None]]:
     from megatron_ampipe.runtime.executors import SequentialExecutor
     from megatron_ampipe.tools.measuring.bench_job import Variant
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
-    from megatron_ampipe.tools.measuring.grid import Case
     from megatron_ampipe.tools.measuring.network import parse_link
     from megatron_ampipe.tools.measuring.ranks import Rank, RankJob
 
-    case = Case(
-        name="tiny",
-        sequence_length=256,
-        batch=1,
-        hidden=64,
-        heads=4,
-        experts=16,
-        topk=2,
-        ffn=64,
-        activation="swiglu",
-        dtype="fp32",
-    )
+    case = grid_case(sequence_length=256, hidden=64, experts=16, topk=2, ffn=64, activation="swiglu")
     rank = Rank(RankJob(num_ranks=RANKS, link=parse_link(None)), 0)
     factory = BlockFactory(rank, case, layers=LAYERS)
     built = {STOCK: factory.stock} | {

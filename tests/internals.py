@@ -26,6 +26,22 @@ PACKAGE = REPOSITORY / "megatron_ampipe"
 PAGE = REPOSITORY / "docs" / "internals.md"
 RECORD = Path(__file__).with_name("internals.json")
 
+_WHOLE = """
+    core.models.gpt.moe_module_specs.get_moe_module_spec_for_backend
+    core.transformer.moe.moe_utils.get_capacity
+    core.transformer.moe.moe_utils.compute_routing_scores_for_aux_loss
+    core.transformer.moe.moe_utils.apply_router_token_dropping core.transformer.moe.moe_utils.permute
+    core.transformer.moe.moe_utils.sort_chunks_by_idxs
+    core.pipeline_parallel.combined_1f1b.combined_1f1b_schedule_for_no_pipelining
+    core.pipeline_parallel.combined_1f1b.combined_1f1b_schedule_for_interleaved_pipelining
+    core.pipeline_parallel.combined_1f1b.combined_forward_backward_step
+    core.parallel_state.initialize_model_parallel core.tensor_parallel.random._get_all_rng_states
+    core.tensor_parallel.random._fork_rng core.datasets.utils.compile_helpers
+    training.training.setup_model_and_optimizer training.training.get_model training.training.training_log
+    training.training.pretrain training.arguments.parse_and_validate_args
+    training.argument_utils.hybrid_config_from_args training.checkpointing.read_metadata
+    training.checkpointing.get_checkpoint_name
+""".split()  # noqa: SIM905
 MIRRORED = {
     "core.transformer.transformer_layer.TransformerLayer": "forward _forward_attention _forward_mlp "
     "_forward_post_mlp _apply_self_attn_bda_step _run_input_layernorm _pre_mlp_layernorm_and_residual "
@@ -44,7 +60,6 @@ MIRRORED = {
     "finish_grad_sync finish_param_sync",
     "core.transformer.module.MegatronModule": "set_is_first_microbatch",
     "core.transformer.moe.moe_layer.MoELayer": "forward routed_experts_compute postprocess",
-    "core.models.gpt.moe_module_specs.get_moe_module_spec_for_backend": "",
     "core.transformer.moe.token_dispatcher.MoETokenDispatcher": "__init__",
     "core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher": "__init__ preprocess "
     "dispatch_preprocess token_dispatch dispatch_postprocess combine_preprocess token_combine "
@@ -58,11 +73,6 @@ MIRRORED = {
     "core.transformer.moe.fused_a2a.HybridEPCombine": "forward backward",
     "core.transformer.moe.router.TopKRouter": "forward routing _apply_expert_bias apply_z_loss "
     "_apply_aux_loss _apply_global_aux_loss _apply_seq_aux_loss",
-    "core.transformer.moe.moe_utils.get_capacity": "",
-    "core.transformer.moe.moe_utils.compute_routing_scores_for_aux_loss": "",
-    "core.transformer.moe.moe_utils.apply_router_token_dropping": "",
-    "core.transformer.moe.moe_utils.permute": "",
-    "core.transformer.moe.moe_utils.sort_chunks_by_idxs": "",
     "core.transformer.moe.moe_utils.MoEAuxLossAutoScaler": "forward backward",
     "core.transformer.moe.router_replay.RouterReplay": "get_replay_topk record_indices",
     "core.transformer.moe.router_trace.RouterTracer": "register_hooks _record",
@@ -71,25 +81,10 @@ MIRRORED = {
     "core.ssm.mamba_mixer.MambaMixer": "__init__ _ssm_training",
     "core.transformer.moe.experts.TEGroupedMLP": "forward",
     "core.models.common.model_chunk_schedule_plan.TransformerModelChunkSchedulePlan": "run",
-    "core.pipeline_parallel.combined_1f1b.combined_1f1b_schedule_for_no_pipelining": "",
-    "core.pipeline_parallel.combined_1f1b.combined_1f1b_schedule_for_interleaved_pipelining": "",
-    "core.pipeline_parallel.combined_1f1b.combined_forward_backward_step": "",
-    "core.parallel_state.initialize_model_parallel": "",
     "core.tensor_parallel.random.CheckpointFunction": "backward",
-    "core.tensor_parallel.random._get_all_rng_states": "",
-    "core.tensor_parallel.random._fork_rng": "",
-    "core.datasets.utils.compile_helpers": "",
     "core.datasets.indexed_dataset._IndexReader": "__init__",
     "training.models.gpt.GPTModelBuilder": "build_model",
-    "training.training.setup_model_and_optimizer": "",
-    "training.training.get_model": "",
-    "training.training.training_log": "",
-    "training.training.pretrain": "",
-    "training.arguments.parse_and_validate_args": "",
-    "training.argument_utils.hybrid_config_from_args": "",
-    "training.checkpointing.read_metadata": "",
-    "training.checkpointing.get_checkpoint_name": "",
-}
+} | dict.fromkeys(_WHOLE, "")
 """Definitions of which AMPipe repeats a part, or relies on how they do their work; of a class, its methods.
 
 The list that no source says. A change in one of them may mean that the same has to change in AMPipe.

@@ -45,10 +45,7 @@ FILES = {
 
 YAML = {
     # Keys.
-    "key-misspelt": (
-        "lr: 1\nnum_layers: 2",
-        "{line}2: num_layers: there is no such flag. Did you mean num-",
-    ),
+    "key-misspelt": ("lr: 1\nnum_layers: 2", "{line}2: num_layers: there is no such flag. Did you mean num-"),
     "section-misspelt": ("ampip:\n  degree: 2", "{line}1: ampip: there is no such flag. Did you mean amp"),
     # Values.
     "word-for-number": ("lr: fast", "{line}1: --lr: invalid float value: 'fast'. Run with --help"),
@@ -84,10 +81,7 @@ REFUSED = {
     "config-flag": ("config --num_layers 2", "--num_layers 2: there is no such flag. Did you mean --num-la"),
     # Launches.
     "degree-two-words": ("train --ampipe-degree 4 4", "argument 4: there is no such flag. Run with"),
-    "schedule-at-degree-1": (
-        "train --ampipe-schedule ampipe",
-        "has no effect at --ampipe-degree 1, which",
-    ),
+    "schedule-at-degree-1": ("train --ampipe-schedule ampipe", "has no effect at --ampipe-degree 1, which"),
     "exchange-in-one-chunk": (
         "train --ampipe-exchange ranks --cpu-offloading-num-layers 1 --moe-router-topk 2 "
         "--expert-model-parallel-size 2",

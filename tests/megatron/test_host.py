@@ -18,11 +18,7 @@ def test_flags_that_the_user_set_are_not_changed() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["--transformer-impl=transformer_engine"],
-        ["--moe-grouped-gemm"],
-        ["--hybrid-layer-pattern", "M*E-GE"],
-    ],
+    [["--transformer-impl=transformer_engine"], ["--moe-grouped-gemm"], ["--hybrid-layer-pattern", "M*E-GE"]],
     ids=" ".join,
 )
 def test_flags_that_need_a_gpu_are_refused(arguments: list[str]) -> None:

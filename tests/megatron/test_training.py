@@ -274,10 +274,7 @@ def test_ranks_of_a_context_log_the_digits_of_one_rank(tmp_path: Path) -> None:
 
 def test_what_differs_by_rounding_or_at_random() -> None:
     """16 bits agree to their rounding; of random numbers and of 8 bits, the losses agree approximately."""
-    precisions = {
-        "bf16": LLAMA + EP + "--bf16 ",
-        "random": EP + "--moe-router-force-load-balancing ",
-    }
+    precisions = {"bf16": LLAMA + EP + "--bf16 ", "random": EP + "--moe-router-force-load-balancing "}
     lines = precisions | {f"{name} ours": flags + BLOCKS for name, flags in precisions.items()}
     lines |= {"learnt": EP, "fp8": f"{EP}{BLOCKS}--ampipe-wire fp8"}
     scope = "--ampipe-router-scope chunk --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0"

@@ -78,10 +78,7 @@ class Cluster:
     def start(self) -> subprocess.Popen[bytes]:
         """The script of the job, started once more as slurmctld and slurmd do it."""
         given = json.loads((self._state / "directives").read_text())
-        identity = {
-            "SLURM_JOB_ID": str(self.job_id),
-            "SLURM_JOB_NODELIST": f"127.0.0.[1-{given['nodes']}]",
-        }
+        identity = {"SLURM_JOB_ID": str(self.job_id), "SLURM_JOB_NODELIST": f"127.0.0.[1-{given['nodes']}]"}
         if given["array"] is not None:
             # One task of the array, which has a separate number.
             identity |= {"SLURM_ARRAY_JOB_ID": str(self.job_id), "SLURM_ARRAY_TASK_ID": given["array"]}

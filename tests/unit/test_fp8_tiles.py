@@ -7,13 +7,12 @@ import pytest
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.refusals import refuse_unsupported
-from megatron_ampipe.launch.startup import fp8_row
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import improve_chunks, named
 from megatron_ampipe.schedule import Pipeline, SequenceLayout, even_chunks
 from megatron_ampipe.schedule.chunks import require_whole_tiles
-from megatron_ampipe.schedule.features import FP8_TILES, fp8_recipe, rows_of_tile
+from megatron_ampipe.schedule.features import fp8_recipe, rows_of_tile
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from tests.golden.write import SETTINGS
 from tests.plan_cases import cluster, sized_block
@@ -66,14 +65,6 @@ def test_a_launch_is_refused_before_it_starts() -> None:
     refuse_unsupported(AMPipeConfig(pipeline=Pipeline.of(4)), parsed)
     with pytest.raises(BadInput, match="--ampipe-degree 8: with this --fp8-recipe"):
         refuse_unsupported(AMPipeConfig(pipeline=Pipeline.of(8)), parsed)
-
-
-def test_the_startup_table_says_what_a_recipe_means() -> None:
-    assert fp8_row(SimpleNamespace(fp8=None)) == []
-    for recipe in FP8_TILES:
-        ((name, shown, meaning),) = fp8_row(settings(recipe))
-        assert (name, shown) == ("fp8", recipe)
-        assert ("a scale for each chunk" in meaning) == (recipe == "tensorwise")
 
 
 @pytest.mark.parametrize("tile", [1, 128])

@@ -59,12 +59,7 @@ def head_size(size: int, largest: int) -> str:
         (HOPPER, FP32, "sdpa", NO_FP32),
         # A ring takes a kernel of pieces.
         (HOPPER, FP32 | RING, "exact-pieces", NO_FP32),
-        (
-            HOPPER,
-            FP32 | RING | {"cp_comm_type": "all_gather"},
-            "sdpa",
-            NO_FP32,
-        ),
+        (HOPPER, FP32 | RING | {"cp_comm_type": "all_gather"}, "sdpa", NO_FP32),
         # On a CPU.
         (None, FP32, "cpu-flash", ""),
         (None, DROPOUT | WINDOW, "sdpa", "cpu-flash: no support for attention dropout or sliding window"),

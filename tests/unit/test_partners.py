@@ -18,15 +18,7 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.runtime import partners
 from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.partners import Partners
-from megatron_ampipe.schedule import (
-    KEEP,
-    LISTED,
-    Direction,
-    Exchange,
-    Partner,
-    Pipeline,
-    program_from_text,
-)
+from megatron_ampipe.schedule import KEEP, LISTED, Direction, Exchange, Partner, Pipeline, program_from_text
 from megatron_ampipe.schedule.partners import together
 from megatron_ampipe.tools.plan_command import UNNAMED
 from tests.plan_cases import cluster, sized_block

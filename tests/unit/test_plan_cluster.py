@@ -36,11 +36,7 @@ def test_the_figures_of_fsmoe_equal_those_of_its_paper() -> None:
     [
         ("ranks_per_node: 8", "rank_per_node: 8", ["rank_per_node", "Did you mean ranks_per_node?"]),
         ("ranks_per_node: 8", "ranks_per_node: 0", ["ranks_per_node 0", "at least 1"]),
-        (
-            "beta_us_per_mb: 50",
-            "beta_us_per_mb: 50 us",
-            ["'50 us'", "a number, at least 0, without a unit"],
-        ),
+        ("beta_us_per_mb: 50", "beta_us_per_mb: 50 us", ["'50 us'", "a number, at least 0, without a unit"]),
         ("beta_us_per_mb: 50", "basis: derived", ["comes twice"]),
         ("compute_slowdown: 1.05", "compute_slowdown: 0.9", ["overlap.compute_slowdown", "at least 1"]),
     ],

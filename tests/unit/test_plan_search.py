@@ -121,8 +121,7 @@ def test_unequal_chunks_and_a_searched_order_are_faster_on_a_causal_block() -> N
     block = sized_block(sequence_length=16384, topk=2, ffn=1024)
     predictor = Predictor(block, without_device(cluster()))
     named = min(
-        (one for one in candidates(predictor) if one.schedule.name == "ampipe"),
-        key=lambda one: one.total_us,
+        (one for one in candidates(predictor) if one.schedule.name == "ampipe"), key=lambda one: one.total_us
     )
     found = full_plan(predictor)
     assert max(found.lengths) > 1.1 * min(found.lengths)

@@ -70,12 +70,7 @@ def test_dispatchers_and_grouped_products_are_compared_without_being_asked(plan:
 @pytest.mark.parametrize(
     ("words", "others"),
     [
-        # Between nodes with EFA there is no DeepEP (docs/planner.md); within one there is.
-        ("--cluster aws-p5-efa", {"deepep", "hybridep"}),
-        (
-            "--cluster dgx-h100 --set moe-token-dispatcher-type=allgather",
-            {"allgather", "deepep", "hybridep"},
-        ),
+        ("--cluster dgx-h100 --set moe-token-dispatcher-type=allgather", {"allgather", "deepep", "hybridep"}),
         ("--cluster dgx-h100 --exchange rows", set()),
     ],
 )

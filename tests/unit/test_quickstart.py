@@ -70,15 +70,6 @@ def test_an_interrupted_run_ends_with_130(
     assert capsys.readouterr().err == "quickstart: interrupted; run it again, the data is kept\n"
 
 
-def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        quickstart.main(["--iterations", "3"])
-    assert "'3' is not a whole number of at least 4" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        quickstart.main(["--link", "fast"])
-    assert "'fast' is no link" in capsys.readouterr().err
-
-
 def test_without_a_real_network_the_link_is_emulated_only_where_none_was_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

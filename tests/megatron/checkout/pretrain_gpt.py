@@ -51,11 +51,7 @@ def build_model(pre_process=True, post_process=True, vp_stage=None, config=None,
     """Before 0.19."""
     args = get_args()
     config = config or core_transformer_config_from_args(args)
-    layers = get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=False,
-        vp_stage=vp_stage,
-    )
+    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
     return GPTModel(
         config=config,
         transformer_layer_spec=layers,
