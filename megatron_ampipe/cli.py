@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BadInput.exit_code
     try:
         parsed = parse(words)
-        # Tools write it into their output files.
+        # Tools write the command line into their output files.
         parsed.command_line = shlex.join(["ampipe", *words])
         code = int(parsed.run(parsed))
         sys.stdout.flush()
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt as interrupt:
-        # A tool may have noted where the part that was finished is.
+        # A tool may have added a note that says where the finished part is.
         notes = getattr(interrupt, "__notes__", ["incomplete output was not saved under its final name"])
         print("ampipe: interrupted; " + "\n".join(notes), file=sys.stderr)
         return INTERRUPTED

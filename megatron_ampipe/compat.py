@@ -43,7 +43,7 @@ class OptionalPackage(NamedTuple):
 
     @property
     def is_installed(self) -> bool:
-        """Whether its folder is there: PyPI has another package that is called apex. Imports nothing."""
+        """Whether its folder exists (PyPI has another package with the name apex). Imports nothing."""
         package, _, part = self.module.partition(".")
         spec = importlib.util.find_spec(package)
         folders = [] if spec is None else spec.submodule_search_locations or []
@@ -69,10 +69,10 @@ OPTIONAL_PACKAGES = (
 def megatron_folder() -> Path | None:
     """The folder of the ``megatron.core`` that an import uses, possibly a checkout's, or None."""
     try:
-        found = importlib.util.find_spec("megatron.core")
+        spec = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
         return None
-    return Path(found.origin).parent if found is not None and found.origin is not None else None
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
 
 def megatron_version(folder: Path) -> Version:
@@ -89,7 +89,7 @@ def megatron_version(folder: Path) -> Version:
 
 
 def found_version(distribution: str) -> Version | None:
-    """The version that an import would use, for megatron-core maybe a checkout's; None if there is none."""
+    """The version that an import would use (for megatron-core possibly a checkout's), or None."""
     if distribution == "megatron-core":
         folder = megatron_folder()
         return megatron_version(folder) if folder is not None else None
@@ -116,8 +116,8 @@ def has_hybrid_models() -> bool:
 def mlp_class(mlp: Any) -> Any:
     """The class that the ``mlp`` of a layer's submodules builds.
 
-    ``mlp`` is a ``partial`` of the class or of a class method since 0.18, and a ``ModuleSpec`` before, or if
-    users write one.
+    Since 0.18, ``mlp`` is a ``partial`` of the class or of a class method; before 0.18, and if a user writes
+    one, it is a ``ModuleSpec``.
     """
     built = getattr(mlp, "func", None) or getattr(mlp, "module", None)
     return getattr(built, "__self__", built)
@@ -136,16 +136,16 @@ def with_moe_submodules(mlp: Any, submodules: Any) -> Any:
 
 
 def require_peers() -> None:
-    """Raise :class:`EnvironmentMissing` for too old a torch or Megatron; warn of an untested newer Megatron.
+    """Raise :class:`EnvironmentMissing` if torch or Megatron is too old; warn of an untested newer Megatron.
 
     Called after Megatron is imported, and before any module of AMPipe that imports it.
     """
     for distribution, minimum in MINIMUM_VERSIONS.items():
-        found = found_version(distribution)
+        installed = found_version(distribution)
         # 2.6.0a0 is the 2.6 of NVIDIA's containers.
-        if found is not None and _release(found) < Version(minimum):
+        if installed is not None and _release(installed) < Version(minimum):
             raise EnvironmentMissing(
-                f"{distribution} {found} is too old: AMPipe needs {minimum} or later. "
+                f"{distribution} {installed} is too old: AMPipe needs {minimum} or later. "
                 f"Run: pip install '{distribution}>={minimum}'"
             )
     megatron = found_version("megatron-core")
@@ -161,31 +161,31 @@ def require_peers() -> None:
 
 def require_model_from_configuration() -> None:
     """Raise :class:`EnvironmentMissing` if Megatron cannot build a model from a configuration."""
-    found = found_version("megatron-core")
-    if found is not None and _release(found) < Version(PRETRAIN_GPT_MEGATRON):
+    installed = found_version("megatron-core")
+    if installed is not None and _release(installed) < Version(PRETRAIN_GPT_MEGATRON):
         raise EnvironmentMissing(
-            f"megatron-core {found} cannot build a GPT model from a configuration; this needs "
+            f"megatron-core {installed} cannot build a GPT model from a configuration; this needs "
             f"{PRETRAIN_GPT_MEGATRON} or later. Launch the script of your Megatron-LM checkout: "
             "-m megatron_ampipe.launch PATH/pretrain_gpt.py with the same flags."
         )
 
 
-def _release(found: Version) -> Version:
-    """Major and minor, so that a release candidate counts as its release."""
-    return Version(f"{found.major}.{found.minor}")
+def _release(version: Version) -> Version:
+    """Major and minor only: a release candidate counts as its release."""
+    return Version(f"{version.major}.{version.minor}")
 
 
 def delays_weight_gradients() -> bool:
-    """Whether Transformer Engine's linear layers can delay gradients of weights; so where none is found."""
-    found = found_version("transformer-engine")
-    return found is None or _release(found) >= Version("2.3")
+    """Whether Transformer Engine's linear layers can delay weight gradients; True if it is not installed."""
+    installed = found_version("transformer-engine")
+    return installed is None or _release(installed) >= Version("2.3")
 
 
 @cache
 def _backend_of_transformer_engine() -> dict[str, Any] | None:
-    """Where Transformer Engine keeps the backend of its latest attention; None if this version has no such.
+    """Transformer Engine's record of the latest attention backend; None if this version has no such record.
 
-    It is chosen again if the parameters of a call differ from those that it was chosen for.
+    Transformer Engine chooses a backend again if the parameters of a call differ from the recorded ones.
     """
     try:
         module = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention")
@@ -200,11 +200,11 @@ _BACKENDS_BY_SHAPE: dict[Hashable, dict[str, Any]] = {}
 
 @contextlib.contextmanager
 def backend_of_shape(key: Hashable) -> Iterator[None]:
-    """Calls Transformer Engine's attention with the backend that it chose for this key the last time.
+    """A context in which Transformer Engine's attention uses the backend that it last chose for this key.
 
-    It remembers one choice, and chunks alternate between shapes, so it would choose for each. It still
-    compares all parameters with those of its choice, and chooses anew if they differ. The key is of the layer
-    and the shapes.
+    Transformer Engine remembers one choice only, and chunks have different shapes, so it would choose again
+    for every chunk. It still compares all parameters with the recorded ones, and chooses again if they
+    differ. The key identifies the layer and the shapes.
     """
     latest = _backend_of_transformer_engine()
     if latest is None:
@@ -217,27 +217,27 @@ def backend_of_shape(key: Hashable) -> Iterator[None]:
     remembered = dict(latest)
     parameters = remembered["attention_params"] = copy.copy(latest["attention_params"])
     if getattr(parameters, "fp8_meta", None) is not None:
-        # The layer's own, in which it replaces the recipe.
+        # A copy: the layer replaces the recipe in its own dictionary.
         parameters.fp8_meta = dict(parameters.fp8_meta)
     _BACKENDS_BY_SHAPE[key] = remembered
 
 
 @cache
 def _switch_of_transformer_engine() -> tuple[Any, Any]:
-    """Whether its layers compute in FP8 at present, and the context within which they do, or do not."""
+    """A function that tells if its layers compute in FP8 now, and the context that sets it."""
     engine = importlib.import_module("transformer_engine.pytorch")
     fp8 = importlib.import_module("transformer_engine.pytorch.fp8")
     return fp8.FP8GlobalStateManager.is_fp8_enabled, engine.fp8_autocast
 
 
 def precision_of(config: Any, layer: int) -> contextlib.AbstractContextManager[None]:
-    """Within it, Transformer Engine computes as in Megatron's loop over the layers: in FP8, or in 16 bits.
+    """A context in which a layer computes in FP8 or in 16 bits, as Megatron's loop over layers sets it.
 
-    That loop enters a context for the layer with which a schedule begins, and none for a backward pass.
+    That loop enters one context for the first layer of a schedule, and none for a backward pass.
 
     Args:
         config: Megatron's, with FP8.
-        layer: From 0, in the whole model; -1 for one of multi-token prediction.
+        layer: Number in the whole model, from 0; -1 for a layer of multi-token prediction.
     """
     from megatron.core import fp8_utils
 
@@ -252,22 +252,22 @@ def precision_of(config: Any, layer: int) -> contextlib.AbstractContextManager[N
 
 
 def forget_quantized_weights(linear: Any) -> None:
-    """Have a linear layer of Transformer Engine quantize its weights once more, in its next call.
+    """Clear the quantized weights of a Transformer Engine linear layer, so its next call quantizes again.
 
-    It does so where it has kept no quantized weight. The mark of the first micro-batch, which asks for the
-    same, would also have it overwrite the gradient that others have added to.
+    Passing ``is_first_microbatch`` would quantize again too, but would also overwrite the accumulated
+    gradient of the weight.
 
     Raises:
-        EnvironmentMissing: this version keeps quantized weights elsewhere.
+        EnvironmentMissing: this version stores quantized weights elsewhere.
     """
-    kept = getattr(linear, "_fp8_workspaces", None)
-    if kept is None:
+    quantized = getattr(linear, "_fp8_workspaces", None)
+    if quantized is None:
         raise EnvironmentMissing(
             f"{type(linear).__name__} of Transformer Engine {found_version('transformer-engine')} keeps "
             "its quantized weights where AMPipe does not know. Use --bf16 without --fp8-format, or "
             "--ampipe-degree 1"
         )
-    kept.clear()
+    quantized.clear()
 
 
 def has_fused_weight_gradients(*, on_gpu: bool) -> bool:

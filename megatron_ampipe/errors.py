@@ -1,7 +1,7 @@
 """The exceptions that are shown to users, and the exit code of each.
 
-Not for internal invariants, which are checked with ``assert``. Raised everywhere; :mod:`megatron_ampipe.cli`
-and the training entry points print the message without a traceback and exit with the code.
+Any module may raise them; :mod:`megatron_ampipe.cli` and the training entry points print the message without
+a traceback and exit with the code. Internal invariants are checked with ``assert`` instead.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class EnvironmentMissing(AMPipeError):
 class BadInput(AMPipeError, ValueError):
     """An argument, a file or a combination of settings that is not valid.
 
-    ``name`` is what was set, as the user wrote it (a flag, a file, a key); ``rule`` why its value is refused,
-    as one clause without a full stop; ``remedy`` what to do instead, with a value that would work.
+    ``name`` is the flag, file or key as the user wrote it. ``rule`` says why its value is refused, as one
+    clause without a full stop. ``remedy`` says what to do instead, with a value that would work.
     """
 
     exit_code = 2
 
     def __init__(self, name: str, value: object, *, rule: str, remedy: str) -> None:
         self.name, self.value, self.rule, self.remedy = name, value, rule, remedy
-        # A flag without a value has an empty one.
+        # A flag without a value has an empty string as its value.
         given = f"{name} {value}".removesuffix(" ")
         super().__init__(f"{given}: {rule}. {remedy}")
 
@@ -49,19 +49,19 @@ class DifferenceFound(AMPipeError):
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """A question that names the known word that is most like ``word``, if one is by at least ``cutoff``."""
+    """A question that names the known word most similar to ``word``; empty if none reaches ``cutoff``."""
     near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=cutoff)
     return f"Did you mean {near[0]}?" if near else ""
 
 
 def meant(word: str, known: Collection[str]) -> str | None:
-    """The known word from which ``word`` differs by a letter or two, hyphens aside; None if there is none."""
+    """The known word that ``word`` misspells by a letter or two, hyphens aside; None if there is none."""
     plain = word.strip("-").replace("_", "-")
     near = difflib.get_close_matches(plain, known, n=1, cutoff=0.9)
     return near[0] if near and word not in known else None
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word that is most like ``word``, as a sentence; all known words, if none is similar."""
+    """A sentence with the known word most similar to ``word``; with all known words, if none is similar."""
     choices = sorted(known)
     return did_you_mean(word, choices, cutoff=0.5) or f"Use one of {', '.join(choices)}."

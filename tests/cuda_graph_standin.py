@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_ampipe.attention import backends
 from megatron_ampipe.runtime import graphs
@@ -136,12 +136,7 @@ class RecordedGraph:
                 computed = operation(*args, **kwargs)
                 if results is None:
                     continue
-                pairs = (
-                    [(results, computed)]
-                    if isinstance(results, Tensor)
-                    else zip(results, computed, strict=True)
-                )
-                for kept, value in pairs:
+                for kept, value in zip(tree_leaves(results), tree_leaves(computed), strict=True):
                     if isinstance(kept, Tensor) and kept.data_ptr() != value.data_ptr():
                         kept.copy_(value)
 

@@ -149,7 +149,7 @@ class _Ways(NamedTuple):
 
     buffer: HybridEPBuffer
     num_permuted: int
-    """With padding; or the budget."""
+    """Or the budget."""
     num_written: int
     """Of these."""
     options: tuple[int | None, bool]
@@ -160,9 +160,8 @@ class HybridEPBuffer:
     """``deep_ep.HybridEPBuffer``: the interface that Megatron calls.
 
     All ranks have the same number of tokens. Rows are received in the order of the local experts, then of the
-    ranks that sent them, then of their tokens; ``pad_multiple`` adds rows of zeros to each expert's. With a
-    budget (``num_permuted_tokens``), rows after the last are not written, here NaN, and what does not fit is
-    dropped, which the last part of the handle says. All
+    ranks that sent them, then of their tokens. With a budget (``num_permuted_tokens``), rows after the last
+    are not written, here NaN, and what does not fit is dropped, which the last part of the handle says. All
     calls with a handle have to agree with the one that made it. It is stricter than HybridEP in one thing:
     the counts of all calls are in the same memory. It also takes fp32 tokens, which HybridEP does not.
     """
@@ -244,18 +243,15 @@ class HybridEPBuffer:
     def _preprocess(
         self, routing_map: Tensor, num_local: int, options: tuple[int | None, bool], budget: int | None
     ) -> tuple[tuple[Any, ...], Tensor]:
-        """The handle, and how many rows each local expert gets, with padding and within the budget."""
+        """The handle, and how many rows each local expert gets within the budget."""
         first = self.group.rank() * num_local
         own = gathered(routing_map, self.group)[:, :, first : first + num_local]
         experts, senders, rows = own.permute(2, 0, 1).nonzero().unbind(1)
-        counts, multiple = own.sum((0, 1)), options[0] or 1
-        padded = (counts + multiple - 1) // multiple * multiple
-        gaps = (padded - counts).cumsum(0) - (padded - counts)
-        places = torch.arange(len(rows)) + gaps[experts]
-        self._counts = self._counts if len(self._counts) == num_local else torch.empty_like(padded)
-        num_rows = int(padded.sum())
+        assert not options[0], "no rows are added here"
+        places, counts, num_rows = torch.arange(len(rows)), own.sum((0, 1)), len(rows)
+        self._counts = self._counts if len(self._counts) == num_local else torch.empty_like(counts)
         most = num_rows if budget is None else budget
-        ends = padded.cumsum(0).clamp_max(most)
+        ends = counts.cumsum(0).clamp_max(most)
         self._counts.copy_(ends.diff(prepend=ends.new_zeros(1)))
         fits = places < most
         where = [x[fits] for x in (senders, rows, first + experts, places)]

@@ -2,17 +2,13 @@
 
 On a GPU the host must issue a layer faster than the device computes it. One process stands for eight ranks;
 every collective is one copy, as a launch of NCCL is one call, and a CUDA graph one call without contents.
-``python -m tests.host_cost [REPEATS]`` prints
-operators and Python calls of a forward and a backward pass of AMPipe's layers, over those of Megatron's; and
-processor time, of so many passes in turns (by default of none: it is not the same every time, as counts are).
+``python -m tests.host_cost`` prints
+operators and Python calls of a forward and a backward pass of AMPipe's layers, over those of Megatron's.
 """
 
 import cProfile
 import json
 import pstats
-import statistics
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +21,9 @@ from tests import cuda_graph_standin
 from tests.dist.worker import start_alone
 
 RANKS, LAYERS = 8, 2
-STOCK, STOCK_GRAPHS = "Megatron", "Megatron, graphs"
+STOCK = "Megatron"
 GRAPHS = "graphs"
-"""In the name of a variant that has CUDA graphs, and is compared with Megatron's layers that have them."""
+"""In the name of a variant that has CUDA graphs."""
 MODULES = frozenset({"attn", "moe_router", "moe_preprocess"})
 VARIANTS = {
     "ampipe 2": ("ampipe", 2, 1),
@@ -82,73 +78,6 @@ def _launch(_: Any) -> None:
 _LAUNCHED = torch.zeros(())
 
 
-class _Launch(torch.autograd.Function):
-    """The two graphs of a part of Megatron's layer, as Transformer Engine and torch replay them."""
-
-    @staticmethod
-    def forward(ctx: Any, part: "_Graphed", hidden: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-        """Launch the first; parameters are arguments because they have gradients."""
-        ctx.part = part
-        part.hidden.copy_(hidden)
-        _launch(part)
-        return tuple(output.detach() for output in part.outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Launch the second."""
-        part = ctx.part
-        for static, gradient in zip(part.given, gradients, strict=True):
-            if gradient is not None:
-                static.copy_(gradient)
-        _launch(part)
-        return None, *(gradient.detach() for gradient in part.gradients)
-
-
-class _Graphed:
-    """A part of a layer that computes once; afterwards it costs what its graphs cost."""
-
-    def __init__(
-        self, compute: Callable[[Tensor], tuple[Tensor, ...]], modules: list[torch.nn.Module]
-    ) -> None:
-        self._compute, self.outputs = compute, ()
-        self._parameters = [parameter for module in modules for parameter in module.parameters()]
-
-    def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        if not self.outputs:
-            self.outputs = self._compute(hidden)
-            self.hidden = hidden.detach().clone()
-            self.given = [torch.zeros_like(output) for output in self.outputs]
-            self.gradients = [torch.zeros_like(one) for one in (hidden, *self._parameters)]
-        return _Launch.apply(self, hidden, *self._parameters)
-
-
-def _capture_stock(layer: Any) -> None:
-    """Have a layer of Megatron run as its ``_te_cuda_graph_replay``, in a few lines."""
-    moe = layer.mlp
-
-    def route(hidden: Tensor) -> tuple[Tensor, ...]:
-        normed = layer.pre_mlp_layernorm(hidden)
-        return hidden, *moe.preprocess(normed, *moe.route(normed))
-
-    attend = _Graphed(
-        lambda hidden: layer._forward_attention(hidden)[:1], [layer.input_layernorm, layer.self_attention]
-    )
-    routes = _Graphed(route, [layer.pre_mlp_layernorm, moe.router])
-
-    kept: dict[str, Any] = {}
-
-    def forward(hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
-        residual, tokens, probs = routes(*attend(hidden_states))
-        # Later steps read what the graph has left there.
-        kept.update({} if kept else vars(moe.token_dispatcher))
-        vars(moe.token_dispatcher).update(kept)
-        output, bias = moe.routed_experts_compute(*moe.dispatch(tokens, probs))
-        output = moe.postprocess(moe.combine(output), None)
-        return layer._forward_post_mlp((output, bias), residual), None
-
-    layer.forward = forward
-
-
 def layers() -> dict[str, Callable[[], None]]:
     """A pass through each variant, by name."""
     start_alone(RANKS, expert_model_parallel_size=RANKS)
@@ -174,12 +103,10 @@ def layers() -> dict[str, Callable[[], None]]:
     )
     rank = Rank(RankJob(num_ranks=RANKS, link=parse_link(None)), 0)
     factory = BlockFactory(rank, case, layers=LAYERS)
-    built = {STOCK: factory.stock, STOCK_GRAPHS: BlockFactory(rank, case, layers=LAYERS).stock} | {
+    built = {STOCK: factory.stock} | {
         name: factory.build(Variant.of(schedule, degree, stack=stack), executor=SequentialExecutor())
         for name, (schedule, degree, stack) in VARIANTS.items()
     }
-    for layer in built[STOCK_GRAPHS].layers:
-        _capture_stock(layer)
     for name in VARIANTS:
         if GRAPHS in name:
             context = built[name].layers[0]._block.context
@@ -217,26 +144,12 @@ def python_calls(run: Callable[[], None]) -> int:
     return calls
 
 
-def milliseconds(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Median processor time of a layer."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            begin = time.process_time()
-            run()
-            times[name].append((time.process_time() - begin) * 1e3 / LAYERS)
-    return {name: statistics.median(of_variant) for name, of_variant in times.items()}
-
-
 def main() -> None:
     """Print the ratios of all counts, as JSON."""
-    runs, repeats = layers(), int(sys.argv[1]) if len(sys.argv) > 1 else 0
-    counts = {name: [operators(run), python_calls(run)] for name, run in runs.items()}
-    for name, ms in milliseconds(runs, repeats).items() if repeats else ():
-        counts[name].append(ms)
-    stock = {False: counts.pop(STOCK), True: counts.pop(STOCK_GRAPHS)}
+    counts = {name: [operators(run), python_calls(run)] for name, run in layers().items()}
+    stock = counts.pop(STOCK)
     ratios = {
-        name: [ours / of_stock for ours, of_stock in zip(found, stock[GRAPHS in name], strict=True)]
+        name: [ours / of_stock for ours, of_stock in zip(found, stock, strict=True)]
         for name, found in counts.items()
     }
     print(json.dumps(ratios))

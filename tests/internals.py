@@ -84,7 +84,7 @@ MIRRORED = {
     "training.training.setup_model_and_optimizer": "",
     "training.training.get_model": "",
     "training.training.training_log": "",
-    "training.pretrain": "",
+    "training.training.pretrain": "",
     "training.arguments.parse_and_validate_args": "",
     "training.argument_utils.hybrid_config_from_args": "",
     "training.checkpointing.read_metadata": "",
@@ -94,9 +94,6 @@ MIRRORED = {
 
 The list that no source says. A change in one of them may mean that the same has to change in AMPipe.
 """
-
-IMPORTED = {"training.pretrain": "training.training.pretrain"}
-"""Those that a package imports, and where they are defined."""
 
 
 @dataclass(slots=True)
@@ -220,7 +217,7 @@ def _refused(value: Any, name: str) -> set[str]:
 
 def _hash(name: str, methods: list[str]) -> str:
     """Of a function or class in the file that defines it: the host platform replaces some of them."""
-    owner, _, attribute = IMPORTED.get(name, name).rpartition(".")
+    owner, _, attribute = name.rpartition(".")
     tree = ast.parse(inspect.getsource(importlib.import_module(f"megatron.{owner}")))
     (node,) = [each for each in tree.body if getattr(each, "name", None) == attribute][-1:]
     nodes: list[ast.AST] = [node]

@@ -56,9 +56,23 @@ def _kernel(*, bottom_right: bool) -> Kernel:
     return Kernel(pieces=PieceKernel(cut, attend, differentiate))
 
 
+def _documents_one_by_one(query: Tensor, key: Tensor, value: Tensor, *bounds: Any, scale: float) -> Tensor:
+    """The definition for each document, with bounds as of torch's operator; a ``DocumentFunction``."""
+    *ends, most_rows, most_keys = bounds
+    assert [most_rows, most_keys] == [int(of_all.diff().max()) for of_all in ends]
+    assert all(of_all.dtype == torch.int32 for of_all in ends)
+    parts = (
+        tensor.tensor_split(of_all[1:-1].tolist())
+        for tensor, of_all in zip((query, key, value), (ends[0], ends[1], ends[1]), strict=True)
+    )
+    outputs = [exact(*(x.unsqueeze(1) for x in part), scale=scale) for part in zip(*parts, strict=True)]
+    return torch.cat(outputs).squeeze(1)
+
+
 REFERENCE_KERNELS = {
     "reference-pieces": _kernel(bottom_right=False),
     "reference-bottom-right": _kernel(bottom_right=True),
+    "reference-documents": Kernel(documents=_documents_one_by_one),
 }
 """Attention kernels for tests, by name."""
 KERNELS.update(REFERENCE_KERNELS, exact=Kernel(exact))

@@ -72,8 +72,6 @@ class Engine(Module):
     def for_autograd(self, weight: Any, gradient: Tensor | None) -> Tensor | None:
         if not self.fuse_wgrad_accumulation:
             return gradient
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
         weight.grad_added_to_main_grad = True
         return torch.full_like(weight, float("nan"))
 
@@ -146,7 +144,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.linear, ctx.store, ctx.first, ctx.numbers = options
-        ctx.has_bias, ctx.trained, linear = bias is not None, weight.requires_grad, ctx.linear
+        ctx.has_bias, linear = bias is not None, ctx.linear
         given = _gather_along_first_dim(rows, linear.tp_group) if linear.gathers else rows
         output = F.linear(ctx.numbers.operand(given, -1), ctx.numbers.along_rows, bias)
         return _reduce_scatter_along_first_dim(output, linear.tp_group) if linear.scatters else output
@@ -160,8 +158,6 @@ class _Linear(torch.autograd.Function):
         if linear.gathers:
             rows = _gather_along_first_dim(rows, linear.tp_group)
             of_rows = _reduce_scatter_along_first_dim(of_rows.contiguous(), linear.tp_group)
-        if not ctx.trained:
-            return of_rows, None, gradient.flatten(0, -2).sum(0) if ctx.has_bias else None, None
         of_weight = functools.partial(weight_gradient, linear, linear.weight, ctx.first)
         has_bias = ctx.has_bias
 

@@ -17,10 +17,3 @@ class HalvesWire:
     def decode(self, parts: Sequence[Tensor], out: Tensor, trip: Trip) -> None:
         half = parts[0].shape[1]
         out[:, :half], out[:, half:] = parts[0], -parts[1]
-
-
-class EncodeOnlyWire:
-    """Wrong: cannot decode."""
-
-    def encode(self, rows: Tensor, trip: Trip) -> Sequence[Tensor]:
-        return (rows,)

@@ -197,7 +197,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
             passes.append((hidden, layers(hidden_states=hidden, attention_mask=None)[0]))
             context.pipeline = usual
 
-        def behind(number: int) -> None:
+        def back(number: int) -> None:
             hidden, output = passes[number]
             output.backward(above[number])
             passes[number] = None
@@ -205,8 +205,8 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
 
         ahead(0)
         for number in range(1, MICROBATCHES):
-            context.partners.run(functools.partial(ahead, number), functools.partial(behind, number - 1))
-        behind(MICROBATCHES - 1)
+            context.partners.run(functools.partial(ahead, number), functools.partial(back, number - 1))
+        back(MICROBATCHES - 1)
         return gradients
 
     saved_bytes = burst_bytes(rank.job.link.rate_bit_per_s) if rank.job.link.is_network else 0

@@ -1,1 +1,1 @@
-"""Core attention of a chunk: kernels, attention in pieces, and in the steps of a ring. Knows torch alone."""
+"""Core attention of a chunk: kernels, attention in pieces, ring attention. Depends only on torch."""

@@ -1,9 +1,9 @@
-"""What computes attention: functions and operators of torch.
+"""The functions and operators of torch that compute attention.
 
-Of three forms: attention of one span, differentiable (:data:`SpanFunction`); of one piece with its
-log-sum-exp, and its gradients (:class:`.pieces.PieceKernel`); and of several documents in one call,
+There are three forms: attention of one span, differentiable (:data:`SpanFunction`); of one piece with its
+log-sum-exp, and its gradients (:class:`.pieces.PieceKernel`); of several documents in one call,
 differentiable (:data:`DocumentFunction`). Operators of flash kernels, for fp16 and bf16, are called directly:
-a function that chooses by shape could choose another one for the first chunk. Shapes as in :mod:`.pieces`.
+a function that chooses by shape could choose another kernel for the first chunk. Shapes as in :mod:`.pieces`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SpanFunction = Callable[..., Tensor]
 """``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H, V]``; the last row sees the last key.
 
 Keywords are ``scale``, a factor on the scores; ``dropout``, the probability of dropping a weight; ``window``,
-how many keys before its own position a query sees, None for all; and ``sinks`` ``[H]``, the score of one more
-key that every query sees, whose value is zero (``--softmax-type``)."""
+the number of earlier keys that a query sees, None for all; and ``sinks`` ``[H]``, the score of a further key
+with value zero that every query sees (``--softmax-type``)."""
 
 
 def sdpa(
@@ -51,7 +51,7 @@ def sdpa(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.scaled_dot_product_attention``; without a window, with its bottom-right bias."""
+    """``torch.nn.functional.scaled_dot_product_attention``, with torch's bottom-right bias if no window."""
     bias: Any
     if sinks is not None:
         bias = _bias_with_sink(visible_keys(query, key, window), sinks)
@@ -70,8 +70,8 @@ def sdpa(
 
 def torch_flash(query: Tensor, key: Tensor, value: Tensor, **scoring: Any) -> Tensor:
     """torch's FlashAttention 2 on a GPU, also with dropout and a window."""
-    given = (x.transpose(0, 1) for x in (query, key, value))
-    return torch_flash_documents(*given, None, None, len(query), len(key), **scoring).transpose(0, 1)
+    tensors = (x.transpose(0, 1) for x in (query, key, value))
+    return torch_flash_documents(*tensors, None, None, len(query), len(key), **scoring).transpose(0, 1)
 
 
 def torch_flash_documents(
@@ -85,17 +85,17 @@ def torch_flash_documents(
 
 
 def visible_keys(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """``[R, S]`` bool: which row sees which key; the last row is at the position of the last key."""
+    """``[R, S]`` bool, True where a row sees a key; the last row is at the position of the last key."""
     offset = len(keys) - len(rows)
     visible = torch.ones(len(rows), len(keys), dtype=torch.bool, device=rows.device).tril(offset)
     return visible if window is None else visible.triu(offset - window)
 
 
 def _bias_with_sink(visible: Tensor, sinks: Tensor) -> Tensor:
-    """``[1, H, R, S + 1]``: what is added to the scores; one more key, of a score of zero, is at the end."""
+    """The bias of the scores, ``[1, H, R, S + 1]``; the last key is the sink, whose own score is zero."""
     bias = torch.zeros_like(visible, dtype=sinks.dtype).masked_fill_(~visible, -math.inf)
-    of_rows = sinks.view(1, -1, 1, 1).expand(1, -1, len(visible), 1)
-    return torch.cat([bias.expand(1, len(sinks), -1, -1), of_rows], dim=-1)
+    sink_bias = sinks.view(1, -1, 1, 1).expand(1, -1, len(visible), 1)
+    return torch.cat([bias.expand(1, len(sinks), -1, -1), sink_bias], dim=-1)
 
 
 # Pieces in plain torch operations, for what no flash kernel supports: any dtype, and head size of values.
@@ -115,9 +115,9 @@ def _exact_backward(*given: Tensor, causal: bool, scale: float) -> tuple[Tensor,
     heads, groups, dtype = query.shape[1], key.shape[1], query.dtype
     weights = _scores(query, key, causal=causal, scale=scale).sub_(lse.unsqueeze(-1)).exp_()
     mean = (gradient.to(weights.dtype) * output).sum(-1, keepdim=True)
-    of_scores = (gradient @ repeat_heads(value, heads).mT).to(weights.dtype)
-    of_scores = of_scores.sub_(mean).mul_(weights).mul_(scale).to(dtype)
-    dq, dk, dv = of_scores @ repeat_heads(key, heads), of_scores.mT @ query, weights.to(dtype).mT @ gradient
+    ds = (gradient @ repeat_heads(value, heads).mT).to(weights.dtype)
+    ds = ds.sub_(mean).mul_(weights).mul_(scale).to(dtype)
+    dq, dk, dv = ds @ repeat_heads(key, heads), ds.mT @ query, weights.to(dtype).mT @ gradient
     if groups != heads:
         dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
     return dq, dk, dv
@@ -131,8 +131,8 @@ def _scores(query: Tensor, key: Tensor, *, causal: bool, scale: float) -> Tensor
 
 EXACT_PIECES = PieceKernel(all_visible_keys, _exact_forward, _exact_backward)
 
-# torch's flash attention for CPU: causal only with as many queries as keys. It also computes masked scores,
-# up to 512 keys to the right of the diagonal.
+# torch's flash attention for CPU: causal only if there are as many queries as keys. It also computes masked
+# scores, up to 512 keys to the right of the diagonal.
 
 _TRIANGLE_ROWS = 128
 """Queries of the largest causal piece: with fewer, the extra calls cost more than the masked scores saved."""
@@ -161,7 +161,7 @@ def _cpu_backward(*given: Tensor, causal: bool, scale: float) -> tuple[Tensor, .
 def _of_equal_heads(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, ...]:
     """``[B, heads, rows, C]`` with as many key heads as query heads.
 
-    In a triangle the keys are repeated; in a rectangle, query heads that share keys become additional rows.
+    In a causal piece the keys are repeated; in others, query heads that share keys become additional rows.
     """
     if causal:
         return query, *(repeat_heads(x, query.shape[1]) for x in (key, value))
@@ -185,15 +185,15 @@ def _torch_2_forward(*tensors: Tensor, causal: bool, scale: float) -> tuple[Any,
 
 def _torch_2_backward(*given: Any, causal: bool, scale: float) -> tuple[Tensor, ...]:
     *tensors, lse, seed, offset = given
-    most = tensors[1].shape[2], tensors[2].shape[2]
-    found: tuple[Tensor, ...] = aten._scaled_dot_product_flash_attention_backward(
-        *tensors, lse.contiguous(), None, None, *most, 0.0, causal, seed, offset, scale=scale
+    lengths = tensors[1].shape[2], tensors[2].shape[2]
+    gradients: tuple[Tensor, ...] = aten._scaled_dot_product_flash_attention_backward(
+        *tensors, lse.contiguous(), None, None, *lengths, 0.0, causal, seed, offset, scale=scale
     )
-    return found
+    return gradients
 
 
 def _cudnn_forward(*tensors: Tensor, causal: bool, scale: float) -> tuple[Any, ...]:
-    """Also gives the number of dimensions of its log-sum-exp, which depends on torch's version."""
+    """Also returns the number of dimensions of the log-sum-exp, which depends on torch's version."""
     query, key, _ = tensors
     assert key.shape[2] > 1, "cuDNN attends to two keys or more: use a smaller --ampipe-degree"
     output, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
@@ -206,11 +206,11 @@ def _cudnn_backward(*given: Any, causal: bool, scale: float) -> tuple[Tensor, ..
     *tensors, lse, seed, offset, lse_dimensions = given
     lse = lse.contiguous()
     lse = lse if lse.dim() == lse_dimensions else lse.unsqueeze(-1)
-    most = tensors[1].shape[2], tensors[2].shape[2]
-    found: tuple[Tensor, ...] = aten._scaled_dot_product_cudnn_attention_backward(
-        *tensors, lse, seed, offset, None, None, None, *most, 0.0, causal, scale=scale
+    lengths = tensors[1].shape[2], tensors[2].shape[2]
+    gradients: tuple[Tensor, ...] = aten._scaled_dot_product_cudnn_attention_backward(
+        *tensors, lse, seed, offset, None, None, None, *lengths, 0.0, causal, scale=scale
     )
-    return found
+    return gradients
 
 
 TORCH_FLASH_2 = PieceKernel(all_visible_keys, _torch_2_forward, _torch_2_backward)
@@ -218,7 +218,7 @@ CUDNN = PieceKernel(causal_then_earlier, _cudnn_forward, _cudnn_backward)
 
 
 Bounds = tuple[Tensor, Tensor, int, int]
-"""Where the rows and keys of documents begin and end, ``[documents + 1]`` int32, and the largest numbers.
+"""Bounds of the rows and of the keys of documents, ``[documents + 1]`` int32 each; the longest of both.
 
 The first document of a chunk may have begun in an earlier one, and then has more keys than queries.
 """
@@ -228,7 +228,7 @@ DocumentFunction = Callable[..., Tensor]
 
 
 def bounds_of(documents: Sequence[DocumentRows], *, device: torch.device) -> Bounds:
-    """Of the rows of one call."""
+    """The bounds of documents for one call."""
     lengths = [[rows.num_rows for rows in documents], [rows.num_keys for rows in documents]]
     ends = torch.tensor(
         [list(itertools.accumulate(parts, initial=0)) for parts in lengths], dtype=torch.int32

@@ -1,8 +1,8 @@
-"""The kernels of core attention by name, and the choice of one for a layer.
+"""The kernels of core attention by name, and the choice of a kernel for a layer.
 
-Queries are the rows of a list of spans; those of a span see the keys ``[0, global_start + length)`` under a
-causal mask aligned to the bottom right (AMPipe, figure 5), or of these the keys of the row's document. Each
-name stands for one backend; only for ``sdpa`` does torch choose it. Shapes as in :mod:`.pieces`.
+Queries are the rows of a list of spans. The rows of a span see the keys ``[0, global_start + length)`` under
+a causal mask aligned to the bottom right (AMPipe, figure 5), or those of them in the row's document. Each
+name stands for one backend, except ``sdpa``, whose backend torch chooses. Shapes as in :mod:`.pieces`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megatron_ampipe.schedule.features import uses_ring_attention
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One backend of attention."""
+    """A backend of attention."""
 
     span: SpanFunction | None = None
-    """None for a kernel of plain attention only."""
+    """Attention of a span with all features; None if it only supports plain attention."""
     pieces: PieceKernel | None = None
-    """Of plain attention, also in a ring."""
+    """Plain attention in pieces, also for a ring; None if not supported."""
     documents: DocumentFunction | None = None
-    """None for one call per document."""
+    """Attention of all documents in one call; None for one call per document."""
 
     def __call__(
         self,
@@ -51,16 +51,16 @@ class Kernel:
         scale: float,
         documents: Documents | None = None,
         sums: KeyValueSums | None = None,
-        **beyond: Any,
+        **options: Any,
     ) -> Tensor:
         """Attention of one chunk; differentiable.
 
-        From ``query [R, B, H, C]``, the rows of the spans one after another, ``key [S, B, G, C]`` from the
-        start of the sequence and ``value [S, B, G, V]`` to ``[R, B, H * V]``. ``beyond`` are the other
-        keywords of a :data:`~.backends.SpanFunction`; without any, pieces are used if there are some. They
-        add the gradients of keys and values to ``sums``, and return None for both.
+        Takes ``query [R, B, H, C]``, the rows of all spans in order, ``key [S, B, G, C]`` from the start of
+        the sequence, and ``value [S, B, G, V]``; returns ``[R, B, H * V]``. ``options`` are other keywords of
+        a :data:`~.backends.SpanFunction`; without any, pieces are used if supported. Pieces add the gradients
+        of keys and values to ``sums``, and return None for both.
         """
-        tensors, scoring = (query, key, value), {"scale": scale, **beyond}
+        tensors, scoring = (query, key, value), {"scale": scale, **options}
         if documents is None:
             return self._attend(tensors, spans, scoring, None if sums is None else sums.add)
         rows = documents.rows_of(spans)
@@ -78,7 +78,7 @@ class Kernel:
         if self.pieces is not None and len(scoring) == 1:
             output: Tensor = AttentionInPieces.apply(*tensors, self.pieces, spans, scoring["scale"], add)
             return output
-        assert self.span is not None, "pieces are of plain attention"
+        assert self.span is not None, "pieces only support plain attention"
         (query, key, value), outputs = tensors, []
         for rows, span in split_spans(query, spans):
             window = scoring.get("window")
@@ -106,17 +106,17 @@ class Kernel:
 
         outputs = []
         for sequence, part in enumerate(query.split(1, dim=1)):
-            of_sequence = [rows for rows in documents if rows.sequence == sequence]
-            # Views of one split: its backward joins the gradients of all documents in one copy.
-            queries = part.split([rows.num_rows for rows in of_sequence])
-            outputs.append(joined(list(map(attend, queries, of_sequence))))
+            in_sequence = [rows for rows in documents if rows.sequence == sequence]
+            # Views of one split, whose backward joins the gradients of all documents in one copy.
+            queries = part.split([rows.num_rows for rows in in_sequence])
+            outputs.append(joined(list(map(attend, queries, in_sequence))))
         return joined(outputs, dim=1)
 
 
 def _keys_of_documents(tensor: Tensor, documents: Sequence[DocumentRows]) -> Tensor:
-    """The keys of all documents one after another: a view if they are so in the only sequence."""
+    """The keys of all documents, concatenated: a view if they are consecutive in the only sequence."""
     pairs = itertools.pairwise(documents)
-    if tensor.shape[1] == 1 and all(one.last_key == other.first_key for one, other in pairs):
+    if tensor.shape[1] == 1 and all(earlier.last_key == later.first_key for earlier, later in pairs):
         return tensor[documents[0].first_key : documents[-1].last_key, 0]
     return torch.cat([tensor[rows.first_key : rows.last_key, rows.sequence] for rows in documents])
 
@@ -152,13 +152,13 @@ KERNELS: dict[str, Kernel] = {
     "cpu-flash": Kernel(pieces=backends.CPU_FLASH),
     "exact-pieces": Kernel(pieces=backends.EXACT_PIECES),
 }
-"""By the name that the start-up table and the benchmarks print."""
+"""The kernels by the name that the start-up table and benchmarks print."""
 FLASH_KERNELS = ("cudnn", "torch-flash-2")
-"""For GPUs, the fastest first."""
+"""Kernels for GPUs, the fastest first."""
 
 
 class KernelChoice(NamedTuple):
-    """``te`` or a name in :data:`KERNELS`, and why each faster kernel cannot be used."""
+    """``te`` or a name in :data:`KERNELS`, and the reasons against each faster kernel."""
 
     name: str
     reason: str = ""
@@ -167,13 +167,13 @@ class KernelChoice(NamedTuple):
 def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool = False) -> KernelChoice:
     """Choose the kernel for all chunks of a layer.
 
-    A layer built with Transformer Engine keeps TE's attention, except under context parallelism, where TE
-    would start its own exchange of keys and values, and where documents share a sequence, whose bounds TE
-    takes for whole sequences. Other layers get the fastest available kernel that computes the same function;
-    in a ring, one of pieces.
+    A layer built with Transformer Engine keeps TE's attention, with two exceptions: under context parallelism
+    TE would start its own exchange of keys and values, and TE takes the bounds of documents for those of
+    whole sequences. Other layers get the fastest available kernel that computes the same function; in a ring,
+    a kernel with pieces.
 
-    ``settings`` are Megatron's arguments or configuration of a layer; a ``local`` one is built from
-    Megatron's local modules. With ``documents``, rows attend to their own document only.
+    ``settings`` are Megatron's arguments or the configuration of a layer; a ``local`` layer is built from
+    Megatron's local modules. With ``documents``, attention stays within documents.
     """
     if not (local or documents or settings.context_parallel_size > 1):
         return KernelChoice("te")
@@ -193,13 +193,13 @@ def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool =
 
 
 def pinned_kernel(*, on_gpu: bool, dtype: torch.dtype, head_size: int | None = None) -> str:
-    """The kernel for comparing local layers: its backend does not depend on the shape."""
+    """The kernel for comparisons of local layers, whose backend does not depend on the shape."""
     name = _fastest_kernel([], on_gpu=on_gpu, dtype=dtype, head_size=head_size).name
     return "exact-pieces" if name == "sdpa" else name
 
 
 def has_sinks(settings: Any) -> bool:
-    """Whether the softmax of the layers has one more score (``--softmax-type``)."""
+    """Whether the softmax of the layers has sinks (``--softmax-type``)."""
     return getattr(settings, "softmax_type", "vanilla") != "vanilla"
 
 
@@ -210,7 +210,7 @@ _OF_TORCH_FLASH = ("attention dropout", "sliding window")
 def _fastest_kernel(
     used: Sequence[str], *, on_gpu: bool, dtype: torch.dtype, head_size: int | None, documents: bool = False
 ) -> KernelChoice:
-    """Of the kernels of AMPipe; ``used`` are the features beyond plain attention."""
+    """The fastest of AMPipe's kernels; ``used`` are the features beyond plain attention."""
     if not on_gpu and used:
         return KernelChoice("sdpa", f"cpu-flash: no support for {' or '.join(used)}")
     if not on_gpu:

@@ -1,7 +1,7 @@
 """Attention of a chunk in pieces (ranges of keys), each run by a flash kernel, merged by their log-sum-exp.
 
-Two pieces, the chunk's own keys, causal, and all earlier ones, let a kernel run every chunk that is causal
-for as many keys as queries only. One that aligns its mask to the bottom right takes both as one piece.
+Some kernels support a causal mask only if there are as many keys as queries. They run a chunk in two pieces:
+its own keys, with a causal mask, and all earlier keys. A kernel with a bottom-right mask needs one piece.
 
 Shapes: ``R`` query rows of the chunk, ``S`` keys, ``B`` batch, ``H`` query heads, ``G`` key/value heads,
 ``C`` head size of queries and keys, ``V`` head size of values.
@@ -22,15 +22,15 @@ from megatron_ampipe.runtime.segment import KeyValueSums, sum_dtype
 from megatron_ampipe.schedule.chunks import Span
 
 HEADS_FIRST, ROWS_FIRST = (1, 2, 0, 3), (2, 0, 1, 3)
-"""The order of the dimensions ``[B, H, R, C]``, which kernels take, and back to ``[R, B, H, C]``."""
+"""Permutations of dimensions to ``[B, H, R, C]``, which kernels take, and back to ``[R, B, H, C]``."""
 AddKeys = Callable[[int, Tensor, Tensor], None]
-"""Adds the gradients of the keys and values from a row on (:meth:`KeyValueSums.add`)."""
+"""Adds gradients of keys and values, from a given row on (:meth:`KeyValueSums.add`)."""
 
 
 class AttentionPiece(NamedTuple):
-    """Rows of a span and the keys that they attend to in one kernel call; the last ones are not included.
+    """Rows of a span and the keys that they attend to in one kernel call. Both ends are exclusive.
 
-    Rows are counted in the span, keys in the sequence. A causal mask is aligned to the bottom right.
+    Rows count in the span, keys in the sequence. A causal mask is aligned to the bottom right.
     """
 
     first_row: int
@@ -41,14 +41,14 @@ class AttentionPiece(NamedTuple):
 
 
 class PieceOutput(NamedTuple):
-    """What a kernel returns for one piece, or several merged."""
+    """The output of a kernel for one piece, or of several pieces merged."""
 
     output: Tensor
     """``[R, B, H, V]``."""
     lse: Tensor
     """``[B, H, R]``, at least fp32: log-sum-exp (natural logarithm) of the scaled scores."""
     state: tuple[Any, ...] = ()
-    """What else the kernel's backward call needs; it is the same for all pieces of a chunk."""
+    """Further arguments of the kernel's backward, the same for all pieces of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +56,23 @@ class PieceKernel:
     """A flash kernel: attention of one piece, and its gradients."""
 
     cut: Callable[[Span], tuple[AttentionPiece, ...]]
-    """A span to its pieces, in order. Every row has one causal piece, which comes first. Pieces that have a
-    row in common have all rows in common and are adjacent."""
+    """Cuts a span into pieces, in order. Each row has one causal piece, which comes first. Pieces that share
+    a row have the same rows and are adjacent."""
     forward: Callable[..., tuple[Any, ...]]
-    """``(query, key, value, causal=, scale=)``, of ``[B, H, R, C]``, to ``(output, lse, *state)``."""
+    """Called as ``(query, key, value, causal=, scale=)``, all ``[B, H, R, C]``: ``(output, lse, *state)``."""
     backward: Callable[..., Sequence[Tensor]]
-    """``(gradient, query, key, value, output, lse, *state, causal=, scale=)`` to their three gradients."""
+    """Called as ``(gradient, query, key, value, output, lse, *state, causal=, scale=)``: 3 gradients."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> PieceOutput:
         """Attention of ``[R, B, H, C]`` over ``[S, B, G, C]`` and ``[S, B, G, V]``."""
-        given = (x.permute(HEADS_FIRST) for x in (query, key, value))
-        output, lse, *state = self.forward(*given, causal=causal, scale=scale)
+        tensors = (x.permute(HEADS_FIRST) for x in (query, key, value))
+        output, lse, *state = self.forward(*tensors, causal=causal, scale=scale)
         return PieceOutput(output.permute(ROWS_FIRST), lse, tuple(state))
 
     def differentiate(
         self, attended: PieceOutput, *tensors: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """From gradient, query, key and value to the gradients of the last three.
+        """The gradients of query, key and value; ``tensors`` are the output gradient and these three.
 
         ``attended`` is merged over all pieces of the rows.
         """
@@ -84,9 +84,9 @@ class PieceKernel:
 
 @functools.cache
 def causal_then_earlier(span: Span, *, rows: int | None = None) -> tuple[AttentionPiece, ...]:
-    """The keys of the span itself, causal, as many as queries; then all earlier keys, without a mask.
+    """Two pieces: the keys of the span itself, with a causal mask; then all earlier keys, without a mask.
 
-    With ``rows``, the same for so many rows of the span after another.
+    With ``rows``, the span is first split into parts of so many rows.
     """
     start, pieces = span.global_start, []
     for first in range(0, span.length, rows or span.length):
@@ -103,10 +103,10 @@ def all_visible_keys(span: Span) -> tuple[AttentionPiece, ...]:
 
 
 class AttentionInPieces(torch.autograd.Function):
-    """All spans of a chunk: ``(query, key, value, kernel, spans, scale, add)`` to ``[R, B, H * V]``.
+    """Attention of all spans of a chunk, ``(query, key, value, kernel, spans, scale, add)``.
 
-    Backward differentiates every piece with the merged output and log-sum-exp, which makes the sum exact.
-    With ``add``, gradients of keys and values go there alone.
+    Returns ``[R, B, H * V]``. The backward uses the merged output and log-sum-exp for every piece, so the sum
+    is exact. With ``add``, gradients of keys and values are only added there.
     """
 
     @staticmethod
@@ -172,18 +172,18 @@ def differentiate_in_pieces(
     scale: float,
     add: AddKeys | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of query, perhaps in the dtype of sums, key and value; of these None with ``add``.
+    """The gradients of query (maybe in the dtype of sums), key and value; the last two None with ``add``.
 
-    Takes the gradient of the output, ``[R, B, H, V]``, query, key and value; ``attended`` is merged over all
-    keys that the rows see, of which these may be a part. ``spans`` are the positions of the rows in them.
+    ``tensors`` are the output gradient ``[R, B, H, V]``, query, key and value. ``attended`` is merged over
+    all keys that the rows see, maybe more than ``key``. ``spans`` are the positions of the rows in ``key``.
     """
     gradient, query, key, value = tensors
 
     def differentiate(rows: slice, piece: AttentionPiece) -> tuple[Tensor, Tensor, Tensor]:
         keys = slice(piece.first_key, piece.last_key)
-        of_rows = PieceOutput(attended.output[rows], attended.lse[..., rows], attended.state)
-        given = gradient[rows], query[rows], key[keys], value[keys]
-        return kernel.differentiate(of_rows, *given, causal=piece.causal, scale=scale)
+        attended_rows = PieceOutput(attended.output[rows], attended.lse[..., rows], attended.state)
+        inputs = gradient[rows], query[rows], key[keys], value[keys]
+        return kernel.differentiate(attended_rows, *inputs, causal=piece.causal, scale=scale)
 
     pieces: list[tuple[slice, AttentionPiece]] = []
     first_row = 0
@@ -193,7 +193,7 @@ def differentiate_in_pieces(
         first_row += span.length
     rows, piece = pieces[0]
     if len(pieces) == 1 and add is None and piece.last_key - piece.first_key == len(key):
-        # The whole sequence in one piece, as in a stock layer: there is nothing to sum.
+        # One piece with all keys, as in a stock layer: there is nothing to sum.
         return differentiate(rows, piece)
     sums = KeyValueSums(key, value)
     target = sums.add if add is None else add
@@ -204,14 +204,14 @@ def differentiate_in_pieces(
         dq, dk, dv = differentiate(rows, piece)
         target(piece.first_key, dk, dv)
         if piece.causal:
-            # The causal piece is the first one of its rows.
+            # The causal piece comes first for its rows.
             query_gradient[rows] = dq
         else:
             query_gradient[rows] += dq
     if add is not None:
         return query_gradient, None, None
-    of_key, of_value = (total.to(key.dtype) for total in sums.totals())
-    return query_gradient, of_key, of_value
+    key_gradient, value_gradient = (total.to(key.dtype) for total in sums.totals())
+    return query_gradient, key_gradient, value_gradient
 
 
 def merge_pieces(parts: Sequence[PieceOutput]) -> tuple[Tensor, Tensor]:
@@ -229,7 +229,7 @@ def merge_pieces(parts: Sequence[PieceOutput]) -> tuple[Tensor, Tensor]:
 
 
 def split_spans(tensor: Tensor, spans: Sequence[Span]) -> list[tuple[Tensor, Span]]:
-    """The rows of each span with the span, of rows of all spans one after another."""
+    """Split the concatenated rows of all spans: ``(rows, span)`` for each span."""
     if len(spans) == 1:
         return [(tensor, spans[0])]
     return list(zip(tensor.split([span.length for span in spans]), spans, strict=True))

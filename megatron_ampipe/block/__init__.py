@@ -1,1 +1,1 @@
-"""What a block is and how a user says it should run. Pure: imports neither torch nor Megatron."""
+"""The settings of a run and the layers of hybrid models. Imports neither torch nor Megatron."""

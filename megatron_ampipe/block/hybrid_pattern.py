@@ -3,7 +3,7 @@
 The letters are Megatron's: ``*`` attention, ``+`` latent attention, ``E`` MoE, ``-`` MLP, ``M`` Mamba and
 others. ``|`` separates pipeline stages, ``/`` the layers of multi-token prediction. An attention layer and
 the MoE layer right after it are a pair, which is pipelined as one block. An attention layer and an MLP right
-after it are one too next to a pair with experts, whose schedule they can share.
+after it are also a pair if they are next to a pair with experts, whose schedule they can share.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ ATTENTION, EXPERTS, DENSE = "*+", "E", "-"
 
 
 def stages_of(arguments: Any) -> tuple[str, ...] | None:
-    """The layers of every pipeline stage, virtual ones included, by Megatron's arguments; None for a GPT.
+    """The layers of every (virtual) pipeline stage, from Megatron's arguments; None for a GPT.
 
-    Layers of multi-token prediction are left out: they run unchanged. Megatron spreads a pattern without
-    ``|`` over the stages, of which the first and the last may have another number of layers.
+    Layers of multi-token prediction are left out, because they run unchanged. Megatron spreads a pattern
+    without ``|`` over the stages; the first and the last stage may have another number of layers.
     """
     text = getattr(arguments, "hybrid_layer_pattern", None)
     if text is None:
@@ -49,7 +49,7 @@ def runs_of(stages: Sequence[str]) -> tuple[tuple[bool, ...], ...]:
 
 
 def runs_of_pairs(layers: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """The first layer and the number of pairs of each run of pairs, if one of them has experts.
+    """The index of the first layer, and the number of pairs, of each run of pairs with experts among them.
 
     ``layers`` are the letters of one pipeline stage.
     """

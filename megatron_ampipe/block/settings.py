@@ -1,8 +1,8 @@
-"""What a user sets: one field for each ``--ampipe-*`` flag, which is also its row of the table of settings.
+"""The settings of a user: one field for each ``--ampipe-*`` flag, with all that is known about the flag.
 
-From a row (:class:`Setting`) follow the parser, the keys of files, the checks of values, the row of the
-start-up table and that of the table in docs/usage.md. A new flag is a row and its use. Values that are names
-of classes, or sizes, are read here too.
+Such a row (:class:`Setting`) defines the argument of the parser, the key in files, the checks of the value,
+the row of the start-up table and the row in docs/usage.md. To add a flag, add a row and use its value. Class
+names and sizes are parsed here too.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SHIPPED_GATES = {
     "expert-choice": "megatron_ampipe.layers.gates:ExpertChoiceRouter",
     "hash": "megatron_ampipe.layers.gates:HashRouter",
 }
-"""Routers of AMPipe by the name under which a user asks for them. Their papers are in docs/gates.md."""
+"""The routers of AMPipe by the name that users give. Their papers are in docs/gates.md."""
 
 SHIPPED_WIRES = {
     "bf16": "megatron_ampipe.exchange.codecs:Bf16Wire",
     "fp8": "megatron_ampipe.exchange.codecs:Fp8Wire",
 }
-"""What rows can be cast to while they travel."""
+"""The wires of AMPipe (formats in which rows are sent) by the name that users give."""
 
 _CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _UNITS = {"MiB": 2**20, "GiB": 2**30}
@@ -45,7 +45,7 @@ _SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(MiB|GiB)", re.ASCII)
 
 
 def class_path(name: str, shipped: Mapping[str, str], *, flag: str) -> str:
-    """``package.module:Class`` for a name of ``shipped``, or itself; :class:`BadInput` if it is neither."""
+    """``package.module:Class``, given as such or as a name in ``shipped``; :class:`BadInput` otherwise."""
     if name not in shipped and _CLASS.fullmatch(name) is None:
         rule = f"is neither package.module:Class nor one of {', '.join(shipped)}"
         remedy = f"Use for example {flag} {min(shipped)} or {flag} my_package.my_module:MyClass."
@@ -56,9 +56,9 @@ def class_path(name: str, shipped: Mapping[str, str], *, flag: str) -> str:
 def import_class(
     name: str, shipped: Mapping[str, str], *, flag: str, fits: Callable[[type], bool], rule: str, remedy: str
 ) -> Any:
-    """The class of :func:`class_path`, whose module is imported; or :class:`BadInput`.
+    """Import the class of :func:`class_path`; raises :class:`BadInput` if that fails.
 
-    A class that does not fit is refused with ``rule`` and ``remedy``.
+    A class for which ``fits`` is False is refused with ``rule`` and ``remedy``.
     """
     try:
         value = pkgutil.resolve_name(class_path(name, shipped, flag=flag))
@@ -74,16 +74,16 @@ def import_class(
 
 
 def check_threshold(value: float) -> None:
-    """Raise :class:`BadInput` for a value of ``--ampipe-condense`` that is no cosine of similar tokens."""
+    """Raise :class:`BadInput` for a wrong value of ``--ampipe-condense``, the cosine of similar tokens."""
     # Written so that NaN is refused.
     if not 0 < value <= 1:
-        rule = "is not above 0 and at most 1, as a cosine at which two tokens are similar is"
+        rule = "is not a cosine above 0 and at most 1, from which on two tokens are similar"
         remedy = "Use for example --ampipe-condense 0.9, or leave it out."
         raise BadInput("--ampipe-condense", f"{value:g}", rule=rule, remedy=remedy)
 
 
 def parse_size(text: str) -> int:
-    """The bytes of a size such as ``60GiB``; :class:`BadInput` if it is none, or 0."""
+    """Parse a size such as ``60GiB`` to bytes; :class:`BadInput` for 0 or another text."""
     parts = _SIZE.fullmatch(text)
     size_bytes = 0 if parts is None else int(float(parts[1]) * _UNITS[parts[2]])
     if not size_bytes:
@@ -94,7 +94,7 @@ def parse_size(text: str) -> int:
 
 
 def size_to_text(size_bytes: float) -> str:
-    """What :func:`parse_size` reads, rounded up to two digits."""
+    """The text that :func:`parse_size` parses, rounded up to two digits."""
     unit = "GiB" if size_bytes >= 2**30 else "MiB"
     hundredths = -int(-size_bytes * 100 // _UNITS[unit])
     return f"{hundredths / 100:.2f}{unit}"
@@ -109,40 +109,40 @@ class Setting:
     ``memory-budget`` in a section ``ampipe:`` of a file."""
     default: object
     help: str
-    """What it does, in Markdown for the table in docs/usage.md; ``--help`` prints it as plain text."""
+    """The effect of the flag, in Markdown for docs/usage.md; ``--help`` prints it as plain text."""
     shown_default: str = "none"
-    """The default in both, if it is None; ``metavar`` is what it takes, in both."""
+    """The text for a default of None in both; ``metavar`` is the name of the value in both."""
     metavar: str = "N"
     type: Callable[[str], Any] = str
     choices: tuple[str, ...] | None = None
     minimum: int | None = None
     check: Callable[[Any], object] | None = None
-    """Refuses a value that has another form."""
+    """Raises :class:`BadInput` for a value of the wrong form."""
     acts: Literal["always", "layers", "chunks"] = "always"
-    """Where it has an effect: everywhere, in layers of AMPipe, or only in chunks."""
+    """When it has an effect: always, in AMPipe's layers, or only with several chunks."""
     with_auto: str | None = None
-    """Why it cannot be given with ``--ampipe-degree auto``; None if it can."""
+    """Why it cannot be combined with ``--ampipe-degree auto``; None if it can."""
     of_chunks: object = None
-    """The value with which it is a function of the tokens of a chunk; ``...`` for every value. It cannot be
-    given with ``--ampipe-partner``, where not all passes are cut."""
-    of_plan: bool = False
-    """A plan file says it, so it cannot be given next to one."""
+    """The value with which results depend on the chunks; ``...`` for every value. Such a value cannot be
+    combined with ``--ampipe-partner``, where passes have different chunks."""
+    in_plan: bool = False
+    """Whether a plan file contains it, so that it cannot be combined with a plan."""
     requires: tuple[str, ...] = ()
-    """Settings of which one must be given too, as the user would add them. ``auto`` must be the value there,
-    other values are examples."""
+    """At least one of these settings must be given too, written as the user would add them. A value
+    ``auto`` is required; other values are examples."""
     requires_for: object = None
-    """The value for which they are required; None for every value."""
+    """The value that has these requirements; None for every value."""
     says: str | None = None
-    """What the start-up table says of a value that is not the default; None for no row."""
+    """The explanation in the start-up table if the value is not the default; None for no row."""
 
     @property
     def key(self) -> str:
-        """Its name in a file."""
+        """The name in a file."""
         return self.name.replace("_", "-")
 
     @property
     def flag(self) -> str:
-        """Its name on a command line."""
+        """The name on a command line."""
         return f"--ampipe-{self.key}"
 
     @property
@@ -153,11 +153,11 @@ class Setting:
         return f"{text} (default: {default})"
 
     def refuse(self, value: object, rule: str, remedy: str) -> BadInput:
-        """The error for a value of it."""
+        """The error for a wrong value of the flag."""
         return BadInput(self.flag, value, rule=rule, remedy=remedy)
 
     def check_required(self, given: Mapping[str, Any]) -> None:
-        """Raise :class:`BadInput` if ``given``, what the user sets by name, has none of :attr:`requires`."""
+        """Raise :class:`BadInput` if ``given``, the user's values by name, has none of :attr:`requires`."""
         if self.requires_for not in (None, given[self.name]):
             return
         wanted = []
@@ -173,9 +173,9 @@ class Setting:
 
 
 PARTNER_ORDERS = ("listed", "megatron-1f1b")
-"""By list scheduling, or as Megatron orders two micro-batches."""
+"""Joint orders of two micro-batches: by list scheduling, or as Megatron's."""
 TRACED_ITERATIONS = 3
-"""How many iterations, counted from the end of the run, a trace holds."""
+"""Number of iterations in a trace: the last ones of the run."""
 
 _CHOSEN = "is what --ampipe-degree auto chooses"
 _DIFFERS = "changes numbers, so degrees that are tried in training would differ in them"
@@ -205,7 +205,7 @@ class Settings:
         "[good first choice](tuning.md#by-hand), `auto` [tries several](tuning.md#by-trying) in the first "
         "iterations and keeps the fastest",
         type=_degree,
-        of_plan=True,
+        in_plan=True,
     )
     backward_degree: int | None = _row(
         shown_default="as forward",
@@ -213,7 +213,7 @@ class Settings:
         type=int,
         acts="chunks",
         with_auto=_CHOSEN,
-        of_plan=True,
+        in_plan=True,
     )
     chunks: str | None = _row(
         metavar="SHARE,SHARE",
@@ -221,13 +221,13 @@ class Settings:
         help="share of the sequence of each chunk, such as `0.4,0.3,0.3`; implies the degree",
         acts="chunks",
         with_auto=_CHOSEN,
-        of_plan=True,
+        in_plan=True,
     )
     cluster: str | None = _row(
         metavar="FILE",
         help="figures of `ampipe profile`, a file or the name of an included one: `--ampipe-degree auto` "
         "plans instead of trying, and `--ampipe-memory auto` compares by them",
-        of_plan=True,
+        in_plan=True,
         requires=("--ampipe-degree auto", "--ampipe-memory-budget 60GiB"),
     )
     plan: str | None = _row(
@@ -250,7 +250,7 @@ class Settings:
         "overlaps nothing",
         choices=("ampipe", "moe-only", "lancet", "joined", "sequential"),
         acts="chunks",
-        of_plan=True,
+        in_plan=True,
     )
     partner: bool = _row(
         False,
@@ -258,7 +258,7 @@ class Settings:
         help="run the backward pass of a micro-batch and the forward pass of the next one "
         "[together](partners.md), at degree 1 too: neither is cut into chunks, the rest is",
         type=bool,
-        of_plan=True,
+        in_plan=True,
     )
     partner_degree: int = _row(
         1,
@@ -266,7 +266,7 @@ class Settings:
         "computation",
         type=int,
         minimum=1,
-        of_plan=True,
+        in_plan=True,
         requires=("--ampipe-partner",),
     )
     partner_order: str | None = _row(
@@ -275,7 +275,7 @@ class Settings:
         "layer backward in turns as with Megatron's `--overlap-moe-expert-parallel-comm`, or `listed`, list "
         "scheduling by typical times",
         choices=PARTNER_ORDERS,
-        of_plan=True,
+        in_plan=True,
         requires=("--ampipe-partner",),
     )
     stack: str = _row(
@@ -283,7 +283,7 @@ class Settings:
         help="consecutive layers that [share a schedule](#several-layers-in-one-schedule): `all` of a "
         "pipeline stage, or a number; 1: layer by layer. Changes no result",
         acts="chunks",
-        of_plan=True,
+        in_plan=True,
     )
     memory: str = _row(
         "keep",
@@ -292,7 +292,7 @@ class Settings:
         "`redispatch` or `offload` the rest; `S1` to `S4` of MPipeMoE; one for each chunk (`keep/rebuild`); "
         "`auto`, the fastest that fits `--ampipe-memory-budget`. Changes no bit of any result",
         acts="layers",
-        of_plan=True,
+        in_plan=True,
         requires=("--ampipe-memory-budget 60GiB",),
         requires_for=AUTO,
     )
@@ -302,7 +302,7 @@ class Settings:
         "such as `60GiB`",
         check=parse_size,
         acts="layers",
-        of_plan=True,
+        in_plan=True,
         requires=("--ampipe-memory auto",),
     )
     exchange: str = _row(
@@ -314,7 +314,7 @@ class Settings:
         "[`2dh`](exchange.md#every-copy-in-two-hops) as `rows`, in two hops; `auto` leaves it to "
         "`--ampipe-degree auto`",
         choices=("rows", "ranks", "nodes", "2dh", AUTO),
-        of_plan=True,
+        in_plan=True,
         requires=("--ampipe-degree auto",),
         requires_for=AUTO,
     )
@@ -409,7 +409,7 @@ class Settings:
     )
 
     def startup_rows(self, *, stock: bool) -> list[tuple[str, ...]]:
-        """Rows of the start-up table for what is not the default and, in ``stock`` layers, has an effect."""
+        """Rows of the start-up table for all values that differ from the default and have an effect."""
         return [
             (setting.key, str(value), setting.says)
             for setting in SETTING.values()
@@ -422,11 +422,11 @@ SETTING: Mapping[str, Setting] = {
     row.name: Setting(name=row.name, default=row.default, **row.metadata)
     for row in dataclasses.fields(Settings)
 }
-"""The table, by name."""
+"""The rows of the table, by name."""
 
 
 def given_settings(arguments: Any) -> dict[str, Any]:
-    """What the user sets, by name; parsed arguments hold None for the rest."""
+    """The values that the user sets, by name; in parsed arguments, all others are None."""
     values = {name: getattr(arguments, f"ampipe_{name}", None) for name in SETTING}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -449,7 +449,7 @@ def check_given(given: dict[str, Any]) -> None:
             setting.check(value)
     for name, value in given.items():
         setting = SETTING[name]
-        if "plan" in given and setting.of_plan:
+        if "plan" in given and setting.in_plan:
             remedy = f"Leave {setting.flag} or --ampipe-plan out."
             raise setting.refuse(value, f"conflicts with the plan {given['plan']}, which says it", remedy)
         if setting.with_auto is not None and given.get("degree") == AUTO:

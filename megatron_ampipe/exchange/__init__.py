@@ -1,5 +1,5 @@
-"""The exchange of tokens between the ranks of experts, and of rows between those of attention.
+"""The exchange of tokens between expert-parallel ranks, and of rows between tensor-parallel ranks.
 
-An exchange is a packing (every copy of a token, or one for each rank or node), one hop or two, a transport
-(a pair of collectives, or a library's object of a chunk), and codecs around a transfer.
+An exchange consists of a packing (a row for each expert of a token, or one for each rank or node), one or two
+hops, a transport (a pair of collectives, or a library's object per chunk), and codecs around a transfer.
 """

@@ -1,12 +1,12 @@
-"""What travels in place of the rows of tokens, with other numbers: casts, a user's class, fewer rows.
+"""Lossy reductions of the bytes that are sent: rows in another format (wires), and fewer rows (condensation).
 
-A :class:`Wire` (``--ampipe-wire``) is put around the transfers of dispatch and combine; the backward pass
-sends gradients through the same two methods.
+A :class:`Wire` (``--ampipe-wire``) encodes the rows of dispatch and combine; in the backward pass, gradients
+go through the same two methods.
 
 A :class:`Condenser` (``--ampipe-condense``) is Luffy's condensation, for causal models (Chen et al., 2024,
-arXiv 2411.15419; the abstract was at hand). Among the rows of a chunk that one sequence sends to one expert,
-a row goes if no earlier row that goes is similar to it. Every other row takes the result of the earliest such
-row, weighted by its own token's probability. The choice of rows has no gradient.
+arXiv 2411.15419; from the abstract). Among the rows of a chunk that one sequence sends to one expert, a row
+is sent unless it is similar to an earlier row that is sent. A row that is not sent uses the output of the
+earliest such row, weighted by its own token's probability. The choice of rows has no gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_ampipe.schedule import Direction
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """Which transfer a wire is asked for."""
+    """Identifies the transfer for which a wire is called."""
 
     layer: int
     """Megatron's number of the layer, from 1."""
@@ -37,27 +37,27 @@ class Trip:
     stage: str
     """``dispatch`` or ``combine``."""
     direction: Direction
-    """``forward`` for values, ``backward`` for their gradients, which go the other way."""
+    """``forward`` for values, ``backward`` for gradients, which are sent in the opposite direction."""
 
 
 class Wire(Protocol):
-    """Replaces rows by what is sent, and restores them. One object per process, for all layers.
+    """Encodes rows that are sent, and decodes received ones. One object per process, for all layers.
 
     Lanes call it from their own threads: ``encode`` and ``decode`` of different trips can run at the same
-    time. On CUDA both run on the stream of the lane. Rows that stay on the rank go through both as well, so
-    that the result does not depend on which rank has which expert.
+    time. On CUDA both run on the stream of the lane. Rows that stay on the rank are also encoded and decoded,
+    so that the result does not depend on the placement of experts.
     """
 
     def encode(self, rows: Tensor, trip: Trip) -> Sequence[Tensor]:
-        """What is sent in place of ``rows [T, D]``, which are not to be changed.
+        """Encode ``rows [T, D]``, without changing them.
 
-        Tensors ``[T, ...]`` of which row ``t`` is of row ``t`` alone, because rows go to different ranks.
-        Their number, other sizes and dtypes must be the same on all ranks. The same for the same rows: some
-        settings of memory and recompute send rows twice.
+        Returns tensors ``[T, ...]`` whose row ``t`` depends on row ``t`` only, because rows go to different
+        ranks. Number, other sizes and dtypes must be the same on all ranks. Must be deterministic, because
+        some settings of memory and recompute send rows twice.
         """
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, trip: Trip) -> None:
-        """Write the rows into ``out`` ``[T, D]``, from what other ranks' :meth:`encode` returned."""
+        """Decode received tensors of other ranks' :meth:`encode` into ``out`` ``[T, D]``."""
 
 
 class Bf16Wire:
@@ -71,10 +71,10 @@ class Bf16Wire:
 
 
 class Fp8Wire:
-    """Rows in fp8 (e4m3) with a scale per row: ``D + 4`` bytes of a row in place of ``2 * D`` in bf16.
+    """Rows in fp8 (e4m3) with a scale per row: ``D + 4`` bytes per row instead of ``2 * D`` in bf16.
 
-    The largest value of a row becomes the largest of the format. Relative error of a value at most 2**-4;
-    values below 2**-16 of the largest in their row become 0. A row with NaN or infinity becomes NaN.
+    The largest value of a row is scaled to the largest of the format. Relative error of a value at most
+    2**-4; values below 2**-16 of the largest in their row become 0. A row with NaN or infinity becomes NaN.
     """
 
     _LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -84,7 +84,7 @@ class Fp8Wire:
         """One tensor ``[T, D + 4]`` of bytes, the values and then the scale in fp32."""
         wide = rows.float()
         largest = wide.abs().amax(dim=1, keepdim=True)
-        # Of a row of zeros any scale is right. What is divided by must not be 0 in fp32.
+        # For a row of zeros any scale is right. The divisor must not be 0 in fp32.
         scale = torch.where(largest > 0, (largest / self._LARGEST).clamp_min(1e-37), 1.0)
         scale = torch.where(largest.isnan(), largest, scale)
         values = (wide / scale).clamp(-self._LARGEST, self._LARGEST).to(torch.float8_e4m3fn)
@@ -97,7 +97,7 @@ class Fp8Wire:
 
 
 def load_wire(name: str) -> Wire:
-    """The wire that ``--ampipe-wire NAME`` names, made without arguments; or ``BadInput``."""
+    """Create an object of the class that ``--ampipe-wire NAME`` names; raises ``BadInput`` if that fails."""
     wire_class = import_class(
         name,
         SHIPPED_WIRES,
@@ -111,7 +111,7 @@ def load_wire(name: str) -> Wire:
 
 
 class WireCodec:
-    """A wire around one transfer. Of the tensors of a chunk the first has the rows; others go as they are."""
+    """A codec that uses a wire for one transfer. The first tensor of a chunk is encoded; others are not."""
 
     uses: Sequence[Tensor] = ()
 
@@ -137,40 +137,40 @@ class WireCodec:
 
 
 ROUNDING = 1e-6
-"""Rounding may make the cosine of equal rows so much smaller than 1."""
+"""How much rounding may reduce the cosine of equal rows below 1."""
 
 
 class Condensed(NamedTuple):
     """Which rows of a chunk are sent."""
 
     sent: Tensor
-    """``[Q]`` int64, rows that are sent, in order."""
+    """``[Q]`` int64, the rows that are sent, in order."""
     place: Tensor
-    """``[P]`` int64, for each row the place in ``sent`` of the row whose result it takes."""
+    """``[P]`` int64, for each row, the index in ``sent`` of the row whose expert output it uses."""
     counts: Tensor
-    """``[E]`` int64, rows that are sent for each expert."""
+    """``[E]`` int64, number of rows sent to each expert."""
 
 
 class Condenser:
-    """Chooses the rows that are sent, and counts them; similar are rows of at least this cosine."""
+    """Chooses the rows that are sent, and counts them. Rows are similar if their cosine is at least this."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
         self._rows = self._sent = 0
 
     def condense(self, rows: Tensor, routing_map: Tensor, *, batch: int, counted: bool) -> Condensed:
-        """Choose the rows of one chunk, perhaps counted for :meth:`take_share`; the host waits for them.
+        """Choose the rows of one chunk, and count them for :meth:`take_share` if ``counted``. The host waits.
 
-        ``rows [P, D]`` are sorted by expert and then by token, as Megatron permutes them, perhaps followed by
-        rows that are not sent; of ``routing_map [T, E]`` bool, token ``t`` is of sequence ``t % batch``.
+        ``rows [P, D]`` are sorted by expert and then by token, as Megatron permutes them; spare rows may
+        follow. In ``routing_map [T, E]`` bool, token ``t`` belongs to sequence ``t % batch``.
         """
         tokens = routing_map.T.nonzero()[:, 1]
         directions = normalize(rows[: len(tokens)].detach().float(), dim=1)
         per_expert = routing_map.sum(dim=0).tolist()
         first, taken = 0, []
-        for of_expert, of_token in zip(directions.split(per_expert), tokens.split(per_expert), strict=True):
-            taken.append(first + _earliest_similar(of_expert, of_token % batch, self.threshold))
-            first += len(of_token)
+        for part, part_tokens in zip(directions.split(per_expert), tokens.split(per_expert), strict=True):
+            taken.append(first + _earliest_similar(part, part_tokens % batch, self.threshold))
+            first += len(part_tokens)
         taken_from = torch.cat(taken)
         goes = taken_from == torch.arange(first, device=rows.device)
         sent = goes.nonzero()[:, 0]
@@ -180,16 +180,16 @@ class Condenser:
         return Condensed(sent, (goes.cumsum(dim=0) - 1)[taken_from], counts)
 
     def take_share(self) -> float | None:
-        """Share of the rows that were not sent since the last call, 0 to 1; None if there were none."""
+        """Share of the rows since the last call that were not sent, 0 to 1; None if there were no rows."""
         rows, sent = self._rows, self._sent
         self._rows = self._sent = 0
         return 1 - sent / rows if rows else None
 
 
 def _earliest_similar(rows: Tensor, sequences: Tensor, threshold: float) -> Tensor:
-    """For each row of one expert the earliest row that goes and is similar to it, ``[N]``; itself if it goes.
+    """For each row of one expert, the earliest sent row that is similar to it, ``[N]``; itself if it is sent.
 
-    Rows are ``[N, D]`` of length 1, in the order of the tokens; ``sequences [N]`` says of which one each is.
+    Rows are ``[N, D]`` of length 1, in the order of the tokens; ``sequences [N]`` is the sequence of each.
     """
     own = torch.arange(len(rows), device=rows.device)
     if not len(rows):
@@ -197,9 +197,9 @@ def _earliest_similar(rows: Tensor, sequences: Tensor, threshold: float) -> Tens
     similar = (rows @ rows.T >= threshold - ROUNDING) & (sequences[:, None] == sequences).tril(-1)
     open_rows, goes = torch.ones_like(own, dtype=torch.bool), torch.zeros_like(own, dtype=torch.bool)
     while open_rows.any():
-        # A row is decided when all earlier rows that are similar to it are.
+        # A row is decided when all earlier rows that are similar to it are decided.
         decided = open_rows & ~(similar & open_rows).any(dim=1)
         goes |= decided
         open_rows &= ~(decided | (similar & goes).any(dim=1))
-    # argmax is the first of equal values.
+    # argmax returns the first of equal values.
     return torch.where(goes, own, (similar & goes).int().argmax(dim=1))

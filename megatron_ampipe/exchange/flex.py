@@ -1,8 +1,8 @@
 """Megatron's flex dispatcher for one chunk, and its exchange of tokens through DeepEP or HybridEP.
 
-DeepEP's buffer counts tokens, permutes them by rank and exchanges them in one call; a token goes once to
-every rank that has experts for it. HybridEP's also puts them into the order of the experts. Not run on the
-hardware that both need; tests use stand-ins of their interfaces.
+DeepEP's buffer counts tokens, permutes them by rank and exchanges them in one call; each rank with experts of
+a token gets it once. HybridEP's buffer also sorts them by expert. This code has not run on the hardware that
+both need; tests use stand-ins of their interfaces.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from megatron_ampipe.schedule.features import counts_inside
 
 
 class FlexChunk(MoEFlexTokenDispatcher):
-    """The flex dispatcher of one chunk, with the steps of :class:`~.packing.AllToAllChunk`.
+    """The flex dispatcher of one chunk, with the methods of :class:`~.packing.AllToAllChunk`.
 
-    Within a node, DeepEP is told how many rows will arrive. Among more ranks it counts itself, in the call
-    that sends the tokens, as HybridEP does unless it has a budget of rows.
+    Within a node, DeepEP is given the number of received rows. With more ranks it counts the tokens in the
+    call that sends them, as does HybridEP unless it has a budget of rows.
     """
 
     num_spare: ClassVar = 0
     told: tuple[int, list[int]] | None = None
-    """``R``, and the tokens for each expert of this rank, as in :class:`~.packing.AllToAllChunk`."""
+    """The received counts: ``R``, and the tokens of each local expert; as in ``AllToAllChunk``."""
     _transport: DeepEPTransport | HybridEPTransport | None = None
     _stock: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.counts_group: dist.ProcessGroup = self._comm_manager.group
-        """The ranks that exchange ``counts``, ``[E + P]`` int64: tokens for each expert and each rank."""
+        """The ranks that exchange ``counts``, ``[E + P]`` int64: tokens per expert and per rank."""
         if self.config.moe_flex_dispatcher_backend == "deepep":
-            # Megatron's waits for the number of chosen experts.
+            # Megatron's own function waits for the number of chosen experts.
             self._comm_manager._indices_to_multihot = functools.partial(
                 to_multihot, num_experts=self.num_local_experts
             )
@@ -52,7 +52,7 @@ class FlexChunk(MoEFlexTokenDispatcher):
             self._comm_manager.drop_and_pad = False
 
     def __copy__(self) -> Self:
-        """A dispatcher with separate state: Megatron keeps that of a call in its manager."""
+        """A dispatcher with separate state, which includes Megatron's manager."""
         copied = type(self).__new__(type(self))
         vars(copied).update(vars(self))
         copied._comm_manager = copy.copy(self._comm_manager)
@@ -62,11 +62,11 @@ class FlexChunk(MoEFlexTokenDispatcher):
         return copied
 
     def share_budget(self, stock: MoEFlexTokenDispatcher) -> None:
-        """Have copies follow the stock dispatcher's budget of rows, and tell it where rows did not fit.
+        """Make copies use the stock dispatcher's budget of rows, and report to it if rows did not fit.
 
-        With ``--moe-expert-rank-capacity-factor``, HybridEP lets no host wait, and drops what does not fit.
-        Megatron asks the stock dispatchers after each step whether it has, takes their budget away, and
-        repeats the step.
+        With ``--moe-expert-rank-capacity-factor``, HybridEP does not make the host wait, and drops rows that
+        do not fit. After each step, Megatron asks the stock dispatchers whether rows were dropped; if so, it
+        removes their budget and repeats the step.
         """
         self._stock = stock
         self._comm_manager.over_budget = stock._comm_manager.over_budget
@@ -90,7 +90,7 @@ class FlexChunk(MoEFlexTokenDispatcher):
         self._gathered = HostCopy(gathered)
 
     def transport(self) -> DeepEPTransport | HybridEPTransport:
-        """The token exchange of the chunk; one object, with its handle, for all of its calls."""
+        """The transport of the chunk; the same object, which keeps a handle, for all calls."""
         if self._transport is None:
             manager = self._comm_manager
             if self.config.moe_flex_dispatcher_backend == "hybridep":
@@ -114,7 +114,7 @@ class FlexChunk(MoEFlexTokenDispatcher):
         return arriving[num_experts + rank], arriving[first : first + self.num_local_experts]
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Any, ...]:
-        """As in the stock dispatcher, of what its manager would have kept; can run again."""
+        """As in the stock dispatcher, with the state that its manager would have kept; can run twice."""
         transport, manager = self.transport(), self._comm_manager
         manager.dispatched_probs = probs
         manager.tokens_per_expert = torch.as_tensor(transport.tokens_per_expert)
@@ -128,23 +128,23 @@ _told_buffer: Any = None
 
 
 def told_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
-    """The buffer of dispatches that are told how many rows arrive, made as Megatron makes its own.
+    """The buffer for dispatches that are given the number of received rows, created as Megatron's own.
 
-    A buffer counts into one place on the host. The stock layers, which wait for that, have another one.
+    It is separate because a buffer has one counter on the host, for which the stock layers wait.
     """
     global _told_buffer
-    of_stock, fused_a2a._buffer = fused_a2a._buffer, _told_buffer
+    stock_buffer, fused_a2a._buffer = fused_a2a._buffer, _told_buffer
     try:
         _told_buffer = fused_a2a.get_buffer(group, hidden_bytes)
     finally:
-        fused_a2a._buffer = of_stock
+        fused_a2a._buffer = stock_buffer
     return _told_buffer
 
 
 def to_multihot(experts: Tensor, probs: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Megatron's ``_indices_to_multihot`` without a wait of the host: from ``[T, K]`` int64, -1 for none, and
-    probabilities, to the experts of each token ``[T, E]`` bool, and their probabilities."""
-    # What has no expert goes into a separate column, which is left out.
+    """Megatron's ``_indices_to_multihot`` without a wait of the host: from experts ``[T, K]`` int64 (-1 for
+    none) and probabilities to the routing map ``[T, E]`` bool and probabilities ``[T, E]``."""
+    # Entries without an expert go into a separate column, which is left out.
     places = experts.masked_fill(experts < 0, num_experts)
     zeros = probs.new_zeros((experts.shape[0], num_experts + 1))
     chosen = zeros.bool().scatter(1, places, True)
@@ -152,15 +152,15 @@ def to_multihot(experts: Tensor, probs: Tensor, *, num_experts: int) -> tuple[Te
 
 
 class DeepEPTransport:
-    """Keeps DeepEP's handle of its chunk; calls are ordered by the stream that issues them.
+    """Sends tokens through DeepEP, and keeps the handle of a chunk. The issuing stream orders the calls.
 
-    ``buffer`` is a ``deep_ep.Buffer``, which copies what it receives to new tensors, so chunks share nothing;
-    ``experts [T, K]`` int64 are those of each token, -1 for none; ``told``, within a node, ``R`` and the
-    received tokens for each local expert. Without it the first dispatch blocks the host.
+    ``buffer`` is a ``deep_ep.Buffer``, which copies received rows to new tensors, so chunks share no memory.
+    ``experts [T, K]`` int64 are the experts of each token, -1 for none. ``told``, within a node, is ``R`` and
+    the number of received tokens for each local expert. Without it the first dispatch blocks the host.
     """
 
     received_experts: Tensor
-    """``[R, K]`` int64, local experts of the received tokens; -1 for those of other ranks."""
+    """``[R, K]`` int64, local experts of the received tokens; -1 for experts of other ranks."""
     _handle: Any = None
 
     def __init__(
@@ -170,9 +170,9 @@ class DeepEPTransport:
         self._num_received, self.tokens_per_expert = told or (None, ())
 
     def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Tokens ``[T, D]`` and fp32 probabilities ``[T, K]`` to ``[R, D]`` and ``[R, K]``.
+        """Send tokens ``[T, D]`` and fp32 probabilities ``[T, K]``, received as ``[R, D]`` and ``[R, K]``.
 
-        In the backward pass of the combine the gradients ``[T, D]`` alone, along the same ways.
+        In the backward pass of the combine, only gradients ``[T, D]``, to the same ranks.
         """
         if len(tensors) == 1:
             received, *_ = self._buffer.dispatch(tensors[0].contiguous(), handle=self._handle)
@@ -182,7 +182,7 @@ class DeepEPTransport:
             self._experts, self._num_experts
         )
         num_received = self._num_received
-        # To DeepEP, 0 says that the number is not known: one row is received that no rank has sent.
+        # 0 means an unknown number to DeepEP, so 1 row is received that no rank has sent.
         told = {} if num_received is None else {"num_worst_tokens": max(1, num_received)}
         received, experts, weights, counted, self._handle, _ = self._buffer.dispatch(
             tokens.contiguous(),
@@ -201,9 +201,9 @@ class DeepEPTransport:
         return Transfer((received[:num_received], weights[:num_received]), uses=tensors_among(uses))
 
     def combine(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Expert outputs ``[R, D]``, summed over the ranks of a token, to ``[T, D]``.
+        """Send expert outputs ``[R, D]`` back, summed over the ranks of a token, to ``[T, D]``.
 
-        In the backward pass of the dispatch also gradients of the probabilities, ``[R, K]`` to ``[T, K]``.
+        In the backward pass of the dispatch, also gradients of probabilities, ``[R, K]`` to ``[T, K]``.
         """
         if self._num_received == 0:
             tensors = [tensor.new_zeros((1, *tensor.shape[1:])) for tensor in tensors]
@@ -218,12 +218,12 @@ def tensors_among(values: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 class HybridEPTransport:
-    """Keeps HybridEP's handle of its chunk, which shares no memory.
+    """Sends tokens through HybridEP, and keeps the handle of a chunk. Chunks share no memory.
 
-    The first dispatch blocks the host, unless a budget of rows says how many rows there are at most.
+    The first dispatch blocks the host, unless a budget bounds the number of rows.
 
-    ``manager`` is Megatron's ``_HybridEPManager`` of the chunk, after ``setup_metadata``: it makes the first
-    call, and with the very first the buffer.
+    ``manager`` is Megatron's ``_HybridEPManager`` of the chunk, after ``setup_metadata``. It makes the first
+    call, which also creates the buffer if there is none.
     """
 
     tokens_per_expert: Tensor
@@ -249,7 +249,7 @@ class HybridEPTransport:
         with torch.no_grad():
             received = manager.dispatch(tokens.contiguous())
         self._handle, self._num_received = manager.handle, received.shape[0]
-        # Nothing promises that the next call counts into other memory.
+        # Cloned, because the next call may use the same memory.
         self.tokens_per_expert = manager.tokens_per_expert.clone()
         uses = (manager.routing_map, self.tokens_per_expert, *tensors_among(self._handle))
         return Transfer((received, manager.dispatched_probs), uses=uses)
@@ -265,6 +265,6 @@ class HybridEPTransport:
         return Transfer(outputs[: len(tensors)], uses=tensors_among(self._handle))
 
     def _options(self, fuse: str) -> dict[str, Any]:
-        """As in the first call; older versions of HybridEP have no name for the fused kernels."""
+        """The options of the first call; older versions of HybridEP have no option for fused kernels."""
         options = {"handle": self._handle, "pad_multiple": self._manager.pad_multiple}
         return options | ({fuse: True} if self._manager.config.moe_permute_fusion_into_hybridep else {})

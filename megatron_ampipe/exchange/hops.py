@@ -1,11 +1,11 @@
-"""The second hop of tokens that have crossed nodes, between the ranks of one node; the groups of both hops.
+"""Exchanges in two hops, between nodes and then within a node: the second hop, and the groups of both hops.
 
-The first hop goes to the rank that has the sender's place in another node, so that a rank has one message for
-each node. That rank hands the rows on in its node, and sends back what comes from there. A hop is a codec
-around an all-to-all within the node.
+The first hop sends to the rank with the sender's index in another node, so a rank has one message per node.
+That rank forwards the rows within its node, and returns the outputs. The second hop is a codec around an
+all-to-all within the node.
 
-Every copy of a token in two hops (:class:`SortHop`) is the two-dimensional all-to-all of Tutel (Hwang et al.,
-2023) and FSMoE. A token once per node (:class:`SumHop`) is what DeepEP and HierMoE send.
+:class:`SortHop`, which sends every copy of a token, is the two-dimensional all-to-all of Tutel (Hwang et al.,
+2023) and FSMoE. :class:`SumHop`, which sends a token once per node, is the exchange of DeepEP and HierMoE.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from megatron_ampipe.exchange.transports import ALL_TO_ALL, Arrived, RowTranspor
 # node, C copies for the ranks of the node.
 
 NOT_ROUTED = float("-inf")
-"""Stands in place of a probability where an expert does not get the token; no router gives it."""
+"""The probability of an expert that does not get the token; no router returns it."""
 
 
 def places_of(routing_map: Tensor, num_places: int) -> Tensor:
-    """``[T, E]`` to ``[T, places]``: which places have experts of a token."""
+    """The places (ranks or nodes) with experts of each token: ``[T, E]`` bool to ``[T, places]``."""
     return routing_map.unflatten(1, (num_places, -1)).any(dim=2)
 
 
 def copies_for(to_places: Tensor, num_copies: int) -> tuple[Tensor, Tensor]:
-    """Of each copy ``[C]`` of rows for places, place by place: its row, and its mark in ``[T, places]``."""
+    """For each copy of a row, place by place: its row ``[C]``, and its flat index in ``[T, places]``."""
     num_rows, num_places = to_places.shape
-    # A stable sort puts what is marked first, in order, without a wait for how much that is.
+    # A stable sort puts marked entries first, in order, without a wait for their number.
     marks = to_places.T.reshape(-1).argsort(stable=True, descending=True)[:num_copies]
     rows = marks % max(1, num_rows)
     return rows, rows * num_places + marks // max(1, num_rows)
 
 
 def turned(tensor: Tensor, rows: Sequence[Sequence[int]], *, out: Tensor | None = None) -> Tensor:
-    """``[R, ...]`` in parts of the sizes ``rows [A][B]``: those of the first ``B``, then of the second."""
+    """Reorder ``[R, ...]``, parts of the sizes ``rows [A][B]``, from order ``[A][B]`` into ``[B][A]``."""
     parts, count = tensor.split_with_sizes([size for sizes in rows for size in sizes]), len(rows[0])
     return torch.cat([part for place in range(count) for part in parts[place::count]], out=out)
 
@@ -50,9 +50,9 @@ def turned(tensor: Tensor, rows: Sequence[Sequence[int]], *, out: Tensor | None 
 def node_groups(
     group: dist.ProcessGroup, ranks_per_node: int | None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The groups of the two hops: to be called by all expert-parallel ranks of ``group``, and no others.
+    """Create the groups of both hops. Exactly the expert-parallel ranks of ``group`` must call it.
 
-    Of the ranks of this rank's place in all nodes, and of its node; ranks of a node follow one another.
+    They are the ranks with this rank's index in all nodes, and the ranks of its node, ordered node by node.
     """
     ranks, near = dist.get_process_group_ranks(group), 0
     if ranks_per_node is not None:
@@ -63,7 +63,7 @@ def node_groups(
     )
     node, place = divmod(group.rank(), near)
     first = node * near
-    # Separate groups, also where one has the same ranks as another: each lane has its own.
+    # New groups even if an existing group has the same ranks, because each lane needs its own.
     return (
         dist.new_group(ranks[place::near], use_local_synchronization=True, group_desc="ampipe between nodes"),
         dist.new_group(
@@ -73,10 +73,10 @@ def node_groups(
 
 
 class SortHop:
-    """The second hop of rows of one expert each: they are put into the order of ranks, and none is added.
+    """The second hop if each row is for one expert: sorts rows by rank; no rows are added.
 
-    ``rows [N][G]`` came from each node for each rank of this one; ``receive [G]`` come from each rank of
-    ``group``, the node.
+    ``rows [N][G]`` are numbers of rows from each node for each rank of this node; ``receive [G]`` are numbers
+    of rows from each rank of ``group``, the node.
     """
 
     uses: Sequence[Tensor] = ()
@@ -84,16 +84,16 @@ class SortHop:
     def __init__(
         self, rows: Sequence[Sequence[int]], receive: Sequence[int], group: dist.ProcessGroup
     ) -> None:
-        self._by_node, self._by_rank = rows, [list(of_rank) for of_rank in zip(*rows, strict=True)]
-        send = [sum(of_rank) for of_rank in self._by_rank]
+        self._by_node, self._by_rank = rows, [list(sizes) for sizes in zip(*rows, strict=True)]
+        send = [sum(sizes) for sizes in self._by_rank]
         self.transport = RowTransport(ALL_TO_ALL, send, receive, group)
 
     def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]:
-        """Each ``[R, ...]`` from the order of nodes into that of ranks, ``[R, ...]``."""
+        """Reorder each ``[R, ...]`` from node order into rank order."""
         return tensors if combine else [turned(part, self._by_node) for part in tensors]
 
     def arrive(self, received: Sequence[Tensor], *, combine: bool) -> Arrived:
-        """Each ``[R, ...]`` back into the order of nodes."""
+        """Reorder each ``[R, ...]`` back into node order."""
         if not combine:
             return received, None
         outputs = [torch.empty_like(part) for part in received]
@@ -106,10 +106,10 @@ class SortHop:
 
 
 class SumHop:
-    """The second hop of rows that came to the node once: they are copied for its ranks, and added.
+    """The second hop if a row comes to the node once: copies it for the ranks, and adds their outputs.
 
-    Which rows go where is seen in the first probabilities that are sent; the host does not wait for them.
-    ``send`` and ``receive`` are copies for and from each rank of ``group``, the node.
+    The first probabilities that are sent show which ranks need a row; the host does not wait for them.
+    ``send`` and ``receive`` are numbers of copies for and from each rank of ``group``, the node.
     """
 
     uses: Sequence[Tensor] = ()
@@ -118,7 +118,7 @@ class SumHop:
         self.transport, self._ranks = RowTransport(ALL_TO_ALL, send, receive, group), len(send)
 
     def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]:
-        """Rows ``[R, D]``, and probabilities ``[R, G * L]``, to their copies ``[C, D]`` and ``[C, L]``."""
+        """Copy rows ``[R, D]`` and probabilities ``[R, G * L]`` for ranks, to ``[C, D]`` and ``[C, L]``."""
         if combine:
             return tensors
         rows, *probs = tensors
@@ -131,11 +131,11 @@ class SumHop:
         return [rows.index_select(0, copied), *parts]
 
     def _by_rank(self, columns: Tensor) -> Tensor:
-        """``[R, G * L]`` as ``[R * G, L]``: a rank gets the columns of its experts."""
+        """View ``[R, G * L]`` as ``[R * G, L]``: each rank gets the columns of its experts."""
         return columns.view(self._num_rows * self._ranks, columns.shape[1] // self._ranks)
 
     def arrive(self, received: Sequence[Tensor], *, combine: bool) -> Arrived:
-        """The sums of the copies ``[C, D]``, and the columns ``[C, L]`` where they were; zero elsewhere."""
+        """Sum the copies ``[C, D]`` to ``[R, D]``, and put ``[C, L]`` back into their columns, else zero."""
         if not combine:
             return received, None
         copies, *columns = received

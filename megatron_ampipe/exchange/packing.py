@@ -1,12 +1,12 @@
-"""How the tokens of one chunk become the rows that are sent, and those that arrive the rows of experts.
+"""Packs the tokens of one chunk into the rows that are sent, and sorts received rows by expert.
 
-In place of Megatron's token dispatchers, with the names of their steps; the permutations are theirs, the
-collectives are stages of the schedule. Megatron's dispatcher sends a token ``K`` times. Packed ``once``
-(``--ampipe-exchange ranks`` and ``nodes``), a row goes once to every rank, or node, that has an expert of the
-token, with its probabilities for the experts there. The rank of the experts copies it for them and adds their
-weighted outputs, and one row comes back; so do gradients.
+These classes replace Megatron's token dispatchers and have the same method names. They use Megatron's
+permutations; the collectives are stages of the schedule. Megatron's dispatcher sends a token ``K`` times.
+With ``once`` (``--ampipe-exchange ranks`` and ``nodes``), a row is sent once to every rank, or node, that has
+an expert of the token, with the probabilities of the experts there. The rank of the experts copies it for
+them, adds their weighted outputs, and returns one row. Gradients are sent the same way.
 
-State of a call is in attributes: every chunk in flight has a copy of the layer's object.
+Each chunk in flight has a copy of the layer's object, whose attributes hold the state of the chunk.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from megatron_ampipe.runtime.collectives import HostCopy, lane_group
 
 
 class Permutation:
-    """Rows of tokens in the order of where they go, and back: Megatron's ``permute`` and ``unpermute``.
+    """Sorts rows of tokens by destination, and back: Megatron's ``permute`` and ``unpermute``.
 
-    ``routing_map [T, places]`` bool says where each token goes; ``num_rows`` are prepared: those of the first
-    place, those of the second, ..., and others. The fused kernels take no less than one row.
+    ``routing_map [T, places]`` bool has the destinations of each token. ``num_rows`` rows are allocated:
+    those of the first place, those of the second, ..., then spare rows. Fused kernels need at least one row.
     """
 
     def __init__(self, routing_map: Tensor, num_rows: int, *, fused: bool) -> None:
         self.num_rows, self._routing_map, self._fused = num_rows, routing_map, fused
 
     def rows(self, tokens: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``[T, D]`` to ``[num_rows, D]``; probabilities ``[T, places]``, if any, to those of the rows."""
+        """Permute ``[T, D]`` to ``[num_rows, D]``, and probabilities ``[T, places]``, if any, likewise."""
         self._shape = tokens.shape
         fused = self._fused and self.num_rows > 0
         rows, row_probs, self._mapping, *_ = permute(
@@ -48,10 +48,10 @@ class Permutation:
         return rows, row_probs
 
     def sums(self, rows: Tensor) -> Tensor:
-        """The first of the rows, perhaps none, to the sums ``[T, D]`` of those of each token."""
+        """Unpermute and add the rows of each token, to ``[T, D]``; ``rows`` are the first, maybe none."""
         fused, mapping = self._fused and rows.shape[0] > 0, self._mapping
         if not fused:
-            # Of the fused kernel it has several columns, and no row is left.
+            # The mapping of a fused kernel has several columns; this path is then taken without rows only.
             mapping = mapping[: rows.shape[0]].flatten().long()
         tokens: Tensor = unpermute(
             rows, mapping, restore_shape=self._shape, routing_map=self._routing_map, fused=fused
@@ -60,33 +60,33 @@ class Permutation:
 
 
 class ToldCounts(NamedTuple):
-    """What the other ranks have told of a chunk, on the host."""
+    """The exchanged counts of a chunk, on the host, and the transports that follow from them."""
 
     num_prepared: int
-    """``M``."""
+    """``M``, the number of rows that are allocated."""
     transport: RowTransport
-    """Between expert-parallel ranks, or the first of two hops."""
+    """The exchange between expert-parallel ranks, or the first of two hops."""
     hop: SortHop | SumHop | None
     gather: RowTransport | None
-    """Between the ranks that share an expert, if there are several."""
+    """The gather between the ranks that share an expert, if there are several."""
     tokens_per_expert: Tensor
     """``[L]`` int64."""
     pieces: Any
-    """Where every copy of a token is sent to a rank of several experts, rows of each source for each expert
-    ``[P * S][L]``, as they arrive, and ``[L][P * S]``; on the device if they are sorted there."""
+    """Numbers of rows from each source for each local expert, ``[P * S][L]`` in the order of arrival, and
+    ``[L][P * S]``; on the device if rows are sorted there. None if rows need no sorting by expert."""
 
 
 class AllToAllChunk:
-    """The tokens of one chunk, of which each goes to the ranks of its experts alone.
+    """The all-to-all dispatcher of one chunk: sends a token only to the ranks of its experts.
 
-    Made as Megatron's dispatchers; ``once`` if a token goes once to each place: each node with two hops, else
-    each rank. ``nodes`` are the groups of two hops (:func:`.hops.node_groups`); with ``has_fixed_choices``
-    the router gives every token ``topk`` experts. :attr:`counts` are ``[E]`` int64, this rank's tokens for
-    each expert. If packed once, the rows for each node follow (with two hops), and those for each rank.
+    Created as Megatron's dispatchers. ``once``: a token is sent once to each place, which is a node with two
+    hops, else a rank. ``nodes`` are the groups of two hops (:func:`.hops.node_groups`).
+    ``has_fixed_choices``: the router gives every token ``topk`` experts. :attr:`counts` are ``[E]`` int64,
+    this rank's tokens per expert; with ``once``, the rows per node (with two hops) and per rank follow.
     """
 
     told: ToldCounts | None = None
-    """Set by :meth:`transport`; a second run of the chunk is given that of the first."""
+    """Set by :meth:`transport`; a recompute of the chunk gets the one of the first run."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class AllToAllChunk:
         """The ranks that exchange :attr:`counts`."""
 
     def __copy__(self) -> AllToAllChunk:
-        # With less work for the host: there is one for every chunk of every pass.
+        # Faster than copy.copy: the host makes a copy for every chunk of every pass.
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         return copied
@@ -117,11 +117,11 @@ class AllToAllChunk:
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Choose and count the rows that are sent of ``[rows, B, D]``; map and probabilities are ``[T, E]``.
+        """Permute and count the rows to send of ``[rows, B, D]``; map and probabilities are ``[T, E]``.
 
-        Returns ``[M, D]``, sorted by expert, or by place, and then by token, and then rows that are not sent;
-        and their probabilities ``[M]``. If packed once, ``[M, experts of the place]``, minus infinity for an
-        expert that does not get the token.
+        Returns ``[M, D]``, sorted by expert (or place) and then by token, followed by spare rows; and their
+        probabilities ``[M]``. With ``once``, probabilities are ``[M, experts of the place]``, minus infinity
+        for an expert that does not get the token.
         """
         self.hidden_shape, self.routing_map = hidden_states.shape, routing_map
         to_places = places_of(routing_map, self._num_places) if self._once else routing_map
@@ -135,21 +135,21 @@ class AllToAllChunk:
                 self.counts = torch.cat([routing_map.sum(dim=0), by_place, *to_ranks])
             num_rows = num_tokens * min(self._config.moe_router_topk, num_places)
             if not self._has_fixed_choices:
-                # The host waits.
+                # The host waits for the device here.
                 num_rows = int(by_place.sum())
         self._packed = Permutation(to_places, num_rows, fused=self._fused)
         if not self._once:
             return self._packed.rows(hidden_states.view(-1, hidden_states.shape[-1]), probs)
         _, chosen = copies_for(to_places, num_rows)
-        of_places = probs.masked_fill(~routing_map, NOT_ROUTED).view(num_tokens * num_places, -1)
-        return self.tokens_again(hidden_states), of_places.index_select(0, chosen)
+        place_probs = probs.masked_fill(~routing_map, NOT_ROUTED).view(num_tokens * num_places, -1)
+        return self.tokens_again(hidden_states), place_probs.index_select(0, chosen)
 
     def tokens_again(self, hidden_states: Tensor) -> Tensor:
-        """``[rows, B, D]`` to the rows ``[M, D]`` that :meth:`dispatch_preprocess` returned for them."""
+        """Permute ``[rows, B, D]`` again to the rows ``[M, D]`` of :meth:`dispatch_preprocess`."""
         return self._packed.rows(hidden_states.view(-1, hidden_states.shape[-1]))[0]
 
     def set_counts(self, gathered: Tensor) -> None:
-        """The counts of all ranks, in rank order; :meth:`transport` waits for them on the host."""
+        """Set the counts of all ranks, in rank order; :meth:`transport` waits for them on the host."""
         self._gathered = HostCopy(gathered)
 
     def transport(self) -> RowTransport:
@@ -161,7 +161,7 @@ class AllToAllChunk:
 
     @property
     def num_spare(self) -> int:
-        """How many of the rows that are prepared are not sent, the last ones; after :meth:`transport`."""
+        """Number of spare rows, which are the last ones and are not sent; valid after :meth:`transport`."""
         return self.told.num_prepared - sum(self.told.transport.input_splits)
 
     def _read(self, gathered: HostCopy) -> ToldCounts:
@@ -179,23 +179,23 @@ class AllToAllChunk:
         if nodes is None:
             group, to_places, arriving = self._group, rows[own], rows[:, own]
         else:
-            group, of_node = nodes
-            node, place, count, near = group.rank(), of_node.rank(), group.size(), of_node.size()
+            group, node_group = nodes
+            node, place, count, near = group.rank(), node_group.rank(), group.size(), node_group.size()
             # [source's node, source's place, node, place]
             rows = rows.reshape(count, near, count, near)
             to_nodes = rows.sum(3)
             if self._once:
                 to_nodes = counts[:, share, experts:-ranks].reshape(count, near, count)
             to_places, arriving = to_nodes[node, place], to_nodes[:, place, node]
-            handed_on, received = rows[:, place, node], rows[:, :, node, place].sum(0)
-            kind, handed_on = (SumHop, handed_on.sum(0)) if self._once else (SortHop, handed_on)
-            hop = kind(handed_on.tolist(), received.tolist(), of_node)
+            forwarded, received = rows[:, place, node], rows[:, :, node, place].sum(0)
+            kind, forwarded = (SumHop, forwarded.sum(0)) if self._once else (SortHop, forwarded)
+            hop = kind(forwarded.tolist(), received.tolist(), node_group)
             # In the order of arrival: by place, then by node.
             here = here.reshape(count, near, shares, -1).swapaxes(0, 1)
         input_splits, gather, pieces = to_places.tolist(), None, None
         if shares > 1:
-            of_shares = to_ranks[:, :, own].sum(0).tolist()
-            gather = RowTransport(UNEQUAL_GATHER, (of_shares[share],), of_shares, self._shares)
+            share_rows = to_ranks[:, :, own].sum(0).tolist()
+            gather = RowTransport(UNEQUAL_GATHER, (share_rows[share],), share_rows, self._shares)
         if not self._once and self._num_local > 1:
             by_source = here.reshape(ranks, shares, -1).swapaxes(0, 1).reshape(-1, self._num_local)
             pieces = by_source.tolist(), by_source.T.tolist()
@@ -212,10 +212,10 @@ class AllToAllChunk:
         )
 
     def dispatch_postprocess(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The received rows ``[R, D]``, and ``[R]`` or ``[R, L]``, in the order of the experts of this rank.
+        """Sort received rows ``[R, D]``, and probabilities ``[R]`` or ``[R, L]``, by local expert.
 
-        Returns ``[copies, D]``, sorted by expert; how many each expert gets ``[L]``, on the host; and
-        ``[copies]``, their probabilities. Can run a second time.
+        Returns ``[copies, D]``, sorted by expert; the number of rows of each expert ``[L]``, on the host; and
+        the probabilities ``[copies]``. Can run a second time.
         """
         per_expert = self.told.tokens_per_expert
         if self._once:
@@ -226,7 +226,7 @@ class AllToAllChunk:
         return rows, per_expert, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """``[copies, D]``, weighted, back to ``[R, D]``: added, if packed once."""
+        """Sort weighted expert outputs ``[copies, D]`` back to ``[R, D]``; with ``once``, add them."""
         if self._once:
             return self._copied.sums(hidden_states)
         if self.told.pieces is None:
@@ -234,29 +234,29 @@ class AllToAllChunk:
         return self._sorted(hidden_states, self.told.pieces[1])[0]
 
     def _sorted(self, rows: Tensor, pieces: Any, probs: Tensor | None = None) -> Any:
-        """Rows, and their probabilities, in pieces ``[A][B]``: of the first ``B``, then of the second."""
+        """Reorder rows and probabilities, pieces of the sizes ``[A][B]``, into the order ``[B][A]``."""
         if not self._fused:
             return turned(rows, pieces), turned(probs, pieces) if probs is not None else None
         order = _order(*pieces.shape, pieces.device)
         return sort_chunks_by_idxs(rows, pieces.ravel(), order, probs, fused=True)
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
-        """As many rows ``[M, D]`` as were sent, perhaps none, to their sums ``[rows, B, D]``."""
+        """Unpermute and add the returned rows (as many as were sent, maybe none), to ``[rows, B, D]``."""
         return self._packed.sums(rows).view(self.hidden_shape)
 
 
 @cache
 def _order(rows: int, columns: int, device: torch.device) -> Tensor:
-    """The places of the columns, one after another, in a matrix that is stored by rows."""
+    """The indices that read a matrix, which is stored by rows, column by column."""
     return torch.arange(rows * columns, device=device).view(rows, columns).T.ravel()
 
 
 class AllGatherChunk:
-    """The tokens of one chunk, all of which go to every rank; the routing map takes the place of counts."""
+    """The all-gather dispatcher of one chunk: sends all tokens to every rank; counts are the routing map."""
 
     num_spare: ClassVar = 0
     told: tuple[Tensor, HostCopy, RowTransport] | None = None
-    """The routing map of all ranks, how many tokens each expert of this rank gets, and the exchange."""
+    """The routing map of all ranks, the number of tokens of each local expert, and the transport."""
 
     def __init__(
         self, num_local_experts: int, local_expert_indices: Sequence[int], *, config: Any, pg_collection: Any
@@ -264,15 +264,15 @@ class AllGatherChunk:
         self._fused, self._group = config.moe_permute_fusion, pg_collection.tp_ep
         self._experts = slice(local_expert_indices[0], local_expert_indices[-1] + 1)
         self.counts_group = lane_group(self._group, "counts")
-        """The ranks that exchange :attr:`counts`, apart from what dispatches use."""
+        """The ranks that exchange :attr:`counts`; a separate group from that of dispatches."""
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
-        """The tokens ``[T, D]``, and ``probs``; :attr:`counts` is ``[T, E]`` bool, the routing map."""
+        """Return the tokens ``[T, D]`` and ``probs``; set :attr:`counts`, the routing map ``[T, E]`` bool."""
         self.hidden_shape, self.counts = hidden_states.shape, routing_map
         return self.tokens_again(hidden_states), probs
 
     def tokens_again(self, hidden_states: Tensor) -> Tensor:
-        """``[R, B, D]`` to the tokens ``[T, D]`` that :meth:`dispatch_preprocess` returned for them."""
+        """Return for ``[R, B, D]`` the same tokens ``[T, D]`` as :meth:`dispatch_preprocess`."""
         return hidden_states.view(-1, hidden_states.shape[-1])
 
     def set_counts(self, gathered: Tensor) -> None:
@@ -280,7 +280,7 @@ class AllGatherChunk:
         self._gathered = gathered
 
     def transport(self) -> RowTransport:
-        """The token exchange of the chunk; also starts copying the experts' token counts to the host."""
+        """The transport of the chunk; also starts copying the experts' token counts to the host."""
         if self.told is None:
             num_rows = len(self._gathered) // self._group.size()
             counts = HostCopy(self._gathered[:, self._experts].sum(dim=0))

@@ -1,4 +1,4 @@
-"""Transfers of the rows of chunks: of tokens, through codecs, and of attention over tensor-parallel ranks."""
+"""Transfers of the rows of chunks: of tokens, with codecs, and of attention over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megatron_ampipe.runtime.saved_tensors import recomputed
 # T rows of this rank, G rows of all ranks.
 
 Arrived = tuple[Sequence[Tensor], Callable[[], None] | None]
-"""Outputs, and what fills them once the transfer has ended; None if they are what is received."""
+"""Outputs, and a function that fills them once the transfer has ended; None if they are received as such."""
 
 
 Operation = tuple[Callable[..., Transfer], Callable[..., Transfer]]
-"""Dispatch and combine, which are adjoint: of tensors, rows to ``send`` and ``receive``, a ``group``."""
+"""Dispatch and its adjoint, combine: functions of tensors, rows to ``send`` and ``receive``, a ``group``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowTransport:
-    """Where the rows of one chunk go, between the ranks of a group."""
+    """The exchange of the rows of one chunk between the ranks of a group."""
 
     operation: Operation
     input_splits: Sequence[int]
@@ -38,10 +38,10 @@ class RowTransport:
 
 
 class Codec(Protocol):
-    """Replaces the tensors of one chunk by what is sent, and makes the outputs of what arrives."""
+    """Encodes the tensors of one chunk before they are sent, and decodes the received tensors."""
 
     uses: Sequence[Tensor]
-    """Tensors that it reads in addition to those that it is given."""
+    """Tensors that it reads in addition to its arguments."""
 
     def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]: ...
 
@@ -57,8 +57,8 @@ def exchange_chunks(
 ) -> Transfer:
     """Issue the dispatch or the combine of several chunks, as one collective if their class allows it.
 
-    ``transports`` are all of one class: :class:`RowTransport`, or one with the methods ``dispatch`` and
-    ``combine``. The outputs are those of the first chunk, then those of the second, and so on.
+    ``transports`` all have the same class: :class:`RowTransport`, or a class with the methods ``dispatch``
+    and ``combine``. Outputs are ordered by chunk.
     """
     if codecs is not None:
         return _through_codecs(codecs, transports, tensors, combine)
@@ -66,8 +66,8 @@ def exchange_chunks(
     if not isinstance(first, RowTransport):
         return Transfer.all_of(
             [
-                transport.combine(of_chunk) if combine else transport.dispatch(of_chunk)
-                for transport, of_chunk in zip(transports, tensors, strict=True)
+                transport.combine(chunk_tensors) if combine else transport.dispatch(chunk_tensors)
+                for transport, chunk_tensors in zip(transports, tensors, strict=True)
             ]
         )
     send = [transport.input_splits for transport in transports]
@@ -77,7 +77,7 @@ def exchange_chunks(
         start, send, receive = back, receive, send
     if len(transports) == 1:
         return start(tensors[0], send=send[0], receive=receive[0], group=first.group)
-    joint = [_concatenate_by_rank(of_chunks, send) for of_chunks in zip(*tensors, strict=True)]
+    joint = [_concatenate_by_rank(by_chunk, send) for by_chunk in zip(*tensors, strict=True)]
     added = [[sum(rows) for rows in zip(*splits, strict=True)] for splits in (send, receive)]
     transfer = start(joint, send=added[0], receive=added[1], group=first.group)
     return _split_into_chunks(transfer, receive)
@@ -86,7 +86,7 @@ def exchange_chunks(
 def _through_codecs(
     codecs: Sequence[Codec], transports: Sequence[Any], tensors: Sequence[Sequence[Tensor]], combine: bool
 ) -> Transfer:
-    sent = [codec.send(of_chunk, combine=combine) for codec, of_chunk in zip(codecs, tensors, strict=True)]
+    sent = [codec.send(parts, combine=combine) for codec, parts in zip(codecs, tensors, strict=True)]
     transfer = exchange_chunks(transports, sent, combine=combine)
     received = itertools.batched(transfer.outputs, len(sent[0]))
     arrived = [codec.arrive(parts, combine=combine) for codec, parts in zip(codecs, received, strict=True)]
@@ -97,21 +97,21 @@ def _through_codecs(
                 fill_chunk()
 
     uses = [*transfer.outputs]
-    for codec, of_chunk in zip(codecs, sent, strict=True):
-        uses += (*of_chunk, *codec.uses)
+    for codec, encoded in zip(codecs, sent, strict=True):
+        uses += (*encoded, *codec.uses)
     return transfer.then([output for outputs, _ in arrived for output in outputs], fill, uses=uses)
 
 
 def _concatenate_by_rank(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> Tensor:
     """Concatenate the first part of every tensor, then the second part of every tensor, and so on."""
     parts = [tensor.split(list(sizes)) for tensor, sizes in zip(tensors, rows, strict=True)]
-    return torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])
+    return torch.cat([part for rank_parts in zip(*parts, strict=True) for part in rank_parts])
 
 
 def _split_into_chunks(transfer: Transfer, rows: Sequence[Sequence[int]]) -> Transfer:
     """The inverse of :func:`_concatenate_by_rank`, applied to a transfer; ordered by chunk."""
-    sizes, count = [size for of_rank in zip(*rows, strict=True) for size in of_rank], len(rows)
-    outputs = [_rows_like(tensor, sum(of_chunk)) for of_chunk in rows for tensor in transfer.outputs]
+    sizes, count = [size for rank_sizes in zip(*rows, strict=True) for size in rank_sizes], len(rows)
+    outputs = [_rows_like(tensor, sum(chunk_rows)) for chunk_rows in rows for tensor in transfer.outputs]
 
     def fill() -> None:
         for index, tensor in enumerate(transfer.outputs):
@@ -123,7 +123,7 @@ def _split_into_chunks(transfer: Transfer, rows: Sequence[Sequence[int]]) -> Tra
 
 
 def with_rows(transfer: Transfer, more: Sequence[int]) -> Transfer:
-    """A transfer whose outputs have more rows, which are 0: so many in each output."""
+    """Append rows of zeros to the outputs of a transfer; ``more`` is their number for each output."""
     outputs = [
         _rows_like(received, received.shape[0] + rows)
         for received, rows in zip(transfer.outputs, more, strict=True)
@@ -144,21 +144,21 @@ def _rows_like(tensor: Tensor, num_rows: int) -> Tensor:
 def _gather_rows(
     tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
 ) -> Transfer:
-    """Each ``[T, ...]`` to ``[G, ...]``, with the same number of rows on every rank."""
+    """All-gather each ``[T, ...]`` to ``[G, ...]``, with the same number of rows on every rank."""
     return issued(dist.all_gather_into_tensor, tensors, num_rows=sum(receive), group=group)
 
 
 def _scatter_rows(
     tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
 ) -> Transfer:
-    """Each ``[G, ...]`` to ``[T, ...]``, summed over ranks by a reduce-scatter."""
+    """Reduce-scatter each ``[G, ...]`` to ``[T, ...]``."""
     return issued(dist.reduce_scatter_tensor, tensors, num_rows=receive[0], group=group)
 
 
 def _gather_unequal_rows(
     tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
 ) -> Transfer:
-    """Each ``[T, ...]`` to ``[G, ...]``, the rows of the first rank first."""
+    """All-gather each ``[T, ...]`` to ``[G, ...]`` in rank order, with any number of rows on each rank."""
     outputs, works = [_rows_like(tensor, sum(receive)) for tensor in tensors], []
     for tensor, output in zip(tensors, outputs, strict=True):
         parts, same = list(output.split_with_sizes(list(receive))), [tensor.contiguous()] * group.size()
@@ -172,7 +172,7 @@ def _gather_unequal_rows(
 def _scatter_unequal_rows(
     tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
 ) -> Transfer:
-    """Each ``[G, ...]`` to ``[T, ...]``, summed over ranks in their order; 16-bit numbers in fp32."""
+    """Reduce-scatter each ``[G, ...]`` to ``[T, ...]``, summed in rank order; 16-bit numbers in fp32."""
     count, (own,) = group.size(), receive
     sent = exchange_rows(tensors, send=send, receive=[own] * count, group=group)
     outputs = [_rows_like(tensor, own) for tensor in tensors]
@@ -189,15 +189,15 @@ def _scatter_unequal_rows(
 
 
 ALL_TO_ALL: Operation = (exchange_rows, exchange_rows)
-"""A row goes to one rank."""
+"""Each row goes to one rank."""
 ALL_GATHER: Operation = (_gather_rows, _scatter_rows)
-"""Every row goes to every rank, and what comes back is added (reduce-scatter); see :func:`all_gather`."""
+"""Each row goes to every rank, and returned rows are added (reduce-scatter); see :func:`all_gather`."""
 UNEQUAL_GATHER: Operation = (_gather_unequal_rows, _scatter_unequal_rows)
-"""The same where ranks have different numbers of rows: exchanges with every other rank, without padding."""
+"""The same with different numbers of rows per rank: exchanges with every other rank, without padding."""
 
 
 def all_gather(num_rows: int, group: dist.ProcessGroup) -> RowTransport:
-    """The all-gather of so many rows of each rank."""
+    """The transport of an all-gather of ``num_rows`` rows of each rank."""
     return RowTransport(ALL_GATHER, (num_rows,), (num_rows,) * group.size(), group)
 
 
@@ -205,30 +205,30 @@ def all_gather(num_rows: int, group: dist.ProcessGroup) -> RowTransport:
 
 
 class RowTransfers:
-    """The transfers of rows of one pass of one micro-batch through a block, in the group of their lane.
+    """The transfers of rows between tensor-parallel ranks, in one pass of one micro-batch through a block.
 
-    With ``keeps``, what was gathered needs no second gather in the backward pass.
+    ``keeps``: gathered rows are kept, so that the backward pass need not gather them again.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, keeps: bool) -> None:
         self._group, self._keeps = group, keeps
-        # Of each chunk the rows that this rank owns, and where its graph finds what is gathered once more.
+        # For each chunk, the rows that this rank owns, and a list for the rows of the second gather.
         self._dropped: dict[int | None, tuple[Tensor, list[Tensor]]] = {}
 
     def exchange(self, tensors: Sequence[Sequence[Tensor]], *, scatter: bool) -> Transfer:
-        """Start the gather of each chunk's ``[R, B, D]`` to ``[P * R, B, D]``, or the reduce-scatter back."""
+        """Start to all-gather ``[R, B, D]`` of each chunk to ``[P * R, B, D]``, or to reduce-scatter back."""
         ranks = self._group.size() if scatter else 1
         transports = [all_gather(rows.shape[0] // ranks, self._group) for (rows,) in tensors]
         return exchange_chunks(transports, tensors, combine=scatter)
 
     def gather(self, chunks: Sequence[int | None], tensors: Sequence[Sequence[Tensor]]) -> Transfer:
-        """Of each chunk ``[R, B, D]`` to ``[P * R, B, D]``."""
+        """All-gather ``[R, B, D]`` of each chunk to ``[P * R, B, D]``."""
         if not self._keeps:
             self._dropped |= {chunk: (owned, []) for chunk, (owned,) in zip(chunks, tensors, strict=True)}
         return self.exchange(tensors, scatter=False)
 
     def regather(self, chunks: Sequence[int | None]) -> Transfer:
-        """The same once more, for the graph of the stage that ran within :meth:`dropped`."""
+        """Gather again, for the graph of the stage that ran within :meth:`dropped`."""
         dropped = [self._dropped.pop(chunk) for chunk in chunks]
         owned = [rows for rows, _ in dropped]
         transfer = self.exchange([[rows] for rows in owned], scatter=False)
@@ -237,7 +237,7 @@ class RowTransfers:
         return replace(transfer, outputs=(), uses=(*owned, *transfer.uses, *transfer.outputs))
 
     def dropped(self, chunk: int | None, gathered: Tensor) -> AbstractContextManager[None]:
-        """Within it, no graph keeps what was gathered of a chunk, unless it is kept."""
+        """A context in which no graph saves the gathered rows of a chunk, unless ``keeps``."""
         if self._keeps:
             return nullcontext()
         _, again = self._dropped[chunk]

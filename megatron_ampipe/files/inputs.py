@@ -1,8 +1,8 @@
-"""What a user names: whole numbers, built-in files, text, and YAML with the line of each key for errors.
+"""Reads what a user gives: whole numbers, text, built-in files, and YAML with the line of each key.
 
 Only regular files are read: opening a pipe without a writer would block forever, and reading a device such as
-``/dev/zero`` would fill the memory. What values must be is checked by :mod:`.records` for AMPipe's formats,
-and by ``launch/config_files.py`` for Megatron's flags.
+``/dev/zero`` would fill the memory. Values are checked by :mod:`.records` in AMPipe's formats, and by
+``launch/config_files.py`` in Megatron's flags.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_ampipe.errors import BadInput, did_you_mean
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CONSTRUCTOR = YAML(typ="safe", pure=True).constructor
 _KNOWN_TAGS = "tag:yaml.org,2002:", "tag:yaml.org,2002:python"
-"""What the tags begin with that YAML gives to plain values, and those that would build objects."""
+"""Prefixes of tags: of the tags that YAML gives to plain values, and of tags that would build objects."""
 
 
 class LinedMapping(dict[str, Any]):
@@ -37,7 +37,7 @@ class LinedMapping(dict[str, Any]):
 
 
 def at_least(minimum: int, *, at_most: int | None = None) -> Callable[[str], int]:
-    """A type for ``argparse``: whole numbers from ``minimum`` on, up to ``at_most`` where it is given."""
+    """A type for ``argparse``: whole numbers from ``minimum`` to ``at_most`` (None for no limit)."""
 
     def whole_number(text: str) -> int:
         try:
@@ -65,14 +65,14 @@ def matching(pattern: str, example: str) -> Callable[[str], str]:
 
 
 def several[Item](item: Callable[[str], Item]) -> Callable[[str], list[Item]]:
-    """A type for ``argparse``: values of another one, separated by commas."""
+    """A type for ``argparse``: values of the type ``item``, separated by commas."""
     return lambda text: [item(word) for word in text.split(",")]
 
 
 def adder(parser: argparse._ActionsContainer) -> Callable[..., None]:
-    """``add(flag, metavar, text, **options)``, which declares an argument; its help ends with its default.
+    """A function ``add(flag, metavar, text, **options)`` that declares an argument (help: with default).
 
-    A flag that takes no value has no metavar: None.
+    ``metavar`` is None for a flag without a value.
     """
 
     def add(flag: str, metavar: str | None, text: str, **options: Any) -> None:
@@ -87,10 +87,10 @@ def adder(parser: argparse._ActionsContainer) -> Callable[..., None]:
 def parse_file[Content](
     path: Path, parse: Callable[[str], Content], *, what: str, rule: str, remedy: str
 ) -> Content:
-    """What ``parse`` makes of the text of a file.
+    """Read a file and return ``parse(text)``.
 
-    Raises :class:`BadInput` if it cannot be read, or, with ``rule``, if ``parse`` fails; ``what`` is what the
-    file should hold, such as ``trace``, and ``remedy`` a sentence.
+    Raises :class:`BadInput` if it cannot be read, or, with ``rule``, if ``parse`` fails. ``what`` names the
+    expected content, such as ``trace``; ``remedy`` is a sentence.
     """
     try:
         if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
@@ -105,12 +105,12 @@ def parse_file[Content](
 
 
 def refuse(path: Path | str, line: int, key: str, rule: str, remedy: str) -> NoReturn:
-    """Raise the error of one place in a file."""
+    """Raise :class:`BadInput` with the place in the file."""
     raise BadInput(f"{path}:{line}:", key, rule=rule, remedy=remedy)
 
 
 def load(path: Path, *, what: str, remedy: str, scalars_as_text: bool = False) -> LinedMapping:
-    """Read a YAML file (version 1.2) whose top is a mapping; ``what``, ``remedy`` as of :func:`parse_file`.
+    """Read a YAML 1.2 file whose top is a mapping; ``what`` and ``remedy`` are as in :func:`parse_file`.
 
     With ``scalars_as_text`` numbers stay text; true, false and null are always converted. Raises
     :class:`BadInput` if it cannot be read, is not YAML, has a tag that would build an object, or is not a
@@ -131,7 +131,7 @@ def load(path: Path, *, what: str, remedy: str, scalars_as_text: bool = False) -
 
 
 def value_of(text: str) -> Any:
-    """What a word means as the value of a key; ``ValueError`` if it is not YAML, or too long a number."""
+    """A word as the value of a YAML key; ``ValueError`` if it is not YAML, or a number that is too long."""
     try:
         return _parse(text, as_text=False)
     except (YAMLError, RecursionError) as error:
@@ -144,7 +144,7 @@ def _parse(text: str, *, as_text: bool) -> Any:
 
 
 def _value(node: Node, as_text: bool, collections: set[int]) -> Any:
-    """The value of a node; ``collections`` are the lists and mappings that were met before."""
+    """The value of a node; ``collections`` are the lists and mappings that were already read."""
     (known, objects), tag = _KNOWN_TAGS, str(node.tag)
     if not tag.startswith(known) or tag.startswith(objects):
         _fail(node, f"the tag {tag.replace(known, '!!')} is not supported; write the value without it")
@@ -203,9 +203,9 @@ def config_names(*folders: str) -> dict[str, Path]:
 
 
 def find_config(text: str, *, folders: Sequence[str], flag: str, what: str) -> Path:
-    """Find the file that a user names: an existing one, or one in these folders of ``configs``, by its name.
+    """Find the file that a user names: a path, or the name of a file in these folders of ``configs``.
 
-    Raises :class:`BadInput` if it is neither; ``flag`` is where the user wrote it, ``what`` the kind of file.
+    Raises :class:`BadInput` if there is none; ``flag`` is the flag with the name, ``what`` the kind of file.
     """
     if Path(text).is_file():
         return Path(text)

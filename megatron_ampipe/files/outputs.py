@@ -1,6 +1,6 @@
 """Output files: checked for write access before the work begins, and written atomically.
 
-Not for files that ranks exchange, nor for datasets, which are resumed after an interruption.
+Files that ranks exchange, and datasets, which an interrupted command resumes, are written elsewhere.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def check(path: Path, *, flag: str) -> None:
     Raises :class:`BadInput` if it is a directory or a device, or its folder is not writable. A missing folder
     is created when it is written.
     """
-    # Replacing a device by a file would break every other program that uses it. Functions of os.path return
-    # False for a name that is too long, where those of Path raise.
+    # Replacing a device by a file would break every other program that uses it. If a name is too long,
+    # os.path.exists returns False, and Path.exists raises.
     if path.name in ("", "..") or (os.path.exists(path) and not os.path.isfile(path)):
         remedy = "Name a new or an existing file in a folder that you can write to."
         raise BadInput(flag, path, rule="is not a regular file", remedy=remedy)
@@ -28,7 +28,7 @@ def check(path: Path, *, flag: str) -> None:
 
 
 def check_prefix(prefix: Path, *, suffixes: Sequence[str], flag: str) -> list[Path]:
-    """:func:`check` for several files with a common prefix, which are returned.
+    """:func:`check` several files with a common prefix; returns their paths.
 
     Also raises :class:`BadInput` if ``prefix`` is a folder or has one of the suffixes.
     """
@@ -42,7 +42,7 @@ def check_prefix(prefix: Path, *, suffixes: Sequence[str], flag: str) -> list[Pa
 
 
 def check_folder(folder: Path, *, flag: str, value: object, name: str = "ampipe") -> None:
-    """Refuse a folder in which no file can be created, by creating one in it, or in the nearest above it.
+    """Refuse a folder in which no file can be created; tries it there, or in the nearest existing parent.
 
     ``folder`` is absolute, and comes from the ``value`` of the argument ``flag``; ``name`` is the name of the
     file that will be written. Raises :class:`BadInput`.
@@ -88,5 +88,5 @@ def write_text(path: Path, text: str, *, mode: int | None = None) -> None:
 
 
 def _partial(path: Path) -> Path:
-    """A temporary path that is different in every process, so that two may write the same file."""
+    """A temporary path that differs between processes, so that two processes can write the same file."""
     return path.with_name(f".{path.name}.{os.getpid()}.partial")

@@ -26,9 +26,9 @@ from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import LinedMapping, refuse
 
 Lines = dict[str, int]
-"""The line of each key, by the names of the keys that lead to it, joined by dots."""
+"""The line of each key; a nested key is ``outer.inner``."""
 _LARGEST = 1e15
-"""Of any number. Sums and products of larger ones could be infinite."""
+"""Largest number that a file may hold. Sums and products of larger ones could be infinite."""
 
 
 def read_record[Record](
@@ -61,81 +61,81 @@ def keys_of(kind: type[Any]) -> dict[str, dataclasses.Field[Any]]:
 
 
 class _Reader:
-    """Reads one file; ``where`` is the name of a key with those that lead to it, ``line`` its line."""
+    """Reads one file; ``where`` is the full name of a key (``outer.inner``), ``line`` its line."""
 
     def __init__(self, path: Path, add: str) -> None:
         self.path = path
         self.lines: Lines = {}
         self._add = add
 
-    def value(self, hint: Any, found: object, where: str, line: int, limits: Mapping[str, Any]) -> Any:
+    def value(self, hint: Any, content: object, where: str, line: int, limits: Mapping[str, Any]) -> Any:
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if origin is types.UnionType:
             (hint,) = (part for part in arguments if part is not type(None))
-            return None if found is None else self.value(hint, found, where, line, limits)
+            return None if content is None else self.value(hint, content, where, line, limits)
         if origin is tuple:
-            if not isinstance(found, list) or not found:
+            if not isinstance(content, list) or not content:
                 remedy = "Write for example [1, 2], or '- ' before each entry."
                 refuse(self.path, line, where, "must be a list that is not empty", remedy)
             return tuple(
                 self.value(arguments[0], item, f"{where}[{index}]", line, limits)
-                for index, item in enumerate(found)
+                for index, item in enumerate(content)
             )
         if hint is LinedMapping or dataclasses.is_dataclass(hint) or origin not in (Literal, None):
-            return self._section(hint, found, where, line)
-        if (rule := _broken_rule(hint, found, limits)) is not None:
-            refuse(self.path, line, f"{where} {found!r}", rule, "Write another value.")
-        return float(found) if hint is float else found  # type: ignore[arg-type]
+            return self._section(hint, content, where, line)
+        if (rule := _broken_rule(hint, content, limits)) is not None:
+            refuse(self.path, line, f"{where} {content!r}", rule, "Write another value.")
+        return float(content) if hint is float else content  # type: ignore[arg-type]
 
-    def _section(self, hint: Any, found: object, where: str, line: int) -> Any:
-        """A mapping: a dataclass, one whose keys are words, or one that the caller checks."""
-        if not isinstance(found, LinedMapping):
+    def _section(self, hint: Any, content: object, where: str, line: int) -> Any:
+        """Read a mapping: a dataclass, a mapping with known keys, or a mapping that the caller checks."""
+        if not isinstance(content, LinedMapping):
             remedy = "Write one 'key: value' on each line."
             refuse(self.path, line, where, "must hold keys with values", remedy)
-        places = {key: f"{where}.{key}".removeprefix(".") for key in found}
-        self.lines |= {places[key]: at for key, at in found.lines.items()}
+        places = {key: f"{where}.{key}".removeprefix(".") for key in content}
+        self.lines |= {places[key]: at for key, at in content.lines.items()}
         if hint is LinedMapping:
-            return found
+            return content
         is_record = dataclasses.is_dataclass(hint)
         fields = keys_of(hint) if is_record else {}
         words, kind = ((), None) if fields else typing.get_args(hint)
         hints = typing.get_type_hints(hint) if fields else dict.fromkeys(typing.get_args(words), kind)
-        for key, at in found.lines.items():
+        for key, at in content.lines.items():
             if key not in (fields or hints):
                 refuse(self.path, at, places[key], "is not a known key", nearest(key, fields or hints))
         for name, field in fields.items():
-            if name not in found and field.default is field.default_factory is dataclasses.MISSING:
+            if name not in content and field.default is field.default_factory is dataclasses.MISSING:
                 key = f"{where}.{name}".removeprefix(".")
-                refuse(self.path, found.line, key, "is missing", self._add.format(key=name))
+                refuse(self.path, content.line, key, "is missing", self._add.format(key=name))
         values = {}
-        for key, value in found.items():
+        for key, value in content.items():
             limits = fields[key].metadata if fields else {}
-            values[key] = self.value(hints[key], value, places[key], found.lines[key], limits)
+            values[key] = self.value(hints[key], value, places[key], content.lines[key], limits)
         return hint(**values) if fields else values
 
 
-def _broken_rule(hint: Any, found: Any, limits: Mapping[str, Any]) -> str | None:
-    """Why a scalar has not the type ``hint``; None if it has."""
+def _broken_rule(hint: Any, content: Any, limits: Mapping[str, Any]) -> str | None:
+    """The rule that a scalar of type ``hint`` breaks; None if it breaks none."""
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
-        return None if found in choices else f"must be one of {', '.join(choices)}"
+        return None if content in choices else f"must be one of {', '.join(choices)}"
     if hint is str:
-        return None if isinstance(found, str) and found.strip() else "must be text"
+        return None if isinstance(content, str) and content.strip() else "must be text"
     if hint is bool:
-        return None if isinstance(found, bool) else "must be true or false"
+        return None if isinstance(content, bool) else "must be true or false"
     least, above = limits.get("minimum", 1 if hint is int else 0), limits.get("above")
-    is_number = isinstance(found, int if hint is int else int | float) and not isinstance(found, bool)
-    # Neither infinite nor "not a number".
-    if is_number and found <= _LARGEST and (found >= least if above is None else found > above):
+    is_number = isinstance(content, int if hint is int else int | float) and not isinstance(content, bool)
+    # The limit also excludes infinity and NaN.
+    if is_number and content <= _LARGEST and (content >= least if above is None else content > above):
         return None
     limit = f"at least {least:g}" if above is None else f"above {above:g}"
     return f"must be a {'whole ' * (hint is int)}number, {limit}, without a unit"
 
 
 def _plain(value: object) -> object:
-    """What YAML can hold; text of several lines becomes a block."""
+    """Convert to types that YAML can hold; text of several lines becomes a block."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # What a base class asks for, such as the source of a figure, reads better after the figure.
+        # Fields of a base class, such as the source of a figure, are written after the figure.
         fields = sorted(keys_of(type(value)).values(), key=lambda field: bool(field.metadata.get("last")))
         contents = {field.name: getattr(value, field.name) for field in fields}
         return {name: _plain(content) for name, content in contents.items() if content is not None}

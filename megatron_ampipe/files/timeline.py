@@ -20,7 +20,7 @@ DIRECTIONS = ("forward", "backward")
 PREDICTED = "predicted"
 """The label of a simulated timeline; its value is the source of the prediction."""
 AGAIN = "again:"
-"""What the names of stages begin with that run again in the backward pass."""
+"""Prefix of the name of a stage that the backward pass runs again."""
 _LARGEST = 1e15
 """Largest time in microseconds (30 years) in a trace."""
 
@@ -30,7 +30,7 @@ class StageSpan:
     """One execution of one stage."""
 
     lane: str
-    """Where it ran: ``compute``, ``copy``, or a communication lane (``comm``, ``comm.intra``)."""
+    """The lane: ``compute``, ``copy``, or a communication lane (``comm``, ``comm.intra``)."""
     stage: str
     """The stage's name, as in the schedule: ``attention.2``."""
     direction: str
@@ -42,11 +42,11 @@ class StageSpan:
     """In microseconds on this rank's clock, as ``end_us``."""
     end_us: float
     ahead: bool = False
-    """Of the forward pass of the next micro-batch, in the program of a backward pass."""
+    """Whether it is a forward stage of the next micro-batch that a backward pass runs."""
 
     @property
     def program(self) -> str:
-        """The direction of the program that it is a stage of."""
+        """The direction of the pass that ran it."""
         return "backward" if self.ahead else self.direction
 
     @property
@@ -57,7 +57,7 @@ class StageSpan:
 
     @property
     def kind(self) -> str:
-        """What the stage does: ``attention``."""
+        """The kind of the stage: ``attention``."""
         return self.stage.removeprefix(AGAIN).partition(".")[0]
 
 
@@ -101,7 +101,7 @@ class Timeline:
 
     @property
     def hidden_by(self) -> dict[str, float]:
-        """By what is computed meanwhile, the share of the transfers' time that is hidden under it."""
+        """The share of the transfers' time that is hidden, by what is computed meanwhile (``HIDES``)."""
         hidden = dict.fromkeys(HIDES, 0.0)
         computed = [span for span in self.spans if span.lane == COMPUTE]
         transfers = [span for span in self.spans if span.lane not in (COMPUTE, COPY)]
@@ -174,8 +174,8 @@ class Timeline:
 
 
 HIDES = ("chunks", "weight gradients", "partner", "other stages")
-"""What is computed during a transfer: of other chunks or layers; such gradients; of another micro-batch; or
-the rest, such as shared experts."""
+"""What hides a transfer: stages of other chunks or layers, weight gradients, stages of another micro-batch,
+or other stages, such as shared experts."""
 
 
 def _source(span: StageSpan, transfer: StageSpan) -> str:

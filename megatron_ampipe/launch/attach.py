@@ -1,4 +1,4 @@
-"""Decides how the blocks of a run are pipelined: rules, choice, hooks, changed arguments, start-up table."""
+"""Sets up a pipelined run: checks arguments, chooses the pipeline, adds hooks, prints the start-up table."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def make_context(
 ) -> AMPipeContext | None:
     """Check Megatron's validated arguments against all rules, and print the start-up table on rank 0.
 
-    The hooks of the features that the run uses are added to ``hooks``; ``adjustments`` are what the host
-    platform chose, for the table. Returns what the layers share, None at degree 1.
+    Adds the hooks of the features that the run uses to ``hooks``. ``adjustments`` are the flags that the host
+    platform has added, for the table. Returns the state that layers share; None at degree 1.
     """
     context, rows = None, [("degree", "1: Megatron's own layers"), *config.startup_rows(stock=True)]
     if config.pipelined:
@@ -73,7 +73,7 @@ def make_context(
                 args, config.pipeline, config.memory_budget, config.cluster, automatic=config.automatic
             )
             config = replace(config, pipeline=memory.pipeline)
-        # Gradients of weights during transfers, where the user and the layers leave that open.
+        # Overlap weight gradients with transfers, if the user names no schedule and the layers support it.
         is_open = args.ampipe_schedule is None and layers_split_weights(args)
         in_one_chunk = IN_ONE_CHUNK if is_open else None
         if config.partner and config.pipeline.partner is not None and in_one_chunk is not None:
@@ -81,7 +81,7 @@ def make_context(
             config = replace(config, pipeline=replace(config.pipeline, partner=partner))
         on_gpu = not host.installed()
         adjustments = {**adjustments, **adjust_arguments(args, on_gpu=on_gpu)}
-        # Without a trace, only what the log says of an iteration is recorded.
+        # Without a trace, only the current iteration is recorded, for the log.
         context = AMPipeContext(
             config,
             recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 1),
@@ -97,7 +97,7 @@ def make_context(
         if config.grad_reduce == "placed" and not args.skip_train:
             ranks_of_stage = args.world_size // args.pipeline_model_parallel_size
             ranks_of_experts = args.expert_model_parallel_size * expert_tensor_ranks(args)
-            context.reductions = Reductions(on_cuda=on_gpu, of_experts=ranks_of_stage > ranks_of_experts)
+            context.reductions = Reductions(on_cuda=on_gpu, with_experts=ranks_of_stage > ranks_of_experts)
             hooks.add(PlacedReductions(context.reductions))
         if config.partner or config.pipeline.partner is not None:
             context.partners = Partners()
@@ -106,7 +106,7 @@ def make_context(
     choice = None
     if config.plan is not None:
         choice = choice_of_plan(args, Plan.read(Path(config.plan)), config.plan)
-        # Another rank may have read another plan, or none where --ampipe-save-plan names it.
+        # Another rank may have read another plan, or no file that --ampipe-save-plan names.
         hooks.add(Agreement(choice.pipeline))
     if context is not None:
         if choice is not None:
@@ -131,10 +131,10 @@ def make_context(
 
 
 def take_over_recompute(args: argparse.Namespace, config: AMPipeConfig) -> float:
-    """Have the schedules recompute, where layers may share one, in place of Megatron's full recompute.
+    """Replace Megatron's full recompute by recompute inside the schedules, if layers can share schedules.
 
-    It stays with Megatron where it spreads what is kept over tensor-parallel ranks, and in hybrid models.
-    Returns how many layers (``AMPipeContext.recomputed_layers``).
+    Megatron's recompute stays with ``--distribute-saved-activations`` and in hybrid models. Returns how many
+    layers are recomputed (``AMPipeContext.recomputed_layers``).
     """
     shares = config.automatic or config.pipeline.stack != 1
     if args.recompute_granularity != "full" or not shares:
@@ -147,9 +147,9 @@ def take_over_recompute(args: argparse.Namespace, config: AMPipeConfig) -> float
 
 
 def take_over_graphs(args: argparse.Namespace) -> frozenset[str]:
-    """Have pipelined blocks capture CUDA graphs of their stages, in place of Megatron's graphs of layers.
+    """Replace Megatron's CUDA graphs of layers by graphs of the stages of pipelined blocks.
 
-    Returns the names of ``--cuda-graph-modules``.
+    Returns the values of ``--cuda-graph-modules``.
     """
     modules = captured_modules(args)
     if modules:
@@ -157,20 +157,20 @@ def take_over_graphs(args: argparse.Namespace) -> frozenset[str]:
         for name in ("cuda_graph_modules", "cuda_graph_scope"):
             if hasattr(args, name):
                 setattr(args, name, [])
-        # Megatron has derived it from the implementation, and checks it again.
+        # Megatron derives it from the implementation, and checks it again later.
         if hasattr(args, "inference_cuda_graph_scope"):
             args.inference_cuda_graph_scope = None
     return frozenset(modules)
 
 
 def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> dict[str, str]:
-    """Change the arguments that pipelined blocks need changed; returns what was changed, with the reason.
+    """Change arguments as pipelined blocks need them. Returns the changed flags, each with the reason.
 
-    What cannot be changed without changing what is computed is refused instead (``refusals.py``).
+    Arguments that cannot be changed without another result are refused instead (``refusals.py``).
     """
     changes: dict[str, str] = {}
     if args.create_attention_mask_in_dataloader and not startup.reads_masks(args):
-        # Nobody would read it, and its size is the sequence length squared.
+        # No layer reads the mask, whose size is the sequence length squared.
         args.create_attention_mask_in_dataloader = False
         reason = "chunks know their causal mask from their position"
         if args.reset_attention_mask:
@@ -181,7 +181,7 @@ def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> dict[str, str
         changes["--no-create-attention-mask-in-dataloader"] = reason
     several = args.micro_batch_size > 1 and packs_documents(args)
     if several and args.multi_latent_attention and args.apply_rope_fusion:
-        # The fused kernel takes one position for the rows of an index.
+        # The fused kernel uses the same position for rows of the same index in all sequences.
         args.apply_rope_fusion = False
         changes["--no-rope-fusion"] = "rows of several packed sequences differ in position: the same function"
     if getattr(args, "use_megatron_fsdp", False) and args.gradient_accumulation_fusion:
@@ -204,7 +204,7 @@ def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> dict[str, str
         groups = {"ep": True, "tp_ep_mp": True, "ep_tp": gather_lane(args, None), "cp": in_ring}
         given = args.high_priority_stream_groups
         if missing := [name for name, is_used in groups.items() if is_used and name not in given]:
-            # Megatron also adds to the list in place, for its own overlaps.
+            # In place, as Megatron does for its own overlaps.
             given.extend(missing)
             reason = "collectives that are ready do not wait for computation"
             changes[f"--high-priority-stream-groups {' '.join(given)}"] = reason
@@ -214,7 +214,7 @@ def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> dict[str, str
 def _choose(
     args: argparse.Namespace, context: AMPipeContext, hooks: Hooks, in_one_chunk: str | None
 ) -> Choice | None:
-    """Have the degree chosen by a planner, or, if there is none, by the first iterations."""
+    """Let the planner choose the pipeline; without a cluster file, the first iterations."""
     config, planner = context.config, None
     exchanges = exchanges_of(args) if config.chooses_exchange else (config.pipeline.exchange,)
     if config.save_plan is not None:
@@ -240,9 +240,9 @@ def _choose(
 
 
 def find_gate(config: AMPipeConfig, args: argparse.Namespace) -> type | None:
-    """The class that a run's MoE layers use as their router (``--ampipe-router``); None for Megatron's own.
+    """The router class of a run's MoE layers (``--ampipe-router``); None for Megatron's own.
 
-    Raises :class:`BadInput` if it does not fit the other flags.
+    Raises :class:`BadInput` if the class does not fit the other flags.
     """
     name, setting = config.router, SETTING["router"]
     if name is None:
@@ -272,7 +272,7 @@ def find_gate(config: AMPipeConfig, args: argparse.Namespace) -> type | None:
 
 
 class TokenIdsOfModels(Hook):
-    """Lets every model tell its routers the ids of the tokens that it is given."""
+    """Passes the token ids of every model to its routers."""
 
     def models_built(self, models: list[Any]) -> None:
         for model in unwrap_model(models):

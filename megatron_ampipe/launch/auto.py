@@ -1,10 +1,9 @@
 """``--ampipe-degree auto``: chooses the pipeline of the blocks, between iterations.
 
 With a cluster file, the planner chooses; without one, :mod:`.trials` chooses during the first iterations of
-each size of input. Measured times are reduced over all ranks before they are used, and plans are compared
-between the ranks, because every rank must issue the same collectives. Once chosen, only the shape of the
-input is reduced, now and then. The choice for the shape of the flags becomes the plan file of
-``--ampipe-save-plan``.
+each input size. Every rank must issue the same collectives, so measured times are reduced over all ranks, and
+plans are compared between ranks. After a choice, only the input shape is reduced, every
+:data:`SHAPE_INTERVAL` iterations. ``--ampipe-save-plan`` saves the choice for the input shape of the flags.
 """
 
 from __future__ import annotations
@@ -35,18 +34,19 @@ from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule import Direction, Exchange, Pipeline, to_text
 
 SHAPE_INTERVAL = 50
-"""Iterations between two comparisons of the ranks' input shapes, while no pipeline is tried."""
+"""Iterations between two reductions of the input shape, while no pipelines are tried."""
 
 
 class AutoDegree(Hook):
-    """Chooses a pipeline once for each shape of input that occurs in training.
+    """Chooses a pipeline once for each input shape that occurs in training.
 
     Args:
-        context: The pipeline is set in this context.
+        context: Where the pipeline is set.
         planner: Chooses without measuring; if None, pipelines are tried in the first iterations.
-        exchanges: What trials choose from.
-        in_one_chunk: Name of a second schedule that is tried at degree 1; none if None.
+        exchanges: The exchanges that are tried.
+        in_one_chunk: Name of a further schedule that is tried at degree 1; None for none.
         keep: Called with every new choice and its shape, on every rank.
+        rows_of_tile: Rows of an FP8 tile for a batch size; all chunks are multiples of it.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class AutoDegree(Hook):
         return self._next
 
     def before_step(self) -> None:
-        """Run the next pipeline, and measure it while pipelines are tried."""
+        """Set the next pipeline; measure it if pipelines are being tried."""
         # Set here, not right after the choice: an iteration is logged after its step, with its pipeline.
         self._use_next()
         passes = self._context.recorder.passes
@@ -91,7 +91,7 @@ class AutoDegree(Hook):
         """Choose the pipeline of the next iteration."""
         self._context.recorder.passes.measuring = False
         if self._until_compared:
-            # The same on all ranks. A comparison is a collective that all ranks and devices wait for.
+            # Rare, because it is a collective that all ranks and devices wait for; equal on all ranks.
             self._until_compared -= 1
         else:
             self._decide()
@@ -106,7 +106,7 @@ class AutoDegree(Hook):
         *times_us, rows, batch = _largest_over_ranks([*times_us, *passes.shape])
         shape = (int(rows), int(batch))
         if 0 in shape:
-            # No rank ran a block, for example if Megatron skips the iteration.
+            # No rank has run a block, for example because Megatron skipped the iteration.
             return
         if shape != self._shape:
             self._begin_shape(shape)
@@ -122,7 +122,7 @@ class AutoDegree(Hook):
     def _begin_shape(self, shape: Shape) -> None:
         """Handle a new input shape. The times of this iteration are not used."""
         self._shape, self._trials = shape, None
-        # The prediction does not apply to the shape of this iteration, which will be logged.
+        # The prediction is for another shape than that of this iteration, which will be logged.
         self._context.predicted_ms = None
         degrees, tokens = candidates(shape[0], self._rows_of_tile(shape[1])), math.prod(shape)
         if shape in self._choices:
@@ -170,13 +170,13 @@ class AutoDegree(Hook):
 
 
 class Agreement(Hook):
-    """Compares the pipelines of all ranks before the first step: each has read a plan file."""
+    """Compares the pipelines of all ranks before the first step, because each rank has read a plan file."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline: Pipeline | None = pipeline
 
     def before_step(self) -> None:
-        """Compare them once."""
+        """Compare once."""
         if self._pipeline is not None:
             require_agreement(self._pipeline)
             self._pipeline = None
@@ -200,7 +200,7 @@ def require_agreement(pipeline: Pipeline) -> None:
 
 
 def print_on_first_rank(line: str) -> None:
-    """Print a line to the log."""
+    """Print a line to the log, on rank 0."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"AMPipe: {line}", flush=True)
 
@@ -216,9 +216,9 @@ def _largest_over_ranks(numbers: list[float]) -> list[float]:
 def save_choice(
     args: argparse.Namespace, path: str | None, announced: Shape, shape: Shape, choice: Choice
 ) -> None:
-    """Write the choice for the shape that the flags announce as a plan file, on the first rank.
+    """Write the choice for the input shape of the flags (``announced``) as a plan file, on rank 0.
 
-    If that fails, training continues: the choice is made, and was logged.
+    If that fails, training continues with the choice.
     """
     if path is None or shape != announced or int(os.environ.get("RANK", "0")) != 0:
         return

@@ -1,9 +1,9 @@
-"""Settings from YAML files and the command line: read, resolved, written.
+"""Reads, merges and writes settings from YAML files and the command line.
 
-``--ampipe-config FILE ...`` is replaced by words of a command line that mean the same as the files, before
-Megatron parses and checks it: later files win over earlier ones, and the command line wins over all. A file
-holds flags at its top and AMPipe's in a section ``ampipe:``; of a cluster file, which is the planner's, a
-launch reads a section ``flags:`` of the same form. No flag of Megatron is known here by name.
+Before Megatron parses the command line, ``--ampipe-config FILE ...`` is replaced by the flags that the files
+set. Later files override earlier ones, and the command line overrides all. A file has Megatron's flags at the
+top level and AMPipe's in a section ``ampipe:``. In a cluster file of the planner, a launch reads the same
+form in a section ``flags:``. No flag of Megatron is known here by name.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from megatron_ampipe.plan.cluster import Cluster
 
 CONFIG_FLAG = "--ampipe-config"
 CONFIG_FOLDERS = ("models", "clusters", "runs")
-"""Of ``configs``; no file name is in two of them."""
+"""Folders in ``configs``. A file name is unique over all of them."""
 OWN_SECTION = "ampipe"
 _FLAGS_SECTION = "flags"
 _COMMAND_LINE = "command line"
 _LOG_FLAGS = ("--tensorboard-dir", "--save", "--ampipe-trace-dir")
-"""The first of these that is set names the folder for the record of a run."""
+"""The first of these flags that is set names the folder for ``resolved.yaml``."""
 _PLAIN = re.compile(r"(?!(?i:true|false|null)$)[\w./+][\w./+@%=-]*|-?[0-9.]+(e-?[0-9]+)?")
-"""Text that YAML needs no quotes for. Numbers are read as text, so they need none."""
+"""Text that needs no quotes in YAML. Numbers are read as text, so they need none."""
 
 
 class FlagValue(NamedTuple):
-    """One flag that is set, and where."""
+    """A flag that is set, and where."""
 
     words: tuple[str, ...]
-    """As on a command line."""
+    """The flag and its values, as on a command line."""
     value: bool | str | list[str]
-    """True for a switch, a list for a flag of several values; numbers are text."""
+    """True for a switch, a list for a flag with several values; numbers are text."""
     source: str
     """``FILE:LINE``, or ``command line``."""
 
     @property
     def flag(self) -> str:
-        """Its name on the command line."""
+        """The name on the command line."""
         return self.words[0].partition("=")[0]
 
 
 class Resolved(NamedTuple):
-    """Files and a command line, put together."""
+    """The merged settings of files and a command line."""
 
     settings: tuple[FlagValue, ...]
-    """Those of the files that the command line does not set, then those of the command line."""
+    """Settings of files that the command line does not set, then settings of the command line."""
     words: tuple[str, ...]
     """The command line that Megatron will parse."""
     unknown: tuple[str, ...]
-    """Those of its words that are not flags of the parser, but of a training script, or refused."""
+    """Words of it that are not flags of the parser: flags of a training script, or errors."""
 
     def located(self, error: BadInput) -> BadInput:
-        """The same error with file and line, if a file sets the flag that it is about."""
+        """Add file and line to an error, if a file sets the flag."""
         source = {setting.flag: setting.source for setting in self.settings}.get(error.name, _COMMAND_LINE)
         if source == _COMMAND_LINE:
             return error
@@ -72,8 +72,8 @@ class Resolved(NamedTuple):
 
 
 def refuse_unread(args: argparse.Namespace) -> None:
-    """Refuse parsed arguments that name files which were not read, or were read by Megatron alone."""
-    # Megatron puts what such a file holds in place of what was parsed, before or after this is called.
+    """Refuse parsed arguments with ``--yaml-cfg``, or with ``--ampipe-config`` if its files were not read."""
+    # Megatron replaces all parsed arguments by the contents of that file, before or after this is called.
     if not hasattr(args, "ampipe_degree") or getattr(args, "yaml_cfg", None) is not None:
         rule = "replaces every flag, those of AMPipe included"
         remedy = f"Give the settings as flags, or in a file of {CONFIG_FLAG}."
@@ -85,13 +85,13 @@ def refuse_unread(args: argparse.Namespace) -> None:
 
 
 def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
-    """Read the files that a command line names, and put their settings before the others.
+    """Read the files that a command line names, and put their settings before its own.
 
-    ``parser`` will parse the result, and then checks the values. Raises :class:`BadInput` if a file is
-    missing, or a key in it is wrong, or its value cannot be a flag's.
+    ``parser`` is the parser that will parse the result, and check the values. Raises :class:`BadInput` for
+    a missing file, an unknown key, or a value that no flag can have.
     """
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
-    # By the names under which the parser stores them, so that two spellings are one flag.
+    # By the parser's destination, so that two spellings are the same flag.
     files: dict[str, FlagValue] = {}
     line: dict[str, FlagValue] = {}
     own: list[str] = []
@@ -114,8 +114,8 @@ def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
             unknown += group
     if "ampipe_plan" in line:
         # The command line wins: files for several runs name a degree, which would conflict with the plan.
-        of_plan = {f"ampipe_{setting.name}" for setting in SETTING.values() if setting.of_plan}
-        files = {dest: setting for dest, setting in files.items() if dest not in of_plan}
+        planned = {f"ampipe_{setting.name}" for setting in SETTING.values() if setting.in_plan}
+        files = {dest: setting for dest, setting in files.items() if dest not in planned}
     kept = [setting for dest, setting in files.items() if dest not in line]
     return Resolved(
         settings=(*kept, *line.values()),
@@ -125,7 +125,7 @@ def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
 
 
 def _sets(action: argparse.Action | None) -> bool:
-    """Whether an action is that of a flag that sets something."""
+    """Whether an action belongs to a flag that sets a value, unlike ``--help``."""
     return action is not None and not isinstance(action, argparse._HelpAction | argparse._VersionAction)
 
 
@@ -143,7 +143,7 @@ def _action_of_key(place: str, key: str, actions: dict[str, argparse.Action]) ->
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str, Any]]:
-    """Of each entry of a file ``FILE:LINE``, the name of its flag without dashes, and the value."""
+    """For each entry of a file: ``FILE:LINE``, the name of the flag without dashes, and the value."""
     remedy = "Write 'key: value' on each line, indent with spaces, and see configs/models/tiny.yaml."
     top, file = load(path, what="configuration", remedy=remedy, scalars_as_text=True), shown(path)
 
@@ -169,10 +169,10 @@ def _entries(path: Path) -> Iterator[tuple[str, str, Any]]:
 
 
 def _words_of(place: str, flag: str, value: Any, action: argparse.Action) -> tuple[str, ...]:
-    """The words of a command line that mean the same; none for null and for a switch that is off."""
+    """The equivalent words of a command line; none for null and for a switch that is off."""
     if value is None:
         return ()
-    # argparse turns any text into True where the type is bool, "false" as well.
+    # For the type bool, argparse turns any text into True, even "false".
     is_pair = isinstance(action, argparse.BooleanOptionalAction)
     if is_pair or action.nargs == 0 or action.type is bool:
         if not isinstance(value, bool):
@@ -201,7 +201,7 @@ def _flag_value(words: Sequence[str], action: argparse.Action, source: str) -> F
 
 
 def groups_of(words: Sequence[str]) -> Iterator[list[str]]:
-    """Each flag with its values: the words up to the next flag."""
+    """Group each flag with its values: the words up to the next flag."""
     group: list[str] = []
     for word in words:
         if word.startswith("--") and group:
@@ -223,9 +223,9 @@ def values_of(group: Sequence[str]) -> list[str]:
 
 
 def as_yaml(resolved: Resolved, *, notes: Sequence[str] = ()) -> str:
-    """YAML with one setting on each line, its source as a comment, and ``notes`` as comments at the top.
+    """YAML with a setting per line, its source as a comment, and ``notes`` as comments at the top.
 
-    ``--ampipe-config`` turns it back into the same command line.
+    ``--ampipe-config`` converts it back to the same command line.
     """
     lines = [f"# {note}".rstrip() for note in notes]
     if resolved.unknown:
@@ -245,25 +245,25 @@ def as_yaml(resolved: Resolved, *, notes: Sequence[str] = ()) -> str:
 def _in_yaml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_in_yaml, value))}]"
-    # A text of JSON is one of YAML.
+    # JSON is valid YAML.
     is_plain = isinstance(value, str) and _PLAIN.fullmatch(value)
     return value if is_plain else json.dumps(value, ensure_ascii=False)
 
 
 def as_command(resolved: Resolved) -> str:
-    """A command line for a shell, with one flag on each line."""
+    """A command line for a shell, with one flag per line."""
     return " \\\n".join(map(shlex.join, groups_of(resolved.words))) + "\n"
 
 
 def write_beside_logs(resolved: Resolved, *, adjustments: Sequence[str], script: str | None) -> Path | None:
-    """Write ``resolved.yaml`` into the folder where the run writes: a file that repeats this run.
+    """Write ``resolved.yaml``, with which this run can be repeated, into the folder of the run's output.
 
-    Comments in it are what was added to the command line, ``adjustments``, and flags that are no settings.
-    ``script`` is what was run, None for AMPipe's entry. Returns the file; None if the run has no such folder.
-    Raises :class:`BadInput` if the folder cannot be made or written to.
+    Its comments list ``adjustments`` (flags that were added) and unknown flags. ``script`` is the script that
+    runs; None for AMPipe's entry. Returns the path of the file; None if the run has no such folder. Raises
+    :class:`BadInput` if the folder cannot be created or written to.
     """
     folders = {setting.flag: str(setting.value) for setting in resolved.settings}
-    # An object store is not a folder.
+    # URLs of object stores are not folders.
     flag = next((flag for flag in _LOG_FLAGS if folders.get(flag) and "://" not in folders[flag]), None)
     if flag is None:
         return None

@@ -1,7 +1,7 @@
-"""The data that a run names, and the compiled index builder of Megatron's datasets, before the run starts.
+"""Checks the data of a run before it starts, and avoids a rebuild of Megatron's compiled index builder.
 
-Refused is what Megatron would hang at (a part of the data without a token, whose epochs it counts forever),
-and an index that its reader cannot read. The rest is left to Megatron, see :mod:`.ending`.
+It refuses data at which Megatron would hang (a split without a token, whose epochs it counts forever), and an
+index that its reader cannot read. Megatron checks the rest, see :mod:`.ending`.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ _OF_SCRIPTS = (
     "--check-for-spiky-loss", "--fim-data", "--hybrid-context-parallel", "--log-straggler",
     "--logits-load-dir", "--per-dataset-sequences-path",
 )  # fmt: skip
-"""Flags of Megatron's that AMPipe's own entry does not serve."""
+"""Flags of Megatron that AMPipe's own entry does not support."""
 
 Replace = Callable[[Any, str, Any], None]
-"""Replaces a function of Megatron: its owner, its name, and what takes its place."""
+"""Replaces a function of Megatron, given its owner, its name and the replacement."""
 
 
-def check_data(args: argparse.Namespace, replace: Replace, *, of_script: bool = False) -> None:
-    """Raise :class:`BadInput` for a run whose data it could not train on.
+def check_data(args: argparse.Namespace, replace: Replace, *, custom_script: bool = False) -> None:
+    """Raise :class:`BadInput` if the run cannot train on its data.
 
-    ``of_script``: a custom script reads the data, so that what is no indexed dataset is not checked.
+    ``custom_script``: a custom script reads the data, so only indexed datasets are checked.
     """
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    for flag in () if of_script else _OF_SCRIPTS:
+    for flag in () if custom_script else _OF_SCRIPTS:
         if value := getattr(args, flag[2:].replace("-", "_")):
             remedy = "Run its pretrain_gpt.py with -m megatron_ampipe.launch."
             raise BadInput(flag, value, rule="is supported by the script of a checkout only", remedy=remedy)
     if args.mock_data:
         return
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    if blend is None and blend_per_split is None and not of_script:
+    if blend is None and blend_per_split is None and not custom_script:
         remedy = "Give --data-path PREFIX, or --mock-data for a run on made-up tokens."
         raise BadInput("--data-path", "(not given)", rule="a run needs data", remedy=remedy)
-    # Of a file of JSON lines, Megatron's reader is not called early: it converts all of it.
+    # Not checked for JSON lines: Megatron's reader would convert the whole file.
     if args.sft:
         return
     _refuse_parts_without_tokens(replace)
     for prefixes, _weights in filter(None, (blend, *(blend_per_split or ()))):
         for prefix in prefixes:
             is_there = any(Path(f"{prefix}{suffix}").exists() for suffix in (".bin", ".idx"))
-            # Megatron itself checks object stores.
-            if "://" not in prefix and (is_there or not of_script):
+            # Megatron checks data in object stores itself.
+            if "://" not in prefix and (is_there or not custom_script):
                 _check_index(prefix)
 
 
 def _check_index(prefix: str) -> None:
-    # In place of IndexedDataset, which after a failure prints tracebacks from its destructor.
+    # Not IndexedDataset, whose destructor prints tracebacks after a failure.
     from megatron.core.datasets.indexed_dataset import _IndexReader
 
     path = Path(f"{prefix}.idx")
@@ -73,7 +73,7 @@ def _check_index(prefix: str) -> None:
 
 
 def _refuse_parts_without_tokens(replace: Replace) -> None:
-    """Have Megatron fail at a part of the data in which it would count epochs forever."""
+    """Make Megatron fail at a split without tokens, for which it would count epochs forever."""
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
     count = GPTDataset._get_num_tokens_per_epoch
@@ -95,7 +95,7 @@ def _refuse_parts_without_tokens(replace: Replace) -> None:
 
 
 def use_built_helpers(replace: Replace) -> None:
-    """Keep Megatron from running ``make`` for a helper that is already built, as it is in a wheel."""
+    """Keep Megatron from running ``make`` for a helper that is already built, as in a wheel."""
     from megatron.core.datasets import utils
 
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:

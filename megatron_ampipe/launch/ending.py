@@ -1,9 +1,9 @@
-"""How a process of a launch ends: what an exception means to a user, its one message, and the exit code.
+"""Ends the process of a launch: turns an exception into one message for the user and an exit code.
 
-Megatron checks with assertions, some of them bare, with ``sys.exit()`` after a message, and by failing. What
-fails before training is bad input: it ends every rank with the same code and one message. A failure during
-training keeps its traceback. torchrun ends its output with a block about the ranks that failed: it shows the
-message, or the traceback, that is written here for it.
+Megatron's checks are assertions, some without a message, ``sys.exit()`` after a message, or plain failures. A
+failure before training is bad input: all ranks end with the same code and one message. A failure during
+training keeps its traceback. torchrun's last output describes the failed ranks: it shows the message, or the
+traceback, that is written here for it.
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ INTERRUPTED = 130
 PEER_GRACE_S = 20.0
 """How long the other ranks wait for rank 0 to print the message before they print it themselves."""
 PEER_LAG_S = 2.0
-"""How long rank 0 waits after the message: a slower rank finds the same error, and should be ended only after
-that."""
+"""How long rank 0 waits after the message, so that slower ranks find the same error before they are ended."""
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Where torchrun looks for the cause of a rank's failure."""
+"""Names the file in which torchrun looks for the cause of a rank's failure."""
 _LOST_PEER = ("timed out", "timeout", "connection closed by peer", "connection reset by peer")
 _GLOO = "gloo/transport"
-"""Where gloo's errors come from, which are plain ``RuntimeError``; those of NCCL and stores have a type."""
+"""A part of all error messages of gloo, which raises plain ``RuntimeError``; NCCL and stores have a type."""
 
 
 def run_to_end(work: Callable[[], int]) -> int:
-    """Run a launch, and return its exit code, whatever happens."""
+    """Run a launch and return its exit code, also after exceptions."""
     if _ERROR_FILE in os.environ:
         faulthandler.enable()
     try:
-        # A background process of a shell ignores it, and still does.
+        # Not in a background process of a shell, which ignores SIGINT.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt)
         return work()
@@ -51,7 +50,7 @@ def run_to_end(work: Callable[[], int]) -> int:
             again = "A run that was started with --save continues from its last checkpoint with --load."
             print(f"\ninterrupted. {again}", file=sys.stderr, flush=True)
         return INTERRUPTED
-    # Some exceptions of torch are no Exception.
+    # Some exceptions of torch are not derived from Exception.
     except BaseException as error:
         cause = known_cause(error) or error
         if isinstance(cause, AMPipeError):
@@ -62,23 +61,23 @@ def run_to_end(work: Callable[[], int]) -> int:
 
 
 def _interrupt(*_: object) -> None:
-    """End the run once: a second Ctrl-C, as torchrun sends it, and the logs of libraries are ignored."""
+    """Raise KeyboardInterrupt once; ignore torchrun's second Ctrl-C, and disable the logs of libraries."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable()
     raise KeyboardInterrupt
 
 
 def keep_signal_from_children(args: argparse.Namespace) -> None:
-    """Keep the signal that asks a run to save and exit from the processes that a rank starts.
+    """Block the signal that asks a run to save and exit in the processes that a rank starts.
 
-    SLURM sends it to every process of a step. A rank handles it (Megatron's ``--exit-signal-handler``); the
-    process that passes the results of writing a checkpoint to Megatron would be ended by it, and that
-    checkpoint would fail. Processes inherit what their parent's thread blocks, and Python runs the handler in
-    the main thread, whichever thread received the signal. Nothing is done for SIGTERM, by which child
-    processes have to end.
+    SLURM sends the signal to every process of a step. Ranks handle it (Megatron's ``--exit-signal-handler``),
+    but it would end the process that returns the results of a checkpoint write, and that checkpoint would
+    fail. Child processes inherit the signals that the main thread blocks. Another thread of the rank receives
+    the signal, and Python runs the handler in the main thread. SIGTERM is not blocked, because it has to end
+    child processes.
     """
     if args.exit_signal_handler and args.exit_signal != signal.SIGTERM:
-        # Started before the signal is blocked here, so it is not blocked there.
+        # Started before the signal is blocked, so this thread does not block it.
         receiver = threading.Thread(target=threading.Event().wait, name="ampipe-exit-signal", daemon=True)
         receiver.start()
         signal.pthread_sigmask(signal.SIG_BLOCK, {args.exit_signal})
@@ -87,8 +86,8 @@ def keep_signal_from_children(args: argparse.Namespace) -> None:
 def end_with(error: AMPipeError) -> int:
     """Print ``error`` once and return its exit code.
 
-    torchrun ends all ranks as soon as one has exited. Rank 0 prints the message, so the other ranks wait
-    until they are ended. A rank that is not ended is the only one that failed, and prints it itself.
+    Rank 0 prints the message. torchrun kills all ranks as soon as one has exited, so the other ranks wait
+    until they are killed. If only one of them has failed, it is not killed, and prints the message itself.
     """
     prints = int(os.environ.get("RANK", "0")) == 0
     if not prints:
@@ -96,7 +95,7 @@ def end_with(error: AMPipeError) -> int:
     _leave_for_torchrun(f"error: {error}")
     if not prints:
         time.sleep(PEER_GRACE_S)
-    # On a new line: another rank may have left one unfinished.
+    # On a new line, because another rank may have printed an unfinished line.
     print(f"\nerror: {error}", file=sys.stderr, flush=True)
     if prints and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         time.sleep(PEER_LAG_S)
@@ -104,14 +103,14 @@ def end_with(error: AMPipeError) -> int:
 
 
 def end_after_failure(error: BaseException) -> int:
-    """Print an exception and what it means, and return the exit code of a failed run."""
+    """Print an exception with a summary, and return the exit code of a failed run."""
     traceback.print_exception(error)
     trace, rank = "".join(traceback.format_exception(error)), os.environ.get("RANK", "0")
     if lost_a_peer(error):
         message = (
             f"error: rank {rank} failed: it has lost a peer, see above. The cause is in that peer's output."
         )
-        # torchrun names the earliest failure as the cause, which is that of the peer.
+        # One second later: torchrun takes the earliest failure, that of the peer, as the cause.
         _leave_for_torchrun(trace + message, later_s=1)
     else:
         message = f"error: rank {rank} failed; the cause is above."
@@ -121,18 +120,18 @@ def end_after_failure(error: BaseException) -> int:
 
 
 def _leave_for_torchrun(message: str, *, later_s: int = 0) -> None:
-    """Write what torchrun's last block shows for this rank, in the form of torch's ``@record``."""
+    """Write the message that torchrun shows for this rank at its end, in the form of torch's ``@record``."""
     path = os.environ.get(_ERROR_FILE)
     if not path:
         return
     extra = {"py_callstack": message, "timestamp": str(int(time.time()) + later_s)}
-    # The message is printed as well.
+    # A failure to write is not fatal: the message is printed as well.
     with contextlib.suppress(OSError), open(path, "w") as file:
         json.dump({"message": {"message": message.splitlines()[-1], "extraInfo": extra}}, file)
 
 
 def known_cause(error: BaseException) -> AMPipeError | None:
-    """The error to end with in place of ``error``; None where the exception is to be shown as it is."""
+    """The user error that an exception stands for; None if the exception is to be shown unchanged."""
     if isinstance(error, AMPipeError | KeyboardInterrupt):
         return None
     said = str(error)
@@ -169,7 +168,7 @@ def _bad_checkpoint(error: BaseException) -> BadInput:
 
     args = get_args()
     name = "load" if args.load is not None else "pretrained_checkpoint"
-    # Of the failures that torch has gathered from the ranks, the first.
+    # torch gathers the failures of all ranks; take the first.
     gathered = getattr(error, "failures", None)
     first = next(iter(gathered.values()))[0] if gathered else error
     reason = str(first).strip().partition("\n")[0] or type(first).__name__
@@ -185,14 +184,14 @@ def _bad_checkpoint(error: BaseException) -> BadInput:
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Whether an exception says that another rank is gone or does not answer."""
+    """Whether an exception says that another rank has ended or does not answer."""
     said = str(error).lower()
     is_of_a_group = _GLOO in said or any(kind.__name__ == "DistError" for kind in type(error).__mro__)
     return is_of_a_group and any(words in said for words in _LOST_PEER)
 
 
 def reason_of(error: BaseException) -> str:
-    """An exception's message in one line; of one without a message, the line that raised it."""
+    """An exception's message in one line; without a message, the source line that raised it."""
     said = str(error).strip() or traceback.extract_tb(error.__traceback__)[-1].line or ""
     return " ".join(said.split()).rstrip(".")
 
@@ -200,14 +199,14 @@ def reason_of(error: BaseException) -> str:
 def raised_in(package: str, error: BaseException) -> bool:
     """Whether the line that raised ``error`` is in a module of ``package``.
 
-    By the module's name, not by its path: a folder of a checkout may be named like a package.
+    Compares the module's name, not its path: a folder of a checkout may be named like a package.
     """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).partition(".")[0] == package
 
 
 def _passed(error: BaseException, module: str, *functions: str) -> bool:
-    """Whether an exception has passed a module or a package, in one of the functions if they are named."""
+    """Whether the traceback contains a module or package, in one of ``functions`` if any are given."""
     return any(
         f"{frame.f_globals.get('__name__')}.".startswith(f"{module}.")
         and (not functions or frame.f_code.co_name in functions)
@@ -231,7 +230,7 @@ def report_parser_errors(parser: argparse.ArgumentParser) -> None:
 
     parser.error = error  # type: ignore[method-assign]
     for action in parser._actions:
-        # Let --help work although a text of Megatron's has a single percent sign; argparse fails at it.
+        # argparse's --help fails at help texts of Megatron that contain a single percent sign.
         try:
             (action.help or "") % vars(action)
         except (ValueError, TypeError, KeyError):

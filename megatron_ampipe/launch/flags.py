@@ -1,7 +1,7 @@
-"""A command line: AMPipe's flags on Megatron's parser, what they resolve to, and what is checked when.
+"""Adds AMPipe's flags to Megatron's parser, and converts parsed flags to one :class:`AMPipeConfig`.
 
-The flags are the rows of :mod:`megatron_ampipe.block.settings`; they resolve to one :class:`AMPipeConfig`.
-What Megatron's flags exclude is in ``refusals.py``.
+The flags are the rows of :mod:`megatron_ampipe.block.settings`. Conflicts with Megatron's flags are in
+``refusals.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_ampipe.schedule import (
     Partner,
     Pipeline,
     check_memory,
-    of_chunks,
+    chunk_strategies,
     parse_shares,
     parse_stack,
     stack_to_text,
@@ -55,23 +55,23 @@ SWITCHED_OFF: Mapping[str, str] = {
         "stages call the norm and the residual addition one after the other, with the same result"
     ),
 }
-"""Flags of Megatron that are switched off if layers are pipelined, each with what AMPipe does instead.
-Without them the run computes the same function."""
+"""Flags of Megatron that are switched off if layers are pipelined, with what AMPipe does instead. The run
+computes the same function without them."""
 LIFTS_ONE_CONNECTION = "overlap_moe_expert_parallel_comm"
-"""While Megatron validates its arguments, this one of them is set, of a pipelined run too that was started
-without it. Megatron then warns that tensor or context parallelism prefers ``CUDA_DEVICE_MAX_CONNECTIONS=1``
-on Hopper and older GPUs, where it would otherwise demand it: what it says of that overlap of the same
-all-to-alls is true of AMPipe's. ``launch.script`` switches it off afterwards."""
+"""This argument is set for every pipelined run while Megatron validates its arguments. Megatron requires
+``CUDA_DEVICE_MAX_CONNECTIONS=1`` for tensor or context parallelism on Hopper and older GPUs. If this overlap
+of the all-to-alls is on, it only prints a warning, which is right for AMPipe's overlap too. ``launch.script``
+switches the argument off afterwards."""
 
 is_launched = False
-"""Whether one of AMPipe's launchers runs this process. Then the lines of a patched Megatron do nothing."""
+"""Whether one of AMPipe's launchers runs this process. If so, the lines of a patched Megatron do nothing."""
 
 
 def import_megatron() -> bool:
-    """Import what trains, on the host platform where there is no GPU. A patch in Megatron stays inactive.
+    """Import Megatron's training, on the host platform if there is no GPU. A patched Megatron stays inactive.
 
-    Returns whether there is a GPU. Raises :class:`EnvironmentMissing` if torch or Megatron is not there, or
-    too old.
+    Returns whether there is a GPU. Raises :class:`EnvironmentMissing` if torch or Megatron is missing or too
+    old.
     """
     global is_launched
     try:
@@ -96,8 +96,8 @@ def import_megatron() -> bool:
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the ``ampipe`` argument group to Megatron's parser, and return the parser.
 
-    As soon as flags are parsed, a pipelined run has other overlaps switched off and hardware queues chosen:
-    until then CUDA has not been initialised, and Megatron has not validated its arguments.
+    When flags of a pipelined run are parsed, other overlaps are switched off and the number of hardware
+    queues is set: before CUDA is initialised and before Megatron validates its arguments.
     """
     group = parser.add_argument_group(
         title="ampipe",
@@ -132,10 +132,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         try:
             args, rest = parse(*words, **options)
         except KeyError as error:
-            # Of an enum of Megatron's.
+            # An enum of Megatron's raises it.
             parser.error(f"{error} is no choice of its flag")
         args.ampipe_put_aside = ()
-        # Reported by whoever parses: not all of these errors are of single flags.
+        # The caller reports these errors: not all of them concern a single flag.
         with contextlib.suppress(BadInput):
             if config_from_args(args).pipelined:
                 # Plain text: Megatron writes its arguments into checkpoints, which stock Megatron reads.
@@ -154,7 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def full_parser() -> argparse.ArgumentParser:
-    """Megatron's parser with AMPipe's flags, as Megatron itself makes it; after :func:`import_megatron`."""
+    """Megatron's own parser with AMPipe's flags added. Call it after :func:`import_megatron`."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
@@ -163,10 +163,10 @@ def full_parser() -> argparse.ArgumentParser:
 
 
 def switch_off_overlaps(arguments: Any) -> tuple[str, ...]:
-    """Switch off the flags in :data:`SWITCHED_OFF`, before Megatron checks them. Names those set."""
+    """Switch off the flags in :data:`SWITCHED_OFF`, before Megatron checks them. Returns the ones set."""
     names = {flag: flag.removeprefix("--").replace("-", "_") for flag in SWITCHED_OFF}
     if not offloads_experts(arguments):
-        # It is refused then.
+        # Such offloading is refused later.
         del names[_OFFLOADING_FLAG]
     given = tuple(flag for flag, name in names.items() if getattr(arguments, name, False))
     for flag in given:
@@ -175,7 +175,7 @@ def switch_off_overlaps(arguments: Any) -> tuple[str, ...]:
 
 
 def check_settings(resolved: config_files.Resolved, parser: argparse.ArgumentParser) -> None:
-    """Types and choices of all that ``parser`` knows, and AMPipe's settings together; names file and line."""
+    """Check types and choices of all flags, and AMPipe's settings together; errors name file and line."""
     try:
         args, _ = parser.parse_known_args(resolved.words)
         config_from_args(args)
@@ -184,17 +184,17 @@ def check_settings(resolved: config_files.Resolved, parser: argparse.ArgumentPar
 
 
 def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
-    """What the parsed flags resolve to; :class:`BadInput` for a wrong value, or a flag without effect."""
+    """The configuration of parsed flags; :class:`BadInput` for a wrong value, or a flag without effect."""
     config_files.refuse_unread(args)
     given = given_settings(args)
     check_given(given)
     plan, saved = given.get("plan"), given.get("save_plan")
     pipeline = _pipeline(given) if plan is None else Plan.read(Path(plan)).pipeline
     if saved is not None and Path(saved).is_file():
-        # An earlier run of this command line chose; the rest is as with --ampipe-plan.
+        # An earlier run of this command line has chosen; from here on as with --ampipe-plan.
         pipeline = Plan.read(Path(saved)).pipeline
         _check_saved_plan(given, pipeline)
-        given = {name: value for name, value in given.items() if not SETTING[name].of_plan}
+        given = {name: value for name, value in given.items() if not SETTING[name].in_plan}
         given |= {"plan": saved, "save_plan": None}
     elif plan is not None:
         if pipeline.is_stock:
@@ -206,7 +206,7 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
 
 
 def _refuse_without_effect(given: dict[str, Any], *, stock: bool, plan: str | None = None) -> None:
-    """Refuse settings without effect in one chunk, and those without effect in Megatron's own layers."""
+    """Refuse settings without effect with one chunk, or (``stock``) in Megatron's own layers."""
     why = "which builds Megatron's own layers" if stock else "which is one chunk"
     where = "at --ampipe-degree 1" if plan is None else f"with the plan {plan}"
     for name, value in given.items():
@@ -217,7 +217,7 @@ def _refuse_without_effect(given: dict[str, Any], *, stock: bool, plan: str | No
 
 
 def _pipeline(given: dict[str, Any]) -> Pipeline:
-    """The pipeline that the flags name; that before the first choice where they leave it to AMPipe."""
+    """The pipeline of the flags; if AMPipe chooses, the pipeline before its first choice."""
     degree, schedule, memory = given.get("degree"), given.get("schedule"), given.get("memory", KEEP)
     if schedule is not None and "cluster" in given and (degree == AUTO or "memory_budget" not in given):
         remedy = "Leave one of the two out."
@@ -225,7 +225,7 @@ def _pipeline(given: dict[str, Any]) -> Pipeline:
     if memory == AUTO:
         memory = KEEP
     check_memory(memory)
-    if degree == AUTO and len(of_chunks(memory)) > 1:
+    if degree == AUTO and len(chunk_strategies(memory)) > 1:
         raise SETTING["memory"].refuse(
             memory,
             "names the strategy of each chunk, and their number is what --ampipe-degree auto chooses",
@@ -261,12 +261,12 @@ def _pipeline(given: dict[str, Any]) -> Pipeline:
 
 
 def _check_saved_plan(given: dict[str, Any], chosen: Pipeline) -> None:
-    """Refuse flags that say otherwise than the plan that an earlier run of this command line chose."""
-    of_plan = {"schedule": chosen.name, "memory": chosen.memory, "exchange": str(chosen.exchange)}
+    """Refuse flags that contradict the plan that an earlier run of this command line chose."""
+    planned = {"schedule": chosen.name, "memory": chosen.memory, "exchange": str(chosen.exchange)}
     # A planner may choose layer by layer, however many layers may share a schedule.
     if "cluster" not in given or chosen.stack != 1:
-        of_plan["stack"] = stack_to_text(chosen.stack)
-    for name, value in of_plan.items():
+        planned["stack"] = stack_to_text(chosen.stack)
+    for name, value in planned.items():
         if given.get(name, AUTO) not in (AUTO, value):
             raise SETTING[name].refuse(
                 given[name],

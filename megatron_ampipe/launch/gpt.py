@@ -1,6 +1,6 @@
-"""One GPT training step, and the data it reads: the functions that ``megatron.training.pretrain`` calls back.
+"""A GPT training step and its data: the functions that ``megatron.training.pretrain`` calls back.
 
-The same steps as in Megatron's own GPT pretraining script, which is not in the wheel.
+They do the same as Megatron's own GPT pretraining script, which is not in the wheel.
 """
 
 import dataclasses
@@ -42,13 +42,13 @@ FIELDS = (
     "cu_seqlens_padded",
     "max_seqlen",
 )
-"""What a batch can hold; a field that this stage or this kind of data does not need is None."""
+"""The fields of a batch; a field that this pipeline stage or this kind of data does not need is None."""
 PACKING_FIELDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
-"""The fields that a middle pipeline stage needs, to cut attention at the documents' ends."""
+"""The fields that a middle pipeline stage needs, to separate documents in attention."""
 
 
 def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int | None) -> Batch:
-    """The part of the next micro-batch that this rank works on; tensor-parallel rank 0 reads it."""
+    """This rank's part of the next micro-batch, which tensor-parallel rank 0 reads."""
     args = get_args()
     packed = args.sft or args.dataloader_inter_document_masking
     has_mtp = _has_mtp(config, vp_stage)
@@ -61,7 +61,7 @@ def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int
     if tp_rank == 0:
         loaded = next(data_iterator)
         read = {field: loaded.get(field) for field in FIELDS}
-        batch = {name: None if one is None else one.cuda(non_blocking=True) for name, one in read.items()}
+        batch = {name: None if x is None else x.cuda(non_blocking=True) for name, x in read.items()}
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=packed,
@@ -99,7 +99,7 @@ def _has_mtp(config: Any, vp_stage: int | None) -> bool:
 
 
 def _packing(batch: Batch) -> PackedSeqParams | None:
-    """Where the documents of a packed batch end, or None for a batch of whole sequences."""
+    """The bounds of the documents of a packed batch; None for a batch of whole sequences."""
     if batch["cu_seqlens"] is None:
         return None
     args = get_args()
@@ -119,7 +119,7 @@ def _packing(batch: Batch) -> PackedSeqParams | None:
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        # From it follows the document of every row, which Mamba layers ask for.
+        # Mamba layers compute the document of every row from it.
         total_tokens=int(bounds[-1].item()) if args.hybrid_layer_pattern is not None else None,
         tokens_per_sample=args.seq_length,
     )
@@ -128,7 +128,7 @@ def _packing(batch: Batch) -> PackedSeqParams | None:
 def forward_step(
     data_iterator: Iterator[Any] | None, model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[..., Any]]:
-    """One micro-batch through ``model``: its output, or its schedule plan, and the loss function for it."""
+    """Run ``model`` on a micro-batch: returns its output, or its schedule plan, and the loss function."""
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     batch = get_batch(data_iterator, config=get_model_config(model), vp_stage=vp_stage)
     inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
@@ -147,7 +147,7 @@ def loss_func(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The sum of the token losses ``output [B, S]`` of one micro-batch; the mask is 1 for tokens that count.
 
-    Returns the loss, the number of tokens in it, and what to report: (sum, tokens) by name.
+    Returns the loss, the number of tokens in it, and a dictionary of (sum, tokens) to report.
     """
     mask = loss_mask.view(-1).float()
     loss = (output.view(-1).float() * mask).sum()
@@ -157,7 +157,7 @@ def loss_func(
 
 
 def _check_loss(loss: torch.Tensor) -> None:
-    """Let Megatron's rerun state machine check this rank's loss, before it is averaged with the others'."""
+    """Let Megatron's rerun state machine check this rank's loss, before it is averaged over ranks."""
     if not get_args().check_for_nan_in_loss_and_grad:
         return
     for rejects, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
@@ -169,7 +169,7 @@ def _check_loss(loss: torch.Tensor) -> None:
 
 
 def embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
-    """The pipeline ranks that hold a copy of the embedding: first, last if tied, and those with MTP."""
+    """The pipeline ranks with a copy of the embedding: the first, the last if tied, and those with MTP."""
     if len(pp_ranks) == 1:
         return [pp_ranks[0]]
     args = get_args()
@@ -180,14 +180,14 @@ def embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
 
 
 def datasets_provider(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """The training, validation and test datasets, of so many samples each."""
+    """The training, validation and test datasets, with these numbers of samples."""
     args = get_args()
     kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     is_needed_here = functools.partial(_is_dataset_needed_here, vp_stage)
     return BlendedMegatronDatasetBuilder(kind, num_samples, is_needed_here, _dataset_config(args)).build()
 
 
-# Every rank calls the provider; the builder inside it decides who builds.
+# Every rank calls the provider; the builder in it decides which ranks build.
 datasets_provider.is_distributed = True
 
 
@@ -195,7 +195,7 @@ def _is_dataset_needed_here(vp_stage: int | None) -> bool:
     if mpu.get_tensor_model_parallel_rank() != 0:
         return False
     args = get_args()
-    # Packed samples carry the documents' ends, which every stage needs.
+    # Packed samples carry the bounds of documents, which every stage needs.
     if args.sft or is_first_or_last_pipeline_stage(vp_stage):
         return True
     return _has_mtp(core_transformer_config_from_args(args), vp_stage)
@@ -204,7 +204,7 @@ def _is_dataset_needed_here(vp_stage: int | None) -> bool:
 def _dataset_config(args: Any) -> GPTDatasetConfig:
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     settings = {
-        # Most fields are named as the arguments.
+        # Most fields have the names of the arguments.
         **{
             field.name: getattr(args, field.name)
             for field in dataclasses.fields(GPTDatasetConfig)
@@ -220,7 +220,7 @@ def _dataset_config(args: Any) -> GPTDatasetConfig:
         "path_to_cache": args.data_cache_path,
         "fast_cache_load": args.dataloader_fast_cache_load,
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
-        # The layout a packed sample is padded for.
+        # Packed samples are padded to a multiple of it.
         "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
     }
     return GPTDatasetConfig(**settings)

@@ -1,7 +1,7 @@
-"""What AMPipe does around Megatron's training: one list of hooks, installed and removed together.
+"""The hooks of AMPipe in Megatron's training, installed and removed together.
 
-Each feature of a run is a :class:`Hook` with the moments that it needs. :class:`Hooks` replaces Megatron's
-functions in one place and gives them back at the end, also after a failure.
+Each feature of a run is a :class:`Hook`, which overrides the methods that it needs. :class:`Hooks` replaces
+Megatron's functions in one place and restores them at the end, also after a failure.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from megatron_ampipe.runtime.reductions import Reductions
 
 
 class Hook:
-    """What a feature does at moments of the training; here, nothing. All ranks call it equally often."""
+    """Base class of hooks; its methods do nothing. All ranks call each method equally often."""
 
     def models_built(self, models: list[Any]) -> None:
-        """Before the first step: the models are the parts on this rank, wrapped as Megatron does."""
+        """Called before the first step with the parts of the model on this rank, in Megatron's wrappers."""
 
     def before_step(self) -> None:
-        """Before every ``train_step``."""
+        """Called before every ``train_step``."""
 
     def after_step(self) -> None:
-        """After a ``train_step`` that has not failed."""
+        """Called after every ``train_step`` that has not failed."""
 
     def after_log(self) -> None:
-        """After Megatron's ``training_log`` of an iteration."""
+        """Called after Megatron's ``training_log`` of an iteration."""
 
     def at_end(self) -> None:
-        """When the training has ended, in whatever way."""
+        """Called when training has ended, also after a failure."""
 
 
 class Hooks:
@@ -45,7 +45,7 @@ class Hooks:
         self._restore = contextlib.ExitStack()
 
     def add(self, hook: Hook) -> None:
-        """Call it from the next moment on."""
+        """Add a hook; it is called from now on."""
         self._hooks.append(hook)
 
     def replace(self, owner: Any, name: str, function: Any) -> None:
@@ -54,10 +54,10 @@ class Hooks:
         setattr(owner, name, function)
 
     def install(self, *, pipelined: bool) -> None:
-        """Replace Megatron's functions that have moments; none without hooks.
+        """Replace the functions of Megatron that must call hooks; none if there are no hooks.
 
         Args:
-            pipelined: Layers are AMPipe's, which ask for gradients on the training stream.
+            pipelined: Whether layers are AMPipe's, whose gradients are accumulated on the training stream.
         """
         from megatron.core.distributed import DistributedDataParallel
         from megatron.training import training
@@ -70,46 +70,46 @@ class Hooks:
             self.replace(DistributedDataParallel, "__init__", construct)
 
     def remove(self) -> None:
-        """Give Megatron its functions back, and end every hook."""
+        """Restore Megatron's functions, and end every hook."""
         self._restore.close()
         while self._hooks:
             self._hooks.pop(0).at_end()
 
     def around_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's ``train_step`` with its two moments."""
+        """Megatron's ``train_step``, wrapped to call the hooks before and after it."""
 
         @functools.wraps(train_step)
         def step(*args: Any, **kwargs: Any) -> Any:
             for hook in self._hooks:
                 hook.before_step()
-            result = train_step(*args, **kwargs)
+            step_output = train_step(*args, **kwargs)
             for hook in self._hooks:
                 hook.after_step()
-            return result
+            return step_output
 
         return step
 
     def models_built(self, models: list[Any]) -> None:
-        """Tell every hook the wrapped models of this rank."""
+        """Call every hook with the wrapped models of this rank."""
         for hook in self._hooks:
             hook.models_built(models)
 
     def _around_log(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(training_log)
         def log(*args: Any, **kwargs: Any) -> Any:
-            result = training_log(*args, **kwargs)
+            report_memory = training_log(*args, **kwargs)
             for hook in self._hooks:
                 hook.after_log()
-            return result
+            return report_memory
 
         return log
 
 
 def on_training_stream(construct: Callable[..., Any]) -> Callable[..., Any]:
-    """A constructor of Megatron's ``DistributedDataParallel`` that accumulates where gradients are computed.
+    """Wrap the constructor of Megatron's ``DistributedDataParallel`` to run on the training stream.
 
-    The accumulation nodes that it keeps belong to the stream that is current when it is built, and Megatron
-    builds it on a separate stream, to which the gradients of every chunk would cross.
+    The accumulation nodes that it keeps belong to the current stream. Megatron builds it on a separate
+    stream, to which the gradients of every chunk would have to cross.
     """
 
     @functools.wraps(construct)
@@ -121,10 +121,10 @@ def on_training_stream(construct: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PlacedReductions(Hook):
-    """``--ampipe-grad-reduce placed``: Megatron's reductions of gradients wait for a stage of the schedule.
+    """``--ampipe-grad-reduce placed``: a stage of the schedule starts Megatron's gradient reductions.
 
     With ``--overlap-grad-reduce``, a bucket group of Megatron's ``DistributedDataParallel`` starts its
-    reduction when its last gradient is complete. Here it asks ``reductions`` for it instead.
+    reduction when its last gradient is complete. Here it requests the reduction from ``reductions`` instead.
     """
 
     def __init__(self, reductions: Reductions) -> None:
@@ -137,7 +137,7 @@ class PlacedReductions(Hook):
 
 
 def hold_back(group: Any, reductions: Reductions) -> None:
-    """Have one ``_ParamAndGradBucketGroup`` of Megatron ask before it starts its reduction."""
+    """Make a ``_ParamAndGradBucketGroup`` of Megatron request its reduction instead of starting it."""
     start_now, finish_now = group.start_grad_sync, group.finish_grad_sync
     finishing = False
 
@@ -152,7 +152,7 @@ def hold_back(group: Any, reductions: Reductions) -> None:
             return group.grad_reduce_handle
 
         if finishing:
-            # In its first iteration, Megatron starts a reduction when it finishes it.
+            # In the first iteration, Megatron starts a reduction only when it finishes it.
             start()
         else:
             reductions.ask(id(group), start)
@@ -172,7 +172,7 @@ def hold_back(group: Any, reductions: Reductions) -> None:
 
 
 class WaitedOnce:
-    """A handle for several waits, of a reduction that may be waited for once: its wait can add up results."""
+    """A handle that can be waited for several times, of a reduction whose wait may be called only once."""
 
     def __init__(self, handle: Waitable, *, on_cuda: bool) -> None:
         self._handle: Waitable | None = handle

@@ -1,9 +1,9 @@
-"""``--ampipe-partner``: Megatron's loops run the forward pass of a micro-batch next to a backward pass.
+"""``--ampipe-partner``: Megatron's loops run the forward pass of a micro-batch together with a backward pass.
 
-These are its loops for ``--overlap-moe-expert-parallel-comm``, without a pipeline or with an interleaved
-one (``megatron.core.pipeline_parallel.combined_1f1b``). They ask a model for a schedule plan, and run the
-plans of two micro-batches as one. Ours calls the model as Megatron does without that flag: its blocks meet
-those of the backward pass (``runtime.partners``).
+They are the loops of ``--overlap-moe-expert-parallel-comm``, without pipeline parallelism or with an
+interleaved pipeline (``megatron.core.pipeline_parallel.combined_1f1b``). They request a schedule plan from
+the model, and run the plans of two micro-batches as one. AMPipe's plan calls the model as without that flag;
+its blocks meet the blocks of the backward pass in ``runtime.partners``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_ampipe.schedule.pipeline import Pipeline
 
 
 class PartneredSteps(Hook):
-    """Has Megatron run training steps with partners, as long as the pipeline of the context says so."""
+    """Makes Megatron run training steps with partners, while the pipeline of the context has a partner."""
 
     def __init__(self, context: AMPipeContext, args: argparse.Namespace) -> None:
         self._context, self._args = context, args
@@ -43,7 +43,7 @@ class PartneredSteps(Hook):
         self._models = models
 
     def before_step(self) -> None:
-        """Switch Megatron's overlap on, which its models are built without."""
+        """Switch on Megatron's overlap, without which its models are built."""
         partner = self._context.pipeline.partner
         if partner is None:
             return
@@ -73,7 +73,7 @@ class PartneredSteps(Hook):
             rule = "forward_step of this script gives no packed_seq_params, so documents would mix"
             remedy = "Start the run with -m megatron_ampipe.pretrain_gpt, or leave it out."
             raise SETTING["partner"].refuse("on", rule, remedy)
-        # Megatron may run a step again, to see whether its result is the same.
+        # Modulo, because Megatron may repeat a step to compare its results.
         pipeline = self._pipelines[self._num_plans % len(self._pipelines)]
         self._num_plans += 1
         return MicroBatch(self._context, model, pipeline, functools.partial(model, *args, **kwargs))
@@ -83,12 +83,12 @@ def partners_of(num_microbatches: int, num_models: int, group_size: int) -> list
     """For each forward pass of a step on this rank, whether it and its backward pass have a partner.
 
     Args:
-        num_microbatches: Of the step.
-        num_models: Virtual pipeline stages of this rank.
-        group_size: Consecutive micro-batches of one virtual stage.
+        num_microbatches: Number of micro-batches of the step.
+        num_models: Number of virtual pipeline stages of this rank.
+        group_size: Number of consecutive micro-batches of a virtual stage.
     """
     table = get_schedule_table(num_microbatches, num_models, group_size)
-    # One before the first backward pass, so that it has a partner.
+    # One forward pass comes before the first backward pass, which then has a partner.
     num_alone = 1
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         _, _, num_alone, _ = get_pp_rank_microbatches(
@@ -104,7 +104,7 @@ def partners_of(num_microbatches: int, num_models: int, group_size: int) -> list
 
 
 class MicroBatch(AbstractSchedulePlan):
-    """One micro-batch through a model, which Megatron's loops run next to the backward pass of another."""
+    """The schedule plan of a micro-batch: Megatron's loops run it together with the backward of another."""
 
     def __init__(
         self, context: AMPipeContext, model: Any, pipeline: Pipeline, call: Callable[[], Tensor]
@@ -127,29 +127,29 @@ class MicroBatch(AbstractSchedulePlan):
         post_backward: Callable[[Tensor | None, int | None], Any] | None = None,
     ) -> Tensor | None:
         """See ``TransformerModelChunkSchedulePlan.run``. Returns the output of the forward pass."""
-        ahead, behind = f_schedule_plan, b_schedule_plan
-        if ahead is not None and pre_forward is not None:
-            pre_forward(ahead.vp_stage)
-        if behind is not None and pre_backward is not None:
-            pre_backward(behind.vp_stage)
+        new, old = f_schedule_plan, b_schedule_plan
+        if new is not None and pre_forward is not None:
+            pre_forward(new.vp_stage)
+        if old is not None and pre_backward is not None:
+            pre_backward(old.vp_stage)
         output = None
-        if ahead is None:
-            behind.backward(b_grad)
-        elif behind is None:
-            output = ahead.forward()
+        if new is None:
+            old.backward(b_grad)
+        elif old is None:
+            output = new.forward()
         else:
-            output = ahead._context.partners.run(ahead.forward, functools.partial(behind.backward, b_grad))
-        if ahead is not None and post_forward is not None:
-            post_forward(output, ahead.vp_stage)
-        if behind is not None and post_backward is not None:
-            post_backward(None if behind._input is None else behind._input.grad, behind.vp_stage)
-        if ahead is not None:
-            # Megatron computes the loss when this has happened.
-            ahead.event.record()
+            output = new._context.partners.run(new.forward, functools.partial(old.backward, b_grad))
+        if new is not None and post_forward is not None:
+            post_forward(output, new.vp_stage)
+        if old is not None and post_backward is not None:
+            post_backward(None if old._input is None else old._input.grad, old.vp_stage)
+        if new is not None:
+            # Megatron waits for this event before it computes the loss.
+            new.event.record()
         return output
 
     def forward(self) -> Tensor:
-        """The forward pass; blocks run as the partners of this micro-batch want it."""
+        """Run the forward pass, with the pipeline of a micro-batch that has these partners."""
         context, usual = self._context, self._context.pipeline
         context.pipeline = self._pipeline
         try:
@@ -159,8 +159,8 @@ class MicroBatch(AbstractSchedulePlan):
         return self._output
 
     def backward(self, gradient: Tensor) -> None:
-        """The backward pass, from the gradient of the output."""
-        # As Megatron: torch.autograd.backward would compare shapes with an output that was sent and emptied.
+        """Run the backward pass, from the gradient of the output."""
+        # As in Megatron: torch.autograd.backward would check the shape of an output that was sent and freed.
         Variable._execution_engine.run_backward(
             tensors=(self._output,),
             grad_tensors=(gradient,),

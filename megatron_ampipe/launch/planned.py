@@ -1,8 +1,8 @@
-"""Makes a pipeline from arguments and a cluster file, from a plan file, or from a budget of memory; and what
-Megatron's arguments say of blocks and their layout.
+"""Creates a pipeline from arguments and a cluster file, a plan file, or a memory budget; derives blocks and
+their layout from Megatron's arguments.
 
-Layers and runtime do not know ``plan``: they receive a ``schedule.Pipeline``. All is decided from sizes and
-files before any layer is built, identically on all ranks.
+Layers and runtime do not depend on ``plan``: they receive a ``schedule.Pipeline``. All is decided from sizes
+and files before any layer is built, identically on all ranks.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def planner_of(
     memory: str = KEEP,
     exchanges: Sequence[Exchange] = (Exchange.ROWS,),
 ) -> Planner:
-    """A planner for input shapes. Deterministic: ranks that read the same file make the same plan.
+    """A planner for input shapes. Deterministic: ranks that read the same file get the same plan.
 
-    ``stack`` and ``memory`` are as in ``Pipeline``; ``exchanges`` are compared.
+    ``stack`` and ``memory`` are as in ``Pipeline``; all ``exchanges`` are compared.
 
     Raises:
-        BadInput: the file is wrong, or does not contain a figure that this model needs.
+        BadInput: the file is wrong, or lacks a figure that this model needs.
     """
     cluster = read_cluster(find_cluster(cluster_file, flag="--ampipe-cluster"))
     block, layers = block_of_args(args), layers_of(_model_of_args(args))
@@ -68,9 +68,9 @@ def planner_of(
     def plan(shape: Shape) -> Choice:
         rows, batch = shape
         length = rows * block.tensor * block.context
-        of_shape = replace(block, sequence_length=length, batch=batch)
+        shaped = replace(block, sequence_length=length, batch=batch)
         predictor = Predictor(
-            of_shape, cluster, num_layers=layers.num_layers, dense=layers.dense, memory=memory
+            shaped, cluster, num_layers=layers.num_layers, dense=layers.dense, memory=memory
         )
         planned = make_plan(predictor, stack=stack, exchanges=exchanges, with_partner=with_partner(args))
         reason = f"planned from {cluster_file}: {planned.reason}"
@@ -81,22 +81,22 @@ def planner_of(
 
 
 def waits_for_stage(arguments: Any) -> bool:
-    """Whether no pass has a partner: a stage without virtual ones waits for the next before it goes back."""
+    """Whether passes have no partner: without virtual stages, a backward pass waits for the next stage."""
     stages = arguments.pipeline_model_parallel_size or 1
     return stages > 1 and arguments.virtual_pipeline_model_parallel_size is None
 
 
 def with_partner(args: argparse.Namespace) -> float:
-    """Which share of a step's passes Megatron's loops can run with one of another micro-batch."""
+    """The share of a step's passes that Megatron's loops can run together with another micro-batch's pass."""
     if not args.ampipe_partner or waits_for_stage(args):
         return 0.0
-    # In a pipeline those of the warm-up, and as many at the end, run alone.
+    # With pipeline parallelism, the warm-up passes, and as many at the end, run alone.
     alone = 1 if args.pipeline_model_parallel_size == 1 else in_flight(args)
     return max(0.0, 1 - alone / _passes_of_step(args))
 
 
 def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choice:
-    """The pipeline of a plan, with notes on differences between this run and what the plan was made for.
+    """The pipeline of a plan, with notes on differences between this run and the run that it was made for.
 
     Raises:
         BadInput: the plan was made for other blocks, or its order or chunks do not fit this model's blocks.
@@ -115,7 +115,7 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
             notes += (f"the plan was made for {', '.join(other)}; its predictions may be wrong",)
     pipeline = plan.pipeline_of(rows_of_rank(args))
     try:
-        # If layers share the order, two show whether it can be repeated.
+        # If layers share the order, check it with two, which shows whether it can be repeated.
         features = [features_of_args(args, pipeline)] * (2 if _shares_schedule(args, pipeline) else 1)
         pipeline.schedule_of(features)
         chunks = pipeline.chunks(args.seq_length, layout_of_args(args))
@@ -124,7 +124,7 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
         if error.name == "--seq-length":
             raise
         raise setting.refuse(plan_file, f"{not_for}: {error.value} {error.rule}", remedy) from error
-    # What a run measures are passes with partners.
+    # Not comparable with partners: a run then measures joint passes.
     predicted_ms = plan.stages_ms if pipeline.partner is None else None
     return Choice(pipeline, f"read from {plan_file}: {plan.reason}", predicted_ms, notes)
 
@@ -135,7 +135,7 @@ def _shares_schedule(args: argparse.Namespace, pipeline: Pipeline) -> bool:
 
 
 def plan_of_choice(args: argparse.Namespace, choice: Choice) -> Plan:
-    """What ``--ampipe-degree auto`` chose for the shape of input that the flags give, as a plan."""
+    """The choice of ``--ampipe-degree auto`` for the input shape of the flags, as a plan."""
     pipeline = choice.pipeline
     schedule = pipeline.order or pipeline.schedule_of([features_of_args(args, pipeline)])
     forward_ms, backward_ms = choice.predicted_ms or (None, None)
@@ -154,7 +154,7 @@ def plan_of_choice(args: argparse.Namespace, choice: Choice) -> Plan:
 
 
 def made_for_of_args(args: argparse.Namespace) -> MadeFor:
-    """The record of this run's block and machines, to compare with that of a plan."""
+    """The record of this run's block and machines, to compare with the record of a plan."""
     return made_for(
         replace(block_of_args(args), condense=args.ampipe_condense),
         cluster=f"the machines of a run with {args.world_size} ranks",
@@ -163,7 +163,7 @@ def made_for_of_args(args: argparse.Namespace) -> MadeFor:
 
 
 def setting_of_plan(arguments: Any) -> tuple[Setting, str]:
-    """The flag that names the plan of a run, and what to do if the plan does not fit the run."""
+    """The flag that names the plan of a run, and the remedy if the plan does not fit."""
     if arguments.ampipe_save_plan is not None:
         return SETTING["save_plan"], "Remove the file, or give another name, to choose again."
     return SETTING["plan"], "Make one with ampipe plan from a model file with this run's flags."
@@ -178,12 +178,12 @@ def layout_of_args(arguments: Any) -> SequenceLayout:
 
 
 def packs_documents(arguments: Any) -> bool:
-    """Whether sequences are packed from documents, which do not attend to one another."""
+    """Whether sequences are packed from documents that do not attend to each other."""
     return bool(arguments.sft or getattr(arguments, "dataloader_inter_document_masking", False))
 
 
 def captured_modules(arguments: Any) -> tuple[str, ...]:
-    """Megatron's names of what its flags have captured as CUDA graphs, layer by layer; empty without any."""
+    """The modules that Megatron's flags ask to capture as CUDA graphs; empty without CUDA graphs."""
     if getattr(arguments, "cuda_graph_impl", None) not in ("local", "transformer_engine"):
         return ()
     flags = ("cuda_graph_modules", "cuda_graph_scope_deprecated", "cuda_graph_scope")
@@ -193,48 +193,48 @@ def captured_modules(arguments: Any) -> tuple[str, ...]:
 
 
 def rows_of_rank(args: argparse.Namespace) -> int:
-    """Rows of the residual stream that a rank holds."""
+    """Number of rows of the residual stream on a rank."""
     layout = layout_of_args(args)
     rows: int = args.seq_length // (layout.tensor_ranks * layout.context_ranks)
     return rows
 
 
 def exchanges_of(arguments: Any) -> tuple[Exchange, ...]:
-    """What the layers can choose from, by Megatron's arguments."""
+    """The exchanges that layers with Megatron's arguments can choose from."""
     num_experts = getattr(arguments, "num_experts", None) or 1
     return useful_exchanges(arguments, num_experts, ranks_per_node(arguments))
 
 
 def ranks_per_node(arguments: Any) -> int | None:
-    """Ranks of a node: as the flag says, else the launcher, such as torchrun; None if neither does."""
+    """Ranks per node, from the flag, else from the launcher, such as torchrun; None if unknown."""
     given: int | None = getattr(arguments, "ampipe_ranks_per_node", None)
-    of_launcher = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return given if given is not None or not of_launcher.isdecimal() else int(of_launcher)
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return given if given is not None or not local_ranks.isdecimal() else int(local_ranks)
 
 
 def features_of_args(args: argparse.Namespace, pipeline: Pipeline) -> BlockFeatures:
-    """The features of the blocks in training."""
+    """The features of the blocks in a training pass."""
     own = replace(settings_of(args), ranks_per_node=ranks_per_node(args))
     shares, local = _shares_schedule(args, pipeline), args.transformer_impl == "local"
     return pipeline.trained(features_of_settings(args, own, shares_schedule=shares, local=local))
 
 
 def layers_split_weights(args: argparse.Namespace) -> bool:
-    """Whether the layers of a run can compute gradients of weights apart, with what is installed."""
+    """Whether the layers of a run can compute weight gradients separately, with the installed packages."""
     return splits_weights(args) and (args.transformer_impl == "local" or delays_weight_gradients())
 
 
 def block_of_args(args: argparse.Namespace) -> Block:
-    """The block of Megatron's arguments."""
+    """The block that Megatron's arguments describe."""
     block, _ = block_of(_model_of_args(args), None, ranks=args.world_size)
-    # The layers go by the nodes of the run, whatever machines the figures are of.
+    # Layers use the nodes of this run, even if the figures are of other machines.
     block = replace(
         block,
         ranks_per_node=ranks_per_node(args),
         splits_weights=block.splits_weights and layers_split_weights(args),
     )
     if not args.bf16 and not args.fp16:
-        # A model file has no key for fp32: without a precision, it means that of the cluster.
+        # A model file has no key for fp32: without a precision, it means the precision of the cluster.
         block = replace(block, dtype="fp32")
     return block
 
@@ -250,11 +250,11 @@ def _model_of_args(args: argparse.Namespace) -> ModelFile:
         # Megatron treats a negative factor as none.
         del values["moe-expert-capacity-factor"]
     if getattr(args, "ampipe_recomputes", False):
-        # Set aside: the layers recompute in place of Megatron.
+        # ``take_over_recompute`` has removed it: the layers recompute in place of Megatron.
         values["recompute-granularity"] = "full"
     stages = stages_of(args)
     if stages is not None and not runs_of(stages):
-        # Plans are made for no other layers.
+        # Plans cover only pairs of attention and MoE layers.
         del values["hybrid-layer-pattern"]
     values |= {"fp8-format": getattr(args, "fp8", None), "fp8-recipe": fp8_recipe(args)}
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion
@@ -269,21 +269,21 @@ def choose_memory(
     *,
     automatic: bool = False,
 ) -> Choice:
-    """The pipeline with the fastest combination of strategies whose predicted peak fits.
+    """The pipeline with the fastest combination of strategies whose predicted peak memory fits.
 
-    Counted are the activations of the layers of a pipeline stage, of all micro-batches that wait for their
-    backward; not the embedding and the logits, weights, gradients and the optimizer.
+    The peak counts the activations of the layers of a pipeline stage, for all micro-batches that wait for
+    their backward. It does not count embedding, logits, weights, gradients and optimizer.
 
-    ``automatic`` means that the degree is chosen later: two chunks are assumed, which keep the same.
+    ``automatic`` means that the degree is chosen later: two chunks with the same strategy are assumed.
 
     Raises:
-        BadInput: none fits, or the budget is no size, or the cluster file is wrong.
+        BadInput: no strategy fits, the budget is not a size, or the cluster file is wrong.
     """
     limit = parse_size(budget)
     block, layers = block_of_args(args), layers_of(_model_of_args(args))
     block = replace(block, exchange=pipeline.exchange)
     num_layers, passes, given = layers.num_layers, in_flight(args), pipeline
-    # Of a pass with a partner, a layer is kept ahead before the backward pass has released one.
+    # With a partner, the forward pass saves a layer before the backward pass has released one.
     ahead = pipeline.partner is not None or bool(automatic and args.ampipe_partner)
     if automatic:
         pipeline = replace(pipeline, degree=2, backward_degree=2)
@@ -333,7 +333,7 @@ def choose_memory(
 
 
 def in_flight(args: argparse.Namespace) -> int:
-    """How many micro-batches' passes through a (virtual) pipeline stage wait for their backward at most."""
+    """The largest number of forward passes of a (virtual) pipeline stage that wait for their backward."""
     stages = args.pipeline_model_parallel_size
     virtual = args.virtual_pipeline_model_parallel_size or 1
     waiting = waiting_passes(stages, virtual) + bool(virtual > 1 and args.ampipe_partner)
@@ -341,6 +341,6 @@ def in_flight(args: argparse.Namespace) -> int:
 
 
 def _passes_of_step(args: argparse.Namespace) -> int:
-    """Forward passes of a rank through its (virtual) pipeline stages in a training step."""
+    """Number of forward passes of a rank through its (virtual) pipeline stages in a training step."""
     microbatches: int = -(-args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
     return microbatches * (args.virtual_pipeline_model_parallel_size or 1)

@@ -1,7 +1,7 @@
 """Pretraining of GPT and hybrid models through Megatron's ``pretrain``: from a command line to an exit code.
 
-Every flag of Megatron's GPT pretraining means here what it means there, or is refused; AMPipe adds its own
-group. What one training step does is in :mod:`.gpt`, where models get their layers in :mod:`.script`.
+Every flag of Megatron's GPT pretraining has the same meaning here, or is refused; AMPipe adds its own group.
+The training step is in :mod:`.gpt`; models get their layers in :mod:`.script`.
 """
 
 import sys
@@ -17,11 +17,11 @@ from megatron_ampipe.launch.script import TrainingSession, wrap_steps
 
 PROGRAM_NAME = "pretrain_gpt"
 TOKENIZER_DEFAULT = {"tokenizer_type": "GPT2BPETokenizer"}
-"""What Megatron's own script defaults to."""
+"""The default of Megatron's own script."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train from a command line, that of the process when None, and return the exit code."""
+    """Train from a command line (by default that of the process), and return the exit code."""
     start_time_s = time.time()
     session = TrainingSession(sys.argv[1:] if arguments is None else arguments)
 
@@ -51,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare_training(session: TrainingSession) -> Any:
-    """Parse, check and build the configuration of a run; no process group exists yet.
+    """Parse, check and build the configuration of a run, before any process group exists.
 
     Raises :class:`BadInput` if AMPipe refuses the arguments, :class:`EnvironmentMissing` if this Megatron
-    builds no model from a configuration.
+    cannot build a model from a configuration.
     """
     words = session.prepare_platform()
     compat.require_model_from_configuration()
@@ -74,7 +74,7 @@ def prepare_training(session: TrainingSession) -> Any:
 
 
 def check_launch(words: Sequence[str]) -> None:
-    """Check a resolved command line for ``WORLD_SIZE`` ranks as a launch does, or raise :class:`BadInput`."""
+    """Check a resolved command line for ``WORLD_SIZE`` ranks as a launch does; raises :class:`BadInput`."""
     from megatron.training.arguments import parse_args, validate_args
 
     session = TrainingSession(words)

@@ -1,14 +1,14 @@
-"""Switches AMPipe on from Python, for runs that are started without a command line of Megatron's.
+"""Switches AMPipe on from Python, for runs that are not started by Megatron's command line.
 
     from megatron_ampipe.launch.recipes import switch_on, switch_on_models
 
     switch_on(recipe, degree=4)      a recipe of Megatron-Bridge, before its training
     switch_on_models(degree=4)       all models that this process builds from here on
 
-The first is for recipes (``ConfigContainer``), model providers, and Megatron's own configurations of models:
-their layer specification is replaced by a function that pipelines what it makes. The second is for programs
-that build models in their own ways (verl, ms-swift, slime): it changes the specification that constructors of
-Megatron's models are given. Tables, traces and an automatic degree need a launch with flags.
+The first is for recipes (``ConfigContainer``), model providers, and Megatron's own model configurations: it
+replaces their layer specification by a function that pipelines the layers. The second is for programs that
+build models in their own ways (verl, ms-swift, slime): it changes the specification that is passed to the
+constructors of Megatron's models. Tables, traces and an automatic degree need a launch with flags.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from megatron_ampipe.layers.context import AMPipeContext
 
 GPT, HYBRID = "transformer_layer_spec", "hybrid_stack_spec"
-"""The field of a model's configuration that holds the specification of its layers, or makes it."""
+"""The field of a model's configuration that holds the layer specification, or a function that creates it."""
 
 
 class Options(TypedDict, total=False):
-    """What both functions take, as the flags ``--ampipe-*`` and with their defaults."""
+    """Options of both functions, with the meaning and the defaults of the flags ``--ampipe-*``."""
 
     backward_degree: int | None
     schedule: str
@@ -45,12 +45,12 @@ class Options(TypedDict, total=False):
 
 
 def switch_on(recipe: Any, *, degree: int, **options: Unpack[Options]) -> None:
-    """Have the MoE layers of a recipe's model built as pipelined ones. Call it last, before the training.
+    """Pipeline the MoE layers of a recipe's model. Call it after all other changes, before training.
 
-    The layer specification of ``recipe``, which has a field ``model`` or is a model's configuration, is
-    changed, and other overlaps of MoE communication are switched off; at degree 1 nothing is. Raises
-    :class:`BadInput` if the options are wrong, or AMPipe does not support the recipe, and
-    :class:`EnvironmentMissing` for a torch or a Megatron that is too old.
+    ``recipe`` has a field ``model``, or is a model's configuration. Its layer specification is changed, and
+    other overlaps of MoE communication are switched off; at degree 1 nothing is changed. Raises
+    :class:`BadInput` if the options are wrong or AMPipe does not support the recipe, and
+    :class:`EnvironmentMissing` if torch or Megatron is too old.
     """
     compat.require_peers()
     model = getattr(recipe, "model", recipe)
@@ -64,7 +64,7 @@ def switch_on(recipe: Any, *, degree: int, **options: Unpack[Options]) -> None:
     if rule is not None:
         remedy = "Give a recipe of a GPT or hybrid model, or its field model, once."
         raise BadInput("recipe", type(model).__name__, rule=rule, remedy=remedy)
-    # Plain values, which a recipe can be saved with.
+    # Plain values, so that the recipe can still be saved.
     settings: dict[str, Any] = {"degree": degree, **options}
     config = _config(**settings)
     if not config.pipelined:
@@ -73,21 +73,21 @@ def switch_on(recipe: Any, *, degree: int, **options: Unpack[Options]) -> None:
     refuse_unsupported(config, arguments)
     switch_off_overlaps(model)
     if getattr(arguments, "use_megatron_fsdp", False):
-        # As in a launch: it gathers parameters by layers, and has fused products overwrite gradients.
+        # As in a launch: FSDP gathers parameters by layer, and makes fused products overwrite gradients.
         settings["stack"], model.gradient_accumulation_fusion = 1, False
     connections.set_default()
     layers = functools.partial(pipelined_layers, name=name, given=given, settings=settings)
-    # Megatron's own configuration of a hybrid model holds a specification only.
+    # Megatron's own configuration of a hybrid model can only hold a specification.
     is_of_megatron = type(model).__module__.startswith("megatron.training.")
     setattr(model, name, layers(model) if name == HYBRID and is_of_megatron else layers)
 
 
 def switch_on_models(*, degree: int, **options: Unpack[Options]) -> None:
-    """Have every GPT and hybrid model that this process builds from now on pipelined. Call it once.
+    """Pipeline every GPT and hybrid model that this process builds from now on. Call it once.
 
-    Models without MoE layers stay as they are. For each model, rank 0 prints which of the two it is. Raises
-    :class:`BadInput` if the options are wrong or AMPipe is switched on already, and when a model is built
-    that it does not support; :class:`EnvironmentMissing` for a torch or a Megatron that is too old.
+    Models without MoE layers do not change. For each model, rank 0 prints whether it is pipelined. Raises
+    :class:`BadInput` if the options are wrong, if AMPipe is switched on already, and later if a model is
+    not supported; :class:`EnvironmentMissing` if torch or Megatron is too old.
     """
     compat.require_peers()
     import torch
@@ -112,7 +112,7 @@ def switch_on_models(*, degree: int, **options: Unpack[Options]) -> None:
 
 
 def _constructor(construct: Callable[..., None], config: AMPipeConfig, *, name: str) -> Callable[..., None]:
-    """The constructor of a model, with pipelined layers in its argument ``name``."""
+    """Wrap the constructor of a model to pipeline the layers in its argument ``name``."""
     from megatron_ampipe.launch.auto import print_on_first_rank
 
     signature = inspect.signature(construct)
@@ -140,7 +140,7 @@ def _constructor(construct: Callable[..., None], config: AMPipeConfig, *, name: 
 
 
 def _check_patches_of_mcore_bridge(transformer: Any, context: AMPipeContext) -> None:
-    """Refuse what the models of ms-swift change in Megatron's layers, and pipelined layers would not do."""
+    """Refuse changes of ms-swift's models to Megatron's layers that pipelined layers would not do."""
     from megatron_ampipe.layers.context import DocumentReader
 
     if getattr(transformer, "mlp_padding_free", False):
@@ -156,10 +156,10 @@ def _check_patches_of_mcore_bridge(transformer: Any, context: AMPipeContext) -> 
 def pipelined_layers(
     model: Any, vp_stage: int | None = None, *, name: str, given: Any, settings: Mapping[str, Any]
 ) -> Any:
-    """The specification that a model's configuration stands for, pipelined as :func:`switch_on` says.
+    """The layer specification of a model's configuration, pipelined with the options of :func:`switch_on`.
 
     ``given`` is the value of its field ``name``, :data:`GPT` or :data:`HYBRID`: a specification, a function
-    of the configuration and of the stage, if it takes them, or None for Megatron's own choice.
+    that may take the configuration and the stage, or None for Megatron's own choice.
     """
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -167,7 +167,7 @@ def pipelined_layers(
         from megatron.training.models.gpt import default_layer_spec as given
     elif given is None:
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as given
-    # A specification can be called too: that builds the layer.
+    # A ModuleSpec is callable too, but that would build the layer.
     if callable(given) and not isinstance(given, ModuleSpec):
         parameters = inspect.signature(given).parameters
         stage = {"vp_stage": vp_stage} if "vp_stage" in parameters else {}
@@ -177,7 +177,7 @@ def pipelined_layers(
 
 
 def _pipelined(name: str, spec: Any, transformer: Any, config: AMPipeConfig, *, vp_stage: int | None) -> Any:
-    """A specification that a model is built from, with pipelined layers; ``transformer`` configures them."""
+    """The specification with pipelined layers; ``transformer`` is the configuration of the layers."""
     if name == HYBRID:
         from megatron_ampipe.layers.hybrid import pipelined_stack
 
@@ -187,7 +187,7 @@ def _pipelined(name: str, spec: Any, transformer: Any, config: AMPipeConfig, *, 
     from megatron_ampipe.layers.layer import pipelined
 
     if config.pipeline.stack != 1:
-        # One specification for all layers does not say which follow each other; Megatron's list does.
+        # One specification for all layers does not give their order; Megatron's list does.
         spec = _get_block_submodules(transformer, spec, vp_stage)
     return pipelined(spec, _context(config))
 
@@ -206,7 +206,7 @@ def _config(
 
 @functools.cache
 def _context(config: AMPipeConfig) -> AMPipeContext:
-    """One for all models of the process, as in a launch: it has the threads or streams of the lanes."""
+    """The context of all models of the process, as in a launch: it owns the threads or streams of lanes."""
     from megatron_ampipe.layers.context import AMPipeContext
     from megatron_ampipe.runtime.recorder import Recorder
 
@@ -214,9 +214,9 @@ def _context(config: AMPipeConfig) -> AMPipeContext:
 
 
 class Arguments:
-    """A recipe seen as Megatron's arguments, for the table of refusals.
+    """Presents a recipe as Megatron's arguments, for the table of refusals.
 
-    The fields of a model's configuration are named like them with few exceptions.
+    With few exceptions, fields of a model's configuration have the names of the arguments.
     """
 
     def __init__(self, recipe: Any, model: Any, *, capacity_scope: str) -> None:

@@ -1,15 +1,14 @@
-"""What a run records: the trace of each rank, metrics at every ``--log-interval``, and who goes where.
+"""Records a run: the trace of each rank, metrics at every ``--log-interval``, and the routing of tokens.
 
-Metrics go to Megatron's log, TensorBoard and Weights & Biases. They are those of the rank that writes, the
-last one, as for Megatron's metrics; no collective is issued for them. Its recorder is enabled in logged
-iterations only, for a trace in all of them. What is recorded runs without CUDA graphs, so with these there
-are no metrics: a run that logs every iteration would never use them. On CUDA it has recorded events; when
-they are read, Megatron has already read the losses of the same iteration, so the host does not wait for the
-device.
+Metrics go to Megatron's log, TensorBoard and Weights & Biases. As with Megatron's metrics, the last rank
+writes its own; no collective is issued for them. Its recorder is enabled only in logged iterations, or in all
+iterations for a trace. Recorded iterations run without CUDA graphs, so there are no metrics with CUDA graphs:
+a run that logs every iteration would never use the graphs. On CUDA, times are events. They are read after
+Megatron has read the losses of the same iteration, so the host does not wait for the device.
 
-With ``--ampipe-routing-dir``, the routing of one micro-batch becomes a file, every Nth iteration. Forward
-hooks on the routers of a model, pipelined or not, see who goes where. The counts go to one rank. Which rows
-are similar is asked of a few: comparing all takes longer than a training step of a small model.
+With ``--ampipe-routing-dir``, the routing of one micro-batch is written to a file, every Nth iteration.
+Forward hooks on the routers of a model, pipelined or not, count the tokens, and one rank collects the counts.
+Only a few rows are compared for similarity: comparing all takes longer than a training step of a small model.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from megatron_ampipe.schedule.pipeline import AMPipeConfig
 # R rows of a chunk, B sequences of a micro-batch, E experts, D hidden size, P ranks of the group.
 
 Metric = tuple[str, float, int]
-"""Its name in the log, its value, and the digits that the log shows."""
+"""The name in the log, the value, and the number of digits in the log."""
 
 
 def has_expert_communication(args: argparse.Namespace) -> bool:
@@ -78,7 +77,7 @@ class Recording(Hook):
             model.register_forward_pre_hook(lambda model, _: self.before_forward(model))
 
     def before_forward(self, model: Any) -> None:
-        """Set the recorder's iteration, or pause it; in evaluation too."""
+        """Set the recorder's iteration, or pause the recorder; also in evaluation."""
         # With --skip-train, args has no count of iterations. Megatron counts from 0 here, from 1 in its log.
         if model.training and (self._folder or self._is_logged(self._args.curr_iteration + 1)):
             self._context.recorder.start_iteration(self._args.curr_iteration + 1)
@@ -104,13 +103,13 @@ class Recording(Hook):
         print_rank_last(f" ampipe at iteration {iteration:8d} | {text} |")
 
     def _metrics(self, iteration: int) -> list[Metric]:
-        """The metrics of an iteration, with the predictions of a plan; none without a pipelined layer."""
+        """The metrics of an iteration, with a plan's predictions; none if no pipelined layer has run."""
         context = self._context
         timeline = context.recorder.timeline(rank=self._args.rank, labels={}, iteration=iteration)
         if not timeline.spans:
             return []
         metrics: list[Metric] = [("degree", context.pipeline.degree, 0)]
-        # Copies within a rank are no communication.
+        # Copies within a rank do not count as communication.
         if has_expert_communication(self._args):
             metrics.append(("hidden share", timeline.hidden_share, 3))
             exposed_us = timeline.communication_us - timeline.hidden_us
@@ -127,7 +126,7 @@ class Recording(Hook):
         return metrics
 
     def at_end(self) -> None:
-        """Write this rank's trace, if there is one: what was recorded before a failure is worth seeing."""
+        """Write this rank's trace, if there is one, also after a failure."""
         if self._folder is not None:
             # The process group may have been destroyed already.
             rank = int(os.environ.get("RANK", "0"))
@@ -139,8 +138,8 @@ class Recording(Hook):
 class RoutingRecording(Hook):
     """Records the first micro-batch of every Nth training step.
 
-    In each turn a rank compares the rows of one expert in one of its layers: layers take turns, then experts.
-    There is no context at degree 1.
+    Each time, a rank compares the rows of one expert in one of its layers: in turn all layers, then the next
+    expert. There is no context at degree 1.
     """
 
     def __init__(self, args: argparse.Namespace, config: AMPipeConfig, context: AMPipeContext | None) -> None:
@@ -159,7 +158,7 @@ class RoutingRecording(Hook):
         return iteration
 
     def models_built(self, models: list[Any]) -> None:
-        """Find the routers, but for those of multi-token prediction."""
+        """Collect the routers, except those of multi-token prediction."""
         self._routers = [
             module
             for model in models
@@ -169,7 +168,7 @@ class RoutingRecording(Hook):
 
     def before_step(self) -> None:
         """Count, in every Nth step."""
-        # Only this group is asked in the end.
+        # Only the first expert-data-parallel rank contributes.
         if self._iteration % self._interval or parallel_state.get_expert_data_parallel_rank() > 0:
             return
         turn = self._iteration // self._interval - 1
@@ -180,12 +179,12 @@ class RoutingRecording(Hook):
                 rank = parallel_state.get_expert_tensor_and_model_parallel_group().rank()
                 pick = turn // len(self._routers) + rank
             see = functools.partial(self._see, pick)
-            # Other hooks of a router are called once for all chunks; this form sees each.
+            # ``with_kwargs``: other hooks of a router are called once for all chunks, this form for each.
             self._handles.append(router.register_forward_hook(see, with_kwargs=True))
 
     def _see(self, pick: int | None, router: Any, inputs: Any, options: dict[str, Any], outputs: Any) -> None:
         place = router.layer_number, options.get("chunk", 0)
-        # Later micro-batches, and a second run of the first one for its recompute, are not counted.
+        # Later micro-batches, and the recompute of the first one, are not counted.
         if router.training and place not in self._seen:
             with torch.no_grad():
                 hidden = inputs[0]
@@ -193,7 +192,7 @@ class RoutingRecording(Hook):
                 self._seen[place] = chosen, compared_rows(hidden, chosen, self._thresholds, pick=pick)
 
     def after_step(self) -> None:
-        """Join what all ranks have counted, and write it on the first rank."""
+        """Gather the counts of all ranks, and write them on rank 0."""
         if self._iteration % self._interval:
             return
         for handle in self._handles:
@@ -207,8 +206,9 @@ class RoutingRecording(Hook):
             return
         num_chunks = 1 if self._context is None else self._context.pipeline.num_chunks
         tokens, parts = (), collections.defaultdict(list)
-        for _, lengths, part in sorted((one for each in gathered for one in each), key=lambda one: one[0]):
-            # A layer that Megatron runs sees no chunks.
+        entries = sorted((entry for counts in gathered for entry in counts), key=lambda entry: entry[0])
+        for _, lengths, part in entries:
+            # A layer that Megatron runs has no chunks.
             if len(lengths) == num_chunks:
                 tokens = lengths
                 parts[part.layer].append(part)
@@ -227,12 +227,12 @@ class RoutingRecording(Hook):
                 layers=tuple(_joined(parts[layer]) for layer in sorted(parts)),
             ).write(self._folder)
         except RunFailed as error:
-            # Training is worth more than its statistics.
+            # Do not end the training for its statistics.
             print_on_first_rank(f"the routing of iteration {self._iteration} was not recorded: {error}")
 
     def _counted(self, layer: int) -> tuple[tuple[int, ...], LayerRouting]:
-        """The tokens of each chunk that this rank has seen of a layer, and their routing."""
-        chosen, rows = zip(*(self._seen[at] for at in sorted(self._seen) if at[0] == layer), strict=True)
+        """The number of tokens in each chunk of a layer on this rank, and their routing."""
+        chosen, rows = zip(*(self._seen[key] for key in sorted(self._seen) if key[0] == layer), strict=True)
         whole = torch.cat(chosen)
         compared, *left = sum(rows).tolist()
         routing = LayerRouting(
@@ -249,14 +249,14 @@ class RoutingRecording(Hook):
 
 
 def _joined(parts: Sequence[LayerRouting]) -> LayerRouting:
-    """The routing of one layer, of what the ranks have seen of it, in their order."""
+    """The routing of one layer, joined from the parts of all ranks in rank order."""
     first = parts[0]
     return LayerRouting(
         layer=first.layer,
         counts=sum((part.counts for part in parts), ()),
         arrivals={places: sum((part.arrivals[places] for part in parts), ()) for places in first.arrivals},
         rows_compared=sum(part.rows_compared for part in parts),
-        rows_left={one: sum(part.rows_left[one] for part in parts) for one in first.rows_left},
+        rows_left={cosine: sum(part.rows_left[cosine] for part in parts) for cosine in first.rows_left},
     )
 
 
@@ -265,10 +265,10 @@ def _tuples(nested: Any) -> Any:
 
 
 def compared_rows(hidden: Tensor, chosen: Tensor, thresholds: Sequence[float], *, pick: int | None) -> Tensor:
-    """Rows of one expert, and how many a :class:`Condenser` would send at each threshold, a cosine.
+    """Number of rows of one expert, and how many of them a :class:`Condenser` would send at each threshold.
 
-    From the tokens of a chunk ``[R, B, D]`` and their experts ``[R, B, E]`` bool to ``[1 + thresholds]``
-    int64. ``pick`` is one of the experts that have tokens, modulo their number; None compares nothing.
+    Takes the tokens of a chunk ``[R, B, D]`` and their experts ``[R, B, E]`` bool; returns
+    ``[1 + thresholds]`` int64. ``pick`` selects one of the experts with tokens; None compares nothing.
     """
     used = [] if pick is None else chosen.flatten(0, 1).any(dim=0).nonzero()[:, 0].tolist()
     if pick is None or not used:

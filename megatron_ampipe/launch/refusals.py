@@ -1,7 +1,7 @@
-"""The table of the combinations of settings that AMPipe does not support. Imports neither torch nor Megatron.
+"""The table of all combinations of settings that AMPipe does not support. Imports neither torch nor Megatron.
 
-A launch checks Megatron's arguments against it before any process group is created. docs/supported.md is
-generated from it. What only a file or a module says is refused where it is read.
+A launch checks Megatron's arguments with it before any process group is created. docs/supported.md is
+generated from it. Problems in files or modules are refused where these are read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_ampipe.launch.planned import (
     setting_of_plan,
     waits_for_stage,
 )
-from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, Pipeline, of_chunks
+from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, Pipeline, chunk_strategies
 from megatron_ampipe.schedule.chunks import require_whole_tiles
 from megatron_ampipe.schedule.features import (
     FP8_TILES,
@@ -38,44 +38,44 @@ from megatron_ampipe.schedule.features import (
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 _DESTS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
-"""Flags that Megatron stores under another name than their own."""
+"""Flags whose argument has another name in Megatron."""
 
 
 class _Arguments:
-    """Parsed arguments, in which absent ones are None: older versions of Megatron have fewer.
+    """Parsed arguments, in which absent ones are None, because older versions of Megatron have fewer.
 
-    What a plan says stands in them as if its flags had been given.
+    The values of a plan replace the flags that they stand for.
     """
 
     def __init__(self, arguments: Any, plan: Pipeline | None = None) -> None:
-        self.all, self.of_plan = arguments, () if plan is None else ("memory", "exchange", "partner")
-        for name in self.of_plan:
+        self.all, self.planned = arguments, () if plan is None else ("memory", "exchange", "partner")
+        for name in self.planned:
             setattr(self, f"ampipe_{name}", getattr(plan, name))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.all, name, None)
 
     def of(self, flag: str) -> Any:
-        """The value of a flag of Megatron's, by its name."""
+        """The value of a flag, by its name."""
         return getattr(self, _DESTS.get(flag, flag[2:].replace("-", "_")))
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One combination of settings that AMPipe does not support, and why, as one clause."""
+    """A combination of settings that AMPipe does not support; ``rule`` says why, in one clause."""
 
     setting: str
     """The flag, as users write it."""
     rule: str
     remedy: str
     when: Callable[[Any], object] | None = None
-    """Of arguments in which it has a value, whether they are refused; or the part of the value that is. None:
-    if the flag is set."""
+    """Called with the arguments if the flag has a value: returns whether they are refused, or the part of the
+    value that is refused. None: refused whenever the flag is set."""
     required: bool = False
-    """Refused only where it is not set."""
+    """Whether it is refused only if the flag is not set."""
 
     def applies(self, args: _Arguments) -> object:
-        """The refused value; None if the combination is supported."""
+        """Return the refused value; None if the combination is supported."""
         value = args.of(self.setting)
         if self.required:
             return None if value else "(not set)"
@@ -104,7 +104,7 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
     elif pipeline.degree > 1 or config.automatic:
         flags, off = f"--ampipe-degree {AUTO if config.automatic else pipeline.degree}", "--ampipe-degree 1"
     else:
-        # AMPipe's layers in one chunk, because of their exchange.
+        # AMPipe's layers are used with one chunk because of the exchange.
         flags, off = f"--ampipe-exchange {pipeline.exchange}", "--ampipe-exchange rows"
     _refuse(REFUSALS, _Arguments(arguments, plan), flags, off)
     tile = rows_of_tile(arguments, getattr(arguments, "micro_batch_size", None) or 1)
@@ -113,7 +113,7 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
 
 
 def refuse_with_token_ids(router: str, arguments: Any) -> None:
-    """:func:`refuse_unsupported` with :data:`TOKEN_ID_REFUSALS`, at any degree; ``router`` is the flag's."""
+    """As :func:`refuse_unsupported`, with :data:`TOKEN_ID_REFUSALS`, at any degree; ``router`` is a name."""
     _refuse(TOKEN_ID_REFUSALS, _Arguments(arguments), f"--ampipe-router {router}", "--ampipe-degree 1")
 
 
@@ -122,15 +122,15 @@ def _refuse(table: tuple[Refusal, ...], args: _Arguments, flags: str, off: str) 
         value = row.applies(args)
         if value is not None:
             remedy = row.remedy.replace("--ampipe-degree 1", off)
-            if row.setting.removeprefix("--ampipe-") in args.of_plan:
+            if row.setting.removeprefix("--ampipe-") in args.planned:
                 _, remedy = setting_of_plan(args.all)
             raise BadInput(row.setting, value, rule=f"with {flags}, {row.rule}", remedy=remedy)
 
 
 def offloads_experts(arguments: Any) -> bool:
-    """Whether ``--ampipe-memory offload`` can take the place of Megatron's fine-grained offloading.
+    """Whether ``--ampipe-memory offload`` can replace Megatron's fine-grained offloading.
 
-    It puts away all that experts keep: more than ``--offload-modules`` may name, with the same result.
+    It offloads all saved activations of experts, maybe more than ``--offload-modules``, with equal results.
     """
     args = _Arguments(arguments)
     return bool(
@@ -154,7 +154,7 @@ def _splits_weights_elsewhere(args: Any) -> bool:
 
 
 def _names_weights(args: Any) -> bool:
-    """Whether the schedule that is named computes gradients of weights in separate stages."""
+    """Whether the named schedule computes weight gradients in separate stages."""
     return args.ampipe_schedule and Pipeline.of(1, schedule=args.ampipe_schedule).splits_weights
 
 
@@ -164,12 +164,14 @@ def _measures_without_training(args: Any) -> bool:
 
 
 def _resends(memory: str | None) -> bool:
-    """Whether tokens of a chunk are sent once more with this ``--ampipe-memory``, or may be."""
-    return memory == AUTO or any("redispatch" in STRATEGIES[name] for name in of_chunks(memory or KEEP))
+    """Whether tokens of a chunk are (or may be) redispatched with this ``--ampipe-memory``."""
+    return memory == AUTO or any(
+        "redispatch" in STRATEGIES[name] for name in chunk_strategies(memory or KEEP)
+    )
 
 
 def _sends_rows(args: Any) -> bool:
-    """Whether the dispatcher sends each row to the ranks that need it, in a collective of AMPipe's."""
+    """Whether the dispatcher is ``alltoall``, whose rows AMPipe sends in its own collectives."""
     return args.moe_token_dispatcher_type in (None, "alltoall")
 
 
@@ -184,7 +186,7 @@ def _recomputes_experts(args: Any) -> bool:
 
 
 def _keeps_other_tensors(args: Any) -> bool:
-    """Whether experts keep other tensors for their backward pass than the inputs of two products."""
+    """Whether experts save other tensors for their backward pass than the inputs of two linear layers."""
     return bool(args.fp8 or args.use_transformer_engine_op_fuser)
 
 
@@ -199,7 +201,7 @@ _NOT_WITH_GRAPHS = (
     "--moe-router-force-load-balancing", "--moe-expert-rank-capacity-factor", "--moe-enable-routing-replay",
     "--reset-attention-mask", "--sft", "--dataloader-inter-document-masking",
 )  # fmt: skip
-"""Flags that forbid graphs with any value that is not one of ``_USUAL``."""
+"""Flags that forbid CUDA graphs, unless their value is one of ``_USUAL``."""
 _USUAL = (None, False, 0, KEEP, Exchange.ROWS)
 
 
@@ -208,7 +210,7 @@ def _captures_too_much(args: Any) -> str | None:
 
 
 def _cannot_capture(args: Any) -> str | None:
-    """``--cuda-graph-impl`` and what forbids it."""
+    """The value of ``--cuda-graph-impl``, with the flag that forbids it; None if graphs can be captured."""
     implementation = args.cuda_graph_impl
     if not captured_modules(args.all):
         return None if implementation in (None, "none") else implementation
@@ -222,8 +224,8 @@ def _cannot_capture(args: Any) -> str | None:
         "--moe-router-load-balancing-type": balances(args),
         "--moe-expert-capacity-factor": has_capacity(args.all),
     }
-    found = next((what for what, is_set in forbidden.items() if is_set), None)
-    return None if found is None else f"{implementation} with {found}"
+    conflict = next((flag for flag, is_set in forbidden.items() if is_set), None)
+    return None if conflict is None else f"{implementation} with {conflict}"
 
 
 _OFF = "Leave it out, or train with --ampipe-degree 1."
@@ -451,7 +453,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--ampipe-router-scope",
         "has no effect: of Megatron's own routing, only sinkhorn can balance each chunk",
         "Leave it out, or choose a router that compares tokens, such as --ampipe-router expert-choice.",
-        # Of a user's class, only the class can tell.
+        # For a user's class, ``find_gate`` checks it.
         lambda args: (
             args.ampipe_router_scope == "chunk"
             and not (args.ampipe_router or "sinkhorn" in (args.moe_router_load_balancing_type or ()))
@@ -516,4 +518,4 @@ TOKEN_ID_REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.mlp_chunks_for_training > 1,
     ),
 )
-"""What cannot be combined with a router that reads the ids of tokens, at any degree."""
+"""Combinations that are refused with a router that reads token ids, at any degree."""

@@ -1,9 +1,9 @@
-"""One launch of training, whatever way it is launched, and the steps of Megatron that it wraps.
+"""A launch of training, for all ways to launch, and the functions of Megatron that it wraps.
 
-All training passes through these steps; at degree 1 they pass on what they are given. A script of a checkout
-runs unedited, as ``__main__``, with its own folder first on the path, as when it is launched by hand; our own
-entry is :mod:`.pretrain`. The two lines of ``ampipe patch`` wrap the same steps in a Megatron-LM tree, where
-nothing replaces a GPU.
+All training passes through these functions; at degree 1 they only forward their arguments. A script of a
+checkout runs unedited, as ``__main__``, with its own folder first on the path, as if launched by hand.
+AMPipe's own entry is :mod:`.pretrain`. The two lines of ``ampipe patch`` wrap the same functions in a
+Megatron-LM tree, without the host platform.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from megatron_ampipe.launch.ending import (
 )
 
 _session: TrainingSession | None = None
-"""That of the run that this process makes; of a patched tree once a step is called."""
+"""The session of this process; in a patched tree, created when a wrapped function is first called."""
 _models: tuple[type, ...] = ()
-"""The wrapped classes of models; none before :func:`wrap_steps`."""
+"""The wrapped model classes; empty before :func:`wrap_steps`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script of a command line, that of the process when None, and return the exit code."""
+    """Run the script of a command line (by default that of the process), and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     script = "".join(words[:1])
     session = TrainingSession(words[1:], script=script)
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not Path(script).is_file():
             remedy = "Name it before all flags: -m megatron_ampipe.launch PATH/pretrain_gpt.py --help"
             raise session.refused_script("is not a script", remedy)
-        # In place of what "python -m" set, as if the script had been named on python's command line.
+        # Replaces the entry of "python -m", as if python had been started with the script.
         sys.path[0] = str(Path(script).resolve().parent)
         sys.argv = [script, *session.prepare_platform()]
         wrap_steps(session)
@@ -68,9 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def wrap_steps(session: TrainingSession | None = None) -> None:
-    """Have the steps of Megatron call a session, wherever Megatron's own modules hold them by name.
+    """Wrap Megatron's functions to call a session, in all of Megatron's modules that hold them by name.
 
-    Before a script imports them. Without ``session``, in a patched tree, one is made when a step is called.
+    Call it before a script imports them. Without ``session`` (in a patched tree), the first call creates one.
     """
     global _session, _models
     _session = session or _session
@@ -79,21 +79,21 @@ def wrap_steps(session: TrainingSession | None = None) -> None:
     import megatron.training as package
     from megatron.training import arguments, initialize, training
 
-    made = TrainingSession
-    arguments.parse_args = _around(arguments.parse_args, made.parse)
-    arguments.validate_args = _around(arguments.validate_args, made.validate)
+    methods = TrainingSession
+    arguments.parse_args = _around(arguments.parse_args, methods.parse)
+    arguments.validate_args = _around(arguments.validate_args, methods.validate)
     for name in ("parse_args", "validate_args"):
         if hasattr(initialize, name):
             setattr(initialize, name, getattr(arguments, name))
-    training.setup_model_and_optimizer = _around(training.setup_model_and_optimizer, made.set_up)
-    package.pretrain = training.pretrain = _around(training.pretrain, made.train)
+    training.setup_model_and_optimizer = _around(training.setup_model_and_optimizer, methods.set_up)
+    package.pretrain = training.pretrain = _around(training.pretrain, methods.train)
     _models = models_of_megatron()
     for model in _models:
-        model.__init__ = _around(model.__init__, made.construct)  # type: ignore[misc]
+        model.__init__ = _around(model.__init__, methods.construct)  # type: ignore[misc]
 
 
 def models_of_megatron() -> tuple[type, ...]:
-    """Megatron's GPT model, and its hybrid model where this version has one."""
+    """Megatron's GPT model, and its hybrid model if this version has one."""
     from megatron.core.models.gpt import GPTModel
 
     if not compat.has_hybrid_models():
@@ -104,7 +104,7 @@ def models_of_megatron() -> tuple[type, ...]:
 
 
 def _around(function: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
-    """What calls a method of the session with the function and its arguments."""
+    """Wrap a function to call a method of the session with the function and its arguments."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def _around(function: Callable[..., Any], step: Callable[..., Any]) -> Callable[
             if flags.is_launched:
                 return function(*args, **kwargs)
             _session = TrainingSession(sys.argv[1:], script=sys.argv[0], is_patch=True)
-            # Also after a failure.
+            # Registered, so that it is also called after a failure.
             atexit.register(_session.end)
         try:
             return step(_session, function, *args, **kwargs)
@@ -126,11 +126,11 @@ def _around(function: Callable[..., Any], step: Callable[..., Any]) -> Callable[
 
 
 class TrainingSession:
-    """What one launch knows, and its steps. A launch calls the methods in the order in which they stand.
+    """The state of one launch and its steps. A launch calls the methods in the order of their definition.
 
-    ``words`` are the command line without the program's name, as the user gave it, and ``script`` is what
-    trains, None for our entry. With ``is_patch`` it was started without one of our launchers, and may train
-    without AMPipe or not train at all; then a run that is not pipelined is left to Megatron.
+    ``words`` is the user's command line without the program's name; ``script`` is the script that trains,
+    None for AMPipe's entry. ``is_patch``: a patched tree was started without one of AMPipe's launchers, and
+    may train without AMPipe or not at all; runs that are not pipelined are left to Megatron.
     """
 
     def __init__(self, words: Sequence[str], *, script: str | None = None, is_patch: bool = False) -> None:
@@ -143,18 +143,18 @@ class TrainingSession:
         self.args: Any = None
         """Megatron's validated arguments; None before :meth:`validate`."""
         self.context: Any = None
-        """What pipelined layers share, an ``AMPipeContext``; None at degree 1."""
+        """The state that pipelined layers share, an ``AMPipeContext``; None at degree 1."""
         self._gate: Any = None
         """The router class of ``--ampipe-router``; None for Megatron's own."""
         self.num_models = 0
-        """How many models were given pipelined layers, or a router of the user."""
+        """Number of models that have got pipelined layers, or a router of the user."""
 
     def prepare_platform(self) -> list[str]:
-        """Make Megatron importable on this machine, and the command line one that it can parse.
+        """Make Megatron importable on this machine, and return a command line that it can parse.
 
-        Returns it: the settings of every ``--ampipe-config`` in place of that flag, and without a GPU the
-        flags that a CPU needs. Raises :class:`EnvironmentMissing` if torch or Megatron is not there, and
-        :class:`BadInput` for a wrong configuration file, or a flag that needs a missing GPU.
+        In it, ``--ampipe-config`` is replaced by the settings of its files, and flags that a CPU needs are
+        added if there is no GPU. Raises :class:`EnvironmentMissing` if torch or Megatron is missing, and
+        :class:`BadInput` for a wrong configuration file, or for a flag that needs a GPU where there is none.
         """
         on_gpu = flags.import_megatron()
         words = list(self._words)
@@ -175,9 +175,9 @@ class TrainingSession:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Megatron's ``parse_args``, with AMPipe's flags, and errors that are reported in our form.
+        """Megatron's ``parse_args``, with AMPipe's flags, and with parser errors reported as ``BadInput``.
 
-        Without AMPipe's flags, what is wrong with a command line of a patched tree is Megatron's to say.
+        In a patched tree, a command line without AMPipe's flags keeps Megatron's error messages.
         """
         is_ours = not self.is_patch or any(word.startswith("--ampipe") for word in sys.argv)
 
@@ -189,9 +189,9 @@ class TrainingSession:
 
         parsed = parse(provide, *args, **kwargs)
         if is_ours:
-            # Refuses a --yaml-cfg, which has replaced them; Megatron does not validate it.
+            # Also refuses a --yaml-cfg, which has replaced all arguments and is not validated by Megatron.
             config = flags.config_from_args(parsed)
-            # Before Megatron prints some 850 lines of arguments. A checkpoint's are not known yet.
+            # Before Megatron prints some 850 lines. Arguments from a checkpoint are not known yet.
             if not self.is_patch and not parsed.use_checkpoint_args:
                 if config.pipelined and parsed.seq_length is not None:
                     config.pipeline.chunks(parsed.seq_length)
@@ -205,12 +205,12 @@ class TrainingSession:
         if self._hooks is None:
             self._hooks = Hooks()
             use_built_helpers(self._hooks.replace)
-            check_data(args, self._hooks.replace, of_script=self._script is not None)
+            check_data(args, self._hooks.replace, custom_script=self._script is not None)
 
     def validate(self, validate: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-        """Megatron's ``validate_args``; then AMPipe checks the run, and prints and writes what it does.
+        """Megatron's ``validate_args``; then AMPipe checks the run, prints the table, and saves its settings.
 
-        No process group exists yet. Raises :class:`BadInput` for a flag, a file or a combination.
+        No process group exists yet. Raises :class:`BadInput` for a wrong flag, file or combination.
         """
         validated = validate(args, *rest, **kwargs)
         from megatron_ampipe.launch.attach import find_gate, make_context
@@ -220,7 +220,7 @@ class TrainingSession:
             compat.require_peers()
         config = flags.config_from_args(args)
         if config.pipelined:
-            # Validated: see there.
+            # Megatron has validated its arguments, see LIFTS_ONE_CONNECTION.
             setattr(args, flags.LIFTS_ONE_CONNECTION, False)
         own = (config.router, config.routing_dir)
         is_active = config.pipelined or own != (None, None) or not self.is_patch
@@ -241,11 +241,11 @@ class TrainingSession:
         return validated
 
     def train(self, pretrain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``pretrain``; an error of AMPipe's in it ends a patched tree with its message."""
+        """Megatron's ``pretrain``; wrapped so that errors of AMPipe end a patched tree with their message."""
         return pretrain(*args, **kwargs)
 
     def construct(self, construct: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-        """The constructor of a model, with a pipelined specification, its second argument."""
+        """A model's constructor, with a pipelined specification as its second argument."""
         signature = inspect.signature(construct)
         bound = signature.bind(model, *args, **kwargs)
         name = list(signature.parameters)[2]
@@ -254,27 +254,27 @@ class TrainingSession:
         construct(*bound.args, **bound.kwargs)
 
     def set_up(self, set_up: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``setup_model_and_optimizer``, whose models have to be pipelined, and get this run's hooks."""
+        """Megatron's ``setup_model_and_optimizer``; its models must be pipelined, and get the run's hooks."""
         from megatron.core.utils import unwrap_model
 
-        made = set_up(*args, **kwargs)
+        models, *others = set_up(*args, **kwargs)
         # Megatron-FSDP has a second wrapper inside the first.
-        kinds = {type(getattr(chunk, "module", chunk)) for chunk in unwrap_model(made[0])}
+        kinds = {type(getattr(chunk, "module", chunk)) for chunk in unwrap_model(models)}
         is_changed = self.num_models > 0 and all(issubclass(kind, _models) for kind in kinds)
         if self.changes_layers and not is_changed:
             names = " and ".join(sorted(kind.__name__ for kind in kinds))
             rule = f"it trains a {names}, and only GPT and hybrid models can be pipelined"
             raise self.refused_script(rule)
-        self._hooks.models_built(made[0])
-        return made
+        self._hooks.models_built(models)
+        return models, *others
 
     @property
     def changes_layers(self) -> bool:
-        """Whether models get other layers than Megatron's: pipelined ones, or ones with the user's router."""
+        """Whether the layers of models are changed: pipelined, or with the user's router."""
         return self.context is not None or self._gate is not None
 
     def pipelined(self, spec: Any, *, is_stack: bool = False) -> Any:
-        """A specification of GPT layers, or a hybrid stack, with pipelined blocks and the user's router.
+        """The specification of GPT layers, or of a hybrid stack, with pipelined blocks and the user's router.
 
         Raises :class:`BadInput` if a layer specification of the user has no MoE layer.
         """
@@ -287,7 +287,7 @@ class TrainingSession:
         if self.context is not None and not is_stack:
             changed = layer.pipelined(changed, self.context)
         elif self.context is not None:
-            # Not in 0.17.
+            # Imported here, as Megatron 0.17 has no hybrid models.
             from megatron_ampipe.layers.hybrid import pipelined_stack
 
             changed = pipelined_stack(changed, self.context)
@@ -298,11 +298,11 @@ class TrainingSession:
         return changed
 
     def refused_script(self, rule: str, remedy: str | None = None) -> BadInput:
-        """The error that this script cannot be run with AMPipe."""
+        """The error for a script that cannot run with AMPipe."""
         other = "Use a script that trains a GPT or hybrid model through megatron.training.pretrain."
         return BadInput("script", self._script or "(not given)", rule=rule, remedy=remedy or other)
 
     def end(self) -> None:
-        """Give Megatron its functions back, and write this rank's trace; also after a failure."""
+        """Restore Megatron's functions, and write this rank's trace; also called after a failure."""
         if self._hooks is not None:
             self._hooks.remove()

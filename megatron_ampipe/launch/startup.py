@@ -1,4 +1,4 @@
-"""The table that rank 0 prints before training: how a run is pipelined, why, and what was adjusted."""
+"""The table that rank 0 prints before training: how the run is pipelined, why, and which flags changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_ampipe.schedule import KEEP, stack_to_text
 from megatron_ampipe.schedule.features import boundary, fp8_recipe, rows_of_tile, uses_ring_attention
 
 Row = tuple[str, ...]
-"""Name and value of a setting, and the reason where there is one to give."""
+"""Name and value of a setting, and a reason if there is one."""
 _SAME_TILES = (
     "chunks end on whole tiles, so numbers are rounded as in Megatron's layers; the smallest are not in "
     "gradients of experts' weights, where other tokens share a scale"
@@ -30,7 +30,7 @@ _FP8_MEANING = {
     "mxfp8": _SAME_TILES,
     "tensorwise": "a scale for each chunk, not for each sequence: losses differ from Megatron's in rounding",
 }
-"""What a recipe of FP8 means in chunks."""
+"""The effect of chunks with each FP8 recipe."""
 _NOTHING_TO_HIDE = (
     "--expert-model-parallel-size 1: one rank has all experts, so no token is sent and nothing can be "
     "hidden. AMPipe will not help; add expert-parallel ranks, or use --ampipe-degree 1"
@@ -38,7 +38,7 @@ _NOTHING_TO_HIDE = (
 
 
 def print_startup_table(rows: Sequence[Row], adjustments: Mapping[str, str]) -> None:
-    """Print, on rank 0 only, what this run does, and which flags were added or changed for which reason."""
+    """Print on rank 0 what this run does, and which flags were added or changed, with the reasons."""
     if int(os.environ.get("RANK", "0")) != 0:
         return
     table = Table(title="AMPipe", title_justify="left", show_header=False)
@@ -49,7 +49,7 @@ def print_startup_table(rows: Sequence[Row], adjustments: Mapping[str, str]) -> 
         table.add_row(*row)
     for index, (flag, reason) in enumerate(adjustments.items()):
         table.add_row("adjusted" if index == 0 else "", flag, reason)
-    # A log file has any width; only a terminal is limited.
+    # In a log file, use a fixed width.
     Console(width=None if Console().is_terminal else 140).print(table)
 
 
@@ -61,9 +61,9 @@ def pipelined_rows(
     memory: Choice | None,
     on_gpu: bool,
 ) -> list[Row]:
-    """All rows of a pipelined run, of Megatron's arguments as they are validated and adjusted.
+    """All rows of a pipelined run, from Megatron's validated and adjusted arguments.
 
-    ``choice`` is that of a plan or a planner, ``memory`` that of a memory budget.
+    ``choice`` is the choice of a plan or a planner, ``memory`` the choice for a memory budget.
     """
     pipeline = context.pipeline
     rows = _choice_rows(args, context, choice)
@@ -106,12 +106,12 @@ def pipelined_rows(
 
 
 def reason_rows(choice: Choice) -> list[Row]:
-    """Why a plan or a planner chose this, and what else it says."""
+    """The reason and the notes of a choice."""
     return [("why", choice.reason), *(("note", note) for note in choice.notes)]
 
 
 def _choice_rows(args: argparse.Namespace, context: AMPipeContext, choice: Choice | None) -> list[Row]:
-    """Degree, schedule and exchange, or what the first iterations choose from."""
+    """Degree, schedule and exchange, or the candidates that the first iterations try."""
     pipeline, config = context.pipeline, context.config
     if config.automatic and choice is None:
         tried = candidates(rows_of_rank(args), rows_of_tile(args, args.micro_batch_size))
@@ -135,12 +135,12 @@ def _choice_rows(args: argparse.Namespace, context: AMPipeContext, choice: Choic
 
 
 def masks_documents(args: argparse.Namespace) -> bool:
-    """Whether the data loader's masks separate documents; layers with a window do not read them."""
+    """Whether the data loader's masks separate documents."""
     return bool(args.create_attention_mask_in_dataloader) and reads_masks(args)
 
 
 def reads_masks(args: argparse.Namespace) -> bool:
-    """Whether a layer applies the masks of ``--reset-attention-mask``, as ``layers`` decides it for each."""
+    """Whether any layer applies the masks of ``--reset-attention-mask``, by the rule of ``reads_mask``."""
     return bool(
         args.reset_attention_mask
         and args.transformer_impl == "local"
@@ -151,6 +151,6 @@ def reads_masks(args: argparse.Namespace) -> bool:
 
 
 def fp8_row(args: argparse.Namespace) -> list[Row]:
-    """What the recipe of FP8 means in chunks."""
+    """The row about FP8, with the effect of chunks on its recipe; none without FP8."""
     recipe = fp8_recipe(args)
     return [] if recipe is None else [("fp8", recipe, _FP8_MEANING[recipe])]

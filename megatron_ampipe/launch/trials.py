@@ -1,8 +1,8 @@
-"""Finds the fastest pipeline by trials of one iteration each, and sizes of input that need none.
+"""Finds the fastest pipeline by trials of one iteration each, and the input sizes that need no trials.
 
-Pure: the input is the time that an iteration spent in the blocks, forward and backward; the output is the
-pipeline of the next iteration. Ranks with the same input make the same decisions, so the times have to be
-reduced over the ranks first. All pipelines compute the same function, so trials do not change results.
+Pure functions of times: the input is the time that an iteration spent in blocks, forward and backward; the
+output is the pipeline of the next iteration. Times are reduced over the ranks first, so all ranks make the
+same decisions. All pipelines compute the same function, so trials do not change results.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from megatron_ampipe.schedule import Pipeline, even_chunks
 from megatron_ampipe.schedule.chunks import have_whole_tiles
 
 Shape = tuple[int, int]
-"""Rows of the residual stream that a rank holds, and batch."""
+"""The rows of the residual stream on a rank, and the batch size."""
 
 CANDIDATES = (1, 2, 4, 8, 16)
-"""Degrees that are tried: powers of two, so that any two can be combined as forward and backward degree."""
+"""The degrees that are tried: powers of two, so that any two can be forward and backward degree."""
 
 MINIMUM_ROWS = 8
-"""A degree is not tried if its chunks would have fewer rows."""
+"""The least number of rows per chunk of a degree that is tried."""
 
 ROUNDS = 3
-"""How often every candidate is timed, after one round of warmup that is not counted."""
+"""How often each candidate is timed, after a warm-up round that does not count."""
 
 DROPPED_FACTOR = 1.5
-"""A candidate is dropped if it takes more than this times the best time in both directions."""
+"""A candidate is dropped if it takes more than this factor times the best time, in both directions."""
 
 MINIMUM_GAIN = 0.01
-"""What costs more or comes later among the candidates has to save this share of the time."""
+"""A candidate with a higher degree, or later in the list, has to save at least this share of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The pipeline that was chosen.
+    """A chosen pipeline.
 
     Attributes:
         pipeline: The pipeline of the following iterations.
         reason: Why it was chosen, as a clause.
-        predicted_ms: Predicted time of a pass of a block, forward and backward, from its first stage to its
-            last; None without a prediction.
+        predicted_ms: Predicted time of a pass through a block, forward and backward, from its first stage to
+            its last; None without a prediction.
         notes: Further information for the user, one sentence each.
     """
 
@@ -52,11 +52,11 @@ class Choice:
 
 
 Planner = Callable[[Shape], Choice]
-"""Chooses a pipeline from a cluster file, without measuring; the same one on every rank."""
+"""Chooses a pipeline from a cluster file, without measuring; all ranks choose the same."""
 
 
 def candidates(rows: int, tile: int = 1) -> tuple[int, ...]:
-    """The degrees to try for this number of rows of a rank, whose chunks consist of tiles of so many rows."""
+    """The degrees to try for ``rows`` rows on a rank, if chunks must consist of tiles of ``tile`` rows."""
     return tuple(
         degree
         for degree in CANDIDATES
@@ -67,7 +67,7 @@ def candidates(rows: int, tile: int = 1) -> tuple[int, ...]:
 
 def most_iterations(count: int) -> int:
     """The most iterations that trials of ``count`` pipelines take, including the one that shows the shape."""
-    # Each gets one more of warmup. The best pipeline and the best pair of degrees come last.
+    # Each pipeline has one warm-up. The best pipeline and the best pair of degrees are tried at the end.
     return 1 + (1 + ROUNDS) * (count + 2)
 
 
@@ -75,8 +75,8 @@ class Trials:
     """Tries every pipeline, then the best pair of degrees, and chooses one.
 
     Args:
-        pipelines: What to try; of two that are about as fast, the one with the lower degree or, at the same
-            degree, the first is chosen. The schedule of the last is that of pairs of degrees.
+        pipelines: The pipelines to try. Of two that are about as fast, the one with the lower degree is
+            chosen; at the same degree, the first. Pairs of degrees use the schedule of the last pipeline.
     """
 
     def __init__(self, pipelines: Sequence[Pipeline]) -> None:
@@ -96,8 +96,7 @@ class Trials:
         best = self._fastest(pipelines)
         pair, saved = self._best_pair(best, schedule=pipelines[-1].schedule)
         if pair not in pipelines and saved > MINIMUM_GAIN:
-            # Different degrees have a cost of their combination (smaller GEMMs, copies), so the pair is
-            # tried.
+            # Combining different degrees costs time (smaller GEMMs, copies), so the pair is tried as well.
             yield from self._timed([best, pair])
             if self._total_us(pair) < (1 - MINIMUM_GAIN) * self._total_us(best):
                 best = pair
@@ -106,12 +105,12 @@ class Trials:
             yield best
 
     def _timed(self, pipelines: Sequence[Pipeline]) -> Iterator[Pipeline]:
-        """Warmup, then each in turn; afterwards only times of these are known."""
+        """Warm up, then time each pipeline in turn; forgets all earlier times."""
         self._times_us = {}
         yield from pipelines
         left = list(pipelines)
         for round_index in range(ROUNDS):
-            # The order changes each round, so that a machine that becomes slower affects all equally.
+            # The order rotates, so that a machine that becomes slower affects all equally.
             start = round_index % len(left)
             for pipeline in left[start:] + left[:start]:
                 yield pipeline
@@ -124,7 +123,7 @@ class Trials:
             ]
 
     def _best_pair(self, best: Pipeline, *, schedule: str) -> tuple[Pipeline, float]:
-        """The best degree of each direction, and which share of the best time it is predicted to save."""
+        """The pair of the best degrees of both directions, and the share of time it is predicted to save."""
         same = [
             pipeline
             for pipeline in self._times_us
@@ -140,7 +139,7 @@ class Trials:
         return pair, 1 - predicted_us / self._total_us(best)
 
     def _fastest(self, pipelines: Sequence[Pipeline]) -> Pipeline:
-        """The lowest degree that is about as fast as the best one; at degree 1 rather Megatron's layer."""
+        """The lowest degree that is about as fast as the best; at degree 1, prefer Megatron's own layer."""
         limit = (1 + MINIMUM_GAIN) * min(map(self._total_us, pipelines))
         good = [pipeline for pipeline in pipelines if self._total_us(pipeline) <= limit]
         return min(good, key=lambda pipeline: (pipeline.degree, not pipeline.is_stock))
@@ -165,10 +164,10 @@ class Trials:
 class SizeRanges:
     """Choices by the number of tokens of a rank's input, rows times batch.
 
-    Algorithm 1 of MPipeMoE (section III-C). It supposes that the best number of chunks does not fall when the
-    input grows. So a size between two that chose the same needs no trials, and one between two that chose
-    differently tries only degrees between those. The paper keeps a range of sizes for each degree; here the
-    sizes themselves are kept, of which such a range consists.
+    Algorithm 1 of MPipeMoE (section III-C). It assumes that the best number of chunks does not fall when the
+    input grows. So a size between two sizes with the same choice needs no trials, and a size between two with
+    different choices only tries degrees between those. The paper keeps a range of sizes per degree; here all
+    sizes are kept.
     """
 
     def __init__(self) -> None:
@@ -179,9 +178,9 @@ class SizeRanges:
         self._chosen[tokens] = pipeline
 
     def find(self, tokens: int, degrees: Iterable[int]) -> tuple[Pipeline, str] | None:
-        """What the next smaller and larger size both chose, and the two as text; None if it is to be tried.
+        """The common choice of the next smaller and larger size, and both sizes as text; None to try.
 
-        ``degrees`` are those that this input can be cut into.
+        ``degrees`` are the possible degrees of this input.
         """
         below, above = self._neighbours(tokens)
         if below is None or above is None or self._chosen[below] != self._chosen[above]:
@@ -191,7 +190,7 @@ class SizeRanges:
         return (chosen, f"{below} and {above} tokens") if fits else None
 
     def left(self, tokens: int, degrees: Sequence[int]) -> tuple[int, ...]:
-        """Those of the degrees that are left to try; all if the choices so far contradict the supposition."""
+        """The degrees that are left to try; all if the choices so far contradict the assumption."""
         below, above = self._neighbours(tokens)
         least, most = min(degrees), max(degrees)
         if below is not None:
@@ -201,7 +200,7 @@ class SizeRanges:
         return tuple(degree for degree in degrees if least <= degree <= most) or tuple(degrees)
 
     def _neighbours(self, tokens: int) -> tuple[int | None, int | None]:
-        """The largest known size up to this one, and the smallest from this one on."""
+        """The next known size below (or equal), and the next above (or equal)."""
         below = max((size for size in self._chosen if size <= tokens), default=None)
         above = min((size for size in self._chosen if size >= tokens), default=None)
         return below, above

@@ -1,7 +1,7 @@
-"""What the stages of a block's attention half compute, from its input to the norm before the router.
+"""The stage functions of a block's attention half, from its input to the norm before the router.
 
-Megatron's ``TransformerLayer._forward_attention``, chunk by chunk, and that norm, with what context-parallel
-and tensor-parallel ranks send one another as stages.
+Megatron's ``TransformerLayer._forward_attention`` and that norm, chunk by chunk. Transfers between
+context-parallel or tensor-parallel ranks are separate stages.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def _read_by_attention(block: BlockModules) -> list[Module]:
 def _read_by_add_norm(block: BlockModules) -> list[Module | Parameter | None]:
     if not block.attends:
         return [block.moe_layer.pre_mlp_layernorm]
-    # The bias is added after the sum, and so once.
+    # The bias is added after the reduce-scatter, so only once.
     return [block.moe_layer.pre_mlp_layernorm, block.attention_layer.self_attention.linear_proj.bias]
 
 
 @runs(kinds.INPUT_NORM, reads=lambda block: [block.attention_layer.input_layernorm], graph="attn")
 def input_norm(state: BlockPass, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
-    """``[rows, B, D]`` to the same shape."""
+    """Normalize ``[rows, B, D]``."""
     norm = state.block.attention_layer.input_layernorm
     if state.block.drops_input and torch.is_grad_enabled():
-        # Its output is kept, to be gathered once more.
+        # The output is kept for ``regather_rows``.
         return (DroppedOutput(norm).compute(hidden),)
     return (norm(hidden),)
 
@@ -59,7 +59,7 @@ def input_norm(state: BlockPass, chunk: int | None, hidden: Tensor) -> tuple[Ten
 def gather_rows(
     state: BlockPass, chunks: Sequence[int | None], tensors: Tensors, direction: Direction
 ) -> Transfer:
-    """``[rows, B, D]`` that :func:`input_norm` gave, to ``[ranks * rows, B, D]``."""
+    """All-gather the output of :func:`input_norm`, ``[rows, B, D]``, to ``[ranks * rows, B, D]``."""
     if direction is Direction.FORWARD:
         return state.row_transfers.gather(chunks, tensors)
     return state.row_transfers.exchange(tensors, scatter=True)
@@ -69,13 +69,13 @@ def gather_rows(
 def regather_rows(
     state: BlockPass, chunks: Sequence[int | None], tensors: Tensors, direction: Direction
 ) -> Transfer:
-    """The same rows once more, for the backward of :func:`qkv`."""
+    """Gather the same rows again, for the backward of :func:`qkv`."""
     return state.row_transfers.regather(chunks)
 
 
 @runs(kinds.QKV, reads=_read_by_qkv, recompute=("mla_up_proj",), graph="attn")
 def qkv(state: BlockPass, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
-    """``[rows, B, D]`` to queries, keys and values, each ``[rows, B, heads, head size]``."""
+    """Project ``[rows, B, D]`` to queries, keys and values, each ``[rows, B, heads, head size]``."""
     layer = state.block.attention_layer
     project = functools.partial(
         project_qkv,
@@ -93,11 +93,11 @@ def qkv(state: BlockPass, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ..
     else:
         query, key, value = _project_normed(state, project, hidden)
     if state.features.ring:
-        # Views would keep the joint projection.
+        # Views would keep the joint projection alive.
         return query.contiguous(), key.contiguous(), value.contiguous()
     if chunk is not None and len(state.chunks) > 1:
-        # Keys and values are copied into the rows of the sequence. Queries that are a view of the joint
-        # projection would keep a second copy of both.
+        # Keys and values are copied into buffers of the whole sequence. Queries that are a view of the joint
+        # projection would keep a second copy of both alive.
         query = query.contiguous()
     return query, key, value
 
@@ -124,13 +124,13 @@ def attend_backward(
     *,
     sums: KeyValueSums,
 ) -> Sequence[Tensor | None]:
-    """The gradients of what :func:`attend` took; of the queries all at once, in step 0."""
-    of_query = state.ring.differentiate(step, chunk, gradient, key, value, sums)
-    if of_query is None:
+    """The gradients of the inputs of :func:`attend`. Step 0, the last to run, gives those of the queries."""
+    query_gradient = state.ring.differentiate(step, chunk, gradient, key, value, sums)
+    if query_gradient is None:
         return None, None, None, gradient
     if state.block.has_gate:
-        of_query = torch.cat([of_query, torch.zeros_like(of_query)], dim=-1)
-    return of_query, None, None
+        query_gradient = torch.cat([query_gradient, torch.zeros_like(query_gradient)], dim=-1)
+    return query_gradient, None, None
 
 
 @runs(kinds.ATTEND, backward=attend_backward)
@@ -143,7 +143,7 @@ def attend(
     value: Tensor,
     *context: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Rows of one chunk to ``[rows, B, H * V]``: attention to the keys of the steps up to this one."""
+    """Attention of one chunk's rows to the keys of the steps up to this one, ``[rows, B, H * V]``."""
     if step:
         return (state.ring.go_on(step, chunk, key, value, *context),)
     query, *_ = _gate_apart(state, query)
@@ -152,13 +152,13 @@ def attend(
 
 @runs(kinds.RING)
 def ring(state: BlockPass, chunks: Sequence[None], tensors: Tensors, direction: Direction) -> Transfer:
-    """Keys and values ``[S, B, G, C]`` to the next rank; their gradients to the one before."""
+    """Send keys and values ``[S, B, G, C]`` to the next rank; in backward, gradients to the previous one."""
     return pass_on(tensors[0], group=state.ring_ranks, back=direction is Direction.BACKWARD)
 
 
 @runs(kinds.RERING)
 def rering(state: BlockPass, chunks: Sequence[None], tensors: Tensors, direction: Direction) -> Transfer:
-    """Keys and values to the rank before, so that those of the last step arrive first."""
+    """Send keys and values to the previous rank, so that those of the last step arrive first."""
     return pass_on(tensors[0], group=state.ring_ranks, back=True)
 
 
@@ -166,17 +166,17 @@ def rering(state: BlockPass, chunks: Sequence[None], tensors: Tensors, direction
 def attention(
     state: BlockPass, chunk: int | None, query: Tensor, *rest: Tensor, sums: KeyValueSums | None = None
 ) -> tuple[Tensor, ...]:
-    """Rows of one chunk to ``(residual, normed)``, both ``[rows, B, D]``.
+    """Core attention, projection, residual and norm of one chunk: ``(residual, normed)``, ``[rows, B, D]``.
 
-    Where rows are scattered as a stage, to this rank's part of their sum, of the rows of all ranks.
+    Where :func:`scatter_rows` is a stage, only this rank's partial sum of the projection, for all rows.
 
     Args:
-        state: Of the pass.
+        state: The state of the pass.
         chunk: Index; None for the whole sequence.
-        query: Of its rows.
-        rest: Keys and values of all rows that it sees, or what :func:`attend` gave of the last step; then
-            its rows of the residual stream, unless rows are scattered.
-        sums: Where its backward may add the gradients of keys and values; it then gives none.
+        query: The queries of the chunk.
+        rest: Keys and values of all rows that the chunk sees, or the output of the last :func:`attend`; then
+            the chunk's rows of the residual stream, unless :func:`scatter_rows` is a stage.
+        sums: Where the backward adds the gradients of keys and values, instead of returning them.
     """
     layer = state.block.attention_layer
     attended, hidden = (rest, None) if state.features.row_links else (rest[:-1], rest[-1])
@@ -199,20 +199,20 @@ def attention(
 def scatter_rows(
     state: BlockPass, chunks: Sequence[int | None], tensors: Tensors, direction: Direction
 ) -> Transfer:
-    """Parts of the projection ``[ranks * rows, B, D]`` to the sums of this rank's ``[rows, B, D]``."""
+    """Reduce-scatter partial sums of the projection, ``[ranks * rows, B, D]``, to ``[rows, B, D]``."""
     return state.row_transfers.exchange(tensors, scatter=direction is Direction.FORWARD)
 
 
 @runs(kinds.ADD_NORM, reads=_read_by_add_norm, graph="attn")
 def add_norm(state: BlockPass, chunk: int | None, *rows: Tensor) -> tuple[Tensor, ...]:
-    """``[rows, B, D]`` and the residual stream to ``(residual, normed)``, both ``[rows, B, D]``.
+    """Add ``[rows, B, D]`` to the residual stream and normalize: ``(residual, normed)``, same shapes.
 
-    A block without attention has the residual stream alone.
+    A block without attention is given only the residual stream.
     """
     *projected, hidden = rows
     if not projected:
         return hidden, state.normed(chunk, hidden)
-    # The bias is a parameter of a module that the same chunk has called before.
+    # Hooks need no wait: the same chunk has called the module of this bias before.
     bias = state.block.attention_layer.self_attention.linear_proj.bias
     return _add_norm(state, chunk, (*projected, bias), hidden)
 
@@ -226,5 +226,5 @@ def _add_norm(
 
 
 def _gate_apart(state: BlockPass, query: Tensor) -> tuple[Tensor, ...]:
-    """Queries and their gate, if they have one."""
+    """Split queries from their gate, if they have one."""
     return query.chunk(2, dim=-1) if state.block.has_gate else (query,)

@@ -1,7 +1,7 @@
-"""One block: an attention layer and an MoE layer of Megatron, and what does not change from pass to pass.
+"""The modules of one block: an attention layer and an MoE layer of Megatron, with all that passes share.
 
-In a GPT both are one ``TransformerLayer``; in a hybrid model they are two. No module: it owns no parameter,
-so checkpoints look as if it were not there.
+In a GPT both are one ``TransformerLayer``; in a hybrid model they are two. ``BlockModules`` is not a
+``torch.nn.Module`` and owns no parameter, so checkpoints do not change.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from megatron_ampipe.schedule.features import (
 )
 
 Tensors = Sequence[Sequence[Tensor]]
-"""What a transfer is given of each of its chunks."""
+"""The tensors that a transfer sends, by chunk."""
 _OF_ATTENTION = frozenset({kinds.INPUT_NORM, kinds.QKV, kinds.ATTENTION, kinds.ADD_NORM})
-"""Computed kinds whose linear layers are those of attention."""
+"""Computed kinds that run modules of the attention layer."""
 Reads = Callable[["BlockModules"], Iterable[Module | Parameter | None]]
 
 
@@ -68,24 +68,24 @@ class StageFunction:
 
     run: Function
     reads: Reads = lambda _: ()
-    """Of a block that has the kind, the modules that it calls, and parameters that it reads besides."""
+    """Gives the modules of a block that the function calls, and the parameters that it reads directly."""
     recompute: tuple[str, ...] = ()
-    """Names of Megatron's ``--recompute-modules`` with which it runs again before its backward."""
+    """Values of Megatron's ``--recompute-modules`` that make the stage run again before its backward."""
     backward: Function | None = None
-    """Of a kind with ``own_backward``, which autograd does not differentiate."""
+    """The backward function of a kind with ``own_backward``; None if autograd differentiates ``run``."""
     graph: str | None = None
-    """The name of Megatron's ``--cuda-graph-modules`` with which it is captured; None: never."""
+    """The value of Megatron's ``--cuda-graph-modules`` that has the stage captured; None: never."""
 
 
 FUNCTIONS: dict[StageKind, StageFunction] = {}
-"""By kind; what computes a kind with steps takes the number of the step first."""
+"""The function of each kind. The function of a computed kind with steps takes the step's index first."""
 
 
-def runs[F: Function](*of_kinds: StageKind, **fields: Any) -> Callable[[F], F]:
-    """Decorate the function of these kinds, with the other fields of its :class:`StageFunction`."""
+def runs[F: Function](*stage_kinds: StageKind, **fields: Any) -> Callable[[F], F]:
+    """Register a function for these kinds; ``fields`` are the other fields of its :class:`StageFunction`."""
 
     def register(function: F) -> F:
-        FUNCTIONS.update(dict.fromkeys(of_kinds, StageFunction(function, **fields)))
+        FUNCTIONS.update(dict.fromkeys(stage_kinds, StageFunction(function, **fields)))
         return function
 
     return register
@@ -94,11 +94,11 @@ def runs[F: Function](*of_kinds: StageKind, **fields: Any) -> Callable[[F], F]:
 class BlockModules:
     """The modules of a block, and the functions of its stages (``runtime.block_functions.BlockFunctions``).
 
-    Norm, attention and residual of ``attention_layer`` come first; norm, MoE layer and residual of
-    ``moe_layer`` follow, which may be the same layer. Without softmax attention, the block begins with that
-    norm, and what precedes it is left to Megatron. A dense layer, with an MLP in place of experts, can share
-    the schedule of other blocks. If ``recomputed``, training keeps only what the block is given, and
-    runs it again in the backward pass.
+    The block runs norm, attention and residual of ``attention_layer``, then norm, MoE layer and residual of
+    ``moe_layer``; both may be the same layer. Without softmax attention, Megatron runs the attention half,
+    and the block begins with the norm before the MoE layer. A dense layer, with an MLP in place of experts,
+    can share the schedule of other blocks. If ``recomputed``, training saves only the input of the block,
+    and the backward pass runs the forward again.
     """
 
     def __init__(
@@ -113,36 +113,36 @@ class BlockModules:
         self.config, self.context, self._is_recomputed = moe_layer.config, context, recomputed
         self.dense = not moe_layer.is_moe_layer
         self.attends = isinstance(attention_layer.self_attention, Attention)
-        """Whether attention is a part of the block."""
+        """Whether the block includes attention."""
         self.is_latent = not self.dense and bool(self.config.moe_latent_size)
         self.has_gate = self.attends and bool(attention_layer.config.attention_output_gate)
-        """Whether a gate of each row, which travels with its query, multiplies what core attention gives."""
+        """Whether core attention's output is multiplied by a gate, which is passed along with the query."""
         self._recomputes = (
             {*self.config.recompute_modules} if self.config.recompute_granularity == "selective" else set()
         )
-        """Megatron's names of the modules that run again in the backward pass."""
+        """Megatron's names of the modules that are recomputed in the backward pass."""
         self.recomputed = self._recomputed_kinds()
         if fp8_recipe(self.config) not in (None, *FP8_TILES):
             rule, remedy = OTHER_FP8_RECIPE
             raise BadInput("--fp8-recipe", fp8_recipe(self.config), rule=rule, remedy=remedy)
         self.drops_activations = "moe_act" in self._recomputes and kinds.EXPERT not in self.recomputed
-        """Whether what the experts compute between their products runs again (``ActivationTensors``)."""
+        """Whether the activation function of the experts is recomputed (``ActivationTensors``)."""
         # Pipeline and mode can change between two passes.
         self.dispatcher = cache(self._make_dispatcher)
-        """The dispatcher of a chunk, by :class:`~megatron_ampipe.schedule.Exchange`, to be copied."""
+        """Gives the dispatcher of an :class:`~megatron_ampipe.schedule.Exchange`; each chunk copies it."""
         self.attend = cache(self._make_attention)
-        """Core attention of a chunk: on a GPU or not, of documents or not."""
-        again = kinds.QKV in self.recomputed
-        self.drops_input = attention_layer.recompute_input_layernorm and not again
-        """Whether what attention is given runs through the input norm again (``DroppedOutput``)."""
+        """Gives core attention of a chunk, from ``(on_gpu, documents)``."""
+        recomputes_qkv = kinds.QKV in self.recomputed
+        self.drops_input = attention_layer.recompute_input_layernorm and not recomputes_qkv
+        """Whether the backward pass recomputes the input norm of attention (``DroppedOutput``)."""
         self.drops_normed = bool(moe_layer.recompute_pre_mlp_layernorm)
-        """Likewise of what the router and the experts are given."""
+        """Whether it recomputes the norm before the router and the experts."""
         self._features = cache(self._make_features)
         self._reads_mask = self.attends and reads_mask(attention_layer.self_attention)
         self._make_groups()
 
     def _recomputed_kinds(self) -> frozenset[StageKind]:
-        """Kinds that run again as a whole; core attention is recomputed by ``ChunkAttention``."""
+        """Kinds that are recomputed as whole stages; ``ChunkAttention`` recomputes core attention."""
         if self.attends and "mla_up_proj" in self._recomputes:
             self.attention_layer.self_attention.recompute_up_proj = False
         return frozenset(
@@ -150,7 +150,7 @@ class BlockModules:
         )
 
     def _make_groups(self) -> None:
-        """Make the process groups beyond Megatron's, before the first batch and on all ranks in one order."""
+        """Create AMPipe's process groups: before the first batch, in the same order on all ranks."""
         if self.scatters_rows:
             self.row_group = lane_group(self.attention_layer.pg_collection.tp, "rows of attention")
         if self.dense:
@@ -189,7 +189,7 @@ class BlockModules:
 
     @cached_property
     def scatters_rows(self) -> bool:
-        """Whether tensor-parallel ranks add and scatter what attention projects, as a stage."""
+        """Whether the reduce-scatter of attention's output projection is a separate stage."""
         if not self.attends:
             return False
         projection = self.attention_layer.self_attention.linear_proj
@@ -202,7 +202,7 @@ class BlockModules:
 
     @cached_property
     def _gathers_rows(self) -> bool:
-        """Whether they can also gather what attention is given."""
+        """Whether the all-gather of attention's input can also be a separate stage."""
         attention = self.attention_layer.self_attention
         return (
             self.scatters_rows
@@ -211,7 +211,7 @@ class BlockModules:
         )
 
     def features(self, *, shares_schedule: bool) -> BlockFeatures:
-        """What the block contains in the current pass."""
+        """The features of the block in the current pass."""
         context, training = self.context, self.moe_layer.training
         return self._features(
             context.pipeline, context.reductions, training, torch.is_grad_enabled(), shares_schedule
@@ -226,7 +226,7 @@ class BlockModules:
         shares: bool,
     ) -> BlockFeatures:
         trains = training and with_graph
-        # As in the stock router: the pass of a recompute that keeps no graph adds and logs no loss.
+        # As in the stock router: a forward pass without a graph (before a recompute) adds and logs no loss.
         features = self._features_of_settings(with_losses=trains, shares_schedule=shares)
         features = replace(
             features,
@@ -238,8 +238,8 @@ class BlockModules:
         if not with_graph:
             return features
         if reductions is not None:
-            of_experts = not features.dense and reductions.of_experts
-            features = replace(features, reduces=True, reduces_experts=of_experts)
+            reduces_experts = not features.dense and reductions.with_experts
+            features = replace(features, reduces=True, reduces_experts=reduces_experts)
         return with_memory(features, pipeline.memory)
 
     def _features_of_settings(self, *, with_losses: bool, shares_schedule: bool) -> BlockFeatures:
@@ -260,12 +260,12 @@ class BlockModules:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the current pass will run again in its backward pass."""
+        """Whether the backward pass will run the current forward pass again."""
         return self._is_recomputed and self.moe_layer.training and torch.is_grad_enabled()
 
     @property
     def draws(self) -> bool:
-        """Whether stages may draw random numbers."""
+        """Whether a stage may draw random numbers."""
         config = self.config
         return bool(
             config.attention_dropout
@@ -282,7 +282,7 @@ class BlockModules:
         return self.in_precision(function, layer) if kind.lane.computes else function
 
     def in_precision(self, function: Function, layer: TransformerLayer) -> Function:
-        """A function of a layer, run in the precision of that layer whatever runs it, and whenever."""
+        """Wrap a function of a layer so that every call of it runs in the precision of that layer."""
         if not self.config.fp8:
             return function
         number = -1 if layer.is_mtp_layer else layer.layer_number - 1
@@ -310,14 +310,14 @@ class BlockModules:
     @cached_property
     def _read(self) -> Mapping[StageKind, Sequence[Module | Parameter]]:
         """The modules and parameters that each kind of stage can read."""
-        found: set[StageKind] = set()
+        present: set[StageKind] = set()
         for shares_schedule in (False, True):
             features = self._features_of_settings(with_losses=True, shares_schedule=shares_schedule)
-            found.update(kind.row for kind in data_flow(features).kinds)
+            present.update(kind.row for kind in data_flow(features).kinds)
         return {
             kind: [part for part in FUNCTIONS[kind].reads(self) if part is not None]
             for kind in kinds.MOE_BLOCK
-            if kind in found and kind in FUNCTIONS
+            if kind in present and kind in FUNCTIONS
         }
 
     @property
@@ -383,7 +383,7 @@ class BlockModules:
 
     @property
     def _parts(self) -> tuple[Module, ...]:
-        """All that the block runs."""
+        """The modules that the block runs."""
         layer = self.moe_layer
         return (self.attention_layer, layer) if self.attends else (layer.pre_mlp_layernorm, layer.mlp)
 
@@ -394,16 +394,16 @@ class BlockModules:
 
     @cached_property
     def expert_products(self) -> Products:
-        """The products of the local experts."""
+        """The linear layers of the local experts."""
         return expert_products(self.moe.experts)
 
     def documents(
         self, packing: PackedSeqParams | None, mask: Tensor | None, hidden: Tensor
     ) -> Documents | None:
-        """The documents of a micro-batch, from what Megatron passes to the layer with ``hidden``."""
+        """The documents of a micro-batch, from the arguments that Megatron passes to the layer."""
         layer = self.attention_layer
         if packing is not None and (context := layer.pg_collection.cp.size()) > 1:
-            # A launch refuses its flags; other programs do not say before that they pack.
+            # A launch refuses the flags at start-up; other programs only show here that they pack.
             rule = "chunks of packed documents are not supported with context parallelism yet"
             remedy = "Use one context-parallel rank, or sequences that are not packed."
             raise BadInput("context_parallel_size", context, rule=rule, remedy=remedy)
@@ -411,7 +411,7 @@ class BlockModules:
         return self.context.documents.read(packing, mask, num_rows=hidden.shape[0] * ranks, ranks=ranks)
 
     def separate(self, documents: Documents | None) -> Documents | None:
-        """The documents, if rows of the block attend to their own one only."""
+        """The documents, if the block's attention must not cross their bounds; else None."""
         ignored = documents is not None and not documents.own_positions and not self._reads_mask
         return None if ignored else documents
 
@@ -427,9 +427,9 @@ class BlockModules:
     def begin_micro_batch(self) -> None:
         """Make every linear layer of Transformer Engine add its weight's gradient to ``main_grad``.
 
-        Megatron's wrappers let the backward of the first forward write what all others add. That would be
-        chunk 0, which is differentiated last. Megatron zeroes ``main_grad`` before every iteration. The same
-        mark has a layer quantize its weight in that forward, which is asked for in another way.
+        After a forward with ``is_first_microbatch``, Megatron's wrappers overwrite ``main_grad`` in its
+        backward. That would be chunk 0, which is differentiated last. Adding is correct, as Megatron zeroes
+        ``main_grad`` before every iteration. The mark also requests quantized weights, which is done here.
         """
         for module in self._linear_layers_of_te:
             if module.is_first_microbatch:
@@ -444,6 +444,6 @@ class BlockModules:
 
 
 def _bound(function: Function, kind: StageKind) -> Function:
-    """The function; what computes all steps of a kind as that of one step."""
+    """The function of ``kind``, bound to its step if the kind is computed in steps."""
     has_steps = kind.step_of is not None and kind.lane.computes
     return functools.partial(function, kind.step) if has_steps else function

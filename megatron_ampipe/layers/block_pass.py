@@ -23,18 +23,18 @@ from megatron_ampipe.schedule.chunks import Documents
 
 
 class BlockPass:
-    """What functions of stages are given first (``runtime.block_functions.BlockState``).
+    """The first argument of every stage function (``runtime.block_functions.BlockState``).
 
-    ``documents`` are None unless rows attend to their own one only; ``token_ids [S, B]`` are for a router
-    that reads them.
+    ``documents`` is None unless attention stays within documents; ``token_ids [S, B]`` is None unless a
+    router reads ids.
     """
 
     ring: RingAttention
     row_transfers: RowTransfers
     chosen: Tensor
-    """The choice for all chunks at once, ``[S * B, E]`` bool."""
+    """The routing map of all chunks if the router chooses for all at once, ``[S * B, E]`` bool."""
     is_again = False
-    """Whether it is a second run of the forward pass."""
+    """Whether this is the recompute of a forward pass."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class BlockPass:
             keeps = features.recomputed or not torch.is_grad_enabled()
             self.row_transfers = RowTransfers(block.row_group, keeps=keeps)
         self.draws = features.recomputed and block.draws
-        # Random states with which stages ran that run once more.
+        # The random states of the stages that will be recomputed.
         self._states: dict[object, Any] = {}
         self._normed: dict[int | None, DroppedOutput] = {}
         self._num_rows, self._batch = hidden.shape[:2]
         self._begin()
 
     def _begin(self) -> None:
-        """Make what a second run has apart from the first."""
+        """Create the state that a recompute does not share with the first run."""
         block = self.block
         if self.features.ring:
             self.ring = self.attend.ring(self.ring_ranks)
@@ -87,8 +87,8 @@ class BlockPass:
         second.is_again = True
         second._begin()
         if not self.block.dense:
-            for dispatcher, of_second in zip(self.dispatchers, second.dispatchers, strict=True):
-                of_second.told = dispatcher.told
+            for dispatcher, second_dispatcher in zip(self.dispatchers, second.dispatchers, strict=True):
+                second_dispatcher.told = dispatcher.told
         return second
 
     def drawn(self, function: Function, key: object, *, again: bool) -> Function:
@@ -107,7 +107,7 @@ class BlockPass:
         return run
 
     def normed(self, chunk: int | None, residual: Tensor) -> Tensor:
-        """``[rows, B, D]`` through the norm before the MoE layer."""
+        """Apply the norm before the MoE layer to ``[rows, B, D]``."""
         norm = self.block.moe_layer.pre_mlp_layernorm
         if not self.features.drops_normed:
             return norm(residual)
@@ -115,13 +115,13 @@ class BlockPass:
         return self._normed[chunk].compute(residual)
 
     def normed_again(self, chunk: int | None) -> Tensor:
-        """In the backward pass, what :meth:`normed` gave, of a chunk or of the whole sequence."""
-        of_chunks = self._normed
-        if chunk in of_chunks:
-            return of_chunks[chunk].again()
+        """Recompute in the backward pass the output of :meth:`normed`, for a chunk or the whole sequence."""
+        norms = self._normed
+        if chunk in norms:
+            return norms[chunk].again()
         if chunk is not None:
-            return take_rows(of_chunks[None].again(), self.chunks[chunk].hidden)
-        parts = [of_chunks[index].again() for index in range(len(self.chunks))]
+            return take_rows(norms[None].again(), self.chunks[chunk].hidden)
+        parts = [norms[index].again() for index in range(len(self.chunks))]
         return join(None, [part.hidden for part in self.chunks], self._num_rows, *parts)
 
     def recall(
@@ -135,7 +135,7 @@ class BlockPass:
         return lambda: [self.normed_again(chunk), *kept]
 
     def rows_of(self, chunk: int | None) -> Chunk:
-        """A chunk by its index, or the whole sequence."""
+        """The chunk with this index; the whole sequence if None."""
         return self.whole if chunk is None else self.chunks[chunk]
 
     @property

@@ -1,4 +1,4 @@
-"""Consecutive blocks that share a schedule: which they are, and one pass of a micro-batch through them."""
+"""Consecutive blocks that share a schedule: how they are chosen, and how a micro-batch runs through them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatron_ampipe.schedule.features import boundary, rows_of_tile
 
 
 class LayerRun:
-    """Consecutive layers that can share schedules; cut into stacks by the pipeline of the moment."""
+    """Consecutive layers that can share schedules; the current pipeline says where it is cut into stacks."""
 
     def __init__(self, context: AMPipeContext) -> None:
         self._context = context
@@ -41,7 +41,7 @@ class LayerRun:
         self._stack = cache(lambda place, size: BlockStack(self._blocks[place : place + size], context))
 
     def add(self, block: BlockModules) -> Callable[[], BlockStack | None]:
-        """Add the next layer. Returns what gives its stack; None where an earlier layer begins it."""
+        """Add the next layer. Returns a getter of the stack that begins with it; None if none does."""
         self._blocks.append(block)
         return partial(self._stack_from, len(self._blocks) - 1)
 
@@ -60,7 +60,7 @@ class LayerRun:
         if config.tensor_model_parallel_size > 1 and any(
             not block.dense and sees_whole_blocks(block.moe.router) for block in self._blocks
         ):
-            # As for the records of the routing that only the arguments of a launch know.
+            # ``shares`` says the same of routing records, which only the arguments of a launch request.
             return 1
         return pipeline.stack_of(len(self._blocks))
 
@@ -72,8 +72,8 @@ class BlockStack:
         self._blocks, self._context = blocks, context
         self.is_dense = all(block.dense for block in blocks)
         """Whether no block has experts, so that there is nothing to hide."""
-        # The pipeline can change between two iterations, so what follows from it is kept by pipeline; and by
-        # length, of which there are many where micro-batches are packed from whole sequences.
+        # Cached by pipeline, which can change between iterations, and by sequence length: micro-batches
+        # that are packed from whole sequences have many lengths.
         self._chunks, self._sharding, self._tapes, self._graphs, self._check_tiles = map(
             lru_cache(maxsize=64),
             (
@@ -102,8 +102,8 @@ class BlockStack:
     ) -> Tensor:
         """``[S, B, D]``, this rank's rows of the residual stream, through all blocks to the same shape.
 
-        Of a packed micro-batch ``hidden`` can be ``[B * S, 1, D]``, one sequence after another; ``documents``
-        are None unless rows attend to their own one only.
+        A packed micro-batch can be ``[B * S, 1, D]``, one sequence after another; ``documents`` is None
+        unless attention stays within documents.
 
         Raises:
             BadInput: One of several layers has a hook of the user.
@@ -137,7 +137,7 @@ class BlockStack:
         features = tuple(block.features(shares_schedule=len(blocks) > 1) for block in blocks)
         parameters = [block.parameters for block in blocks]
         keep_graph = torch.is_grad_enabled() and (
-            hidden.requires_grad or any(of_block.all for of_block in parameters)
+            hidden.requires_grad or any(block_parameters.all for block_parameters in parameters)
         )
         chunks, whole = self._chunks(context.pipeline, hidden.shape[0])
         token_ids = self._token_ids(chunks, hidden)
@@ -148,7 +148,7 @@ class BlockStack:
             [
                 BlockPass(
                     block,
-                    of_block,
+                    block_features,
                     hidden,
                     chunks=chunks,
                     whole=whole,
@@ -156,7 +156,7 @@ class BlockStack:
                     documents=block.separate(documents),
                     token_ids=token_ids,
                 )
-                for block, of_block in zip(blocks, features, strict=True)
+                for block, block_features in zip(blocks, features, strict=True)
             ],
             self._tapes(context.pipeline, features, hidden.shape[0], executor, keep_graph),
             executor,
@@ -184,7 +184,7 @@ class BlockStack:
         return torch.cat([ids[span.global_start : span.global_end] for span in spans])
 
     def _make_chunks(self, pipeline: Pipeline, num_rows: int) -> tuple[tuple[Chunk, ...], Chunk]:
-        """The chunks of a sequence of which this rank holds ``num_rows`` rows; and all of it as one."""
+        """The chunks of a sequence (``num_rows`` of its rows are on this rank), and all rows as one chunk."""
         layout = self._layout
         chunks = pipeline.chunks(num_rows * layout.tensor_ranks * layout.context_ranks, layout)
         return chunks, Chunk.joined(chunks)
@@ -241,7 +241,7 @@ class BlockStack:
 
 
 def _generators() -> list[torch.Generator]:
-    """Those of Megatron that graphs can hold: Transformer Engine's."""
+    """Megatron's random generators that CUDA graphs can register: Transformer Engine's."""
     states = random.get_all_rng_states().values()
     return [state for state in states if isinstance(state, torch.Generator)]
 
@@ -249,14 +249,14 @@ def _generators() -> list[torch.Generator]:
 class ChunkSharding:
     """Sequence parallelism by chunk: every tensor-parallel rank holds a part of every chunk.
 
-    Megatron gives each rank one part of the sequence, so a chunk of the same rows of every rank would need
-    the keys of all others. ``lengths`` are the rows of one rank in each chunk.
+    Megatron gives each rank one contiguous part of the sequence. A chunk made of rows of every part would
+    need the keys of all later chunks too. ``lengths`` are the rows that one rank holds of each chunk.
     """
 
     def __init__(self, lengths: Sequence[int], group: dist.ProcessGroup) -> None:
         ranks, rank, num_rows = group.size(), group.rank(), sum(lengths)
         starts = list(itertools.accumulate(lengths, initial=0))
-        # By rank, the rows of the sequence that it holds in chunks.
+        # For each rank, the rows of the sequence that it holds in the layout by chunk.
         held = [
             torch.cat(
                 [
@@ -266,15 +266,15 @@ class ChunkSharding:
             )
             for holder in range(ranks)
         ]
-        to = [rows[rows // num_rows == rank] % num_rows for rows in held]
-        self._group, self._sent = group, [len(rows) for rows in to]
+        sent_rows = [rows[rows // num_rows == rank] % num_rows for rows in held]
+        self._group, self._sent = group, [len(rows) for rows in sent_rows]
         self._received = (held[rank] // num_rows).bincount(minlength=ranks).tolist()
-        # Rows arrive in the order of the sequence, which is that of the chunks.
-        self._order = torch.cat(to)
+        # Rows arrive in sequence order, which is also the order of the chunks.
+        self._order = torch.cat(sent_rows)
         self._inverse = torch.argsort(self._order)
 
     def by_chunk(self, hidden: Tensor) -> Tensor:
-        """``[R, B, D]``, a part of the sequence, to ``[R, B, D]``, a part of every chunk. Differentiable."""
+        """From this rank's part of the sequence to its part of every chunk, ``[R, B, D]``. Differentiable."""
         rows = hidden.index_select(0, self._order.to(hidden.device))
         return all_to_all(self._group, rows, self._received, self._sent)
 
@@ -286,7 +286,7 @@ class ChunkSharding:
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HARMLESS = "megatron.core.distributed."
-"""Megatron's data parallelism waits for the layer's own parameters in a pre-hook, and a layer has none."""
+"""Megatron's data parallelism has a pre-hook that waits for the module's own parameters; a layer has none."""
 
 
 def _refuse_hooks(module: Module, *, owner: str, rule: str, remedy: str) -> None:

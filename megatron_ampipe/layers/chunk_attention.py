@@ -1,4 +1,4 @@
-"""Megatron's self-attention in the two parts that chunks need: QKV projection, then core attention.
+"""Megatron's self-attention in the two parts that are run by chunk: QKV projection, then core attention.
 
 Mirrors ``Attention.forward`` and ``MultiLatentAttention.forward`` for training.
 """
@@ -55,19 +55,19 @@ def project_qkv(
     Args:
         attention: Megatron's module.
         normed: ``[rows of this rank, B, D]``, the output of the input norm.
-        rotary_pos_emb: Of the whole sequence; None for latent attention, which computes its own.
-        spans: Which rows of the local queries they are.
+        rotary_pos_emb: Embedding of the whole sequence; None for latent attention, which computes its own.
+        spans: The rows of the local sequence that ``normed`` holds.
         num_keys: Rows of the whole sequence.
-        documents: If rows attend to their own document only.
-        gathered: Under context parallelism, keys and values are of the whole sequence.
+        documents: None unless attention stays within documents.
+        gathered: Whether keys and values are gathered over the context-parallel ranks.
 
     Returns:
         ``[R, B, H, C]``, with an output gate ``[R, B, H, 2 * C]``; ``[R, B, G, C]``; ``[R, B, G, V]``.
     """
     rows = functools.partial(_rotary_of_rows, spans=spans, documents=documents)
     if isinstance(attention, MultiLatentAttention):
-        # It numbers the rows that it is given from 0. Under context parallelism, Megatron's embedding knows
-        # which rows of the sequence a rank holds; they are never cut into chunks.
+        # Megatron takes the rows for the first ones of the sequence. Not under context parallelism, where its
+        # embedding knows which rows a rank holds; the projection is then never cut into chunks.
         real_positions: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if attention.pg_collection.cp.size() == 1:
             rotary = _RotaryOfRows(attention.rotary_pos_emb, rows, num_keys)
@@ -88,7 +88,7 @@ def project_qkv(
 
 
 def _rotary_of_rows(embedding: Tensor, *, spans: Sequence[Span], documents: Documents | None) -> Tensor:
-    """Of a rotary embedding ``[positions, 1, 1, C]`` the part ``[R, 1 or B, 1, C]`` of these rows."""
+    """The part ``[R, 1 or B, 1, C]`` of a rotary embedding ``[positions, 1, 1, C]`` for these rows."""
     if documents is None or not documents.own_positions:
         return take_rows(embedding, spans)
     positions = _positions_in_documents(documents, embedding.device)
@@ -108,7 +108,7 @@ def _positions_in_documents(documents: Documents, device: torch.device) -> Tenso
 
 
 class _RotaryOfRows:
-    """A rotary embedding of Megatron, of which only some rows are returned."""
+    """Wraps a rotary embedding of Megatron to return only some of its rows."""
 
     def __init__(self, whole: Any, rows: Callable[[Tensor], Tensor], num_keys: int) -> None:
         self._whole, self._rows, self._num_keys = whole, rows, num_keys
@@ -120,7 +120,7 @@ class _RotaryOfRows:
         embedding = self._whole(length, **kwargs)
         if not isinstance(embedding, tuple):
             return self._rows(embedding)
-        # YaRN also returns a factor.
+        # YaRN returns ``(embedding, factor)``.
         return self._rows(embedding[0]), *embedding[1:]
 
     def get_cached_cos_sin(self, length: int, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -138,21 +138,21 @@ def _rotate(
     if rotary_pos_emb is None or (skips and skips[attention.layer_number - 1]):
         return query, key
     if isinstance(rotary_pos_emb, tuple):
-        of_query, of_key = (part if part is None else rows(part) for part in rotary_pos_emb)
+        for_query, for_key = (part if part is None else rows(part) for part in rotary_pos_emb)
     else:
-        of_query = of_key = rows(rotary_pos_emb)
-    return _rotate_rows(attention, query, of_query), _rotate_rows(attention, key, of_key)
+        for_query = for_key = rows(rotary_pos_emb)
+    return _rotate_rows(attention, query, for_query), _rotate_rows(attention, key, for_key)
 
 
 def _rotate_rows(attention: SelfAttention, tensor: Tensor, embedding: Tensor | None) -> Tensor:
     if embedding is None:
         return tensor
-    # Sequences that differ in the positions of their rows become one: fused kernels take no others.
+    # Fused kernels take one embedding for all sequences: if positions differ, join the sequences into one.
     differ = embedding.shape[1] > 1
-    rows, of_rows = (x.flatten(0, 1).unsqueeze(1) if differ else x for x in (tensor, embedding))
+    rows, positions = (x.flatten(0, 1).unsqueeze(1) if differ else x for x in (tensor, embedding))
     rotated: Tensor = apply_rotary_pos_emb(
         rows,
-        of_rows,
+        positions,
         config=attention.config,
         mscale=_yarn_get_concentration_factor_from_config(attention.config),
         cp_group=attention.pg_collection.cp,
@@ -161,10 +161,10 @@ def _rotate_rows(attention: SelfAttention, tensor: Tensor, embedding: Tensor | N
 
 
 def gather_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """From Megatron's zigzag layout over context-parallel ranks into sequence order.
+    """Gather rows from Megatron's zigzag layout over context-parallel ranks into sequence order.
 
-    Differentiable. From ``[S / ranks, ...]``, the slices ``r`` and ``2 * ranks - 1 - r`` of the sequence, to
-    ``[S, ...]``.
+    Takes ``[S / ranks, ...]``, the slices ``r`` and ``2 * ranks - 1 - r`` of the sequence, and returns
+    ``[S, ...]``. Differentiable.
     """
     num_ranks = group.size()
     if num_ranks == 1:
@@ -174,7 +174,7 @@ def gather_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class ChunkAttention:
-    """Core attention of one layer's chunks, with one kernel: ``te`` or a name in ``KERNELS``."""
+    """Core attention of the chunks of one layer. ``kernel`` is ``te`` or a name in ``KERNELS``."""
 
     def __init__(self, attention: Attention, *, kernel: str) -> None:
         config = attention.config
@@ -183,16 +183,16 @@ class ChunkAttention:
         self._scale = _scale(attention)
         self._recompute = bool(attention.checkpoint_core_attention)
         self._sequence_parallel = config.sequence_parallel
-        # Transformer Engine's attention does these itself.
-        is_own = kernel != "te"
-        self._dropout = config.attention_dropout if is_own else 0.0
-        self._has_sinks = is_own and has_sinks(config)
-        self._beyond: dict[str, Any] = {}
-        if is_own and _has_window(attention):
+        # Transformer Engine's module applies dropout, sinks and window itself.
+        is_kernel = kernel != "te"
+        self._dropout = config.attention_dropout if is_kernel else 0.0
+        self._has_sinks = is_kernel and has_sinks(config)
+        self._options: dict[str, Any] = {}
+        if is_kernel and _has_window(attention):
             left, right = config.window_size
             assert right == 0, "start-up refuses windows that look ahead"
             if left >= 0:
-                self._beyond["window"] = left
+                self._options["window"] = left
 
     def __call__(
         self,
@@ -209,11 +209,11 @@ class ChunkAttention:
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             # As in DotProductAttention: tensor-parallel ranks need different dropout masks.
-            forks = dropout > 0 and not self._sequence_parallel
-            beyond = self._beyond | ({"dropout": dropout} if dropout else {})
+            forks_rng = dropout > 0 and not self._sequence_parallel
+            options = self._options | ({"dropout": dropout} if dropout else {})
             if self._has_sinks:
-                beyond["sinks"] = _read_sinks(self._core)
-            with tensor_parallel.get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext():
+                options["sinks"] = _read_sinks(self._core)
+            with tensor_parallel.get_cuda_rng_tracker().fork() if forks_rng else contextlib.nullcontext():
                 return self._kernel(
                     query,
                     key,
@@ -222,12 +222,12 @@ class ChunkAttention:
                     scale=self._scale,
                     documents=documents,
                     sums=sums,
-                    **beyond,
+                    **options,
                 )
 
         if self._recompute and torch.is_grad_enabled():
-            # Megatron's checkpoint function calls ``backward`` inside its backward, which fails under
-            # ``torch.autograd.grad``, and stages are differentiated with that.
+            # Not Megatron's checkpoint function: it calls ``backward`` inside its backward, which fails under
+            # ``torch.autograd.grad``, with which stages are differentiated.
             states = random._get_all_rng_states()
             output: Tensor = checkpoint(
                 attend,
@@ -242,7 +242,7 @@ class ChunkAttention:
         return attend(query, key, value)
 
     def ring(self, ranks: dist.ProcessGroup) -> RingAttention:
-        """Attention of one pass to the keys of one rank after another."""
+        """The ring attention of one pass: to the keys of one rank after another."""
         return RingAttention(
             self._kernel.pieces or EXACT_PIECES, scale=self._scale, rank=ranks.rank(), num_ranks=ranks.size()
         )
@@ -258,22 +258,22 @@ class ChunkAttention:
 
 @contextlib.contextmanager
 def random_states(states: tuple[Any, ...]) -> Iterator[None]:
-    """Within it, the random states are these; afterwards those of now go on."""
+    """Set these random states; restore the current ones on exit."""
     with random._fork_rng():
         random._set_all_rng_states(*states)
         yield
 
 
 def _read_sinks(core_attention: torch.nn.Module) -> Tensor:
-    """The sinks ``[H]``, read as if the module were called: they can be a parameter, for which hooks wait."""
+    """The sinks ``[H]``, read through a call of the module: hooks may have to wait for the parameter."""
     with replaced((core_attention, "forward", lambda: core_attention.softmax_offset)):
         return core_attention()  # type: ignore[no-any-return]
 
 
 def reads_mask(attention: Attention) -> bool:
-    """Whether the stock layer applies a mask of the data loader (``--reset-attention-mask``).
+    """Whether the stock layer applies the mask of the data loader (``--reset-attention-mask``).
 
-    Megatron's ``DotProductAttention`` does, but for a window it makes its own; Transformer Engine does not.
+    Megatron's ``DotProductAttention`` does, unless a window replaces the mask; Transformer Engine does not.
     """
     return (
         isinstance(attention.core_attention, DotProductAttention)
@@ -298,5 +298,5 @@ def _scale(attention: Attention) -> float:
     if not isinstance(core, DotProductAttention):
         return float(attention.hidden_size_per_attention_head**-0.5)
     # With query-key layer scaling, softmax_scale is divided by the layer number.
-    again = core.layer_number if core.config.apply_query_key_layer_scaling else 1
-    return float(core.softmax_scale * again)
+    divisor = core.layer_number if core.config.apply_query_key_layer_scaling else 1
+    return float(core.softmax_scale * divisor)

@@ -1,4 +1,4 @@
-"""State shared by all pipelined layers of a process; ``launch`` creates it, layer specifications carry it."""
+"""State shared by all pipelined layers of a process. ``launch`` creates it; layer specifications carry it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 
 class DocumentReader:
-    """Reads where documents begin from what Megatron passes to a layer, once per micro-batch for all layers.
+    """Reads the bounds of documents from the arguments of a layer, once per micro-batch for all layers.
 
     A packed micro-batch (``--sft``, ``--dataloader-inter-document-masking``) comes with the bounds of its
-    documents. With ``--reset-attention-mask`` the data loader makes a mask, which is read if ``masked``.
-    ``refused`` is raised for a packed micro-batch.
+    documents; ``refused``, if given, is raised for it. With ``--reset-attention-mask`` the data loader makes
+    a mask, which is read if ``masked``.
     """
 
     def __init__(self, *, masked: bool = False, refused: BadInput | None = None) -> None:
@@ -39,8 +39,8 @@ class DocumentReader:
         """The documents of a micro-batch; None if a row may attend to all earlier rows of its sequence.
 
         Waits for the device once per micro-batch. ``mask [B or 1, 1, S, S]`` is bool, True where a row must
-        not attend to a key. Sequence parallelism spreads ``num_rows`` of all packed sequences together over
-        so many tensor-parallel ``ranks``.
+        not attend to a key. ``num_rows`` counts the rows of all packed sequences together, over all
+        ``ranks`` of sequence parallelism.
         """
         if packing is not None and self._refused is not None:
             raise self._refused
@@ -59,29 +59,29 @@ class DocumentReader:
 def _packed_documents(packing: PackedSeqParams, num_rows: int, *, ranks: int) -> Documents:
     """The documents of a packed micro-batch of ``num_rows`` rows.
 
-    Several sequences are one after another in it. Megatron's MoE layers treat those that a rank holds as the
-    sequences of a micro-batch (``TransformerLayer._maybe_unflatten_for_moe``), so of every rank the first
-    ones are one sequence here, the second ones the next. If a rank holds less than two, all rows are one.
+    It holds several sequences one after another. Megatron's MoE layers treat the sequences on a rank as the
+    batch (``TransformerLayer._maybe_unflatten_for_moe``): the first sequences of all ranks are one sequence
+    here, the second ones the next. If a rank holds less than two sequences, all rows are one sequence.
     """
     assert packing.qkv_format == "thd", f"an unknown packed format {packing.qkv_format}"
     padded, bounds = packing.cu_seqlens_q_padded, packing.cu_seqlens_q
     assert bounds is not None
     *firsts, end = sorted(set((bounds if padded is None else padded).tolist()))
     assert firsts[0] == 0 and end == num_rows, f"documents {firsts} to {end} of {num_rows} rows"
-    of_rank = num_rows // ranks
-    length = packing.tokens_per_sample or of_rank
-    if length > of_rank or of_rank % length:
-        length = of_rank
-    starts: list[list[int]] = [[] for _ in range(of_rank // length)]
+    rows_per_rank = num_rows // ranks
+    length = packing.tokens_per_sample or rows_per_rank
+    if length > rows_per_rank or rows_per_rank % length:
+        length = rows_per_rank
+    starts: list[list[int]] = [[] for _ in range(rows_per_rank // length)]
     for start in firsts:
-        rank, row = divmod(start, of_rank)
+        rank, row = divmod(start, rows_per_rank)
         sequence, row = divmod(row, length)
         starts[sequence].append(rank * length + row)
     return Documents(tuple(map(tuple, starts)), length * ranks, own_positions=True)
 
 
 def _masked_documents(mask: Tensor) -> Documents:
-    """The documents that a mask separates: a row begins one if it does not see the row before it."""
+    """The documents that a mask separates: a row that does not see the row before it begins a document."""
     begins = mask[:, 0].diagonal(offset=-1, dim1=1, dim2=2).cpu()
     starts = tuple((0, *(rows.nonzero().flatten() + 1).tolist()) for rows in begins)
     return Documents(starts, mask.shape[-1], own_positions=False)
@@ -92,23 +92,23 @@ class AMPipeContext:
     """Settings, executor and recorder of a process.
 
     Attributes:
-        executor: Runs the stages; if None, made by the first layer that runs.
-        kernel: Name of the attention kernel; if None, chosen by each layer.
-        recomputed_layers: Of Megatron's full recompute inside the schedules: how many first layers of a
-            (virtual) pipeline stage keep only what they are given; infinity for all, also of multi-token
-            prediction.
-        reductions: Of gradients, held back for stages of the backward passes; None where data parallelism
+        executor: Runs the stages; if None, the first layer that runs creates it.
+        kernel: Name of the attention kernel; if None, each layer chooses.
+        recomputed_layers: Full recompute inside the schedules: how many layers of a (virtual) pipeline stage,
+            from its first, save only their input; infinity for all layers, also of multi-token prediction.
+            0 otherwise.
+        reductions: Gradient reductions that run as stages of the backward pass; None where data parallelism
             starts them itself.
-        shares: Whether layers can share a schedule, as far as a layer's own configuration does not say.
-        partners: Where the passes of two micro-batches meet (``--ampipe-partner``); None where they do not.
+        shares: Whether layers can share a schedule; False if a setting outside the layer config forbids it.
+        partners: Joins the passes of two micro-batches (``--ampipe-partner``); None without.
         gate: The router class of ``--ampipe-router``; None for Megatron's own.
-        wire: Around the transfers of tokens (``--ampipe-wire``); None to send them as they are.
-        graph_modules: Of Megatron's ``--cuda-graph-modules``, those whose stages are captured.
-        graph_warm_up: How many passes of a micro-batch run without graphs first.
+        wire: Encodes tokens for their transfers (``--ampipe-wire``); None to send them as they are.
+        graph_modules: The values of Megatron's ``--cuda-graph-modules`` whose stages are captured.
+        graph_warm_up: How many micro-batches run without graphs first.
         condenser: Chooses which of similar tokens are sent (``--ampipe-condense``); None to send all.
         pipeline: How blocks run from the next forward pass on; initially as in ``config``.
-        predicted_ms: What a plan predicts for the forward and backward pass of a block; only logged.
-        run_being_built: The ``LayerRun`` that the layer built last belongs to.
+        predicted_ms: The predicted times of a block's forward and backward pass, from a plan; only logged.
+        run_being_built: The ``LayerRun`` of the layer that was built last.
     """
 
     config: AMPipeConfig
@@ -136,8 +136,8 @@ class AMPipeContext:
 
     @property
     def runs_megatron_layers(self) -> bool:
-        """Whether blocks are Megatron's own layers at present: a schedule would only repeat what they do."""
-        # A gate may give a token any number of experts, which Megatron's layer does not take.
+        """Whether blocks run as Megatron's own layers at present, because a schedule would change nothing."""
+        # A custom gate may give a token any number of experts, which Megatron's layer does not support.
         changes = self.gate, self.reductions, self.wire, self.condenser, self.partners
         return (
             self.pipeline.is_stock

@@ -1,4 +1,4 @@
-"""Routers other than Megatron's: those that AMPipe ships, and how a class of the user is found.
+"""The routers that AMPipe ships, and the import of a user's router class.
 
 Each is a subclass of Megatron's ``TopKRouter`` and knows nothing of chunks. docs/gates.md says what a class
 must promise.
@@ -21,12 +21,12 @@ from megatron_ampipe.block.settings import SHIPPED_GATES, import_class
 
 
 def load_gate(name: str) -> type[TopKRouter]:
-    """The class that ``--ampipe-router NAME`` names, which imports its module; or :class:`BadInput`."""
+    """Import the class that ``--ampipe-router NAME`` names; raises :class:`BadInput` if that fails."""
     return import_class(
         name,
         SHIPPED_GATES,
         flag=FLAG,
-        fits=lambda found: issubclass(found, TopKRouter) and not issubclass(found, InferenceTopKRouter),
+        fits=lambda gate: issubclass(gate, TopKRouter) and not issubclass(gate, InferenceTopKRouter),
         rule="is not a subclass of megatron.core.transformer.moe.router.TopKRouter",
         remedy="Derive the class from TopKRouter and override gating or routing; see docs/gates.md.",
     )
@@ -38,8 +38,8 @@ def load_gate(name: str) -> type[TopKRouter]:
 class ScoredRouter(TopKRouter):
     """A router whose subclasses choose experts and their weights in :meth:`choose`.
 
-    Losses, capacity and expert counts are Megatron's: this is ``TopKRouter.routing`` around another choice.
-    It also takes the place of ``--moe-router-score-function softmax`` and ``--moe-router-pre-softmax``.
+    Losses, capacity and expert counts are Megatron's: ``TopKRouter.routing`` with another choice of experts.
+    The choice also replaces ``--moe-router-score-function softmax`` and ``--moe-router-pre-softmax``.
     """
 
     ignored_settings: ClassVar[tuple[str, ...]] = (
@@ -48,10 +48,10 @@ class ScoredRouter(TopKRouter):
         "moe_router_topk_scaling_factor",
         "moe_router_enable_expert_bias",
     )
-    """Settings of Megatron's own choice, which start-up refuses next to the class."""
+    """Settings of Megatron's own choice of experts; start-up refuses them together with the class."""
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Experts and weights of each token.
+        """Choose the experts and weights of each token.
 
         Args:
             logits: ``[T, E]``.
@@ -107,7 +107,7 @@ class SigmoidRouter(ScoredRouter):
 class ExpertChoiceRouter(ScoredRouter):
     """Each expert takes its ``topk * tokens / experts`` best tokens, rounded up: loads are always equal.
 
-    A token may have any number of experts, also none; it then passes by the residual connection alone.
+    A token may get any number of experts; with none, only the residual connection carries it.
 
     Source: Zhou et al., Mixture-of-experts with expert choice routing, 2022.
     """
@@ -139,7 +139,7 @@ class CosineRouter(TopKRouter):
     first_temperature: ClassVar[float] = 0.3
     """The learned temperature at the beginning of training."""
     lowest_temperature: ClassVar[float] = 0.01
-    """Logits stay below its inverse, whatever is learned."""
+    """Lower bound of the learned temperature: the absolute value of a logit is at most its inverse."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -147,13 +147,13 @@ class CosineRouter(TopKRouter):
         dtype = self.weight.dtype
         self.projection = Parameter(torch.empty(size, self.config.hidden_size, dtype=torch.float32))
         self.temperature = Parameter(torch.tensor([self.first_temperature], dtype=torch.float32))
-        # In place of Megatron's weight of a row of the hidden size for each expert.
+        # Replaces Megatron's ``[E, D]`` weight.
         self.weight = Parameter(torch.empty(self.config.num_moe_experts, size, dtype=torch.float32))
         for parameter in (self.projection, self.temperature, self.weight):
             if self.config.perform_initialization and parameter is not self.temperature:
                 self.config.init_method(parameter)
             parameter.data = parameter.data.to(dtype)
-            # Each tensor-parallel rank sees some of the rows.
+            # Each tensor-parallel rank sees only some of the rows.
             parameter.sequence_parallel = self.config.sequence_parallel
 
     def gating(self, input: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class CosineRouter(TopKRouter):
 
 
 class NoisyTopKRouter(TopKRouter):
-    """Megatron's router with normal noise on the logits in training; its size is learned for each token.
+    """Megatron's router with normal noise on the logits in training, whose size is learned per token.
 
     ``logits = x W + normal * softplus(x W_noise)``. ``noise_weight`` ``[E, D]`` begins with zeros, so that
     the noise has a standard deviation of ``log 2`` at first. An evaluation adds no noise.
@@ -178,7 +178,7 @@ class NoisyTopKRouter(TopKRouter):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.noise_weight = Parameter(torch.zeros_like(self.weight))
-        # Each tensor-parallel rank sees some of the rows, as for ``weight``.
+        # Each tensor-parallel rank sees only some of the rows, as for ``weight``.
         self.noise_weight.sequence_parallel = self.config.sequence_parallel
 
     def gating(self, input: Tensor) -> Tensor:
@@ -191,9 +191,9 @@ class NoisyTopKRouter(TopKRouter):
 
 
 def _normal_like(tensor: Tensor) -> Tensor:
-    """Normal numbers of the shape of ``tensor``.
+    """Normally distributed numbers of the shape of ``tensor``.
 
-    From uniform ones, which a CPU draws one by one: chunks continue the series of the whole sequence there.
+    Computed from uniform numbers, which a CPU draws one by one, so that chunks get the whole's numbers there.
     """
     uniform = torch.rand(tensor.shape, dtype=torch.float32, device=tensor.device)
     # Not 0, whose quantile is infinite.
@@ -202,23 +202,23 @@ def _normal_like(tensor: Tensor) -> Tensor:
 
 
 class TokenIds:
-    """The ids of the micro-batch that one model, or one virtual stage of it, runs at present.
+    """The token ids of the micro-batch that a model, or a virtual pipeline stage of it, runs at present.
 
-    A recompute reads them in the backward pass, when the model has run other micro-batches. So the gradient
-    of the model's output, with which every backward pass begins, puts the ids of that output back.
+    A recompute reads them in the backward pass, when the model has run other micro-batches since. So a hook
+    on the gradient of the model's output, where each backward pass begins, sets the ids of that output again.
     """
 
     def __init__(self, vocabulary: int | None = None) -> None:
         self.vocabulary = vocabulary
-        """All ids are below it; None if it is not known."""
+        """The size of the vocabulary; None if unknown."""
         self._current: Tensor | None = None
 
     def keep(self, ids: Tensor | None) -> None:
-        """A micro-batch with these ids ``[B, S]`` runs now; if packed, ``[1, B * S]``."""
+        """Set the ids ``[B, S]`` of the micro-batch that runs now; if packed, ``[1, B * S]``."""
         self._current = ids
 
     def watch(self, model: Module) -> None:
-        """Keep the ``input_ids`` that a GPT or hybrid model of Megatron, without wrappers, is called with."""
+        """Keep the ``input_ids`` of every call of Megatron's GPT or hybrid model, without its wrappers."""
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
 
@@ -233,7 +233,7 @@ class TokenIds:
     def rows(self, num_rows: int, batch: int, *, ranks: int = 1) -> Tensor:
         """The ids ``[num_rows * ranks, B]``, int64, of the rows that tensor-parallel ranks hold.
 
-        ``batch`` sequences are side by side in the hidden states.
+        ``batch`` is the second dimension of the hidden states.
         """
         ids = self._current
         assert ids is not None, "a router reads the ids of tokens, and the model was called without input_ids"
@@ -247,18 +247,18 @@ class TokenIds:
 
 
 class TokenIdRouter(TopKRouter):
-    """A router that reads ``self.token_ids``. Comes before other bases, such as ``ScoredRouter``."""
+    """A router that reads ``self.token_ids``. List it before other bases, such as ``ScoredRouter``."""
 
     token_ids: Tensor | None = None
-    """``[R, B]`` int64, the ids of the rows that ``forward`` is given; None outside of it."""
+    """``[R, B]`` int64, the ids of the rows that ``forward`` routes; None outside of ``forward``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.id_source = TokenIds()
-        """Of the model; one that was never told ids until :func:`give_token_ids`."""
+        """The ids of the model; without any until :func:`give_token_ids` connects it."""
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As in Megatron for ``[R, B, D]``, with ``token_ids`` set (by ``ChunkRouting`` if of a chunk)."""
+        """As in Megatron for ``[R, B, D]``, with ``token_ids`` set; ``ChunkRouting`` sets a chunk's."""
         if self.token_ids is not None:
             return super().forward(input, *args, **kwargs)
         is_spread = self.config.sequence_parallel
@@ -272,7 +272,7 @@ class TokenIdRouter(TopKRouter):
 
 
 def give_token_ids(model: Module) -> TokenIds:
-    """Let the routers that read ids in a model, or in some of its layers, share one source."""
+    """Give all routers that read ids, in a model or in some of its layers, one shared source of ids."""
     source = TokenIds(getattr(model, "vocab_size", None))
     for module in model.modules():
         if isinstance(module, TokenIdRouter):
@@ -281,14 +281,14 @@ def give_token_ids(model: Module) -> TokenIds:
 
 
 class HashRouter(TokenIdRouter, ScoredRouter):
-    """Each token goes to ``topk`` different experts by as many hashes of its id, with equal weights.
+    """Sends each token to ``topk`` different experts, given by hashes of its id, with equal weights.
 
-    Has no parameters: nothing is learned, and a checkpoint holds nothing. The hashes of two layers differ. A
+    It has no parameters, so nothing is learned or saved in a checkpoint. The hashes differ between layers. A
     subclass may set ``seed``, and must keep it when a training is continued.
     """
 
     seed: ClassVar[int] = 0
-    """Chooses the hashes; independent of Megatron's ``--seed``."""
+    """Seed of the hashes; independent of Megatron's ``--seed``."""
     ignored_settings: ClassVar[tuple[str, ...]] = (
         *ScoredRouter.ignored_settings,
         "moe_aux_loss_coeff",
@@ -302,23 +302,23 @@ class HashRouter(TokenIdRouter, ScoredRouter):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.weight = self.bias = None
-        # No buffer: it follows from the class, and is made when the vocabulary is known.
+        # Not a registered buffer: it follows from the class, and the vocabulary is only known later.
         self._table: Tensor | None = None
 
     def gating(self, input: Tensor) -> Tensor:
-        """``[R, B, D]``, of which shape and dtype are read, to the weights ``[R, B, E]``, 0 or ``1 / K``."""
+        """The weights ``[R, B, E]``, 0 or ``1 / K``; reads only shape and dtype of ``[R, B, D]``."""
         assert self.token_ids is not None
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
         weights = input.new_zeros((*input.shape[:2], self.config.num_moe_experts), dtype=dtype)
         return weights.scatter_(-1, self.experts_of(self.token_ids), 1 / self.topk)
 
     def experts_of(self, ids: Tensor) -> Tensor:
-        """The experts of tokens: ids ``[...]`` int64 to ``[..., K]`` int64, all different."""
+        """The ``K`` different experts of each token, from ids ``[...]`` int64 to ``[..., K]`` int64."""
         num_experts, topk, vocabulary = self.config.num_moe_experts, self.topk, self.id_source.vocabulary
         if vocabulary is None:
             return hashed_experts(ids, num_experts, topk, salt=self._salt)
         if self._table is None:
-            # Hashing takes many small operations.
+            # A table, because hashing takes many small operations.
             table = hashed_experts(torch.arange(vocabulary), num_experts, topk, salt=self._salt)
             self._table = table.to(ids.device, torch.int32)
         return self._table[ids].long()
@@ -333,19 +333,19 @@ class HashRouter(TokenIdRouter, ScoredRouter):
 
 
 def hashed_experts(ids: Tensor, num_experts: int, topk: int, *, salt: int) -> Tensor:
-    """Ids ``[...]`` int64 to ``topk`` different experts of each, ``[..., topk]`` int64, uniform over all."""
-    mixed, found = _mixed(ids), ids.new_empty((*ids.shape, 0))
+    """``topk`` different experts of each id, ``[...]`` to ``[..., topk]`` int64, uniform over all experts."""
+    mixed, experts = _mixed(ids), ids.new_empty((*ids.shape, 0))
     for index in range(topk):
         expert = _mixed(mixed ^ _mixed(salt + index)) % (num_experts - index)
-        # A number among the experts that are left, counted without those that were taken.
-        for taken in found.sort(dim=-1).values.unbind(-1):
+        # It is an index among the experts that are left: step over those that were taken.
+        for taken in experts.sort(dim=-1).values.unbind(-1):
             expert = expert + (expert >= taken)
-        found = torch.cat([found, expert.unsqueeze(-1)], dim=-1)
-    return found
+        experts = torch.cat([experts, expert.unsqueeze(-1)], dim=-1)
+    return experts
 
 
 def _mixed[Integer: (int, Tensor)](value: Integer) -> Integer:
-    """The low 32 bit of a number, or of each of a tensor, mixed one to one so that each depends on all."""
+    """Hash the low 32 bits of a number, or of each number of a tensor; a bijection on 32 bits."""
     value = value & 0xFFFFFFFF
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         value = ((value ^ (value >> shift)) * factor) & 0xFFFFFFFF

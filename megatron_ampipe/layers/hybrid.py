@@ -1,9 +1,9 @@
-"""Hybrid models: pipelines an attention layer and the MoE layer after it, two layers in Megatron, as a block.
+"""Hybrid models: runs an attention layer and the MoE layer after it, two layers in Megatron, as one block.
 
-The attention layer of such a pair runs both layers, and the second layer returns its input. Pairs that follow
-each other directly can share a schedule, pairs of an attention layer and an MLP among them. An MoE layer
-after any other layer is a block without attention. All other layers, such as Mamba, run unchanged and end a
-schedule. Parameters and checkpoint keys are those of the stock stack.
+The attention layer of such a pair runs both layers, and the second layer returns its input. Adjacent pairs
+can share a schedule, also with pairs of an attention layer and an MLP. An MoE layer after any other layer is
+a block without attention. All other layers, such as Mamba, run unchanged and end a shared schedule.
+Parameters and checkpoint keys are those of the stock stack.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from megatron_ampipe.layers.layer import (
 
 
 class _PairedLayer(TransformerLayer):
-    """A layer of a hybrid stack; one of a block if ``block`` is set."""
+    """A layer of a hybrid stack. It belongs to a block if ``block`` is set."""
 
     block: BlockModules | None = None
-    """Both layers of a pair, or an MoE layer."""
+    """The block that the layer belongs to: a pair of layers, or an MoE layer alone."""
     stack: Callable[[], BlockStack | None]
-    """Gives the stack that begins with the block; None where an earlier pair runs it."""
+    """Gets the stack that begins with the block; None if an earlier pair runs the block."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """``[S, B, D]`` to the same shape and None; a layer that an earlier one runs returns its input."""
+        """``[S, B, D]`` to the same shape and None; returns its input if an earlier layer runs this one."""
         if self.block is None or kwargs.get("inference_context") is not None:
             return super().forward(hidden_states, *args, **kwargs)
         stack = self.stack()
-        # A pair without experts on its own has nothing to hide.
+        # A pair without experts that shares no schedule has no communication to hide.
         if stack is not None and stack.is_dense:
             return super().forward(hidden_states, *args, **kwargs)
         if stack is not None and self is self.block.attention_layer:
@@ -88,10 +88,10 @@ class AMPipeHybridStack(HybridStack):
 
 
 def _join(layers: Sequence[TransformerLayer], context: AMPipeContext) -> None:
-    """Make every two of these consecutive layers a pair."""
+    """Join each two consecutive layers into a block, and all blocks into one run."""
     run = LayerRun(context)
     for attention, second in zip(layers[::2], layers[1::2], strict=True):
-        # A layer whose class was not replaced has a class that is not known.
+        # A class that ``pipelined_stack`` has not replaced must be Megatron's.
         if type(attention) is not HybridAttentionLayer:
             require_class(type(attention), (TransformerLayer,), "hybrid attention layer")
         require_class(type(attention.self_attention), ATTENTION, "hybrid attention")
@@ -121,7 +121,7 @@ def pipelined_stack(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:
         ("moe_layer", (MoETransformerLayer, TransformerLayer), HybridMoELayer),
     ):
         layer = getattr(submodules, name, None)
-        # A layer that the pattern does not name may be of any class.
+        # Other classes are refused by ``AMPipeHybridStack``, and only if the pattern uses the layer.
         if isinstance(layer, ModuleSpec) and layer.module in known:
             replaced[name] = dataclasses.replace(layer, module=module)
     if "moe_layer" in replaced:

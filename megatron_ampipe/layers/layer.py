@@ -1,7 +1,7 @@
-"""Megatron's transformer layer as a pipeline of chunks, and the specification that puts it in place.
+"""Megatron's transformer layer as a pipeline of chunks, and the layer specifications that install it.
 
-At degree 1 all layers keep their stock classes, and dense layers do unless they can share a schedule with an
-MoE layer. :mod:`.hybrid` does the same for hybrid models.
+At degree 1 all layers keep their stock classes. A dense layer keeps it at any degree unless it can share a
+schedule with an MoE layer. :mod:`.hybrid` does the same for hybrid models.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from megatron_ampipe.schedule import stack_to_text
 ATTENTION = (SelfAttention, MLASelfAttention)
 """The classes of attention that can be pipelined."""
 _OTHER_ATTENTION = (GatedDeltaNet,)
-"""Those that stay Megatron's: of their layers, the MoE layer alone is pipelined."""
+"""The classes that Megatron runs: only the MoE layer after them is pipelined."""
 
 
 class AMPipeTransformerLayer(TransformerLayer):
     """A transformer layer whose attention and MoE layer, or MLP, are pipelined.
 
-    Of a layer with other attention than softmax attention, the MoE layer alone is. Same modules, parameters
-    and checkpoint keys as ``TransformerLayer``; only ``forward`` differs.
+    Without softmax attention, only the MoE layer is pipelined. Modules, parameters and checkpoint keys are
+    those of ``TransformerLayer``; only ``forward`` differs.
 
     Args:
         ampipe: State shared by all pipelined layers.
-        joins_run: Whether it can share a schedule with the layer that was built before it.
+        joins_run: Whether the layer can share a schedule with the layer that was built before it.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class AMPipeTransformerLayer(TransformerLayer):
         inference_context: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """One pass through the block; the first layer of a stack runs all of it, others return their input.
+        """Run the block. The first layer of a stack runs all its blocks; the others return their input.
 
-        The stock layer runs for inference, as a dense layer on its own, and while the pipeline is one chunk
-        in which nothing overlaps (``--ampipe-degree auto``), unless documents are separated.
+        The stock layer runs for inference, for a dense layer that shares no schedule, and while the pipeline
+        is one chunk without overlap (``--ampipe-degree auto``), unless documents are separated.
 
         Args:
             hidden_states: ``[S, B, D]``.
-            attention_mask: Read only where it separates documents; attention is causal.
+            attention_mask: Read only to separate documents; attention is always causal.
             context: Returned unchanged, as by a stock layer without cross-attention.
             rotary_pos_emb: As in Megatron.
             inference_context: As in Megatron.
-            kwargs: Others of Megatron; all must be None except ``packed_seq_params``.
+            kwargs: Megatron's other arguments; all must be None except ``packed_seq_params``.
 
         Returns:
             ``[S, B, D]`` and ``context``.
@@ -110,7 +110,7 @@ class AMPipeTransformerLayer(TransformerLayer):
             layer = functools.partial(checkpoint, stock, False) if block.recomputes else stock
             if untimed:
                 return layer(hidden_states)
-            # As a schedule would be.
+            # Recorded as a pass of a schedule is.
             passes = ampipe.recorder.passes
             passes.record_shape(*hidden_states.shape[:2])
             return passes.timed_layer(layer, hidden_states)
@@ -123,15 +123,15 @@ class AMPipeTransformerLayer(TransformerLayer):
                 rotary_pos_emb=rotary_pos_emb,
                 packed_seq_params=packing,
             )
-            again = functools.partial(checkpoint, attention, False) if block.recomputes else attention
-            hidden_states, context = again(hidden_states)
+            half = functools.partial(checkpoint, attention, False) if block.recomputes else attention
+            hidden_states, context = half(hidden_states)
         if stack is not None:
             hidden_states = stack(hidden_states, rotary_pos_emb, documents)
         return hidden_states, context
 
 
 def refuse_extra_arguments(kwargs: dict[str, Any]) -> None:
-    """Raise :class:`BadInput` for a further argument of a layer; start-up refuses settings that set one."""
+    """Raise :class:`BadInput` for an argument that no stage reads; start-up refuses flags that set one."""
     for name, value in kwargs.items():
         if value is not None:
             raise BadInput(
@@ -148,8 +148,8 @@ def pipelined(
     """The specification with :class:`AMPipeTransformerLayer` for MoE layers; ``spec`` itself at degree 1.
 
     Raises:
-        BadInput: an MoE layer has a class that AMPipe does not support, or layers shall share a schedule and
-            the specification does not list them.
+        BadInput: an MoE layer has a class that AMPipe does not support; or layers are to share a schedule,
+            and the specification does not list them.
     """
     if not context.config.pipelined:
         return spec
@@ -160,7 +160,7 @@ def pipelined(
             raise BadInput(
                 "--ampipe-stack",
                 stack_to_text(stack),
-                rule="the layer specification names one layer for all of them, so which follow each other is "
+                rule="the layer specification names one layer for all of them, so the order of the layers is "
                 "not known",
                 remedy="Use --ampipe-stack 1, or a specification that lists the layers "
                 "(TransformerBlockSubmodules).",
@@ -169,11 +169,11 @@ def pipelined(
     assert spec.layer_specs is not None
     layers: list[ModuleSpec] = []
     for can_share, specs in itertools.groupby(spec.layer_specs, key=lambda layer: _can_share(layer, context)):
-        of_run = list(specs)
-        shares = can_share and any(map(_is_moe, of_run))
+        run_specs = list(specs)
+        shares = can_share and any(map(_is_moe, run_specs))
         layers += [
             _pipelined_layer(layer, context, shares=shares, joins_run=shares and place > 0)
-            for place, layer in enumerate(of_run)
+            for place, layer in enumerate(run_specs)
         ]
     return dataclasses.replace(spec, layer_specs=layers)
 
@@ -199,7 +199,7 @@ def _pipelined_layer(
 
 
 def _not_called(submodules: TransformerLayerSubmodules) -> list[str]:
-    """The modules of a layer that its stages do not know: cross-attention, or what a patch adds."""
+    """The modules of a layer that no stage calls: cross-attention, or modules that a patch adds."""
     known = {"input_layernorm", "self_attention", "self_attn_bda", "pre_mlp_layernorm", "mlp", "mlp_bda"}
     names = {field.name for field in dataclasses.fields(submodules)} - known - {"sharded_state_dict_keys_map"}
     return sorted(n for n in names if getattr(submodules, n) not in (IdentityOp, IdentityFuncOp))
@@ -224,10 +224,10 @@ def _can_share(spec: ModuleSpec, context: AMPipeContext) -> bool:
 
 
 def with_gate(spec: Any, gate: type[TopKRouter]) -> Any:
-    """The specification of layers, or of a hybrid stack, with ``gate`` in every MoE layer, at any degree.
+    """The specification of layers, or of a hybrid stack, with ``gate`` as router of every MoE layer.
 
     Raises:
-        BadInput: an MoE layer has another router than Megatron's.
+        BadInput: the router of an MoE layer is not Megatron's.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         assert spec.layer_specs is not None
@@ -245,7 +245,7 @@ def with_gate(spec: Any, gate: type[TopKRouter]) -> Any:
 def with_chunk_router(
     submodules: TransformerLayerSubmodules, context: AMPipeContext
 ) -> TransformerLayerSubmodules:
-    """The submodules of an MoE layer with its router, Megatron's or the user's, made to route chunks."""
+    """The submodules of an MoE layer, with its router (Megatron's or the user's) extended to route chunks."""
     known = (TopKRouter,) if context.gate is None else (TopKRouter, context.gate)
     return _with_router(submodules, known, chunk_router_of)
 
@@ -261,16 +261,16 @@ def _with_router(
     return dataclasses.replace(submodules, mlp=compat.with_moe_submodules(submodules.mlp, moe))
 
 
-def require_class(found: type, known: tuple[type, ...], role: str) -> None:
-    """Check that a module with this role in a layer has a class whose work the stages know.
+def require_class(module_class: type, known: tuple[type, ...], role: str) -> None:
+    """Check that the module with this role in a layer has a class that the stages replace completely.
 
     Raises:
-        BadInput: ``found`` is none of ``known``. It may be a subclass: the stages would not run what it adds.
+        BadInput: The class is not one of ``known``. Subclasses are refused too: no stage runs what they add.
     """
-    if found not in known:
+    if module_class not in known:
         raise BadInput(
             role,
-            getattr(found, "__name__", found),
+            getattr(module_class, "__name__", module_class),
             rule=f"only Megatron's {' and '.join(cls.__name__ for cls in known)} can be pipelined",
             remedy="Use the default layer specification, or train with --ampipe-degree 1.",
         )

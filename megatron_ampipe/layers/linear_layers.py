@@ -1,6 +1,6 @@
-"""Linear layers, run otherwise for a while; as modules that are called, so that their hooks run.
+"""Temporarily changes what linear layers do when they are called; their hooks run as always.
 
-Without their transfers, without the gradients of their weights, or by what keeps less for the backward pass.
+A stage can run them without transfers, without weight gradients, or with fewer saved activations.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megatron_ampipe.runtime.segment import WeightProducts
 
 _LOCAL = (ColumnParallelLinear, RowParallelLinear)
 Products = tuple[tuple[Module, ...], tuple[Module, ...]]
-"""The first and the last linear layers of the local experts; one each where they are a grouped product."""
+"""The first and the second linear layers of the local experts; one of each for a grouped GEMM."""
 
 
 @contextlib.contextmanager
 def replaced(*values: tuple[Module, str, object]) -> Iterator[None]:
-    """Within it, the named attribute of each module, or method of its class, is the value given with it."""
+    """Set attributes or methods, as ``(module, name, value)``, on module objects; restore them on exit."""
     before = [vars(module).get(name) for module, name, _ in values]
     for module, name, value in values:
         vars(module)[name] = value
@@ -47,20 +47,20 @@ def replaced(*values: tuple[Module, str, object]) -> Iterator[None]:
 
 
 def linears_of(parts: Iterable[Module | Parameter]) -> tuple[Module, ...]:
-    """The linear layers within these modules whose weight gradients can be computed apart.
+    """The linear layers within these modules whose weight gradients can be separate stages.
 
-    Megatron's local ones, and its wrappers of those of Transformer Engine that can delay them.
+    These are Megatron's local layers, and its wrappers of Transformer Engine's layers with a wgrad store.
     """
     modules = (module for part in parts if isinstance(part, Module) for module in part.modules())
-    return tuple({one: None for one in modules if type(one) in _LOCAL or _is_of_engine(one)})
+    return tuple({module: None for module in modules if type(module) in _LOCAL or _delays_weights(module)})
 
 
-def _is_of_engine(module: Module) -> bool:
+def _delays_weights(module: Module) -> bool:
     return hasattr(module, "is_first_microbatch") and getattr(module, "wgrad_store", None) is not None
 
 
 def weights_apart(linears: Sequence[Module], products: WeightProducts) -> AbstractContextManager[None]:
-    """Within it, these layers leave the gradients of their trained weights to ``products``."""
+    """A context in which these layers leave the gradients of their trained weights to ``products``."""
     values: list[tuple[Module, str, object]] = []
     for linear in linears:
         if type(linear) not in _LOCAL:
@@ -71,7 +71,7 @@ def weights_apart(linears: Sequence[Module], products: WeightProducts) -> Abstra
 
 
 def transfers_apart(linear: ColumnParallelLinear | RowParallelLinear) -> AbstractContextManager[None]:
-    """Within it, a layer neither gathers its input nor adds and scatters its output; it returns its bias."""
+    """A context in which a layer does not all-gather its input or reduce-scatter its output."""
     return replaced((linear, "explicit_expert_comm", True))
 
 
@@ -87,7 +87,7 @@ def expert_products(experts: Module) -> Products:
 
 @contextlib.contextmanager
 def products_run_by(inner: InnerTensors | None, products: Products) -> Iterator[None]:
-    """Have ``inner`` run the products while this is open; nothing changes if it is None."""
+    """A context in which ``inner`` runs the forward of these layers; changes nothing if it is None."""
     if inner is None:
         yield
         return
@@ -113,7 +113,7 @@ def _forward(
 
     Megatron's own function computes the gradients of input and weight in one backward.
     """
-    # Megatron's frozen layer has no gradient of a bias either.
+    # The bias is added below: Megatron's frozen layer has no gradient of a bias either.
     output = linear_with_frozen_weight(input, weight.detach(), None, **options)
     product = functools.partial(
         _weight_gradient,
@@ -127,13 +127,13 @@ def _forward(
 
 
 class _KeepForWeight(torch.autograd.Function):
-    """The output ``[..., N]`` of a layer; its backward keeps the inputs ``[..., K]`` and the gradient."""
+    """Returns a layer's output ``[..., N]``; its backward keeps the inputs ``[..., K]`` and the gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, inputs: Tensor, keep: Callable[[Tensor, Tensor], None]) -> Tensor:
         ctx.keep = keep
         ctx.save_for_backward(inputs)
-        # Not as a view: Megatron adds a bias in place.
+        # Else the output would be a view, and Megatron adds a bias in place.
         ctx.mark_dirty(output)
         return output
 
@@ -149,8 +149,8 @@ def _weight_gradient(
 ) -> Tensor | None:
     """What ``LinearWithGradAccumulationAndAsyncCommunication.backward`` returns for the weight ``[N, K]``.
 
-    From ``inputs [R, K]``, this rank's rows, and ``gradient``, ``[R, N]`` of the rows of all ranks of
-    ``group``. If ``fused``, it is added to ``main_grad``.
+    ``inputs [R, K]`` are this rank's rows; ``gradient [..., N]`` has the rows of all ranks of ``group``. If
+    ``fused``, the gradient is added to ``main_grad``, and a placeholder returned.
     """
     if group is not None:
         inputs = gather_from_sequence_parallel_region(inputs, group=group)
@@ -168,7 +168,7 @@ def _weight_gradient(
 
 
 def _placeholder(weight: Parameter, dtype: torch.dtype) -> Tensor | None:
-    """What stands for a gradient that was added to ``main_grad``; None outside of Megatron's DDP."""
+    """The dummy gradient for one that was added to ``main_grad``; None outside of Megatron's DDP."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
@@ -177,10 +177,10 @@ def _placeholder(weight: Parameter, dtype: torch.dtype) -> Tensor | None:
 
 
 class _Store:
-    """In place of a layer's ``WeightGradStore`` of Transformer Engine while it runs forward in one stage.
+    """Replaces the ``WeightGradStore`` of a Transformer Engine layer during its forward in one stage.
 
-    The backward of that run leaves its product here, and what it takes: the layer's own store is one queue,
-    which knows neither chunks nor micro-batches. Called from the thread of that backward.
+    The backward of that forward puts its weight-gradient product here. The layer's own store is one queue
+    without chunks or micro-batches. Called from the thread that runs that backward.
     """
 
     def __init__(self, linear: Any, products: WeightProducts) -> None:
@@ -194,15 +194,15 @@ class _Store:
         """Delay the product ``function(*tensors)``.
 
         Args:
-            tensors: Inputs and gradient; of a grouped layer both by expert, and where its results go.
-            function: Gives ``(gradient, gradient of the bias, ...)``; a grouped layer's the second by expert.
+            tensors: Inputs and gradient. For a grouped layer, lists by expert, and a list for the results.
+            function: Returns ``(weight gradient, bias gradient, ...)``; biases by expert in a grouped layer.
         """
         weights = _weights(self._linear, "weight")
         self._products.delay(weights, functools.partial(_delayed_gradients, self._linear, function), tensors)
 
 
 def _weights(linear: Any, name: str) -> list[Parameter]:
-    """The weights of a layer of Transformer Engine, or its biases."""
+    """The weights (or biases) of a Transformer Engine layer: several in a grouped layer."""
     count = getattr(linear, "num_gemms", None)
     return [getattr(linear, name)] if count is None else [getattr(linear, f"{name}{i}") for i in range(count)]
 
@@ -211,18 +211,18 @@ def _delayed_gradients(
     linear: Any, function: Callable[..., Sequence[Any]], tensors: list[Any]
 ) -> Iterator[tuple[Parameter, Tensor | None]]:
     """As ``backward_dw`` of Transformer Engine's layers, which writes the gradients to the parameters."""
-    of_weights, of_biases, *_ = function(*tensors)
+    weight_gradients, bias_gradients, *_ = function(*tensors)
     if hasattr(linear, "num_gemms"):
-        of_weights = tensors[2]
+        weight_gradients = tensors[2]
     else:
-        of_weights, of_biases = [of_weights], [of_biases]
-    for weight, gradient in zip(_weights(linear, "weight"), of_weights, strict=True):
+        weight_gradients, bias_gradients = [weight_gradients], [bias_gradients]
+    for weight, gradient in zip(_weights(linear, "weight"), weight_gradients, strict=True):
         if weight.requires_grad:
             fused = linear.fuse_wgrad_accumulation
             yield weight, _placeholder(weight, weight.dtype) if fused else gradient
-    # Of a layer that adds no bias, or has summed its gradient itself, they are missing or empty.
-    present = [gradient is not None and gradient.numel() > 0 for gradient in of_biases]
+    # They are None or empty if the layer adds no bias, or has summed the bias gradient itself.
+    present = [gradient is not None and gradient.numel() > 0 for gradient in bias_gradients]
     if linear.use_bias and any(present):
-        for bias, gradient in zip(_weights(linear, "bias"), of_biases, strict=True):
+        for bias, gradient in zip(_weights(linear, "bias"), bias_gradients, strict=True):
             if bias.requires_grad:
                 yield bias, gradient

@@ -1,7 +1,7 @@
-"""What the stages of a block's MoE half compute, from the router to what the block returns.
+"""The stage functions of a block's MoE half, from the router to the output of the block.
 
-Megatron's ``TransformerLayer._forward_mlp`` and ``MoELayer.forward``, cut where tokens are sent; of a layer
-without experts, its MLP. Modules with parameters are entered by calling them, never by one of their methods:
+Megatron's ``TransformerLayer._forward_mlp`` and ``MoELayer.forward``, cut where tokens are sent; for a layer
+without experts, its MLP. Modules with parameters are called, never entered through another method, because
 Megatron's forward hooks wait for the parameters under ``--overlap-param-gather``.
 """
 
@@ -37,7 +37,7 @@ def _read_by_route(block: BlockModules) -> list[Module]:
 
 
 def _drops_normed[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """A stage whose graph does not keep its first input, ``normed``, if Megatron recomputes it."""
+    """Decorate a stage so that its graph does not save its first input, ``normed``, if it is recomputed."""
 
     @functools.wraps(function)
     def run(state: BlockPass, chunk: int | None, normed: Tensor, *others: Tensor) -> Any:
@@ -52,7 +52,7 @@ def _drops_normed[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 @runs(kinds.CHOOSE, reads=lambda block: [block.moe.router])
 @_drops_normed
 def choose(state: BlockPass, chunk: None, normed: Tensor) -> tuple[Tensor, ...]:
-    """``[S, B, D]`` to ``(probs [S, B, E], logits [S, B, L])``; the router sees all chunks as one."""
+    """Route all chunks at once: ``[S, B, D]`` to ``(probs [S, B, E], logits [S, B, L])``."""
     probs, state.chosen, logits = state.block.moe.router(
         normed, block=state.routing, chunk=0, **_ids_of(state, state.whole)
     )
@@ -62,10 +62,10 @@ def choose(state: BlockPass, chunk: None, normed: Tensor) -> tuple[Tensor, ...]:
 @runs(kinds.ROUTE, reads=_read_by_route, graph="moe_router")
 @_drops_normed
 def route(state: BlockPass, chunk: int, normed: Tensor, *choice: Tensor) -> tuple[Tensor, ...]:
-    """``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, L])``.
+    """Route and permute ``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, L])``.
 
-    ``L`` is the number of experts, or more: see :meth:`~.router.ChunkRouting.forward`. ``choice`` is what
-    :func:`choose` gave for these rows.
+    ``L`` is the number of experts, or more: see :meth:`~.router.ChunkRouting.forward`. ``choice`` is the
+    output of :func:`choose` for these rows.
     """
     if choice:
         probs, logits = choice[0].flatten(0, 1), choice[1].view_as(choice[1])
@@ -80,14 +80,14 @@ def route(state: BlockPass, chunk: int, normed: Tensor, *choice: Tensor) -> tupl
 
 
 def _ids_of(state: BlockPass, chunk: Chunk) -> dict[str, Tensor]:
-    """What a router that reads the ids of tokens is also given."""
+    """The further argument of a router that reads token ids."""
     ids = state.token_ids
     return {} if ids is None else {"token_ids": take_rows(ids, chunk.hidden)}
 
 
 @runs(kinds.CONDENSE)
 def condense(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
-    """``tokens [T, D]`` to those that are sent, ``[Q, D]``, probabilities of 1, and ``probs`` for
+    """Select from ``tokens [T, D]`` the ``[Q, D]`` to send, with probabilities of 1; ``probs`` go to
     :func:`expand`."""
     dispatcher, condenser = state.dispatchers[chunk], state.block.context.condenser
     assert condenser is not None
@@ -99,19 +99,19 @@ def condense(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor) -> tup
         counted=state.block.moe_layer.training and not state.is_again,
     )
     state.condensed[chunk], dispatcher.counts = condensed, condensed.counts
-    # The probability of a token that takes another one's result is its own.
-    own = probs[: len(condensed.place)].clone()
-    return tokens.index_select(0, condensed.sent), torch.ones_like(probs[: len(condensed.sent)]), own
+    # A token that reuses the output of a similar token keeps its own probability.
+    own_probs = probs[: len(condensed.place)].clone()
+    return tokens.index_select(0, condensed.sent), torch.ones_like(probs[: len(condensed.sent)]), own_probs
 
 
 def _narrowed(block: BlockModules, normed: Tensor) -> Tensor:
-    """What the experts are given of ``[rows, B, D]``: with a latent size, fewer columns."""
+    """The input of the experts from ``[rows, B, D]``: projected to the latent size, if there is one."""
     return block.moe.fc1_latent_proj(normed)[0] if block.is_latent else normed
 
 
 @runs(kinds.LOSSES)
 def losses(state: BlockPass, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]:
-    """All chunks' router logits to one fp32 number whose backward adds the gradient of the losses."""
+    """Router losses from the logits of all chunks: an fp32 scalar whose backward adds their gradient."""
     return (state.block.moe.router.block_losses(torch.cat(logits), state.routing),)
 
 
@@ -123,32 +123,32 @@ def losses(state: BlockPass, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]
 )
 @_drops_normed
 def shared(state: BlockPass, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
-    """``[rows, B, D]`` through the shared experts."""
+    """Apply the shared experts to ``[rows, B, D]``."""
     return (state.block.moe.shared_experts(normed),)
 
 
 @runs(kinds.COUNTS)
 def counts(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
-    """Exchange what the other ranks must know of the routing before tokens can be sent."""
+    """All-gather the token counts that other ranks need before tokens can be sent."""
     dispatchers = [state.dispatchers[chunk] for chunk in chunks]
     counts = [dispatcher.counts for dispatcher in dispatchers]
     group = dispatchers[0].counts_group
     gathered = exchange_chunks(
-        [all_gather(len(of_chunk), group) for of_chunk in counts],
-        [[of_chunk] for of_chunk in counts],
+        [all_gather(len(chunk_counts), group) for chunk_counts in counts],
+        [[chunk_counts] for chunk_counts in counts],
         combine=False,
     )
-    for dispatcher, of_ranks in zip(dispatchers, gathered.outputs, strict=True):
-        dispatcher.set_counts(of_ranks)
+    for dispatcher, rank_counts in zip(dispatchers, gathered.outputs, strict=True):
+        dispatcher.set_counts(rank_counts)
     return Transfer((), gathered.works, gathered.unpack, uses=(*counts, *gathered.outputs))
 
 
 @runs(kinds.DISPATCH, kinds.REDISPATCH)
 def dispatch(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
-    """Tokens ``[T, D]`` and their probabilities ``[T]`` to the ranks of their experts.
+    """Send tokens ``[T, D]`` and their probabilities ``[T]`` to the ranks of their experts.
 
-    Only the first rows are sent, where :func:`route` prepared more before their number was known; the
-    gradient of the others is 0.
+    Where :func:`route` allocated rows before their number was known, the spare rows at the end are not sent,
+    and their gradient is 0.
     """
     forward = direction is Direction.FORWARD
     dispatchers = [state.dispatchers[chunk] for chunk in chunks]
@@ -157,8 +157,8 @@ def dispatch(state: BlockPass, chunks: Sequence[int], tensors: Tensors, directio
     spare = [0 if is_condensed else dispatcher.num_spare for dispatcher in dispatchers]
     if forward and any(spare):
         tensors = [
-            [part[: part.shape[0] - rows] for part in of_chunk]
-            for of_chunk, rows in zip(tensors, spare, strict=True)
+            [part[: part.shape[0] - rows] for part in chunk_tensors]
+            for chunk_tensors, rows in zip(tensors, spare, strict=True)
         ]
     codecs = _codecs(state, "dispatch", chunks, direction)
     transfer = exchange_chunks(transports, tensors, combine=not forward, codecs=codecs)
@@ -170,7 +170,7 @@ def dispatch(state: BlockPass, chunks: Sequence[int], tensors: Tensors, directio
 
 @runs(kinds.SPREAD, kinds.RESPREAD)
 def spread(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
-    """Tokens ``[T, D]`` that came to this node, and probabilities, to the ranks of their experts."""
+    """Second hop of a dispatch: send tokens ``[T, D]`` and probabilities on to ranks within the node."""
     hops = [state.dispatchers[chunk].told.hop for chunk in chunks]
     combine = direction is Direction.BACKWARD
     return exchange_chunks([hop.transport for hop in hops], tensors, combine=combine, codecs=hops)
@@ -178,20 +178,20 @@ def spread(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction:
 
 @runs(kinds.COLLECT)
 def collect(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
-    """Expert outputs ``[T, D]`` to the ranks of this node that the tokens came to, and added."""
+    """First hop of a combine: send expert outputs ``[T, D]`` back within the node, where they are added."""
     return spread(state, chunks, tensors, _OPPOSITE[direction])
 
 
 @runs(kinds.GATHER, kinds.REGATHER)
 def gather(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
-    """Tokens ``[T, D]``, and probabilities, to all ranks that share an expert, in the order of ranks."""
+    """All-gather tokens ``[T, D]`` and probabilities over the ranks that share an expert, in rank order."""
     gathers = [state.dispatchers[chunk].told.gather for chunk in chunks]
     return exchange_chunks(gathers, tensors, combine=direction is Direction.BACKWARD)
 
 
 @runs(kinds.SCATTER)
 def scatter(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
-    """Expert outputs ``[T, D]`` of these ranks, added, each row to the rank that it arrived at."""
+    """Reduce-scatter expert outputs ``[T, D]`` over these ranks: a row returns to the rank it came from."""
     return gather(state, chunks, tensors, _OPPOSITE[direction])
 
 
@@ -199,7 +199,7 @@ def scatter(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction
 def expert(
     state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors | None = None
 ) -> tuple[Tensor, ...]:
-    """Received tokens ``[T, D]`` through the local experts, to ``[T, D]``."""
+    """Apply the local experts to received tokens ``[T, D]``."""
     dispatcher = state.dispatchers[chunk]
     if inner is None:
         return (dispatcher.combine_preprocess(_experts(state, chunk, tokens, probs, None)),)
@@ -214,11 +214,11 @@ def _experts(
     if inner is not None:
         inner.sorted(tokens)
     elif state.block.drops_activations and torch.is_grad_enabled():
-        # Not the arguments, which have a graph.
-        block, given = state.block, (tokens.detach(), probs.detach())
+        # Detached, as the recompute must not keep the graph of the arguments.
+        block, inputs = state.block, (tokens.detach(), probs.detach())
 
         def again(activations: InnerTensors) -> None:
-            tokens, probs = with_history(given)
+            tokens, probs = with_history(inputs)
             _products(block, tokens, tokens_per_expert, probs, activations)
 
         activations = ActivationTensors(block.stage_parameters[kinds.EXPERT], again)
@@ -240,14 +240,14 @@ def _products(
 
 @runs(kinds.REPERMUTE)
 def repermute(state: BlockPass, chunk: int, *normed: Tensor) -> tuple[Tensor, ...]:
-    """``[rows, B, D]``, unless they are computed once more, to the tokens ``[T, D]`` that ``route`` gave."""
+    """Permute ``[rows, B, D]``, recomputed if not given, again to the tokens ``[T, D]`` of ``route``."""
     rows = normed[0] if normed else state.normed_again(chunk)
     return (state.dispatchers[chunk].tokens_again(_narrowed(state.block, rows)),)
 
 
 @runs(kinds.REBUILD)
 def rebuild(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
-    """The experts once more without their last product, for ``inner``."""
+    """Run the experts again up to their second linear layer, to rebuild the tensors of ``inner``."""
     with inner.restored():
         _experts(state, chunk, *with_history([tokens, probs]), inner)
     return ()
@@ -255,7 +255,7 @@ def rebuild(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inne
 
 @runs(kinds.RESORT)
 def resort(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
-    """Tokens ``[T, D]`` that were sent once more into the order of the experts, for ``inner``."""
+    """Sort redispatched tokens ``[T, D]`` by expert again, for ``inner``."""
     with inner.restored():
         sorted_tokens, *_ = state.dispatchers[chunk].dispatch_postprocess(*with_history([tokens, probs]))
         inner.sorted(sorted_tokens)
@@ -264,7 +264,7 @@ def resort(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner
 
 @runs(kinds.COMBINE)
 def combine(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
-    """Expert outputs ``[T, D]`` to the ranks that own the tokens."""
+    """Send expert outputs ``[T, D]`` back to the ranks that own the tokens."""
     transports = [state.dispatchers[chunk].transport() for chunk in chunks]
     codecs = _codecs(state, "combine", chunks, direction)
     return exchange_chunks(transports, tensors, combine=direction is Direction.FORWARD, codecs=codecs)
@@ -281,7 +281,7 @@ def _codecs(
 
 @runs(kinds.EXPAND)
 def expand(state: BlockPass, chunk: int, combined: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
-    """``combined [Q, D]`` of the tokens that were sent to ``[T, D]`` of all, weighted by ``probs``."""
+    """Expand the outputs ``[Q, D]`` of the sent tokens to all tokens ``[T, D]``, weighted by ``probs``."""
     rows = combined.index_select(0, state.condensed.pop(chunk).place)
     return ((rows * probs.unsqueeze(-1)).to(combined.dtype),)
 
@@ -294,7 +294,7 @@ def expand(state: BlockPass, chunk: int, combined: Tensor, probs: Tensor) -> tup
 def merge(
     state: BlockPass, chunk: int, combined: Tensor, residual: Tensor, *shared: Tensor
 ) -> tuple[Tensor, ...]:
-    """``combined [T, D]`` into the order of the rows, plus shared and residual, to ``[rows, B, D]``."""
+    """Unpermute ``combined [T, D]``, add shared experts and residual: the output rows ``[rows, B, D]``."""
     block, output = state.block, state.dispatchers[chunk].combine_postprocess(combined)
     if block.is_latent:
         output, _ = block.moe.fc2_latent_proj(output)
@@ -306,6 +306,6 @@ def merge(
 @runs(kinds.MLP, reads=lambda block: [block.moe], recompute=("mlp",), graph="mlp")
 @_drops_normed
 def mlp(state: BlockPass, chunk: int, normed: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-    """``[rows, B, D]`` through the MLP of a layer without experts, plus residual."""
+    """Apply the MLP of a layer without experts to ``[rows, B, D]``, and add the residual."""
     layer = state.block.moe_layer
     return (state.block.add_residual(layer.mlp_bda, layer.mlp(normed), residual),)

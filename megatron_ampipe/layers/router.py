@@ -1,7 +1,7 @@
-"""Megatron's top-k router, or a subclass of it, that routes a sequence chunk by chunk with the same result.
+"""Extends Megatron's top-k router, or a subclass, to route a sequence chunk by chunk with the same result.
 
-Parameters, buffers and checkpoint keys are those of the class that is extended. What a class must promise is
-in docs/gates.md; ``ampipe gate`` tests it.
+Parameters, buffers and checkpoint keys do not change. docs/gates.md says what a class must promise; ``ampipe
+gate`` tests it.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ Hook = Callable[[Any, tuple[Any, ...], Any], Any]
 
 
 class Capacity:
-    """Which tokens of a chunk are within the capacity of the experts; one object per block and pass.
+    """Drops the tokens of a chunk beyond the capacity of the experts; one object per block and pass.
 
-    As Megatron's ``apply_router_token_dropping``. Dropping by position keeps an expert's first tokens of the
-    sequence, so a count is carried from chunk to chunk. ``num_tokens`` are those of the block on this rank;
-    None if the capacity is that of what is routed at once.
+    As Megatron's ``apply_router_token_dropping``. Dropping by position keeps the first tokens of each expert,
+    so a count is carried from chunk to chunk. ``num_tokens`` is the number of tokens of the block on this
+    rank; None if each call of :meth:`keep` has a separate capacity.
     """
 
     def __init__(self, config: Any, topk: int, num_tokens: int | None) -> None:
         self._policy, self._factor = config.moe_token_drop_policy, config.moe_expert_capacity_factor
         self._topk, self._num_experts = topk, config.num_moe_experts
-        self._of_block = None if num_tokens is None else self._of(num_tokens)
+        self._block_capacity = None if num_tokens is None else self._capacity(num_tokens)
         self._used: Tensor | int = 0
         self._num_tokens = 0
 
-    def _of(self, num_tokens: int) -> int:
+    def _capacity(self, num_tokens: int) -> int:
         return get_capacity(num_tokens * self._topk, self._num_experts, self._factor)
 
     def keep(self, probs: Tensor, routing_map: Tensor) -> Tensor:
         """The kept entries of ``routing_map`` ``[T, E]`` bool; called once per chunk, in order."""
-        if self._of_block is None:
+        if self._block_capacity is None:
             with torch.no_grad():
                 _, kept = apply_router_token_dropping(
                     probs, routing_map, self._topk, self._factor, drop_policy=self._policy
@@ -61,30 +61,30 @@ class Capacity:
             return kept
         position = routing_map.long().cumsum(dim=0) + self._used
         self._used = position[-1]
-        return routing_map & (position <= self._of_block)
+        return routing_map & (position <= self._block_capacity)
 
     def slots(self, num_tokens: int) -> int:
-        """How many rows every expert gets of a chunk if it is padded to its capacity; as :meth:`keep`."""
-        if self._of_block is None:
-            return min(num_tokens, self._of(num_tokens))
-        before = min(self._num_tokens, self._of_block)
+        """How many rows of a chunk every expert gets with padding to capacity; called as :meth:`keep` is."""
+        if self._block_capacity is None:
+            return min(num_tokens, self._capacity(num_tokens))
+        before = min(self._num_tokens, self._block_capacity)
         self._num_tokens += num_tokens
-        return min(self._num_tokens, self._of_block) - before
+        return min(self._num_tokens, self._block_capacity) - before
 
 
 @dataclass(slots=True)
 class ChunkLosses:
-    """What a router hands to Megatron's loss functions in one chunk; the losses are of the whole block."""
+    """The arguments of a router's calls of Megatron's loss functions in one chunk, computed for the block."""
 
     tensors: list[Tensor] = field(default_factory=list)
-    """Logits and scores ``[T, E]``, each once."""
+    """Logits and scores ``[T, E]``, without duplicates."""
     calls: list[tuple[str, int, Tensor | None]] = field(default_factory=list)
     """The loss functions in order: name, index in ``tensors``, and the routing map ``[T, E]`` bool."""
     counts_experts: bool = False
     """Whether the router adds its choice to the counts of the expert bias."""
 
     def add(self, name: str, tensor: Tensor, routing_map: Tensor | None = None) -> None:
-        """Note one call."""
+        """Record a call of the loss function ``name``."""
         index = next((i for i, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(tensor)
@@ -93,7 +93,7 @@ class ChunkLosses:
     def packed(self, hidden: Tensor) -> Tensor:
         """All tensors side by side, ``[R, B, E * tensors]``, from the routing of ``hidden [R, B, D]``.
 
-        Their graph is kept no longer.
+        Keeps empty tensors of the same width in place of them, so that their graph is released.
         """
         rows = hidden.shape[:2]
         if not self.tensors:
@@ -116,32 +116,32 @@ class BlockRouting:
     """Routing state that the chunks of one block share; one per forward pass."""
 
     capacity: Capacity | None
-    """Which tokens are kept; None for dropless routing."""
+    """Drops tokens; None for dropless routing."""
     num_tokens: int
     first_tokens: Sequence[int]
     prescribed: Tensor | None
-    """The experts that a routing replay prescribes, ``[T, K]``; None without."""
+    """The experts that a routing replay prescribes, ``[T, K]``; None without a replay."""
     losses: dict[int, ChunkLosses] = field(default_factory=dict)
-    """By chunk, what its losses are computed from."""
+    """The loss calls of each chunk."""
     parts: dict[object, dict[int, tuple[Tensor, ...]]] = field(default_factory=dict)
-    """What :meth:`join` keeps."""
+    """The tensors that :meth:`join` has been given, by key and chunk."""
 
-    def join(self, what: object, chunk: int, *tensors: Tensor) -> tuple[Tensor, ...] | None:
-        """Keep tensors of a chunk, with one row for each token; the last one returns those of the block.
+    def join(self, key: object, chunk: int, *tensors: Tensor) -> tuple[Tensor, ...] | None:
+        """Keep a chunk's tensors, one row per token. The last chunk's call returns those of the block.
 
-        ``what`` is the same for all chunks. Returned are ``[T, ...]``, in the order of the sequence.
+        All chunks use the same ``key``. Returns ``[T, ...]`` in sequence order, or None before the last.
         """
-        parts = self.parts.setdefault(what, {})
+        parts = self.parts.setdefault(key, {})
         parts[chunk] = tensors
         if sum(len(first) for first, *_ in parts.values()) < self.num_tokens:
             return None
         ordered = [parts[index] for index in sorted(parts)]
-        del self.parts[what]
-        return tuple(torch.cat(of_chunks) for of_chunks in zip(*ordered, strict=True))
+        del self.parts[key]
+        return tuple(torch.cat(by_chunk) for by_chunk in zip(*ordered, strict=True))
 
 
 class ChunkReplay:
-    """Megatron's ``RouterReplay``, ``whole``, for one chunk: part of the choice or the record."""
+    """Megatron's ``RouterReplay`` for one chunk: replays or records that chunk's part of ``whole``."""
 
     def __init__(self, whole: Any, block: BlockRouting, chunk: int) -> None:
         self._whole, self._block, self._chunk = whole, block, chunk
@@ -170,28 +170,28 @@ class ChunkReplay:
 
 
 def prescribed_by(replay: Any) -> Tensor | None:
-    """The experts ``[T, K]`` that a router's replay prescribes for a block; once per pass."""
+    """The experts ``[T, K]`` that a router's replay prescribes for a block; call it once per pass."""
     if replay.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
         return replay.target_topk_idx
     if replay.router_replay_action is RouterReplayAction.REPLAY_BACKWARD:
-        # Megatron takes the choices of its micro-batches in their order, one for each pass.
+        # As in Megatron: each pass takes the choices of the next micro-batch.
         return replay.replay_backward_list.pop(0)
     return None
 
 
 def hook_of_block(hook: Hook) -> Callable[..., Any]:
-    """A forward hook of a router that is called once for all chunks of a block, as by a stock router.
+    """Wrap a forward hook of a router so that it is called once per block, as by a stock router.
 
-    It may look at what the router takes (``[T, 1, D]`` in place of ``[S, B, D]``) and gives, not replace it.
+    The hook may read the router's input (``[T, 1, D]`` in place of ``[S, B, D]``) and output, not replace it.
     """
 
-    def of_chunk(module: Any, inputs: tuple[Any, ...], options: dict[str, Any], outputs: Any) -> Any:
+    def chunk_hook(module: Any, inputs: tuple[Any, ...], options: dict[str, Any], outputs: Any) -> Any:
         block = options.get("block")
         if block is None:
             return hook(module, inputs, outputs)
         hidden, (probs, routing_map) = inputs[0].flatten(0, 1), outputs[:2]
-        # One hook may be registered on several routers, and several on one.
-        whole = block.join(of_chunk, options["chunk"], hidden.detach(), probs.detach(), routing_map)
+        # The key is this wrapper, because a router may have several hooks.
+        whole = block.join(chunk_hook, options["chunk"], hidden.detach(), probs.detach(), routing_map)
         if whole is None:
             return None
         rows, *routed = whole
@@ -202,32 +202,32 @@ def hook_of_block(hook: Hook) -> Callable[..., Any]:
         )
         return None
 
-    of_chunk.sees_whole_blocks = True  # type: ignore[attr-defined]
-    return of_chunk
+    chunk_hook.sees_whole_blocks = True  # type: ignore[attr-defined]
+    return chunk_hook
 
 
 def sees_whole_blocks(router: Module) -> bool:
-    """Whether a router has a hook that :func:`hook_of_block` made."""
+    """Whether a router has a hook wrapped by :func:`hook_of_block`."""
     return any(getattr(hook, "sees_whole_blocks", False) for hook in router._forward_hooks.values())
 
 
 class ChunkRouting:
-    """Lets a router class route single chunks, and computes the losses of a block separately.
+    """Mixin that lets a router class route single chunks, and computes the losses of a block separately.
 
     The class runs its own ``forward`` on the rows of a chunk. Only what depends on the whole block is
-    replaced for that call: the losses are noted and computed later, and tokens beyond the capacity are
-    dropped here.
+    replaced for that call: calls of loss functions are recorded and run later, and tokens beyond the
+    capacity are dropped here.
     """
 
     _noted: ChunkLosses | None = None
-    """Where the losses of the chunk that is being routed are noted; None outside."""
+    """Records the loss calls of the chunk that is being routed; None otherwise."""
 
     def begin_block(
         self, num_tokens: int, *, per_chunk: bool, first_tokens: Sequence[int] = (0,)
     ) -> BlockRouting:
-        """What :meth:`forward` needs of a block with ``num_tokens`` on this rank.
+        """Create the routing state of a block with ``num_tokens`` on this rank, for :meth:`forward`.
 
-        Its chunks begin with ``first_tokens``. With ``per_chunk``, every chunk has a separate capacity.
+        ``first_tokens`` are the first token of each chunk. With ``per_chunk``, each has a separate capacity.
         """
         config, capacity, replay = self.config, None, self.router_replay
         if config.moe_expert_capacity_factor is not None:
@@ -249,14 +249,14 @@ class ChunkRouting:
 
         Args:
             hidden: ``[R, B, D]``.
-            args: Of the stock router, like ``kwargs``.
+            args: Arguments of the stock router, as are ``kwargs``.
             block: From :meth:`begin_block`; with a capacity, chunks must be routed in order.
             chunk: The index of the chunk in the block; 0 if all are routed at once.
             token_ids: ``[R, B]``, for a class that reads ids (``TokenIdRouter``).
 
         Returns:
-            ``probs [R*B, E]``, ``routing_map [R*B, E]`` bool, and for a chunk what :meth:`block_losses`
-            takes, ``[R, B, L]``: the logits, and for a class that overrides ``routing`` also its scores.
+            ``probs [R*B, E]``, ``routing_map [R*B, E]`` bool; for a chunk also the input ``[R, B, L]`` of
+            :meth:`block_losses`: the logits, and the scores of a class that overrides ``routing``.
         """
         if block is None:
             return super().forward(hidden, *args, **kwargs)
@@ -267,7 +267,7 @@ class ChunkRouting:
         # Not by ``setattr``, which looks for parameters and modules first.
         vars(self).update(_noted=losses)
         if config.moe_expert_capacity_factor is not None:
-            # The class's ``forward`` drops no token.
+            # The class's own ``forward`` must drop no token.
             self.config = copy.copy(config)
             self.config.moe_expert_capacity_factor = None
         if replay is not None:
@@ -292,25 +292,25 @@ class ChunkRouting:
         return probs, routing_map, losses.packed(hidden)
 
     def register_forward_hook(self, hook: Hook, **options: Any) -> RemovableHandle:
-        """As in torch; the hook is called once for all chunks of a block, with what a stock router gets.
+        """As in torch; the hook is called once for all chunks of a block, as on a stock router.
 
-        Hooks that want keyword arguments, or to be called after an error, see chunks.
+        Hooks registered with ``with_kwargs`` or ``always_call`` are called for each chunk.
         """
         if options.get("with_kwargs") or options.get("always_call"):
             return super().register_forward_hook(hook, **options)
         return super().register_forward_hook(hook_of_block(hook), **options, with_kwargs=True)
 
     def block_losses(self, packed: Tensor, block: BlockRouting) -> Tensor:
-        """All losses of the router, computed once for the whole block and logged as in a stock run.
+        """Compute all losses of the router once for the whole block, and log them as in a stock run.
 
-        ``packed [S, B, L]`` is the third result of :meth:`forward` of all chunks, in order. Returns a scalar
-        whose backward adds the gradient of the losses to it, independent of the incoming gradient (Megatron's
+        ``packed [S, B, L]`` is the third output of :meth:`forward`, all chunks in order. Returns a scalar
+        whose backward gives the gradient of the losses and ignores the incoming gradient (Megatron's
         ``MoEAuxLossAutoScaler``); call it with a gradient of zero. Reads no parameter, so no hook has to run.
         """
         sequence_length, batch = packed.shape[:2]
         chunks = [block.losses[index] for index in sorted(block.losses)]
         tensors = chunks[0].unpacked(packed)
-        # What carries the losses: attaching one gives a tensor to differentiate in place of the old one.
+        # Attaching a loss to a tensor gives a new tensor, which is differentiated in place of the old one.
         carriers = list(tensors)
         for number, (name, index, _) in enumerate(chunks[0].calls):
             if name == "apply_z_loss":
@@ -332,28 +332,28 @@ class ChunkRouting:
 
     @functools.cached_property
     def has_stock_routing(self) -> bool:
-        """Whether the class leaves the choice to ``TopKRouter.routing``.
+        """Whether the class chooses experts by ``TopKRouter.routing``.
 
-        Then every token has ``topk`` experts, and the logits are all that its losses depend on.
+        Then every token has ``topk`` experts, and the losses depend only on the logits.
         """
         gate = type(self).__mro__[2]
         return gate.routing is TopKRouter.routing and gate.forward is TopKRouter.forward
 
     def is_aux_loss_enabled(self) -> bool:
-        """As in Megatron; the losses of Megatron's own choice are computed from the logits later."""
+        """As in Megatron; False within a chunk with stock routing, whose losses are computed later."""
         if self._noted is not None and self.has_stock_routing:
             return False
         return super().is_aux_loss_enabled()
 
     def apply_z_loss(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """As in Megatron; within a chunk, note the logits."""
+        """As in Megatron; within a chunk, record the logits."""
         if self._noted is None:
             return super().apply_z_loss(logits, *args, **kwargs)
         self._noted.add("apply_z_loss", logits)
         return logits
 
     def _apply_expert_bias(self, routing_map: Tensor, *args: Any, **kwargs: Any) -> None:
-        """As in Megatron; within a chunk, after tokens were dropped."""
+        """As in Megatron; within a chunk, delayed until tokens have been dropped."""
         if self._noted is None:
             super()._apply_expert_bias(routing_map, *args, **kwargs)
         else:
@@ -362,7 +362,7 @@ class ChunkRouting:
     def _add_loss(
         self, name: str, probs: Tensor, scores: Tensor, routing_map: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """As in Megatron; within a chunk, note the scores and the choice."""
+        """As in Megatron; within a chunk, record the scores and the routing map."""
         if self._noted is None:
             return getattr(super(), name)(probs, scores, routing_map, *args, **kwargs)
         self._noted.add(name, scores, routing_map)
@@ -373,7 +373,7 @@ class ChunkRouting:
     _apply_global_aux_loss = partialmethod(_add_loss, "_apply_global_aux_loss")
 
     def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As in Megatron, for a whole block only.
+        """As in Megatron, but refused within a chunk.
 
         Raises:
             BadInput: the class adds a loss that it has computed from one chunk.

@@ -19,11 +19,11 @@ from megatron_ampipe.files.records import read_record, write_record
 from megatron_ampipe.schedule import Direction
 
 Basis = Literal["measured", "derived", "datasheet"]
-"""``measured``: timed by ``ampipe profile`` or by the named source. ``derived``: computed or assumed, as the
-source text says. ``datasheet``: a vendor's figure."""
+"""``measured``: timed by ``ampipe profile`` or by the named source. ``derived``: computed or assumed, see the
+source text. ``datasheet``: a vendor's figure."""
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 FlexBackend = Literal["deepep", "hybridep"]
-"""Of Megatron's flex dispatcher: a token once to each node, and once to each of its ranks that needs it."""
+"""Backends of the flex dispatcher: a token is sent once to each node, and there once to each rank."""
 Operation = Literal[
     "all_to_all",
     "direct_all_to_all",
@@ -41,13 +41,13 @@ OverheadKind = Literal["any", "qkv", "attention", "route", "losses", "shared", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """The fields that every figure has."""
+    """The common fields of all figures."""
 
     basis: Basis = field(metadata={"last": True})
     source: str = field(metadata={"last": True})
-    """As text: a paper's section, a data sheet, or a command and a machine."""
+    """Text: a paper's section, a data sheet, or a command and a machine."""
     r_squared: float | None = field(default=None, metadata={"last": True})
-    """Coefficient of determination of the line; only of fitted figures."""
+    """Coefficient of determination of the line; only for fitted figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,9 @@ class Point:
 class TransferCost(Figure):
     """A collective, or a pass over memory: ``alpha_us + size * beta_us_per_mb``.
 
-    The size of a collective is what one rank sends to the others of the group: for an all-to-all the rows for
-    other ranks, for an all-gather or a reduce-scatter its own rows times the number of other ranks. For
-    memory it is bytes read plus bytes written.
+    The size of a collective is the bytes that one rank sends to others: for an all-to-all the rows for other
+    ranks, for an all-gather or a reduce-scatter its own rows times the number of other ranks. For memory it
+    is bytes read plus bytes written.
 
     ``table`` has sizes in ascending order with their times, for an operation whose time is not linear in the
     size. Times are interpolated between two sizes, and between size 0 (``alpha_us``) and the first one; above
@@ -88,7 +88,7 @@ class TransferCost(Figure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm(Figure):
-    """One matrix product of ``rows x k`` by ``k x n``.
+    """A matrix product of ``rows x k`` by ``k x n``.
 
     ``alpha_us + 2 * rows * k * n * beta + k * n * weights``. The last term does not depend on the rows, so a
     product with few rows is less efficient; it is zero if it was not measured.
@@ -119,7 +119,7 @@ class AttentionLine(Figure):
     merge_us_per_mb: float
 
     def time_us(self, gflops: float, merge_mb: float) -> float:
-        """Time of so many operations, and so much output to merge."""
+        """Time for ``gflops`` operations and ``merge_mb`` of output to merge."""
         return self.alpha_us + gflops * self.beta_us_per_gflop + merge_mb * self.merge_us_per_mb
 
 
@@ -138,8 +138,8 @@ class Compute:
     Attributes:
         memory: Passes over memory: norms, residuals, activation functions, sums of gradients.
         permute: Permutation of rows into the order of the experts, and the inverse.
-        copy: Copies to host memory and back, of the bytes that are copied; on a GPU to pinned memory. None if
-            it was not measured: then nothing can be said about strategies that copy (``--ampipe-memory``).
+        copy: Copies to host memory and back, by the bytes copied; on a GPU to pinned memory. None if not
+            measured; then strategies that copy (``--ampipe-memory``) cannot be predicted.
     """
 
     gemm: Mapping[Dtype, Gemm]
@@ -165,8 +165,8 @@ class Overhead(Figure):
 class StageOverhead(Overhead):
     """The time of a stage in addition to its operations, which were timed in isolation.
 
-    A factor is the time of its operations in a block, where the caches hold other data, divided by their time
-    in isolation.
+    A factor is the time of its operations in a block, where caches hold other data, divided by their time in
+    isolation.
     """
 
     forward_factor: float = field(default=1.0, metadata={"minimum": 1.0})
@@ -178,9 +178,8 @@ class Host:
     """Overheads of the host.
 
     Attributes:
-        issue: Time that the host needs to issue one stage to the device, asynchronously. Zero for training on
-            the CPU.
-        issue_of: The same by kind of stage, with one local expert; ``issue`` is for the other kinds.
+        issue: Time for which the host is busy issuing one stage to the device. Zero for training on the CPU.
+        issue_of: The same by kind of stage, with one local expert; ``issue`` is for all other kinds.
         stage: Added to every compute stage, on a GPU or a CPU: the cost of one more chunk. ``any`` applies to
             kinds without an entry.
         block: Added once to a pipelined pass: entering the block, and its autograd function.
@@ -196,7 +195,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap(Figure):
-    """How much concurrent computation and communication slow each other down; factor 1 is not at all.
+    """How much concurrent computation and communication slow each other down; factor 1 means not at all.
 
     ``latency_us`` is added to a collective that begins during a computation: in training on the CPU, the
     threads that start a collective and wait for its end have to wait for a core.
@@ -213,17 +212,17 @@ class Cluster:
 
     Attributes:
         ranks_per_node: Ranks on one node; ``intra`` applies between them.
-        device_memory_gib: Memory of one rank; if given, it is compared with what a plan needs.
+        device_memory_gib: Memory of one rank; if given, it is compared with the memory that a plan needs.
         intra: Collectives between ranks of one node. ``stock_all_to_all`` is the operation of Megatron's
-            layer where it differs from AMPipe's (gloo).
-        inter: Collectives between ranks on different nodes. ``all_to_all`` is between the ranks of one place
-            in all nodes, so that each has the adapters of one GPU; all others are between all ranks of all
-            nodes. Of ``direct_all_to_all`` and ``stock_all_to_all`` the size is what leaves the node. Without
-            ``direct_all_to_all``, such an exchange takes as long as the slower one of the two classes of
-            links. An all-gather or a reduce-scatter uses all adapters of a node; of a group with fewer ranks
-            in each node, those of its ranks, as fast as in ``all_to_all``.
+            layer if it differs from AMPipe's (gloo).
+        inter: Collectives between ranks on different nodes. ``all_to_all`` is between ranks with the same
+            index in all nodes, so each uses the adapters of one GPU; all others are between all ranks of all
+            nodes. The size of ``direct_all_to_all`` and ``stock_all_to_all`` is the bytes that leave the
+            node. Without ``direct_all_to_all``, that exchange takes as long as the slower class of links. An
+            all-gather or a reduce-scatter uses all adapters of a node; in a group with only some ranks of
+            each node, the adapters of these ranks, as fast as in ``all_to_all``.
         flags: Flags for runs on this cluster; checked at launch or by ``ampipe config``.
-        path: The file that it was read from.
+        path: The file that was read.
         lines: The line of each key in that file.
     """
 
@@ -241,12 +240,12 @@ class Cluster:
 
     @property
     def trains_on_host(self) -> bool:
-        """Whether the processor computes, without a device that it issues stages to."""
+        """Whether training runs on the CPU, without a device."""
         return not self.host.issue.forward_us
 
     @property
     def basis(self) -> str:
-        """How the figures of products and collectives were found, in words."""
+        """The basis of the figures of products and collectives, in words."""
         known: list[Mapping[Any, Figure]] = [self.compute.gemm, self.intra or {}, self.inter or {}]
         flex = get_args(FlexBackend)
         bases = [figure.basis for figures in known for key, figure in figures.items() if key not in flex]
@@ -258,13 +257,13 @@ class Cluster:
         )
 
     def basis_of(self, operation: Operation) -> str:
-        """How the figures of one operation were found, in a word."""
+        """The basis of the figures of one operation, in a word."""
         figures = (figures.get(operation) for figures in (self.intra or {}, self.inter or {}))
         measured = {figure.basis == "measured" for figure in figures if figure is not None}
         return "partly measured" if len(measured) > 1 else "measured" if True in measured else "estimated"
 
     def collective(self, operation: Operation, *, across_nodes: bool) -> TransferCost:
-        """The figure of a collective; BadInput if the file has none."""
+        """The figure of a collective; raises BadInput if the file has none."""
         section, figures = ("inter", self.inter) if across_nodes else ("intra", self.intra)
         return self.figure(section, figures, operation)
 
@@ -276,7 +275,7 @@ class Cluster:
     def figure[Key: str, Value](
         self, section: str, figures: Mapping[Key, Value | None] | None, key: Key
     ) -> Value:
-        """A figure of a section."""
+        """A figure of a section; raises BadInput if it is missing."""
         value = (figures or {}).get(key)
         if value is None:
             rule, remedy = "is missing, and this block needs it", "Add it, or measure with ampipe profile."
@@ -286,7 +285,7 @@ class Cluster:
         return value
 
     def refuse(self, key: str, rule: str, remedy: str) -> NoReturn:
-        """Raise BadInput for a key of the file, or one that its section lacks."""
+        """Raise BadInput for a key of the file, or a missing one."""
         line = self.lines.get(key, self.lines.get(key.rpartition(".")[0], 1))
         refuse(self.path, line, key, rule, remedy)
 
@@ -315,5 +314,5 @@ def write_cluster(cluster: Cluster, path: Path, *, head: str) -> None:
 
 
 def find_cluster(text: str, *, flag: str = "--cluster") -> Path:
-    """The file that a flag means: a path, or the name of a file in ``configs/clusters``."""
+    """The file that a flag names: a path, or the name of a file in ``configs/clusters``."""
     return find_config(text, folders=("clusters",), flag=flag, what="cluster")

@@ -1,10 +1,10 @@
-"""How the gradients of a pipeline stage are best reduced: after the backward pass, or where in it.
+"""Finds the best way to reduce the gradients of a pipeline stage: during or after the backward pass.
 
-Compares by simulation what Megatron does and what ``--ampipe-grad-reduce placed`` does, each with several
-sizes of buckets, for the last micro-batch of an iteration: in all others nothing is reduced.
+Compares by simulation Megatron's overlap with ``--ampipe-grad-reduce placed``, each with several bucket
+sizes, for the last micro-batch of an iteration, the only one in which gradients are reduced.
 
 Megatron has one buffer for the parameters of experts and one for all others, because different ranks reduce
-them. Both are cut by the same rule (``--ddp-bucket-size``). Only the weights of matrix products are counted.
+them. Both are cut by the same rule (``--ddp-bucket-size``). Only weights of matrix products are counted.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron_ampipe.schedule.passes import placed
 
 AFTER, STOCK, PLACED = "after the pass", "stock", "placed"
 PARTS = (1, 2, 4, 8)
-"""Numbers of buckets of a layer that are tried, for each of its two buffers."""
+"""The numbers of buckets per layer that are tried, for each of its two buffers."""
 OVERLAPPED = "gradients"
-"""The lane of reductions that have no place in a schedule."""
+"""The lane of reductions that are not stages of a schedule."""
 
 
 def plan_gradients(
@@ -41,18 +41,18 @@ def plan_gradients(
     """Compare the ways to reduce the gradients of a plan's layers; None if nothing is reduced.
 
     Args:
-        predictor: Of the layers that share the schedule, or of one.
-        schedule: What they run.
+        predictor: The predictor of the layers that share the schedule, or of one layer.
+        schedule: Their schedule.
         lengths: Rows of one rank in each chunk.
-        num_layers: Of the pipeline stage, all with experts if they do not all share the schedule.
+        num_layers: Layers of the pipeline stage; all have experts if they do not all share the schedule.
         bucket_size: ``--ddp-bucket-size``; the best of several if None.
 
     Returns:
-        ``parameters`` of one layer with experts on one rank whose gradients are reduced, and what that takes
-        alone (``reduction_ms``); the backward pass of all layers without it (``without_ms``); ``ways``: for
-        each the pass with what reductions delay (``pass_ms``), what is reduced after it (``left_ms``), and by
-        which share the two together are less than with everything after the pass (``saves``); the name of
-        the ``chosen`` one, the simplest unless another saves more than predictions are exact.
+        ``parameters``: number of parameters of a layer with experts, on one rank, whose gradients are
+        reduced; ``reduction_ms``: time of their reduction alone; ``without_ms``: the backward pass of all
+        layers without reductions; ``ways``: for each way, the pass with the delay by reductions
+        (``pass_ms``), the reductions after it (``left_ms``), and the share that both save compared with all
+        reductions after the pass (``saves``); ``chosen``: the simplest way unless another saves clearly more.
 
     Raises:
         BadInput: the cluster has no figure for the reductions.
@@ -79,14 +79,14 @@ def plan_gradients(
         else:
             # Megatron's default.
             limit = size or max(40_000_000, 1_000_000 * work.replicas)
-            of_buffers = (
+            by_buffer = (
                 [
                     sum(times.reduction_us(bucket, experts=experts) for bucket in buckets)
                     for buckets in completed(buffer, limit)
                 ]
                 for experts, buffer in zip((True, False), zip(*tensors, strict=True), strict=True)
             )
-            reductions = list(zip(*of_buffers, strict=True))
+            reductions = list(zip(*by_buffer, strict=True))
             computed, reduced = backward.times(reductions, overlapped=name == STOCK)
             total = reduced + reductions[-1][1]
         return {
@@ -97,12 +97,12 @@ def plan_gradients(
             "saves": 1 - total / after_us,
         }
 
-    # Megatron's default, and parts of what a layer has in each of the two buffers, the largest first.
+    # Megatron's default, and fractions of a layer's size in each of the two buffers, the largest first.
     buffers = {math.ceil(sum(buffer)) for layer in tensors for buffer in layer if buffer}
     parts = {math.ceil(size / count) for size in buffers for count in PARTS}
     sizes = (None, *sorted(parts, reverse=True)) if bucket_size is None else (bucket_size,)
     ways = [way(AFTER), *(_simplest([way(name, size) for size in sizes]) for name in (STOCK, PLACED))]
-    alone = (times.reduction_us(sum(with_experts[not of]), experts=of) for of in (True, False))
+    alone = (times.reduction_us(sum(with_experts[not exp]), experts=exp) for exp in (True, False))
     return {
         "parameters": round(parameters),
         "reduction_ms": sum(alone) / 1e3,
@@ -113,16 +113,15 @@ def plan_gradients(
 
 
 def _simplest(ways: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The first one unless another saves more than predictions are exact."""
+    """The first way, unless another saves more than the accuracy of predictions."""
     both = [way["pass_ms"] + way["left_ms"] for way in ways]
     return next(way for way, ms in zip(ways, both, strict=True) if ms * (1 - MINIMUM_SAVING) <= min(both))
 
 
 def completed(layers: Sequence[Sequence[float]], bucket_size: float) -> list[list[float]]:
-    """Parameters of the buckets that are complete with each layer, in the order of the backward pass.
+    """For each layer, the sizes of the buckets that it completes, in the order of the backward pass.
 
-    A bucket ends with the tensor with which it has ``bucket_size`` parameters; the last one ends with the
-    last layer.
+    A bucket ends with the tensor that brings it to ``bucket_size`` parameters, or with the last layer.
     """
     buckets: list[list[float]] = []
     filled = 0.0
@@ -139,11 +138,11 @@ def completed(layers: Sequence[Sequence[float]], bucket_size: float) -> list[lis
 
 
 class ReducedPass:
-    """The backward pass of all layers of a pipeline stage, in which gradients are reduced.
+    """The simulated backward pass of all layers of a pipeline stage, with gradient reductions.
 
-    Layers that share a schedule run as one, blocks one after another. A reduction either has a place in the
-    communication lane, or starts when gradients are complete and shares the network with the transfers
-    (Megatron's overlap). The arguments are those of :func:`plan_gradients`.
+    Layers that share a schedule run as one, blocks one after another. A reduction is either a stage of the
+    communication lane, or starts when gradients are complete and shares the network with transfers
+    (Megatron's overlap). Arguments as for :func:`plan_gradients`.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class ReducedPass:
         self.without_us, shared = 0.0, min(len(predictor.layers), num_layers)
         first = num_layers
         while first:
-            # Those that are left over share the schedule of the last layers.
+            # Remaining layers share the schedule of the last layers.
             count = shared + (first % shared if first == num_layers else 0)
             first -= count
             part = predictor if count == len(predictor.layers) else predictor.of_layers(count)
@@ -177,13 +176,13 @@ class ReducedPass:
                 lanes.setdefault(lane, []).extend(moved[stage] for stage in order)
         layers = range(num_layers)[::-1]
         self._above = [Stage(REDUCE, None, layer) for layer in layers]
-        of_experts = (Stage(REDUCE_EXPERTS, None, layer) for layer in layers)
+        last = (Stage(REDUCE_EXPERTS, None, layer) for layer in layers)
         self._last = [
-            stage if stage in needs else above for stage, above in zip(of_experts, self._above, strict=True)
+            stage if stage in needs else above for stage, above in zip(last, self._above, strict=True)
         ]
         self._placed = compile_program(Program.of(lanes), needs)
         self._overlapped = self._with_overlap(lanes, needs)
-        # What is no stage: entering a block, what Megatron recomputes around one.
+        # Time outside stages: entering a block, Megatron's recompute around a block.
         self._others_us = 0.0
         self._others_us = self.without_us - self.times([(0.0, 0.0)] * num_layers, overlapped=False)[0]
 
@@ -194,9 +193,9 @@ class ReducedPass:
             return [stage for stage in stages if not stage.kind.of_parameters]
 
         in_turns = dict.fromkeys(itertools.chain(*zip(self._above, self._last, strict=True)))
-        of_pass = {lane: others(stages) for lane, stages in lanes.items()}
+        other_lanes = {lane: others(stages) for lane, stages in lanes.items()}
         compiled = compile_program(
-            Program.of({**of_pass, OVERLAPPED: in_turns}),
+            Program.of({**other_lanes, OVERLAPPED: in_turns}),
             {stage: tuple(others(stages)) for stage, stages in needs.items()},
         )
         # Reductions and all-to-alls share links if both leave the node, or both stay in it.
@@ -208,17 +207,17 @@ class ReducedPass:
         return dataclasses.replace(compiled, contended=contended)
 
     def times(self, reductions: Sequence[tuple[float, float]], *, overlapped: bool) -> tuple[float, float]:
-        """Microseconds until all other stages have ended, and until all reductions during the pass have too.
+        """Microseconds until all other stages have ended, and until reductions have ended as well.
 
         Args:
-            reductions: Microseconds of reducing the gradients that are complete with each layer, in the order
-                of the pass: of experts, complete when it comes to attention, then of all others, complete
-                when it has ended the layer.
+            reductions: For each layer in the order of the pass, microseconds of two reductions: of expert
+                gradients, which are complete when the pass reaches attention, and of all others, which are
+                complete at the end of the layer.
             overlapped: Reductions start when gradients are complete; else they are stages of the schedule.
         """
         compiled = self._overlapped if overlapped else self._placed
         times = {**self._times, **dict.fromkeys((*self._above, *self._last), 0.0)}
-        # One stage may do both.
+        # A stage may have both reductions.
         for stage, (experts, _) in zip(self._last, reductions, strict=True):
             times[stage] += experts
         for stage, (_, others) in zip(self._above[1:], reductions, strict=False):

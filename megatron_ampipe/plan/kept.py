@@ -1,7 +1,7 @@
-"""Chooses what the experts keep for their backward: the fastest of many combinations whose peak fits.
+"""Chooses what the experts save for their backward: the fastest combination of strategies whose peak fits.
 
-Fewer chunks that restore cost less time and hold more; what is computed while the compute lane waits for a
-combine costs nothing. Also MPipeMoE's own choice, by its equation 10, for comparison.
+Restoring in fewer chunks costs less time and needs more memory; a recompute while the compute lane waits for
+a combine costs nothing. Also MPipeMoE's own choice, by its equation 10, for comparison.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from megatron_ampipe.schedule import (
 )
 
 _ON_DEVICE = tuple(name for name in STRATEGIES if name not in COPYING)
-"""Each keeps less and does more again than the one before."""
+"""Strategies without copies; each saves less and repeats more work than the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A combination, as ``Pipeline.memory``; its peak; the time of a pass, None without a cluster."""
+    """A combination (as ``Pipeline.memory``), its peak, and the time of a pass (None without a cluster)."""
 
     memory: str
     peak_bytes: float
@@ -41,15 +41,15 @@ class Kept:
 
 
 def fitting(combinations: Iterable[Kept], limit: float) -> Kept | None:
-    """The fastest that fits, of equals the first; the first that fits where no time is known."""
+    """The fastest combination that fits, the first of equal ones; without times, the first that fits."""
     fit = [kept for kept in combinations if kept.peak_bytes <= limit]
     return min(fit, key=lambda kept: kept.time_us or 0.0, default=None)
 
 
 def by_work(chunks: int) -> list[str]:
-    """Combinations of this number of chunks, each of which does more again than the one before.
+    """Combinations for this number of chunks; each repeats more work than the one before.
 
-    Chunks whose backward comes later restore first: the others are differentiated while most is held.
+    Chunks whose backward comes last restore first: the others are differentiated while most memory is held.
     """
     pairs = itertools.pairwise(_ON_DEVICE)
     return [KEEP, *(memory for pair in pairs for memory in _mixed(*pair, range(chunks)))]
@@ -58,9 +58,9 @@ def by_work(chunks: int) -> list[str]:
 def simulated(predictor: Predictor, pipeline: Pipeline, peak: Callable[[str], float]) -> list[Kept]:
     """Combinations for a pipeline of layers that share a schedule, with their simulated times.
 
-    For every strategy, alone and next to each other one, chunks restore in the order of what that costs when
-    one of them does. With copies to host memory if the cluster has a figure for them. ``peak`` predicts the
-    peak of a combination.
+    Combines every two strategies. Chunks change to the second one in the order of the time that this costs
+    for a single chunk. Strategies with copies are included if the cluster has a figure for copies. ``peak``
+    predicts the peak memory of a combination.
     """
     names = _ON_DEVICE if predictor.cluster.compute.copy is None else tuple(STRATEGIES)
     layers, chunks = min(SHORT, len(predictor.layers)), pipeline.backward_degree
@@ -68,9 +68,9 @@ def simulated(predictor: Predictor, pipeline: Pipeline, peak: Callable[[str], fl
 
     @functools.cache
     def time_us(memory: str) -> float:
-        of_memory = predictor.of_layers(layers, memory=memory)
-        schedule = replace(pipeline, memory=memory).schedule_of(of_memory.layers)
-        return of_memory.pass_us(schedule, lengths).total
+        short = predictor.of_layers(layers, memory=memory)
+        schedule = replace(pipeline, memory=memory).schedule_of(short.layers)
+        return short.pass_us(schedule, lengths).total
 
     order = {
         name: sorted(range(chunks), key=lambda chunk: time_us(_with(KEEP, name, [chunk], chunks)))
@@ -83,13 +83,13 @@ def simulated(predictor: Predictor, pipeline: Pipeline, peak: Callable[[str], fl
 
 
 def _mixed(before: str, after: str, order: Sequence[int]) -> list[str]:
-    """One strategy replaced by another in one chunk, in two, and so on to all."""
+    """Combinations of two strategies: the second one in one chunk, in two, and so on up to all chunks."""
     return [_with(before, after, order[: count + 1], len(order)) for count in range(len(order))]
 
 
-def _with(most: str, other: str, those: Sequence[int], chunks: int) -> str:
-    """A strategy in all chunks but those."""
-    return memory_to_text([other if chunk in those else most for chunk in range(chunks)])
+def _with(most: str, other: str, changed: Sequence[int], chunks: int) -> str:
+    """The combination with ``other`` in the ``changed`` chunks, and ``most`` in all others."""
+    return memory_to_text([other if chunk in changed else most for chunk in range(chunks)])
 
 
 TABLE_II: Mapping[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
@@ -99,14 +99,14 @@ TABLE_II: Mapping[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
     "S4": ((2, 2, 0), (5, 3, 0)),
 }
 """MPipeMoE's table II: for each strategy, forward and backward, the numbers of products, of transfers, and of
-copies of what arrived (Q_fw, Q_bw)."""
+copies of received tokens (Q_fw, Q_bw)."""
 
 
 def equation_10(*, product: float, transfer: float, copy: float | None) -> Mapping[str, float]:
-    """What MPipeMoE selects a strategy by: the time of a chunk in both directions, by its equation 10.
+    """The time of a chunk in both directions by equation 10 of MPipeMoE, by which it selects a strategy.
 
-    It knows neither attention nor which stage waits for which: in each direction, the time of a chunk is that
-    of the stream that takes longest. Strategies that copy are left out if ``copy`` is None.
+    It ignores attention and dependencies: in each direction, the time of a chunk is the time of the slowest
+    stream. Strategies that copy are left out if ``copy`` is None.
     """
     return {
         name: sum(max(a * product, b * transfer, c * (copy or 0.0)) for a, b, c in directions)
@@ -116,7 +116,7 @@ def equation_10(*, product: float, transfer: float, copy: float | None) -> Mappi
 
 
 def equation_10_us(predictor: Predictor, *, degree: int) -> Mapping[str, float]:
-    """The same of one of so many chunks; copies are not slowed (``eta`` is 1), transfers by the cluster."""
+    """The same for one of ``degree`` chunks; copies have ``eta`` 1, transfers the cluster's slowdown."""
     work, cluster = predictor.block, predictor.cluster
     lengths, copies = even_chunks(work.rows, degree), cluster.compute.copy
     dispatch = predictor.stages(lengths)[Stage(kinds.DISPATCH, 0)]

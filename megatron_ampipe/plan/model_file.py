@@ -1,8 +1,8 @@
-"""Model files: Megatron's flags as YAML, read without Megatron, and the block and the layers that they mean.
+"""Model files: Megatron's flags as YAML, read without Megatron, and the block and layers that they describe.
 
-A model file holds Megatron's flags without leading dashes (``num-layers: 12``) and AMPipe's in a section
-``ampipe:``. Flags on which no size of a block depends are checked by Megatron's parser, at launch or by
-``ampipe config``. In a run, its arguments take the place of a file.
+A model file has Megatron's flags without leading dashes (``num-layers: 12``) and AMPipe's in a section
+``ampipe:``. Flags that do not change the size of a block are checked by Megatron's parser, at launch or by
+``ampipe config``. In a run, Megatron's arguments are used instead of a file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_ampipe.schedule.features import (
 _LARGEST = 10**7
 """The largest value of any size. Time and memory of planning grow with the number of experts."""
 _LONGEST = 10_000
-"""Of a pattern of layers: it comes from a file, and could name any number."""
+"""The largest length of a pattern of layers, which comes from a file and could be any."""
 
 
 def _window(value: object) -> int | None:
@@ -54,7 +54,7 @@ def _listed(value: object) -> object:
 
 
 def _frequency(value: object) -> object:
-    """What ``--moe-layer-freq`` means as text, such as ``([0]*1+[1]*26)``."""
+    """The value of ``--moe-layer-freq``, which may be text such as ``([0]*1+[1]*26)``."""
     if not isinstance(value, str):
         return value
     try:
@@ -87,9 +87,9 @@ _Switch = Annotated[bool, Field(strict=True)]
 
 
 class ModelFlags(BaseModel):
-    """The flags that determine the sizes of a block, how many there are, and how gradients are reduced.
+    """The flags that determine the sizes and number of blocks, and how gradients are reduced.
 
-    By Megatron's names and with its defaults, so functions that take Megatron's arguments take this too.
+    Names and defaults are Megatron's, so functions that take Megatron's arguments accept this too.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -158,7 +158,7 @@ class ModelFlags(BaseModel):
 
 
 class TrainingFlags(ModelFlags):
-    """Also the flags that determine the parameters of a whole model, and what the optimizer keeps of them."""
+    """Also the flags that determine the parameters of a whole model, and the state of the optimizer."""
 
     vocab_size: _SizeOrNone = 0
     make_vocab_size_divisible_by: _Size = 128
@@ -183,7 +183,7 @@ class TrainingFlags(ModelFlags):
 
 
 def _keys(flags: type[ModelFlags]) -> tuple[str, ...]:
-    """As keys of a model file."""
+    """The keys of a model file for these flags."""
     return tuple(name.replace("_", "-") for name in flags.model_fields)
 
 
@@ -196,9 +196,9 @@ class ModelFile:
 
     Attributes:
         path: The file.
-        values: Megatron's flags; values from the command line replace those of the file.
+        values: Megatron's flags; values from the command line replace the values of the file.
         lines: The line of each flag; 0 for a value from the command line.
-        own: AMPipe's settings, of the section ``ampipe:``; their values are not checked.
+        own: AMPipe's settings in the section ``ampipe:``; their values are not checked.
     """
 
     path: Path
@@ -211,12 +211,12 @@ class ModelFile:
         """The values of the flags.
 
         Raises:
-            BadInput: one is missing or invalid; the message names file and line.
+            BadInput: a flag is missing or invalid; the message names file and line.
         """
         return self.read(ModelFlags)
 
     def read[Flags: ModelFlags](self, kind: type[Flags]) -> Flags:
-        """The values of these flags; BadInput as :attr:`flags`."""
+        """The values of these flags; raises BadInput as :attr:`flags` does."""
         values = {key.replace("-", "_"): value for key, value in self.values.items() if value is not None}
         try:
             return kind.model_validate({key: values[key] for key in kind.model_fields if key in values})
@@ -237,7 +237,7 @@ class ModelFile:
 
 
 def find_model(text: str) -> Path:
-    """The file that ``--model`` means: a path, or the name of a file in ``configs/models``."""
+    """The file that ``--model`` names: a path, or the name of a file in ``configs/models``."""
     return find_config(text, folders=("models",), flag="--model", what="model")
 
 
@@ -246,10 +246,10 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
 
     Args:
         path: The file.
-        overrides: Flags from the command line, which replace those of the file.
+        overrides: Flags from the command line, which replace the flags of the file.
 
     Raises:
-        BadInput: a key of the section ``ampipe:``, or of the command line, is not known.
+        BadInput: a key in the section ``ampipe:``, or on the command line, is unknown.
     """
     top = load(path, what="model", remedy="Write Megatron's flags without dashes: 'num-layers: 12'.")
     values, lines = dict(top), dict(top.lines)
@@ -278,14 +278,14 @@ def block_of(
     """The block of a model on a cluster.
 
     Args:
-        model: What :func:`read_model` read.
-        cluster: Gives the dtype and the number of ranks where these are not given; None for a model file that
-            names its dtype, or trains in fp32.
-        ranks: Number of ranks of the run; those of one node of the cluster if None.
+        model: The model file.
+        cluster: Provides dtype and number of ranks if they are not given; None for a model file that names
+            its dtype, or trains in fp32.
+        ranks: Number of ranks of the run; the ranks of one node of the cluster if None.
         imbalance: See :class:`Block`.
 
     Returns:
-        The block, and a sentence for each assumption about what the model file does not specify.
+        The block, and a sentence for each assumption about things that the model file does not specify.
 
     Raises:
         BadInput: a value is missing or invalid; the message names file and line.
@@ -297,11 +297,11 @@ def block_of(
     flags, own = model.flags, model.own
     attention = _attention(flags)
     ffn = flags.ffn_hidden_size or 4 * flags.hidden_size
-    tensor, of_stage = flags.tensor_model_parallel_size, ranks // flags.pipeline_model_parallel_size
+    tensor, stage_ranks = flags.tensor_model_parallel_size, ranks // flags.pipeline_model_parallel_size
     expert_tensor = flags.expert_tensor_parallel_size or tensor
     expert = flags.expert_model_parallel_size
     if expert is None:
-        room = max(1, of_stage // expert_tensor)
+        room = max(1, stage_ranks // expert_tensor)
         largest = min(room, flags.num_experts)
         expert = max(size for size in range(1, largest + 1) if flags.num_experts % size == 0)
         assumed.append(
@@ -343,8 +343,8 @@ def block_of(
         recompute_modules=flags.recompute_modules if flags.recompute_granularity == "selective" else (),
         local=local,
         splits_weights=splits_weights(flags) and not (local and flags.moe_grouped_gemm),
-        replicas=max(1, of_stage // tensor),
-        expert_replicas=max(1, of_stage // (expert * expert_tensor)),
+        replicas=max(1, stage_ranks // tensor),
+        expert_replicas=max(1, stage_ranks // (expert * expert_tensor)),
         shards_optimizer=flags.use_distributed_optimizer,
     )
     _check(model, block, ranks)
@@ -372,12 +372,12 @@ def _attention(flags: ModelFlags) -> dict[str, Any]:
     rank, compressed, value = flags.kv_lora_rank, flags.q_lora_rank, flags.v_head_dim
     plain, rotary = flags.qk_head_dim, flags.qk_pos_emb_head_dim
     query = heads * (plain + rotary)
-    of_query = [(hidden, compressed), (compressed, query)] if compressed else [(hidden, query)]
+    query_products = [(hidden, compressed), (compressed, query)] if compressed else [(hidden, query)]
     return {
         "latent": True,
         "head_size": plain + rotary,
         "value_size": value,
-        "projections": ((hidden, rank + rotary), (rank, heads * (plain + value)), *of_query),
+        "projections": ((hidden, rank + rotary), (rank, heads * (plain + value)), *query_products),
         "key_value_width": heads * (plain + rotary + value),
     }
 
@@ -394,7 +394,7 @@ def _dtype(flags: ModelFlags, cluster: Cluster | None, assumed: list[str]) -> Dt
 
 
 def _check(model: ModelFile, block: Block, ranks: int) -> None:
-    """What a value must be because of others."""
+    """Check values that depend on other values."""
     slices = block.tensor * block.context * (2 if block.context > 1 else 1)
     experts, length, needed = block.experts, block.sequence_length, block.expert * block.expert_tensor
     if length % slices:
@@ -420,8 +420,8 @@ def _check(model: ModelFile, block: Block, ranks: int) -> None:
 class StageLayers:
     """Consecutive layers that one rank runs one after another, and that can share a schedule.
 
-    ``dense`` are those that have no experts, from 0; ``waits`` means that a pipeline has no virtual stages,
-    so that its passes have no partner.
+    ``dense`` are the indices of layers without experts; ``waits`` means pipeline parallelism without virtual
+    stages, in which passes cannot have a partner.
     """
 
     num_layers: int = 1
@@ -442,13 +442,13 @@ def layers_of(model: ModelFile) -> StageLayers:
         if not runs:
             rule = "has no attention layer (* or +) with an MoE layer (E) right after it, such as M*EM*E"
             model.refuse("hybrid-layer-pattern", rule)
-        # Pairs share schedules in runs; every stage is planned as its longest run.
+        # Only consecutive pairs share a schedule; every stage is planned as its longest run.
         parts = list(runs[::-1])
         num_stages = len(hybrid)
     else:
         parts = layers_by_stage(model)
         num_stages = len(parts)
-    # Those with the most experts; of equal ones the last.
+    # The stage with the most experts; of equal stages the last.
     part = max(reversed(parts), key=lambda layers: (sum(layers), len(layers)))
     waits = 1 < flags.pipeline_model_parallel_size == num_stages
     return StageLayers(len(part), without_experts(part), waits)
@@ -457,7 +457,7 @@ def layers_of(model: ModelFile) -> StageLayers:
 def layers_by_stage(model: ModelFile) -> list[tuple[bool, ...]]:
     """Whether each layer has experts, by (virtual) pipeline stage in the order of the pass.
 
-    Not of a hybrid model. Raises BadInput as :func:`layers_of`.
+    Not for hybrid models. Raises BadInput as :func:`layers_of` does.
     """
     flags = model.flags
     stages, frequency = flags.pipeline_model_parallel_size, flags.moe_layer_freq

@@ -1,8 +1,8 @@
-"""How long single operations take on one rank of a cluster: products, copies, attention, collectives.
+"""Predicts the times of single operations on one rank of a cluster: products, copies, attention, collectives.
 
-What a stage is made of; :mod:`.stage_costs` adds it up. Times are in microseconds. A matrix product
-with weights is one in the forward pass, and two in the backward pass: for the gradient of the rows, and for
-that of the weight, which can be a separate stage.
+:mod:`.stage_costs` adds them up to stages. Times are in microseconds. A matrix product with weights has one
+product in the forward pass and two in the backward pass: for the gradient of the rows (dgrad), and for the
+gradient of the weight (wgrad), which can be a separate stage.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from megatron_ampipe.plan.cluster import Cluster, Dtype, Operation, TransferCost
 from megatron_ampipe.schedule import BlockFeatures, Direction, NodeLayout
 
 GRADIENT_BYTES = 4
-"""Of a number of the buffer that is reduced (Megatron's ``grad_reduce_in_fp32``, its default)."""
+"""Bytes of an element in the buffer that is reduced (Megatron's ``grad_reduce_in_fp32``, its default)."""
 SUM_BYTES = 4
-"""Of a number in a sum of gradients."""
+"""Bytes of an element in a sum of gradients."""
 
 
 class Pair(NamedTuple):
@@ -52,30 +52,30 @@ class Product(NamedTuple):
 
 
 def qkv_products(work: Block, rows: int) -> list[Product]:
-    """Of the projections to queries, keys and values; ``rows`` of the residual stream of one rank."""
+    """The projections to queries, keys and values, for ``rows`` of the residual stream of one rank."""
     gathered = rows * work.batch * work.tensor
     return [Product(gathered, k, n / work.tensor) for k, n in work.projections]
 
 
 def attention_products(work: Block, rows: int) -> list[Product]:
-    """Of the output projection."""
+    """The output projection."""
     return [Product(rows * work.batch * work.tensor, work.heads * work.value_size / work.tensor, work.hidden)]
 
 
 def expert_products(work: Block, rows: int) -> list[Product]:
-    """Of all experts of a rank, with what they receive."""
+    """The linear layers of all experts of a rank, with the rows that they receive."""
     calls = 1 if work.grouped else work.local_experts
     return _mlp(work, work.received(rows), work.ffn / work.expert_tensor, calls)
 
 
 def shared_products(work: Block, rows: int) -> list[Product]:
-    """Of shared experts."""
+    """The linear layers of shared experts."""
     assert work.shared_ffn is not None
     return _mlp(work, rows * work.batch * work.tensor, work.shared_ffn / work.tensor)
 
 
 def mlp_products(work: Block, rows: int) -> list[Product]:
-    """Of a layer without experts."""
+    """The linear layers of the MLP of a layer without experts."""
     assert work.dense_ffn is not None
     return _mlp(work, rows * work.batch * work.tensor, work.dense_ffn / work.tensor)
 
@@ -86,12 +86,12 @@ def _mlp(work: Block, rows: float, inner: float, calls: int = 1) -> list[Product
 
 
 def weights_of(products: Iterable[Product], *, bias: bool = False) -> float:
-    """Numbers in the weights of products, and in their biases."""
+    """Number of elements in the weights of products, and in their biases."""
     return sum(product.k * product.n + product.n * bias for product in products)
 
 
 def tensors_of(work: Block, *, dense: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Parameters of each tensor of a layer on one rank whose gradients are reduced: experts' and others."""
+    """The sizes of a layer's tensors on one rank whose gradients are reduced: of experts, and of others."""
     products = [*qkv_products(work, 0), *attention_products(work, 0)]
     experts: list[Product] = []
     if dense:
@@ -100,7 +100,7 @@ def tensors_of(work: Block, *, dense: bool) -> tuple[tuple[float, ...], tuple[fl
         products += [] if work.shared_ffn is None else shared_products(work, 0)
         experts = expert_products(work, 0) * (work.local_experts if work.expert_replicas > 1 else 0)
     others = products if work.replicas > 1 else []
-    return tuple(one.k * one.n for one in experts), tuple(one.k * one.n for one in others)
+    return tuple(product.k * product.n for product in experts), tuple(p.k * p.n for p in others)
 
 
 class OperationTimes:
@@ -109,11 +109,11 @@ class OperationTimes:
     Args:
         block: The block: sizes of its tensors, and its groups of ranks.
         cluster: The figures.
-        features: What is in the block.
-        stock: Of Megatron's own layer, whose all-to-alls can be other operations.
+        features: The features of the block.
+        stock: Whether it is Megatron's own layer, whose all-to-alls can be other operations.
 
     Raises:
-        BadInput: the cluster has no figure for something that the block does.
+        BadInput: the cluster lacks a figure that the block needs.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class OperationTimes:
         dtype: Dtype = "bf16" if block.dtype == "fp8" else block.dtype
         self._attention = cluster.figure("compute.attention", cluster.compute.attention, dtype)
         self.nodes: NodeLayout | None = None
-        """How the expert-parallel ranks are spread over nodes, where tokens take two hops."""
+        """How the expert-parallel ranks are spread over nodes, if tokens are sent in two hops."""
         if block.exchange.has_two_hops:
             self.nodes = NodeLayout.of(block.settings, cluster.ranks_per_node)
             if self.nodes is None:
@@ -138,30 +138,30 @@ class OperationTimes:
         return rows.hidden * self.block.batch
 
     def sent(self, rows: Rows) -> float:
-        """Rows that their rank sends for a chunk."""
+        """Number of rows that a rank sends for a chunk."""
         places = self.block.rows_per_token
         if self.nodes is not None and not self.block.exchange.sends_every_copy:
             places = self.block.rows_to(self.nodes.num_nodes)
         return self.tokens(rows) * places * self.block.load
 
     def arriving(self, rows: Rows) -> float:
-        """Rows of a chunk that arrive at the ranks of the experts."""
+        """Number of rows of a chunk that the ranks of the experts receive."""
         return self.tokens(rows) * self.block.rows_per_token * self.block.load
 
     def key_sums(self, keys: float) -> Pair:
-        """The gradients of the keys and values that a chunk attended to are added to sums in fp32."""
+        """Time to add the gradients of the keys and values of a chunk to sums in fp32."""
         work = self.block
         seen = keys * work.batch * work.key_value_width / work.tensor
         return Pair(0.0, self.memory_us(seen * (8 + work.element_bytes)))
 
     def all_products(self, products: Iterable[Product], *, chunked: bool) -> Pair:
-        """Several products one after the other."""
+        """Time of several products one after the other."""
         return sum((self.products(*product, chunked=chunked) for product in products), ZERO)
 
     def products(self, rows: float, k: float, n: float, calls: int, *, chunked: bool) -> Pair:
-        """``calls`` products with ``rows`` rows in total; two each in the backward pass.
+        """Time of ``calls`` products with ``rows`` rows in total; two each in the backward pass.
 
-        That of the gradient of the rows takes as long as the forward one, the rest is of the weights.
+        The dgrad product takes as long as the forward product; the rest of the backward is for weights.
         """
         time = self._gemm.time_us(rows, k, n, calls=calls)
         sums = 0.0
@@ -171,7 +171,7 @@ class OperationTimes:
         return Pair(time, 2 * time + sums)
 
     def attend(self, gflops: float, merged: float) -> Pair:
-        """Core attention: 1e9 operations of the forward pass, and elements of output that are added up."""
+        """Time of core attention, for so many GFLOP of the forward pass and ``merged`` elements to merge."""
         merge_mb = 1e-6 * merged * self.block.element_bytes
         # Five matrix products backward, two forward.
         return Pair(
@@ -180,18 +180,18 @@ class OperationTimes:
         )
 
     def pass_over(self, elements: float) -> Pair:
-        """Elements are read and written; the backward pass reads the gradient in addition to the input."""
+        """Time to read and write elements; the backward pass reads the gradient in addition to the input."""
         time = self.memory_us(elements * self.block.element_bytes)
         return Pair(time, 1.5 * time)
 
     def move(self, rows: float) -> Pair:
-        """Rows are permuted."""
+        """Time to permute rows."""
         size = 2 * rows * self.block.hidden * self.block.element_bytes
         time = self.cluster.compute.permute.time_us(size)
         return Pair(time, time)
 
     def gather(self, elements: float, ranks: int, *, wide: bool = False) -> Pair:
-        """An all-gather forward and a reduce-scatter backward, or the reverse, of one rank's part."""
+        """Time of an all-gather forward and a reduce-scatter backward; ``elements`` is one rank's part."""
         if ranks == 1:
             return ZERO
         size, apart = elements * self.block.element_bytes * (ranks - 1), self.block.tensor if wide else 1
@@ -201,7 +201,7 @@ class OperationTimes:
         )
 
     def reduction_us(self, parameters: float, *, experts: bool) -> float:
-        """Gradients of so many parameters of one bucket are reduced; 0 where no other rank has them.
+        """Time to reduce the gradients of a bucket of so many parameters; 0 if no other rank has them.
 
         An all-reduce takes as long as two all-gathers of the same bytes.
         """
@@ -217,10 +217,10 @@ class OperationTimes:
         return 2 * self._ring_us("all_gather", size, ranks, apart=apart)
 
     def _ring_us(self, operation: Operation, size: float, ranks: int, *, apart: int) -> float:
-        """An all-gather or a reduce-scatter: every rank sends so many bytes to the next one of its group.
+        """Time of an all-gather or reduce-scatter in which each rank sends ``size`` bytes to the next one.
 
-        The group has every ``apart``-th rank. Between nodes, bytes go through the adapters of all its ranks
-        in a node: all of the node's, as the figure was measured, or a part that is as slow as an all-to-all.
+        The group has every ``apart``-th rank. Between nodes it uses the adapters of its ranks in a node: all
+        adapters, as the figure was measured, or some of them, each as fast as in an all-to-all.
         """
         time, near = self.figure(operation, ranks * apart).time_us(size), self.cluster.ranks_per_node
         if ranks * apart <= near or apart == 1:
@@ -229,13 +229,13 @@ class OperationTimes:
         return max(time, through_one.time_us(size / max(1, near // apart)))
 
     def figure(self, operation: Operation, ranks: int) -> TransferCost:
-        """A collective of a group that is spread over so many ranks, and so perhaps over several nodes."""
+        """The figure of a collective in a group spread over ``ranks`` ranks, maybe on several nodes."""
         return self.cluster.collective(operation, across_nodes=ranks > self.cluster.ranks_per_node)
 
     def flex_us(self, tokens: float) -> float:
-        """So many tokens of a rank through DeepEP or HybridEP, which use both classes of links at once.
+        """Time to send ``tokens`` of a rank through DeepEP or HybridEP, which use both link classes at once.
 
-        A token goes once to each node, and there over NVLink to each rank that has experts of it.
+        A token is sent once to each node, and there over NVLink to each rank with experts of it.
         """
         work = self.block
         ranks = work.expert * work.expert_tensor
@@ -252,7 +252,7 @@ class OperationTimes:
         )
 
     def links(self) -> list[tuple[TransferCost, float]]:
-        """The links that an all-to-all uses, each with its share of the rows."""
+        """The figures of the links that an all-to-all uses, each with its share of the rows."""
         work, cluster = self.block, self.cluster
         if self.nodes is not None:
             nodes = self.nodes.num_nodes
@@ -260,22 +260,22 @@ class OperationTimes:
         near = min(work.expert, max(1, cluster.ranks_per_node // work.expert_tensor))
         direct: Operation = "stock_all_to_all" if self._stock else "direct_all_to_all"
         if near < work.expert and direct in (cluster.inter or {}):
-            # Measured with all ranks of all nodes, the faster links included.
+            # Measured with all ranks of all nodes, including the faster links.
             figure = cluster.collective(direct, across_nodes=True)
             return [(figure, (work.expert - near) / work.expert)]
-        found = []
+        links = []
         for peers, across in ((near - 1, False), (work.expert - near, True)):
             own = self._stock and "stock_all_to_all" in ((cluster.inter if across else cluster.intra) or {})
             operation: Operation = "stock_all_to_all" if own else "all_to_all"
             if peers:
-                found.append((cluster.collective(operation, across_nodes=across), peers / work.expert))
-        return found
+                links.append((cluster.collective(operation, across_nodes=across), peers / work.expert))
+        return links
 
     def copy_us(self, size_bytes: float) -> float:
-        """So many bytes are copied to host memory or back; BadInput if the cluster has no figure for it."""
+        """Time to copy bytes to host memory or back; raises BadInput if the cluster has no figure for it."""
         copy = self.cluster.figure("compute", {"copy": self.cluster.compute.copy}, "copy")
         return copy.time_us(size_bytes)
 
     def memory_us(self, size_bytes: float) -> float:
-        """So many bytes are read or written."""
+        """Time to read or write so many bytes."""
         return self.cluster.compute.memory.time_us(size_bytes)

@@ -1,6 +1,6 @@
-"""Predicts layers of which the backward pass of a micro-batch and the forward pass of the next run as one.
+"""Predicts partners: the backward pass of a micro-batch and the forward pass of the next one, run as one.
 
-The order of their stages is searched like that of one pass (:mod:`.search`): a period, of one layer of each.
+The joint order is searched as for a single pass (:mod:`.search`): a period of one layer of each pass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_ampipe.schedule.partners import in_order_of, megatron_period, shar
 from megatron_ampipe.schedule.stage_kind import COMPUTE
 
 DEGREES = (1, 2, 4)
-"""Of passes with a partner. A partner hides most of what chunks would hide, so few of them are enough."""
+"""Degrees of passes with a partner. A partner hides most of the communication, so few chunks are enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Together:
     Attributes:
         partner: How they run.
         time_us: Predicted time of both.
-        bound_us: What no order of their stages can beat.
+        bound_us: A lower bound of this time over all orders of their stages.
     """
 
     partner: Partner
@@ -47,19 +47,19 @@ class Together:
 
 
 def best_together(predictor: Predictor, degrees: Iterable[int]) -> Together:
-    """The fastest of these degrees, with a searched order where that is faster."""
+    """The fastest of these degrees, with a searched order if that is faster."""
     rows, ways = predictor.block.rows, []
     for degree in degrees:
         if degree <= rows:
             partner = Partner(degree, _schedule(predictor))
-            # Where passes are cut, they are listed without being asked. Of equal ones the first is chosen.
+            # Passes with several chunks are listed by default. Of equal ones the first is chosen.
             named = [partner] if degree > 1 else [partner, replace(partner, order=LISTED)]
-            ways += [*(_together(predictor, one) for one in named), _searched(predictor, partner)]
+            ways += [*(_together(predictor, way) for way in named), _searched(predictor, partner)]
     return min(ways, key=lambda way: way.time_us)
 
 
 def as_megatron(predictor: Predictor) -> Together:
-    """The same layers, uncut, in the order of Megatron's own."""
+    """The same layers, uncut, in the order of Megatron's own overlap."""
     return _together(predictor, Partner(1, _schedule(predictor), MEGATRON))
 
 
@@ -74,13 +74,13 @@ def _together(predictor: Predictor, partner: Partner) -> Together:
 
 
 def _searched(predictor: Predictor, partner: Partner) -> Together:
-    """The same with the best order of a short stack, searched from that of Megatron."""
+    """The same with the best order of a short stack, searched from Megatron's order."""
     timed = both_passes(short_stack(predictor), replace(partner, order=LISTED))
     return _together(predictor, replace(partner, period=best_period(timed)))
 
 
 def best_period(timed: TimedProgram) -> Program:
-    """The best order of a layer of each pass, for a program of both."""
+    """The best period, with one layer of each pass, for a program of both passes."""
     compiled = timed.compiled
     lane_of = {compiled.stages[place]: lane for lane, places in compiled.lanes for place in places}
     first = megatron_period({stage: lane for stage, lane in lane_of.items() if not stage.layer})
@@ -91,7 +91,7 @@ def best_period(timed: TimedProgram) -> Program:
 
 
 class _InTime(OrderProblem):
-    """Orders in which gradients of weights come a layer late at most: reductions and memory wait for them."""
+    """Limits orders to weight gradients that are at most a layer late, as reductions and memory need them."""
 
     def time(self, period: Period) -> float:
         turns: dict[bool, list[int]] = {True: [0], False: []}
@@ -104,12 +104,12 @@ class _InTime(OrderProblem):
 
 
 def timeline(predictor: Predictor, partner: Partner, *, labels: Mapping[str, str] | None) -> Timeline:
-    """Start and end of every stage; the forward ones are of the next micro-batch."""
+    """Start and end of every stage; forward stages belong to the next micro-batch."""
     return timeline_of({Direction.BACKWARD: both_passes(predictor, partner)}, labels)
 
 
 def both_passes(predictor: Predictor, partner: Partner) -> TimedProgram:
-    """Both passes as one program in the order that runs."""
+    """Both passes as one program, in the order in which they run."""
     schedule = build(partner.schedule, degree=partner.degree, features=predictor.features)
     schedule = predictor.whole(schedule if len(predictor.layers) == 1 else period(schedule))
     for direction in Direction:
@@ -122,13 +122,13 @@ def both_passes(predictor: Predictor, partner: Partner) -> TimedProgram:
     for direction in reversed(Direction):
         timed = predictor.timed(schedule, lengths, direction)
         compiled = timed.compiled
-        of_pass = [replace(stage, ahead=direction is Direction.FORWARD) for stage in compiled.stages]
-        times |= zip(of_pass, timed.durations, strict=True)
-        issue_us |= zip(of_pass, timed.issue_us or (), strict=False)
+        renamed = [replace(stage, ahead=direction is Direction.FORWARD) for stage in compiled.stages]
+        times |= zip(renamed, timed.durations, strict=True)
+        issue_us |= zip(renamed, timed.issue_us or (), strict=False)
         lane_of = {place: lane for lane, places in compiled.lanes for place in places}
-        stages += [(lane_of[place], of_pass[place]) for place in compiled.issued]
-        for stage, places in zip(of_pass, compiled.needs, strict=True):
-            needs[stage] = tuple(of_pass[place] for place in places)
+        stages += [(lane_of[place], renamed[place]) for place in compiled.issued]
+        for stage, places in zip(renamed, compiled.needs, strict=True):
+            needs[stage] = tuple(renamed[place] for place in places)
     lanes = shared_lanes(stages, needs, partner)
     # The compute lane comes first in a simulation.
     names = sorted(lanes, key=lambda lane: lane != COMPUTE)

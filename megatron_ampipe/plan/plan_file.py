@@ -1,7 +1,7 @@
-"""A plan: how to run the blocks of a model, and why; and its file, for ``--ampipe-plan``.
+"""A plan says how to run the blocks of a model, and why; and its file, for ``--ampipe-plan``.
 
-The file also says for which block and machines the plan was made: a run makes the same record from its flags
-and compares the two. Reading checks the format; ``schedule.check`` checks whether the plan fits a block.
+The file also records the block and the machines that the plan was made for. A run creates the same record
+from its flags and compares both. Reading checks the format; ``schedule.check``, whether it fits a block.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MadeFor = LinedMapping
 
 
 def made_for(block: Block, *, cluster: str, ranks_per_node: int) -> MadeFor:
-    """The record of a block on machines with this description; what the block lacks is left out."""
+    """The record of a block on machines with this description; fields that are None are left out."""
     record = MadeFor(line=1)
     for key, recorded in RECORDED.items():
         if (value := recorded.metadata["text"](getattr(block, recorded.name))) is not None:
@@ -50,19 +50,19 @@ def made_for(block: Block, *, cluster: str, ranks_per_node: int) -> MadeFor:
 
 
 def differences(planned: MadeFor, running: MadeFor) -> dict[str, bool]:
-    """Everything in which a run differs from what a plan was made for, but the description of the machines.
+    """All differences between a run and the run that a plan was made for, except the machines' description.
 
     Returns:
-        For each difference in words whether the plan cannot be used because of it.
+        For each difference, in words, whether it makes the plan unusable.
     """
-    found = {}
+    different = {}
     for key in {**running, **planned}:
         before, now = planned.get(key), running.get(key)
         if before != now and key != "cluster":
             columns: Any = RECORDED[key].metadata if key in RECORDED else {"flag": key.replace("_", " ")}
             essential = key != "ranks_per_node" and bool(columns.get("essential", True))
-            found[f"{columns['flag']} {_shown(before)} (this run: {_shown(now)})"] = essential
-    return found
+            different[f"{columns['flag']} {_shown(before)} (this run: {_shown(now)})"] = essential
+    return different
 
 
 def _shown(value: object) -> str:
@@ -73,7 +73,7 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Planned:
-    """What a plan and its file hold in the same form; see :class:`Plan`."""
+    """The fields that a plan and its file have in the same form; see :class:`Plan`."""
 
     num_layers: int = 1
     stock_ms: float | None = None
@@ -92,22 +92,22 @@ class _Planned:
 class Plan(_Planned):
     """How to run every block of a model.
 
-    Predictions are None in a plan that a run found by measuring (``--ampipe-save-plan``). They are of all
-    layers that share a schedule, of a block if none do.
+    Predictions are None in a plan that a run has found by measuring (``--ampipe-save-plan``). They cover all
+    layers that share a schedule, or one block if layers share none.
 
     Attributes:
-        pipeline: How they run: with an order of the stages, whatever its name, and a share for each chunk.
-        num_layers: Of how many layers the predictions are.
+        pipeline: How they run; it always has an order of the stages, and a share for each chunk.
+        num_layers: Number of layers that the predictions cover.
         stock_ms: Predicted time of Megatron's own layers, forward and backward.
         predicted_ms: Predicted time with this plan.
         stages_forward_ms: Predicted time of a forward pass from the start of its first stage to the end of
-            its last one, which is what a run's recorder measures.
-        stages_backward_ms: The same of a backward pass, without the forward pass of a recompute.
+            its last stage, as a run's recorder measures it.
+        stages_backward_ms: The same for a backward pass, without the forward pass of a recompute.
         hidden_share: Share of the communication that is hidden under computation, 0 to 1.
         memory_gib: Estimated peak of one block's activations.
         partner_ms: Predicted time of a forward and a backward pass that run together.
-        partner_stock_ms: The same of Megatron's own layers, one after the other.
-        reason: Why this plan, in one sentence.
+        partner_stock_ms: The same for Megatron's own layers, one pass after the other.
+        reason: Why this plan was chosen, in one sentence.
         made_for: The block and the machines; None if it was removed to run the plan for another block.
     """
 
@@ -129,12 +129,12 @@ class Plan(_Planned):
 
     @property
     def helps(self) -> bool:
-        """Whether blocks run otherwise than Megatron's: in chunks, with another exchange, or a partner."""
+        """Whether blocks run differently from Megatron's: in chunks, with another exchange, or a partner."""
         return self.pipeline.partner is not None or not self.pipeline.is_stock
 
     @property
     def searched(self) -> bool:
-        """Whether it holds an order of stages that has no name."""
+        """Whether it has an order of stages without a name."""
         partner = self.pipeline.partner
         return self.schedule.name not in SCHEDULE_NAMES or bool(partner and partner.period)
 
@@ -146,7 +146,7 @@ class Plan(_Planned):
         return self.stages_forward_ms, self.stages_backward_ms
 
     def pipeline_of(self, rows: int) -> Pipeline:
-        """The pipeline for so many rows of the residual stream of a rank, whose chunks may be equal ones."""
+        """The pipeline for ``rows`` rows of the residual stream of a rank; with None for equal shares."""
         shares = self.pipeline.shares
         assert shares is not None
         even = even_chunks(rows, len(shares))
@@ -156,7 +156,7 @@ class Plan(_Planned):
         return replace(self.pipeline, shares=None) if equal else self.pipeline
 
     def write(self, path: Path, *, head: str) -> None:
-        """Write the file, whose first line is the comment ``head``, such as the command that made it."""
+        """Write the file. The first line is the comment ``head``, such as the command that created it."""
         pipeline = self.pipeline
         record = {
             "format": "ampipe-plan-1",
@@ -175,7 +175,7 @@ class Plan(_Planned):
 
     @classmethod
     def read(cls, path: Path) -> Plan:
-        """Read a file of :meth:`write`, or one that was written by hand.
+        """Read a file of :meth:`write`, or a file written by hand.
 
         Raises:
             BadInput: the file is wrong; the message names file, line and key.
@@ -237,7 +237,7 @@ class _PlanFile(_Planned):
 
 
 def _partner_section(partner: Partner) -> _PartnerFile:
-    """What a file says of it; an order that was searched is text, a line for each lane."""
+    """The section for a partner; a searched order is text, one line per lane."""
     order = partner.order if partner.period is None else program_to_text(partner.period)
     return _PartnerFile(degree=partner.degree, schedule=partner.schedule, order=order)  # type: ignore[arg-type]
 

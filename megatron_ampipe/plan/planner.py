@@ -1,7 +1,7 @@
 """Makes the plan of a model's blocks on a cluster.
 
-Chooses between what :mod:`.search` finds for one block and for several layers that share a schedule, and says
-why. The simpler plan is kept unless another is predicted to be faster by more than predictions are exact.
+Compares the results of :mod:`.search` for one block and for several layers that share a schedule, chooses one
+and says why. The simpler plan is kept unless another is predicted to be clearly faster.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from megatron_ampipe.schedule.features import boundary
 _WITH_WEIGHTS = ", and gradients of weights computed during transfers"
 GROUPED = "--moe-grouped-gemm"
 MINIMUM_SPEEDUP = 1.01
-"""Blocks are not split into chunks for a smaller predicted speedup: predictions are not that exact."""
+"""The least predicted speedup for which blocks are split into chunks; smaller ones are within the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """What was compared for the layers of a pipeline stage.
+    """The plans that were compared for the layers of a pipeline stage.
 
-    ``alone`` is the plan of one block, with which all take ``blocks_ms`` one after another; ``shared`` that
-    of layers that share a schedule, None if they cannot; ``chosen`` one of the two, with the reason.
-    Where passes may have a partner, ``together`` is the best way to run two, and ``as_megatron`` Megatron's.
-    ``fewer_bytes`` is how much faster its exchange makes it than the first that was compared; ``by_exchange``
-    are the milliseconds of the layers with each (:attr:`step_ms`).
+    ``alone`` is the plan of one block, with which all layers take ``blocks_ms`` one after another; ``shared``
+    is the plan of layers that share a schedule, None if they cannot; ``chosen`` is one of them and why.
+    If passes may have a partner, ``together`` is the best way to run two, ``as_megatron`` Megatron's way.
+    ``fewer_bytes`` is the speedup by the chosen exchange over the first that was compared; ``by_exchange``
+    are the milliseconds of the layers with each exchange (:attr:`step_ms`).
     """
 
     alone: Plan
@@ -57,7 +57,7 @@ class Plans:
 
     @property
     def step_ms(self) -> float:
-        """Predicted time of the same layers with the chosen plan, and with partners where it has them."""
+        """Predicted time of the same layers with the chosen plan, with partners if it has them."""
         if self.chosen.partner_ms is not None:
             return self.chosen.partner_ms * (1 if self.shared is not None else self.blocks_ms / self.alone_ms)
         if self.chosen.num_layers == 1:
@@ -73,7 +73,7 @@ class Plans:
 
 
 def make_plan(predictor: Predictor, **options: Any) -> Plan:
-    """The chosen one of :func:`make_plans`, with the same options."""
+    """The chosen plan of :func:`make_plans`, with the same options."""
     return make_plans(predictor, **options).chosen
 
 
@@ -86,16 +86,16 @@ def make_plans(
     exchanges: Sequence[Exchange] = (Exchange.ROWS,),
     with_partner: float = 0.0,
 ) -> Plans:
-    """Make a plan for the layers of a pipeline stage, block by block and together, and choose.
+    """Make plans for the layers of a pipeline stage, block by block and with a shared schedule; choose one.
 
     Args:
-        predictor: Of all of these layers.
+        predictor: The predictor of all these layers.
         degrees: The degrees that are tried.
-        full: Whether unequal chunks and other orders are searched too, which takes seconds.
+        full: Whether to search unequal chunks and other orders too, which takes seconds.
         stack: How many layers may share a schedule: 1 is block by block, 0 all.
-        exchanges: Those that are compared; the first is kept unless another is predicted to save more than
-            predictions are exact. One that does not apply is left out if others are left.
-        with_partner: Share of a step's passes that can run together with one of another micro-batch.
+        exchanges: The exchanges that are compared; the first is kept unless another is predicted to be
+            clearly faster. Exchanges that do not apply are left out, unless none would be left.
+        with_partner: Share of a step's passes that can run together with a pass of another micro-batch.
 
     Raises:
         BadInput: the predicted time of a block is 0.
@@ -104,9 +104,9 @@ def make_plans(
     useful = [exchange for exchange in exchanges if exchange in work.exchanges(near)]
     compared: dict[Exchange, Plans] = {}
     for exchange in useful or [Exchange.ROWS]:
-        of_exchange = predictor.changed(exchange=exchange)
-        plans = _plans_of_exchange(of_exchange, degrees=degrees, full=full, stack=stack)
-        compared[exchange] = _with_partner(of_exchange, plans, with_partner, stack=stack)
+        changed = predictor.changed(exchange=exchange)
+        plans = _plans_of_exchange(changed, degrees=degrees, full=full, stack=stack)
+        compared[exchange] = _with_partner(changed, plans, with_partner, stack=stack)
     first, *others = compared.values()
     best = first
     for plans in others:
@@ -131,13 +131,13 @@ def make_plans(
 
 
 def alternatives(predictor: Predictor, **options: Any) -> dict[str, Plans]:
-    """The plans with flags of Megatron that the model does not have, by these flags.
+    """The plans with further flags of Megatron, by these flags.
 
-    They are grouped products of the experts, and other dispatchers that the cluster has figures of.
+    They are grouped GEMMs of the experts, and other dispatchers for which the cluster has figures.
 
     Args:
-        predictor: Of all layers of a pipeline stage.
-        options: Those of :func:`make_plans`.
+        predictor: The predictor of all layers of a pipeline stage.
+        options: The options of :func:`make_plans`.
 
     Raises:
         BadInput: as :func:`make_plans`.
@@ -152,7 +152,8 @@ def alternatives(predictor: Predictor, **options: Any) -> dict[str, Plans]:
         needed = [cluster.intra, cluster.inter]
         if block.expert * block.expert_tensor <= cluster.ranks_per_node:
             needed.pop()
-        if block.expert > 1 and backend != block.dispatcher and all(backend in (of or {}) for of in needed):
+        is_known = all(backend in (figures or {}) for figures in needed)
+        if block.expert > 1 and backend != block.dispatcher and is_known:
             flags = f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {backend}"
             changes[flags] = {"dispatcher": backend}
     return {flags: make_plans(predictor.changed(**fields), **options) for flags, fields in changes.items()}
@@ -196,7 +197,7 @@ def _plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: 
 
 
 def _with_partner(predictor: Predictor, plans: Plans, share: float, *, stack: int) -> Plans:
-    """The plans with the fastest way to run two passes together, if they save enough for this share."""
+    """Add the fastest way to run two passes together, and choose it if it saves enough for this share."""
     plan, block = plans.chosen, predictor.block
     if share == 0 or block.expert == 1 or block.rows == 1:
         return plans
@@ -223,7 +224,7 @@ def _with_partner(predictor: Predictor, plans: Plans, share: float, *, stack: in
     alone = plan.reason if plan.helps else "They run as Megatron's."
     chosen = replace(
         plan,
-        # Passes that meet are of as many layers.
+        # Two passes can only run together if they have the same number of layers.
         pipeline=replace(plan.pipeline, stack=stack if shares else plan.pipeline.stack, partner=best.partner),
         partner_ms=partner_ms,
         partner_stock_ms=stock_ms,
@@ -234,13 +235,13 @@ def _with_partner(predictor: Predictor, plans: Plans, share: float, *, stack: in
 
 
 def sharing_layers(predictor: Predictor, stack: int) -> Predictor:
-    """Of the layers of a pipeline stage, those that share one schedule."""
+    """The predictor of those layers of a pipeline stage that share one schedule."""
     count = len(predictor.layers)
     return predictor if stack == ALL_LAYERS or stack >= count else predictor.of_layers(stack)
 
 
 def _blocks_ms(predictor: Predictor, alone: Plan) -> float:
-    """The time of all layers of a predictor block by block, with the plan of one block."""
+    """The time of all layers run block by block, with the plan of one block."""
     assert alone.predicted_ms is not None and alone.stock_ms is not None
     with_experts = sum(not features.dense for features in predictor.layers)
     others_ms = predictor.stock().total / 1e3 - with_experts * alone.stock_ms
@@ -248,7 +249,7 @@ def _blocks_ms(predictor: Predictor, alone: Plan) -> float:
 
 
 def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Plan:
-    """The plan of one block: Megatron's layer if no speedup is predicted."""
+    """The plan of one block, or Megatron's layer if no speedup is predicted."""
     stock, work = predictor.stock(), predictor.block
     best = _best(predictor, degrees, full=full)
     speedup = 0.0 if best is None else stock.total / best.total_us
@@ -280,7 +281,7 @@ def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -
 
 
 def _best(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Candidate | None:
-    """The best way to run the layers in AMPipe's; None if nothing can overlap."""
+    """The best way to run the layers with AMPipe; None if nothing can overlap."""
     best: Candidate | None = None
     block = predictor.block
     possible = [degree for degree in degrees if block.splits_into(degree)]
@@ -291,7 +292,7 @@ def _best(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Cand
             best = min(named(predictor, "ampipe", 1, 1), best, key=by_time)
     whole = in_one_chunk(predictor)
     if whole is not None and (best is None or best.total_us > whole.total_us * (1 - MINIMUM_SAVING)):
-        # The simpler one, and the one that costs nothing where its prediction is wrong.
+        # It is simpler, and costs nothing if its prediction is wrong.
         best = whole
     return best
 
@@ -332,7 +333,7 @@ def _hidden(predictor: Predictor, candidate: Candidate) -> str:
 
 
 def _degrees(schedule: Schedule) -> str:
-    """How many chunks a schedule has, as words."""
+    """The number of chunks of a schedule, in words."""
     if schedule.num_chunks == 1:
         return "one chunk" + (_WITH_WEIGHTS if schedule.backward.weights else "")
     if schedule.backward_degree == schedule.degree:

@@ -1,7 +1,7 @@
-"""Predicts one block, or several that share a schedule, on one cluster: the time of a schedule, its timeline.
+"""Predicts the time and the timeline of a schedule, for one block or several that share it, on a cluster.
 
-Times are microseconds of one forward or backward pass of all of these blocks and one micro-batch, on the rank
-with the most tokens. Not modelled: caches, clock throttling, and the time that a rank waits for a slower one.
+Times are microseconds of one forward or backward pass of one micro-batch through all these blocks, on the
+busiest rank. Not modelled: caches, clock throttling, and waiting for slower ranks.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Predictor:
     Args:
         block: The block.
         cluster: The times of its operations.
-        num_layers: How many such blocks share a schedule.
-        dense: Which of them have no experts, counted from 0.
-        memory: What the experts keep for their backward, see ``Pipeline.memory``.
+        num_layers: Number of such blocks that share a schedule.
+        dense: Indices of those without experts, from 0.
+        memory: What the experts save for their backward, see ``Pipeline.memory``.
 
     Raises:
-        BadInput: the cluster has no figure for something that the block does.
+        BadInput: the cluster lacks a figure that the block needs.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Predictor:
         self.layers: tuple[BlockFeatures, ...] = tuple(
             without_experts if layer in dense else self.features for layer in range(num_layers)
         )
-        """Of each block that shares the schedule."""
+        """The features of each block that shares the schedule."""
         self.times = OperationTimes(block, cluster, self.features)
         self._dense_times = OperationTimes(block, cluster, without_experts)
         (self._sequence,) = chunk_rows(block, (block.rows,))
-        # A search comes back to the same lengths many times: what was computed is kept.
+        # Cached, because a search uses the same lengths many times.
         self._chunk_rows = functools.lru_cache(maxsize=4096)(
             functools.partial(chunk_rows, block, shares_schedule=shares)
         )
@@ -101,35 +101,35 @@ class Predictor:
 
         Args:
             lengths: Rows of the residual stream of one rank in each chunk.
-            parts: Number of adjacent chunks that form one stage, as in the direction with the smaller degree:
+            parts: Number of adjacent chunks that form one stage in the direction with the smaller degree;
                 they are computed one after the other and share a collective.
             whole_attention: Attention runs once for the whole sequence, as in the schedule ``moe-only``.
-            features: What the block contains; experts if None.
+            features: The features of the block; if None, of a block with experts.
             weights: Kinds of weight gradients that are separate stages (``Program.weights``).
-            joined: Those of them that are of the whole sequence: one product for all chunks.
+            joined: The kinds in ``weights`` that cover the whole sequence, with one product for all chunks.
         """
         features = self.features if features is None else features
         chunks = self._chunk_rows(tuple(lengths))
         groups = dict(enumerate(itertools.batched(chunks, parts)))
-        found: dict[Stage, Pair] = {}
+        times: dict[Stage, Pair] = {}
         for kind in data_flow(features).kinds:
             whole = kind.of_parameters or is_whole(kind, whole_attention=whole_attention)
             chunked = not whole and len(chunks) > 1
             apart = WEIGHTS[kind] if WEIGHTS.get(kind) in weights else None
             for place, rows in ({None: (self._sequence,)} if whole else groups).items():
-                found[Stage(kind, place)] = self._time(kind, rows, chunked=chunked, dense=features.dense)
+                times[Stage(kind, place)] = self._time(kind, rows, chunked=chunked, dense=features.dense)
                 if apart is not None:
-                    alone = sum(self._weights(kind, Work(one, chunked=chunked)) for one in rows)
-                    found[Stage(kind, place)] += Pair(0.0, -alone)
+                    alone = sum(self._weights(kind, Work(chunk, chunked=chunked)) for chunk in rows)
+                    times[Stage(kind, place)] += Pair(0.0, -alone)
                     if whole or apart not in joined:
-                        found[Stage(apart, place)] = Pair(0.0, alone)
+                        times[Stage(apart, place)] = Pair(0.0, alone)
             if apart is not None and not whole and apart in joined:
-                # The rows of all chunks are put together for one product.
-                copied = sum(2 * one.rows * (one.k + one.n) for one in self._products(kind, self._sequence))
+                # The rows of all chunks are concatenated for one product.
+                copied = sum(2 * p.rows * (p.k + p.n) for p in self._products(kind, self._sequence))
                 alone = self._weights(kind, Work(self._sequence, chunked=False))
                 alone += self.times.memory_us(copied * self.block.element_bytes)
-                found[Stage(apart)] = Pair(0.0, alone)
-        return found
+                times[Stage(apart)] = Pair(0.0, alone)
+        return times
 
     def _time(self, kind: StageKind, rows: Sequence[Rows], *, chunked: bool, dense: bool) -> Pair:
         """The time of one stage of some chunks."""
@@ -149,7 +149,7 @@ class Predictor:
         return products(self.block, rows.hidden)
 
     def _weights(self, kind: StageKind, work: Work) -> float:
-        """The part of a stage's backward that computes gradients of weights."""
+        """The part of a stage's backward that computes weight gradients."""
         factor = self.cluster.stage_overhead(kind.name).backward_factor
         products = self._products(kind, work.rows)
         pairs = (self.times.products(*product, chunked=work.chunked) for product in products)
@@ -172,7 +172,7 @@ class Predictor:
     def stock(self) -> Pair:
         """Time of Megatron's own layers: the same work without chunks and without overlap.
 
-        No less than the host needs to issue it.
+        It is at least the time that the host needs to issue it.
         """
         work, overhead = Work(self._sequence, chunked=False), self.cluster.host.stock
         total = issued = ZERO
@@ -193,8 +193,8 @@ class Predictor:
 
     def stock_exchanges(self) -> Pair:
         """The part of :meth:`stock` that the two all-to-alls of a block take."""
-        one = exchange(self._stock, Work(self._sequence, chunked=False))
-        return one + one
+        all_to_all = exchange(self._stock, Work(self._sequence, chunked=False))
+        return all_to_all + all_to_all
 
     @functools.cached_property
     def _stock(self) -> OperationTimes:
@@ -218,7 +218,7 @@ class Predictor:
         return peak_bytes(self.block, pipeline, local=self.cluster.trains_on_host)
 
     def whole(self, schedule: Schedule) -> Schedule:
-        """The schedule of all of the layers, made from that of one block, from a period, or itself."""
+        """The schedule of all layers; ``schedule`` is of one block, a period, or already of all layers."""
         if not schedule.repeats and (
             len(self.layers) == 1 or any(stage.layer for stage in schedule.forward.stages)
         ):
@@ -236,14 +236,14 @@ class Predictor:
         return self._recomputed(*(self.direction_us(schedule, lengths, direction) for direction in Direction))
 
     def bound_us(self, schedule: Schedule, lengths: Sequence[int]) -> Pair:
-        """What no order of the stages of a schedule can beat; lanes do not slow each other in it."""
+        """A lower bound over all orders of the stages of a schedule, without slowdown between lanes."""
         schedule = self.whole(schedule)
         bounds = (self.timed(schedule, lengths, way).bound_us + self.calls_us(way) for way in Direction)
         return self._recomputed(*bounds)
 
     def direction_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
         """Time of one direction of a schedule of all of the layers, without a recompute."""
-        # Schedules of two degrees share a direction with those of one.
+        # The key: schedules with two degrees share a direction with schedules with one degree.
         program, degree = schedule.program(direction), schedule.degree_of(direction)
         key = (program, degree, schedule.whole_attention, tuple(lengths))
         if key not in self._direction_times:
@@ -257,7 +257,7 @@ class Predictor:
         parts = len(lengths) // schedule.degree_of(direction)
         weights, whole = schedule.backward.weights, schedule.backward.whole
         if direction is Direction.FORWARD:
-            # A forward stage takes the same time; a search then knows it already.
+            # They do not change forward stages, and so the costs are cached already.
             weights = frozenset()
         costs = {
             features: self._costs(
@@ -273,8 +273,8 @@ class Predictor:
         forward, durations = direction is Direction.FORWARD, []
         for stage in compiled.stages:
             if stage.kind == REDUCE and len(self.layers) > 1:
-                # A layer reduces gradients of the one above it, of which the last one has none. One layer
-                # alone stands for any of those that run one after another.
+                # A layer reduces the gradients of the layer above it, which the last layer does not have. A
+                # single layer stands for any of several that run one after another.
                 above = self.layers[stage.layer + 1 :][:1]
                 durations.append(sum(costs[features][Stage(REDUCE)].backward for features in above))
                 continue
@@ -299,11 +299,11 @@ class Predictor:
         return timeline_of({way: self.timed(schedule, lengths, way) for way in Direction}, labels)
 
     def calls_us(self, direction: Direction) -> float:
-        """What is no stage: the calls of all layers in one direction."""
+        """The time outside stages: the calls of all layers in one direction."""
         return self.cluster.host.block.of(direction) * len(self.layers)
 
     def _recomputed(self, forward: float, backward: float, *, stock: bool = False) -> Pair:
-        """With what Megatron recomputes around a layer; layers that share a schedule recompute in it."""
+        """Add Megatron's recompute around a layer; layers that share a schedule recompute inside it."""
         again = self.block.recomputes and (stock or not self.features.recomputed)
         return Pair(forward, forward + backward if again else backward)
 
@@ -339,7 +339,7 @@ def _unrolled(schedule: Schedule, layers: tuple[BlockFeatures, ...]) -> Schedule
 
 
 def _joined(chunks: Sequence[Rows]) -> Rows:
-    """The rows of adjacent chunks."""
+    """The rows of adjacent chunks, as one chunk."""
     return Rows(
         hidden=sum(chunk.hidden for chunk in chunks),
         pairs=sum(chunk.pairs for chunk in chunks),

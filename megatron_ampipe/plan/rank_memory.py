@@ -1,4 +1,4 @@
-"""Estimates what a whole rank holds while it trains: weights, gradients, optimizer, activations, buffers.
+"""Estimates the memory of a whole rank in training: weights, gradients, optimizer, activations, buffers.
 
 Parameters are counted exactly, as Megatron's modules have them. Not counted: the CUDA context, buffers of
 NCCL and HybridEP, quantized copies of weights in FP8, padding of Megatron's buffers, fragmentation.
@@ -26,7 +26,7 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters of one rank, which different data-parallel groups reduce."""
+    """Numbers of parameters of one rank, by the data-parallel group that reduces them."""
 
     others: float = 0
     experts: float = 0
@@ -41,12 +41,12 @@ class RankMemory:
 
     Attributes:
         stage: The rank's pipeline stage, from 0.
-        parameters: Of the rank: experts and others.
-        weights: In the dtype of training.
-        gradients: Megatron's buffers, of all parameters also with a distributed optimizer.
+        parameters: Numbers of parameters of the rank: of experts and others.
+        weights: Weights in the dtype of training.
+        gradients: Megatron's gradient buffers, of all parameters even with a distributed optimizer.
         optimizer: Master weights and moments; a share of them with a distributed optimizer.
-        activations: Peak over the micro-batches that wait for their backward pass; with the logits.
-        buffers: Those that DeepEP keeps for its exchange.
+        activations: Peak over the micro-batches that wait for their backward pass, with the logits.
+        buffers: DeepEP's communication buffers.
     """
 
     stage: int
@@ -59,7 +59,7 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
@@ -83,16 +83,16 @@ def memory_by_stage(model: ModelFile, block: Block, pipeline: Pipeline) -> list[
         return f"what the optimizer {flags.optimizer} keeps is not known"
     if not flags.vocab_size:
         return "the model file has no vocab-size"
-    # Of any stage, and not only of the one that is planned.
+    # For all stages, not only for the planned one.
     block = replace(block, dense_ffn=flags.ffn_hidden_size or 4 * block.hidden)
     parts, stages = layers_by_stage(model), flags.pipeline_model_parallel_size
-    return [_of_rank(flags, block, pipeline, stage, parts[stage::stages]) for stage in range(stages)]
+    return [_rank_memory(flags, block, pipeline, stage, parts[stage::stages]) for stage in range(stages)]
 
 
-def _of_rank(
+def _rank_memory(
     flags: TrainingFlags, block: Block, pipeline: Pipeline, stage: int, parts: list[tuple[bool, ...]]
 ) -> RankMemory:
-    """Of a rank of one pipeline stage; ``parts`` are its layers by virtual stage."""
+    """The memory of a rank of one pipeline stage; ``parts`` are its layers by virtual stage."""
     parameters = _parameters(flags, block, stage, parts)
     wide, element = block.dtype == "fp32", block.element_bytes
     aware = flags.use_precision_aware_optimizer
@@ -101,7 +101,7 @@ def _of_rank(
     if flags.optimizer == "adam":
         kept = _BYTES[flags.exp_avg_dtype] + _BYTES[flags.exp_avg_sq_dtype]
     if not wide:
-        # Transformer Engine keeps those 16 bits of a master weight that a weight in BF16 lacks.
+        # Transformer Engine only keeps the 16 bits of a master weight that a BF16 weight lacks.
         halves = aware and (flags.main_params_dtype == "fp16" or block.dtype == "bf16")
         kept += 2 if halves else 4
     shards = (block.replicas, block.expert_replicas) if block.shards_optimizer else (1, 1)
@@ -119,9 +119,9 @@ def _of_rank(
 def _parameters(flags: TrainingFlags, block: Block, stage: int, parts: list[tuple[bool, ...]]) -> Parameters:
     """Parameters of a rank of one pipeline stage, as Megatron's GPT model has them."""
     hidden, stages = block.hidden, flags.pipeline_model_parallel_size
-    of_norm = hidden * (1 if flags.normalization == "RMSNorm" else 2)
+    norm_size = hidden * (1 if flags.normalization == "RMSNorm" else 2)
     kinds = [has_experts for part in parts for has_experts in part]
-    total = sum((_layer(flags, block, of_norm, has_experts) for has_experts in kinds), Parameters())
+    total = sum((_layer(flags, block, norm_size, has_experts) for has_experts in kinds), Parameters())
     first, last, mtp = stage == 0, stage == stages - 1, flags.mtp_num_layers or 0
     embedding = _vocabulary(flags) * hidden / block.tensor
     count = 0.0
@@ -131,9 +131,9 @@ def _parameters(flags: TrainingFlags, block: Block, stage: int, parts: list[tupl
     if first and flags.position_embedding_type == "learned_absolute":
         count += flags.max_position_embeddings * hidden
     if last:
-        count += of_norm + embedding * (not tied)
-        count += mtp * (2 * hidden * hidden / block.tensor + 3 * of_norm)
-        total = sum([_layer(flags, block, of_norm, has_experts) for has_experts in kinds[-1:] * mtp], total)
+        count += norm_size + embedding * (not tied)
+        count += mtp * (2 * hidden * hidden / block.tensor + 3 * norm_size)
+        total = sum([_layer(flags, block, norm_size, has_experts) for has_experts in kinds[-1:] * mtp], total)
     return total + Parameters(count)
 
 
@@ -143,10 +143,10 @@ def _vocabulary(flags: TrainingFlags) -> int:
     return math.ceil(flags.vocab_size / multiple) * multiple
 
 
-def _layer(flags: TrainingFlags, block: Block, of_norm: int, has_experts: bool) -> Parameters:
+def _layer(flags: TrainingFlags, block: Block, norm_size: int, has_experts: bool) -> Parameters:
     """Parameters of a layer on one rank."""
     hidden, tensor, bias = block.hidden, block.tensor, not flags.disable_bias_linear
-    count: float = 2 * of_norm
+    count: float = 2 * norm_size
     for k, n in block.projections:
         # Transformer Engine's projections to compressed rows are the same on all tensor-parallel ranks.
         compresses = block.latent and k == hidden and n != block.heads * block.head_size
@@ -156,7 +156,7 @@ def _layer(flags: TrainingFlags, block: Block, of_norm: int, has_experts: bool) 
     count += weights_of(attention_products(block, 0), bias=bias)
     if flags.qk_layernorm:
         sizes = (flags.kv_lora_rank, flags.q_lora_rank or 0) if block.latent else (block.head_size,) * 2
-        count += sum(sizes) * of_norm / hidden
+        count += sum(sizes) * norm_size / hidden
     if not has_experts:
         return Parameters(count + weights_of(mlp_products(block, 0), bias=bias))
     count += block.experts * hidden + block.experts * bias
@@ -178,25 +178,25 @@ def _activations(
     if stage == stages - 1:
         logits = block.batch * block.rows * _vocabulary(flags) * (block.element_bytes + 4)
     if block.recomputes:
-        one = peak_bytes(block, pipeline, local=block.local)
-        return one + (num_layers - 1) * row_bytes * block.hidden + logits
+        one_layer = peak_bytes(block, pipeline, local=block.local)
+        return one_layer + (num_layers - 1) * row_bytes * block.hidden + logits
     dense = {len(part) * index + layer for index in range(passes) for layer in without_experts(part)}
-    # With a partner, a layer is kept ahead before the backward pass has released one.
+    # With a partner, the forward pass saves a layer before the backward pass has released one.
     ahead = pipeline.partner is not None
     layers = peak_bytes(block, pipeline, num_layers=num_layers + ahead, dense_layers=dense, local=block.local)
     return layers + logits
 
 
 def waiting_passes(stages: int, virtual: int, *, stage: int = 0) -> int:
-    """How many passes through (virtual) pipeline stages of a rank wait for their backward at most.
+    """The largest number of passes of a rank's (virtual) pipeline stages that wait for their backward.
 
-    As in ``megatron.core.pipeline_parallel.schedules``, with warm-up and one in work.
+    As in ``megatron.core.pipeline_parallel.schedules``: the warm-up passes and the current one.
     """
     return stages - stage if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
 
 
 def _deepep_bytes(block: Block) -> float:
-    """Of DeepEP's buffers for 20 multiprocessors, after ``csrc/config.hpp``: rows with their choices."""
+    """Bytes of DeepEP's buffers for 20 multiprocessors, after ``csrc/config.hpp``: rows with choices."""
     ranks = block.expert * block.expert_tensor
     channels, row = 10, block.hidden * 2 + 128 * (8 + 4 + 4) + 16
     near, nodes = min(ranks, 8), ranks // 8

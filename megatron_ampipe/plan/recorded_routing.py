@@ -1,4 +1,4 @@
-"""Who went where in a training: the files of ``--ampipe-routing-dir``, and what plans take from them.
+"""The routing recorded by a training: the files of ``--ampipe-routing-dir``, and the figures that plans use.
 
 A file is one micro-batch of one expert-parallel group in one iteration.
 """
@@ -23,28 +23,28 @@ from megatron_ampipe.files.inputs import parse_file
 from megatron_ampipe.plan.block import Block
 
 THRESHOLDS = (0.9, 0.95, 0.97, 0.99, 0.999)
-"""Cosines for which every file says how many rows would be left (``--ampipe-condense``)."""
+"""Cosines for which every file has the number of rows that would be sent (``--ampipe-condense``)."""
 _Count = Annotated[int, Field(strict=True, ge=0)]
 _Size = Annotated[int, Field(strict=True, ge=1)]
 _NAME = re.compile(r"iteration-(\d{8})\.json")
 
 
 def divisors(num_experts: int) -> tuple[int, ...]:
-    """Numbers of ranks or nodes between which experts can be divided."""
+    """Numbers of places (ranks or nodes) over which experts can be divided equally."""
     return tuple(places for places in range(1, num_experts + 1) if num_experts % places == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRouting:
-    """The routing of one MoE layer. A part is a sequence, or what one rank has of it.
+    """The routing of one MoE layer. A part is a sequence, or the part of it on one rank.
 
     Attributes:
         layer: Number of the layer in the model, from 1.
         counts: Tokens for each expert, ``[part][chunk][expert]``.
-        arrivals: For a number of places, between which the experts are divided in order, the tokens of each
-            part that have experts at each place, each token once: ``[part][place]``.
-        rows_compared: Rows that were compared with each other: of some experts, or none.
-        rows_left: For a threshold, those of them that would be sent if similar tokens were sent once.
+        arrivals: For each number of places, over which the experts are divided in order: how many tokens of
+            each part have experts at each place, ``[part][place]``.
+        rows_compared: Number of rows that were compared with each other: of some experts, or none.
+        rows_left: For each threshold, how many of them would be sent if similar tokens were sent once.
     """
 
     layer: _Size
@@ -59,17 +59,17 @@ class LayerRouting:
         return [sum(column) for column in zip(*chunks, strict=True)]
 
     def per_place(self, places: int) -> list[int]:
-        """Rows for the experts at each of so many places, between which they are divided in order."""
+        """Rows for the experts at each of ``places`` places, over which experts are divided in order."""
         rows = self.per_expert()
-        return [sum(of_place) for of_place in itertools.batched(rows, len(rows) // places)]
+        return [sum(expert_rows) for expert_rows in itertools.batched(rows, len(rows) // places)]
 
     @property
     def rows(self) -> int:
-        """Pairs of a token and an expert."""
+        """Number of pairs of a token and an expert."""
         return sum(self.per_expert())
 
     def arriving(self, part: int, places: int) -> tuple[int, ...]:
-        """Tokens of a part that have experts at each of so many places, each token once at a place."""
+        """For each of ``places`` places, the number of tokens of a part with experts there."""
         if places == len(self.counts[0][0]):
             return tuple(sum(column) for column in zip(*self.counts[part], strict=True))
         return self.arrivals[places][part]
@@ -80,13 +80,13 @@ class RoutingRecord:
     """One micro-batch of one expert-parallel group.
 
     Attributes:
-        iteration: Of the training, from 1.
-        num_experts: Experts of a layer.
-        ranks: Ranks between which they are divided in the training.
-        batch: Sequences of a micro-batch: part ``p`` is of rank ``p // batch`` of the group.
-        ranks_per_sequence: Consecutive ranks that hold a part of a sequence each.
-        hidden_size: Elements of a row.
-        tokens: Tokens of a part in each chunk.
+        iteration: Iteration of the training, from 1.
+        num_experts: Number of experts of a layer.
+        ranks: Number of expert-parallel ranks of the training.
+        batch: Sequences of a micro-batch: part ``p`` is on rank ``p // batch`` of the group.
+        ranks_per_sequence: Number of consecutive ranks that share a sequence.
+        hidden_size: Number of elements of a row.
+        tokens: Number of tokens of a part in each chunk.
         layers: The MoE layers, in order.
     """
 
@@ -102,18 +102,18 @@ class RoutingRecord:
 
     @property
     def num_parts(self) -> int:
-        """Sequences, or what ranks hold of them."""
+        """Number of parts, see :class:`LayerRouting`."""
         return len(self.layers[0].counts)
 
     def write(self, folder: Path) -> None:
-        """Write the file of this iteration; it appears under its name only when it is whole."""
+        """Write the file of this iteration, atomically."""
         text = json.dumps(dataclasses.asdict(self))
         outputs.write_text(folder / f"iteration-{self.iteration:08}.json", f"{text}\n")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRouting:
-    """All files of a folder, in the order of the iterations, and what they say of any number of places."""
+    """All files of a folder, in the order of iterations, with figures for any number of places."""
 
     records: tuple[RoutingRecord, ...]
 
@@ -123,30 +123,30 @@ class RecordedRouting:
         return self.records[0].num_experts
 
     def imbalance(self, places: int) -> float:
-        """Rows of the place with the most over the mean, of a micro-batch; averaged over layers and files."""
-        return statistics.fmean(busiest(one.per_place(places)) for one in self._layers)
+        """Rows of the busiest place over the mean, per micro-batch, averaged over layers and files."""
+        return statistics.fmean(busiest(layer.per_place(places)) for layer in self._layers)
 
     def rows_to(self, places: int) -> float:
-        """Rows of a token if each place that has experts of it gets one (``Block.rows_to``)."""
+        """Number of rows of a token if each place with experts of it gets one (``Block.rows_to``)."""
         arrived = sum(
-            sum(one.arriving(part, places)) for one in self._layers for part in range(len(one.counts))
+            sum(layer.arriving(part, places)) for layer in self._layers for part in range(len(layer.counts))
         )
-        return arrived / sum(len(one.layers) * one.num_parts * sum(one.tokens) for one in self.records)
+        return arrived / sum(len(file.layers) * file.num_parts * sum(file.tokens) for file in self.records)
 
     def condensed(self, threshold: float) -> float:
         """Share of the rows that ``--ampipe-condense`` with this recorded threshold would not send, 0 to 1.
 
         An estimate from the rows that were compared.
         """
-        left = sum(one.rows_left[threshold] for one in self._layers)
-        return 1 - left / sum(one.rows_compared for one in self._layers)
+        left = sum(layer.rows_left[threshold] for layer in self._layers)
+        return 1 - left / sum(layer.rows_compared for layer in self._layers)
 
     @property
     def thresholds(self) -> list[float]:
-        """Those that every layer has, in order; none if no rows were compared."""
-        if not any(one.rows_compared for one in self._layers):
+        """The thresholds that all layers have, in order; none if no rows were compared."""
+        if not any(layer.rows_compared for layer in self._layers):
             return []
-        return sorted(set.intersection(*(set(one.rows_left) for one in self._layers)))
+        return sorted(set.intersection(*(set(layer.rows_left) for layer in self._layers)))
 
     @property
     def _layers(self) -> list[LayerRouting]:
@@ -154,24 +154,24 @@ class RecordedRouting:
 
 
 def busiest(rows: Sequence[int]) -> float:
-    """The most over the mean; 1 for nothing at all."""
+    """The maximum over the mean; 1 if all are 0."""
     return max(rows) * len(rows) / sum(rows) if any(rows) else 1.0
 
 
 def files_of(folder: Path) -> dict[int, Path]:
     """The files of a folder by iteration, in order."""
-    found = {int(match[1]): path for path in folder.glob("*") if (match := _NAME.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+    files = {int(match[1]): path for path in folder.glob("*") if (match := _NAME.fullmatch(path.name))}
+    return dict(sorted(files.items()))
 
 
 _REMEDY = "Give the folder that a training got as --ampipe-routing-dir."
 
 
 def read_routing(folder: Path, *, flag: str) -> RecordedRouting:
-    """All files of a folder of ``--ampipe-routing-dir``, which the user named by a flag.
+    """Read all files of a folder of ``--ampipe-routing-dir``; ``flag`` is the flag that names the folder.
 
     Raises:
-        BadInput: there are none, or one is not such a file, or they are of different models.
+        BadInput: there are no files, one is of another format, or they are of different models.
     """
     records = tuple(read_record(path, flag=flag) for path in files_of(folder).values())
     models = {
@@ -185,20 +185,20 @@ def read_routing(folder: Path, *, flag: str) -> RecordedRouting:
 
 
 def read_record(path: Path, *, flag: str) -> RoutingRecord:
-    """One file that :meth:`RoutingRecord.write` wrote; BadInput if it is not."""
+    """Read a file of :meth:`RoutingRecord.write`; raises BadInput for another file."""
     parse, rule = TypeAdapter(RoutingRecord).validate_json, "is not a file of a recorded routing"
     return parse_file(path, parse, what=flag, rule=rule, remedy=_REMEDY)
 
 
 def with_routing(block: Block, folder: Path) -> tuple[Block, tuple[str, ...]]:
-    """A block whose experts are used as in a training, and a sentence for each figure that was taken.
+    """The block with the recorded use of experts, and a sentence for each figure that was used.
 
     Args:
         block: The block.
         folder: The value of ``--routing``.
 
     Raises:
-        BadInput: there is no such recording, or it is of another number of experts.
+        BadInput: there is no such recording, or it has another number of experts.
     """
     routing = read_routing(folder, flag="--routing")
     if routing.num_experts != block.experts:
@@ -207,10 +207,10 @@ def with_routing(block: Block, folder: Path) -> tuple[Block, tuple[str, ...]]:
     places = divisors(block.experts)[1:]
     rows = tuple((count, routing.rows_to(count)) for count in places)
     block = dataclasses.replace(block, imbalance=routing.imbalance(block.expert), rows_seen=rows)
-    said = [
+    sentences = [
         f"imbalance {block.imbalance:.3f} of {block.expert} ranks: {len(routing.records)} iterations in "
         f"{folder}"
     ]
     if block.expert in places:
-        said.append(f"{block.rows_to(block.expert):.3f} ranks get a token, from the same")
-    return block, tuple(said)
+        sentences.append(f"{block.rows_to(block.expert):.3f} ranks get a token, from the same")
+    return block, tuple(sentences)

@@ -1,14 +1,14 @@
 """Chooses how to run a block, or several layers that share a schedule: degrees, lengths of chunks, order.
 
-Three steps, none of which makes the result slower: the best named schedule over all degrees, lengths of
-chunks, order of stages. They are limited by a number of evaluations, not by time, and use fixed random seeds,
-so that ranks with the same figures find the same plan. Layers that share a schedule are searched on a short
-stack of layers with experts, and the result is predicted for all of them.
+There are three steps: the best named schedule over all degrees, the lengths of chunks, the order of stages.
+No step makes the result slower. The number of evaluations is limited, not the time, and random seeds are
+fixed, so that ranks with the same figures find the same plan. For layers that share a schedule, a short
+stack of layers with experts is searched, and the result is predicted for all layers.
 
-The layers repeat, so their order does too: what is searched is one period, in which each stage has a place in
-its lane and a relative layer (``Schedule.repeats``); for one block it is the order itself. List schedules
-with different weights give the first periods; the best ones are improved by moving single stages within their
-lane, over the edge of the period too.
+Layers repeat, so one period is searched, in which each stage has a place in its lane and a relative layer
+(``Schedule.repeats``); for one block it is the order itself. List schedules with different weights give the
+first periods; the best ones are improved by moving single stages within their lane, even over the edge of the
+period.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ only one that layers can share."""
 MAX_SLOWER_DEGREES = 2
 """The search for a degree ends after this number of slower degrees in a row."""
 CHUNK_EVALUATIONS = 1200
-"""Number of other lengths that are tried, times the number of chunks and layers: a bound on the time."""
+"""Number of other lengths that are tried, times the number of chunks and layers; it bounds the time."""
 MAX_SHORTENING = 4
 """A chunk is at least as long as an equal chunk divided by this."""
 MINIMUM_SAVING = 0.01
@@ -67,9 +67,9 @@ STARTS = 2
 """How many of the first periods are improved by moves."""
 
 Entry = tuple[int, int]
-"""A stage of a layer, as a number, and its relative layer."""
+"""The index of a stage of a layer, and its relative layer."""
 Period = tuple[tuple[Entry, ...], ...]
-"""By lane the stages of one period, in order."""
+"""The stages of one period in order, for each lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Candidate:
     """One way to run the layers of a predictor, with its predicted time.
 
     The schedule repeats if several layers share it; ``lengths`` are rows of one rank in each chunk; ``time``
-    is of a pass of all of the layers in each direction, in microseconds.
+    is the time of a pass of all layers in each direction, in microseconds.
     """
 
     schedule: Schedule
@@ -86,12 +86,12 @@ class Candidate:
 
     @property
     def total_us(self) -> float:
-        """Of both directions."""
+        """The time of both directions."""
         return self.time.total
 
     @property
     def cost(self) -> float:
-        """By which named candidates are compared: joined gradients have to save more, as they hold memory."""
+        """The time for comparing named candidates: joined weight gradients hold memory, so must save more."""
         return self.total_us / (1 - MINIMUM_SAVING) if self.schedule.joins_weights else self.total_us
 
 
@@ -112,7 +112,7 @@ def candidates(predictor: Predictor, degrees: Iterable[int] = DEGREES) -> Iterat
 
 
 def in_one_chunk(predictor: Predictor) -> Candidate | None:
-    """The schedule that overlaps without cutting the sequence; None where the layers cannot run it."""
+    """The schedule that overlaps without cutting the sequence; None if the layers cannot run it."""
     if not predictor.block.splits_weights or predictor.block.expert == 1:
         return None
     return named(predictor, IN_ONE_CHUNK, 1, 1)
@@ -135,11 +135,11 @@ def _best_named(predictor: Predictor, degrees: Sequence[int]) -> Candidate:
     best: Candidate | None = None
     slower = 0
     for degree in degrees:
-        found = min(candidates(predictor, [degree]), key=lambda one: one.cost, default=None)
-        if found is None:
+        candidate = min(candidates(predictor, [degree]), key=operator.attrgetter("cost"), default=None)
+        if candidate is None:
             break
-        slower = 0 if best is None or found.total_us < best.total_us else slower + 1
-        best = found if slower == 0 else best
+        slower = 0 if best is None or candidate.total_us < best.total_us else slower + 1
+        best = candidate if slower == 0 else best
         if slower == MAX_SLOWER_DEGREES:
             break
     assert best is not None, "a sequence of one row cannot be split"
@@ -154,7 +154,7 @@ def _best_named(predictor: Predictor, degrees: Sequence[int]) -> Candidate:
 def improve_chunks(predictor: Predictor, start: Candidate) -> Candidate:
     """Move rows between adjacent chunks while that saves time. The order of the stages is kept."""
     rows, count = predictor.block.rows, len(start.lengths)
-    # A run must use the lengths that are found here, and it rounds them to this number of rows.
+    # A run rounds lengths to this number of rows, and must get the lengths that are chosen here.
     unit = max(row_unit(rows, count), predictor.block.rows_of_tile)
     shortest = max(1, rows // (MAX_SHORTENING * count))
     best, tries = start, CHUNK_EVALUATIONS // (count * len(predictor.layers))
@@ -170,10 +170,10 @@ def improve_chunks(predictor: Predictor, start: Candidate) -> Candidate:
                 moved = list(best.lengths)
                 moved[giver] -= step
                 moved[taker] += step
-                found = _timed(predictor, start.schedule, tuple(moved))
+                candidate = _timed(predictor, start.schedule, tuple(moved))
                 tries -= 1
-                if found.total_us < best.total_us * (1 - 1e-6):
-                    best, improved = found, True
+                if candidate.total_us < best.total_us * (1 - 1e-6):
+                    best, improved = candidate, True
         if not improved:
             step = step // 2 // unit * unit
     return best
@@ -182,7 +182,7 @@ def improve_chunks(predictor: Predictor, start: Candidate) -> Candidate:
 def full_plan(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candidate:
     """The best candidate over ascending degrees, lengths of chunks and order of the stages.
 
-    It is checked, and not slower than that of :func:`choose_degree`.
+    It is checked, and not slower than the result of :func:`choose_degree`.
     """
     short = short_stack(predictor)
     plain = _best_named(short, degrees)
@@ -196,17 +196,17 @@ def full_plan(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candida
     schedule = shaped.schedule
     even = named(short, schedule.name, schedule.degree, schedule.backward_degree)
     ordered = min((_reordered(short, start) for start in (even, shaped)), key=by_time)
-    best, *others = (_timed(predictor, one.schedule, one.lengths) for one in (plain, shaped, ordered))
-    for found in others:
+    best, *others = (_timed(predictor, way.schedule, way.lengths) for way in (plain, shaped, ordered))
+    for candidate in others:
         # The simpler candidate is kept unless the gain exceeds the accuracy of the prediction.
-        if found.total_us < best.total_us * (1 - MINIMUM_SAVING):
-            best = found
+        if candidate.total_us < best.total_us * (1 - MINIMUM_SAVING):
+            best = candidate
     check(predictor.whole(best.schedule), predictor.layers)
     return best
 
 
 def _reordered(predictor: Predictor, start: Candidate) -> Candidate:
-    """Lengths and order depend on each other, so both are searched again."""
+    """Search the order, then the lengths and the order again, because they depend on each other."""
     ordered = reorder(predictor, start)
     shaped = improve_chunks(predictor, ordered)
     return shaped if shaped is ordered else reorder(predictor, shaped)
@@ -220,7 +220,7 @@ def reorder(predictor: Predictor, start: Candidate) -> Candidate:
         program = schedule.program(direction)
         timed = predictor.timed(whole, start.lengths, direction)
         bound_us = timed.bound_us + predictor.calls_us(direction)
-        # Unless no order can save enough.
+        # Skip the search if no order can save enough.
         if bound_us < predictor.direction_us(whole, start.lengths, direction) * (1 - MINIMUM_SAVING / 2):
             problem = OrderProblem(timed, direction=direction)
             first = problem.period_of(program)
@@ -230,15 +230,15 @@ def reorder(predictor: Predictor, start: Candidate) -> Candidate:
     forward, backward = programs
     if (forward, backward) == (schedule.forward, schedule.backward):
         return start
-    found = replace(schedule, name="searched", forward=forward, backward=backward)
-    return _timed(predictor, found, start.lengths)
+    searched = replace(schedule, name="searched", forward=forward, backward=backward)
+    return _timed(predictor, searched, start.lengths)
 
 
 def short_stack(predictor: Predictor) -> Predictor:
-    """Of a short stack, in place of all layers that share a schedule."""
+    """The predictor of a short stack, in place of all layers that share a schedule."""
     if len(predictor.layers) == 1:
         return predictor
-    # Stages that run again are placed by the order of the others, and are no part of a period.
+    # Stages that run again are not part of a period: the order of the others places them.
     return predictor.of_layers(min(SHORT, len(predictor.layers)), recomputes=False)
 
 
@@ -257,7 +257,7 @@ def _tapered(rows: int, count: int, unit: int, ratio: float) -> tuple[int, ...]:
 
 
 class OrderProblem:
-    """The stages of one direction of equal layers, in some order, whose period is to be ordered."""
+    """The search for the best period of one direction of equal layers."""
 
     def __init__(self, timed: TimedProgram, *, direction: Direction) -> None:
         self.compiled = compiled = timed.compiled
@@ -267,7 +267,7 @@ class OrderProblem:
         self._forward = direction is Direction.FORWARD
         upwards = range(self.num_layers)
         self.stages = tuple(stage for stage in compiled.stages if not stage.layer)
-        """Those of one layer; the first numbers of entries are positions in this tuple."""
+        """The stages of one layer; entries index this tuple."""
         self.numbers = [
             [
                 number[replace(stage, layer=layer)]
@@ -275,7 +275,7 @@ class OrderProblem:
             ]
             for stage in self.stages
         ]
-        """For each stage of a layer its number in each layer, in the order of the pass."""
+        """For each stage of a layer, its number in each layer, in the order of the pass."""
         self._lane_of = {stage: lane for lane, (_, order) in enumerate(compiled.lanes) for stage in order}
 
     def repeated(self, period: Period) -> Lanes:
@@ -316,7 +316,7 @@ class OrderProblem:
 
     def listed(self) -> Iterator[Period]:
         """The periods of list schedules with different weights."""
-        # For each stage the length of the critical path from its start to the end of the pass.
+        # For each stage, the length of the critical path from its start to the end of the pass.
         tails = [0.0] * len(self._durations)
         for stage in reversed(self.compiled.issued):
             later = (tails[follower] for follower in self.compiled.followers[stage])
@@ -325,12 +325,12 @@ class OrderProblem:
         num_chunks = len({stage.chunk for stage in self.stages if stage.chunk is not None})
         deepest = max(1, self.num_layers - 1)
         deep_and_at = [(0.0, 0.0)] * len(tails)
-        for of_layer, numbers in zip(self.stages, self.numbers, strict=True):
-            at = 0.0 if of_layer.chunk is None else of_layer.chunk / num_chunks
+        for stage_of_layer, numbers in zip(self.stages, self.numbers, strict=True):
+            at = 0.0 if stage_of_layer.chunk is None else stage_of_layer.chunk / num_chunks
             for passed, number in enumerate(numbers):
                 deep_and_at[number] = passed / deepest, at
         sign = 1.0 if self._forward or self.num_layers == 1 else -1.0
-        weights = [one for one in WEIGHTS if self.num_layers > 1 or not one[0]]
+        weights = [weight for weight in WEIGHTS if self.num_layers > 1 or not weight[0]]
         every = max(1, len(weights) * len(self.stages) // LISTED_STAGES)
         for layer, chunk, path in weights[::every]:
             priority = [
@@ -354,7 +354,7 @@ class OrderProblem:
         while True:
             for lane, stages in enumerate(ready):
                 if stages and free[lane] <= now:
-                    stage = max(stages, key=lambda one: (priority[one], -one))
+                    stage = max(stages, key=lambda stage: (priority[stage], -stage))
                     stages.remove(stage)
                     orders[lane].append(stage)
                     free[lane] = now + self._durations[stage]
@@ -373,20 +373,20 @@ class OrderProblem:
         for layer in range(max(1, self.num_layers - 1)):
             length = NOT_YET
             if self.num_layers > 1:
-                distances = sorted(begin[of[layer + 1]] - begin[of[layer]] for of in self.numbers)
+                distances = sorted(begin[row[layer + 1]] - begin[row[layer]] for row in self.numbers)
                 length = distances[len(distances) // 2]
             if length <= 0:
                 continue
-            origin = min(begin[of[layer]] for of in self.numbers)
+            origin = min(begin[numbers[layer]] for numbers in self.numbers)
             lanes: list[list[tuple[float, Entry]]] = [[] for _ in self.compiled.lanes]
-            for stage, of in enumerate(self.numbers):
-                late, phase = divmod(begin[of[layer]] - origin, length)
-                lanes[self._lane_of[of[layer]]].append((phase, (stage, -int(late))))
+            for stage, numbers in enumerate(self.numbers):
+                late, phase = divmod(begin[numbers[layer]] - origin, length)
+                lanes[self._lane_of[numbers[layer]]].append((phase, (stage, -int(late))))
             yield tuple(tuple(entry for _, entry in sorted(lane)) for lane in lanes)
 
 
 def improve_order(problem: OrderProblem, start: Period) -> Period:
-    """Find a period with which the short stack is faster; ``start`` if there is none."""
+    """Find a period that makes the short stack faster; returns ``start`` if there is none."""
     times = {start: problem.time(start)}
     for listed in problem.listed():
         if listed not in times:
@@ -410,12 +410,12 @@ def _moved(problem: OrderProblem, start: Period, time: float) -> Period:
         step = generator.randint(1, generator.randint(1, REACH))
         target = source + generator.choice((-1, 1)) * step
         stage, layer = order.pop(source)
-        # Over an edge of the period, it is the stage of the layer before or after; a block has none.
+        # Over an edge of the period, it becomes the stage of the layer before or after; one block has none.
         turns, place = divmod(target, len(order) + 1)
         if turns and problem.num_layers == 1:
             continue
         order.insert(place, (stage, layer - turns))
-        found = (*best[:lane], tuple(order), *best[lane + 1 :])
-        if found != best and (needed := problem.time(found)) <= time and needed < NOT_YET:
-            best, time = found, needed
+        moved = (*best[:lane], tuple(order), *best[lane + 1 :])
+        if moved != best and (needed := problem.time(moved)) <= time and needed < NOT_YET:
+            best, time = moved, needed
     return best

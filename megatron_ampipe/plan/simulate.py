@@ -1,4 +1,4 @@
-"""Simulates a schedule, and bounds what any order of its stages can reach, from the time of each stage alone.
+"""Simulates a schedule, and computes a lower bound over all orders, from the time of each stage alone.
 
 :func:`run` computes the start and end of every stage, as a run records them. A lane runs its stages in order,
 and a stage begins when its dependencies have ended. Concurrent computation and communication slow each other
@@ -27,19 +27,19 @@ ROUNDING_US = 1e-6
 Lanes = tuple[tuple[int, ...], ...]
 """The order of the stages of each lane."""
 Needs = Mapping[Stage, tuple[Stage, ...]]
-"""Every stage with those that it waits for directly (:func:`megatron_ampipe.schedule.needs_of`)."""
+"""The direct dependencies of every stage (:func:`megatron_ampipe.schedule.needs_of`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A program with numbers for stages, so that it can be simulated many times.
+    """A program whose stages are numbered, so that it can be simulated many times.
 
-    For each stage there are its direct dependencies (``needs``), those that depend on it directly
-    (``followers``), whether it is a transfer, the stage that the host waits for before issuing it, or -1, and
-    the number of its resource if several lanes use that, else -1. Lanes have a name and their stages in
-    order; the compute lane comes first. ``streams`` are the stages of each stream of a device
-    (``schedule.stream_of``), last first. ``issued`` is the order in which a host issues
-    the stages to a device, ``positions`` has each stage's place in it.
+    For each stage: its direct dependencies (``needs``), the stages that directly depend on it
+    (``followers``), whether it is a transfer (``communicates``), the stage that the host waits for before it
+    issues the stage, or -1 (``host_needs``), and the number of its resource if several lanes use that, else
+    -1 (``contended``). Lanes have a name and stages in order; the compute lane comes first. ``streams`` are
+    the stages of each stream of a device (``schedule.stream_of``), last first. ``issued`` is the order in
+    which a host issues stages to a device, and ``positions`` each stage's place in it.
     """
 
     stages: tuple[Stage, ...]
@@ -109,9 +109,9 @@ def compile_program(program: Program, needs: Needs) -> Compiled:
 
 
 def contention(lanes: Sequence[tuple[str, Sequence[int]]], stages: Sequence[Stage]) -> tuple[int, ...]:
-    """For each stage the number of its resource if several lanes use that, else -1.
+    """For each stage, the number of its resource if several lanes use that, else -1.
 
-    The compute lane does not count: a transfer in it does not run concurrently with a computation.
+    The compute lane does not count, because a transfer in it does not overlap with computation.
     """
     resources = [stage.kind.lane.resource for stage in stages]
     users: dict[str, set[str]] = {}
@@ -128,9 +128,9 @@ class TimedProgram:
 
     Attributes:
         compiled: The program.
-        durations: How long each stage takes alone.
+        durations: The time of each stage alone.
         issue_us: The host's time to issue each stage; None for training on the CPU.
-        overlap: How much concurrent lanes slow each other. Its latency is at most the rest of the
+        overlap: How much concurrent lanes slow each other down. The latency is at most the rest of the
             computation during which a collective begins.
     """
 
@@ -153,7 +153,7 @@ class TimedProgram:
 
     @property
     def bound_us(self) -> float:
-        """What no order of its stages can beat; lanes do not slow each other in it."""
+        """A lower bound over all orders of its stages, without slowdown between lanes."""
         stages, needs = self.compiled.stages, self.compiled.needs
         return direction_bound(
             dict(zip(stages, self.durations, strict=True)),
@@ -254,15 +254,15 @@ def run(timed: TimedProgram) -> tuple[list[float], list[float]]:
 
 
 def direction_bound(times: Mapping[Stage, float], needs: Needs) -> float:
-    """The time that no order of the stages of one direction can beat, from what every stage takes alone.
+    """A lower bound of the time of one direction over all orders, from the time of every stage alone.
 
-    Stages that use the processor or a link run one after another (``Lane.resource``). The first of them
-    begins when all that it waits for has ended, and after the last one runs what waits for it; the least of
-    both counts. Compute stages that depend on a transfer, and those that a transfer depends on, are compared
-    alone too: without enough others, the lane stands still.
+    Stages that use the same processor or link run one after another (``Lane.resource``). Before the first of
+    them, its dependencies must run; after the last, the stages that depend on it; the least of each is added.
+    Compute stages that depend on a transfer, and those that a transfer depends on, also give bounds:
+    without enough other stages, the lane is idle.
 
-    Times must be of stages that run alone: without the wait for a peer, losses of an overlapped run, or what
-    a GPU waits for its host.
+    Times must be of stages that run alone, without waits for a peer, slowdown by overlap, or waits of a GPU
+    for its host.
     """
     assert times.keys() == needs.keys(), times.keys() ^ needs.keys()
     followers: dict[Stage, list[Stage]] = {stage: [] for stage in needs}
@@ -271,7 +271,7 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> float:
             followers[needed].append(stage)
     order = list(TopologicalSorter(needs).static_order())
     before, fed = _towards_end(times, needs, order)
-    behind, feeding = _towards_end(times, followers, order[::-1])
+    after, feeding = _towards_end(times, followers, order[::-1])
     computing = {stage for stage in times if not stage.is_communication}
     in_turn = [computing, computing & fed, computing & feeding, computing & fed & feeding]
     links = {stage.kind.lane.resource for stage in times.keys() - computing}
@@ -281,7 +281,7 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> float:
         *(
             min(map(before.__getitem__, stages))
             + sum(map(times.__getitem__, stages))
-            + min(map(behind.__getitem__, stages))
+            + min(map(after.__getitem__, stages))
             for stages in in_turn
             if stages
         ),
@@ -291,9 +291,9 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> float:
 def _towards_end(
     times: Mapping[Stage, float], edges: Mapping[Stage, Iterable[Stage]], order: Iterable[Stage]
 ) -> tuple[dict[Stage, float], set[Stage]]:
-    """The longest chain that ``edges`` leads to from each stage, and the stages from which to a transfer.
+    """The longest chain along ``edges`` from each stage, and the stages whose chains contain a transfer.
 
-    ``order`` has each stage after those that ``edges`` leads to from it.
+    ``order`` has each stage after the stages that its edges lead to.
     """
     longest: dict[Stage, float] = {}
     with_transfer: set[Stage] = set()

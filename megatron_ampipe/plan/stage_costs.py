@@ -1,7 +1,7 @@
-"""How long each kind of stage takes alone, and how many calls the host makes to issue it.
+"""The time of each kind of stage alone, and the number of calls that the host makes to issue it.
 
-One function for each kind, under the decorator :class:`CostOf`; a new kind needs nothing else. Each adds up
-what the stage computes and copies, forward and backward, from :mod:`.operation_times`. Times are in
+There is one function for each kind, with the decorator :class:`CostOf`; a new kind needs nothing else. It
+adds up the stage's operations, forward and backward, from :mod:`.operation_times`. Times are in
 microseconds, without the overheads that a prediction adds.
 
 The host needs some time for every call, independent of the size of the tensors, so above some degree the
@@ -34,35 +34,35 @@ from megatron_ampipe.schedule import Direction, StageKind, kinds
 
 COUNT_BYTES = 8
 MEAN_CALLS = Pair(8.0, 11.4)
-"""Calls of a stage on average, in a block with one local expert and without optional stages."""
+"""Average number of calls of a stage, in a block with one local expert and without optional stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The input of one stage: rows of a chunk, or of the whole sequence if that is not ``chunked``."""
+    """The input of one stage: rows of a chunk, or of the whole sequence if not ``chunked``."""
 
     rows: Rows
     chunked: bool = True
 
 
 CostFunction = Callable[[OperationTimes, Work], Pair]
-"""How long a stage takes alone, forward and backward, without its overhead. If the kind runs in one direction
-only, it is the first of the two."""
+"""Computes the time of a stage alone, forward and backward, without its overhead. The first of the two counts
+if the kind runs in one direction only."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostOf:
-    """A decorator: makes a function the cost of a kind, with what else the planner has to know of it.
+    """Decorates the cost function of a kind, with further facts for the planner.
 
     Attributes:
-        kind: The kind. The cost of a weight gradient belongs to the kind whose weights they are.
-        calls: The host's calls for a stage of one chunk but the first, forward and backward;
+        kind: The kind. The cost of a weight gradient belongs to the kind that has the weights.
+        calls: Number of host calls for a stage of any chunk but the first, forward and backward;
             :data:`MEAN_CALLS` if None.
-        part_of: A kind that does the same in blocks without this one, with the calls of both.
-        products: The products with weights for a number of rows of one rank. Their weight gradients can be a
+        part_of: The kind that includes this work, and its calls, in blocks without this kind.
+        products: The products with weights, for a number of rows of one rank. Their weight gradients can be a
             separate stage.
-        measured_as: The kind whose overhead it has, because no profile has one of this kind.
-        by_position: The time depends on the position of the chunk, not only on its length.
+        measured_as: The kind whose overhead is used, because profiles do not measure this kind.
+        by_position: Whether the time depends on the position of the chunk, not only on its length.
     """
 
     kind: StageKind
@@ -80,11 +80,11 @@ class CostOf:
 
 COSTS: dict[StageKind, CostFunction] = {}
 FACTS: dict[StageKind, CostOf] = {}
-"""Of every kind, the function and its decorator."""
+"""The function of every kind, and its decorator."""
 
 
 def facts_of(kind: StageKind) -> CostOf:
-    """What is known of a kind besides its time; nothing of one that is added to a block."""
+    """The facts about a kind, with defaults for kinds without a cost function."""
     return FACTS.get(kind.row) or CostOf(kind)
 
 
@@ -99,13 +99,13 @@ def input_norm(times: OperationTimes, work: Work) -> Pair:
 @CostOf(kinds.GATHER_ROWS, calls=(3, 3))
 @CostOf(kinds.REGATHER_ROWS, calls=(0, 3))
 def gather_rows(times: OperationTimes, work: Work) -> Pair:
-    """Rows of all tensor-parallel ranks gathered; backward, gradients added and scattered."""
+    """All-gather of rows over tensor-parallel ranks; backward, a reduce-scatter."""
     return times.gather(times.tokens(work.rows) * times.block.hidden, times.block.tensor)
 
 
 @CostOf(kinds.QKV, calls=(10, 20), products=qkv_products)
 def qkv(times: OperationTimes, work: Work) -> Pair:
-    """All that is one stage until queries, keys and values of this rank's heads."""
+    """The projection to queries, keys and values, with all that is not a separate stage before it."""
     sizes, tokens = times.block, times.tokens(work.rows)
     written = 2 * tokens * sizes.tensor * (sum(n for _, n in sizes.projections) // sizes.tensor)
     total = times.pass_over(written)
@@ -133,7 +133,7 @@ def attend(times: OperationTimes, work: Work) -> Pair:
 @CostOf(kinds.RING)
 @CostOf(kinds.RERING)
 def ring(times: OperationTimes, work: Work) -> Pair:
-    """Keys and values of one rank to the next; backward, their gradients."""
+    """Keys and values, or their gradients, sent to the next rank."""
     sizes = times.block
     rows = sizes.sequence_length / sizes.context * sizes.batch
     size = rows * sizes.key_value_width / sizes.tensor * sizes.element_bytes
@@ -143,7 +143,7 @@ def ring(times: OperationTimes, work: Work) -> Pair:
 
 @CostOf(kinds.ATTENTION, calls=(17, 29), products=attention_products, by_position=True)
 def attention(times: OperationTimes, work: Work) -> Pair:
-    """All of attention that is one stage: core attention to all keys, and output projection."""
+    """Core attention and output projection, with all that is not a separate stage after it."""
     sizes, rows = times.block, work.rows
     total = times.all_products(attention_products(sizes, rows.hidden), chunked=work.chunked)
     if not sizes.ring:
@@ -159,7 +159,7 @@ def attention(times: OperationTimes, work: Work) -> Pair:
 
 @CostOf(kinds.SCATTER_ROWS, calls=(3, 3))
 def scatter_rows(times: OperationTimes, work: Work) -> Pair:
-    """The projection added over tensor-parallel ranks, and scattered; backward, gradients to all."""
+    """Reduce-scatter of the projection over tensor-parallel ranks; backward, an all-gather."""
     gathered = gather_rows(times, work)
     return Pair(gathered.backward, gathered.forward)
 
@@ -181,7 +181,7 @@ def losses(times: OperationTimes, work: Work) -> Pair:
 
 @CostOf(kinds.CHOOSE)
 def choose(times: OperationTimes, work: Work) -> Pair:
-    """The router; how it balances is not counted."""
+    """The router, without its load balancing."""
     sizes, tokens = times.block, times.tokens(work.rows)
     products = times.products(tokens, sizes.hidden, sizes.experts, 1, chunked=False)
     return losses(times, work) + products
@@ -191,7 +191,7 @@ def choose(times: OperationTimes, work: Work) -> Pair:
 @CostOf(kinds.CONDENSE)
 @CostOf(kinds.EXPAND)
 def permute(times: OperationTimes, work: Work) -> Pair:
-    # The flex dispatcher takes tokens in their own order, and adds what comes back.
+    # The flex dispatcher takes tokens in their original order, and adds returned rows itself.
     return ZERO if times.block.flex else times.move(times.sent(work.rows))
 
 
@@ -207,7 +207,7 @@ def merge(times: OperationTimes, work: Work) -> Pair:
     return permute(times, work) + times.pass_over(3 * times.tokens(work.rows) * times.block.hidden)
 
 
-# Tokens on their way to the experts and back.
+# The exchange of tokens with the experts.
 
 
 @CostOf(kinds.COUNTS, calls=(5, 0))
@@ -234,7 +234,7 @@ def exchange(times: OperationTimes, work: Work) -> Pair:
     if sizes.flex:
         time = times.flex_us(times.tokens(work.rows) * sizes.load)
         return Pair(time, time)
-    # A row leaves its rank with a probability for each expert that it may be for.
+    # A row is sent with a probability for each possible expert.
     near = 1 if times.nodes is None else times.nodes.ranks_per_node
     probabilities = 1 if sizes.exchange.sends_every_copy else near * sizes.local_experts
     sent = times.sent(work.rows) * sizes.row_bytes(probabilities)
@@ -247,7 +247,7 @@ def exchange(times: OperationTimes, work: Work) -> Pair:
 @CostOf(kinds.COLLECT)
 @CostOf(kinds.RESPREAD)
 def hop(times: OperationTimes, work: Work) -> Pair:
-    """A hop within nodes, and the copies, sums or order there; the same bytes in both directions."""
+    """A hop within nodes, with the copies, sums or sorting there; the same bytes in both directions."""
     assert times.nodes is not None
     near, copies = times.nodes.ranks_per_node, times.arriving(work.rows)
     size = copies * (near - 1) / near * times.block.row_bytes(times.block.arriving_probabilities)
@@ -264,13 +264,13 @@ def _over_shares(times: OperationTimes, work: Work, probabilities: int) -> Pair:
 @CostOf(kinds.GATHER, calls=(6, 10))
 @CostOf(kinds.REGATHER)
 def gather(times: OperationTimes, work: Work) -> Pair:
-    """Rows and probabilities to all ranks that share an expert; backward, their gradients added."""
+    """All-gather of rows and probabilities over the ranks that share an expert; backward a reduce-scatter."""
     return _over_shares(times, work, times.block.arriving_probabilities)
 
 
 @CostOf(kinds.SCATTER, calls=(5, 3))
 def scatter(times: OperationTimes, work: Work) -> Pair:
-    """Expert outputs added over the ranks that share an expert; backward, gradients to all of them."""
+    """Reduce-scatter of expert outputs over the ranks that share an expert; backward an all-gather."""
     gathered = _over_shares(times, work, 0)
     return Pair(gathered.backward, gathered.forward)
 
@@ -280,7 +280,7 @@ def scatter(times: OperationTimes, work: Work) -> Pair:
 
 @CostOf(kinds.RESORT)
 def arrange(times: OperationTimes, work: Work) -> Pair:
-    """Rows sorted by expert, or copied for the experts; or the way back, where copies are added."""
+    """Rows sorted by expert, or copied for the experts; or the inverse, which adds copies."""
     sizes = times.block
     # HybridEP's exchange sorts them.
     sorts = sizes.dispatcher in ("alltoall", "deepep")
@@ -291,7 +291,7 @@ def arrange(times: OperationTimes, work: Work) -> Pair:
 
 @CostOf(kinds.REBUILD)
 def until_activation(times: OperationTimes, work: Work) -> Pair:
-    """First product and activation of the experts."""
+    """Sorting, first linear layer and activation of the experts."""
     sizes = times.block
     up, _ = expert_products(sizes, work.rows.hidden)
     total = times.products(*up, chunked=work.chunked)
@@ -300,7 +300,7 @@ def until_activation(times: OperationTimes, work: Work) -> Pair:
 
 
 def _expert_calls(block: Block) -> tuple[float, float]:
-    """Of each local expert, or once for a grouped GEMM; and of sorting the tokens if there are several."""
+    """Calls for each local expert, or for one grouped GEMM; and for sorting if there are several experts."""
     products = 1 if block.grouped else block.local_experts
     around = 1 if block.local_experts == 1 else 1 + 4
     return around + 4 * products, around + 10.75 * products
@@ -308,7 +308,7 @@ def _expert_calls(block: Block) -> tuple[float, float]:
 
 @CostOf(kinds.EXPERT, calls=_expert_calls, products=expert_products)
 def expert(times: OperationTimes, work: Work) -> Pair:
-    """The local experts: what ``rebuild`` repeats, and the last product and the rows' way back."""
+    """The local experts: the work that ``rebuild`` repeats, the last linear layer, and unsorting."""
     _, down = expert_products(times.block, work.rows.hidden)
     last = times.products(*down, chunked=work.chunked)
     return until_activation(times, work) + last + arrange(times, work)
@@ -339,7 +339,7 @@ def mlp(times: OperationTimes, work: Work) -> Pair:
 @CostOf(kinds.STORE)
 @CostOf(kinds.LOAD)
 def copy_all(times: OperationTimes, work: Work) -> Pair:
-    """All that the experts keep."""
+    """All saved activations of the experts."""
     local = times.cluster.trains_on_host
     size = expert_bytes(times.block, work.rows.hidden, local=local, inner=True)
     return Pair(times.copy_us(size), 0.0)
@@ -348,7 +348,7 @@ def copy_all(times: OperationTimes, work: Work) -> Pair:
 @CostOf(kinds.STORE_TOKENS)
 @CostOf(kinds.LOAD_TOKENS)
 def copy_tokens(times: OperationTimes, work: Work) -> Pair:
-    """What arrived."""
+    """Received tokens."""
     sizes, local = times.block, times.cluster.trains_on_host
     size = expert_bytes(sizes, work.rows.hidden, local=local, inner=False)
     # With all-to-alls, rows are gathered after the copy.
@@ -373,7 +373,7 @@ def reduce_experts(times: OperationTimes, work: Work) -> Pair:
 def host_calls(
     kind: StageKind, direction: Direction, block: Block, *, others: Collection[StageKind] = ()
 ) -> float:
-    """Number of calls that issue one stage of one chunk; ``others`` are the kinds of its block."""
+    """Number of host calls to issue one stage of one chunk; ``others`` are the kinds of its block."""
     calls = facts_of(kind).calls or MEAN_CALLS
     own = Pair(*(calls(block) if callable(calls) else calls)).of(direction)
     parts = (part for part in others if facts_of(part).part_of == kind)
@@ -381,7 +381,7 @@ def host_calls(
 
 
 def issued_parts(kind: StageKind, direction: Direction, block: Block) -> float:
-    """How much longer a stage takes to issue than with one local expert."""
+    """Factor by which issuing a stage takes longer than with one local expert."""
     alone = replace(block, experts=block.expert)
     return host_calls(kind, direction, block) / host_calls(kind, direction, alone)
 

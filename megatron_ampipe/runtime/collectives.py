@@ -17,10 +17,10 @@ from torch import Tensor
 
 
 class Waitable(Protocol):
-    """An unfinished operation: ``dist.Work``, or what Megatron returns in its place."""
+    """An unfinished operation: ``dist.Work``, or a handle of Megatron."""
 
     def wait(self) -> object:
-        """Return when it has ended; on CUDA, make the current stream wait for it."""
+        """Wait until it has ended; on CUDA, make the current stream wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class Transfer:
     unpack: Callable[[], None] | None = None
     """Copies from a joint receive buffer into the outputs, if there is such a buffer."""
     uses: tuple[Tensor, ...] = ()
-    """Tensors that are sent or received besides those that the stage takes and gives by the table."""
+    """Tensors that are sent or received in addition to the inputs and outputs of the stage."""
     begin: Callable[[], Sequence[Waitable]] | None = None
-    """Issues more operations, which :meth:`wait` also waits for, when the lane has nothing else in flight."""
+    """Issues more operations once the lane has nothing else in flight; :meth:`wait` also waits for them."""
 
     def wait(self) -> None:
-        """Return when everything has been received and the send buffers may be reused."""
+        """Wait until everything has been received and the send buffers may be reused."""
         for work in self.works:
             work.wait()
         if self.begin is not None:
@@ -51,7 +51,7 @@ class Transfer:
     def then(
         self, outputs: Sequence[Tensor], fill: Callable[[], None], *, uses: Sequence[Tensor] = ()
     ) -> Transfer:
-        """A transfer with other outputs, which ``fill`` fills from what this one receives."""
+        """A transfer with other outputs, which ``fill`` computes from the outputs of this one."""
 
         def unpack() -> None:
             if self.unpack is not None:
@@ -65,7 +65,7 @@ class Transfer:
 
     @classmethod
     def all_of(cls, transfers: Sequence[Transfer]) -> Transfer:
-        """Several transfers without operations of other ranks, as one."""
+        """Join several transfers that have no unfinished operations into one."""
         if len(transfers) == 1:
             return transfers[0]
 
@@ -87,10 +87,10 @@ def issued(
     num_rows: int,
     group: dist.ProcessGroup,
 ) -> Transfer:
-    """Start a collective of torch for each tensor, to ``[num_rows, ...]``; one rank has them already.
+    """Start a collective of torch for each tensor, to ``[num_rows, ...]``; a group of one rank sends nothing.
 
-    On CUDA not with ``async_op``: from torch 2.8 on it then runs on the current stream, without NCCL's own
-    stream, an event and a wait; before, torch makes the current stream wait.
+    CUDA does not use ``async_op``: without it, torch 2.8 and later run the collective on the current stream
+    and save NCCL's own stream, an event and a wait; earlier versions make the current stream wait.
     """
     if group.size() == 1:
         return Transfer(tuple(tensors))
@@ -106,12 +106,12 @@ def issued(
 def exchange_rows(
     tensors: Sequence[Tensor], *, send: list[int], receive: list[int], group: dist.ProcessGroup
 ) -> Transfer:
-    """Start an all-to-all of tensors ``[sum(send), ...]`` to ``[sum(receive), ...]``: rows of each rank."""
+    """Start an all-to-all of ``[sum(send), ...]`` to ``[sum(receive), ...]``; both list rows by rank."""
     return issued(dist.all_to_all_single, tensors, receive, send, num_rows=sum(receive), group=group)
 
 
 def pass_on(tensors: Sequence[Tensor], *, group: dist.ProcessGroup, back: bool) -> Transfer:
-    """Start to send tensors of equal shapes to the next rank of a ring, or back to the one before it."""
+    """Start to send tensors of equal shapes to the next rank of a ring; with ``back`` to the previous one."""
     rows, own, count = tensors[0].shape[0], group.rank(), group.size()
     step = -1 if back else 1
     send, receive = [0] * count, [0] * count
@@ -122,9 +122,9 @@ def pass_on(tensors: Sequence[Tensor], *, group: dist.ProcessGroup, back: bool) 
 def send_receive(
     outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """Start to send a tensor to each rank of ``group``, and to receive one from each; the own one is copied.
+    """Start to send a tensor to each rank of ``group``, and to receive one from each; this rank's is copied.
 
-    Empty tensors are not sent. For gloo, which delivers what one rank sends to another in the order of calls.
+    Empty tensors are not sent. For gloo, which delivers the messages between two ranks in the order of calls.
     """
     own = group.rank()
     incoming[own].copy_(outgoing[own])
@@ -141,13 +141,13 @@ def send_receive(
 
 @cache
 def lane_group(group: dist.ProcessGroup, lane: str) -> dist.ProcessGroup:
-    """A separate group of the same ranks for a lane. To be called by all of them, before the first batch.
+    """Create a group of the same ranks for a lane. All of them must call it, before the first batch.
 
-    NCCL runs the collectives of a group one after another, and lanes are issued independently.
+    NCCL runs the collectives of a group one after another, but lanes must progress independently.
     """
     options = None
     if dist.get_backend(group) == "nccl":
-        # A transfer that is ready does not wait for a computation that fills the device.
+        # So that a ready transfer does not wait for a kernel that fills the device.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     return dist.new_group(
         dist.get_process_group_ranks(group),
@@ -158,7 +158,7 @@ def lane_group(group: dist.ProcessGroup, lane: str) -> dist.ProcessGroup:
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor, computed on the current stream, to the host."""
+    """An asynchronous copy to the host of a tensor that the current stream computes."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.on_device = tensor
@@ -171,7 +171,7 @@ class HostCopy:
             self._copied.record()
 
     def wait(self) -> Tensor:
-        """The copy; blocks the host until it has arrived, without synchronizing the device."""
+        """Return the copy. Blocks the host until it has arrived, without synchronizing the device."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._on_host

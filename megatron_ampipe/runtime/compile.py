@@ -1,4 +1,4 @@
-"""Makes a tape of a schedule: everything that is known before the first batch, decided once."""
+"""Compiles a schedule to tapes, once: everything that is known before the first batch is decided here."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def compiled(
     """The tapes of both passes.
 
     Args:
-        schedule: That was checked.
-        layers: The features of its blocks.
-        chunks: Of the sequence.
-        functions: Of each block.
+        schedule: A checked schedule.
+        layers: The features of each block.
+        chunks: The chunks of the sequence.
+        functions: The stage functions of each block.
         keep_graph: Whether there will be a backward pass.
         host_waits: See :func:`~megatron_ampipe.schedule.program.issue_order`.
-        threads: Whether lanes run on several threads: what one of them frees must not be read later by
-            another one, whichever is faster.
+        threads: Whether lanes run on several threads; a slot is then freed only after all threads have read
+            it, whichever thread is faster.
     """
     numbers = SlotNumbers()
     whole = schedule.whole_attention
@@ -72,7 +72,7 @@ def compiled(
     hidden, output = numbers.of("hidden", 0), numbers.of("hidden", len(blocks))
     above = numbers.of("gradient of hidden", len(blocks))
     calls: dict[Direction, list[Call]] = {direction: [] for direction in Direction}
-    # The forward pass first: its steps make what those of the backward pass take.
+    # The forward pass first: it creates the slots that backward steps read.
     for direction in Direction if keep_graph else [Direction.FORWARD]:
         needs = needs_of(schedule, layers, direction)
         issued = issue_order(schedule.program(direction), needs, host_waits=host_waits)
@@ -86,7 +86,7 @@ def compiled(
         threads=threads,
     )
     return Tapes(
-        {direction: Tape(of_pass) for direction, of_pass in calls.items()},
+        {direction: Tape(pass_calls) for direction, pass_calls in calls.items()},
         num_slots=numbers.count,
         hidden=hidden,
         output=output,
@@ -119,7 +119,7 @@ def _calls(
 
 
 def _ends(order: Sequence[tuple[str, Stage]], needs: Mapping[Stage, Sequence[Stage]]) -> Collection[Stage]:
-    """For each block its last computed stage, if all of its transfers have ended by then."""
+    """The last computed stage of each block, if all transfers of the block have ended by then."""
     left = Counter(stage.layer for _, stage in order if not stage.kind.of_parameters)
     ended: set[Stage] = set()
     ends = set()
@@ -128,18 +128,18 @@ def _ends(order: Sequence[tuple[str, Stage]], needs: Mapping[Stage, Sequence[Sta
             continue
         pending = [stage]
         while pending:
-            known = pending.pop()
-            if known not in ended and not known.kind.of_parameters:
-                ended.add(known)
-                left[known.layer] -= 1
-                pending += needs[known]
+            needed = pending.pop()
+            if needed not in ended and not needed.kind.of_parameters:
+                ended.add(needed)
+                left[needed.layer] -= 1
+                pending += needs[needed]
         if not left[stage.layer]:
             ends.add(stage)
     return ends
 
 
 class _Steps:
-    """Makes the steps of stages, in the order in which these are issued."""
+    """Creates the steps of stages; called for each stage in issue order."""
 
     def __init__(self, schedule: Schedule, blocks: Sequence[BlockLayout], *, keep_graph: bool) -> None:
         self._schedule, self._blocks, self._keep = schedule, blocks, keep_graph
@@ -148,7 +148,7 @@ class _Steps:
         self.gradients = gradients_of(blocks)
 
     def of(self, stage: Stage, direction: Direction) -> Iterator[Step]:
-        """Of each chunk of a stage; one step of several chunks if they are transferred together."""
+        """One step for each chunk of a stage; a transfer has one step for all its chunks."""
         kind, block = stage.kind, self._blocks[stage.layer]
         parts = self._schedule.chunks_of(stage, direction)
         chunks = [part.chunk for part in parts]
@@ -189,12 +189,12 @@ class _Steps:
         return step
 
     def _keep_graph(self, step: RunStage) -> None:
-        """Have a step make the graph that :class:`Differentiate` takes."""
+        """Have a step keep the graph that :class:`Differentiate` uses."""
         stage, block = step.stage, self._blocks[step.stage.layer]
         kind, chunk, functions = stage.kind, stage.chunk, block.functions
         step.segment = block.slot("segment", kind, chunk)
         step.recompute = kind in functions.recomputed
-        # What it computes with is several times as wide, so this is where most memory is held.
+        # The tensors inside the experts are several times as wide as their inputs: most memory is here.
         step.releases = kind == kinds.EXPERT
         if keys := block.summed(kind):
             step.extras["sums"] = sums = block.slot("sums", keys[0][1].giver)
@@ -252,12 +252,12 @@ class _Steps:
     def _communicate(self, stage: Stage, chunks: Sequence[int | None], *, backward: bool) -> Communicate:
         kind, block = stage.kind, self._blocks[stage.layer]
         function = block.functions.run(kind)
-        of_gradients = backward and not stage.computes_values
-        direction = Direction.BACKWARD if of_gradients else Direction.FORWARD
+        sends_gradients = backward and not stage.computes_values
+        direction = Direction.BACKWARD if sends_gradients else Direction.FORWARD
         step = Communicate(stage, function, chunks, direction)
         for chunk in chunks:
             begin = len(step.takes)
-            if of_gradients:
+            if sends_gradients:
                 self.gradients[stage.layer].take(step, chunk)
                 self.gradients[stage.layer].give(step, chunk)
             else:
@@ -266,14 +266,14 @@ class _Steps:
             if self._keep and block.recomputed and not backward and kind in block.flow.once:
                 block.note_shapes(step, chunk)
         if kind.restores == kinds.QKV:
-            # Its graph finds the rows in the state of the layer.
+            # The graph of qkv reads the rows from the state of the layer.
             step.restores = [block.slot("segment", kinds.QKV, chunk) for chunk in chunks]
         return step
 
     def _copy(self, stage: Stage, chunks: Sequence[int | None]) -> Copy:
         kind, block = stage.kind, self._blocks[stage.layer]
-        what = "inner" if kind in (kinds.STORE, kinds.LOAD) else "stored"
-        step = Copy(stage, [block.slot(what, chunk) for chunk in chunks], kind.restores is not None)
+        name = "inner" if kind in (kinds.STORE, kinds.LOAD) else "stored"
+        step = Copy(stage, [block.slot(name, chunk) for chunk in chunks], kind.restores is not None)
         step.others += step.kept
         if kind == kinds.LOAD:
             step.restores = [block.slot("segment", kinds.EXPERT, chunk) for chunk in chunks]
@@ -287,7 +287,7 @@ class _Steps:
 def _within(
     function: Function, context: Callable[[WeightProducts], AbstractContextManager[None]]
 ) -> Function:
-    """The function of a stage, run within a context."""
+    """The function of a stage, wrapped to run within a context."""
 
     def run(*args: Any, products: WeightProducts, **kwargs: Any) -> Any:
         with context(products):

@@ -27,19 +27,19 @@ from megatron_ampipe.runtime.tape import Call, Tape
 from megatron_ampipe.schedule.stage_kind import COMPUTE
 
 RunCall = Callable[[Call], Transfer | None]
-"""Runs a call. A collective is only started: it has ended when ``wait`` of the returned transfer returns."""
+"""Runs a call. It only starts a collective, and returns its transfer, which the caller waits for."""
 
 
 class Executor(Protocol):
     """Runs the calls of a tape."""
 
     host_waits: bool
-    """Whether stages run on several streams of a device, for whose results the host can have to wait."""
+    """Whether stages run on several streams of a device, whose results the host may have to wait for."""
     threads: bool
     """Whether lanes run on several threads."""
 
     def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
-        """Run all calls once, in issue order; ``crossing`` has the tensors that several streams use."""
+        """Run all calls once, in issue order; ``crossing`` records the tensors that several streams use."""
 
 
 class SequentialExecutor:
@@ -54,12 +54,12 @@ class SequentialExecutor:
                 run_on_host(call, run, recorder)
             elif (transfer := run(call)) is not None:
                 transfer.wait()
-                # What it brought must not live as long as the next call.
+                # Release the received tensors before the next call.
                 transfer = None
 
 
 def run_on_host(call: Call, run: RunCall, recorder: Recorder) -> None:
-    """Run a call on the calling thread, wait for its end, and record it."""
+    """Run a call on the calling thread, wait until it ends, and record it."""
     begin = time.perf_counter()
     finish(run(call))
     recorder.add(call.lane, call.stage, begin, time.perf_counter())
@@ -72,7 +72,7 @@ def finish(transfer: Transfer | None) -> None:
 
 
 class CudaExecutor:
-    """Runs computation on the current stream, each communication lane on two more: one is for its counts.
+    """Runs computation on the current stream, and each communication lane on two more, one for its counts.
 
     Communication streams have a high priority, so that a collective that is ready does not wait for the
     remaining thread blocks of a kernel that fills the GPU.
@@ -95,7 +95,7 @@ class CudaExecutor:
         try:
             self._issue(tape, run, recorder, crossing, streams)
         finally:
-            # Also after a failure: memory that is released from here on may be reused on the current stream.
+            # Also after a failure, because memory released from here on may be reused on the current stream.
             for stream in others:
                 compute.wait_stream(stream)
 
@@ -135,8 +135,8 @@ class CudaExecutor:
 class ThreadExecutor:
     """Runs computation on the calling thread, and each communication lane on two separate threads.
 
-    A lane starts its collectives in order, the next one before the previous one has ended, so that the
-    network is not idle while the host handles that end. One that is to be alone has ``Transfer.begin``.
+    A lane starts its collectives in order, each before the previous one has ended, so that the network is
+    not idle while the host finishes that one. ``Transfer.begin`` starts operations that must run alone.
     """
 
     host_waits = False
@@ -146,8 +146,8 @@ class ThreadExecutor:
         self._lanes: dict[str, _Lane] = {}
 
     def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
-        """After a failure no further stage is started in any lane, and the first error is raised: a
-        collective that the other ranks do not start would end the process with a timeout."""
+        """After a failure, start no further stage in any lane, and raise the first error: a collective that
+        the other ranks do not start would end the process with a timeout."""
         in_flight: dict[int, Future[None]] = {}
         failures: list[BaseException] = []
 
@@ -166,7 +166,7 @@ class ThreadExecutor:
             for call in tape.calls:
                 if call.lane == COMPUTE:
                     if in_flight:
-                        # Otherwise the threads of a lane would wait for the next tick of the scheduler.
+                        # Else the threads of a lane would wait for the next tick of the scheduler.
                         os.sched_yield()
                     wait_for_needs(call)
                     run_on_host(call, run, recorder)
@@ -174,9 +174,9 @@ class ThreadExecutor:
                 if call.lane not in self._lanes:
                     demote_gloo_threads()
                     self._lanes[call.lane] = _Lane(call.lane)
-                one = _Started(call, start, recorder, failures)
-                in_flight[call.position] = one.future
-                self._lanes[call.lane].submitted.put(one)
+                collective = _Collective(call, start, recorder, failures)
+                in_flight[call.position] = collective.future
+                self._lanes[call.lane].submitted.put(collective)
         except BaseException as error:
             failures.append(error)
             raise
@@ -187,9 +187,9 @@ class ThreadExecutor:
 def demote_gloo_threads() -> None:
     """Give the threads of gloo's event loops the scheduling policy ``SCHED_BATCH``.
 
-    An event loop that wakes up while another thread of the process sends finds the connection locked, and
-    polls until the scheduler suspends it: up to 4 ms, in which the sending thread cannot unlock the
-    connection if they share a core. A batch thread does not preempt the sending one (docs/log).
+    If an event loop wakes up while another thread of the process sends, the connection is locked, and the
+    loop polls until the scheduler suspends it, for up to 4 ms. On a shared core, the sending thread cannot
+    unlock the connection in that time. A batch thread does not preempt the sending one (docs/log).
     """
     if not hasattr(os, "SCHED_BATCH"):
         return
@@ -201,12 +201,12 @@ def demote_gloo_threads() -> None:
 
 
 _EVENT_LOOP = "gloo_tcp_loop"
-"""Name of the thread of a gloo device; one for each process group."""
+"""Name of gloo's event-loop threads; there is one for each process group."""
 
 
 @dataclass(slots=True)
-class _Started:
-    """One collective of a lane."""
+class _Collective:
+    """A collective that was submitted to a lane."""
 
     call: Call
     start: RunCall
@@ -216,7 +216,7 @@ class _Started:
     transfer: Transfer | None = None
     begin: float = 0.0
     places: int = 1
-    """How many of those that may be in flight it counts for."""
+    """How many of the :data:`_MAX_IN_FLIGHT` places it takes."""
 
     def fail(self, error: BaseException) -> None:
         self.failures.append(error)
@@ -224,7 +224,7 @@ class _Started:
 
 
 _MAX_IN_FLIGHT = 2
-"""Collectives of a lane: the second keeps the network busy when the first ends; a third uses memory only."""
+"""Collectives per lane: the second keeps the network busy when the first ends; a third only uses memory."""
 
 
 class _Lane:
@@ -235,8 +235,8 @@ class _Lane:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.submitted: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
-        self._started: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
+        self.submitted: queue.SimpleQueue[_Collective | None] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[_Collective | None] = queue.SimpleQueue()
         self._free = threading.Semaphore(_MAX_IN_FLIGHT)
         self._last_end = 0.0
         self._threads = [
@@ -245,7 +245,7 @@ class _Lane:
         ]
         for thread in self._threads:
             thread.start()
-        # A thread that still runs torch code when the interpreter exits aborts the process.
+        # A thread that still runs torch code at interpreter exit would abort the process.
         atexit.register(self._stop)
 
     def _stop(self) -> None:
@@ -254,39 +254,39 @@ class _Lane:
             thread.join(timeout=1.0)
 
     def _start(self) -> None:
-        while (one := self.submitted.get()) is not None:
+        while (collective := self.submitted.get()) is not None:
             self._free.acquire()
             try:
-                one.begin = time.perf_counter()
-                one.transfer = one.start(one.call)
-                if one.transfer is not None and one.transfer.begin is not None:
-                    while one.places < _MAX_IN_FLIGHT:
+                collective.begin = time.perf_counter()
+                collective.transfer = collective.start(collective.call)
+                if collective.transfer is not None and collective.transfer.begin is not None:
+                    while collective.places < _MAX_IN_FLIGHT:
                         self._free.acquire()
-                        one.places += 1
-                    one.begin = time.perf_counter()
+                        collective.places += 1
+                    collective.begin = time.perf_counter()
             except BaseException as error:
-                self._free.release(one.places)
-                one.fail(error)
+                self._free.release(collective.places)
+                collective.fail(error)
             else:
-                self._started.put(one)
+                self._started.put(collective)
             # Do not keep a finished call alive while the lane waits for the next one.
-            del one
+            del collective
         self._started.put(None)
 
     def _wait(self) -> None:
-        while (one := self._started.get()) is not None:
+        while (collective := self._started.get()) is not None:
             try:
-                finish(one.transfer)
+                finish(collective.transfer)
             except BaseException as error:
-                one.fail(error)
+                collective.fail(error)
             else:
                 # The recorded stage starts at the earliest when the previous one of the lane has ended.
-                begin, self._last_end = max(one.begin, self._last_end), time.perf_counter()
-                one.recorder.add(self._name, one.call.stage, begin, self._last_end)
-                # Release the buffers, and all that the stage references, before the result is set: the
-                # threads of the lane may keep the call itself alive a little longer.
-                del one.transfer, one.start
-                one.future.set_result(None)
+                begin, self._last_end = max(collective.begin, self._last_end), time.perf_counter()
+                collective.recorder.add(self._name, collective.call.stage, begin, self._last_end)
+                # Release the buffers, and all that the stage refers to, before the result is set: the
+                # threads of the lane may keep this object alive a little longer.
+                del collective.transfer, collective.start
+                collective.future.set_result(None)
             finally:
-                self._free.release(one.places)
-            del one
+                self._free.release(collective.places)
+            del collective

@@ -1,13 +1,13 @@
-"""CUDA graphs of a tape: runs of computed calls with fixed shapes, each of which the host launches as one.
+"""CUDA graphs of a tape. Consecutive computed calls with fixed shapes are captured as one graph.
 
-A graph works on the memory with which it was captured. So every micro-batch in flight has a set of graphs.
-What one of them leaves for another stays where it is until the set is used again. What others read is copied
-from there, and what a graph takes from others is copied to it. All graphs share the memory of these, and of
-what exists only inside of one, because they run one after another on one stream.
+A graph uses the memory with which it was captured, so every micro-batch in flight has its own set of graphs.
+Tensors that one graph of a set writes for another stay in place until the set is used again. Tensors that
+other calls write or read are copied into and out of static memory. All graphs share the memory of these
+inputs and of temporary tensors, because graphs run one after another on one stream.
 
-A graph repeats operations of the device, and no Python. What else the calls do is noted when they are
-captured, and done again at every replay: which slots they fill, the sums of gradients, what stages leave in
-the state of their block, hooks that wait for parameters.
+A graph replays device operations, but no Python. All else that the calls do is recorded at capture and done
+again at every replay: the slots that they fill, the sums of gradients, the state that stages store in their
+block, and hooks that wait for parameters.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from megatron_ampipe.schedule import Direction, StageKind
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Calls of a tape, one after another, that are captured as one graph.
+    """Consecutive calls of a tape that are captured as one graph.
 
-    Their stream waits for another one before the first call at most, and others wait for the last at most.
+    Their stream waits for other streams only before the first call; others wait only for the last call.
     """
 
     calls: tuple[Call, ...]
 
     @property
     def steps(self) -> Iterator[Step]:
-        """Of all calls."""
+        """The steps of all calls."""
         for call in self.calls:
             yield from call.steps
 
     @property
     def reads(self) -> set[int]:
-        """Slots that they can read."""
+        """Slots that the calls may read."""
         return {slot for step in self.steps for slot in (*step.taken, *step.given)}
 
     @property
     def changes(self) -> set[int]:
-        """Slots that they can fill or empty."""
+        """Slots that the calls may fill or empty."""
         freed = {slot for step in self.steps for slot in (*step.frees, *step.drops)}
         return self.reads | freed
 
@@ -63,8 +63,8 @@ def runs_of(tape: Tape, kinds: Sequence[Collection[StageKind]]) -> dict[int, Run
     """The runs of a pass, by the position of their first call.
 
     Args:
-        tape: Of the pass.
-        kinds: Of each layer, those that can be captured.
+        tape: The tape of the pass.
+        kinds: For each layer, the kinds that can be captured.
     """
     runs: list[list[Call]] = []
     plan, is_open = tape.stream_plan, False
@@ -80,7 +80,7 @@ def runs_of(tape: Tape, kinds: Sequence[Collection[StageKind]]) -> dict[int, Run
 
 
 def _require_fixed(tapes: Tapes, kinds: Sequence[Collection[StageKind]]) -> None:
-    """Raise :class:`BadInput` for a stage whose steps do more than a graph can."""
+    """Raise :class:`BadInput` for a stage whose steps a graph cannot repeat."""
     for tape in tapes.passes.values():
         for call in tape.calls:
             if call.stage.kind not in kinds[call.stage.layer]:
@@ -91,43 +91,43 @@ def _require_fixed(tapes: Tapes, kinds: Sequence[Collection[StageKind]]) -> None
                     raise BadInput(
                         "--cuda-graph-impl",
                         f"stage {call.stage}",
-                        rule="what runs again, or leaves gradients of weights to others, is not captured",
+                        rule="a stage with recompute or separate weight gradients cannot be captured",
                         remedy="Use --cuda-graph-impl none.",
                     )
 
 
 @dataclass(slots=True)
 class _Captured:
-    """A graph, and what Python has to do around its replay."""
+    """A graph, and the Python side of its replay."""
 
     graph: torch.cuda.CUDAGraph
     waiting: list[Module]
-    """Modules that are called: their hooks wait for parameters."""
+    """Modules that the calls use; their hooks wait for parameters."""
     inputs: list[tuple[int, Tensor]] = field(default_factory=list)
-    """Slots, and the static tensors to which what is in them is copied."""
+    """Slots that are read, and the static tensors to which their contents are copied."""
     expected: list[tuple[int, object]] = field(default_factory=list)
-    """Slots, and what of this set, or None, has to be in them."""
+    """Slots that are read, and the objects of this set (or None) that they must hold."""
     results: list[tuple[int, object]] = field(default_factory=list)
-    """Slots, and what is in them afterwards."""
+    """Slots that are written, and the objects that they hold afterwards."""
     copied: list[tuple[int, Tensor]] = field(default_factory=list)
-    """Slots, and of what a copy is in them afterwards: tensors that do not own their memory."""
+    """Slots that get a copy of a graph's tensor: that tensor, without ownership of its memory."""
     sums: list[tuple[int, int, Tensor | None, bool]] = field(default_factory=list)
-    """Layer and number of a parameter, its sum afterwards, and whether that can be written to."""
+    """Layer and number of a parameter, the sum of its gradients, and whether that is writable."""
     fused: list[tuple[int, int, Parameter]] = field(default_factory=list)
-    """Layer and number of a parameter whose gradient was added to ``main_grad``."""
+    """Layer and number of a parameter whose gradient was added to ``main_grad``; the parameter."""
     left: list[tuple[int, StageKind, int, object]] = field(default_factory=list)
-    """Layer, kind and chunk of a stage, and what it has left in the state of the block."""
+    """Layer, kind and chunk of a stage, and what it has stored in the state of the block."""
 
 
 class TapeGraphs:
-    """The graphs of the passes by one tape.
+    """The CUDA graphs of the passes that run by the same tapes.
 
     Args:
-        tapes: Of both passes, with a graph.
-        functions: Of each block.
-        kinds: Of each block, the kinds of stages that are captured.
+        tapes: The tapes of both passes, compiled with ``keep_graph``.
+        functions: The stage functions of each block.
+        kinds: For each block, the kinds of stages that are captured.
         warm_up: How many passes run without graphs first.
-        generators: Says which generators captured stages may change.
+        generators: Returns the random generators that captured stages may advance.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class TapeGraphs:
             for direction, runs in self.runs.items()
         }
         self.inner = {direction: captured[direction] - runs.keys() for direction, runs in self.runs.items()}
-        """Positions of calls that run with an earlier one."""
+        """Positions of calls that an earlier call's graph includes."""
         self.others = {
             slot
             for direction, tape in tapes.passes.items()
@@ -157,11 +157,11 @@ class TapeGraphs:
             for step in call.steps
             for slot in (*step.taken, *step.given)
         }
-        """Slots that calls which are not captured read or write."""
+        """Slots that calls without a graph read or write."""
         self._sets: list[GraphSet] = []
 
     def begin(self, state: Pass) -> GraphSet | None:
-        """The graphs for a pass that begins; None while warming up."""
+        """Get the graphs for a pass that begins; None while warming up."""
         if self._warm_up:
             self._warm_up -= 1
             return None
@@ -175,44 +175,44 @@ class TapeGraphs:
 
 
 class GraphSet:
-    """The graphs for one micro-batch in flight at a time."""
+    """A set of graphs, which serves one micro-batch in flight at a time."""
 
-    def __init__(self, of_tape: TapeGraphs) -> None:
-        self._of_tape = of_tape
+    def __init__(self, tape_graphs: TapeGraphs) -> None:
+        self._shared = tape_graphs
         self._captured: dict[tuple[Direction, int], _Captured] = {}
         self._own: dict[int, object] = {id(None): None}
-        """What the graphs leave for one another, by ``id``, and None."""
+        """None, and the objects that graphs of this set write for each other, by ``id``."""
         self._fused: set[Parameter] = set()
         self._outside: list[tuple[Tensor, Tensor]] = []
-        """What the blocks read besides: as it was given last, and the static copy."""
+        """``BlockState.outside``: the tensors given last, and their static copies."""
         self._owner: weakref.ref[Pass] | None = None
-        # Leaves that captured graphs alone use: the accumulation nodes of the parameters themselves belong to
-        # a stream that is not captured.
-        self._leaves = [tuple(map(_leaf, functions.parameters.all)) for functions in of_tape.functions]
+        # Leaves for captured graphs only: the accumulation nodes of the parameters themselves belong to a
+        # stream that is not captured.
+        self._leaves = [tuple(map(_leaf, functions.parameters.all)) for functions in tape_graphs.functions]
         self._addresses = [
             (parameter, parameter.data_ptr())
-            for functions, kinds in zip(of_tape.functions, of_tape.kinds, strict=True)
+            for functions, kinds in zip(tape_graphs.functions, tape_graphs.kinds, strict=True)
             for kind in kinds
             for parameter in functions.stage_parameters.get(kind, ())
         ]
 
     @property
     def is_free(self) -> bool:
-        """Whether no micro-batch uses it: also after a pass that was never differentiated."""
+        """Whether no micro-batch uses the set; true also after a pass that was never differentiated."""
         return self._owner is None or self._owner() is None
 
     @property
     def is_stale(self) -> bool:
-        """Whether parameters were moved to other memory."""
+        """Whether a parameter has moved to other memory since."""
         return any(parameter.data_ptr() != address for parameter, address in self._addresses)
 
     def begin(self, state: Pass) -> None:
-        """A micro-batch uses the graphs from here on."""
+        """Reserve the graphs for a micro-batch."""
         self._owner = weakref.ref(state)
-        given = state.blocks[0].outside
+        outside = state.blocks[0].outside
         if not self._outside:
-            self._outside = [(tensor, tensor.clone()) for tensor in given]
-        for number, tensor in enumerate(given):
+            self._outside = [(tensor, tensor.clone()) for tensor in outside]
+        for number, tensor in enumerate(outside):
             last, static = self._outside[number]
             if tensor is not last:
                 static.copy_(tensor)
@@ -221,14 +221,14 @@ class GraphSet:
             block.outside = tuple([static for _, static in self._outside])
 
     def end(self) -> None:
-        """The backward pass of the micro-batch has ended."""
+        """Free the graphs; the backward pass of the micro-batch has ended."""
         self._owner = None
 
     def run_call(self, direction: Direction, call: Call, state: Pass) -> bool:
-        """Run a call with those of its run; False if it is in no run."""
-        if call.position in self._of_tape.inner[direction]:
+        """Run the graph that begins with a call, or nothing if an earlier graph includes it; else False."""
+        if call.position in self._shared.inner[direction]:
             return True
-        run = self._of_tape.runs[direction].get(call.position)
+        run = self._shared.runs[direction].get(call.position)
         if run is None:
             return False
         captured = self._captured.get((direction, call.position))
@@ -241,11 +241,11 @@ class GraphSet:
         return True
 
     def _capture(self, run: Run, state: Pass) -> _Captured:
-        """Record what the calls of a run do, without running them."""
-        slots, of_layer = state.slots, self._of_tape.functions
+        """Capture a run: record its calls without running them."""
+        slots, functions = state.slots, self._shared.functions
         stages = [step.stage for step in run.steps]
         forward = isinstance(next(run.steps), RunStage)
-        modules = [of_layer[stage.layer].stage_modules.get(stage.kind, ()) for stage in stages if forward]
+        modules = [functions[stage.layer].stage_modules.get(stage.kind, ()) for stage in stages if forward]
         captured = _Captured(torch.cuda.CUDAGraph(), list(dict.fromkeys(itertools.chain(*modules))))
         _wait_for_parameters(captured.waiting)
         before = {slot: slots[slot] for slot in run.changes}
@@ -264,9 +264,9 @@ class GraphSet:
             result = slots[slot]
             if result is value:
                 continue
-            if isinstance(result, Tensor) and slot in self._of_tape.others:
+            if isinstance(result, Tensor) and slot in self._shared.others:
                 captured.copied.append((slot, _without_memory(result)))
-                # Only the copy remains.
+                # Only the tensor without ownership remains, so graphs can reuse the memory.
                 slots[slot] = None
                 continue
             if isinstance(result, Segment):
@@ -283,18 +283,18 @@ class GraphSet:
         return captured
 
     def _record(self, captured: _Captured, run: Run, state: Pass) -> None:
-        """Capture the calls of a run, and note what they have done with the sums of gradients."""
-        of_number = {
-            (step.stage.layer, number): self._of_tape.functions[step.stage.layer].parameters.all[number]
+        """Run the calls under capture, and record what they have done with the sums of gradients."""
+        trained = {
+            (step.stage.layer, number): self._shared.functions[step.stage.layer].parameters.all[number]
             for step in run.steps
             if isinstance(step, Differentiate)
             for number in step.parameters
         }
-        for (layer, number), parameter in of_number.items():
+        for (layer, number), parameter in trained.items():
             is_own = parameter in self._fused or id(state.sums[layer].entry(number)[0]) in self._own
-            assert is_own, "a sum of gradients that the graphs did not begin"
-        # Transformer Engine's attention advances a generator also without dropout.
-        for generator in self._of_tape.generators():
+            assert is_own, "the sum of a gradient was not created by a graph of this set"
+        # Transformer Engine's attention advances a generator even without dropout.
+        for generator in self._shared.generators():
             captured.graph.register_generator_state(generator)
         torch.cuda.synchronize()
         with self._on_leaves(state), torch.cuda.stream(_capture_stream()):
@@ -304,7 +304,7 @@ class GraphSet:
                     step.run(state)
             finally:
                 captured.graph.capture_end()
-        for (layer, number), parameter in of_number.items():
+        for (layer, number), parameter in trained.items():
             if getattr(self._leaves[layer][number], "grad_added_to_main_grad", False):
                 captured.fused.append((layer, number, parameter))
                 self._fused.add(parameter)
@@ -312,7 +312,7 @@ class GraphSet:
                 captured.sums.append((layer, number, *state.sums[layer].entry(number)))
 
     def _prepare(self, captured: _Captured, state: Pass) -> None:
-        """Before a replay."""
+        """Do what comes before a replay: wait for parameters, check slots, copy inputs."""
         slots, crossing = state.slots, state.crossing
         _wait_for_parameters(captured.waiting)
         for slot, value in captured.expected:
@@ -324,7 +324,7 @@ class GraphSet:
             static.copy_(value)
 
     def _finish(self, captured: _Captured, state: Pass) -> None:
-        """After a replay."""
+        """Do what comes after a replay: fill slots, set sums of gradients and block state."""
         slots = state.slots
         for slot, value in captured.results:
             slots[slot] = value
@@ -334,23 +334,23 @@ class GraphSet:
             state.sums[layer].put(number, total, is_writable)
         for layer, number, parameter in captured.fused:
             parameter.grad_added_to_main_grad = True
-            # As Megatron's linear layers: nobody reads it.
+            # A placeholder that nobody reads, as of Megatron's linear layers.
             state.sums[layer].put(number, torch.empty_like(parameter), False)
         for layer, kind, chunk, left in captured.left:
             state.blocks[layer].leave(kind, chunk, left)
 
     @contextlib.contextmanager
     def _on_leaves(self, state: Pass) -> Iterator[None]:
-        """Within it, modules have the leaves in place of their parameters, and so have the sums."""
+        """Replace the parameters by the leaves, in modules and in the sums of gradients; restore on exit."""
         replaced: list[tuple[Module, str, Parameter]] = []
-        for functions, leaves, sums in zip(self._of_tape.functions, self._leaves, state.sums, strict=True):
-            of_parameter = dict(zip(functions.parameters.all, leaves, strict=True))
+        for functions, leaves, sums in zip(self._shared.functions, self._leaves, state.sums, strict=True):
+            leaf_by_parameter = dict(zip(functions.parameters.all, leaves, strict=True))
             modules = dict.fromkeys(itertools.chain.from_iterable(functions.stage_modules.values()))
             for module in modules:
                 for name, parameter in module._parameters.items():
-                    if parameter in of_parameter:
+                    if parameter in leaf_by_parameter:
                         replaced.append((module, name, parameter))
-                        module._parameters[name] = of_parameter[parameter]
+                        module._parameters[name] = leaf_by_parameter[parameter]
             sums.parameters = leaves
             for leaf in leaves:
                 if hasattr(leaf, "grad_added_to_main_grad"):
@@ -360,26 +360,26 @@ class GraphSet:
         finally:
             for module, name, parameter in replaced:
                 module._parameters[name] = parameter
-            for functions, sums in zip(self._of_tape.functions, state.sums, strict=True):
+            for functions, sums in zip(self._shared.functions, state.sums, strict=True):
                 sums.parameters = functions.parameters.all
 
 
 class _Inputs:
-    """Static tensors to which what a graph takes is copied: those that it does not keep are shared by all."""
+    """Static tensors for the inputs of graphs. Graphs share those that no graph keeps."""
 
     def __init__(self) -> None:
         self._free: defaultdict[tuple[object, ...], list[Tensor]] = defaultdict(list)
         self._taken: dict[int, int] = {}
 
     def take(self, like: Tensor) -> Tensor:
-        """A tensor that no other input of the same graph has."""
+        """Get a static tensor that no other input of the same graph uses."""
         free = self._free[like.shape, like.dtype, like.device]
         static = free.pop() if free else torch.empty(like.shape, dtype=like.dtype, device=like.device)
         self._taken[id(static)] = _references(static)
         return static
 
     def give_back(self, tensors: Sequence[Tensor]) -> None:
-        """Those whose memory nobody else has begun to refer to can be used by other graphs."""
+        """Let other graphs use these tensors, except those that something now refers to."""
         for static in tensors:
             if _references(static) == self._taken[id(static)]:
                 self._free[static.shape, static.dtype, static.device].append(static)
@@ -390,13 +390,13 @@ _inputs = _Inputs()
 
 
 def _references(tensor: Tensor) -> int:
-    """How many tensors have the memory of a tensor."""
+    """How many tensors share the memory of a tensor."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    """The tensor at its address, whoever has that memory later."""
+    """A tensor at the same address that does not own the memory."""
     memory = tensor.untyped_storage()
     borrowed = torch._C._construct_storage_from_data_pointer(
         memory.data_ptr(), memory.device, memory.nbytes()
@@ -406,14 +406,14 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 
 def _leaf(parameter: Parameter) -> Parameter:
-    """Another leaf with the memory and the attributes of a parameter."""
+    """A separate autograd leaf with the memory and the attributes of a parameter."""
     leaf = Parameter(parameter.data)
     vars(leaf).update(vars(parameter))
     return leaf
 
 
 def _wait_for_parameters(modules: Sequence[Module]) -> None:
-    """What the modules do before each of their calls (Megatron's ``--overlap-param-gather``)."""
+    """Run the forward pre-hooks of the modules (Megatron's ``--overlap-param-gather``)."""
     for module in modules:
         if module._forward_pre_hooks:
             for hook in module._forward_pre_hooks.values():
@@ -422,11 +422,11 @@ def _wait_for_parameters(modules: Sequence[Module]) -> None:
 
 @functools.cache
 def _capture_stream() -> torch.cuda.Stream:
-    """Of all captures: torch does not capture on the stream on which Megatron trains."""
+    """The stream of all captures: torch cannot capture on the default stream, on which Megatron trains."""
     return torch.cuda.Stream()
 
 
 @functools.cache
 def _pool() -> tuple[int, int]:
-    """The memory of all graphs."""
+    """The memory pool of all graphs."""
     return torch.cuda.graph_pool_handle()

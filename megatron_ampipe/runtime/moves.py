@@ -1,6 +1,6 @@
-"""What a tape does with slots between the functions of stages: cut rows, put rows together, add gradients.
+"""Moves: what a tape does with slots between stage functions (gather or join rows, add gradients).
 
-Only what cannot be a slot, or a slice of one, is a move. None stands for a gradient of zeros.
+An argument that is a slot, or a slice of a slot, needs no move. None stands for a gradient of zeros.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Spans = Sequence[Span]
 
 
 class Move(NamedTuple):
-    """A function of this module: of what is in ``target``, what is ``fixed`` and what is in ``sources``, to
-    ``target``."""
+    """A call of a function of this module: ``slots[target] = function(slots[target], *fixed, *sources)``,
+    with ``sources`` read from slots."""
 
     function: Callable[..., Any]
     target: int
@@ -29,25 +29,25 @@ class Move(NamedTuple):
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """All slots that it reads and writes."""
+        """All slots that the move reads or writes."""
         return self.target, *self.sources
 
 
 def run_moves(moves: Iterable[Move], slots: Slots) -> None:
-    """Run them in order."""
+    """Run moves in order."""
     for function, target, sources, fixed in moves:
         slots[target] = function(slots[target], *fixed, *[slots[source] for source in sources])
 
 
 def take_rows(tensor: Tensor, spans: Spans) -> Tensor:
-    """The rows of the spans, in order, along the first dimension: a view of one span, a copy of several."""
+    """The rows of the spans along the first dimension: a view if there is one span, else a copy."""
     if len(spans) == 1:
         return tensor[spans[0].local_start : spans[0].local_end]
     return torch.cat([tensor[span.local_start : span.local_end] for span in spans])
 
 
 def _write_rows(target: Tensor, spans: Spans, rows: Tensor, others: Tensor | None = None) -> None:
-    """Write rows that :func:`take_rows` would read, or the sum of two tensors of them."""
+    """Write rows, or the sum of two tensors of rows, to where :func:`take_rows` reads them."""
     start = 0
     for span in spans:
         end = start + span.length
@@ -64,15 +64,15 @@ def gather(_: None, spans: Spans, tensor: Tensor | None) -> Tensor | None:
 
 
 def join(_: None, spans: Sequence[Spans], num_rows: int, *parts: Tensor) -> Tensor:
-    """The rows of all chunks, each where it belongs."""
+    """Join the rows of all chunks, each written to its spans."""
     joined = parts[0].new_empty((num_rows, *parts[0].shape[1:]))
-    for part, of_chunk in zip(parts, spans, strict=True):
-        _write_rows(joined, of_chunk, part)
+    for part, chunk_spans in zip(parts, spans, strict=True):
+        _write_rows(joined, chunk_spans, part)
     return joined
 
 
 def scatter(buffer: Tensor | None, spans: Spans, num_rows: int, *parts: Tensor | None) -> Tensor | None:
-    """Write rows, or the sum of two, to the spans of a buffer, which the first rows make."""
+    """Write rows, or the sum of two tensors of rows, to the spans of a buffer; allocate it if None."""
     rows = [part for part in parts if part is not None]
     if not rows:
         return buffer
@@ -85,40 +85,40 @@ def scatter(buffer: Tensor | None, spans: Spans, num_rows: int, *parts: Tensor |
 
 
 def add(total: Tensor | None, gradient: Tensor | None = None) -> Tensor | None:
-    """The sum of two gradients; not in place, because others may refer to the first."""
+    """The sum of two gradients; not in place, because something else may refer to the first."""
     if gradient is None or total is None:
         return total if gradient is None else gradient
     return total + gradient
 
 
 class Arrival(NamedTuple):
-    """A gradient that is added when it is taken, because a transfer brings it; None for all rows."""
+    """A gradient that a transfer delivers: it is added when the sum is read. None means all rows."""
 
     slot: int
-    to: Spans | None = None
+    target_rows: Spans | None = None
     """Rows of the sum to which it is added."""
-    of: Spans | None = None
-    """Rows of what arrives that are added."""
+    source_rows: Spans | None = None
+    """Rows of the received tensor that are added."""
 
 
 def total(
     _: None, num_rows: int, rows: Sequence[tuple[Spans | None, Spans | None]], *parts: Tensor | None
 ) -> Tensor | None:
-    """The sum of gradients; ``rows`` are ``to`` and ``of`` of each (:class:`Arrival`)."""
+    """The sum of gradients; ``rows`` are target and source rows of each (:class:`Arrival`)."""
     whole: Tensor | None = None
-    of_chunks: Tensor | None = None
-    for part, (to, of) in zip(parts, rows, strict=True):
+    by_rows: Tensor | None = None
+    for part, (target_rows, source_rows) in zip(parts, rows, strict=True):
         if part is None:
             continue
-        if of is not None:
-            part = take_rows(part, of)
-        if to is None:
+        if source_rows is not None:
+            part = take_rows(part, source_rows)
+        if target_rows is None:
             whole = add(whole, part)
             continue
-        if of_chunks is None:
-            of_chunks = part.new_zeros((num_rows, *part.shape[1:]))
-        _write_rows(of_chunks, to, part, take_rows(of_chunks, to))
-    return add(whole, of_chunks)
+        if by_rows is None:
+            by_rows = part.new_zeros((num_rows, *part.shape[1:]))
+        _write_rows(by_rows, target_rows, part, take_rows(by_rows, target_rows))
+    return add(whole, by_rows)
 
 
 def make(_: None, factory: Callable[[], object]) -> object:
@@ -126,21 +126,21 @@ def make(_: None, factory: Callable[[], object]) -> object:
 
 
 def make_sums(sums: KeyValueSums | None, key: Tensor, value: Tensor) -> KeyValueSums:
-    """What sums the gradients of keys and values, before the first stage that adds to it."""
+    """Create the sums of the gradients of keys and values, if no stage has done so before."""
     return KeyValueSums(key, value) if sums is None else sums
 
 
 def add_keys(sums: KeyValueSums, key: Tensor | None, value: Tensor | None) -> KeyValueSums:
-    """Add the gradients of all keys and values that a stage saw, unless its function has added them."""
+    """Add a stage's gradients of keys and values, unless its function has added them (None)."""
     if key is not None and value is not None:
         sums.add(0, key, value)
     return sums
 
 
 def keys_gradient(_: None, index: int, spans: Spans | None, sums: KeyValueSums, *arrived: Tensor) -> Tensor:
-    """The summed gradient of keys (index 0) or values (1) in their dtype: of the rows of a chunk, or of all.
+    """The summed gradient of keys (index 0) or values (1) in their dtype, for a chunk's rows or for all.
 
-    ``arrived`` is what the ring has brought in addition, of all rows.
+    ``arrived`` are gradients of all rows that were received through the ring; they are added.
     """
     total = sums.totals()[index]
     for part in arrived:
@@ -153,6 +153,6 @@ def note_shape(_: None, tensor: Tensor) -> tuple[Any, ...]:
 
 
 def make_empty(_: None, noted: tuple[Any, ...]) -> Tensor:
-    """Uninitialized memory in place of what a transfer brought that does not run again."""
+    """Uninitialized memory for the output of a transfer that a recompute does not repeat."""
     shape, dtype, device = noted
     return torch.empty(shape, dtype=dtype, device=device)

@@ -1,9 +1,9 @@
-"""Runs the backward pass of one micro-batch and the forward pass of the next one together.
+"""Runs the backward pass of one micro-batch together with the forward pass of the next one.
 
-Both are what Megatron runs: a call of the model, and a call of torch's autograd. They run in two threads, of
-which one works at a time, and meet where each has come to the next blocks that share a schedule. There, both
-tapes run as one, merged by ``schedule.partners``. All else (embeddings, the loss, layers that are not
-pipelined) is as without a partner, and every rank does it in the same order.
+The forward pass is a call of the model, the backward pass a call of torch's autograd, as in Megatron. They
+run in two threads that take turns, and meet when each has reached its next blocks that share a schedule.
+There, both tapes run as one, merged by ``schedule.partners``. All else (embeddings, the loss, layers that
+are not pipelined) runs as without a partner, in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from megatron_ampipe.schedule.program import merge_lanes, read_by_host
 
 
 class Partners:
-    """Where passes of two micro-batches meet; one for all blocks of a process.
+    """Joins the passes of two micro-batches; one object for all blocks of a process.
 
-    ``partner`` says how they run, from the next two on. The backward pass has a separate thread, and runs
-    both tapes: on a GPU, torch differentiates on a thread of the device, which a backward pass keeps busy.
+    ``partner`` says how they run; a change applies from the next pair of passes on. The backward pass has a
+    separate thread and runs both tapes, because a backward pass keeps torch's autograd thread of a GPU busy.
     """
 
     def __init__(self) -> None:
@@ -47,10 +47,10 @@ class Partners:
         self._output: Tensor | None = None
 
     def run[Result](self, forward: Callable[[], Result], backward: Callable[[], None]) -> Result:
-        """Run both to their ends, and return what ``forward`` does; a failure of one ends both.
+        """Run both functions, and return the result of ``forward``; a failure of either ends both.
 
-        The backward pass runs up to its first blocks, then the forward pass up to its first blocks. Those of
-        as many layers run together. Of others, the pass with fewer layers runs them alone.
+        The backward pass runs up to its first blocks, then the forward pass up to its first blocks. They run
+        together if both have the same number of layers; else the one with fewer layers runs its blocks alone.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="ampipe-backward", daemon=True)
@@ -72,22 +72,22 @@ class Partners:
         return output
 
     def forward(self, call: StackCall, hidden: Tensor) -> Tensor:
-        """The forward pass through blocks: ``[S, B, D]`` to ``[S, B, D]``."""
+        """Run the forward pass through blocks: ``[S, B, D]`` to ``[S, B, D]``."""
         while self._waiting is not None:
-            num_layers, others = len(call.numbers), len(self._waiting.numbers)
-            if num_layers < others:
+            num_layers, num_waiting = len(call.numbers), len(self._waiting.numbers)
+            if num_layers < num_waiting:
                 break
-            self._resume((call, hidden) if num_layers == others else None)
-            if num_layers == others and self._output is not None:
+            self._resume((call, hidden) if num_layers == num_waiting else None)
+            if num_layers == num_waiting and self._output is not None:
                 output, self._output = self._output, None
                 return output
         if self._meets and self._ended.done():
-            # Other ranks wait for the collectives of both passes, if it has failed.
+            # Raise its error, if it has failed: other ranks wait for the collectives of both passes.
             self._ended.result()
         return call.forward(hidden)
 
     def backward(self, call: StackCall, gradient: Tensor) -> list[Tensor | None]:
-        """The backward pass through blocks; see :meth:`StackCall.backward`."""
+        """Run the backward pass through blocks; see :meth:`StackCall.backward`."""
         if self._meets:
             self._waiting = call
             self._forward_turn.release()
@@ -125,7 +125,7 @@ class Partners:
 def run_together(
     backward: StackCall, gradient: Tensor, forward: StackCall, hidden: Tensor, partner: Partner
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The output of the forward pass, and what :meth:`StackCall.backward` returns."""
+    """Run both passes as one tape. Returns the output of ``forward`` and the gradients of ``backward``."""
     executor, recorder = backward.executor, backward.recorder
     tape = merged(
         backward.tapes.passes[Direction.BACKWARD],
@@ -150,7 +150,7 @@ def run_together(
 
 
 class _Crossings:
-    """What several streams use of both passes."""
+    """The tensors of both passes that several streams use."""
 
     def __init__(self, *calls: StackCall) -> None:
         self._all = [call.state.crossing for call in calls if call.state.crossing is not None]
@@ -162,9 +162,9 @@ class _Crossings:
 
 @functools.lru_cache(maxsize=64)
 def merged(backward: Tape, forward: Tape, partner: Partner, *, host_waits: bool) -> Tape:
-    """Both tapes as one. The calls of each keep their order in every lane.
+    """Merge both tapes into one. The calls of each tape keep their order in every lane.
 
-    A slot is freed as without a partner: what has to run before that still does.
+    So slots can be freed as without a partner: all earlier uses of a slot still come first.
     """
     calls, needs = {}, {}
     for tape, ahead in ((backward, False), (forward, True)):

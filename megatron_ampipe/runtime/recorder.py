@@ -1,6 +1,6 @@
 """Records when stages start and end (``files.timeline.Timeline``), and how long passes take.
 
-On CUDA, times are events that are read only when somebody asks, so recording does not synchronize the device.
+On CUDA, times are events that are read only on request, so recording does not synchronize the device.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from megatron_ampipe.files.timeline import StageSpan, Timeline
 from megatron_ampipe.schedule import Direction, Stage
 
 Timestamp = float | torch.cuda.Event
-"""Seconds of ``time.perf_counter``, or an event on CUDA."""
+"""Seconds of ``time.perf_counter``, or a CUDA event."""
 
 
 class _Mark(NamedTuple):
-    """A stage that has run."""
+    """The record of a stage that has run."""
 
-    of_pass: tuple[Direction, int]
+    pass_key: tuple[Direction, int]
     begin: Timestamp
     end: Timestamp
     span: Callable[..., StageSpan]
-    """Makes its span, given both times in microseconds."""
+    """Creates the stage's span from both times in microseconds."""
 
 
 @dataclass(slots=True)
 class _Iteration:
-    """The stages of one training iteration; ``origin`` is one point in time on both host and device."""
+    """The stages of one training iteration; ``origin`` is the same moment on the host and on the device."""
 
     number: int
     marks: list[_Mark] = field(default_factory=list)
     num_passes: int = 0
-    # One for each iteration: the time between two events loses precision when it is long.
+    # One origin per iteration: a long time between two events loses precision.
     origin: tuple[float, torch.cuda.Event] | None = None
 
 
 class Recorder:
-    """Records the stages of the last iterations: of so many, or none."""
+    """Records the stages of the last ``num_iterations`` iterations; 0 records none."""
 
     def __init__(self, *, num_iterations: int = 0) -> None:
         self._iterations: deque[_Iteration] = deque(maxlen=num_iterations)
         self.recording = False
         """Whether stages that run now are recorded."""
         self.layers: Sequence[int] = (1,)
-        """Numbers of the layers of the pass that runs."""
+        """Layer numbers of the current pass."""
         self.layers_ahead: Sequence[int] = ()
-        """Those of the forward pass of the next micro-batch, where it shares a program with this pass."""
+        """Layer numbers of the next micro-batch's forward pass, if it runs together with this pass."""
         self.direction = Direction.FORWARD
-        """Of the pass that runs."""
+        """Direction of the current pass."""
         self.passes = PassTimer()
         """Times of whole passes, for ``--ampipe-degree auto``."""
 
     def start_iteration(self, iteration: int) -> None:
-        """Start recording stages of this training iteration; may be called repeatedly for the same one."""
+        """Start recording stages of this training iteration; may be called repeatedly for an iteration."""
         if not self._iterations.maxlen:
             return
         self.recording = True
@@ -79,7 +79,7 @@ class Recorder:
 
     @contextmanager
     def on_stream(self, lane: str, stage: Stage, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Time a stage by events on its stream."""
+        """Time a stage with events on its stream."""
         if not self.recording:
             yield
             return
@@ -94,35 +94,35 @@ class Recorder:
         if self.recording:
             direction = Direction.FORWARD if stage.ahead else self.direction
             layer = (self.layers_ahead if stage.ahead else self.layers)[stage.layer]
-            kept = self._iterations[-1]
+            current = self._iterations[-1]
             span = functools.partial(
-                StageSpan, lane, stage.name, direction.value, layer, kept.number, ahead=stage.ahead
+                StageSpan, lane, stage.name, direction.value, layer, current.number, ahead=stage.ahead
             )
-            kept.marks.append(_Mark((direction, kept.num_passes), begin, end, span))
+            current.marks.append(_Mark((direction, current.num_passes), begin, end, span))
 
     def timeline(self, *, rank: int, labels: dict[str, str], iteration: int | None = None) -> Timeline:
         """The timeline of one iteration, or of all recorded ones. On CUDA this waits for the device."""
         spans = [
-            mark.span(_microseconds(mark.begin, kept), _microseconds(mark.end, kept))
-            for kept in self._iterations
-            if iteration in (None, kept.number)
-            for mark in kept.marks
+            mark.span(_microseconds(mark.begin, recorded), _microseconds(mark.end, recorded))
+            for recorded in self._iterations
+            if iteration in (None, recorded.number)
+            for mark in recorded.marks
         ]
         return Timeline(rank=rank, spans=tuple(sorted(spans, key=lambda span: span.begin_us)), labels=labels)
 
     def pass_times_us(self, iteration: int) -> dict[Direction, list[float]]:
-        """Microseconds from the first stage's start to the last one's end, for every pass of an iteration.
+        """Microseconds from the start of the first stage to the end of the last, per pass of an iteration.
 
         On CUDA this waits for the device.
         """
         moments: defaultdict[tuple[Direction, int], list[float]] = defaultdict(list)
-        for kept in self._iterations:
-            for mark in kept.marks if kept.number == iteration else ():
-                of_pass = moments[mark.of_pass]
-                of_pass += _microseconds(mark.begin, kept), _microseconds(mark.end, kept)
+        for recorded in self._iterations:
+            for mark in recorded.marks if recorded.number == iteration else ():
+                begin, end = _microseconds(mark.begin, recorded), _microseconds(mark.end, recorded)
+                moments[mark.pass_key] += begin, end
         times: dict[Direction, list[float]] = {direction: [] for direction in Direction}
-        for (direction, _), of_pass in moments.items():
-            times[direction].append(max(of_pass) - min(of_pass))
+        for (direction, _), pass_moments in moments.items():
+            times[direction].append(max(pass_moments) - min(pass_moments))
         return times
 
 
@@ -132,16 +132,16 @@ def _recorded(stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
     return event
 
 
-def _microseconds(moment: Timestamp, kept: _Iteration) -> float:
+def _microseconds(moment: Timestamp, iteration: _Iteration) -> float:
     if isinstance(moment, float):
         return moment * 1e6
-    assert kept.origin is not None
-    seconds, origin = kept.origin
+    assert iteration.origin is not None
+    seconds, origin = iteration.origin
     return seconds * 1e6 + _elapsed_us(origin, moment)
 
 
 class PassTimer:
-    """Sums of the durations of passes, and a block's largest input shape, for ``--ampipe-degree auto``."""
+    """Times passes and records the largest input shape of a block, for ``--ampipe-degree auto``."""
 
     def __init__(self) -> None:
         self.measuring = False
@@ -169,13 +169,13 @@ class PassTimer:
     def timed_layer(
         self, layer: Callable[[Tensor], tuple[Tensor, Tensor | None]], hidden: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Call a layer that is not a schedule of stages with ``hidden [S, B, D]``, and time both passes."""
+        """Call a layer that runs without a schedule on ``hidden [S, B, D]``, and time both passes."""
         if not (self.measuring and torch.is_grad_enabled()):
             return layer(hidden)
         if not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()
         began: list[Timestamp] = []
-        # Hooks, as a pipeline schedule of Megatron wants outputs that are not views.
+        # Hooks, not an autograd function: Megatron's pipeline schedules need outputs that are not views.
         hidden.register_hook(lambda _: self._passes.append((Direction.BACKWARD, began.pop(), self._now())))
         with self.timed(Direction.FORWARD):
             output, context = layer(hidden)
@@ -183,8 +183,8 @@ class PassTimer:
         return output, context
 
     def sum_us(self, direction: Direction) -> float:
-        """Microseconds of all passes since :meth:`restart`; waits for the device if there is one."""
-        return sum(_elapsed_us(begin, end) for one, begin, end in self._passes if one is direction)
+        """Microseconds of all passes in a direction since :meth:`restart`; waits for a device."""
+        return sum(_elapsed_us(begin, end) for timed, begin, end in self._passes if timed is direction)
 
     def _now(self) -> Timestamp:
         # The host platform replaces torch.cuda.Event but not is_available, which stays False without a GPU.

@@ -1,8 +1,8 @@
-"""Tensors that are not kept on the device from the forward to the backward pass, and restored there.
+"""Saved activations that do not stay on the device between forward and backward: recompute and offload.
 
-MPipeMoE, section III-D, restores what an expert keeps (T_M) in two ways: it is computed once more, or copied
-to host memory and back. On a GPU, host memory is pinned, and copies are asynchronous on the current stream.
-Without one it is other memory of the host, which is not counted as the device's (:func:`is_host_memory`).
+MPipeMoE, section III-D, restores the saved activations of an expert (T_M) by recomputing them, or by copying
+them to host memory and back. On a GPU, host memory is pinned, and copies run on the current stream. On a CPU,
+separate memory stands for it, which does not count as device memory (:func:`is_host_memory`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.segment import with_history
 
 _ALIGNED = 64
-"""Bytes: a copy begins where torch's allocator could begin, because kernels may depend on that."""
+"""Alignment of copies in bytes, as of torch's allocator, because the choice of a kernel can depend on it."""
 
 
 class HostCopies:
-    """Copies of tensors of a device in host memory, each piece of memory once. Stored, and then loaded, once.
+    """Copies device tensors to host memory with :meth:`store`, and back with :meth:`load`, once each.
 
-    What :meth:`load` gives has the sizes and strides of what was stored, and shares memory likewise, so every
-    operation computes the same with it.
+    Memory that tensors share is copied once. Loaded tensors have the sizes, strides and sharing of the stored
+    ones, so every operation computes the same with them.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -39,7 +39,7 @@ class HostCopies:
         for place, tensor in enumerate(tensors):
             by_storage[tensor.untyped_storage()._cdata].append(place)
         self._pieces: list[Tensor | _HostMemory] = []
-        # Of each tensor the number of its piece, and how it lies there.
+        # For each tensor: index of its piece, dtype, offset, size, strides.
         self._views: dict[int, tuple[int, torch.dtype, int, torch.Size, tuple[int, ...]]] = {}
         for places in by_storage.values():
             ranges = [_bytes_of(tensors[place]) for place in places]
@@ -53,7 +53,7 @@ class HostCopies:
             self._pieces.append(flat[begin : max(last for _, last in ranges)])
 
     def store(self, release: Callable[[], None] = lambda: None) -> Transfer:
-        """Start to copy; ``release`` is called when the host may release the tensors."""
+        """Start to copy to the host; ``release`` is called when the host may release the tensors."""
         sources = tuple(piece for piece in self._pieces if isinstance(piece, Tensor))
         targets = [_HostMemory(source) for source in sources]
         self._pieces = [*targets]
@@ -66,7 +66,7 @@ class HostCopies:
         return _started(copy, (), sources)
 
     def load(self) -> Transfer:
-        """Start to copy back. The outputs are the tensors, in order."""
+        """Start to copy back. The outputs of the transfer are the tensors, in order."""
         sources = [piece for piece in self._pieces if isinstance(piece, _HostMemory)]
         self._pieces = []
         targets = tuple(
@@ -90,7 +90,7 @@ class HostCopies:
 def _started(
     copy: Callable[[], None], outputs: tuple[Tensor, ...], on_device: tuple[Tensor, ...]
 ) -> Transfer:
-    """A copy as a transfer: on a GPU the stream orders it, on a CPU whoever waits for it copies."""
+    """A copy as a transfer: issued now on a GPU's stream; on a CPU, done by the thread that waits for it."""
     if on_device and on_device[0].is_cuda:
         copy()
         return Transfer(outputs, uses=on_device)
@@ -98,7 +98,7 @@ def _started(
 
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and that after the last."""
+    """The range of bytes of a tensor in its storage."""
     width, count = tensor.element_size(), 0
     if tensor.numel():
         count = 1 + sum(
@@ -109,14 +109,14 @@ def _bytes_of(tensor: Tensor) -> tuple[int, int]:
 
 
 class _HostMemory:
-    """Memory of the host for as many :attr:`bytes` as ``source`` has, as long as this object exists."""
+    """Host memory as large as ``source``, reserved as :attr:`bytes` while this object exists."""
 
     def __init__(self, source: Tensor) -> None:
         count = len(source)
         if source.is_cuda:
             self.bytes = torch.empty(count, dtype=torch.uint8, pin_memory=True)
             return
-        # Pages are made when they are first written, so that a power of two wastes none.
+        # Rounding up to a power of two wastes no memory: pages are allocated at their first write.
         size = 1 << (count - 1).bit_length()
         try:
             memory = _free[size].pop()
@@ -128,30 +128,30 @@ class _HostMemory:
 
 
 _free: dict[int, list[Tensor]] = defaultdict(list)
-"""By size, what is not in use. Never given back to the system: the next pass needs as much."""
+"""Unused host memory by size. Never returned to the system, because the next pass needs as much."""
 _addresses: set[int] = set()
 
 
 def is_host_memory(tensor: Tensor) -> bool:
-    """Whether the tensor lies in what stands for host memory in training without a GPU."""
+    """Whether a tensor is in the memory that stands for host memory in training without a GPU."""
     return tensor.untyped_storage().data_ptr() in _addresses
 
 
 class InnerTensors:
-    """What the graph of one stage of one chunk has saved, as places without tensors until a second run.
+    """The saved activations of one stage of one chunk, which are dropped and rebuilt by a second run.
 
-    Unlike a checkpoint of torch, the second run leaves out the last product of the stage, of whose result the
-    backward needs nothing. Tensors are told apart by the order in which operations save them, so both runs
-    must be the same up to there. From a *down* product to the next *up* product nothing is dropped but the
-    down product's own input: what a stage computes there does not run again.
+    Unlike torch's checkpoint, the second run skips the last linear layer, because the backward does not need
+    its output. Tensors are matched by the order in which operations save them, so both runs must be the same
+    up to there. Between a *down* layer and the next *up* layer only the input of the down layer is dropped,
+    because a second run does not repeat the operations there.
 
-    Where they are copied, places keep their tensors until :meth:`store`, and get them back from :meth:`load`;
-    nothing runs a second time, except what gives the tokens where these are sent once more.
+    With ``copied``, tensors stay until :meth:`store` and come back with :meth:`load`. Nothing runs again,
+    except the sorting of redispatched tokens.
 
     Args:
-        kept: Tensors that are kept in any case: the parameters of the stage.
-        copied: Tensors are copied to host memory, not computed once more.
-        resorted: Then, tokens in the order of the experts are not copied: a second run gives them back.
+        kept: Tensors that are never dropped: the parameters of the stage.
+        copied: Copy tensors to host memory instead of recomputing them.
+        resorted: With ``copied``, tokens sorted by expert are not copied: they are redispatched and sorted.
     """
 
     def __init__(self, kept: Collection[Tensor], *, copied: bool = False, resorted: bool = False) -> None:
@@ -161,18 +161,18 @@ class InnerTensors:
         self._input: Tensor | None = None
         self._copied, self._resorted = copied, resorted
         self._copies: HostCopies | None = None
-        self._of_tokens: list[_Place] = []
+        self._token_places: list[_Place] = []
 
     @contextmanager
     def dropped(self) -> Iterator[None]:
-        """The first run: what is saved in it becomes a place."""
+        """A context for the first run, whose saved tensors are dropped."""
         with torch.autograd.graph.saved_tensors_hooks(self._drop, self._unpack):
             yield
         self._input = None
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """The second run: what would be saved in it fills the places."""
+        """A context for the second run, whose saved tensors replace the dropped ones."""
         self._drops, self._runs_again = True, True
         if self._copied:
             with torch.no_grad():
@@ -194,7 +194,7 @@ class InnerTensors:
         return self._copies.store(release)
 
     def load(self) -> Transfer:
-        """Start to copy the tensors back into the places."""
+        """Start to copy the tensors back."""
         assert self._copies is not None, "tensors are loaded that were not stored"
         transfer, self._copies = self._copies.load(), None
         for tensor in transfer.outputs:
@@ -202,24 +202,24 @@ class InnerTensors:
         return dataclasses.replace(transfer, outputs=())
 
     def sorted(self, tokens: Tensor) -> None:
-        """Told of the tokens ``[T, D]`` in the order in which the experts take them, in both runs."""
+        """Called in both runs with the tokens ``[T, D]``, sorted by expert."""
         if not self._resorted:
             return
         if not self._runs_again:
             self._input = tokens
             return
-        while self._of_tokens:
-            self._of_tokens.pop().fill_from(tokens)
+        while self._token_places:
+            self._token_places.pop().fill_from(tokens)
 
     def up(self, product: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the first product of an expert."""
+        """Run the first linear layer of an expert."""
         self._drops = True
         return product(*args, **kwargs)
 
     def down(self, product: Callable[..., Any], tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the last product of an expert on ``tokens [T, F]``; in the second run only give these back.
+        """Run the last linear layer of an expert on ``tokens [T, F]``; the second run only restores these.
 
-        Then it returns ``([T, 0], None)``, for code that expects an output and a bias.
+        It then returns ``([T, 0], None)`` in place of an output and a bias.
         """
         self._drops = False
         if self._runs_again:
@@ -238,7 +238,7 @@ class InnerTensors:
         source = self._input
         if source is not None and tensor.untyped_storage()._cdata == source.untyped_storage()._cdata:
             place = _Place(tensor, tensor.storage_offset() - source.storage_offset())
-            (self._of_tokens if self._copied else self._places).append(place)
+            (self._token_places if self._copied else self._places).append(place)
             return place
         if tensor.untyped_storage()._cdata in self._kept or not (self._drops or self._copied):
             return tensor
@@ -264,24 +264,24 @@ class InnerTensors:
 
 
 class ActivationTensors(InnerTensors):
-    """What operations between the products of a stage save: they run once more when the graph first needs it.
+    """Drops what the operations between the linear layers save; recomputes it when the graph first needs it.
 
     As Megatron's ``moe_act``, whose checkpoint calls ``backward`` and so fails under ``torch.autograd.grad``.
 
     Args:
         kept: See :class:`InnerTensors`.
-        stage: Runs the products with this object, from arguments that have no graph yet.
+        stage: Runs the linear layers with this object, on inputs without a graph.
     """
 
     def __init__(self, kept: Collection[Tensor], stage: Callable[[InnerTensors], object]) -> None:
         super().__init__(kept)
         self._stage, self._results = stage, list[tuple[Any, ...]]()
         self._next_results: Iterator[tuple[Any, ...]] = iter(())
-        # What is saved before the first product is kept.
+        # Tensors saved before the first linear layer are not dropped.
         self._drops = False
 
     def up(self, product: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the first product of an expert; the second run takes the result of the first."""
+        """Run the first linear layer of an expert; the second run reuses the output of the first run."""
         if self._runs_again:
             output, *others = next(self._next_results)
             self._drops = True
@@ -298,13 +298,13 @@ class ActivationTensors(InnerTensors):
             with self.restored():
                 self._drops, self._next_results = False, iter(self._results)
                 self._stage(self)
-            # Not earlier: other memory could take the place of what counts as kept.
+            # Not earlier: new tensors could get the addresses of tensors in ``_kept``.
             self._results, self._next_results = [], iter(())
         return super()._unpack(packed)
 
 
 class _Place:
-    """Where the graph keeps a tensor, perhaps a part of another one. The tensor goes with its last use."""
+    """Stands in the graph for a saved tensor, perhaps a part of another one. Freed with the graph."""
 
     __slots__ = ("dtype", "offset_in_input", "size", "stride", "tensor")
 
@@ -314,7 +314,7 @@ class _Place:
         self.tensor: Tensor | None = None
 
     def part_of(self, source: Tensor) -> Tensor:
-        """The tensor, as a part of the one that it lay in."""
+        """The tensor as a view of ``source``, the tensor whose memory it shared."""
         assert self.offset_in_input is not None
         start = source.storage_offset() + self.offset_in_input
         return source.detach().as_strided(self.size, self.stride, start)
@@ -324,13 +324,13 @@ class _Place:
 
 
 class DroppedOutput:
-    """What a module computes from each of some rows, which no graph keeps: it runs once more where needed.
+    """The output of a module that no graph keeps: the backward pass runs the module again.
 
-    As Megatron's checkpoints that discard their output, which fail under ``torch.autograd.grad``. The second
-    run has a graph, through which the gradients of the first go.
+    As Megatron's checkpoints that discard their output, which fail under ``torch.autograd.grad``. Gradients
+    of the output go through the graph of the second run.
 
     Args:
-        module: Draws no random numbers.
+        module: A module that works row by row and draws no random numbers.
     """
 
     def __init__(self, module: Module) -> None:
@@ -340,17 +340,17 @@ class DroppedOutput:
         self._second_run: tuple[Tensor, Tensor] | None = None
 
     def compute(self, rows: Tensor) -> Tensor:
-        """``[R, B, D]`` of the rows ``[R, B, D]``, differentiable; once."""
+        """Run the module on ``[R, B, D]``, differentiably. Call it once."""
         self._rows = rows.detach()
         output: Tensor = _ComputeWithoutGraph.apply(self, rows, *self._parameters)
         return output
 
     def again(self) -> Tensor:
-        """What :meth:`compute` gave, in the backward pass."""
+        """The output of :meth:`compute` again, in the backward pass."""
         return self._graph()[1].detach()
 
     def differentiate(self, gradient: Tensor) -> Sequence[Tensor | None]:
-        """From the gradient of the output to those of the rows and the parameters; once."""
+        """The gradients of the rows and the parameters from that of the output. Call it once."""
         rows, output = self._graph()
         self._rows = self._second_run = None
         return torch.autograd.grad(output, (rows, *self._parameters), gradient)
@@ -365,7 +365,7 @@ class DroppedOutput:
 
 
 class _ComputeWithoutGraph(torch.autograd.Function):
-    """The module of a :class:`DroppedOutput`; parameters are arguments because they have gradients."""
+    """Runs the module of a :class:`DroppedOutput`. Parameters are arguments so that they get gradients."""
 
     @staticmethod
     def forward(ctx: Any, dropped: DroppedOutput, rows: Tensor, *parameters: Tensor) -> Tensor:
@@ -380,9 +380,9 @@ class _ComputeWithoutGraph(torch.autograd.Function):
 
 @contextmanager
 def recomputed(tensor: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
-    """Within it, no graph keeps ``tensor``; its backward takes that from ``again()``, of the same layout.
+    """A context in which no graph saves ``tensor``; backward gets it from ``again()``, in the same layout.
 
-    As in Megatron, where a rank keeps of gathered rows what it owns, and of a norm what it is given.
+    So a rank saves only its own part of gathered rows, or only the input of a norm, as in Megatron.
     """
     # The graph keeps the hooks, which must not refer to the tensor.
     memory, begin = tensor.untyped_storage()._cdata, tensor.storage_offset()

@@ -25,20 +25,20 @@ class Segment:
     """The forward of one stage, and the autograd graph for its backward.
 
     Holds edges of the graph, not tensors: a tensor that no operation has saved is freed after its last use.
-    To be made, and differentiated, where gradients are enabled.
+    Create and differentiate it with gradients enabled.
 
     Args:
         function: Takes tensors, returns a tuple of tensors.
         inputs: Its arguments; they are detached here.
-        recall: Gives the inputs once more: nothing is kept here, and the stage runs again in
-            :meth:`backward`. Only for stages that draw no random numbers and have no side effects.
-        releases: :meth:`backward` releases the gradients that it is given after their first use. Only for
-            stages with one output.
+        recall: Returns the inputs again. If given, nothing is saved, and :meth:`backward` runs the stage
+            again. Only for stages that draw no random numbers and have no side effects.
+        releases: :meth:`backward` releases its input gradients after their first use. Only for stages with
+            one output.
 
     Attributes:
-        values: What the function has returned, detached; to be taken from here, so that it is freed in time.
-        crossed: Memory of several streams that the graph may use.
-        is_captured: Keep the graph, because CUDA graphs use what it has saved.
+        values: The outputs of the function, detached. The caller removes them, so that they are freed early.
+        crossed: Memory that the graph may use and that several streams use.
+        is_captured: The graph is kept after :meth:`backward`, because CUDA graphs use its saved tensors.
     """
 
     __slots__ = ("_again", "_given", "_input_edges", "_output_edges", "crossed", "is_captured", "values")
@@ -70,15 +70,15 @@ class Segment:
         sums: GradientSums,
         products: WeightProducts | None = None,
     ) -> Sequence[Tensor | None]:
-        """Compute the gradients and release the graph; can be called once.
+        """Compute the gradients and release the graph. Can be called once.
 
         Args:
-            gradients: One per output; None if nothing depends on that output. Emptied here: where nobody else
-                refers to them, they are freed when they are no longer needed.
+            gradients: One per output; None if nothing depends on that output. The list is emptied, so that
+                gradients are freed when they are no longer needed.
             parameters: Numbers in ``sums`` of the parameters that the stage uses; their gradients are added.
             sums: Accumulates the parameter gradients of the chunks.
-            products: Where the stage leaves gradients of weights; what autograd gives in their place is not
-                added.
+            products: Where the stage has delayed gradients of weights; autograd's placeholders for them are
+                not added.
 
         Returns:
             The gradient of each input; None for an input that no output depends on.
@@ -154,10 +154,10 @@ _ANCHOR = torch.zeros(0, requires_grad=True)
 
 
 class _DetachInputs(torch.autograd.Function):
-    """The first node of a stage's graph. Unlike leaves, its outputs live only while the graph needs them.
+    """The first node of a stage's graph. Its outputs, unlike leaves, live only while the graph needs them.
 
-    Returns ``data``, which has a separate version counter: a later stage may still write other rows of the
-    same buffer, and autograd would report that as a modification of a saved tensor.
+    Returns ``data``, which has a separate version counter: a later stage may write other rows of the same
+    buffer, which autograd would report as a modification of a saved tensor.
     """
 
     @staticmethod
@@ -172,11 +172,11 @@ class _DetachInputs(torch.autograd.Function):
 
 
 def hand_over(parameters: Sequence[Parameter], gradients: list[Tensor | None]) -> None:
-    """Give each parameter its gradient, through its accumulation node and the hooks there.
+    """Give each parameter its gradient through its accumulation node, which runs the hooks there.
 
     Args:
         parameters: At least one.
-        gradients: One per parameter. Emptied here: a gradient to which nobody else refers is not copied.
+        gradients: One per parameter. The list is emptied, so that accumulation need not copy a gradient.
     """
     with torch.enable_grad():
         end = _TakeGradients.apply(gradients, *parameters)
@@ -184,36 +184,36 @@ def hand_over(parameters: Sequence[Parameter], gradients: list[Tensor | None]) -
 
 
 class _TakeGradients(torch.autograd.Function):
-    """The last node of a graph: its backward begins with the gradients in a list, and empties it.
+    """The last node of a graph: its backward returns the gradients in a list, and empties the list.
 
-    Whoever calls ``torch.autograd``, and the engine, refer to what they begin with until the end. So they
-    begin with the gradient of an empty tensor.
+    The caller of ``torch.autograd`` and the engine keep the gradient that they start with until the end. With
+    this node that is the gradient of an empty tensor.
     """
 
     @staticmethod
     def forward(ctx: Any, given: list[Tensor | None], *outputs: Tensor) -> Tensor:
-        """``[0]``, of the device of the outputs, which may be quantized."""
+        """Return an empty tensor on the device of the outputs, which may be quantized."""
         ctx.given = given
         return torch.empty(0, device=outputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """What the list holds."""
-        found = (None, *ctx.given)
+        """Return the gradients in the list."""
+        gradients = (None, *ctx.given)
         ctx.given.clear()
-        return found
+        return gradients
 
 
 class BlockParameters:
     """The trainable parameters of a block, each once.
 
     Args:
-        feed_forward: Those that only kinds of ``kinds.FEED_FORWARD`` use.
+        feed_forward: The parameters that only kinds of ``kinds.FEED_FORWARD`` use.
         others: All others.
 
     Attributes:
-        all: In the order of their numbers.
-        numbers: Of each.
+        all: All parameters, in the order of their numbers.
+        numbers: The number of each parameter.
     """
 
     def __init__(self, feed_forward: Sequence[Parameter], others: Sequence[Parameter]) -> None:
@@ -226,10 +226,10 @@ class GradientSums:
     """One gradient per parameter, summed over the stages and chunks of a block.
 
     16-bit gradients are summed in fp32 and rounded once. If Megatron's fused linear layers have already added
-    a gradient to ``main_grad``, what they return is a placeholder: it is passed on and never summed.
+    a gradient to ``main_grad``, they return a placeholder, which is passed on and never summed.
 
     Args:
-        parameters: Of the block; others call them by their numbers.
+        parameters: The parameters of the block; methods take their numbers.
     """
 
     __slots__ = ("_sums", "_writable", "numbers", "parameters")
@@ -259,7 +259,7 @@ class GradientSums:
         return self._sums[number], self._writable[number]
 
     def put(self, number: int, total: Tensor | None, is_writable: bool) -> None:
-        """Set the sum, as :meth:`entry` gave it of the same stages in another pass."""
+        """Set a sum to what :meth:`entry` returned for the same stages of another pass."""
         self._sums[number], self._writable[number] = total, is_writable
 
     def take(self, number: int) -> Tensor | None:
@@ -270,44 +270,44 @@ class GradientSums:
 
 
 WeightProduct = Callable[[Tensor, Tensor], Tensor | None]
-"""``inputs [R, K]`` and ``gradient [R, N]`` to the weight's gradient ``[N, K]``, or to what Megatron returns
-in its place where it was added to ``main_grad``."""
+"""Computes the gradient ``[N, K]`` of a weight from ``inputs [R, K]`` and ``gradient [R, N]``. Returns
+Megatron's placeholder if it has added the gradient to ``main_grad``."""
 Delayed = Callable[[list[Any]], Iterable[tuple[Parameter, Tensor | None]]]
-"""From what a layer has delayed its products with, to parameters with their gradients, or with what Megatron
-returns in place of one that was added to ``main_grad``."""
+"""Computes a layer's delayed products from the tensors that it gave. Yields parameters with their gradients,
+or with Megatron's placeholder for a gradient that was added to ``main_grad``."""
 SUM_BYTES = 4
-"""Of a number in a sum of gradients."""
+"""Bytes of an element in a sum of gradients."""
 
 
 class WeightProducts:
-    """The products of the weight gradients of one stage of one chunk that are still to be computed.
+    """The delayed weight-gradient products (wgrad) of one stage of one chunk.
 
-    A linear layer's backward is two products, and only that for its input is on the critical path. A layer
-    that runs within ``BlockFunctions.weights_apart`` computes that one alone, and keeps here what the other
-    takes. torch's own graph cannot be split for this: Megatron's linear function computes both products
-    whichever is asked for. Transformer Engine's layers delay their product themselves.
+    A linear layer's backward is two products. Only the input's gradient (dgrad) is on the critical path.
+    Within ``BlockFunctions.weights_apart``, a layer computes only dgrad, and stores here the operands of
+    the wgrad. torch's own graph cannot be split for this, because Megatron's linear function always
+    computes both products. Transformer Engine's layers delay their wgrad themselves.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[Parameter, tuple[WeightProduct, list[Tensor], list[Tensor]]] = {}
         self._delayed: list[tuple[Delayed, list[Any]]] = []
         self.late: set[Parameter] = set()
-        """Weights whose gradients layers have delayed themselves."""
+        """Weights of layers that delay their wgrad themselves."""
 
     def keep(self, weight: Parameter, product: WeightProduct, inputs: Tensor, gradient: Tensor) -> None:
-        """Keep what a product takes; rows may be spread over several leading dimensions."""
+        """Keep the operands of a product; both may have several leading dimensions of rows."""
         _, rows, gradients = self._waiting.setdefault(weight, (product, [], []))
         rows.append(inputs.reshape(-1, inputs.shape[-1]))
         gradients.append(gradient.reshape(-1, gradient.shape[-1]))
 
     def delay(self, weights: Iterable[Parameter], product: Delayed, tensors: list[Any]) -> None:
-        """Keep what a layer has delayed the gradients of these weights with: tensors, and lists of them."""
+        """Keep a product that a layer has delayed itself; ``tensors`` may contain lists of tensors."""
         self.late.update(weights)
         self._delayed.append((product, tensors))
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Everything that is kept."""
+        """All tensors that are kept."""
         kept = [tensor for _, *kept in self._waiting.values() for part in kept for tensor in part]
         for _, parts in self._delayed:
             flat = (tensor for part in parts for tensor in (part if isinstance(part, list) else [part]))
@@ -316,18 +316,18 @@ class WeightProducts:
 
     @classmethod
     def joined(cls, parts: Iterable[WeightProducts]) -> WeightProducts:
-        """The products of several chunks, as one product for each weight."""
-        found = cls()
+        """Join the products of several chunks into one product for each weight."""
+        joined = cls()
         for part in parts:
             for weight, (product, rows, gradients) in part._waiting.items():
-                _, of_all, gradients_of_all = found._waiting.setdefault(weight, (product, [], []))
-                of_all += rows
-                gradients_of_all += gradients
-            found._delayed += part._delayed
-        return found
+                _, all_rows, all_gradients = joined._waiting.setdefault(weight, (product, [], []))
+                all_rows += rows
+                all_gradients += gradients
+            joined._delayed += part._delayed
+        return joined
 
     def add_to(self, sums: GradientSums) -> None:
-        """Compute the products, each weight's as one if :func:`is_one_product`, and release all."""
+        """Compute and release the products; those of a weight as one product if :func:`is_one_product`."""
         waiting, self._waiting = self._waiting, {}
         with torch.no_grad():
             while waiting:
@@ -346,20 +346,20 @@ class WeightProducts:
 
 
 def is_one_product(rows: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
-    """Whether rows of several chunks are put together: where that moves less than a further sum for each.
+    """Whether to concatenate the rows of several chunks: if that moves fewer bytes than summing per chunk.
 
-    Both read and write: rows ``[R, K]`` of inputs and ``[R, N]`` of gradients, and sums ``[N, K]`` in fp32.
+    Concatenation moves the inputs ``[R, K]`` and gradients ``[R, N]``; summing moves ``[N, K]`` in fp32.
     """
     inputs, outputs = rows[0].shape[-1], gradients[0].shape[-1]
-    of_rows = rows[0].element_size() * sum(map(len, gradients)) * (inputs + outputs)
-    return of_rows <= SUM_BYTES * (len(rows) - 1) * inputs * outputs
+    row_bytes = rows[0].element_size() * sum(map(len, gradients)) * (inputs + outputs)
+    return row_bytes <= SUM_BYTES * (len(rows) - 1) * inputs * outputs
 
 
 class KeyValueSums:
     """The gradients of keys and values, summed in fp32 over all chunks that attend to them.
 
     Args:
-        key: ``[S, B, G, C]``, all rows; gives shape and dtype.
+        key: ``[S, B, G, C]``, all rows; only shape, dtype and device are used.
         value: ``[S, B, G, V]``, likewise.
     """
 
@@ -369,14 +369,14 @@ class KeyValueSums:
         """The buffers of the sums, if there are any yet."""
 
     def add(self, start: int, key: Tensor, value: Tensor, *, sequence: int | None = None) -> None:
-        """Add the gradients of the rows from ``start`` on, ``[rows, B, G, ...]``; with ``sequence`` of this
-        one of the micro-batch, ``[rows, 1, G, ...]``."""
+        """Add the gradients of the rows from ``start`` on, ``[rows, B, G, ...]``. With ``sequence``, of only
+        that sequence of the micro-batch, ``[rows, 1, G, ...]``."""
         for total, part in zip(self.totals(), (key, value), strict=True):
-            of_batch = total if sequence is None else total[:, sequence : sequence + 1]
-            of_batch[start : start + part.shape[0]].add_(part)
+            target = total if sequence is None else total[:, sequence : sequence + 1]
+            target[start : start + part.shape[0]].add_(part)
 
     def totals(self) -> tuple[Tensor, ...]:
-        """The sums so far, of keys and of values; later calls of :meth:`add` change these tensors."""
+        """The sums so far, for keys and for values; later calls of :meth:`add` change these tensors."""
         if not self.allocated:
             self.allocated = tuple(
                 torch.zeros(like.shape, dtype=sum_dtype(like), device=like.device) for like in self._like

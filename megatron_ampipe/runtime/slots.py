@@ -1,8 +1,8 @@
-"""Which slots a step takes from and gives to: values, and their gradients.
+"""Assigns slots: which slots a step reads and writes for its values and their gradients.
 
-Which stage takes what from which is :class:`~megatron_ampipe.schedule.dataflow.DataFlow`. A value, or its
-gradient, has a slot from the step that gives it to the last one that takes it. Where one of the two is of a
-chunk and the other of the whole sequence, the argument is a slice of the slot, or a move puts rows together.
+:class:`~megatron_ampipe.schedule.dataflow.DataFlow` lists the values that each stage takes from other stages.
+A value or gradient has a slot from the step that gives it to the last step that takes it. If one of them is
+per chunk and the other per sequence, the argument is a slice of the slot, or a move gathers or joins rows.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ from megatron_ampipe.schedule import (
     kinds,
 )
 
-_GIVEN = Source(None, kinds.HIDDEN_STATES.name)
-"""What a block is given."""
+_INPUT = Source(None, kinds.HIDDEN_STATES.name)
+"""The input of a block."""
 _SUMMED = (Layout.KEYS, Layout.BLOCK)
 """Layouts of keys and values, whose gradients a :class:`~.segment.KeyValueSums` adds."""
 
 
 class SlotNumbers:
-    """The numbers of slots, by what is in them."""
+    """Numbers the slots, by a name for their contents."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Hashable, ...], int] = {}
         self.count = FIRST_FREE
 
-    def of(self, what: str, layer: int, *key: Hashable) -> int:
-        """The slot of something of a block, from its first mention on."""
-        if (what, layer, *key) not in self._numbers:
-            self._numbers[what, layer, *key] = self.temporary()
-        return self._numbers[what, layer, *key]
+    def of(self, name: str, layer: int, *key: Hashable) -> int:
+        """The slot for a name of a block; the first request creates it."""
+        if (name, layer, *key) not in self._numbers:
+            self._numbers[name, layer, *key] = self.temporary()
+        return self._numbers[name, layer, *key]
 
     def temporary(self) -> int:
-        """A slot that one step uses."""
+        """Create a slot without a name, for one step."""
         self.count += 1
         return self.count - 1
 
     def names(self) -> tuple[str, ...]:
-        """Of all slots: what is in them, of which chunk, of which block (``@1`` is the second)."""
+        """A text for each slot: its contents, the chunk, and the block (``@1`` is the second)."""
         names = ["none", "zero", *(f"t{slot}" for slot in range(FIRST_FREE, self.count))]
-        for (what, layer, *key), slot in self._numbers.items():
-            words = [str(what)]
+        for (name, layer, *key), slot in self._numbers.items():
+            words = [name]
             for part in key:
                 if part is True:
                     words.insert(0, "again")
@@ -82,7 +82,7 @@ class SlotNumbers:
 
 
 class BlockLayout:
-    """One block: its chunks, the rows of each value that belong to a chunk, and its slots."""
+    """The slots of one block, its chunks, and which rows of each value belong to a chunk."""
 
     def __init__(
         self,
@@ -103,17 +103,17 @@ class BlockLayout:
         self._chunks, self._joined = chunks, Chunk.joined(chunks)
         self._whole = {kind for kind in self.flow.kinds if is_whole(kind, whole_attention=whole_attention)}
         self.parameters = {
-            kind: [functions.parameters.numbers[parameter] for parameter in of_kind]
-            for kind, of_kind in functions.stage_parameters.items()
+            kind: [functions.parameters.numbers[parameter] for parameter in parameters]
+            for kind, parameters in functions.stage_parameters.items()
         }
         """Numbers of the parameters that a kind uses."""
 
-    def slot(self, what: str, *key: Hashable) -> int:
-        """The slot of something of this block."""
-        return self.numbers.of(what, self.layer, *key)
+    def slot(self, name: str, *key: Hashable) -> int:
+        """The slot for a name of this block."""
+        return self.numbers.of(name, self.layer, *key)
 
     def flow_of(self, chunk: int | None) -> DataFlow:
-        """The data flow of a chunk, or of the block: chunks differ in what is restored."""
+        """The data flow of a chunk, or of the block; chunks can differ in the activations they rebuild."""
         return self.flow if chunk is None else self._flows[chunk]
 
     def spans(self, layout: Layout, chunk: int | None) -> Sequence[Span]:
@@ -122,13 +122,13 @@ class BlockLayout:
         return rows.hidden if layout is Layout.HIDDEN else rows.queries
 
     def num_rows(self, layout: Layout) -> int:
-        """How many rows a value of the whole sequence has."""
+        """The number of rows of a value of the whole sequence."""
         if layout is Layout.KEYS:
             return self._joined.num_keys
         return sum(span.length for span in self.spans(layout, None))
 
     def read(self, slot: int, layout: Layout, chunk: int | None, moves: list[Move]) -> Place:
-        """What a stage takes of a value of the whole sequence; of keys all that the chunk sees."""
+        """The argument for a chunk's rows of a value of the whole sequence; of keys, all that it sees."""
         if chunk is None or layout is Layout.BLOCK:
             return Place(slot)
         spans = self.spans(layout, chunk)
@@ -141,7 +141,7 @@ class BlockLayout:
         return Place(target)
 
     def write(self, slot: int, layout: Layout, chunk: int | None, moves: list[Move]) -> Place:
-        """Into the rows of a chunk of a buffer, or as they are where the stage gives all."""
+        """The place for a result: a chunk's rows of a buffer, or the slot if it is of the whole sequence."""
         if chunk is None:
             return Place(slot)
         spans = self.spans(layout, chunk)
@@ -158,30 +158,30 @@ class BlockLayout:
         return Place(slot, slice(span.local_start, span.local_end), num_rows)
 
     def summed(self, kind: StageKind) -> list[tuple[Value, Source]]:
-        """The keys and values that a kind takes."""
+        """The keys and values that a kind takes, and where they come from."""
         return [taken for taken in self.flow.taken[kind] if taken[0].layout in _SUMMED]
 
     def is_kept_whole(self, source: Source) -> bool:
-        """Whether the value is one tensor for the whole sequence, rather than one for each chunk."""
+        """Whether a value is one tensor of the whole sequence, rather than one tensor per chunk."""
         if source.giver is not None:
             return source.giver in self._whole
         return any(kind in self._whole for kind in self.flow.takers[source])
 
     def is_differentiated(self, source: Source) -> bool:
-        """Whether a stage gives a gradient of a value."""
+        """Whether any stage gives a gradient of a value."""
         return any(kind.is_differentiated for kind in self.flow.takers.get(source, ()))
 
     def num_added(self, source: Source) -> int:
-        """How many computed stages of a chunk give a gradient of its rows of a value."""
+        """How many computed stages of a chunk give a gradient of the chunk's rows of a value."""
         return sum(
             kind.is_differentiated and kind.lane.computes and kind not in self._whole
             for kind in self.flow.takers[source]
         )
 
     def take_values(self, step: Step, chunk: int | None, *, again: bool = False) -> None:
-        """Bind what a stage takes; of ``Layout.CHUNK`` one of the whole sequence gets each chunk's tensor.
+        """Bind the arguments of a stage. ``again``: of the recompute of a block, whose values are separate.
 
-        Values of a second run of a recomputed block (``again``) are others.
+        For a value with ``Layout.CHUNK``, a stage of the whole sequence gets the tensor of each chunk.
         """
         for value, source in self.flow_of(chunk).taken[step.stage.kind]:
             if source.giver is None:
@@ -203,7 +203,7 @@ class BlockLayout:
             step.takes.append(self.read(slot, value.layout, chunk, step.before))
 
     def give_values(self, step: Step, chunk: int | None, *, again: bool = False) -> None:
-        """Bind what a stage gives."""
+        """Bind the results of a stage."""
         for value, source in self.flow.given[step.stage.kind]:
             if source == self.flow.output and not again:
                 slot = self.numbers.of("hidden", self.layer + 1)
@@ -215,13 +215,13 @@ class BlockLayout:
                 step.gives.append(Place(self.slot("value", source, chunk, again)))
 
     def note_shapes(self, step: Step, chunk: int | None) -> None:
-        """Of what a transfer brings that does not run again, for :meth:`make_empty`."""
+        """Record the output shapes of a transfer that a recompute does not repeat, for :meth:`make_empty`."""
         for _, source in self.flow.given[step.stage.kind]:
             slot = self.slot("value", source, chunk, False)
             step.after.append(Move(note_shape, self.slot("shape", source, chunk), (slot,)))
 
     def make_empty(self, step: Step, chunk: int | None) -> None:
-        """For a stage that runs again: memory for what it takes of transfers that do not."""
+        """For a stage that runs again: empty tensors in place of the outputs of transfers that do not."""
         for _, source in self.flow.taken[step.stage.kind]:
             if source.giver in self.flow.once:
                 slot = self.slot("value", source, chunk, True)
@@ -229,7 +229,7 @@ class BlockLayout:
 
 
 def _check_transfers(flow: DataFlow) -> None:
-    """What a transfer brings is kept as it is until it has arrived: it cannot be written into a buffer."""
+    """Check that no output of a transfer goes into a buffer: it has not arrived when it would be copied."""
     for kind in flow.kinds:
         if not kind.lane.computes:
             values = (*kind.takes, *kind.gives)
@@ -238,25 +238,25 @@ def _check_transfers(flow: DataFlow) -> None:
 
 
 class Gradients:
-    """Binds stages of the backward pass of a block to the gradients that they take and give.
+    """Binds the backward stages of a block to the gradients that they take and give, in issue order.
 
-    Where several stages take a value, their gradients are summed: those of computed stages at once, so that
-    one tensor is kept; what a transfer brings when the sum is taken, because only then it has arrived.
+    If several stages take a value, their gradients are summed. Gradients of computed stages are added at
+    once, so that one tensor is kept; a gradient that a transfer delivers is added when the sum is read.
 
     Args:
-        block: Of which stages are bound in the order in which they are issued.
-        above: Of the next block; None for the last one.
+        block: The block.
+        above: The gradients of the next block; None for the last one.
     """
 
     def __init__(self, block: BlockLayout, above: Gradients | None) -> None:
         self._block, self._above = block, above
-        # How many gradients of a value, or of a chunk of it, were added so far.
+        # How many gradients of a value, or of a chunk of it, have been added so far.
         self._added: Counter[tuple[Source, int | None]] = Counter()
         self._arrivals: defaultdict[tuple[Source, int | None], list[Arrival]] = defaultdict(list)
-        self._of_hidden: int | None = None
+        self._input_slot: int | None = None
 
     def take(self, step: Step, chunk: int | None) -> None:
-        """For each tensor that a stage has given the gradient; of None where nothing depends on it."""
+        """Bind the arguments: the gradient of each output of the stage; None if nothing depends on it."""
         block, moves, kind = self._block, step.before, step.stage.kind
         summed: list[Value] = []
         for value, source in block.flow.given[kind]:
@@ -270,8 +270,8 @@ class Gradients:
                 place = block.read(slot, value.layout, chunk, moves)
             elif value.layout in _SUMMED:
                 place = Place(block.numbers.temporary())
-                of_chunk = chunk is not None and value.layout is Layout.KEYS
-                spans = block.spans(Layout.KEYS, chunk) if of_chunk else None
+                is_part = chunk is not None and value.layout is Layout.KEYS
+                spans = block.spans(Layout.KEYS, chunk) if is_part else None
                 arrived = [arrival.slot for arrival in self._arrivals.pop((source, None), ())]
                 sums = [block.slot("sums", kind), *arrived]
                 moves.append(Move(keys_gradient, place.slot, sums, (len(summed), spans)))
@@ -285,44 +285,44 @@ class Gradients:
             step.takes.append(place)
 
     def give(self, step: Step, chunk: int | None) -> None:
-        """The gradients of what a stage has taken, in the order of :meth:`BlockLayout.take_values`."""
+        """Bind the results: the gradients of the stage's inputs, in the order of ``take_values``."""
         block, moves, kind = self._block, step.after, step.stage.kind
-        of_keys: list[int] = []
+        key_slots: list[int] = []
         for value, source in block.flow.taken[kind]:
             if not kind.lane.computes:
                 step.gives += self._arriving(kind, value.layout, source, chunk)
             elif value.layout in _SUMMED:
-                # None where the backward has added them to the sums itself.
+                # None if the backward has added them to the sums itself.
                 step.gives.append(Place(block.numbers.temporary()))
                 if value.layout is Layout.KEYS:
-                    of_keys.append(step.gives[-1].slot)
+                    key_slots.append(step.gives[-1].slot)
                     giver = source.giver
             else:
                 step.gives += self._add(value.layout, source, chunk, moves)
-        if of_keys:
-            moves.append(Move(add_keys, block.slot("sums", giver), of_keys))
+        if key_slots:
+            moves.append(Move(add_keys, block.slot("sums", giver), key_slots))
 
     def of_hidden(self, chunks: Sequence[int], moves: list[Move]) -> int:
-        """The slot of the gradient of what the block is given; the rows of these chunks are complete then."""
+        """The slot of the gradient of the block's input; ``moves`` complete the rows of these chunks."""
         block, layout = self._block, kinds.HIDDEN_STATES.layout
-        if block.is_kept_whole(_GIVEN):
-            if self._of_hidden is None:
-                self._of_hidden = self._total(layout, _GIVEN, None, moves)
-            return self._of_hidden
-        slot = block.slot("rows of gradient", _GIVEN)
+        if block.is_kept_whole(_INPUT):
+            if self._input_slot is None:
+                self._input_slot = self._total(layout, _INPUT, None, moves)
+            return self._input_slot
+        slot = block.slot("rows of gradient", _INPUT)
         for chunk in chunks:
             spans = block.spans(layout, chunk)
-            for arrival in self._arrivals.pop((_GIVEN, chunk), ()):
+            for arrival in self._arrivals.pop((_INPUT, chunk), ()):
                 earlier, rows = block.numbers.temporary(), arrival.slot
-                if arrival.of is not None:
+                if arrival.source_rows is not None:
                     rows = block.numbers.temporary()
-                    moves.append(Move(gather, rows, (arrival.slot,), (arrival.of,)))
+                    moves.append(Move(gather, rows, (arrival.slot,), (arrival.source_rows,)))
                 moves.append(Move(gather, earlier, (slot,), (spans,)))
                 moves.append(Move(scatter, slot, (rows, earlier), (spans, block.num_rows(layout))))
         return slot
 
     def _total(self, layout: Layout, source: Source, chunk: int | None, moves: list[Move]) -> int:
-        """The slot of all gradients of a value, or of a chunk of it."""
+        """The slot of the sum of all gradients of a value, or of a chunk of it."""
         block = self._block
         parts = [Arrival(block.slot("gradient", source, chunk))] if self._added[source, chunk] else []
         if chunk is None and any(self._added[source, index] for index in block.indices):
@@ -330,13 +330,13 @@ class Gradients:
         parts += self._arrivals.pop((source, chunk), ())
         if len(parts) == 1 and parts[0] == Arrival(parts[0].slot):
             return parts[0].slot
-        target, rows = block.numbers.temporary(), [(part.to, part.of) for part in parts]
+        target, rows = block.numbers.temporary(), [(part.target_rows, part.source_rows) for part in parts]
         slots = [part.slot for part in parts]
         moves.append(Move(total, target, slots, (block.num_rows(layout), rows)))
         return target
 
     def _add(self, layout: Layout, source: Source, chunk: int | None, moves: list[Move]) -> list[Place]:
-        """What a computed stage gives to the gradient of a value."""
+        """Where a computed stage puts its gradients of a value, to be added."""
         block = self._block
         if chunk is not None or block.is_kept_whole(source):
             return [self._add_rows(layout, source, chunk, moves)]
@@ -350,13 +350,13 @@ class Gradients:
         return [Place(whole)]
 
     def _add_rows(self, layout: Layout, source: Source, chunk: int | None, moves: list[Move]) -> Place:
-        """To the gradient of a chunk; of all rows if it is None."""
+        """Where a stage puts its gradient of a chunk's rows, or of all rows if ``chunk`` is None."""
         block = self._block
         self._added[source, chunk] += 1
         number, slot = self._added[source, chunk], block.slot("gradient", source, chunk)
-        of_buffer = chunk is not None and (source == _GIVEN or block.is_kept_whole(source))
-        if of_buffer and number == block.num_added(source):
-            # The last gradient of these rows: the sum is written to where all rows are.
+        is_part = chunk is not None and (source == _INPUT or block.is_kept_whole(source))
+        if is_part and number == block.num_added(source):
+            # The last gradient of these rows: the sum goes into the buffer of all rows.
             buffer = block.slot("rows of gradient", source)
             if number == 1:
                 return block.write(buffer, layout, chunk, moves)
@@ -371,23 +371,23 @@ class Gradients:
         return Place(given)
 
     def _arriving(self, kind: StageKind, layout: Layout, source: Source, chunk: int | None) -> list[Place]:
-        """What is still on its way: whoever takes the sum comes after its arrival, and adds it."""
+        """Where a transfer puts its gradients. The stage that reads the sum runs later and adds them."""
         block, places = self._block, []
         whole = block.is_kept_whole(source)
         for index in [chunk] if whole or chunk is not None else block.indices:
-            of_index = None if index is None else block.spans(layout, index)
+            rows = None if index is None else block.spans(layout, index)
             each = chunk is not None or layout is Layout.CHUNK
             slot = block.slot("arrival", kind, source, index if each else None)
-            to, of = (of_index, None) if whole else (None, None if each else of_index)
-            self._arrivals[source, None if whole else index].append(Arrival(slot, to, of))
+            spans = (rows, None) if whole else (None, None if each else rows)
+            self._arrivals[source, None if whole else index].append(Arrival(slot, *spans))
             if each or not places:
                 places.append(Place(slot))
         return places
 
 
 def gradients_of(blocks: Sequence[BlockLayout]) -> list[Gradients]:
-    """Of each block, from the first to the last."""
-    found: list[Gradients] = []
+    """The gradients of each block, from the first to the last."""
+    gradients: list[Gradients] = []
     for block in reversed(blocks):
-        found.insert(0, Gradients(block, found[0] if found else None))
-    return found
+        gradients.insert(0, Gradients(block, gradients[0] if gradients else None))
+    return gradients

@@ -1,7 +1,7 @@
 """One pass of one micro-batch through the blocks that share a schedule, forward and backward.
 
-The blocks are one autograd function, whose inside runs by a tape. They pass rows on chunk by chunk: a block
-takes what the one below it has written so far.
+All blocks are one autograd function, which runs a tape. They exchange rows chunk by chunk: a block reads the
+rows that the block below it has written so far.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
 
 
 class Meeting(Protocol):
-    """Runs the passes of a call, possibly with that of another micro-batch (:class:`~.partners.Partners`)."""
+    """Runs the passes of a call, possibly with another micro-batch's pass (:class:`~.partners.Partners`)."""
 
     def forward(self, call: StackCall, hidden: Tensor) -> Tensor:
         """See :meth:`StackCall.forward`."""
@@ -45,13 +45,13 @@ class StackCall:
     """One forward pass through consecutive blocks and its backward.
 
     Args:
-        blocks: The state of each layer; ``parameters`` are of each, and ``numbers`` Megatron's.
-        tapes: What runs.
-        executor: Runs it, and tells ``recorder`` of every stage.
+        blocks: The state of each block.
+        tapes: The tapes, which ``executor`` runs; it records every stage in ``recorder``.
+        numbers: Megatron's layer number of each block; ``parameters`` are the parameters of each.
         keep_graph: Whether there will be a backward pass.
-        reductions: Of gradients, if stages of the backward pass start them.
+        reductions: The gradient reductions, if stages of the backward pass start them.
         partners: Runs a pass together with one of another micro-batch; None to run each alone.
-        graphs: Of the tapes; None to run every call by itself.
+        graphs: CUDA graphs of the tapes, if any.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class StackCall:
         self.partners = partners
         self.state = Pass(tapes.num_slots, blocks, parameters, Crossing() if executor.host_waits else None)
         self._graphs = None if graphs is None else graphs.begin(self.state)
-        # How many reductions were asked for when the gradients were complete that a stage waits for.
+        # How many reductions had been requested when a reducing stage's gradients were complete.
         self._asked: dict[tuple[StageKind, int], int] = {}
 
     def run(self, hidden: Tensor) -> Tensor:
-        """Run the blocks on this rank's rows ``[S, B, D]``, to ``[S, B, D]``; differentiable if the graph is
+        """Run the blocks on this rank's rows ``[S, B, D]``, to ``[S, B, D]``. Differentiable if the graph is
         kept."""
         if not self._keeps_graph:
             return self.forward(hidden)
@@ -86,16 +86,16 @@ class StackCall:
         return output
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The forward pass alone."""
+        """Run the forward pass alone."""
         self.begin_forward(hidden)
         self._execute(Direction.FORWARD)
         return self.end_forward()
 
     def backward(self, gradient: Tensor) -> list[Tensor | None]:
-        """From the gradient of the output to those of ``hidden`` and the other parameters of the first layer.
+        """Run the backward pass: the gradients of ``hidden`` and of the first layer's attention half.
 
-        Those of later layers, and of the feed-forward half of the first one, are complete before the pass
-        ends, and are handed to their accumulation nodes then: the hooks there start their reduction.
+        The gradients of later layers, and of the first layer's feed-forward half, are complete earlier. They
+        are handed to their accumulation nodes at that time, whose hooks start the reductions.
         """
         self.begin_backward(gradient)
         del gradient
@@ -103,11 +103,11 @@ class StackCall:
         return self.end_backward()
 
     def begin_forward(self, hidden: Tensor) -> None:
-        """Before the first call of the forward pass."""
+        """Set the input, before the first call of the forward pass."""
         self.state.slots[self.tapes.hidden] = hidden.detach()
 
     def end_forward(self) -> Tensor:
-        """After its last call: the output."""
+        """Return the output, after the last call of the forward pass."""
         state, tapes = self.state, self.tapes
         self._end_layers(Direction.FORWARD)
         if self._reductions is not None:
@@ -117,22 +117,22 @@ class StackCall:
         return output if self._graphs is None else output.clone()
 
     def begin_backward(self, gradient: Tensor) -> None:
-        """Before the first call of the backward pass, with the gradient of the output."""
+        """Set the gradient of the output, before the first call of the backward pass."""
         slots = self.state.slots
-        # What a pipeline stage receives requires a gradient (Megatron's p2p_communication).
+        # Detached: gradients that a pipeline stage receives require one (Megatron's p2p_communication).
         slots[self.tapes.above] = gradient.detach()
         slots[ZERO] = torch.zeros((), device=gradient.device)
         self._note_asked(REDUCE, len(self.state.blocks) - 1)
 
     def end_backward(self) -> list[Tensor | None]:
-        """After its last call: what :meth:`backward` returns."""
+        """Return the gradients of :meth:`backward`, after the last call of the backward pass."""
         state, tapes = self.state, self.tapes
         self._end_layers(Direction.BACKWARD)
         if self._reductions is not None:
             self._reductions.passed(self)
         run_moves(tapes.finish, state.slots)
         hidden: Tensor = state.slots[tapes.gradient]
-        assert hidden is not None, "no stage has taken what the block was given"
+        assert hidden is not None, "no stage has read the input of the block"
         state.slots.clear()
         if self._graphs is not None:
             hidden = hidden.clone()
@@ -140,7 +140,7 @@ class StackCall:
         return [hidden, *self._gradients(0, half=False)[1]]
 
     def _gradients(self, layer: int, *, half: bool) -> tuple[Sequence[Parameter], list[Tensor | None]]:
-        """The parameters of the feed-forward half of a layer, or all others, and their gradients."""
+        """The parameters of a layer and their gradients: of its feed-forward half, or all others."""
         parameters, sums = self._parameters[layer], self.state.sums[layer]
         chosen = parameters.feed_forward if half else parameters.others
         first = 0 if half else len(parameters.feed_forward)
@@ -148,8 +148,8 @@ class StackCall:
 
     def _hand_over(self, layer: int, *, half: bool) -> None:
         parameters, gradients = self._gradients(layer, half=half)
-        # No name for the iterator: it would keep the last gradient, which would then be copied.
-        trained = [one for one, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+        # No name for the zip: it would keep the last gradient alive, which would then be copied.
+        trained = [p for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
         gradients[:] = [gradient for gradient in gradients if gradient is not None]
         if trained:
             hand_over(trained, gradients)
@@ -159,10 +159,10 @@ class StackCall:
             self._asked[kind, layer] = self._reductions.mark
 
     def run_call(self, direction: Direction, call: Call) -> Transfer | None:
-        """Run one call of a pass; a transfer is only started."""
+        """Run one call of a pass. A transfer is started and returned."""
         state = self.state
         if not call.steps and call.stage.kind.of_parameters:
-            assert self._reductions is not None, "this pass was not given what its schedule reduces"
+            assert self._reductions is not None, "a schedule with reductions runs without them"
             return self._reductions.start_until(self._asked[call.stage.kind, call.stage.layer])
         transfer, steps = None, call.steps
         if self._graphs is not None and self._graphs.run_call(direction, call, state):
@@ -188,7 +188,7 @@ class StackCall:
         return transfer
 
     def _end_layer(self, direction: Direction, layer: int) -> None:
-        """All stages of a layer have run."""
+        """Called when all stages of a layer have run."""
         if direction is Direction.FORWARD:
             if layer in self.tapes.again:
                 blocks = self.state.blocks
@@ -207,14 +207,14 @@ class StackCall:
     def _execute(self, direction: Direction) -> None:
         state, recorder = self.state, self.recorder
         recorder.enter(self.numbers, direction)
-        # Once for all segments. All else works on tensors without a graph.
+        # Set once for all segments; all else works on tensors without a graph.
         with recorder.passes.timed(direction), torch.set_grad_enabled(self._keeps_graph):
             run = functools.partial(self.run_call, direction)
             self.executor.execute(self.tapes.passes[direction], run, recorder, state.crossing)
 
 
 class _Blocks(torch.autograd.Function):
-    """The autograd node of a call."""
+    """The autograd node of a :class:`StackCall`."""
 
     @staticmethod
     def forward(ctx, call: StackCall, anchor: Tensor, hidden: Tensor, *_: Parameter) -> Tensor:

@@ -1,7 +1,7 @@
-"""What a tape consists of: steps, each one function of one stage bound to numbered slots.
+"""The steps of a tape. A step is a function of one stage, bound to numbered slots.
 
-:mod:`.compile` decides, before the first batch, what a step takes, where it puts what it gives, and which
-slots it frees. A step reads and writes the state of one pass when an executor runs it.
+Before the first batch, :mod:`.compile` decides which slots a step reads as its arguments, which it writes its
+results to, and which it frees. When an executor runs a step, it reads and writes the state of one pass.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from megatron_ampipe.schedule import Direction, Stage
 NOTHING = 0
 """A slot that is always None."""
 ZERO = 1
-"""A slot with the number 0, the gradient of every loss."""
+"""A slot that holds a zero, the gradient of every loss."""
 FIRST_FREE = 2
 
 
 class Pass:
-    """One forward pass of one micro-batch and its backward: what the steps of a tape read and write.
+    """The state of one forward pass of one micro-batch and its backward, which steps read and write.
 
     Attributes:
-        slots: Tensors and other things that steps hand to one another, by number.
-        blocks: Their states.
-        sums: By block, of the gradients of its parameters.
-        crossing: Told of what several streams use; None where no stream is crossed.
+        slots: Tensors and other objects that steps pass to each other, by number.
+        blocks: The state of each block.
+        sums: The sums of parameter gradients of each block.
+        crossing: Records memory that several streams use; None if there is only one stream.
     """
 
     __slots__ = ("__weakref__", "blocks", "crossing", "slots", "sums")
@@ -57,17 +57,17 @@ class Pass:
     ) -> None:
         self.slots: Slots = [None] * num_slots
         self.blocks = list(blocks)
-        self.sums = [GradientSums(of_block) for of_block in parameters]
+        self.sums = [GradientSums(block_parameters) for block_parameters in parameters]
         self.crossing = crossing
 
 
 class Place(NamedTuple):
-    """An argument or a result of a step: what is in a slot, or a slice of its rows.
+    """Where a step's argument or result is: a slot, or a slice of the rows in a slot.
 
     Attributes:
-        slot: Which.
-        rows: The slice; None for all.
-        num_rows: Of the buffer in the slot, which the first result makes.
+        slot: The number of the slot.
+        rows: The slice; None for all rows.
+        num_rows: Rows of the buffer in the slot, which the first result allocates.
     """
 
     slot: int
@@ -77,17 +77,17 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Step(ABC):
-    """One function of one stage of one chunk; a transfer can be of several chunks.
+    """A function of one stage of one chunk; a transfer can be of several chunks.
 
     Attributes:
-        stage: Of which stage.
-        before: What is done first.
-        takes: The arguments.
-        gives: Where the results go.
-        after: What is done last.
-        others: Slots that the function itself reads and writes.
-        frees: Slots that nobody reads after the arguments are taken.
-        drops: Slots that nobody reads after the step.
+        stage: The stage.
+        before: Moves that run before the function.
+        takes: Where its arguments are.
+        gives: Where its results go.
+        after: Moves that run after it.
+        others: Further slots that the function itself reads or writes.
+        frees: Slots that are emptied once the arguments are taken.
+        drops: Slots that are emptied at the end of the step.
     """
 
     transfers: ClassVar[bool] = False
@@ -103,17 +103,17 @@ class Step(ABC):
 
     @abstractmethod
     def work(self, state: Pass, inputs: list[Any]) -> Any:
-        """From the arguments to the results, one for each of :attr:`gives`."""
+        """Compute the results, one for each of :attr:`gives`, from the arguments."""
 
     def run(self, state: Pass) -> Transfer | None:
-        """Run it on the calling thread and its current stream. What it starts is returned."""
+        """Run the step on the calling thread and its current stream. Returns the transfer that it starts."""
         slots, crossing = state.slots, state.crossing
         if crossing is not None:
             self._note(crossing, _tensors(slots, self.taken))
         if self.before:
             run_moves(self.before, slots)
         inputs = [slots[slot] if rows is None else slots[slot][rows] for slot, rows, _ in self.takes]
-        # What is not needed any more is referred to by the arguments alone.
+        # From here on only ``inputs`` refers to tensors that are not needed later.
         for slot in self.frees:
             slots[slot] = None
         results, transfer = self.work(state, inputs), None
@@ -139,7 +139,7 @@ class Step(ABC):
         return transfer
 
     def _note(self, crossing: Crossing, tensors: Iterable[Tensor]) -> None:
-        """Report tensors that the step reads or writes."""
+        """Record tensors that the step reads or writes."""
         if self.transfers:
             crossing.note_transfer(tensors)
         else:
@@ -157,10 +157,10 @@ class Step(ABC):
         return [*self.others, *(place.slot for place in self.gives), *moved]
 
     def text(self, names: Sequence[str]) -> str:
-        """As lines of a printed tape: moves, what the function takes and gives, moves, what is freed.
+        """The lines of the step in a printed tape: moves, arguments and results, moves, freed slots.
 
         Args:
-            names: Of all slots.
+            names: The names of all slots.
         """
 
         def named(places: Sequence[Place]) -> str:
@@ -193,15 +193,15 @@ def _tensors(slots: Slots, numbers: Iterable[int]) -> Iterator[Tensor]:
 
 @dataclass(slots=True)
 class RunStage(Step):
-    """The function of a stage that is computed, with or without a graph.
+    """Runs the function of a computed stage, with or without a graph.
 
     Attributes:
         function: Called with the state, the chunk and the arguments.
         extras: Slots of further arguments, by keyword.
-        segment: Slot of the graph; None if it is not differentiated.
-        recompute: Keep no more than the arguments, and run the function again before it is differentiated.
-        releases: Its backward releases the gradient that it is given after the first use.
-        restores: Slots of graphs that will use what this has computed once more.
+        segment: Slot of the graph; None if the stage is not differentiated.
+        recompute: Save only the arguments, and run the function again before its backward.
+        releases: The backward releases its input gradient after the first use.
+        restores: Slots of the graphs that will use the tensors that this step rebuilds.
     """
 
     function: Function
@@ -234,12 +234,12 @@ class RunStage(Step):
 
 @dataclass(slots=True)
 class Differentiate(Step):
-    """The backward of :class:`RunStage`: gradients of its results to those of its arguments.
+    """The backward of :class:`RunStage`: from gradients of its results to gradients of its arguments.
 
     Attributes:
-        segment: Slot of its graph.
-        parameters: Numbers of the parameters that it uses, in the sums of the block.
-        products: Slot of what its weights' gradients wait in; None if they do not.
+        segment: Slot of the graph.
+        parameters: Numbers of the parameters that the stage uses, in the sums of the block.
+        products: Slot of the delayed weight-gradient products; None if they are not delayed.
     """
 
     segment: int
@@ -260,11 +260,11 @@ class Differentiate(Step):
 
 @dataclass(slots=True)
 class AddWeightGradients(Step):
-    """The gradients of the weights of stages that were differentiated.
+    """Computes and adds delayed weight gradients.
 
     Attributes:
-        products: Slots of what waits.
-        joined: Whether one product is of all of them, because the stage is of the whole sequence.
+        products: Slots of the delayed products.
+        joined: Whether to compute one product for all chunks, because the stage is of the whole sequence.
     """
 
     products: Sequence[int]
@@ -285,14 +285,14 @@ class AddWeightGradients(Step):
 
 @dataclass(slots=True)
 class Communicate(Step):
-    """Starts a transfer: of values forward, of their gradients backward.
+    """Starts a transfer of values, or of gradients in the other direction.
 
     Attributes:
-        function: Called with the state, the chunks, for each what it takes, and the direction.
-        chunks: Which.
-        direction: Forward for values, in whichever pass.
-        parts: Of each chunk the arguments.
-        restores: Slots of graphs that use what it transfers without taking it from a slot.
+        function: Called with the state, the chunks, the arguments of each chunk, and the direction.
+        chunks: The chunks that are transferred.
+        direction: Forward for values in both passes, backward for gradients.
+        parts: The range of arguments of each chunk.
+        restores: Slots of the graphs that use the transferred tensors through the state of the block.
     """
 
     transfers: ClassVar[bool] = True
@@ -313,13 +313,13 @@ class Communicate(Step):
 
 @dataclass(slots=True)
 class Copy(Step):
-    """Starts to copy to host memory, or back: what a graph has kept, or values.
+    """Starts to copy saved activations of a graph, or values, to host memory or back.
 
     Attributes:
-        kept: Slots of what copies: :class:`InnerTensors`, or :class:`HostCopies` of the arguments.
-        back: From host memory.
-        parts: Of each of them the arguments.
-        restores: Slots of the graphs that use what comes back.
+        kept: Slots of the objects that copy: :class:`InnerTensors`, or :class:`HostCopies` of the arguments.
+        back: Copy from host memory to the device.
+        parts: The range of arguments of each object.
+        restores: Slots of the graphs that use the tensors that are copied back.
     """
 
     transfers: ClassVar[bool] = True
@@ -335,7 +335,7 @@ class Copy(Step):
             for slot, part in zip(self.kept, self.parts, strict=True):
                 slots[slot] = HostCopies(inputs[part])
         kept: list[InnerTensors | HostCopies] = [slots[slot] for slot in self.kept]
-        transfer = Transfer.all_of([each.load() if self.back else each.store() for each in kept])
+        transfer = Transfer.all_of([copies.load() if self.back else copies.store() for copies in kept])
         if state.crossing is not None:
             _note_in_graphs(state, state.crossing, self.restores, transfer.uses, transfers=True)
         return transfer
@@ -349,7 +349,7 @@ def _note_in_graphs(
     *,
     transfers: bool = False,
 ) -> None:
-    """Note tensors as used by graphs that will be differentiated."""
+    """Record that graphs, which will be differentiated later, use these tensors."""
     for slot in segments:
         if transfers:
             crossing.note_transfer(tensors)

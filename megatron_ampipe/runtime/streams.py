@@ -1,8 +1,8 @@
-"""How the streams of a device are ordered in one pass, and how long memory that several use is kept.
+"""Orders the streams of a device in one pass, and says how long memory that several streams use is kept.
 
 When the host releases a tensor, torch's caching allocator may reuse its memory for the next allocation on the
-stream that allocated it, even if other streams still use it, as they do what collectives read and write. The
-rule, which is stated only here:
+stream that allocated it, even if other streams still use it, as with the tensors of collectives. The rule,
+which is stated only here:
 
     Memory that a call has used and that several streams use is kept until every stream that still has
     calls of this pass to run is ordered after that call.
@@ -28,17 +28,17 @@ class StreamPlan:
     """What an executor does around each call of a pass."""
 
     waits: tuple[tuple[int, ...], ...]
-    """The earlier calls whose events its stream waits for, without those that others imply."""
+    """For each call, the earlier calls whose events its stream waits for, without redundant ones."""
     records: frozenset[int]
     """Calls after which an event is recorded."""
     releases: tuple[tuple[int, ...], ...]
-    """The earlier calls whose memory is released before it is issued."""
+    """For each call, the earlier calls whose memory is released before it is issued."""
 
 
 def stream_plan(streams: Sequence[str], needs: Sequence[Sequence[int]]) -> StreamPlan:
-    """The plan of calls on these streams, in issue order, each with the earlier ones that must have ended."""
+    """The plan for calls in issue order, given the stream of each and the earlier calls that it needs."""
     left = Counter(streams)
-    # For each stream how many calls of every stream are ordered before its next one.
+    # For each stream, how many calls of every stream are ordered before its next call.
     after: dict[str, Counter[str]] = {stream: Counter() for stream in left}
     marks: list[tuple[str, int, Counter[str]]] = []
     waits: list[tuple[int, ...]] = []
@@ -47,8 +47,8 @@ def stream_plan(streams: Sequence[str], needs: Sequence[Sequence[int]]) -> Strea
     for stream, needed in zip(streams, needs, strict=True):
         known, waited = after[stream], []
         for number in needed:
-            of, place, before = marks[number]
-            if known[of] < place:
+            needed_stream, place, before = marks[number]
+            if known[needed_stream] < place:
                 waited.append(number)
                 known |= before
         after[stream] = known
@@ -65,14 +65,14 @@ def stream_plan(streams: Sequence[str], needs: Sequence[Sequence[int]]) -> Strea
         left[stream] -= 1
         known[stream] += 1
         marks.append((stream, known[stream], known.copy()))
-    return StreamPlan(tuple(waits), frozenset(number for found in waits for number in found), tuple(releases))
+    return StreamPlan(tuple(waits), frozenset(number for call in waits for number in call), tuple(releases))
 
 
 class Crossing:
-    """The memory that collectives have read or written in one forward pass and its backward, reported to an
-    executor call by call.
+    """Records the memory that collectives read or write in one forward pass and its backward, and reports to
+    an executor which of it each call uses.
 
-    By storage, so that views are found as well. References are weak: what no graph has saved is freed.
+    Tracks storages, so views count as well. References are weak, so memory that no graph saves is freed.
     """
 
     def __init__(self) -> None:
@@ -80,15 +80,15 @@ class Crossing:
         self._used: list[UntypedStorage] = []
 
     def note_transfer(self, tensors: Iterable[Tensor]) -> None:
-        """The current stage is a collective that reads or writes these tensors."""
+        """Record that the current stage is a collective that reads or writes these tensors."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._communicated[storage._cdata] = StorageWeakRef(storage)
             self._used.append(storage)
 
     def note_use(self, tensors: Iterable[Tensor | None]) -> tuple[StorageWeakRef, ...]:
-        """The current stage computes with these tensors; those that a collective has used are returned."""
-        found = []
+        """Record that the current stage computes with these tensors; returns those that collectives use."""
+        crossed = []
         for tensor in tensors:
             if tensor is None:
                 continue
@@ -96,17 +96,17 @@ class Crossing:
             reference = self._communicated.get(storage._cdata)
             if reference is not None:
                 self._used.append(storage)
-                found.append(reference)
-        return tuple(found)
+                crossed.append(reference)
+        return tuple(crossed)
 
     def note_backward(self, references: Sequence[StorageWeakRef]) -> None:
-        """The current stage runs the backward of a stage that used these, releasing its graph."""
+        """Record that the current stage runs the backward of a stage that used these tensors."""
         for reference in references:
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is not None:
                 self._used.append(storage)
 
     def take(self) -> list[UntypedStorage]:
-        """Return and forget what the current stage has used."""
+        """Return the memory that the current stage has used, and forget it."""
         used, self._used = self._used, []
         return used

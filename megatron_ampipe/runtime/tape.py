@@ -1,6 +1,6 @@
-"""A schedule made ready to run: a flat list of calls, whose steps are bound to numbered slots.
+"""A tape is a compiled schedule: a flat list of calls, whose steps are bound to numbered slots.
 
-Printed, it is what one debugs with.
+Print it to debug a schedule.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Call:
     """One stage of a tape.
 
     Attributes:
-        position: In the tape.
-        lane: Where it runs.
-        stage: What runs.
+        position: Index of the call in the tape.
+        lane: The lane that runs it.
+        stage: The stage.
         needs: Positions of the calls that must have ended before.
-        steps: The same of each of its chunks; of several chunks at once for a transfer. Reductions of
-            gradients of parameters have none: :mod:`.stack_call` starts them.
-        ends: Blocks of which no stage is left when it has run.
-        ends_half: Whether the gradients of the feed-forward half of its block are complete then.
+        steps: One step per chunk; for a transfer, one step for all its chunks. Gradient reductions have no
+            steps: :mod:`.stack_call` starts them.
+        ends: Whether it is the last call of its block.
+        ends_half: Whether it completes the gradients of the feed-forward half of its block.
     """
 
     position: int
@@ -48,23 +48,23 @@ class Tape:
 
     @classmethod
     def of(cls, order: Sequence[tuple[str, Stage]], needs: Mapping[Stage, Sequence[Stage]]) -> Tape:
-        """The calls of stages in this order, each with the earlier ones that it needs; without steps."""
+        """Create a tape of stages in this order, each with the earlier calls that it needs; without steps."""
         positions = {stage: position for position, (_, stage) in enumerate(order)}
         return cls(
             [
-                Call(position, lane, stage, tuple(positions[one] for one in needs[stage]))
+                Call(position, lane, stage, tuple(positions[needed] for needed in needs[stage]))
                 for position, (lane, stage) in enumerate(order)
             ]
         )
 
     @cached_property
     def ended(self) -> frozenset[int]:
-        """The blocks that a call ends."""
+        """The blocks whose last call is on the tape."""
         return frozenset(call.stage.layer for call in self.calls if call.ends)
 
     @cached_property
     def streams(self) -> tuple[str, ...]:
-        """The stream of a device on which each call runs."""
+        """The name of the stream on which each call runs, on a device with streams."""
         return tuple(stream_of(call.lane, call.stage) for call in self.calls)
 
     @cached_property
@@ -85,18 +85,18 @@ class Tape:
 
 @dataclass(frozen=True, slots=True)
 class Tapes:
-    """Both passes of blocks that share a schedule.
+    """The tapes of both passes of blocks that share a schedule.
 
     Attributes:
-        passes: Of each direction the tape; the backward one has no calls where nothing is differentiated.
-        num_slots: That a pass of one micro-batch needs.
-        hidden: Slot of what the first block is given.
-        output: Slot of what the last block returns.
-        above: Slot of the gradient of that.
-        gradient: Slot of the gradient of ``hidden``, when :attr:`finish` was done.
-        finish: What is done after the backward pass.
+        passes: The tape of each direction; the backward one has no calls if nothing is differentiated.
+        num_slots: Number of slots that a pass of one micro-batch needs.
+        hidden: Slot of the input of the first block.
+        output: Slot of the output of the last block.
+        above: Slot of the gradient of the output.
+        gradient: Slot of the gradient of ``hidden``, after :attr:`finish`.
+        finish: Moves that run after the backward pass.
         again: Blocks whose forward stages run again in the backward pass.
-        names: Of the slots, to be printed.
+        names: Names of the slots, for printing.
     """
 
     passes: Mapping[Direction, Tape]
@@ -110,15 +110,15 @@ class Tapes:
     names: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Both passes."""
+        """The printed tapes of both passes."""
         return "\n".join(f"{direction}\n{tape.text(self.names)}" for direction, tape in self.passes.items())
 
 
 def free_slots(calls: Sequence[Call], *, pinned: Collection[int], first_backward: int, threads: bool) -> None:
-    """Say for each slot which step frees it: the last that uses it.
+    """Decide for each slot which step frees it: the last one that uses it.
 
-    Where lanes run on several threads, that is a step that runs after all others that use the slot, whichever
-    thread is faster: of a call that needs them, or comes after such a call in its lane.
+    With lanes on several threads, this is a step that always runs after all other users of the slot: its call
+    needs theirs, or comes later in the lane than such a call.
     """
     users: dict[int, dict[int, Step]] = defaultdict(dict)
     for number, call in enumerate(calls):
@@ -143,12 +143,12 @@ def free_slots(calls: Sequence[Call], *, pinned: Collection[int], first_backward
 
 
 def _before(calls: Sequence[Call], first_backward: int) -> list[int]:
-    """For each call, as bits, the calls that have taken their arguments before it does."""
+    """For each call, a bit mask of the calls that have always taken their arguments before it."""
     before: list[int] = []
     latest: dict[str, int] = {}
     for number, call in enumerate(calls):
         begin = first_backward * (number >= first_backward)
-        # A pass begins when the one before has ended.
+        # The backward pass begins when the forward pass has ended.
         bits = (1 << begin) - 1
         needed = [begin + position for position in call.needs]
         if call.lane in latest:

@@ -1,7 +1,7 @@
-"""Splits a sequence into chunks, and the rows of a chunk into documents.
+"""Splits a sequence into chunks, and the rows of a chunk into documents. Pure arithmetic.
 
-A chunk is stored twice: as rows of this rank's residual stream, and as rows of the queries of attention. The
-two are the same unless sequence parallelism shards the residual stream. Pure arithmetic.
+A chunk is described twice: by its rows of this rank's residual stream, and by its query rows in attention.
+The two are the same unless sequence parallelism shards the residual stream.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ class SequenceLayout:
     front and the ``r``-th from the end (Megatron's zigzag)."""
     context_rank: int = 0
     by_chunk: bool = False
-    """Tensor-parallel ranks share every chunk, not the whole sequence: each holds consecutive rows of every
-    chunk. Without context parallelism only."""
+    """Whether each chunk, instead of the whole sequence, is sharded over the tensor-parallel ranks: each rank
+    holds consecutive rows of every chunk. Only without context parallelism."""
 
     def spans(self, first: int, length: int, *, sequence_length: int) -> tuple[Span, ...]:
-        """The spans of ``length`` query rows of this rank from ``first`` on, counted from 0."""
+        """The spans of ``length`` query rows of this rank, from local row ``first`` on."""
         if self.context_ranks == 1:
             return (Span(first, length, first),)
         half = sequence_length // (2 * self.context_ranks)
@@ -115,7 +115,7 @@ def chunk_sequence(
     shares: Sequence[float] | None = None,
     layout: SequenceLayout | None = None,
 ) -> tuple[Chunk, ...]:
-    """Split a sequence of so many rows into ``degree`` chunks.
+    """Split a sequence into ``degree`` chunks.
 
     Without shares, lengths differ by at most one unit (:func:`row_unit`), with longer chunks first, and the
     last chunk also gets the remaining rows. With shares, ends are rounded to the nearest unit.
@@ -124,9 +124,9 @@ def chunk_sequence(
     them. With ``layout.by_chunk`` a chunk consists of consecutive rows of the sequence.
 
     Args:
-        sequence_length: Of the whole sequence.
+        sequence_length: Rows of the whole sequence.
         degree: Number of chunks.
-        shares: Of the sequence in each chunk, with a sum of 1.
+        shares: The share of each chunk in the sequence, with a sum of 1; None for equal chunks.
         layout: The rows of this rank; the whole sequence if None.
 
     Raises:
@@ -170,15 +170,15 @@ def cut(lengths: Sequence[int], layout: SequenceLayout, *, sequence_length: int)
 
 
 def have_whole_tiles(lengths: Sequence[int], tile: int) -> bool:
-    """Whether several chunks with so many rows, or a sequence in one, consist of tiles of ``tile`` rows."""
+    """Whether chunks of these lengths consist of whole tiles of ``tile`` rows; true for a single chunk."""
     return len(lengths) == 1 or not any(length % tile for length in lengths)
 
 
 def require_whole_tiles(chunks: Sequence[Chunk], tile: int) -> None:
-    """Check that chunks consist of tiles of FP8, see ``features.rows_of_tile``.
+    """Check that chunks consist of whole FP8 tiles, see ``features.rows_of_tile``.
 
     Raises:
-        BadInput: one does not; names the largest smaller degree with which equal chunks would.
+        BadInput: a chunk does not; names the largest smaller degree at which equal chunks do.
     """
     lengths = [sum(span.length for span in chunk.hidden) for chunk in chunks]
     if have_whole_tiles(lengths, tile):
@@ -197,10 +197,10 @@ def require_whole_tiles(chunks: Sequence[Chunk], tile: int) -> None:
 
 
 def row_unit(num_rows: int, degree: int) -> int:
-    """Ends of chunks are rounded to multiples of this number of rows of a rank.
+    """The number of rows of a rank to whose multiples the ends of chunks are rounded.
 
-    A tile if a chunk has at least :data:`ALIGNED_TILES`, so that rounding changes an equal chunk by a quarter
-    at most; else 1.
+    A tile if each chunk has at least :data:`ALIGNED_TILES` tiles, so that rounding changes an equal chunk by
+    at most a quarter; else 1.
     """
     return TILE_ROWS if num_rows // TILE_ROWS // degree >= ALIGNED_TILES else 1
 
@@ -228,7 +228,7 @@ def _shared_out(num_rows: int, shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def _nearest(num_rows: int, shares: Sequence[float], unit: int) -> tuple[int, ...]:
-    """Lengths of the chunks; ends (except for the last) are rounded to the nearest multiple of a unit."""
+    """Lengths of the chunks, with all ends but the last rounded to the nearest multiple of ``unit``."""
     ends = [unit * math.floor(share * num_rows / unit + 0.5) for share in itertools.accumulate(shares)]
     return tuple(end - start for start, end in itertools.pairwise([0, *ends[:-1], num_rows]))
 
@@ -239,9 +239,9 @@ class DocumentRows:
 
     Attributes:
         sequence: Index of the sequence in the micro-batch.
-        num_rows: How many query rows.
+        num_rows: Number of query rows.
         first_key: First row of the document, counted in the sequence.
-        last_key: One past the last key that the last row sees: its own.
+        last_key: One past the last key that the last row sees, which is the row itself.
     """
 
     sequence: int
@@ -251,7 +251,7 @@ class DocumentRows:
 
     @property
     def num_keys(self) -> int:
-        """How many keys the last row sees."""
+        """Number of keys that the last row sees."""
         return self.last_key - self.first_key
 
     @property
@@ -265,11 +265,11 @@ class Documents:
     """Where the documents of a micro-batch begin.
 
     Attributes:
-        starts: For each sequence of the micro-batch the first row of each of its documents, ascending; the
+        starts: For each sequence of the micro-batch, the first row of each of its documents, ascending; the
             first one is 0.
         num_rows: Rows of a sequence.
-        own_positions: The rotary embedding counts the rows of each document from 0, not those of the
-            sequence: documents are packed. A mask of the data loader separates them otherwise.
+        own_positions: Whether positions of the rotary embedding start at 0 in each document (packed
+            documents). Otherwise they count in the sequence (documents separated by the data loader's mask).
     """
 
     starts: tuple[tuple[int, ...], ...]

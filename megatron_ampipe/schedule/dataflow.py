@@ -1,6 +1,6 @@
-"""Which stage waits for which: the rows of a block, connected by the values that they take.
+"""The dependencies between stages: the rows of a block, connected by the values that they give and take.
 
-The checker, the issue order, the planner and the runtime all read it from here.
+The checker, the issue order, the planner and the runtime all use this one data flow.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megatron_ampipe.schedule.stage_kind import Direction, Layout, Scope, StageK
 
 
 class Source(NamedTuple):
-    """Where a value that a stage takes comes from. A tuple, because every stage looks some up."""
+    """Where a value comes from. A tuple, because it is looked up for every stage."""
 
     giver: StageKind | None
-    """The kind that gives it; None for what the block itself is given."""
+    """The kind that gives the value; None for the input of the block."""
     name: str
 
 
@@ -32,18 +32,18 @@ type _Needs = Mapping[Stage, Sequence[Stage]]
 
 @dataclass(frozen=True, slots=True)
 class DataFlow:
-    """The rows of one block, each value that a row takes connected with the row that gives it.
+    """The rows of one block, with the source of each value that a row takes.
 
     Attributes:
         kinds: The rows that the block has, in order.
-        sources: For each row the values that it takes and rows of this block give, each with its source.
-        takers: For each source the rows that take it, in order.
-        output: What the block returns.
-        taken: For each row the tensors that it takes, each with its source.
-        given: For each row the tensors that it gives, likewise.
-        recalled: For each row with ``own_backward`` what its backward takes besides gradients.
-        once: Transfers that do not run again in a recomputed block: those that run forward only, whose result
-            is kept, and those of whose result the rest needs the shape alone.
+        sources: For each row, the values that it takes, each with its source.
+        takers: For each source, the rows that take its value, in order.
+        output: The source of the block's output.
+        taken: For each row, the tensors that it takes, each with its source.
+        given: For each row, the tensors that it gives, each with its source.
+        recalled: For each row with ``own_backward``, the tensors that its backward takes with the gradients.
+        once: Kinds that do not run again in a recomputed block: those that run forward only, whose results
+            are kept, and transfers of whose outputs later stages only need the shape.
     """
 
     kinds: tuple[StageKind, ...]
@@ -89,7 +89,7 @@ def _tensors(values: Iterable[tuple[Value, Source]]) -> list[tuple[Value, Source
 def _once(
     rows: Sequence[StageKind], takers: Mapping[Source, Sequence[StageKind]], taken: _Values, given: _Values
 ) -> frozenset[StageKind]:
-    """:attr:`DataFlow.once`, from the last row to the first: what runs again takes what it took."""
+    """:attr:`DataFlow.once`, found from the last row to the first."""
     once: set[StageKind] = set()
     for kind in reversed(rows):
         by_shape = all(
@@ -106,36 +106,35 @@ def _once(
 
 
 def is_whole(kind: StageKind, *, whole_attention: bool) -> bool:
-    """Whether a stage of this row is of the whole sequence rather than of a chunk."""
+    """Whether a stage of this row covers the whole sequence rather than a chunk."""
     return whole_attention if kind.scope is Scope.EITHER else kind.scope is Scope.WHOLE
 
 
 def needs_of(
     schedule: Schedule, layers: Sequence[BlockFeatures], direction: Direction
 ) -> dict[Stage, tuple[Stage, ...]]:
-    """Every stage of one direction with the stages that must have run before it.
+    """Every stage of one direction, with the stages that must have run before it.
 
-    The backward graph is the forward graph with its edges reversed, without the kinds that run forward only.
-    A recomputed block also runs its forward graph in it, without :attr:`DataFlow.once`. It begins when the
-    second block above has ended, so that the tensors of two blocks at most are kept. Kinds that restore what
-    another has not kept wait for one another as in a forward pass, and that kind's backward for them.
-    Gradients of weights that are separate stages wait for the gradients of the inputs of the same stage, and
-    nothing waits for them. Reductions of gradients wait for all of the block above, ``REDUCE_EXPERTS`` also
-    for the feed-forward half of the same block. Copies to and from host memory keep pace with the stages
-    whose tensors they copy.
+    The backward graph is the forward graph with reversed edges, without the kinds that run forward only. A
+    recomputed block also runs its forward graph in it, except :attr:`DataFlow.once`. This recompute begins
+    when the second block above has ended, so that tensors of at most two blocks are kept. Kinds that restore
+    activations depend on each other as in a forward pass; the backward that uses the activations waits for
+    them. A separate weight-gradient stage waits for the input gradient of its stage; nothing waits for it.
+    Gradient reductions wait for all of the block above; ``REDUCE_EXPERTS`` also waits for the feed-forward
+    half of the same block. Copies to and from host memory keep pace with the stages whose tensors they copy.
 
     Args:
-        schedule: Of its order counts only whether attention is of the whole sequence, and which gradients of
-            weights are stages, of a chunk or of the whole sequence.
-        layers: The features of consecutive blocks: each takes what the one before it returns.
-        direction: Of which pass.
+        schedule: Only two things of it count: whether attention covers the whole sequence, and which weight
+            gradients are stages, per chunk or for the whole sequence.
+        layers: The features of consecutive blocks; each takes the output of the block before it.
+        direction: The pass.
     """
     degree, whole_attention = schedule.degree_of(direction), schedule.whole_attention
     forward: dict[Stage, tuple[Stage, ...]] = {}
     for layer in range(len(layers)):
         forward |= _forward(layers, layer, degree=degree, whole_attention=whole_attention)
     if direction is Direction.FORWARD:
-        # The losses only add gradients: the pass that runs again adds them.
+        # The losses only add gradients, which the recompute does.
         return _with_copies_in_time(
             {
                 stage: needed
@@ -166,20 +165,20 @@ def needs_of(
             chunk = None if kind in schedule.backward.whole else stage.chunk
             backward.setdefault(Stage(kind, chunk, stage.layer), []).append(stage)
     backward |= _again(forward, backward, layers)
-    of_kind: dict[tuple[int, StageKind], list[Stage]] = defaultdict(list)
+    by_kind: dict[tuple[int, StageKind], list[Stage]] = defaultdict(list)
     for stage in backward:
         if not stage.again:
-            of_kind[stage.layer, stage.kind].append(stage)
+            by_kind[stage.layer, stage.kind].append(stage)
     _add_needs_of_reductions(backward)
     for stage, waits in restoring.items():
         restored = stage.kind.restores
         assert restored is not None
-        for user in of_kind[stage.layer, restored]:
+        for user in by_kind[stage.layer, restored]:
             if stage.chunk in (None, user.chunk):
                 backward[user].append(stage)
         if restored.step_of is not None:
-            # What is restored of two steps is in memory at most.
-            waits += of_kind[stage.layer, kinds.step_of(restored.step_of, restored.step + 2)]
+            # At most two steps have rebuilt tensors in memory.
+            waits += by_kind[stage.layer, kinds.step_of(restored.step_of, restored.step + 2)]
     return _with_copies_in_time(
         {stage: tuple(needed) for stage, needed in (backward | restoring).items()}, direction
     )
@@ -188,7 +187,7 @@ def needs_of(
 def _again(
     forward: _Needs, backward: Mapping[Stage, list[Stage]], layers: Sequence[BlockFeatures]
 ) -> dict[Stage, list[Stage]]:
-    """The stages that run again with what they need; the backward stages get to need them."""
+    """The stages that run again, with their dependencies; ``backward`` stages now also wait for them."""
     again = {
         stage: replace(stage, again=True)
         for stage in backward
@@ -205,7 +204,7 @@ def _again(
             if other in again:
                 yield again[other]
             else:
-                # After a transfer whose result is kept: what that took has set state that is used here.
+                # A transfer that does not run again: its own inputs set state that is used here.
                 yield from needed_by(other)
 
     needs = {}
@@ -217,7 +216,7 @@ def _again(
 
 
 def _add_needs_of_reductions(backward: dict[Stage, list[Stage]]) -> None:
-    """What is of parameters waits for the gradients of parameters that it reduces."""
+    """Let each reduction wait for the gradients that it reduces."""
     waiting = [stage for stage in backward if stage.kind.of_parameters]
     if not waiting:
         return
@@ -230,12 +229,12 @@ def _add_needs_of_reductions(backward: dict[Stage, list[Stage]]) -> None:
 
 
 def is_of_feed_forward(stage: Stage) -> bool:
-    """Whether a stage of a backward pass computes gradients of parameters of the feed-forward half."""
+    """Whether a stage of a backward pass computes parameter gradients of the feed-forward half."""
     return (stage.kind.weights_of or stage.kind) in kinds.FEED_FORWARD and not stage.again
 
 
 def _last_of_layers(needs: _Needs) -> dict[int, list[Stage]]:
-    """For each block the stages that no other stage of the block waits for, without those of parameters."""
+    """For each block, the stages that no other stage of the block waits for; reductions do not count."""
     awaited = {other for stage, needed in needs.items() for other in needed if other.layer == stage.layer}
     last: dict[int, list[Stage]] = {}
     for stage in needs:
@@ -247,33 +246,33 @@ def _last_of_layers(needs: _Needs) -> dict[int, list[Stage]]:
 def _forward(
     layers: Sequence[BlockFeatures], layer: int, *, degree: int, whole_attention: bool
 ) -> dict[Stage, tuple[Stage, ...]]:
-    """One layer of the forward graph; for the backward pass with the stages that restore."""
+    """The forward graph of one layer, including stages that rebuild activations in the backward pass."""
     flow = data_flow(layers[layer])
-    # Chunks differ in what is restored, and so in where that takes its values from.
-    of_chunk = [data_flow(layers[layer].of_chunk(chunk, degree)) for chunk in range(degree)]
+    # Chunks can rebuild different activations, and so have other sources.
+    chunk_flows = [data_flow(layers[layer].of_chunk(chunk, degree)) for chunk in range(degree)]
 
     def chunks_of(kind: StageKind) -> Sequence[int | None]:
         return [None] if is_whole(kind, whole_attention=whole_attention) else range(degree)
 
     def givers(kind: StageKind, chunk: int | None) -> Iterator[Stage]:
-        for value, source in (flow if chunk is None else of_chunk[chunk]).sources[kind]:
-            giver, of_layer = source.giver, layer
+        for value, source in (flow if chunk is None else chunk_flows[chunk]).sources[kind]:
+            giver, giver_layer = source.giver, layer
             if giver is None:
-                # The first layer takes what the schedule is given.
+                # The first layer takes the input of the schedule.
                 if not layer:
                     continue
-                giver, of_layer = data_flow(layers[layer - 1]).output.giver, layer - 1
+                giver, giver_layer = data_flow(layers[layer - 1]).output.giver, layer - 1
             assert giver is not None
             for given in chunks_of(giver):
-                # Attention is causal: a chunk sees the keys of earlier chunks and its own.
+                # Attention is causal: a chunk sees its own keys and those of earlier chunks.
                 earlier = value.layout is Layout.KEYS and given is not None and given < (chunk or 0)
                 if earlier or given is None or chunk is None or given == chunk:
-                    yield Stage(giver, given, of_layer)
+                    yield Stage(giver, given, giver_layer)
 
     graph: dict[Stage, tuple[Stage, ...]] = {}
     for kind in flow.kinds:
         for chunk in chunks_of(kind):
-            if chunk is not None and kind not in of_chunk[chunk].sources:
+            if chunk is not None and kind not in chunk_flows[chunk].sources:
                 continue
             needed = dict.fromkeys(givers(kind, chunk))
             if chunk and kind.ordered:
@@ -283,16 +282,16 @@ def _forward(
 
 
 AHEAD = 2
-"""Of how many chunks tensors are loaded before the experts need them, or wait to be stored after that."""
+"""How many chunks before its use a load may begin, and for how many chunks a store may be late."""
 
 
 def _with_copies_in_time(
     needs: Mapping[Stage, tuple[Stage, ...]], direction: Direction
 ) -> dict[Stage, tuple[Stage, ...]]:
-    """The dependencies of a pass, with those that bound how much is held on the device.
+    """Add the dependencies that bound the memory of offloaded tensors on the device.
 
-    Forward, the experts of a chunk wait until what was kept of the chunk :data:`AHEAD` before it is stored;
-    backward, a load waits until the experts of the chunk that many before its own are differentiated.
+    Forward, the experts of a chunk wait for the store of the chunk that is :data:`AHEAD` chunks earlier.
+    Backward, the load of a chunk waits for the experts' backward of the chunk that is as many chunks earlier.
     """
     bounded = dict(needs)
     if not any(stage.kind.copies for stage in needs):

@@ -1,7 +1,7 @@
-"""What a block contains, as far as its stages depend on it, and how it follows from Megatron's settings.
+"""The features of a block that decide which stages it has, and how they follow from Megatron's settings.
 
-The functions take ``settings``: Megatron's arguments, its ``TransformerConfig``, or anything else with the
-same names. Whoever makes, checks or runs a schedule gets its features here.
+The functions take ``settings``: Megatron's arguments, its ``TransformerConfig``, or any object with the same
+names. All code that builds, checks or runs a schedule gets the features here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.schedule.stage_kind import COMM, COMM_LANE, INTRA, INTRA_LANE
 
 BALANCED = ("sinkhorn", "quantile_balancing")
-"""Load-balancing types that compare all tokens of a rank, or of a sequence, to choose their experts."""
+"""Load-balancing types that compare all tokens of a rank, or of a sequence, to choose experts."""
 DEEPEP_RANKS_OF_NODE = 8
-"""Among more ranks, DeepEP does not take the number of rows that will arrive (``num_worst_tokens``)."""
+"""With more ranks, DeepEP cannot be given the number of received rows in advance (``num_worst_tokens``)."""
 FP8_TILES = {"blockwise": 128, "mxfp8": 32, "tensorwise": 16}
-"""The recipes of FP8 in which chunks can train, and of how many tokens a chunk must have a multiple.
+"""The FP8 recipes that support chunks, each with the number that a chunk's tokens must be a multiple of.
 
-So many share a scale where the gradient of a weight is computed; with one scale for all, kernels ask for it.
+So many tokens share a scale in the wgrad product; with one scale per tensor, kernels require the multiple.
 """
 OTHER_FP8_RECIPE = (
     "delayed scaling, Megatron's default, takes its scales from the largest values of earlier calls, and "
@@ -39,21 +39,21 @@ WEIGHTS_TOGETHER = (
 
 
 class Restored(StrEnum):
-    """How the backward pass of the experts gets what their forward pass has not kept."""
+    """How the backward pass of the experts gets activations that their forward pass has not saved."""
 
     REBUILD = "rebuild"
-    """Inner tensors are computed once more."""
+    """Inner tensors of the experts are recomputed."""
     REDISPATCH = "redispatch"
-    """Tokens are sent once more."""
+    """Tokens are dispatched again."""
     OFFLOAD = "offload"
-    """Inner tensors wait in host memory."""
+    """Inner tensors of the experts are kept in host memory."""
     OFFLOAD_TOKENS = "offload_tokens"
-    """What has arrived waits in host memory."""
+    """Received tokens are kept in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFeatures:
-    """What a block contains.
+    """The features of a block.
 
     Attributes:
         attention: Attention before the experts. Without it, the block begins with the norm before the router.
@@ -61,27 +61,27 @@ class BlockFeatures:
         losses: The router has auxiliary or z losses.
         shared: There are shared experts.
         ordered_routing: Chunks must be routed from first to last, because they share the experts' capacity.
-        chooses: The router chooses for all chunks at once.
+        chooses: The router chooses experts for all chunks at once.
         chunked_qkv: Queries, keys and values can be projected chunk by chunk.
-        recomputed: The forward pass keeps only what the block is given, and its stages run again in the
-            backward pass (``Stage.again``).
-        drops_normed: What the router and the experts are given is not kept either: the norm before them runs
-            again where it is needed.
-        restored: What is not kept for the backward pass of the experts, and is restored in it: of each chunk
-            of the backward pass, or once for all.
+        recomputed: Full recompute: the forward pass saves only the input of the block, and its stages run
+            again in the backward pass (``Stage.again``).
+        drops_normed: The input of router and experts is not saved; the norm before them runs again in the
+            backward pass.
+        restored: Activations of the experts that are not saved, and how the backward pass restores them: for
+            each chunk of the backward pass, or one entry for all chunks.
         condensed: Similar tokens are sent once.
         flex: The dispatcher counts the tokens itself, in the same call that sends them.
-        reduces: Its backward pass reduces gradients of parameters over data-parallel ranks, as a stage.
-        reduces_experts: Also those of its experts, in a separate stage.
-        nodes: Tokens are sent between nodes and then handed on inside one.
-        gathers: The lane in which ranks that share an expert gather its tokens, and reduce and scatter what
-            it gives; empty where experts are whole, or the dispatch gathers. With ``nodes``, it is that of
-            the node.
-        row_links: The resource (``Lane.resource``) over which tensor-parallel ranks add and scatter the rows
-            that attention projects, as a stage; empty where the projection does that itself.
-        gathers_rows: With ``row_links``, these ranks also gather what attention is given as a stage.
-        ring_ranks: Context-parallel ranks that pass keys on to one another; 1 where none do.
-        latent: ``merge`` projects what the experts return, so its backward needs their values.
+        reduces: The backward pass has a stage that reduces parameter gradients over data-parallel ranks.
+        reduces_experts: It has a separate one for gradients of experts.
+        nodes: Tokens are sent between nodes first, then forwarded within the node.
+        gathers: The lane in which ranks that share an expert all-gather its tokens and reduce-scatter its
+            outputs; empty if experts are not sharded, or if the dispatch gathers. With ``nodes``, the lane
+            within the node is used.
+        row_links: The resource (``Lane.resource``) of the reduce-scatter of attention's output projection, if
+            that is a stage; empty if the projection does it itself.
+        gathers_rows: With ``row_links``, the all-gather of attention's input is also a stage.
+        ring_ranks: Context-parallel ranks that pass keys around in a ring; 1 without a ring.
+        latent: ``merge`` projects the expert outputs, so its backward needs their values.
     """
 
     attention: bool = True
@@ -107,17 +107,17 @@ class BlockFeatures:
 
     @property
     def ring(self) -> bool:
-        """Whether ranks pass keys on to one another."""
+        """Whether context-parallel ranks pass keys around in a ring."""
         return self.ring_ranks > 1
 
-    def restores(self, what: Restored) -> bool:
-        """Whether this is restored of any chunk."""
-        return any(what in of_chunk for of_chunk in self.restored)
+    def restores(self, method: Restored) -> bool:
+        """Whether any chunk uses this method."""
+        return any(method in methods for methods in self.restored)
 
     def of_chunk(self, chunk: int, degree: int | None = None) -> BlockFeatures:
-        """With what is restored of one chunk of a pass of this degree; of the backward pass if None.
+        """The features with ``restored`` for one chunk, in a pass of this degree (None: the backward degree).
 
-        A chunk of a forward pass with fewer chunks has what is restored of any of its parts.
+        A forward chunk that covers several backward chunks has the methods of each of them.
         """
         count = len(self.restored)
         if count <= 1:
@@ -129,12 +129,12 @@ class BlockFeatures:
     @property
     def without_experts(self) -> BlockFeatures:
         """The features of a block with the same attention and an MLP."""
-        of_attention = ("chunked_qkv", "recomputed", "reduces", "row_links", "gathers_rows", "ring_ranks")
-        return BlockFeatures(dense=True, **{name: getattr(self, name) for name in of_attention})
+        kept = ("chunked_qkv", "recomputed", "reduces", "row_links", "gathers_rows", "ring_ranks")
+        return BlockFeatures(dense=True, **{name: getattr(self, name) for name in kept})
 
     @property
     def without_attention(self) -> BlockFeatures:
-        """The features of a block with the same experts whose attention is not a part of it."""
+        """The features of a block with the same experts, without attention."""
         return replace(
             self, attention=False, chunked_qkv=False, row_links="", gathers_rows=False, ring_ranks=1
         )
@@ -152,12 +152,12 @@ def features_of_settings(
     """The features of the blocks that Megatron builds from its settings and AMPipe's ``own``.
 
     Args:
-        settings: See the module.
-        own: AMPipe's.
-        with_losses: Whether the pass adds the router's losses, if there are any: it trains and keeps a graph.
-        dense: Of a layer without experts.
-        shares_schedule: Several layers share a schedule.
-        local: The linear layers are Megatron's local ones, which can leave their transfers to others.
+        settings: Megatron's settings, see the module.
+        own: AMPipe's settings.
+        with_losses: Whether the pass adds the router's losses, if there are any (training, with a graph).
+        dense: For a layer without experts.
+        shares_schedule: Whether several layers share a schedule.
+        local: Whether linear layers are Megatron's local ones, whose transfers can be separate stages.
     """
     tensor, context = settings.tensor_model_parallel_size, settings.context_parallel_size
     limited, chooses = has_capacity(settings), chooses_at_once(settings, own)
@@ -169,7 +169,7 @@ def features_of_settings(
     features = BlockFeatures(
         losses=with_losses and router_has_losses(settings),
         shared=settings.moe_shared_expert_intermediate_size is not None,
-        # A chunk leaves the next one what is left of the capacity.
+        # The next chunk gets the rest of the capacity.
         ordered_routing=limited and own.capacity_scope != "chunk" and not chooses,
         chooses=chooses,
         chunked_qkv=chunked_qkv,
@@ -191,7 +191,7 @@ def has_capacity(settings: Any) -> bool:
 
 
 def fp8_recipe(settings: Any) -> str | None:
-    """Megatron's recipe of FP8; None without FP8."""
+    """Megatron's FP8 recipe; None without FP8."""
     if not (getattr(settings, "fp8", None) or getattr(settings, "fp8_format", None)):
         return None
     recipe = getattr(settings, "fp8_recipe", None) or "delayed"
@@ -199,7 +199,7 @@ def fp8_recipe(settings: Any) -> str | None:
 
 
 def rows_of_tile(settings: Any, batch: int) -> int:
-    """Of how many rows of ``batch`` tokens a chunk must have a multiple, so that FP8 has whole tiles."""
+    """The number that a chunk's rows, of ``batch`` tokens each, must be a multiple of for whole FP8 tiles."""
     tile = FP8_TILES.get(fp8_recipe(settings) or "", 1)
     return tile // math.gcd(tile, batch)
 
@@ -214,7 +214,7 @@ def counts_inside(settings: Any) -> bool:
 
 
 def expert_tensor_ranks(settings: Any) -> int:
-    """How many ranks share an expert, with Megatron's default: those that share attention."""
+    """The expert tensor-parallel size; Megatron's default is the tensor-parallel size."""
     num_ranks: int = settings.expert_tensor_parallel_size or settings.tensor_model_parallel_size
     return num_ranks
 
@@ -222,8 +222,8 @@ def expert_tensor_ranks(settings: Any) -> int:
 def gather_lane(settings: Any, ranks_per_node: int | None) -> str:
     """The lane of the all-gathers and reduce-scatters of tensor-parallel experts; empty if there are none.
 
-    Where all ranks that share an expert are in a node and the tokens come from other nodes too, the two use
-    different links. Only the dispatcher ``alltoall`` gathers apart from its exchange.
+    If ranks that share an expert are in one node and tokens also come from other nodes, gathers and dispatch
+    use different links. Only the ``alltoall`` dispatcher gathers in a separate collective.
     """
     num_ranks = expert_tensor_ranks(settings)
     if settings.moe_token_dispatcher_type != "alltoall" or num_ranks == 1:
@@ -232,13 +232,13 @@ def gather_lane(settings: Any, ranks_per_node: int | None) -> str:
 
 
 def _within_node(settings: Any, num_ranks: int, ranks_per_node: int | None) -> bool:
-    """Whether consecutive ranks are on one node, and those that exchange tokens on several."""
-    of_experts = settings.expert_model_parallel_size * expert_tensor_ranks(settings)
-    return ranks_per_node is not None and not ranks_per_node % num_ranks and of_experts > ranks_per_node
+    """Whether ``num_ranks`` consecutive ranks are on one node, but the ranks that exchange tokens are not."""
+    num_expert_ranks = settings.expert_model_parallel_size * expert_tensor_ranks(settings)
+    return ranks_per_node is not None and not ranks_per_node % num_ranks and num_expert_ranks > ranks_per_node
 
 
 def uses_ring_attention(settings: Any) -> bool:
-    """Whether context-parallel ranks pass keys and values on in a ring, rather than gather all of them.
+    """Whether context-parallel ranks pass keys and values around in a ring, instead of gathering them.
 
     ``p2p`` is Megatron's default of ``--cp-comm-type``.
     """
@@ -251,7 +251,7 @@ def uses_ring_attention(settings: Any) -> bool:
 
 
 def ring_hindrance(settings: Any) -> str | None:
-    """Why attention cannot be merged from the keys of one rank after another; None if it can."""
+    """Why ring attention is not possible; None if it is."""
     if settings.attention_dropout > 0:
         return "attention dropout"
     if settings.window_size is not None:
@@ -262,7 +262,7 @@ def ring_hindrance(settings: Any) -> str | None:
 
 
 def splits_weights(settings: Any) -> bool:
-    """Whether the linear layers can compute gradients of weights apart from those of their inputs."""
+    """Whether linear layers can compute weight gradients separately from input gradients."""
     if settings.transformer_impl != "transformer_engine":
         return bool(settings.transformer_impl == "local")
     others = (
@@ -276,8 +276,8 @@ def splits_weights(settings: Any) -> bool:
 def boundary(settings: Any, *, whole_attention: bool) -> str | None:
     """Why consecutive layers cannot share a schedule; None if they can.
 
-    With tensor parallelism Megatron spreads the whole sequence over the ranks. Layers that share a schedule
-    spread each chunk, so that other ranks hold its tokens. With ``whole_attention``, the schedule computes
+    With tensor parallelism, Megatron shards the whole sequence over the ranks, but layers that share a
+    schedule shard each chunk, which moves tokens to other ranks. ``whole_attention``: the schedule computes
     attention of the whole sequence at once (``moe-only``).
     """
     if settings.context_parallel_size > 1:
@@ -304,7 +304,7 @@ def chooses_at_once(settings: Any, own: Settings) -> bool:
     """Whether experts must be chosen for all chunks before the first token is sent.
 
     Dropping by probability compares all tokens of an expert, unless ``capacity_scope`` is ``chunk``. Sinkhorn
-    compares all tokens, unless ``router_scope`` is ``chunk``, and balancing by quantiles always.
+    compares all tokens, unless ``router_scope`` is ``chunk``; balancing by quantiles always does.
     """
     drops = has_capacity(settings) and settings.moe_token_drop_policy == "probs"
     balances_chunks = own.router_scope == "chunk" and "sinkhorn" in settings.moe_router_load_balancing_type
@@ -312,16 +312,16 @@ def chooses_at_once(settings: Any, own: Settings) -> bool:
 
 
 def balances(settings: Any) -> bool:
-    """Whether experts are balanced by comparing tokens. Megatron does so if it is the only kind."""
+    """Whether experts are balanced by comparing tokens: Megatron does so if it is the only balancing type."""
     kinds = settings.moe_router_load_balancing_type
     return (kinds if isinstance(kinds, str) else " ".join(kinds)) in BALANCED
 
 
 def router_has_losses(settings: Any) -> bool:
-    """Whether a training step adds a loss of the router, as Megatron's router decides it.
+    """Whether a training step adds a router loss, by the same rule as in Megatron's router.
 
-    An auxiliary loss counts with a coefficient above 0. The z-loss counts with any coefficient, 0 included:
-    the router computes and logs it then.
+    An auxiliary loss counts if its coefficient is above 0. The z-loss counts with any coefficient, even 0,
+    because the router then computes and logs it.
     """
     if settings.moe_z_loss_coeff is not None:
         return True
@@ -330,6 +330,6 @@ def router_has_losses(settings: Any) -> bool:
     numbers = [coefficients] if isinstance(coefficients, int | float) else list(coefficients or [])
     if len(numbers) == 1:
         numbers *= len(names)
-    # Other types of load balancing come without a loss.
+    # Other types of load balancing have no loss.
     with_loss = ("aux_loss", "seq_aux_loss", "global_aux_loss")
     return any(name in with_loss and number > 0 for name, number in zip(names, numbers, strict=False))

@@ -1,10 +1,10 @@
-"""The kinds of stages as a table, and the rows of a block.
+"""The table of all kinds of stages, and the rows of a block.
 
-A row says where a stage runs, whether once for the sequence or once per chunk, and which values it takes and
-gives. :func:`rows` lists those that a block has, in order, on the lane and of the scope that they have there.
-All else follows: which stage waits for which (:mod:`.dataflow`), which tensors pass between stages and when
-they are released (``runtime.compile``). A new kind is a row here with its place in :func:`rows`, a function
-in ``layers``, and a cost in ``plan``.
+A row of the table gives the lane of a kind, whether it runs once per sequence or once per chunk, and the
+values that it takes and gives. :func:`rows` lists the rows of a block in order, with the lane and scope that
+they have there. All else follows: the dependencies (:mod:`.dataflow`), and which tensors pass between stages
+and when they are released (``runtime.compile``). A new kind needs a row here with its place in :func:`rows`,
+a function in ``layers``, and a cost in ``plan``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_ampipe.schedule.stage_kind import (
 )
 
 HIDDEN_STATES = Value("hidden", Layout.HIDDEN)
-"""The residual stream: what a block takes, and in its last version what it returns."""
+"""The residual stream: the input of a block; its last version is the output."""
 _INPUT, GATHERED = Value("attention input", Layout.HIDDEN), Value("gathered input", Layout.QUERIES)
 QUERY = Value("query", Layout.QUERIES)
 _KEY, _VALUE = Value("key", Layout.KEYS), Value("value", Layout.KEYS)
@@ -57,32 +57,32 @@ GATHER_ROWS = StageKind("gather-rows", TENSOR_LANE, _EITHER, takes=(_INPUT,), gi
 QKV = StageKind("qkv", COMPUTE_LANE, _EITHER, takes=(HIDDEN_STATES,), gives=(QUERY, _KEY, _VALUE))
 """Input norm, unless :data:`INPUT_NORM` does it, query/key/value projection, rotary embedding."""
 REGATHER_ROWS = StageKind("regather-rows", TENSOR_LANE, _EITHER, directions=_BACKWARD, restores=QKV)
-"""The all-gather once more: a rank keeps the rows that it owns."""
+"""The same all-gather in the backward pass: a rank saves only the rows that it owns."""
 _RING = (RING_KEY, RING_VALUE)
 ATTEND = StageKind("attend", COMPUTE_LANE, _EITHER, takes=(QUERY, *_RING), gives=(CONTEXT,), covers_wait=True)
 """Core attention to the keys of one context-parallel rank, in steps (:func:`step_of`)."""
 RING = StageKind("ring", COMM_LANE, _WHOLE, takes=_RING, gives=_RING)
-"""Keys and values to the next context-parallel rank; backward, their gradients to the one before."""
+"""Sends keys and values to the next context-parallel rank; backward, gradients to the previous one."""
 RERING = replace(RING, name="rering", directions=_BACKWARD)
-"""In the backward pass, keys and values to the context-parallel rank before: they were not kept."""
+"""In the backward pass, sends keys and values, which were not saved, to the previous rank."""
 _ATTENDED = (QUERY, _KEY, _VALUE, CONTEXT, HIDDEN_STATES)
 ATTENTION = StageKind(
     "attention", COMPUTE_LANE, _EITHER, takes=_ATTENDED, gives=(_RESIDUAL, NORMED), covers_wait=True
 )
-"""Core attention and output projection; and residual and pre-MoE norm, unless :data:`ADD_NORM` does these."""
+"""Core attention and output projection; also residual and pre-MoE norm, unless :data:`ADD_NORM` does them."""
 SCATTER_ROWS = StageKind("scatter-rows", TENSOR_LANE, _EITHER, takes=(PARTIAL,), gives=(_PROJECTED,))
 """Reduce-scatter of the output projection over tensor-parallel ranks; backward an all-gather."""
 ADD_NORM = replace(INPUT_NORM, name="add-norm", takes=(_PROJECTED, HIDDEN_STATES), gives=(_RESIDUAL, NORMED))
-"""Bias, dropout, residual, pre-MoE norm, of the rows that a tensor-parallel rank owns; the norm alone in a
-block without attention."""
+"""Bias, dropout, residual and pre-MoE norm for the rows that a tensor-parallel rank owns; only the norm in
+a block without attention."""
 CHOOSE = StageKind("choose", COMPUTE_LANE, _WHOLE, takes=(NORMED,), gives=(_CHOICE, _SCORES))
-"""Router, where its choice for a token depends on tokens of other chunks."""
+"""Router for all chunks at once, if its choice for a token depends on tokens of other chunks."""
 ROUTE = StageKind("route", takes=(NORMED, _CHOICE, _SCORES), gives=(_TOKENS, _PROBS, _LOGITS, _ROUTING))
 """Router, unless there is a :data:`CHOOSE`, and permutation of the tokens by expert."""
 CONDENSE = StageKind(
     "condense", takes=(_TOKENS, _PROBS, _ROUTING), gives=(_TOKENS, _PROBS, _OWN_PROBS, _ROUTING)
 )
-"""Of similar tokens, those that are sent; they go with probabilities of 1."""
+"""Selects one of each group of similar tokens to be sent, with a probability of 1."""
 LOSSES = StageKind("losses", COMPUTE_LANE, _WHOLE, takes=(_LOGITS,), gives=(_LOSS,))
 """Auxiliary and z losses of the router, once for the whole block."""
 SHARED = StageKind("shared", takes=(NORMED,), gives=(_SHARED_OUTPUT,), covers_wait=True)
@@ -90,75 +90,75 @@ SHARED = StageKind("shared", takes=(NORMED,), gives=(_SHARED_OUTPUT,), covers_wa
 COUNTS = StageKind(
     "counts", COMM_LANE, takes=(_ROUTING,), gives=(_SPLITS,), directions=_FORWARD, host_reads=True
 )
-"""Exchange of the number of tokens each rank sends to each expert."""
+"""Exchange of the numbers of tokens that each rank sends to each expert."""
 DISPATCH = StageKind("dispatch", COMM_LANE, takes=(_TOKENS, _PROBS, _SPLITS), gives=(_TOKENS, _PROBS))
-"""All-to-all that brings the tokens to the ranks of their experts."""
+"""All-to-all that sends tokens to the ranks of their experts."""
 SPREAD = StageKind("spread", INTRA_LANE, takes=(_TOKENS, _PROBS), gives=(_TOKENS, _PROBS))
-"""All-to-all within a node that hands tokens, which came to it, on to the ranks of their experts."""
+"""All-to-all within a node that forwards received tokens to the ranks of their experts."""
 STORE_TOKENS = StageKind("store-tokens", COPY_LANE, takes=(_TOKENS,), directions=_FORWARD)
-"""What has arrived, to host memory."""
+"""Copies received tokens to host memory."""
 GATHER = StageKind("gather", COMM_LANE, takes=(_TOKENS, _PROBS), gives=(_TOKENS, _PROBS))
-"""All-gather over the ranks that share an expert of what has arrived at each; backward a reduce-scatter."""
+"""All-gather of received tokens over the ranks that share an expert; backward a reduce-scatter."""
 EXPERT = StageKind("expert", takes=(_TOKENS, _PROBS), gives=(_EXPERT_OUTPUT, _INNER), covers_wait=True)
 """The local experts."""
 STORE = StageKind("store", COPY_LANE, takes=(_INNER,), directions=_FORWARD)
-"""What the experts have kept for their backward, to host memory."""
+"""Copies the saved activations of the experts to host memory."""
 SCATTER = StageKind("scatter", COMM_LANE, takes=(_OUTPUT_SHAPE,), gives=(_EXPERT_OUTPUT,))
 """Reduce-scatter of expert outputs over the ranks that share an expert; backward an all-gather."""
 COLLECT = StageKind("collect", INTRA_LANE, takes=(_OUTPUT_SHAPE,), gives=(_EXPERT_OUTPUT,))
-"""All-to-all within a node that brings expert outputs back to where ``spread`` began, and adds them there."""
+"""All-to-all within a node that returns expert outputs to the ranks that ``spread`` them, and adds them."""
 COMBINE = StageKind("combine", COMM_LANE, takes=(_OUTPUT_SHAPE,), gives=(_EXPERT_OUTPUT,))
-"""All-to-all that brings the expert outputs back."""
+"""All-to-all that returns expert outputs to the ranks of their tokens."""
 EXPAND = StageKind("expand", takes=(_EXPERT_OUTPUT, _OWN_PROBS), gives=(_EXPERT_OUTPUT,))
-"""Expert outputs of the tokens that were sent, weighted for all tokens."""
+"""Expands the outputs of the sent tokens to all similar tokens, each with its own weight."""
 MERGE = StageKind("merge", takes=(_OUTPUT_SHAPE, _RESIDUAL, _SHARED_OUTPUT), gives=(HIDDEN_STATES,))
 """Unpermutation, projection of latent experts, shared expert output, residual."""
 MLP = StageKind("mlp", takes=(NORMED, _RESIDUAL), gives=(HIDDEN_STATES,), covers_wait=True)
-"""Of a layer without experts: its MLP, residual."""
+"""MLP of a layer without experts, residual."""
 
-# What gives back what the experts have not kept for their backward.
+# The kinds that restore activations which the experts have not saved.
 REPERMUTE = StageKind("repermute", takes=(NORMED,), gives=(_TOKENS,), directions=_BACKWARD, restores=EXPERT)
-"""Permutation of the tokens by expert once more, for :data:`REDISPATCH`."""
+"""Permutes the tokens by expert again, for :data:`REDISPATCH`."""
 REDISPATCH = replace(REPERMUTE, name="redispatch", lane=COMM_LANE, takes=(_TOKENS,))
-"""All-to-all that sends the tokens once more, because what arrived was not kept."""
+"""Dispatches the tokens again, because received tokens were not saved."""
 RESPREAD = replace(REDISPATCH, name="respread", lane=INTRA_LANE)
-"""``spread`` once more, likewise."""
+"""Repeats ``spread``, likewise."""
 LOAD_TOKENS = replace(REPERMUTE, name="load-tokens", lane=COPY_LANE, takes=())
-"""What had arrived, from host memory."""
+"""Copies received tokens back from host memory."""
 REGATHER = replace(REDISPATCH, name="regather")
-"""``gather`` once more, of what was sent once more or comes from host memory."""
+"""Repeats ``gather`` for tokens that were redispatched or copied back from host memory."""
 REBUILD = replace(REPERMUTE, name="rebuild", takes=(_TOKENS, _PROBS), gives=())
-"""Sorting, first product and activation of the local experts once more, without the second product."""
+"""Repeats sorting, first linear layer and activation of the local experts, not the second linear layer."""
 RESORT = replace(REBUILD, name="resort")
-"""Sorting of what was sent once more; the experts' inner tensors come from host memory."""
+"""Sorts redispatched tokens; the experts' inner tensors come from host memory."""
 LOAD = replace(LOAD_TOKENS, name="load", gives=())
-"""What :data:`STORE` has copied, from host memory."""
+"""Copies back what :data:`STORE` has copied to host memory."""
 REDUCE = StageKind("reduce", COMM_LANE, _WHOLE, directions=_BACKWARD)
-"""Reduction of the gradients that were complete when the pass had ended the block above."""
+"""Reduction of the parameter gradients that were complete when the block above had ended."""
 REDUCE_EXPERTS = replace(REDUCE, name="reduce-experts")
-"""Reduction of the gradients that were complete when the feed-forward half of this block had ended."""
+"""Reduction of the parameter gradients that were complete when this block's feed-forward half had ended."""
 
 MOE_BLOCK = tuple(row for row in list(globals().values()) if isinstance(row, StageKind))
-"""All of them, in the order of a block; :func:`rows` makes those of one."""
+"""All kinds above, in the order of a block; :func:`rows` selects those of a given block."""
 
 STEPPED = frozenset({ATTEND, RING, RERING})
-"""Kinds that a block has in steps (:func:`step_of`), never as such."""
+"""Kinds that a block has only as numbered steps (:func:`step_of`)."""
 FEED_FORWARD = frozenset({SHARED, EXPERT, MLP})
-"""Kinds whose parameters have their gradients before the backward pass comes to attention."""
+"""Kinds whose parameter gradients are complete before the backward pass reaches attention."""
 
 
 def step_of(kind: StageKind, step: int) -> StageKind:
-    """One step of attention over context-parallel ranks: a kind with the name and number of the step.
+    """One step of ring attention: the kind with the name and number of the step.
 
-    Step 0 attends to the keys of this rank. ``ring<t>`` brings the keys of the rank ``t`` places before, and
-    ``attend<t>`` attends to them. It does not begin before the keys of step ``t - 2`` were used, so a rank
-    has keys of two others at most. The backward pass goes from the last step to the first: ``rering<t>``
-    brings the keys of step ``t`` from the next rank, and the backward of ``ring<t>`` takes their gradients,
-    to which every rank adds its part, one place back.
+    Step 0 attends to the keys of this rank. ``ring<t>`` receives the keys of the rank ``t`` places before,
+    and ``attend<t>`` attends to them. ``ring<t>`` waits until the keys of step ``t - 2`` have been used, so a
+    rank holds the keys of at most two other ranks. The backward pass goes from the last step to the first:
+    ``rering<t>`` receives the keys of step ``t`` from the next rank, and the backward of ``ring<t>`` sends
+    their gradients, to which every rank has added its part, to the previous rank.
     """
 
     def keys_of(number: int) -> tuple[Value, ...]:
-        # In the backward pass, every step takes what the one before has brought, under the same name.
+        # In the backward pass, every step takes the keys that it has received under the same name.
         suffix = f" {number}" if number else ""
         return tuple(Value(value.name + suffix, value.layout) for value in _RING)
 
@@ -177,7 +177,7 @@ def step_of(kind: StageKind, step: int) -> StageKind:
 
 
 def ring_rows(num_ranks: int) -> tuple[StageKind, ...]:
-    """The rows of attention over context-parallel ranks, in place of :data:`STEPPED`."""
+    """The rows of ring attention, in place of :data:`STEPPED`."""
     steps = range(1, num_ranks)
     forward = (step_of(kind, step) for step in steps for kind in (RING, ATTEND))
     return (step_of(ATTEND, 0), *forward, *(step_of(RERING, step) for step in reversed(steps)))
@@ -187,8 +187,8 @@ WEIGHTS = {
     kind: StageKind(f"{kind}-weights", COMPUTE_LANE, _EITHER, directions=_BACKWARD, weights_of=kind)
     for kind in (QKV, ATTENTION, SHARED, EXPERT, MLP)
 }
-"""For each kind with linear layers, the gradients of their weights as a stage: of one chunk, or of the whole
-sequence in one product of all chunks. Nothing waits for them."""
+"""For each kind with linear layers, the stage of their weight gradients: of one chunk, or of the whole
+sequence with one product for all chunks. Nothing waits for them."""
 ALL_KINDS = (*MOE_BLOCK, *WEIGHTS.values())
 """All kinds that a schedule can name."""
 
@@ -233,12 +233,12 @@ def _attention(block: BlockFeatures) -> _Candidates:
 
 
 def _experts(block: BlockFeatures) -> _Candidates:
-    """From the router to what the block returns, and what the backward pass restores."""
-    # Ranks that share an expert use the links of their node, where tokens leave it.
+    """From the router to the output of the block, and the kinds that restore saved activations."""
+    # Ranks that share an expert use the links within their node, if tokens are sent between nodes.
     near = INTRA_LANE if block.nodes or block.gathers == INTRA else COMM_LANE
     gathers = bool(block.gathers)
     rebuilds, redispatches, offloads, offloads_tokens = map(block.restores, Restored)
-    # Latent experts are projected here, so the backward needs what they return.
+    # The outputs of latent experts are projected here, so the backward needs their values.
     merge = replace(MERGE, takes=(_EXPERT_OUTPUT, *MERGE.takes[1:])) if block.latent else MERGE
     return [
         (block.chooses, CHOOSE),
@@ -264,6 +264,6 @@ def _experts(block: BlockFeatures) -> _Candidates:
         (offloads_tokens, LOAD_TOKENS),
         (gathers and (redispatches or offloads_tokens), replace(REGATHER, lane=near)),
         (rebuilds, REBUILD),
-        (any({Restored.OFFLOAD, Restored.REDISPATCH} <= {*of_chunk} for of_chunk in block.restored), RESORT),
+        (any({Restored.OFFLOAD, Restored.REDISPATCH} <= {*methods} for methods in block.restored), RESORT),
         (offloads, LOAD),
     ]

@@ -1,9 +1,9 @@
 """The named schedules.
 
-``sequential`` is the oracle and hides nothing; ``moe-only`` is what Tutel and PipeMoE do (attention
-whole, then the MoE layer in chunks); ``ampipe`` is the order of AMPipe, section 3.2 and figure 6; ``lancet``
-adds to it what Lancet does in the backward pass, and is the one that also overlaps in one chunk; ``joined``
-adds weight gradients of all chunks at once.
+``sequential`` is the oracle and overlaps nothing. ``moe-only`` is the order of Tutel and PipeMoE: attention
+of the whole sequence, then the MoE layer in chunks. ``ampipe`` is the order of AMPipe, section 3.2 and figure
+6. ``lancet`` adds separate weight gradients in the backward pass as in Lancet; it is the only one that
+overlaps even with one chunk. ``joined`` adds weight gradients of all chunks at once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE, Direction, StageK
 
 @functools.lru_cache(maxsize=512)
 def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: int | None = None) -> Schedule:
-    """The schedule of that name for that many chunks. Remembered, because a search comes back to few.
+    """Build the named schedule. Cached, because a search requests few different ones again and again.
 
     Args:
         name: One of :data:`SCHEDULE_NAMES`.
-        degree: Of the forward pass.
-        features: What the block contains.
-        backward_degree: Of the backward pass; as ``degree`` if None.
+        degree: Number of chunks of the forward pass.
+        features: The features of the block.
+        backward_degree: Number of chunks of the backward pass; as ``degree`` if None.
 
     Raises:
         BadInput: no schedule has that name.
@@ -41,7 +41,7 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
     if backward_degree in (None, degree):
         schedule = _BUILDERS[name](degree, features)
     else:
-        # What is restored is of the chunks of the backward pass.
+        # ``restored`` is by chunk of the backward pass.
         schedule = _BUILDERS[name](degree, replace(features, restored=()))
         backward = _BUILDERS[name](backward_degree, features).backward
         schedule = replace(schedule, backward=backward, backward_degree=backward_degree)
@@ -49,16 +49,16 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
 
 
 def _sequential(degree: int, features: BlockFeatures) -> Schedule:
-    """One lane, chunk after chunk in the order of the table: every collective is waited for on the spot."""
+    """One lane, chunk after chunk in the order of the table; each collective ends before the next stage."""
     empty = Schedule("sequential", degree, Program(()), Program(()), degree)
     needs = needs_of(empty, [features], Direction.FORWARD)
     awaited = {earlier for needed in needs.values() for earlier in needed}
     rows = data_flow(features).kinds
-    # What the router needs to choose for all chunks at once.
+    # The rows that must run before the router chooses for all chunks at once.
     before = rows[: rows.index(kinds.CHOOSE)] if features.chooses else ()
 
     def place(stage: Stage) -> tuple[bool, int, int]:
-        """Stages of the whole sequence come first where others need them, else last."""
+        """Stages of the whole sequence come first if other stages need them, else last."""
         chunk = stage.chunk if stage.chunk is not None else -1 if stage in awaited else degree
         return stage.kind not in before, chunk, rows.index(stage.kind)
 
@@ -68,13 +68,13 @@ def _sequential(degree: int, features: BlockFeatures) -> Schedule:
 
 
 def _ampipe(degree: int, features: BlockFeatures, *, whole_attention: bool = False) -> Schedule:
-    """Dispatch of a chunk travels during attention of the next, combine during experts of the next.
+    """The dispatch of a chunk overlaps attention of the next chunk, its combine the experts of the next.
 
-    With ``whole_attention`` all of it comes before the first dispatch, of the whole sequence at once.
+    With ``whole_attention``, attention runs before the first dispatch, for the whole sequence at once.
     """
     # Backward, unlike in the paper, a chunk's dispatch does not wait for the combines of all chunks: it
-    # follows ``lead`` chunks later. Where the network is slow, attention then begins while most tokens still
-    # have to travel, and not after half of the way.
+    # follows ``lead`` chunks later. On a slow network, attention then begins while most transfers are still
+    # to come, instead of after half of them.
     chunks, lead = range(degree), max(1, degree // 4)
     norms = [kinds.INPUT_NORM] if features.gathers_rows else []
     adds = [kinds.ADD_NORM] if features.row_links or not features.attention else []
@@ -89,7 +89,7 @@ def _ampipe(degree: int, features: BlockFeatures, *, whole_attention: bool = Fal
         # Nothing of attention is left to compute during a transfer.
         lead, whole = degree, [*norms, *whole, *projects, *earlier, *attends, *adds]
         norms, projects, earlier, attends, adds = [], [], [], [], []
-    # Backward, each list after a transfer of the chunk, during which another chunk is computed.
+    # Backward, each group follows a transfer of its chunk, during which another chunk is computed.
     before = [group for group in (adds, [*attends[::-1], *projects], norms) if group] or [[]]
     choice = [Stage(kinds.CHOOSE)] if features.chooses else []
     if choice:
@@ -122,11 +122,11 @@ def _ampipe(degree: int, features: BlockFeatures, *, whole_attention: bool = Fal
 
 
 def _lancet(degree: int, features: BlockFeatures) -> Schedule:
-    """``ampipe`` with weight gradients under the all-to-alls of the backward pass (Lancet, figure 3).
+    """``ampipe`` with weight gradients during the all-to-alls of the backward pass (Lancet, figure 3).
 
-    Those of a chunk's experts while its tokens travel back, those of shared experts during the first combine.
-    Those of attention have no transfer of the same block left to cover; where layers share a schedule, they
-    run during the first combine of the next one.
+    The wgrad of a chunk's experts overlaps the backward dispatch of the chunk, that of shared experts the
+    first combine. Attention's wgrad has no transfer of the same block left to overlap; if layers share a
+    schedule, it overlaps the first combine of the next block.
     """
 
     def with_weights(stages: Sequence[Stage]) -> Iterator[Stage]:
@@ -146,9 +146,9 @@ def _lancet(degree: int, features: BlockFeatures) -> Schedule:
 
 
 def _joined(degree: int, features: BlockFeatures) -> Schedule:
-    """``ampipe`` with the weight gradients of all chunks in one stage of each kind.
+    """``ampipe`` with the weight gradients of all chunks in one stage per kind.
 
-    Those of the feed-forward half while the tokens of the last chunk travel back, those of attention last.
+    The wgrad of the feed-forward half overlaps the last backward dispatch; that of attention comes last.
     """
 
     def with_weights(stages: Sequence[Stage]) -> Iterator[Stage]:
@@ -165,7 +165,7 @@ def _joined(degree: int, features: BlockFeatures) -> Schedule:
 
 
 def _moe_only(degree: int, features: BlockFeatures) -> Schedule:
-    """Attention whole; only the MoE layer is pipelined."""
+    """Attention of the whole sequence at once; only the MoE layer is pipelined."""
     return replace(_ampipe(degree, features, whole_attention=True), name="moe-only")
 
 
@@ -179,7 +179,7 @@ _BUILDERS: dict[str, Callable[[int, BlockFeatures], Schedule]] = {
 SCHEDULE_NAMES = tuple(_BUILDERS)
 """The named orders of stages."""
 IN_ONE_CHUNK = "lancet"
-"""The one that overlaps without cutting the sequence."""
+"""The schedule that overlaps without cutting the sequence."""
 
 
 def _overlapped(
@@ -191,9 +191,9 @@ def _overlapped(
     last_half: list[Stage],
     backward_comm: list[Stage],
 ) -> Schedule:
-    """What the overlapping schedules share: forward, all dispatches before all combines."""
-    # Stages that no collective waits for (losses, shared experts, merges) stand where the compute lane would
-    # otherwise wait for the network: between the last route and the experts; backward, before these.
+    """The common part of the overlapping schedules; forward, all dispatches come before all combines."""
+    # Stages that no collective waits for (losses, shared experts, merges) are placed where the compute lane
+    # would otherwise wait for the network: between the last route and the experts; backward, before experts.
     chunks = range(degree)
     shared = _stages([SHARED], chunks) if features.shared else []
     losses = [Stage(kinds.LOSSES)] if features.losses else []
@@ -220,21 +220,21 @@ def _overlapped(
 
 
 def _attends(features: BlockFeatures) -> list[StageKind]:
-    """Attention to the keys of one rank after another, step by step; none without a ring."""
+    """The steps of ring attention; none without a ring."""
     return [kinds.step_of(kinds.ATTEND, step) for step in range(features.ring_ranks)] if features.ring else []
 
 
-def _stages(kinds_of: Iterable[StageKind], chunks: Iterable[int]) -> list[Stage]:
+def _stages(stage_kinds: Iterable[StageKind], chunks: Iterable[int]) -> list[Stage]:
     """Stages of these kinds, chunk after chunk."""
-    return [Stage(kind, chunk) for chunk in chunks for kind in kinds_of]
+    return [Stage(kind, chunk) for chunk in chunks for kind in stage_kinds]
 
 
 def _with_ring(backward_comm: list[Stage], features: BlockFeatures) -> list[Stage]:
-    """The collectives of a backward pass, with those of a ring."""
+    """The collectives of a backward pass, with those of ring attention."""
     if not features.ring:
         return backward_comm
-    # The first keys travel before the first tokens go back, the next ones after the last; then keys of a step
-    # before the gradients of an earlier one, which have to wait for their computation.
+    # The first keys are sent before the first backward dispatch, the next keys after the last one. Then the
+    # keys of a step come before the gradients of the step before, which are computed later.
     keys, gradients = (
         [Stage(kinds.step_of(kind, step)) for step in reversed(range(1, features.ring_ranks))]
         for kind in (kinds.RERING, kinds.RING)
@@ -247,7 +247,7 @@ def _with_ring(backward_comm: list[Stage], features: BlockFeatures) -> list[Stag
 def _program(
     compute: list[Stage], comm: list[Stage], features: BlockFeatures, direction: Direction
 ) -> Program:
-    """The lanes of a program; hops and gathers next to the experts are before or after their transfer."""
+    """The lanes of a program; hops and gathers are added before or after the transfer that they belong to."""
     rows = {kind: kind for kind in data_flow(features).kinds}
     lanes: dict[str, list[Stage]] = {COMPUTE: compute, COMM: []}
 
@@ -271,7 +271,7 @@ _NEAR = {
     COMBINE: (kinds.COLLECT, kinds.SCATTER),
     kinds.REDISPATCH: (kinds.RESPREAD, kinds.REGATHER),
 }
-"""For each transfer to or from other experts those that go with it, away from it towards the experts."""
+"""For each dispatch or combine, the transfers that belong to it, ordered from it towards the experts."""
 
 
 def _attending(
@@ -281,12 +281,12 @@ def _attending(
     attends: list[StageKind],
     then: list[StageKind],
 ) -> list[Stage]:
-    """Forward, the stages up to the last route; other chunks compute while rows are gathered or scattered."""
+    """The forward stages up to the last route; other chunks compute while rows are gathered or scattered."""
     if kinds.ADD_NORM not in then:
         return _stages([*projects, *attends, *then], range(degree))
 
-    def of(chunk: int, some: list[StageKind]) -> list[Stage]:
-        return _stages(some, [chunk]) if 0 <= chunk < degree else []
+    def of(chunk: int, stage_kinds: list[StageKind]) -> list[Stage]:
+        return _stages(stage_kinds, [chunk]) if 0 <= chunk < degree else []
 
     if projects:
         # The queries of the next chunk are projected while rows are scattered.
@@ -294,7 +294,7 @@ def _attending(
         for chunk in range(degree):
             stages += of(chunk + 1, norms) + of(chunk, attends) + of(chunk + 1, projects) + of(chunk, then)
         return stages
-    # Else the next chunk attends, but not before the first dispatch: with few chunks, that hides less.
+    # Else attention of the next chunk, but not before the first dispatch, which with few chunks hides less.
     first = 0 if ROUTE in then else -1
     stages = []
     for chunk in range(degree + 1):
@@ -305,8 +305,8 @@ def _attending(
 
 
 def _backward_order(degree: int, lead: int, *groups: list[StageKind]) -> list[Stage]:
-    """The first group of every chunk, last chunk first; the second of the chunk ``lead`` before it, and each
-    other of the chunk before that."""
+    """Backward order of groups of kinds: the first group runs chunk by chunk from the last chunk, the second
+    ``lead`` chunks later, and each further group one more chunk later."""
     delays = [0, *range(lead, lead + len(groups) - 1)]
     stages = []
     for chunk in reversed(range(-delays[-1], degree)):
@@ -316,7 +316,7 @@ def _backward_order(degree: int, lead: int, *groups: list[StageKind]) -> list[St
 
 
 def _exchanges_of_rows(stages: Iterable[Stage], features: BlockFeatures, direction: Direction) -> list[Stage]:
-    """The transfers of rows between tensor-parallel ranks, in the order of the stages that they follow."""
+    """The transfers of rows between tensor-parallel ranks, in the order of the stages before them."""
     after: dict[StageKind, tuple[StageKind, ...]]
     if direction is Direction.FORWARD:
         after = {kinds.INPUT_NORM: (kinds.GATHER_ROWS,), ATTENTION: (kinds.SCATTER_ROWS,)}

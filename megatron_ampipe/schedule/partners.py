@@ -1,8 +1,8 @@
 """Partners: the backward pass of one micro-batch and the forward pass of the next one in one program.
 
-Each lane runs the stages of both passes, each pass in its own order: while the tokens of one micro-batch
-travel, the other one computes, also where neither is cut into chunks (DualPipe and Megatron's
-``--overlap-moe-expert-parallel-comm`` do the same in one fixed order).
+Each lane runs the stages of both passes, each pass in its own order. One micro-batch computes while the
+tokens of the other are sent, even if neither is cut into chunks. DualPipe and Megatron's
+``--overlap-moe-expert-parallel-comm`` do the same in one fixed order.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Partner:
     """How a backward pass and the forward pass of the next micro-batch run as one (:mod:`.partners`).
 
     Attributes:
-        degree: Into how many chunks both are cut.
-        schedule: Name of the order of the stages of each of them.
-        order: How their stages share the lanes: one of ``PARTNER_ORDERS``. If None, as Megatron's layers do,
-            or listed where they are cut.
-        period: An order that a planner found, of one layer of each pass; its stages as in
-            ``Schedule.repeats``.
+        degree: Number of chunks of both passes.
+        schedule: Name of the schedule of each pass.
+        order: How the stages of both share the lanes, one of ``PARTNER_ORDERS``. None: ``listed`` if they
+            are cut into chunks, else the order of Megatron's layers.
+        period: A joint order from the planner, for one layer of each pass, with stages as in
+            ``Schedule.repeats``; None without.
     """
 
     degree: int = 1
@@ -48,7 +48,7 @@ class Partner:
 
     @property
     def is_listed(self) -> bool:
-        """Whether list scheduling orders both passes."""
+        """Whether list scheduling decides the joint order."""
         return self.period is None and (self.order == LISTED or (self.order is None and self.degree > 1))
 
     def __str__(self) -> str:
@@ -63,16 +63,16 @@ def together[S](
     times: Mapping[S, float],
     rank: Mapping[S, float],
 ) -> dict[str, list[S]]:
-    """For each lane the order of its stages, by list scheduling.
+    """The joint order of the stages of each lane, by list scheduling.
 
-    Of the two stages that may be next in a lane, one of each pass, the one that can begin earlier does; if
-    both can, the one of the smaller rank.
+    Two stages can be next in a lane, one of each pass. The one that can begin earlier goes first; if both can
+    begin at the same time, the one with the smaller rank.
 
     Args:
-        lanes: For each lane and pass its stages, in their order.
-        needs: For each stage those that must have ended before.
-        times: How long each takes alone, in any unit; without times, ranks alone count.
-        rank: Of each stage, all different.
+        lanes: The stages of each lane and pass, in their order.
+        needs: For each stage, the stages that must have ended before.
+        times: The time of each stage alone, in any unit; if empty, only ranks count.
+        rank: The rank of each stage; all ranks differ.
     """
     left = {key: list(reversed(stages)) for key, stages in lanes.items()}
     free = dict.fromkeys((lane for lane, _ in lanes), 0.0)
@@ -97,14 +97,14 @@ _TIMES = {kinds.QKV: 1.0, kinds.ATTENTION: 2.0, kinds.EXPERT: 4.0, kinds.SHARED:
 
 
 def usual_time(stage: Stage, *, weights_apart: bool) -> float:
-    """About how long a stage takes, where nobody has measured or predicted it, in any unit.
+    """A rough time of a stage that nobody has measured or predicted, in any unit.
 
-    Chosen so that the transfers of a block take about as long as half of its computation.
+    The transfers of a block take about half as long as its computation.
     """
     if stage.is_communication:
         return _TRANSFER
     time = _TIMES.get(stage.kind.weights_of or stage.kind, _SMALL)
-    # Gradients of inputs and of weights take as long as the forward pass each.
+    # Input gradients and weight gradients each take as long as the forward pass.
     whole = not stage.ahead and not stage.computes_values and stage.kind.weights_of is None
     return time if not whole or weights_apart else 2 * time
 
@@ -112,12 +112,12 @@ def usual_time(stage: Stage, *, weights_apart: bool) -> float:
 def shared_lanes(
     stages: Sequence[tuple[str, Stage]], needs: Mapping[Stage, Sequence[Stage]], partner: Partner
 ) -> dict[str, list[Stage]]:
-    """For each lane the order of its stages, of a backward pass and of the forward pass ahead.
+    """The joint order of each lane, for a backward pass and the forward pass of the next micro-batch.
 
     Args:
-        stages: Lanes and stages, in the order in which each pass is issued.
-        needs: For each stage those that it waits for.
-        partner: How the order is found. Each pass keeps its own, see :func:`in_order_of`.
+        stages: Lanes and stages, in the issue order of each pass.
+        needs: For each stage, the stages that it waits for.
+        partner: How to order them. Each pass keeps its own order, see :func:`in_order_of`.
     """
     lanes: dict[tuple[str, bool], list[Stage]] = {}
     for lane, stage in stages:
@@ -138,7 +138,7 @@ def _longest_first(
     needs: Mapping[Stage, Sequence[Stage]],
     times: Mapping[Stage, float],
 ) -> list[Stage]:
-    """The stages by the time of the longest chain that each begins; those of a lane run in turn."""
+    """The stages, sorted by the time of the longest chain after each, those of a lane being one chain."""
     followers: dict[Stage, list[Stage]] = {stage: [] for stage in stages}
     for stage in stages:
         for needed in needs[stage]:
@@ -146,31 +146,31 @@ def _longest_first(
     for lane in lanes:
         for earlier, later in pairwise(lane):
             followers[earlier].append(later)
-    follow: dict[Stage, float] = {}
-    # What follows comes later: stages are listed in the order in which each pass is issued.
+    chain: dict[Stage, float] = {}
+    # Followers come later in ``stages``, which is in issue order.
     for stage in reversed(stages):
-        follow[stage] = times[stage] + max((follow[later] for later in followers[stage]), default=0.0)
-    return sorted(stages, key=lambda stage: -follow[stage])
+        chain[stage] = times[stage] + max((chain[later] for later in followers[stage]), default=0.0)
+    return sorted(stages, key=lambda stage: -chain[stage])
 
 
 def in_order_of(
     partner: Partner, schedule: Schedule, layers: Sequence[BlockFeatures], direction: Direction
 ) -> Schedule:
-    """A schedule of these blocks with one pass in the order that it has together with a partner.
+    """Put one pass of a schedule into the order that it has when it runs together with a partner.
 
-    What a pass keeps and frees depends on its order, so :func:`shared_lanes` does not change it.
+    Which slots a pass keeps and frees depends on its order, so :func:`shared_lanes` does not change that.
     """
     if partner.is_listed:
         return schedule
     forward = direction is Direction.FORWARD
-    of_pass = {
+    needs = {
         replace(stage, ahead=forward): tuple(replace(needed, ahead=forward) for needed in all_needed)
         for stage, all_needed in needs_of(schedule, layers, direction).items()
     }
     own = schedule.program(direction).lanes
     lane_of = {replace(stage, ahead=forward): lane for lane, stages in own for stage in stages}
     lanes: dict[str, list[Stage]] = {lane: [] for lane, _ in own}
-    for stage in _in_period(_period_of(partner, lane_of), lane_of, of_pass):
+    for stage in _in_period(_period_of(partner, lane_of), lane_of, needs):
         lanes[lane_of[stage]].append(replace(stage, ahead=False))
     program = Program.of(lanes)
     return replace(schedule, forward=program) if forward else replace(schedule, backward=program)
@@ -185,16 +185,16 @@ def _period_of(partner: Partner, lane_of: Mapping[Stage, str]) -> Program:
 def _in_period(
     period: Program, lane_of: Mapping[Stage, str], needs: Mapping[Stage, Sequence[Stage]]
 ) -> list[Stage]:
-    """The stages in the order in which a repeated period issues them.
+    """The stages in the issue order of a repeated period.
 
-    What it lacks is put before the first stage that needs it.
+    A stage that the period lacks is put right before the first stage that needs it.
     """
     num_layers = 1 + max(stage.layer for stage in lane_of)
     known = {
         lane: [stage for stage in repeated(order, num_layers, Direction.BACKWARD) if stage in lane_of]
         for lane, order in period.lanes
     }
-    placed = {stage for of_lane in known.values() for stage in of_lane}
+    placed = {stage for stages in known.values() for stage in stages}
     among = {stage: [needed for needed in needs[stage] if needed in placed] for stage in placed}
     return completed([stage for _, stage in merge_lanes(known, among)], needs)
 
@@ -207,10 +207,10 @@ _BACKWARD = {"after": 0, "combine": 0, "experts": 4, "dispatch": 5, "before": 7}
 def megatron_period(lane_of: Mapping[Stage, str]) -> Program:
     """The order of Megatron's ``TransformerLayerSchedulePlan.run``, as a period of one layer of each pass.
 
-    The layer's backward begins with its combine, while the forward one attends; and so on in turns.
+    The backward combine of a layer overlaps attention of the forward pass, and so on in turns.
 
     Args:
-        lane_of: The stages of one layer in either pass, with their lanes.
+        lane_of: The stages of one layer in both passes, with their lanes.
     """
 
     def place(stage: Stage) -> int:
@@ -225,14 +225,14 @@ def megatron_period(lane_of: Mapping[Stage, str]) -> Program:
 
     lanes: dict[str, list[Stage]] = {}
     for stage in sorted(lane_of, key=place):
-        # What follows the combine stands in the next turn, where another layer has begun its backward.
+        # Stages after the combine belong to the next turn, in which another layer has begun its backward.
         late = stage.ahead and _part(stage.kind) == "after"
         lanes.setdefault(lane_of[stage], []).append(replace(stage, layer=-1 if late else 0))
     return Program.of(lanes)
 
 
 def _part(kind: StageKind) -> str:
-    """Which of Megatron's parts of a layer a kind is in."""
+    """The part of Megatron's layer that a kind belongs to."""
     if kind in (kinds.SHARED, kinds.EXPERT, kinds.STORE):
         return "experts"
     row = _ROWS[kind.row.name]

@@ -1,8 +1,8 @@
-"""Passes over an order of stages: the rows of its blocks, stages that it does not name, several blocks.
+"""Passes that transform an order of stages: they add missing stages, and repeat it for several blocks.
 
-A schedule of several consecutive blocks is one period, repeated block after block without a boundary.
-Attention is causal, so chunk ``c`` of a block needs the chunks up to ``c`` of the block below, and no more. A
-period lists the stages of one block in every lane; a stage of it may belong to a block before or after
+A schedule of several consecutive blocks is one period, repeated block after block without a boundary. This
+works because attention is causal: chunk ``c`` of a block needs only chunks up to ``c`` of the block below. A
+period lists the stages of one block in every lane; a stage may belong to the block before or after
 (``Stage.layer``). The last merges of a block then run between the first projections of the next one.
 """
 
@@ -21,15 +21,15 @@ _PLACEABLE = {
     *(kinds.MLP, kinds.REDUCE, kinds.REDUCE_EXPERTS, kinds.STORE, kinds.STORE_TOKENS),
     *(kinds.INPUT_NORM, kinds.GATHER_ROWS, kinds.REGATHER_ROWS, kinds.SCATTER_ROWS, kinds.ADD_NORM),
 }
-"""Kinds that :func:`unrolled` places where an order does not name them, besides those that restore."""
+"""Kinds that :func:`unrolled` adds if an order lacks them, as it does all kinds that restore activations."""
 
 
 def period(schedule: Schedule) -> Schedule:
-    """The schedule of one block as the period of a schedule of several.
+    """Turn the schedule of one block into the period of a schedule of several blocks.
 
-    Merges of a chunk stand next to the projections of the same chunk in the next block: forward before them,
-    backward, in the gradient of the block below, after them. Where the projections are of the whole sequence,
-    blocks follow one another. Stages that run again are left out: :func:`unrolled` places them.
+    The merge of a chunk is placed next to the projection of the same chunk in the next block: before it in
+    the forward pass, after it in the backward pass. If the projections cover the whole sequence, blocks run
+    one after another. Stages that run again are left out, because :func:`unrolled` adds them.
     """
     if schedule.repeats:
         return schedule
@@ -41,7 +41,7 @@ def period(schedule: Schedule) -> Schedule:
 
 
 def _merging(program: Program, layer: int) -> Program:
-    """The program with each merge, of this relative layer, before or after the projections of its chunk."""
+    """Move each merge, as one of this relative layer, next to the projections of its chunk."""
     has_norms = any(stage.kind == kinds.INPUT_NORM for stage in program.stages)
     begins = kinds.INPUT_NORM if has_norms else kinds.QKV
 
@@ -56,41 +56,41 @@ def _merging(program: Program, layer: int) -> Program:
 
 
 def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
-    """A schedule of one block, or a period, as the schedule of these blocks.
+    """Turn a schedule of one block, or a period, into the schedule of these blocks.
 
     Args:
-        schedule: Its stages that a block does not have are left out: a pass without gradients has no losses.
-        layers: The features of the blocks. What the period lacks of a dense block is put right before the
-            first stage that needs it, and so are kinds of stages that restore what was not kept or store it,
-            and those in which tensor-parallel ranks scatter rows. If it runs no stage again, all that are to
-            run again are placed, and so are reductions.
+        schedule: The schedule. Its stages that a block does not have are left out, such as losses in a pass
+            without gradients.
+        layers: The features of the blocks. Missing stages of dense blocks, stages that store or restore
+            activations, and transfers of rows are added right before the first stage that needs them. If
+            no stage runs again in ``schedule``, the stages that must run again and the reductions are added.
     """
 
-    def of_blocks(program: Program, direction: Direction) -> Program:
+    def unroll(program: Program, direction: Direction) -> Program:
         needs = needs_of(schedule, layers, direction)
         return program.mapped(
             lambda stages: (stage for stage in repeated(stages, len(layers), direction) if stage in needs)
         )
 
-    whole = replace(schedule.mapped(of_blocks), repeats=False)
+    whole = replace(schedule.mapped(unroll), repeats=False)
     runs_again = any(stage.again for stage in whole.backward.stages)
     lacks_others = any(
         stage.kind not in _PLACEABLE and stage.kind.restores is None and (runs_again or not stage.again)
         for direction in Direction
         for stage in needs_of(whole, layers, direction).keys() - set(whole.program(direction).stages)
     )
-    # What else is missing is an error in the order that was given, which :func:`~.text.check` reports.
+    # Any other missing stage is an error in the given order, which :func:`~.text.check` reports.
     return whole if lacks_others else placed(whole, layers)
 
 
 def repeated(stages: Sequence[Stage], num_layers: int, direction: Direction) -> Iterator[Stage]:
-    """The stages of a lane in one period, once for each layer in the order of the pass.
+    """Repeat a lane's stages of one period for each layer, in the layer order of the pass.
 
-    Those of a forward pass ahead go through the layers the other way round.
+    Stages of the next micro-batch's forward pass (``ahead``) go through the layers in the opposite order.
     """
-    ahead = max((stage.layer for stage in stages), default=0)
-    behind = min((stage.layer for stage in stages), default=0)
-    for turn in range(-ahead, num_layers - behind):
+    furthest = max((stage.layer for stage in stages), default=0)
+    earliest = min((stage.layer for stage in stages), default=0)
+    for turn in range(-furthest, num_layers - earliest):
         for stage in stages:
             passed = turn + stage.layer
             if 0 <= passed < num_layers:
@@ -100,25 +100,25 @@ def repeated(stages: Sequence[Stage], num_layers: int, direction: Direction) -> 
 
 
 def placed(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
-    """The schedule with the stages of its blocks that it lacks, and with the rows of its blocks as kinds.
+    """Add the stages that a schedule lacks, and replace kinds by the rows of its blocks.
 
-    Each is put right before the first stage that needs it, except stages that run again and reductions.
+    A stage is put right before the first stage that needs it, except stages that run again and reductions.
     """
 
-    def of_blocks(program: Program, direction: Direction) -> Program:
+    def complete(program: Program, direction: Direction) -> Program:
         needs = needs_of(schedule, layers, direction)
         if not needs.keys() <= set(program.stages):
             program = _completed(program, needs, in_one_chunk=schedule.degree_of(direction) == 1)
         rows = {stage: stage for stage in needs}
         return program.mapped(lambda stages: (rows.get(stage, stage) for stage in stages))
 
-    return schedule.mapped(of_blocks)
+    return schedule.mapped(complete)
 
 
 def _completed(program: Program, needs: Mapping[Stage, Sequence[Stage]], *, in_one_chunk: bool) -> Program:
     lane_of = {stage: lane for lane, stages in program.lanes for stage in stages}
     lanes: dict[str, list[Stage]] = {lane: [] for lane, _ in program.lanes}
-    # Lanes that are cut out of one order which respects all dependencies never wait for each other.
+    # Lanes that are taken from one order that respects all dependencies cannot deadlock.
     before = {stage: tuple(other for other in needs[stage] if other in lane_of) for stage in lane_of}
     order = [stage for _, stage in issue_order(program, before, host_waits=False)]
     if not any(stage.again for stage in order):
@@ -136,12 +136,12 @@ def _with_reductions(
     *,
     in_one_chunk: bool,
 ) -> list[Stage]:
-    """The order with what is of parameters after the last transfer of its block, unless that is known."""
+    """Add each reduction after the last transfer of its block, unless ``known`` already places it."""
 
     def is_before(other: Stage, reduction: Stage) -> bool:
-        # In one chunk no transfer runs while the experts compute: what is complete before is reduced there.
-        of_experts = replace(reduction, kind=kinds.REDUCE_EXPERTS)
-        if in_one_chunk and reduction.kind == kinds.REDUCE and of_experts in needs:
+        # With one chunk, no transfer runs while the experts compute, so a reduction is placed there.
+        expert_reduction = replace(reduction, kind=kinds.REDUCE_EXPERTS)
+        if in_one_chunk and reduction.kind == kinds.REDUCE and expert_reduction in needs:
             return other.kind == kinds.COMBINE
         return other.is_communication
 
@@ -157,9 +157,9 @@ def _with_reductions(
 
 
 def _with_stages_again(order: Sequence[Stage], needs: Mapping[Stage, Sequence[Stage]]) -> list[Stage]:
-    """A backward order with the stages that run again, spread evenly over those of the block above.
+    """Add the stages that run again to a backward order, spread evenly over the stages of the block above.
 
-    Some may stand before one that they need.
+    A stage may be placed before one that it needs.
     """
     layers = {stage.layer for stage in needs if stage.again}
     if not layers:
@@ -176,7 +176,7 @@ def _with_stages_again(order: Sequence[Stage], needs: Mapping[Stage, Sequence[St
     spread: list[Stage] = []
     for layer in sorted(layers, reverse=True):
         again = _again(by_layer, layer, needs)
-        # The stages of the block above that stand after all of the block above that.
+        # The stages of the block above that come after all stages of the second block above.
         ends = (place for place, stage in enumerate(by_layer) if stage.layer == layer + 2)
         alone = by_layer[max(ends, default=-1) + 1 :]
         above = [stage for stage in alone if stage.layer == layer + 1]
@@ -190,7 +190,7 @@ def _with_stages_again(order: Sequence[Stage], needs: Mapping[Stage, Sequence[St
 
 
 def _again(order: Sequence[Stage], layer: int, needs: Mapping[Stage, Sequence[Stage]]) -> list[Stage]:
-    """The stages of a layer that run again; each transfer as soon as it can be started."""
+    """The stages of a layer that run again, with each transfer as early as possible."""
     again = (replace(stage, again=True) for stage in reversed(order) if stage.layer == layer)
     mirrored = [stage for stage in again if stage in needs]
     transfers = [stage for stage in mirrored if stage.is_communication]

@@ -1,11 +1,11 @@
-"""How blocks run: how the sequence is split, in which order the stages run, what is sent and what is kept.
+"""How blocks run: chunks of the sequence, order of the stages, exchange of tokens, and saved activations.
 
-How the all-to-all groups copies of a token (``--ampipe-exchange``), and what experts keep for their backward
-(``--ampipe-memory``): MPipeMoE, section III-D and table II. What arrives at a rank is T_DI there, and the
-experts' inner tensors (first product, activation) are T_M.
+``--ampipe-exchange`` says how the all-to-all groups copies of a token, and ``--ampipe-memory`` what experts
+save for their backward. For the latter see MPipeMoE, section III-D and table II, where received tokens are
+T_DI and the experts' inner tensors (outputs of the first linear layer and the activation) are T_M.
 
-A :class:`Pipeline` is the only type that stores degrees and shares: it is made from flags, plans and grids of
-benchmarks, and ``--ampipe-degree auto`` replaces it between two iterations. Blocks read it from
+A :class:`Pipeline` is the only type that stores degrees and shares. It is created from flags, plans and
+benchmark grids; ``--ampipe-degree auto`` replaces it between two iterations; blocks read it from
 ``layers.context``.
 """
 
@@ -30,32 +30,32 @@ from megatron_ampipe.schedule.text import check
 
 
 class Exchange(StrEnum):
-    """What the all-to-all of a chunk sends. Changes no result: sums are added in another order."""
+    """What the all-to-all of a chunk sends. All give the same result, up to the order of additions."""
 
     ROWS = "rows"
-    """A row for each expert of a token, as Megatron's dispatcher does."""
+    """A row for each expert of a token, as in Megatron's dispatcher."""
     RANKS = "ranks"
     """A row for each rank that has experts of the token; the rank copies it and adds their outputs."""
     NODES = "nodes"
-    """A row for each node that has experts of the token, to the rank of the same place in the node; that rank
-    hands it on to the ranks of the experts, and adds what they send back."""
+    """A row for each node that has experts of the token, sent to the rank of the same index in that node,
+    which forwards it to the ranks of the experts, and adds the outputs that they return."""
     TWO_DIMENSIONAL = "2dh"
-    """The rows of ``rows`` over the two hops of ``nodes``: fewer and larger messages between nodes, as many
-    bytes there, and a second hop. After the two-dimensional hierarchical all-to-all of Tutel and FSMoE."""
+    """The rows of ``rows`` over the two hops of ``nodes``: fewer and larger messages between nodes, with the
+    same number of bytes, and a second hop; as the 2D hierarchical all-to-all of Tutel and FSMoE."""
 
     @property
     def sends_every_copy(self) -> bool:
-        """Whether a row is of one expert."""
+        """Whether there is a row for each expert of a token."""
         return self in (Exchange.ROWS, Exchange.TWO_DIMENSIONAL)
 
     @property
     def has_two_hops(self) -> bool:
-        """Whether rows cross nodes between ranks of one place, and are handed on inside a node."""
+        """Whether rows are sent between nodes first, and then forwarded within a node."""
         return self in (Exchange.NODES, Exchange.TWO_DIMENSIONAL)
 
 
 def parse_exchanges(text: str, *, flag: str) -> tuple[Exchange, ...]:
-    """The exchanges that a text names, each once: a list, or ``auto`` for all; or :class:`BadInput`."""
+    """Parse a comma-separated list of exchanges, or ``auto`` for all; raises :class:`BadInput`."""
     if text == AUTO:
         return tuple(Exchange)
     try:
@@ -67,9 +67,9 @@ def parse_exchanges(text: str, *, flag: str) -> tuple[Exchange, ...]:
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
-    """Over how many nodes a group of expert-parallel ranks is spread, and how many of its ranks are on each.
+    """Number of nodes that a group of expert-parallel ranks is spread over, and of its ranks on each node.
 
-    They follow one another, node by node.
+    The ranks are ordered node by node.
     """
 
     num_nodes: int
@@ -79,9 +79,9 @@ class NodeLayout:
     def of(cls, settings: Any, ranks_per_node: int | None) -> NodeLayout | None:
         """The layout of Megatron's expert-parallel groups: expert-tensor-parallel ranks are adjacent.
 
-        ``settings`` are as in :mod:`.features`; ``ranks_per_node`` are, of all ranks, those of a node, None
-        if that is not known. Returns None where a group is not spread equally over several nodes with
-        several of its ranks on each.
+        ``settings`` are as in :mod:`.features`; ``ranks_per_node`` is the number of all ranks on a node, or
+        None if unknown. Returns None unless a group is spread equally over several nodes, with several of
+        its ranks on each.
         """
         expert, expert_tensor = settings.expert_model_parallel_size, expert_tensor_ranks(settings)
         if ranks_per_node is None or ranks_per_node % expert_tensor:
@@ -91,9 +91,9 @@ class NodeLayout:
 
 
 def useful_exchanges(settings: Any, num_experts: int, ranks_per_node: int | None) -> tuple[Exchange, ...]:
-    """What a layer can choose from: Megatron's own exchange, and those with fewer copies or larger messages.
+    """The exchanges worth trying: Megatron's own, and those with fewer copies or larger messages.
 
-    The arguments are as in :meth:`NodeLayout.of`, and the number of all experts of a layer.
+    Arguments are as in :meth:`NodeLayout.of`; ``num_experts`` is the number of all experts of a layer.
     """
     useful, copies = [Exchange.ROWS], settings.moe_router_topk > 1
     if settings.moe_token_dispatcher_type == "alltoall":
@@ -106,12 +106,12 @@ def useful_exchanges(settings: Any, num_experts: int, ranks_per_node: int | None
 
 
 def with_exchange(features: BlockFeatures, exchange: Exchange) -> BlockFeatures:
-    """The features of a block whose tokens are sent in this way."""
+    """The features of a block that uses this exchange."""
     return features if features.dense else replace(features, nodes=exchange.has_two_hops)
 
 
 KEEP = "keep"
-"""The strategy that restores nothing."""
+"""The strategy that saves everything and restores nothing."""
 
 STRATEGIES: Mapping[str, tuple[Restored, ...]] = {
     KEEP: (),
@@ -121,42 +121,42 @@ STRATEGIES: Mapping[str, tuple[Restored, ...]] = {
     "S2": (Restored.REDISPATCH, Restored.OFFLOAD),
     "S3": (Restored.REBUILD, Restored.OFFLOAD_TOKENS),
 }
-"""What each strategy restores, as in ``BlockFeatures.restored``.
+"""How each strategy restores activations, as in ``BlockFeatures.restored``.
 
-``S2`` and ``S3`` are those of the paper's table II. ``rebuild`` is not in it: what arrived is kept, the inner
-tensors are computed once more. Of the first three, each keeps less than the one before.
+``S2`` and ``S3`` are from the paper's table II. ``rebuild`` is not in it: it saves received tokens and
+recomputes inner tensors. Of the first three strategies, each saves less than the one before.
 """
 PAPER_NAMES: Mapping[str, str] = {"S1": "offload", "S4": "redispatch"}
-"""Other names of strategies, from the same table."""
+"""Names in the same table for other strategies."""
 COPYING = ("offload", "S2", "S3")
 """The strategies that copy to host memory."""
 
 
 def with_memory(features: BlockFeatures, memory: str) -> BlockFeatures:
-    """The features of a block that trains under a strategy. A block without experts, or a recomputed one, has
-    nothing that a strategy could restore."""
+    """The features of a block that trains with a memory strategy, which has no effect on a block without
+    experts or with full recompute."""
     if features.dense or features.recomputed:
         return features
-    restored = tuple(STRATEGIES[name] for name in of_chunks(memory))
+    restored = tuple(STRATEGIES[name] for name in chunk_strategies(memory))
     return replace(features, restored=restored if any(restored) else ())
 
 
-def of_chunks(memory: str) -> tuple[str, ...]:
-    """The strategy of each chunk of the backward pass, from the first on; or one of all."""
+def chunk_strategies(memory: str) -> tuple[str, ...]:
+    """The strategy of each chunk of the backward pass, first chunk first; or one strategy for all."""
     return tuple(PAPER_NAMES.get(name, name) for name in memory.split("/"))
 
 
 def memory_to_text(names: Sequence[str]) -> str:
-    """What :func:`of_chunks` reads; one name if all chunks have the same."""
+    """The text that :func:`chunk_strategies` parses; one name if all chunks have the same strategy."""
     return names[0] if len(set(names)) == 1 else "/".join(names)
 
 
 def check_memory(memory: str, *, backward_degree: int | None = None, flag: str = "--ampipe-memory") -> None:
-    """Raise :class:`BadInput` unless these are strategies, and every chunk of the backward pass has one.
+    """Raise :class:`BadInput` unless the text names strategies, one for all chunks or one for each.
 
-    Of how many chunks is not checked where ``backward_degree`` is not known yet.
+    Their number is not checked if ``backward_degree`` is not known yet (None).
     """
-    names = of_chunks(memory)
+    names = chunk_strategies(memory)
     for name in names:
         if name not in STRATEGIES:
             rule = f"is not one of {', '.join((*STRATEGIES, *PAPER_NAMES))}"
@@ -170,15 +170,15 @@ def check_memory(memory: str, *, backward_degree: int | None = None, flag: str =
 
 
 ALL_LAYERS = 0
-"""The :attr:`Pipeline.stack` of all layers of a pipeline stage."""
+"""The value of :attr:`Pipeline.stack` for all layers of a pipeline stage."""
 _ALL = "all"
 
 
 def parse_stack(text: str, *, flag: str) -> int:
-    """How many layers share a schedule, as ``Pipeline.stack``: a number, or ``all``; or :class:`BadInput`."""
+    """Parse ``Pipeline.stack``: how many layers share a schedule, or ``all``; raises :class:`BadInput`."""
     if text == _ALL:
         return ALL_LAYERS
-    # Python does not read a number of thousands of digits.
+    # ``int`` fails for thousands of digits.
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
         rule = f"must be a whole number of layers, at least 1, or {_ALL}"
         remedy = f"Use {flag} {_ALL}, or {flag} 1 to run layer by layer."
@@ -187,18 +187,18 @@ def parse_stack(text: str, *, flag: str) -> int:
 
 
 def stack_to_text(stack: int) -> str:
-    """What :func:`parse_stack` reads."""
+    """The text that :func:`parse_stack` parses."""
     return str(stack) if stack else _ALL
 
 
 def parse_shares(text: str, *, flag: str) -> tuple[float, ...]:
-    """Shares of a sequence, such as ``0.4,0.3,0.3``, scaled to a sum of exactly 1; or :class:`BadInput`."""
+    """Parse shares, such as ``0.4,0.3,0.3``, and scale them to a sum of exactly 1; or :class:`BadInput`."""
     try:
         shares = [float(word) for word in text.split(",")]
     except ValueError:
         shares = []
     total = sum(shares)
-    # So that 0.33,0.33,0.33 means thirds. NaN is refused.
+    # The tolerance lets 0.33,0.33,0.33 mean thirds. NaN is refused.
     if shares and all(share > 0 for share in shares) and abs(total - 1) <= 0.015:
         return tuple(share / total for share in shares)
     rule = "is not a list of numbers above 0 with a sum of 1, separated by commas"
@@ -213,19 +213,19 @@ class Pipeline:
     other and share a collective.
 
     Attributes:
-        degree: Of the forward pass.
-        backward_degree: Of the backward pass; one of the two divides the other.
-        shares: Of the sequence, with a sum of 1: one for each chunk, or one for each group of chunks of the
-            forward pass, which are then equal. All chunks are equal if None.
-        schedule: Name of the order of the stages.
-        order: An order of the stages that replaces the named one; it has these degrees. Of one block, or
-            one that repeats.
+        degree: Number of chunks of the forward pass.
+        backward_degree: Number of chunks of the backward pass; one of the two divides the other.
+        shares: The share of each chunk in the sequence, with a sum of 1; or one share for each forward chunk
+            that covers several backward chunks, which are then equal. None for equal chunks.
+        schedule: Name of the schedule.
+        order: A schedule that replaces the named one, with the same degrees: of one block, or one that
+            repeats.
         stack: How many consecutive layers share a schedule: 1 is block by block, 0 all of a pipeline stage.
-        memory: What the experts keep for their backward: one of :data:`STRATEGIES`, or one
-            for each chunk of the backward pass (:func:`of_chunks`).
+        memory: What the experts save for their backward: one of :data:`STRATEGIES`, or one
+            for each chunk of the backward pass (:func:`chunk_strategies`).
         exchange: How the all-to-all groups copies of a token.
-        partner: How passes run that have a partner; None if none has (``--ampipe-partner``).
-        partnered: Directions of a micro-batch in which it has one; set by :meth:`with_partners`.
+        partner: How passes with a partner run; None without ``--ampipe-partner``.
+        partnered: Directions in which a micro-batch has a partner; set by :meth:`with_partners`.
 
     Raises:
         BadInput: a degree is invalid, or degrees and shares contradict each other.
@@ -270,22 +270,22 @@ class Pipeline:
         assert self.order is None or (self.order.degree, self.order.backward_degree) == (degree, backward)
 
     def trained(self, features: BlockFeatures) -> BlockFeatures:
-        """The features of a block that trains with it, from those that do not depend on it."""
+        """Add exchange and memory strategy of this pipeline to the features of a block."""
         return with_memory(with_exchange(features, self.exchange), self.memory)
 
     @property
     def is_stock(self) -> bool:
-        """Whether it is Megatron's own layer: one chunk, its exchange, and nothing that overlaps."""
+        """Whether it does the same as Megatron's own layer: one chunk, its exchange, no overlap."""
         return not self.overlaps and self.exchange is Exchange.ROWS
 
     @property
     def overlaps(self) -> bool:
-        """Whether anything can be computed during a transfer: in several chunks, or gradients of weights."""
+        """Whether transfers overlap with computation: of other chunks, or of weight gradients."""
         return self.num_chunks > 1 or self.splits_weights
 
     @property
     def splits_weights(self) -> bool:
-        """Whether gradients of weights are separate stages, which overlap in one chunk as well."""
+        """Whether weight gradients are separate stages, which overlap even with one chunk."""
         return bool(self._any_order.backward.weights)
 
     @property
@@ -295,7 +295,7 @@ class Pipeline:
 
     @property
     def whole_attention(self) -> bool:
-        """Whether attention is computed of the whole sequence at once."""
+        """Whether attention is computed for the whole sequence at once."""
         return self._any_order.whole_attention
 
     @property
@@ -314,14 +314,14 @@ class Pipeline:
     def schedule_of(self, layers: Sequence[BlockFeatures]) -> Schedule:
         """The checked schedule of consecutive blocks with these features, which share it."""
         order = self.order
-        # With tensor parallelism, only blocks that share a schedule project queries by chunk: an order for
-        # them does not fit one that is left over, such as an MTP layer.
+        # With tensor parallelism, only blocks that share a schedule project queries by chunk. Their order
+        # does not fit a block that shares no schedule, such as an MTP layer.
         if order is not None and order.repeats and len(layers) == 1:
             order = order if layers[0].chunked_qkv or QKV in order.forward.whole else None
         if not layers[0].attention:
             order = None
         if order is None:
-            # The builders know blocks with experts; what is of a dense one is added, and what runs again.
+            # Builders only know blocks with experts; ``unrolled`` adds stages of dense blocks and recompute.
             block = next((block for block in layers if not block.dense), layers[0])
             order = self._named_order(replace(block, recomputed=False))
         schedule = unrolled(order if len(layers) == 1 else period(order), layers)
@@ -332,7 +332,7 @@ class Pipeline:
         return schedule
 
     def with_partners(self, *, forward: bool, backward: bool) -> Pipeline:
-        """The pipeline of a micro-batch whose pass in these directions has a partner."""
+        """The pipeline of a micro-batch whose passes in these directions have a partner."""
         partner = self.partner
         if partner is None or not (forward or backward):
             return self
@@ -347,7 +347,7 @@ class Pipeline:
             shares=self.shares if keeps_chunks else None,
             schedule=partner.schedule,
             order=None,
-            memory=self.memory if keeps_memory else of_chunks(self.memory)[0],
+            memory=self.memory if keeps_memory else chunk_strategies(self.memory)[0],
             partnered=(Direction.FORWARD,) * forward + (Direction.BACKWARD,) * backward,
         )
 
@@ -357,21 +357,21 @@ class Pipeline:
 
     @property
     def _any_order(self) -> Schedule:
-        """The order, or that of some block."""
+        """The given order, or the named one for a typical block."""
         return self.order or self._named_order(BlockFeatures(chunked_qkv=True))
 
     def stack_of(self, num_layers: int) -> int:
-        """How many of this number of consecutive layers share a schedule at most."""
+        """The largest number of layers that share a schedule, among so many consecutive ones."""
         return min(self.stack, num_layers) if self.stack else num_layers
 
     @property
     def name(self) -> str:
-        """The name of the order of the stages."""
+        """The name of the schedule."""
         return self.order.name if self.order is not None else self.schedule
 
     @property
     def labels(self) -> dict[str, str]:
-        """Labels of a timeline with this pipeline, recorded or predicted."""
+        """The labels of a timeline of this pipeline, recorded or predicted."""
         labels = {"degree": str(self.degree)}
         if self.backward_degree != self.degree:
             labels["backward degree"] = str(self.backward_degree)
@@ -390,7 +390,7 @@ class Pipeline:
 
     @property
     def flags(self) -> list[str]:
-        """The flags of a training with it, without defaults; an order that has no name has no flag."""
+        """The flags of a run with this pipeline, without defaults; an unnamed order has no flag."""
         values: dict[str, object] = {"degree": self.degree}
         if self.shares is not None:
             values = {"chunks": ",".join(f"{share:.4g}" for share in self.shares)}
@@ -416,26 +416,26 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AMPipeConfig(Settings):
-    """The configuration of a run: the values of its flags, and the pipeline that they name.
+    """The configuration of a run: the values of its flags, and the pipeline that follows from them.
 
     Raises:
-        BadInput: a setting excludes the pipeline.
+        BadInput: a setting conflicts with the pipeline.
     """
 
     pipeline: Pipeline = Pipeline.of(1)  # noqa: RUF009
-    """How blocks run from the first pass on. One chunk builds Megatron's own layers and nothing else, unless
-    ``automatic`` chooses another pipeline later, or the exchange is not Megatron's."""
+    """How blocks run at first. With one chunk, Megatron's own layers are built, unless ``automatic`` can
+    choose another pipeline later, or the exchange is not Megatron's."""
 
     def __post_init__(self) -> None:
         if self.condense is None:
             return
         setting, exchange, memory = SETTING["condense"], self.pipeline.exchange, self.pipeline.memory
         if not exchange.sends_every_copy:
-            rule = f"with --ampipe-exchange {exchange}, a row is of several experts, and its result their sum"
+            rule = f"with --ampipe-exchange {exchange}, a row is for several experts and returns their sum"
             remedy = f"Use --ampipe-exchange rows, or leave {setting.flag} out."
             raise setting.refuse(self.condense, rule, remedy)
-        if any("redispatch" in STRATEGIES[name] for name in of_chunks(memory)):
-            rule = f"with --ampipe-memory {memory}, tokens would have to be chosen once more"
+        if any("redispatch" in STRATEGIES[name] for name in chunk_strategies(memory)):
+            rule = f"with --ampipe-memory {memory}, the similar tokens would have to be chosen again"
             remedy = f"Use --ampipe-memory rebuild, or leave {setting.flag} out."
             raise setting.refuse(self.condense, rule, remedy)
 
@@ -446,10 +446,10 @@ class AMPipeConfig(Settings):
 
     @property
     def chooses_exchange(self) -> bool:
-        """Whether they also choose how the all-to-all groups copies of a token."""
+        """Whether they also choose the exchange."""
         return self.exchange == AUTO
 
     @property
     def pipelined(self) -> bool:
-        """Whether MoE layers are built as AMPipe's; Megatron's own otherwise."""
+        """Whether AMPipe's MoE layers are built rather than Megatron's own."""
         return self.automatic or self.pipeline.partner is not None or not self.pipeline.is_stock

@@ -1,6 +1,6 @@
-"""The records that a schedule is made of, and the order in which a host issues its stages.
+"""The records that a schedule consists of, and the order in which a host issues its stages.
 
-Pure values: nothing here knows how a stage is computed (``layers``) or executed (``runtime``).
+These are plain values, independent of how a stage is computed (``layers``) or executed (``runtime``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_ampipe.schedule.kinds import ATTENTION, EXPERT, WEIGHTS
 from megatron_ampipe.schedule.stage_kind import COMPUTE, Direction, StageKind
 
 AHEAD = "next:"
-"""Before the name of a stage of the next micro-batch."""
+"""Prefix of the name of a stage of the next micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,14 @@ class Stage:
     """One schedulable piece of work.
 
     Attributes:
-        kind: What is done.
-        chunk: Of which chunk, from 0; None when it is done once for the whole sequence.
-        layer: Of which of the blocks that share a schedule, from 0. In a schedule that repeats
-            (``Schedule.repeats``): how many blocks further, in the order of the pass; negative for a block
-            that the pass has gone through before.
-        again: It is the stage of the forward pass, run again in the backward pass
+        kind: What the stage does.
+        chunk: Index of the chunk, from 0; None if the stage covers the whole sequence.
+        layer: Index of the block among those that share a schedule, from 0. In a schedule that repeats
+            (``Schedule.repeats``), the offset of the block in the order of the pass; negative for a block
+            that the pass has already gone through.
+        again: A stage of the forward pass that runs again in the backward pass
             (:attr:`~.features.BlockFeatures.recomputed`).
-        ahead: It is a stage of the forward pass of the next micro-batch, in the program of a backward pass
+        ahead: A stage of the forward pass of the next micro-batch, in the program of a backward pass
             (:mod:`.partners`).
     """
 
@@ -41,7 +41,7 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """What it is called within its layer: ``expert.2``, or ``again:expert.2``."""
+        """The name within its layer: ``expert.2``, or ``again:expert.2``."""
         name = self.kind.name if self.chunk is None else f"{self.kind.name}.{self.chunk}"
         return AGAIN + name if self.again else name
 
@@ -51,24 +51,24 @@ class Stage:
 
     @property
     def computes_values(self) -> bool:
-        """Whether it computes values in the backward pass, as in a forward pass, and no gradients."""
+        """Whether it computes values, not gradients, even in the backward pass."""
         return self.again or self.kind.restores is not None
 
     @property
     def is_communication(self) -> bool:
-        """Whether the stage is started and waited for, rather than computed."""
+        """Whether the stage is a transfer, which is started and waited for."""
         return not self.kind.lane.computes
 
 
 type LaneOrder = tuple[str, tuple[Stage, ...]]
-"""A lane, and the stages that it runs, in order."""
+"""The name of a lane, and its stages in order."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """One pass through the block: what each lane runs, in order.
+    """One pass through the block: the stages of each lane, in order.
 
-    A communication stage that stands in the ``compute`` lane is waited for on the spot.
+    A communication stage in the ``compute`` lane ends before the next stage begins.
     """
 
     lanes: tuple[LaneOrder, ...]
@@ -85,10 +85,10 @@ class Program:
 
     @cached_property
     def weights(self) -> frozenset[StageKind]:
-        """Kinds of its stages that compute gradients of weights alone (``StageKind.weights_of``)."""
+        """Kinds of its stages that only compute weight gradients (``StageKind.weights_of``)."""
         return frozenset(stage.kind for stage in self.stages if stage.kind.weights_of is not None)
 
-    # A planner uses programs as keys many thousand times, and they have hundreds of stages.
+    # Cached: a planner uses programs as keys many thousand times, and they have hundreds of stages.
     @cached_property
     def _hash(self) -> int:
         return hash(self.lanes)
@@ -97,16 +97,16 @@ class Program:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Hashes differ from process to process.
+        # Without the hash, which differs from process to process.
         return Program, (self.lanes,)
 
     @classmethod
     def of(cls, lanes: Mapping[str, Iterable[Stage]]) -> Program:
-        """A program of these lanes."""
+        """Create a program of these lanes."""
         return cls(tuple((lane, tuple(stages)) for lane, stages in lanes.items()))
 
     def mapped(self, change: Callable[[Sequence[Stage]], Iterable[Stage]]) -> Program:
-        """The program with the stages of each lane changed."""
+        """Apply a function to the stages of each lane."""
         return Program.of({lane: change(stages) for lane, stages in self.lanes})
 
 
@@ -115,14 +115,14 @@ class Schedule:
     """The order of all stages of one block, or of several consecutive ones.
 
     Attributes:
-        name: That of a named schedule (:mod:`.orders`), or what a planner calls its own.
-        degree: Number of parts in which the forward pass goes over the sequence.
+        name: A named schedule (:mod:`.orders`), or the name that a planner gives its own.
+        degree: Number of parts into which the forward pass divides the sequence.
         forward: Order of the forward pass.
         backward: Order of the backward pass.
         backward_degree: Number of parts of the backward pass. One of the two degrees divides the other. The
-            sequence is cut into as many chunks as the larger one says, and a stage of the other direction is
-            of several adjacent chunks.
-        repeats: It is one period of a schedule of any number of blocks, which ``passes.unrolled`` makes.
+            sequence is cut into as many chunks as the larger degree, and a stage of the other direction
+            covers several adjacent chunks.
+        repeats: Whether it is one period, which ``passes.unrolled`` repeats for any number of blocks.
     """
 
     name: str
@@ -134,15 +134,15 @@ class Schedule:
 
     @property
     def num_chunks(self) -> int:
-        """Into how many chunks the sequence is cut."""
+        """Number of chunks of the sequence."""
         return max(self.degree, self.backward_degree)
 
     def degree_of(self, direction: Direction) -> int:
-        """In how many parts a direction goes over the sequence."""
+        """Number of parts into which a direction divides the sequence."""
         return self.degree if direction is Direction.FORWARD else self.backward_degree
 
     def chunks_of(self, stage: Stage, direction: Direction) -> tuple[Stage, ...]:
-        """A stage as the same stage of each of its chunks, in the order in which they are computed."""
+        """Split a stage into one stage per chunk that it covers, in the order of computation."""
         if stage.chunk is None:
             return (stage,)
         size = self.num_chunks // self.degree_of(direction)
@@ -155,7 +155,7 @@ class Schedule:
         return self.forward if direction is Direction.FORWARD else self.backward
 
     def mapped(self, change: Callable[[Program, Direction], Program]) -> Schedule:
-        """The schedule with both programs changed."""
+        """Apply a function to both programs."""
         return replace(
             self,
             forward=change(self.forward, Direction.FORWARD),
@@ -169,25 +169,25 @@ class Schedule:
 
     @property
     def joins_weights(self) -> bool:
-        """Whether the gradients of the experts' weights of several chunks are one stage."""
+        """Whether one stage computes the experts' weight gradients of several chunks."""
         return self.num_chunks > 1 and WEIGHTS[EXPERT] in self.backward.whole
 
 
 def issue_order(
     program: Program, needs: dict[Stage, tuple[Stage, ...]], *, host_waits: bool
 ) -> tuple[tuple[str, Stage], ...]:
-    """The one order in which a host thread issues the stages of several lanes, as ``(lane, stage)`` pairs.
+    """The order in which a host thread issues the stages of all lanes, as ``(lane, stage)`` pairs.
 
-    Derived from a schedule alone, so every rank issues the same collectives in the same order whatever its
-    data. A communication stage is issued as soon as everything it needs has been issued.
+    It depends on the schedule, not on the data, so every rank issues the same collectives in the same order.
+    A communication stage is issued as soon as all stages that it needs have been issued.
 
     Args:
         program: One direction of a schedule that :func:`~.text.check` accepted.
         needs: The dependencies of that direction.
-        host_waits: Whether the host waits for a result that it must read (``counts``) when it issues what
-            takes it (``dispatch``), as on CUDA. That stage is then issued after the next compute stage that
-            is long enough to cover the wait, so that the device has work meanwhile. A backward pass has no
-            ``counts`` and nothing is postponed.
+        host_waits: Whether the host waits for results that it must read (``counts``) before it issues the
+            stage that takes them (``dispatch``), as on CUDA. That stage is then issued after the next compute
+            stage that is long enough to cover the wait, so that the device has work meanwhile. A backward
+            pass has no ``counts``, so nothing is postponed.
     """
     order = merge_lanes(
         dict(program.lanes),
@@ -200,12 +200,12 @@ def issue_order(
 
 
 def read_by_host(stage: Stage, needs: Mapping[Stage, Sequence[Stage]]) -> Stage | None:
-    """The stage whose result the host must know before it can issue this one; None where it need not wait."""
+    """The stage whose result the host must read before it issues this stage; None if it need not wait."""
     return next((needed for needed in needs[stage] if needed.kind.host_reads), None)
 
 
 def completed(order: Iterable[Stage], needs: Mapping[Stage, Sequence[Stage]]) -> list[Stage]:
-    """The stages in their order, but each after all that it needs, and at the end what the order lacks."""
+    """Move each stage after all that it needs, and append the stages that the order lacks."""
     placed: dict[Stage, None] = {}
 
     def place(stage: Stage) -> None:
@@ -220,10 +220,10 @@ def completed(order: Iterable[Stage], needs: Mapping[Stage, Sequence[Stage]]) ->
 
 
 def stream_of(lane: str, stage: Stage) -> str:
-    """The stream of a device on which a stage of a lane runs.
+    """The name of the stream on which a stage of a lane runs.
 
-    Every lane is a stream, except that stages whose result the host reads have a separate one: queued after a
-    ``dispatch``, the host would wait for a whole transfer before it knew a few numbers.
+    Every lane is a stream. Stages whose result the host reads have a separate stream: queued after a
+    ``dispatch``, they would make the host wait for a whole transfer.
     """
     return f"{lane} {stage.kind}" if stage.kind.host_reads and lane != COMPUTE else lane
 
@@ -235,10 +235,10 @@ def merge_lanes[S: Hashable](
     waits_before: Collection[S] = (),
     covers: Collection[S] = (),
 ) -> tuple[tuple[str, S], ...]:
-    """What :func:`issue_order` does, on anything that stands for stages.
+    """:func:`issue_order` for any objects that stand for stages.
 
-    If lanes wait for each other, it ends where all of them do. Before the stages ``waits_before`` the host
-    waits; the compute stages ``covers`` keep the device busy meanwhile.
+    If lanes wait for each other, the order ends there. The host waits before the stages in ``waits_before``;
+    the compute stages in ``covers`` keep the device busy meanwhile.
     """
     place = dict.fromkeys(lanes, 0)
     order: list[tuple[str, S]] = []

@@ -1,6 +1,6 @@
-"""What a kind of stage is: its lane, its scope, the values that it takes and gives. Types, and all lanes.
+"""The types that describe a kind of stage: its lane, its scope, the values that it takes and gives.
 
-The kinds themselves are in :mod:`.kinds`. Everything that handles stages of any kind imports these types.
+Also all lanes. The kinds themselves are in :mod:`.kinds`.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Where stages run one after another. Lanes run concurrently.
+    """Runs stages one after another, concurrently with other lanes.
 
-    The compute lane is the only one whose stages are computed. Two lanes must not use the same process group:
-    a host issues each lane's collectives from a separate thread, so ranks could disagree about their order.
+    Only the compute lane computes; the others transfer. Two lanes must not use the same process group: each
+    lane issues its collectives from a separate thread, so ranks could disagree about their order.
     """
 
     name: str
     resource: str
-    """What the lane occupies. Lanes of one resource share it; those of different ones overlap."""
+    """The hardware that the lane occupies. Lanes with the same resource share it; others overlap."""
 
     @property
     def computes(self) -> bool:
-        """Whether its stages are computed, rather than started and waited for."""
+        """Whether its stages are computed, rather than transfers."""
         return self.name == COMPUTE
 
 
 COMPUTE_LANE = Lane(COMPUTE, "processor")
 COMM_LANE = Lane(COMM, "network")
-"""What ranks send one another; where :data:`INTRA_LANE` is used as well, what nodes send one another."""
+"""Transfers between ranks; only those between nodes where :data:`INTRA_LANE` is also used."""
 INTRA_LANE = Lane(INTRA, "node")
-"""What ranks of a node send one another, over separate links (FSMoE, section 4.2)."""
+"""Transfers between ranks of a node, over separate links (FSMoE, section 4.2)."""
 TENSOR_LANE = Lane(TENSOR, COMM_LANE.resource)
-"""What tensor-parallel ranks send one another: rows of a chunk must not wait for tokens of an earlier one."""
+"""Transfers between tensor-parallel ranks. A separate lane, so that they do not wait for queued tokens."""
 TENSOR_INTRA_LANE = Lane(TENSOR, INTRA_LANE.resource)
-"""The same, where these ranks are on one node and the ranks of the experts on several."""
+"""The same, if tensor-parallel ranks are on one node and the ranks of the experts on several nodes."""
 COPY_LANE = Lane(COPY, "bus")
 """Copies to host memory and back (MPipeMoE, section III-D). No other rank takes part in them."""
 
@@ -60,7 +60,7 @@ class Scope(Enum):
     CHUNK = "chunk"
     WHOLE = "whole"
     EITHER = "either"
-    """Of a chunk or of the whole sequence, as the schedule says."""
+    """A chunk or the whole sequence, as the schedule says."""
 
 
 class Layout(Enum):
@@ -71,55 +71,55 @@ class Layout(Enum):
     QUERIES = "queries"
     """The chunk's query rows (``Chunk.queries``)."""
     KEYS = "keys"
-    """A chunk gives its own query rows, and takes all rows up to its last one: attention is causal."""
+    """A chunk gives its own query rows, and takes all rows up to its last one (causal attention)."""
     CHUNK = "chunk"
-    """Every chunk has its own; a stage of the whole sequence takes all of them, in order."""
+    """A separate tensor per chunk; a stage of the whole sequence takes all of them, in order."""
     SCALAR = "scalar"
-    """One number that no stage takes. Its gradient is zero: its function adds other gradients."""
+    """A number that no stage takes. Its gradient is zero; its backward adds other gradients."""
     BLOCK = "block"
-    """Keys or values of one rank: every stage takes all of them, whichever its chunk."""
+    """Keys or values of one rank; the stages of every chunk take all of them."""
     STATE = "state"
-    """No tensor: something that the layer keeps from one stage to the next."""
+    """Not a tensor, but state that the layer keeps from one stage to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What one stage gives and others take."""
+    """A tensor or state that one stage gives and others take."""
 
     name: str
     """A stage that takes a value and gives one of the same name replaces it for all later rows."""
     layout: Layout
-    """How chunks share it."""
+    """How chunks share the value."""
     by_shape: bool = False
-    """Of a value that a stage takes: its function is linear in it, so its gradients need the shape alone. A
-    transfer that gives nothing else does not run again in a recomputed block."""
+    """Whether the backward of the stage that takes it only needs its shape, because the stage is linear in
+    it. A transfer that gives nothing else does not run again in a recomputed block."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageKind:
-    """What a stage does. A kind is its name: kinds of one name are equal.
+    """What a stage does. Kinds with the same name are equal.
 
-    The kinds of :mod:`.kinds` are what names stand for; the rows of a block (``kinds.rows``) are the same
-    kinds with what depends on the block: the lane of a transfer, the scope, what is taken and given.
+    :mod:`.kinds` defines one kind for each name. The rows of a block (``kinds.rows``) are these kinds with
+    the lane, scope and values that they have in that block.
 
     Attributes:
-        name: As in schedules, traces and messages.
-        lane: Where it runs by default. A stage of another lane may also stand in the compute lane; it is then
-            waited for on the spot.
-        scope: Of a chunk, of the whole sequence, or either.
+        name: The name in schedules, traces and messages.
+        lane: The lane that runs it by default. A stage of another lane can also be put into the compute lane;
+            it then ends before the next stage begins.
+        scope: Whether a stage covers a chunk, the whole sequence, or either.
         takes: The arguments of its function, in order; in the backward pass the gradients it returns.
             Values of ``Layout.STATE``, and values that no row of the block gives, are left out.
         gives: The results of its function likewise; in the backward pass the gradients it receives.
-        directions: In which passes it runs.
-        ordered: Each chunk waits for the one before it.
-        host_reads: The host must know its result before it can issue the stages that take it.
-        covers_wait: Long enough to keep a device busy while its host waits for such a result.
-        restores: For a kind that computes values in the backward pass, as a forward stage does: the kind
-            whose backward waits for it, because its forward stage has not kept them.
-        weights_of: For the weight gradients of a kind: that kind. Without such a stage in the backward
-            program of a schedule, the stage of the kind itself computes them.
-        step_of: The kind of which it is one of several steps; the layer has one function for all of them.
-        step: Which.
+        directions: The passes in which it runs.
+        ordered: Whether each chunk waits for the one before it.
+        host_reads: Whether the host must read its result before it issues the stages that take it.
+        covers_wait: Whether it is long enough to keep a device busy while the host waits for such a result.
+        restores: For a kind that restores activations in the backward pass: the kind whose backward waits
+            for it, because its forward stage has not saved them.
+        weights_of: For a kind that computes weight gradients: the kind that has the weights. Without such a
+            stage in the backward program of a schedule, the stage of that kind computes them itself.
+        step_of: For one of several steps: the kind that is divided into steps, with one function for all.
+        step: The index of the step.
     """
 
     name: str
@@ -140,7 +140,7 @@ class StageKind:
         return self is other or (isinstance(other, StageKind) and self.name == other.name)
 
     def __hash__(self) -> int:
-        # Of a string, Python keeps it: stages are keys of many tables.
+        # Fast, as strings cache their hash: stages are keys of many tables.
         return hash(self.name)
 
     def __str__(self) -> str:
@@ -156,24 +156,24 @@ class StageKind:
 
     @property
     def is_differentiated(self) -> bool:
-        """Whether its backward stage computes gradients of what its forward stage takes."""
+        """Whether it has a backward stage that computes gradients of its inputs."""
         return self.directions == tuple(Direction)
 
     @property
     def of_parameters(self) -> bool:
-        """Whether it transfers no value of a block but gradients of parameters that are complete."""
+        """Whether it is a reduction of parameter gradients, not a transfer of values of a block."""
         return not (self.lane.computes or self.copies or self.takes or self.gives or self.restores)
 
     @property
     def own_backward(self) -> bool:
-        """Whether its backward is a function of the layer, not of autograd.
+        """Whether its backward is a function of the layer instead of autograd.
 
-        It is given what the stage took of ``Layout.BLOCK``, or what restored that, and adds its gradients up
-        itself.
+        That function also gets the stage's inputs of ``Layout.BLOCK``, saved or restored, and adds up their
+        gradients itself.
         """
         return self.lane.computes and any(value.layout is Layout.BLOCK for value in self.takes)
 
     @property
     def row(self) -> StageKind:
-        """The kind that tables of functions and costs have."""
+        """The kind in the tables of functions and costs: for a step, the kind that is divided into steps."""
         return self if self.step_of is None else self.step_of

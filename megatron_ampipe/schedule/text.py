@@ -1,4 +1,4 @@
-"""The text form of a schedule, and its check: what people read in a log, keep in a file, and write by hand.
+"""The text form of a schedule, for logs, files and orders written by hand; and the check of a schedule.
 
 ::
 
@@ -8,14 +8,14 @@
     backward compute: ...
     backward comm: ...
 
-Where the backward pass has another degree, the first line names it: ``schedule mine degree 4 backward 2``.
-Where several layers share the schedule, stages of all but the first end in its number: ``expert.0@1``. A
-first line that ends in ``repeats`` makes it one period, run layer after layer; ``@-1`` then is the layer that
-the pass has gone through before this one, ``@1`` the one that follows.
+If the backward pass has another degree, the first line names it: ``schedule mine degree 4 backward 2``. If
+several layers share the schedule, stages of all layers but the first end in the layer's index:
+``expert.0@1``. A first line that ends in ``repeats`` makes it one period, which is run layer after layer;
+``@-1`` then is the layer before this one in the order of the pass, ``@1`` the layer after it.
 
-A stage of the forward pass that the backward pass runs again is ``again:expert.0``. Weight gradients that are
-separate stages are ``expert-weights.0``, or ``expert-weights`` of all chunks at once. In the order of two
-passes that run together, stages of the next micro-batch's forward pass are ``next:expert``.
+A stage of the forward pass that the backward pass runs again is ``again:expert.0``. Separate weight-gradient
+stages are ``expert-weights.0``, or ``expert-weights`` for all chunks at once. In the order of two passes that
+run together, stages of the next micro-batch's forward pass are ``next:expert``.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def to_text(schedule: Schedule) -> str:
         header += f" backward {schedule.backward_degree}"
     lines = [f"{header} repeats" if schedule.repeats else header]
     for direction in Direction:
-        of_lanes = program_to_text(schedule.program(direction)).splitlines()
-        lines += [f"{direction} {line}" for line in of_lanes]
+        lane_lines = program_to_text(schedule.program(direction)).splitlines()
+        lines += [f"{direction} {line}" for line in lane_lines]
     return "\n".join(lines) + "\n"
 
 
 def program_to_text(program: Program) -> str:
-    """The lanes of one program, a line each."""
+    """The lanes of one program, one per line."""
     return "".join(f"{lane}: {' '.join(map(str, stages))}".rstrip() + "\n" for lane, stages in program.lanes)
 
 
 def program_from_text(text: str, *, degree: int) -> Program:
-    """Read what :func:`program_to_text` returns; :class:`BadInput` names the line that is wrong."""
+    """Parse the text of :func:`program_to_text`; :class:`BadInput` names the line that is wrong."""
     lines = enumerate(text.splitlines(), 1)
     return Program(tuple(_lane(line, number=number, degree=degree) for number, line in lines))
 
@@ -66,10 +66,10 @@ def _lane(line: str, *, number: int, degree: int) -> LaneOrder:
 
 
 def from_text(text: str) -> Schedule:
-    """Read what :func:`to_text` returns. The result is well-formed, not yet checked against a block.
+    """Parse the text of :func:`to_text`. The schedule is well-formed, but not yet checked against a block.
 
     Raises:
-        BadInput: naming the line that is wrong.
+        BadInput: a line is wrong, which the error names.
     """
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     header = _HEADER.fullmatch(" ".join(lines[0][1].split())) if lines else None
@@ -82,20 +82,20 @@ def from_text(text: str) -> Schedule:
     degrees = {Direction.FORWARD: degree, Direction.BACKWARD: int(header["backward"] or degree)}
     programs: dict[Direction, list[LaneOrder]] = {direction: [] for direction in Direction}
     for number, line in lines[1:]:
-        word, _, of_lane = line.partition(" ")
+        word, _, lane_line = line.partition(" ")
         if word not in set(Direction):
             rule = "is not 'forward LANE: stages' or 'backward LANE: stages'"
             remedy = "Write for example 'forward compute: qkv attention.0'."
             raise BadInput(f"schedule line {number}", line, rule=rule, remedy=remedy)
         direction = Direction(word)
-        programs[direction].append(_lane(of_lane, number=number, degree=degrees[direction]))
+        programs[direction].append(_lane(lane_line, number=number, degree=degrees[direction]))
     forward, backward = (Program(tuple(lanes)) for lanes in programs.values())
     repeats = header["repeats"] is not None
     return Schedule(header["name"], degree, forward, backward, degrees[Direction.BACKWARD], repeats)
 
 
 def stage_from_text(text: str) -> Stage:
-    """Read the name of a stage, as ``str`` writes it.
+    """Parse the name of a stage, as ``str`` writes it.
 
     Raises:
         ValueError: there is no such stage.
@@ -117,7 +117,7 @@ def stage_from_text(text: str) -> Stage:
 
 
 _KINDS = {kind.name: kind for kind in ALL_KINDS}
-# Python does not read numbers of thousands of digits.
+# Numbers have a limited length, because ``int`` fails for thousands of digits.
 _HEADER = re.compile(
     r"schedule (?P<name>\S+) degree (?P<degree>0*[1-9][0-9]{0,8})"
     r"( backward (?P<backward>0*[1-9][0-9]{0,8}))?( (?P<repeats>repeats))?",
@@ -142,14 +142,14 @@ def _stage(word: str, *, number: int, degree: int) -> Stage:
 
 
 def check(schedule: Schedule, layers: Sequence[BlockFeatures]) -> None:
-    """Verify that a schedule runs every stage of its blocks once and never waits for itself.
+    """Verify that a schedule runs every stage of its blocks exactly once and cannot deadlock.
 
     Args:
-        schedule: What :func:`~.passes.unrolled` returns, if it repeats.
+        schedule: The schedule; if it repeats, after :func:`~.passes.unrolled`.
         layers: The features of the blocks that share the schedule.
 
     Raises:
-        BadInput: naming the direction and the first stage that is wrong.
+        BadInput: the schedule is wrong; the error names the direction and the first wrong stage.
     """
 
     def refuse(direction: Direction, rule: str) -> BadInput:

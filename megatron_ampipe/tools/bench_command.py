@@ -1,6 +1,6 @@
 """``ampipe bench``: compares Megatron's layers with AMPipe's, interleaved in one run, over a chosen link.
 
-Arguments and their checks, the job, the document. Imports no torch: that is for the ranks that it starts.
+Arguments and their checks, the job, the document. Imports no torch: only the ranks that it starts do.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 OFF = "off"
 """The value of ``--partner`` without partners."""
 UNCHANGED = "none"
-"""The value of ``--wire`` with which rows travel as they are."""
+"""The value of ``--wire`` that sends rows unchanged."""
 LAYERS_OF_TRAINING, ROUNDS = 2, 3
-"""Of ``--end-to-end``, where they are not given."""
+"""Defaults of ``--end-to-end``."""
 
 EPILOG = """\
 examples:
@@ -136,9 +136,9 @@ def _show(document: dict[str, Any]) -> None:
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run the ranks; the document, written whenever a case is finished, and shown if the run ends early."""
+    """Run the ranks; returns the document, written after each case, and shown also after a failure."""
     job = _job(arguments)
-    of_job = ("pretended", "device", "cores", "layers", "repeats", "warmup", "seed")
+    job_fields = ("pretended", "device", "cores", "layers", "repeats", "warmup", "seed")
     document: dict[str, Any] = {
         "format": training.FORMAT if arguments.end_to_end else result.FORMAT,
         "command": arguments.command_line,
@@ -147,7 +147,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "link": job.link.text,
         "emulated": job.link.emulated,
         "ranks": job.num_ranks,
-        **{key: getattr(job, key) for key in of_job},
+        **{key: getattr(job, key) for key in job_fields},
         "versions": machine.versions(),
         "hardware": machine.hardware(),
         "cases": [],
@@ -188,7 +188,7 @@ def _time_blocks(
     on_pass: Callable[[], object],
     finished: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Time blocks; ``finished`` is given each entry of ``cases``."""
+    """Time blocks; ``finished`` is called with each entry of ``cases``."""
     reports: list[dict[int, Any]] = [{} for _ in job.cases]
 
     def on_message(rank: int, event: str, value: Any) -> None:
@@ -205,9 +205,9 @@ def _time_blocks(
 
 
 def measure_blocks(rank: Rank[BenchJob]) -> None:
-    """Measure every case of the job, in a rank; each is a message ``case`` with its index and the report."""
+    """Measure every case of the job in a rank; sends a message ``case`` with index and report for each."""
     job, emulation = rank.job, rank.start_megatron()
-    # Imports Megatron, which must not come before the link is emulated.
+    # Imports Megatron, so it must come after the link is emulated.
     import torch
 
     from megatron_ampipe.tools.measuring import timed_passes
@@ -271,14 +271,14 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
 def _variants(
     arguments: argparse.Namespace, case: Case, useful: set[Exchange], layers: int
 ) -> tuple[Variant, ...]:
-    """What is compared in a case: stock, its control, and every schedule in every way."""
+    """The variants to compare in a case: stock, its control, and each schedule with all combinations."""
     exchanges = parse_exchanges(arguments.exchange, flag="--exchange")
     if not useful & set(exchanges):
         arguments.refuse(
             f"--exchange {arguments.exchange} saves nothing in case {case.name}: no rank gets a token twice, "
             "or there are no nodes; choose --cases with several experts per token and rank, or rows,ranks"
         )
-    found = [Variant(STOCK), Variant(CONTROL)]
+    variants = [Variant(STOCK), Variant(CONTROL)]
     for schedule, cut, stack, memory, wire, exchange, partner in itertools.product(
         *(arguments.schedules, arguments.degrees, arguments.stack.split(",")),
         *(arguments.memory.split(","), arguments.wire.split(","), exchanges),
@@ -296,20 +296,20 @@ def _variants(
             cut,
             schedule=schedule,
             stack=size,
-            # In one chunk nothing is restored.
+            # With one chunk, no activation is restored.
             memory=memory if is_cut else KEEP,
             exchange=exchange,
         )
         if partner != OFF and stack != "1":
             pipeline = replace(pipeline, partner=Partner(order=partner))
         elif not pipeline.overlaps:
-            # Layers that overlap nothing share no schedule, and send everything as it is.
+            # Layers without overlap share no schedule, and send all rows unchanged.
             pipeline, wire = replace(pipeline, stack=1), UNCHANGED
         if wire != UNCHANGED:
             class_path(wire, SHIPPED_WIRES, flag="--wire")
         if exchange in useful:
-            found.append(Variant(schedule, pipeline, None if wire == UNCHANGED else wire))
-    return tuple(dict.fromkeys(found))
+            variants.append(Variant(schedule, pipeline, None if wire == UNCHANGED else wire))
+    return tuple(dict.fromkeys(variants))
 
 
 def _degree(word: str) -> Pipeline:

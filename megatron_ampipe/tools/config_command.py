@@ -28,7 +28,7 @@ training: those of Megatron and --ampipe-*.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe config``; the flags of training pass through (see ``cli.parse``)."""
-    # Or --form would be taken for --format, and never reach Megatron.
+    # Otherwise --form would be read as --format, and never reach Megatron.
     parser.allow_abbrev = False
     add = parser.add_argument
     add("--format", choices=("yaml", "command"), default="yaml", help="what to print (default: yaml)")
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         from megatron_ampipe.launch import pretrain
 
         os.environ |= {"WORLD_SIZE": str(arguments.ranks), "RANK": "0"}
-        # What a launch would print is left out.
+        # The output of a launch is left out.
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
             pretrain.check_launch(resolved.words)
     text = config_files.as_yaml if arguments.format == "yaml" else config_files.as_command

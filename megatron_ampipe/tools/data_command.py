@@ -6,8 +6,8 @@ end-of-document token is ``vocab_size - 1`` unless ``--null-tokenizer-eod-id`` s
 
     --data-path PREFIX --tokenizer-type NullTokenizer --vocab-size 256
 
-Megatron's ``IndexedDatasetBuilder`` writes. ``PREFIX.bin`` and ``PREFIX.idx`` take their names at the end, in
-that order: if there is an index, the dataset is finished.
+Megatron's ``IndexedDatasetBuilder`` writes it. ``PREFIX.bin`` and then ``PREFIX.idx`` get their names at the
+end: if there is an index, the dataset is finished.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_ampipe.files.inputs import at_least
 END_OF_DOCUMENT = 255
 VOCABULARY = 256
 SUFFIXES = ".txt,.md,.rst,.tex,.py,.c,.h,.cc,.cpp,.cu,.go,.java,.js,.rs,.sh"
-# Fewer documents than this leave parts of common --split values without one.
+# With fewer documents, some parts of common --split values would be empty.
 _ENOUGH_DOCUMENTS = 200
 _LEAST_DOCUMENT_BYTES = 1024
 _NOT_ENTERED = {"__pycache__"}
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         few = len(paths) < _ENOUGH_DOCUMENTS
         total = sum(map(os.path.getsize, paths))
         document_bytes = max(_LEAST_DOCUMENT_BYTES, total // _ENOUGH_DOCUMENTS) if few else 0
-    # Megatron knows datasets by their names, and would take what it keeps of an old one for this one.
+    # Megatron identifies datasets by name, and would use its cache of an old dataset for this one.
     for folder in (prefix / "cache").glob("*_indices"):
         shutil.rmtree(folder)
     _make(paths, final, document_bytes)
@@ -117,13 +117,13 @@ def _files(directory: Path, suffixes: Sequence[str], left_out: set[str]) -> list
 
 def _make(paths: Sequence[Path], final: Sequence[Path], document_bytes: int) -> None:
     """Write the dataset, and print what is in it."""
-    # torch says that it found no GPU, Megatron of each optional package that it is absent.
+    # torch warns that there is no GPU, Megatron warns of each optional package that is not installed.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings(action="ignore"):
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     data, index = final
     size_bytes, num_documents, bad = 0, 0, []
-    # The data take their name first: where there is an index, the dataset is finished.
+    # The data file is renamed first: if there is an index, the dataset is finished.
     with outputs.atomic_file(index) as new_index, outputs.atomic_file(data) as new_data:
         builder = IndexedDatasetBuilder(str(new_data), dtype=numpy.uint16)
         # disable=None: no bar where stderr is no terminal.
@@ -141,7 +141,7 @@ def _make(paths: Sequence[Path], final: Sequence[Path], document_bytes: int) -> 
         if not num_documents:
             raise RunFailed(f"none of {len(paths)} files is readable UTF-8 text. Choose others.")
         builder.finalize(str(new_index))
-        # From here on there must be no index next to data that it does not describe.
+        # From here on there must be no index of other data.
         index.unlink(missing_ok=True)
     counts = f"{len(paths) - len(bad):,} files, {size_bytes:,} bytes, {size_bytes + num_documents:,} tokens"
     print(f"wrote {data} and {index}: {counts} in {num_documents:,} documents")
@@ -151,7 +151,7 @@ def _make(paths: Sequence[Path], final: Sequence[Path], document_bytes: int) -> 
 
 
 def _documents(content: bytes, document_bytes: int) -> Iterator[numpy.ndarray]:
-    """The tokens of each document of a file: all of it, or lines of about so many bytes."""
+    """The tokens of each document of a file: the whole file, or lines of about ``document_bytes``."""
     ends, length = [], 0
     for line in content.splitlines(keepends=True) if document_bytes else ():
         length += len(line)

@@ -1,7 +1,7 @@
 """``ampipe doctor``: checks what training needs, whether ranks agree, and whether overlap happens.
 
-Works where torch or Megatron is absent or broken: neither is imported here. A broken package may end the
-process that imports it, so each is imported in another one. Under torchrun, the ranks are compared that
+Works if torch or Megatron is missing or broken: neither is imported here. A broken package may end the
+process that imports it, so each is imported in a separate process. Under torchrun, it compares the ranks that
 torchrun has started.
 """
 
@@ -27,7 +27,7 @@ from megatron_ampipe.launch import connections
 
 _PROBE_TIMEOUT_S = 120
 _CPU_RANKS = 2
-# What a launch does first, and what only the imported package knows.
+# The first steps of a launch, and facts that only the imported package knows.
 _TORCH = """
 import torch
 gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -73,21 +73,21 @@ def run(arguments: argparse.Namespace) -> int:
         outputs.check(Path(arguments.json), flag="--json")
     # The document has the standard output for itself.
     with contextlib.redirect_stdout(sys.stderr if to_stdout else sys.stdout):
-        found = check(quick=arguments.quick)
-    if found is None:
+        report = check(quick=arguments.quick)
+    if report is None:
         return 0
-    text = json.dumps(found, indent=1) + "\n"
+    text = json.dumps(report, indent=1) + "\n"
     if to_stdout:
         print(text, end="")
     elif arguments.json is not None:
         outputs.write_text(Path(arguments.json), text)
-    return 1 if found["problems"] else 0
+    return 1 if report["problems"] else 0
 
 
 def check(*, quick: bool) -> dict[str, Any] | None:
-    """Print what is found, and return it; None on other ranks than the first."""
+    """Print the report, and return it; None on ranks other than the first."""
     started = "RANK" in os.environ
-    # Before the packages are looked at, which takes a while: the other ranks are waiting.
+    # Before the check of packages, which takes a while: the other ranks are waiting.
     answers = _ask_ranks(None, measures=not quick) if started else None
     if started and int(os.environ["RANK"]) != 0:
         return None
@@ -104,7 +104,7 @@ def check(*, quick: bool) -> dict[str, Any] | None:
 
 
 def _ask_ranks(num_ranks: int | None, *, measures: bool) -> dict[str, Any] | str:
-    """What ranks found that this starts, or those of torchrun if None; or why they found nothing."""
+    """The report of ``num_ranks`` started ranks, or of torchrun's ranks if None; or why it failed."""
     try:
         from megatron_ampipe.tools import doctor_ranks
 
@@ -120,7 +120,7 @@ def examine() -> tuple[dict[str, str], list[str], int | None]:
     """Print everything that a training run may need.
 
     Returns:
-        What was said of each package, the problems, and the number of GPUs (None without torch).
+        The line about each package, the problems, and the number of GPUs (None without torch).
     """
     absent = [package for package in compat.OPTIONAL_PACKAGES if not package.is_installed]
     present = [package for package in compat.OPTIONAL_PACKAGES if package.is_installed]
@@ -139,7 +139,7 @@ def examine() -> tuple[dict[str, str], list[str], int | None]:
 
 
 def _probe(program: str) -> tuple[bool, str]:
-    """Whether a program ends well, run in another process, and the last line that it prints."""
+    """Run a program in another process: whether it succeeded, and the last line that it printed."""
     # Half-imported packages may crash at exit.
     command = [sys.executable, "-c", f"{program}\nimport os, sys; sys.stdout.flush(); os._exit(0)"]
     try:
@@ -150,13 +150,13 @@ def _probe(program: str) -> tuple[bool, str]:
         return False, f"importing it took more than {_PROBE_TIMEOUT_S} s"
     if done.returncode == 0:
         return True, (done.stdout.splitlines() or ["works"])[-1]
-    # A negative code is that of a signal, as of SIGABRT.
+    # A negative code is the number of a signal, such as SIGABRT.
     last = (done.stderr.strip().splitlines() or [""])[-1].removeprefix("megatron_ampipe.errors.")
     return False, last if done.returncode == 1 else f"importing it ended with {done.returncode}: {last}"
 
 
 def notes_on_variables(environ: Mapping[str, str], *, has_gpu: bool) -> list[str]:
-    """What is to be said about environment variables that decide whether work overlaps."""
+    """Notes on environment variables that decide whether work overlaps."""
     notes, queues = [], environ.get(connections.VARIABLE)
     if queues is not None:
         warning = connections.warning(queues)
@@ -168,19 +168,19 @@ def notes_on_variables(environ: Mapping[str, str], *, has_gpu: bool) -> list[str
     return notes + [f"{name}={value}: {_HARMFUL[name]}; unset it" for name, value in harmful.items()]
 
 
-def show(found: Mapping[str, Any]) -> list[str]:
-    """Print what the ranks found; returns the problems."""
+def show(report: Mapping[str, Any]) -> list[str]:
+    """Print the ranks' report; returns the problems."""
     problems = []
-    for name, values in found["differences"].items():
+    for name, values in report["differences"].items():
         listed = "; ".join(f"{value} on ranks {ranks}" for value, ranks in values.items())
         problems.append(f"ranks do not agree on {name}: {listed}. Start all of them identically.")
     agree = "do not agree" if problems else "agree"
-    print(f"{found['num_ranks']} ranks: versions and environment {agree}")
-    if (overlap := found["overlap"]) is None:
+    print(f"{report['num_ranks']} ranks: versions and environment {agree}")
+    if (overlap := report["overlap"]) is None:
         return problems
     share = overlap["hidden_share"]
     verdict = "overlaps" if share >= 0.5 else "overlaps in part" if share >= 0.2 else "does not overlap"
-    transfer = "all-to-all" if found["num_ranks"] > 1 else "a kernel that waits"
+    transfer = "all-to-all" if report["num_ranks"] > 1 else "a kernel that waits"
     print(
         f"overlap on {overlap['device']}: {transfer} {overlap['communication_ms']:.1f} ms, computation "
         f"{overlap['computation_ms']:.1f} ms, together {overlap['together_ms']:.1f} ms: {share:.0%} hidden, "

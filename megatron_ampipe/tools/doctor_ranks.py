@@ -1,8 +1,8 @@
-"""What the ranks of ``ampipe doctor`` do: report what they run with, and measure whether overlap happens.
+"""The work of the ranks of ``ampipe doctor``: report versions and variables, and measure overlap.
 
-An all-to-all and matrix products that take about as long are run each alone, then together by the executor
-that training uses here. The hidden share is what running them together saved, of the shorter of the two: 1 is
-as if it cost nothing, 0 is one after the other. Imports torch, not Megatron.
+An all-to-all and matrix products of about the same time run first alone, then together in the executor that
+training uses here. The hidden share is the time saved by running together, relative to the shorter of the
+two: 1 if the shorter one costs nothing, 0 if they run one after the other. Imports torch, not Megatron.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _COMPARED_NAMES = (
     "PYTORCH_CUDA_ALLOC_CONF",
 )
 _MAY_DIFFER = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "NCCL_TOPO_FILE", "UCX_NET_DEVICES")
-"""They name a node's hardware."""
+"""These variables name a node's hardware."""
 _TIME_LIMIT_S, _MEETING_S = 120.0, 60.0
-"""Of ranks that the doctor starts, for everything; of others, to meet."""
+"""Timeouts: for all work of ranks that the doctor starts; for other ranks to connect."""
 _CHUNKS, _COLUMNS = 4, 1024
 _CHUNK_BYTES, _MATRIX = {"cuda": 32 * 2**20, "cpu": 8 * 2**20}, {"cuda": 4096, "cpu": 384}
 _REPEATS, _WARM_UP = 10, 2
@@ -60,11 +60,11 @@ def examine(rank: Rank[RankJob], *, measures: bool = True) -> dict[str, Any]:
     """Meet the other ranks; every rank calls this.
 
     Args:
-        rank: One that has not connected yet.
+        rank: A rank that has not connected yet.
         measures: Also measure overlap, which takes up to a minute.
 
     Returns:
-        ``num_ranks``; ``differences``; ``overlap``: what :func:`measure` found, and the ``device``, or None.
+        ``num_ranks``; ``differences``; ``overlap``: the times of :func:`measure` and the ``device``, or None.
     """
     rank.connect()
     device = rank.job.device
@@ -92,20 +92,20 @@ def compared_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def differences(ranks: Sequence[Mapping[str, str]]) -> dict[str, dict[str, list[int]]]:
-    """What differs between ranks: by version or variable the values, each with its ranks."""
-    found: dict[str, dict[str, list[int]]] = {}
+    """Differences between ranks: for each version or variable that differs, the ranks of each value."""
+    by_value: dict[str, dict[str, list[int]]] = {}
     for name in sorted({name for rank in ranks for name in rank}):
         for number, rank in enumerate(ranks):
-            found.setdefault(name, {}).setdefault(rank.get(name, "(not there)"), []).append(number)
-    return {name: values for name, values in found.items() if len(values) > 1}
+            by_value.setdefault(name, {}).setdefault(rank.get(name, "(not there)"), []).append(number)
+    return {name: values for name, values in by_value.items() if len(values) > 1}
 
 
 def measure(device: str) -> dict[str, float]:
-    """Time both alone and together; ``device`` is ``cuda`` or ``cpu``.
+    """Time communication and computation alone and together; ``device`` is ``cuda`` or ``cpu``.
 
     Returns:
-        Milliseconds, each the median of several times of the slowest rank: ``communication_ms``,
-        ``computation_ms``, ``together_ms``; and the ``hidden_share``, from 0 to 1.
+        ``communication_ms``, ``computation_ms``, ``together_ms``: medians of times of the slowest rank; and
+        the ``hidden_share``, from 0 to 1.
     """
     executor: Executor = CudaExecutor() if device == "cuda" else ThreadExecutor()
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -115,7 +115,7 @@ def measure(device: str) -> dict[str, float]:
     rows = torch.zeros(num_rows, _COLUMNS, device=device)
 
     def time_us(exchanges: int, products: int) -> float:
-        """Of the slowest rank, the same figure on every rank."""
+        """The time of the slowest rank, on every rank."""
         spans = run_lanes(
             executor,
             lambda: _exchange(rows),
@@ -128,8 +128,8 @@ def measure(device: str) -> dict[str, float]:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return float(slowest)
 
-    # The first one of each may set things up.
-    exchange_us, product_us = (min(time_us(*one) for _ in range(2)) for one in ((_CHUNKS, 0), (0, _CHUNKS)))
+    # The first run of each may set things up.
+    exchange_us, product_us = (min(time_us(*run) for _ in range(2)) for run in ((_CHUNKS, 0), (0, _CHUNKS)))
     products = max(1, round(_CHUNKS * exchange_us / product_us))
     # In turns, so that a machine that becomes slower affects all equally.
     samples = [

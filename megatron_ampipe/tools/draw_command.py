@@ -1,4 +1,4 @@
-"""``ampipe draw``: chooses what of recorded timelines is shown, draws it, prints how much was hidden."""
+"""``ampipe draw``: selects a part of recorded timelines, draws it, and prints how much was hidden."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_ampipe.files.timeline import COMPUTE, DIRECTIONS, PREDICTED, Stage
 from megatron_ampipe.tools import timeline_picture
 
 _CLOCK_US = 1.0
-"""By how much times of a device's events may be wrong."""
+"""Largest error of the times of a device's events."""
 EPILOG = """\
 examples:
   ampipe draw traces/ --output timeline
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--predicted {arguments.predicted} {rule}. Write it with ampipe plan --stack 1 --trace FILE "
                 "--trace-of DEGREE, with this run's flags"
             )
-        drawn = [one for rank in shown for one in (rank, prediction)]
+        drawn = [timeline for rank in shown for timeline in (rank, prediction)]
     timeline_picture.draw(drawn, targets=targets, title="  \u00b7  ".join(title))
     for timeline in shown:
         print(
@@ -100,10 +100,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def usual_iteration(timelines: Sequence[Timeline], iterations: Iterable[int]) -> int | None:
-    """The iteration whose length is the median; an outlier would be drawn otherwise. None of none."""
+    """The iteration whose length is the median; so no outlier is drawn. None if there is none."""
 
     def length_us(iteration: int) -> float:
-        spans = [[span for span in one.spans if span.iteration == iteration] for one in timelines]
+        spans = [[span for span in timeline.spans if span.iteration == iteration] for timeline in timelines]
         return max(max(span.end_us for span in rank) - rank[0].begin_us for rank in spans)
 
     ordered = sorted(sorted(iterations), key=length_us)
@@ -126,18 +126,18 @@ def _read(traces: Sequence[Path], refuse: Callable[[str], None]) -> list[Timelin
 
 
 def first_pass(spans: Sequence[StageSpan], iteration: int | None, wanted: int | None) -> list[StageSpan]:
-    """What a layer ran for its first micro-batch in both directions; empty if it ran nothing.
+    """The spans of a layer for its first micro-batch in both directions; empty if there are none.
 
-    With the layers that share its schedule: they compute and communicate in what would be gaps without them.
+    Includes the layers that share its schedule, which compute and communicate in its gaps.
 
     Args:
-        spans: Of a rank, by start time.
-        iteration: Of the training.
+        spans: Spans of a rank, by start time.
+        iteration: Iteration of the training.
         wanted: The layer; None for the first one that dispatches tokens.
     """
     firsts: dict[tuple[object, ...], StageSpan] = {}
-    # Of a program and a layer, the end of what later passes run again: what begins after that is of a later
-    # pass, which has more chunks, such as the last backward pass, without a partner.
+    # By program and layer, the last end of a stage that runs again later: spans that begin after it belong to
+    # a later pass, which may have more chunks, such as the last backward pass, without a partner.
     ends_us: dict[tuple[str, int], float] = {}
     for span in spans:
         if span.iteration == iteration:
@@ -158,13 +158,13 @@ def first_pass(spans: Sequence[StageSpan], iteration: int | None, wanted: int | 
 
 
 def sharing_layers(layer: int, spans: Iterable[StageSpan]) -> set[int]:
-    """The layers whose computation takes turns with a layer's, itself included.
+    """The layers that share a layer's schedule, itself included.
 
-    Those are the layers that share its schedule: others compute one after another.
+    Their computation takes turns; layers that share no schedule compute one after another.
 
     Args:
         layer: The layer.
-        spans: Of one direction, what each layer ran in its first pass.
+        spans: Spans of one direction, of each layer's first pass.
     """
     times: dict[int, list[float]] = {}
     for span in spans:
@@ -181,21 +181,21 @@ def sharing_layers(layer: int, spans: Iterable[StageSpan]) -> set[int]:
 
 
 def misfit(predicted: Timeline, measured: Sequence[Timeline]) -> str | None:
-    """Why a timeline is no prediction of what ran in a layer of each rank, as a clause; None if it is one."""
+    """Why ``predicted`` does not predict the measured layer of each rank, as a clause; None if it does."""
     if not predicted.is_predicted:
         return "was recorded by a run, not predicted"
     if any(len({span.layer for span in timeline.spans}) > 1 for timeline in (predicted, *measured)):
         return "can be compared only if layers share no schedule (--ampipe-stack 1)"
     for timeline in measured:
         for label in ("degree", "backward degree", "shares", "schedule"):
-            expected, ran = (one.labels.get(label) for one in (predicted, timeline))
+            expected, ran = (each.labels.get(label) for each in (predicted, timeline))
             if expected != ran:
                 return f"predicts {label} {expected}, and rank {timeline.rank} ran {ran}"
         for direction in {span.direction for span in timeline.spans}:
             # Each with its lane: a collective on the compute lane does not overlap.
             on_paper, recorded = (
-                {(span.lane, span.stage) for span in one.spans if span.direction == direction}
-                for one in (predicted, timeline)
+                {(span.lane, span.stage) for span in each.spans if span.direction == direction}
+                for each in (predicted, timeline)
             )
             if on_paper != recorded:
                 stages = ", ".join(sorted(stage for _, stage in on_paper ^ recorded)[:4])
@@ -206,19 +206,19 @@ def misfit(predicted: Timeline, measured: Sequence[Timeline]) -> str | None:
 def compare(predicted: Timeline, measured: Sequence[Timeline]) -> Table:
     """Predicted and measured milliseconds, the mean over ranks, of each direction and kind of stage.
 
-    The last row of a direction is the pass from its first stage's begin to its last one's end. A direction
-    that no rank holds is left out.
+    The last row of a direction is the whole pass, from the begin of its first stage to the end of its last.
+    Directions that no rank recorded are left out.
     """
     names = ("direction", "stages", "predicted ms", "measured ms", "measured/predicted")
     table = Table(*names, title="one block, one micro-batch, mean over the ranks drawn")
     for direction in DIRECTIONS:
-        ran = [one for one in measured if any(span.direction == direction for span in one.spans)]
+        ran = [each for each in measured if any(span.direction == direction for span in each.spans)]
         kinds = dict.fromkeys(span.kind for span in predicted.spans if span.direction == direction)
         for kind in (*kinds, None) if ran else ():
-            on_paper, *found = (_time_ms(one, direction, kind) for one in (predicted, *ran))
-            mean = statistics.fmean(found)
-            ratio = f"{mean / on_paper:.2f}" if on_paper else ""
-            table.add_row(direction, kind or "first to last", f"{on_paper:.3f}", f"{mean:.3f}", ratio)
+            predicted_ms, *measured_ms = (_time_ms(each, direction, kind) for each in (predicted, *ran))
+            mean = statistics.fmean(measured_ms)
+            ratio = f"{mean / predicted_ms:.2f}" if predicted_ms else ""
+            table.add_row(direction, kind or "first to last", f"{predicted_ms:.3f}", f"{mean:.3f}", ratio)
     return table
 
 

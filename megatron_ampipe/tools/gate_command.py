@@ -1,6 +1,6 @@
 """``ampipe gate``: checks router classes for ``--ampipe-router``, on a small router in one process.
 
-docs/gates.md has what a class must promise so that chunks change nothing. Megatron is imported by ``run``.
+docs/gates.md says what a class must promise so that chunks change nothing. ``run`` imports Megatron.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check every class, print what was found, and fail if a promise is not kept."""
+    """Check every class, print a report, and fail if a class breaks a promise."""
     from megatron_ampipe.launch.flags import import_megatron
 
     warnings.simplefilter("ignore")
     import_megatron()
     from megatron_ampipe.layers.gates import load_gate
 
-    # Modules of the user are found as by "python -m".
+    # The user's modules are found as with "python -m".
     sys.path.insert(0, "")
     gates = {name: load_gate(name) for name in arguments.names}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(gate: type[TopKRouter]) -> str:
-    """What was found of a class; BadInput or DifferenceFound if it breaks a promise."""
+    """The report on a class; BadInput or DifferenceFound if it breaks a promise."""
     router = _router(gate)
     probs, routing_map, *_ = _route(router, _hidden())
     if not probs.shape == routing_map.shape == (_ROWS * _BATCH, _EXPERTS) or routing_map.dtype != torch.bool:
@@ -83,12 +83,12 @@ def _check(gate: type[TopKRouter]) -> str:
             rule = "is not set to config.sequence_parallel; tensor-parallel ranks would diverge"
             raise DifferenceFound(f"{name}.sequence_parallel {rule}")
     fewest, most = (int(count) for count in torch.aminmax(routing_map.sum(dim=1)))
-    found = f"{fewest} to {most} experts per token"
+    report = f"{fewest} to {most} experts per token"
     if not fewest == most == _TOPK:
-        found += ", which needs --moe-expert-capacity-factor at degree 1"
+        report += ", which needs --moe-expert-capacity-factor at degree 1"
     if (reason := getattr(gate, "needs_all_tokens", None)) is not None:
-        return f"{found}; not compared in chunks, because {reason}"
-    return f"{found}; {_compare_chunks(gate)}"
+        return f"{report}; not compared in chunks, because {reason}"
+    return f"{report}; {_compare_chunks(gate)}"
 
 
 def _compare_chunks(gate: type[TopKRouter]) -> str:
@@ -102,8 +102,8 @@ def _compare_chunks(gate: type[TopKRouter]) -> str:
     draws = not torch.equal(first, second)
     for router in (whole, chunked):
         router.train(not draws)
-    expected, found = _step(whole, ()), _step(chunked, _CUTS)
-    pairs = {name: (tensor.double(), found[name].double()) for name, tensor in expected.items()}
+    expected, actual = _step(whole, ()), _step(chunked, _CUTS)
+    pairs = {name: (tensor.double(), actual[name].double()) for name, tensor in expected.items()}
     largest = {
         name: float((whole - parts).abs().max() / whole.abs().max().clamp_min(1e-12))
         for name, (whole, parts) in pairs.items()
@@ -147,7 +147,7 @@ def _router(kind: type[TopKRouter], **settings: Any) -> Any:
 
 
 def _route(router: Any, hidden: Tensor, cuts: tuple[int, ...] = (), *, seed: int = _SEED) -> tuple[Any, ...]:
-    """Route a sequence, or chunks of it: probs and routing map, and of chunks the arguments of their loss."""
+    """Route a sequence, or its chunks: probs and routing map, and for chunks the arguments of the losses."""
     from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids
 
     source = give_token_ids(router)
@@ -177,7 +177,7 @@ def _step(router: Any, cuts: tuple[int, ...]) -> dict[str, Tensor]:
         # An evaluation, or a fixed choice with fixed weights, has no history.
         if output.requires_grad:
             output.backward(gradient, retain_graph=True)
-    found = {"probs": probs.detach(), "routing map": routing_map}
+    tensors = {"probs": probs.detach(), "routing map": routing_map}
     for name, tensor in (("the input", hidden), *router.named_parameters()):
-        found[f"gradient of {name}"] = torch.zeros(()) if tensor.grad is None else tensor.grad
-    return found
+        tensors[f"gradient of {name}"] = torch.zeros(()) if tensor.grad is None else tensor.grad
+    return tensors

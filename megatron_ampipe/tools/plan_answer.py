@@ -1,4 +1,4 @@
-"""What ``ampipe plan`` answers: everything that was compared, as plain data and as tables."""
+"""The answer of ``ampipe plan``: everything that was compared, as plain data and as tables."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def answer_of(
     arguments: argparse.Namespace,
     assumed: list[str],
 ) -> dict[str, Any]:
-    """Everything that is shown, as plain data; ``predictor`` is of all layers of a pipeline stage.
+    """Everything that is shown, as plain data; ``predictor`` is for all layers of a pipeline stage.
 
-    ``others`` are the plans with other flags of Megatron (``plan.planner.alternatives``), ``memory`` is that
-    of each pipeline stage (``plan.rank_memory.memory_by_stage``).
+    ``others`` are the plans with other flags of Megatron (``plan.planner.alternatives``), ``memory`` is the
+    memory of each pipeline stage (``plan.rank_memory.memory_by_stage``).
     """
     plan = plans.chosen
     pipeline, shares = plan.pipeline_of(predictor.block.rows), plan.pipeline.shares
@@ -48,7 +48,7 @@ def answer_of(
     try:
         gradients = _gradients(predictor, plan)
     except BadInput as error:
-        # Nothing else of the plan needs this figure.
+        # The rest of the plan does not need this figure.
         gradients = None
         assumed.append(f"reductions of gradients are not predicted: {error.value} {error.rule}")
     if isinstance(memory, str):
@@ -77,7 +77,7 @@ def answer_of(
         "predicted_speedup": plan.predicted_speedup,
         "hidden_share": plan.hidden_share,
         "partner": pipeline.partner is not None,
-        # Of a pass of either direction with a partner; predicted_ms is without.
+        # Of a forward and a backward pass together; predicted_ms is without a partner.
         "partner_ms": plan.partner_ms,
         # The product of both is the speedup.
         "speedup_by_overlap": plan.predicted_speedup / plans.fewer_bytes,
@@ -89,7 +89,9 @@ def answer_of(
         "reason": plan.reason,
         "memory_strategies": _memory_strategies(block, plan) if plan.helps else None,
         "dispatchers": [
-            row for flags, of in {"": plans, **others}.items() for row in _dispatchers(predictor, of, flags)
+            row
+            for flags, compared in {"": plans, **others}.items()
+            for row in _dispatchers(predictor, compared, flags)
         ],
         "rank_memory": None if isinstance(memory, str) else _fullest(memory),
     }
@@ -149,7 +151,7 @@ def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]
             "speedup": stock.total / time.total,
             "hidden_share": hidden,
             "memory_gib": memory[KEEP] / 2**30,
-            # By what the experts keep, for --ampipe-memory.
+            # By the experts' strategy, for --ampipe-memory.
             "memory_gib_by_strategy": {strategy: size / 2**30 for strategy, size in memory.items()},
         }
         for name, degree, time, hidden, memory in ways
@@ -157,14 +159,14 @@ def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]
 
 
 def _memory_strategies(predictor: Predictor, plan: Plan) -> dict[str, Any]:
-    """What MPipeMoE's equation 10 chooses of its strategies, and which is fastest by simulation."""
+    """The strategy that MPipeMoE's equation 10 chooses, and the one that is fastest by simulation."""
     degree = plan.pipeline.backward_degree
     costs_us = equation_10_us(predictor, degree=degree)
     times = {}
     for name in (KEEP, *costs_us):
-        of_memory = predictor.of_layers(1, memory=name)
-        schedule = Pipeline.of(degree, memory=name).schedule_of(of_memory.layers)
-        times[name] = of_memory.pass_us(schedule, even_chunks(predictor.block.rows, degree)).total / 1e3
+        predicted = predictor.of_layers(1, memory=name)
+        schedule = Pipeline.of(degree, memory=name).schedule_of(predicted.layers)
+        times[name] = predicted.pass_us(schedule, even_chunks(predictor.block.rows, degree)).total / 1e3
     return {
         "degree": degree,
         "equation_10": min(costs_us, key=lambda name: costs_us[name]),
@@ -216,7 +218,7 @@ def _layers(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
 
 
 def _with_a_partner(predictor: Predictor, plans: Plans) -> Predictor:
-    """Of the layers that :attr:`Plans.together` is predicted for."""
+    """The predictor of the layers that :attr:`Plans.together` is predicted for."""
     return sharing_layers(predictor, 1 if plans.shared is None else plans.shared.pipeline.stack)
 
 
@@ -248,7 +250,7 @@ def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
-    """A table of rows; by heading, ``columns`` are a key and the format of its value. None stays empty."""
+    """A table of rows; ``columns`` maps a heading to a key and the format of its value. None stays empty."""
     table = Table(*columns, title=title)
     for row in rows:
         parts = (column.partition(":") for column in columns.values())
@@ -316,7 +318,7 @@ def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bo
 
 
 def _faster_with(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Which other flags of Megatron are predicted to be faster than those of the model; the best first."""
+    """Other flags of Megatron that are predicted to be faster than the model's flags, the best first."""
     model_ms = min(row["predicted_ms"] for row in rows if not row["flags"])
     best: dict[str, Mapping[str, Any]] = {}
     for row in sorted(rows, key=lambda row: row["predicted_ms"]):
@@ -331,12 +333,12 @@ def _faster_with(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _held(memory: Mapping[str, Any], device_gib: float | None) -> str:
-    """What the fullest rank holds, and whether that fits."""
+    """The memory of the fullest rank, and whether it fits."""
     parts = ("weights", "gradients", "optimizer", "activations", "buffers")
     shown = ", ".join(f"{part} {memory[f'{part}_gib']:.1f}" for part in parts if memory[f"{part}_gib"])
-    of_device = "" if device_gib is None else f" of {device_gib:g}"
+    limit = "" if device_gib is None else f" of {device_gib:g}"
     total = memory["total_gib"]
-    text = f"memory of the fullest rank, estimated: {total:.1f}{of_device} GiB ({shown})"
+    text = f"memory of the fullest rank, estimated: {total:.1f}{limit} GiB ({shown})"
     if device_gib is None or total <= device_gib:
         return text
     return (

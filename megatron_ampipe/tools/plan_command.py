@@ -97,12 +97,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _override(text: str) -> tuple[str, Any]:
     key, _, value = text.partition("=")
     try:
-        found = value_of(value)
+        parsed = value_of(value)
     except ValueError:
-        found = None
-    if not key or found is None:
+        parsed = None
+    if not key or parsed is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not FLAG=VALUE. Write for example seq-length=8192.")
-    return key, found
+    return key, parsed
 
 
 def _degrees(text: str) -> tuple[int, ...]:
@@ -190,7 +190,7 @@ UNNAMED = SimpleNamespace(
     differentiate=lambda kind: (0, None),
     weights_apart=lambda kind, products: None,
 )
-"""Stands for the functions of a block whose tape is only printed."""
+"""Replaces the functions of a block whose tape is only printed."""
 
 
 def tape_text(schedule: Schedule, layers: Sequence[BlockFeatures], chunks: Sequence[Chunk]) -> str:

@@ -1,6 +1,6 @@
 """``ampipe profile``: measures what the operations of a block cost on these ranks, and writes a cluster file.
 
-Starts its own ranks, or takes part as one of those that torchrun has started.
+Starts its own ranks, or runs as one of the ranks that torchrun has started.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure_rank(rank: Rank[BenchJob]) -> dict[str, Any]:
-    """Measure in a rank; what :func:`.measuring.operations.measure` returns."""
+    """Measure in a rank; returns the report of :func:`.measuring.operations.measure`."""
     rank.start_megatron()
-    # Imports Megatron, which must not come before the link is emulated.
+    # Imports Megatron, so it must come after the link is emulated.
     from megatron_ampipe.tools.measuring import operations
 
     return operations.measure(rank)

@@ -1,6 +1,6 @@
 """Trains a small GPT-MoE on real text over a slow link, with Megatron's layers and with AMPipe, and compares.
 
-What ``scripts/quickstart.sh`` runs. Both trainings are Megatron's own loop, with and without AMPipe's flags.
+``scripts/quickstart.sh`` runs it. Both trainings are Megatron's own loop, with and without AMPipe's flags.
 Ranks, link and times are those of ``ampipe bench --end-to-end``: one process for each of two ranks, on a CPU.
 """
 
@@ -27,13 +27,13 @@ from megatron_ampipe.tools.measuring.training import TrainingJob
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LINK = "100mbit"
-"""Real where a network can be made, else emulated."""
+"""The default link: real if a network can be made, otherwise emulated."""
 WARMUP = 3
 """Iterations at the beginning of each training whose times do not count."""
 NUM_RANKS = 2
 
 CONFIGS = [str(configs_folder() / name) for name in ("models/tiny.yaml", "runs/quickstart.yaml")]
-"""What both runs train and how."""
+"""Configuration files of both runs."""
 
 _NEXT = """
 next:
@@ -82,9 +82,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def choose_link(wanted: Link | None) -> tuple[Link, str | None]:
-    """The link that is wanted, or :data:`LINK`; and why that is emulated, if it is.
+    """The requested link, or :data:`LINK`; and why that is emulated, if it is.
 
-    EnvironmentMissing if it is wanted and cannot be made here.
+    EnvironmentMissing if the requested link cannot be made here.
     """
     link = wanted or parse_link(LINK)
     if not link.is_network:
@@ -114,12 +114,12 @@ def _compare(link: Link, why_emulated: str | None, chosen: argparse.Namespace) -
         *("--train-iters", str(iterations), "--lr-warmup-iters", str(min(20, iterations // 3))),
         *("--data-path", str(data), "--data-cache-path", str(folder / "data" / "cache")),
     )
-    of_ampipe = ("--ampipe-degree", str(chosen.degree), "--ampipe-trace-dir", str(traces))
+    ampipe_flags = ("--ampipe-degree", str(chosen.degree), "--ampipe-trace-dir", str(traces))
     curves, runs = [], {}
     for name, title, own_flags, stock_attends_as in (
         # With the attention kernel of AMPipe's layers: Megatron's own is slower on a CPU.
         ("baseline", "Megatron", ("--ampipe-degree", "1"), "fp32"),
-        ("ampipe", f"AMPipe, degree {chosen.degree}", of_ampipe, None),
+        ("ampipe", f"AMPipe, degree {chosen.degree}", ampipe_flags, None),
     ):
         log = folder / f"{name}.log"
         log.unlink(missing_ok=True)
@@ -179,7 +179,7 @@ def _name(link: Link) -> str:
 
 
 def _ampipe(*arguments: str) -> None:
-    """Run an ``ampipe`` command; its output goes to the terminal, after what this one has printed."""
+    """Run an ``ampipe`` command; its output goes to the terminal, after the output of this command."""
     sys.stdout.flush()
     done = subprocess.run([sys.executable, "-m", "megatron_ampipe.cli", *arguments])
     if done.returncode != 0:

@@ -1,7 +1,7 @@
-"""``ampipe routing``: shows who went where in a training that ran with ``--ampipe-routing-dir``.
+"""``ampipe routing``: shows the experts that tokens used in a training with ``--ampipe-routing-dir``.
 
-The figures are those of :mod:`megatron_ampipe.plan.recorded_routing`, with which ``ampipe plan --routing``
-plans.
+The figures are those of :mod:`megatron_ampipe.plan.recorded_routing`, which ``ampipe plan --routing`` uses
+as well.
 """
 
 from __future__ import annotations
@@ -58,6 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
             f"sent once per place, {places} ranks or nodes: {routing.rows_to(places):.3f} rows per token "
             f"({even_rows(experts, topk, places):.3f} if experts were chosen evenly)"
         )
-    shares = ", ".join(f"{routing.condensed(one):.1%} at {one:g}" for one in routing.thresholds)
+    shares = ", ".join(f"{routing.condensed(limit):.1%} at {limit:g}" for limit in routing.thresholds)
     print(f"rows that --ampipe-condense would not send: {shares}")
     return 0

@@ -2,7 +2,7 @@
 
 The script is rendered from ``job.sbatch.j2`` next to this file; ``scripts/slurm`` has three examples. Imports
 neither torch nor Megatron, which login nodes often lack: ``ampipe config`` checks the training flags in a
-separate process. Options of SLURM are checked by ``sbatch``, except for what would break the script.
+separate process. ``sbatch`` checks options of SLURM; values that would break the script are refused here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_ampipe.files.inputs import adder, at_least, find_config, load, mat
 from megatron_ampipe.launch.config_files import CONFIG_FLAG, groups_of
 
 SAVE_INTERVAL = 500
-"""Iterations between checkpoints, where neither the command nor a file of the run says it."""
+"""Iterations between checkpoints, if neither the command nor a file of the run gives them."""
 _SET_BY_THE_SCRIPT = ("save", "load", "ckpt-step", "exit-signal", "exit-signal-handler", "ampipe-config")
 
 EPILOG = """\
@@ -52,7 +52,7 @@ _WORD = r"[\w.,:=+@%/\[\]-]+"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe sbatch``."""
-    # Or --time would also be --t, which a later argument could take away.
+    # Otherwise --t would mean --time, until a later version adds another argument with t.
     parser.allow_abbrev = False
     parser.fromfile_prefix_chars = "@"
     parser.convert_arg_line_to_args = partial(shlex.split, comments=True)  # type: ignore[method-assign]
@@ -122,12 +122,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _render(arguments: argparse.Namespace) -> str:
-    """Fill in what is not given, check what depends on several arguments, and render the script."""
+    """Fill in defaults, check combinations of arguments, and render the script."""
     files = _read_files(arguments)
     _check_combinations(arguments, files)
     training = [*([CONFIG_FLAG, *files] if files else []), *arguments.flags]
     if not any("save-interval" in document for document in files.values()):
-        # Before the flags of the user, of which the last one counts.
+        # Before the user's flags, because the last value of a flag counts.
         training.insert(0, f"--save-interval={SAVE_INTERVAL}")
     stem = re.sub(r"[^\w.-]", "-", Path(arguments.model).stem) if arguments.model else "ampipe"
     arguments.job_name = arguments.job_name or stem
@@ -151,7 +151,7 @@ def _render(arguments: argparse.Namespace) -> str:
 
 
 def _read_files(arguments: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
-    """The files of the run by name, as every node knows them; the cluster's sets GPUs per node."""
+    """The paths of the run's files, valid on every node; the cluster file sets GPUs per node."""
     files: dict[str, Mapping[str, Any]] = {}
     named = {"models": arguments.model, "clusters": arguments.cluster, "runs": arguments.run_file}
     for folder, name in named.items():
@@ -171,7 +171,7 @@ def _read_files(arguments: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
 
 
 def _check_combinations(arguments: argparse.Namespace, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse what one argument alone cannot tell."""
+    """Refuse wrong combinations of arguments."""
     refuse: Callable[[str], None] = arguments.refuse
     if not files and not arguments.flags:
         refuse("nothing to train: give --model mixtral-8x7b, your YAML file, or Megatron's flags after --")
@@ -189,7 +189,7 @@ def _check_combinations(arguments: argparse.Namespace, files: Mapping[str, Mappi
 
 
 def _check_training(arguments: argparse.Namespace, training: Sequence[str]) -> None:
-    """Run ``ampipe config`` on the training flags; where it cannot run, a note says so."""
+    """Run ``ampipe config`` on the training flags; if it cannot run, print a note."""
     num_ranks = str(arguments.nodes * arguments.gpus_per_node)
     words = [*training, "--save", "checkpoints", "--load", "checkpoints", "--exit-signal-handler"]
     # Without the rank variables, so that it does not join a job inside which this command runs.

@@ -1,10 +1,9 @@
 """Draws timelines with matplotlib: a row for each lane of each rank, a colour for each chunk.
 
-The forward and the backward pass get a panel each, on one scale, because between them a run does other
-things for a long time. A forward pass that runs together with a backward pass stands in its panel, hatched.
-Each rank's clock begins at its own first stage of the panel: the clocks of different ranks need not agree.
-Layers that share a schedule run at the same time, so a strip along the top of each bar says of which layer
-it is.
+The forward and the backward pass each have a panel, on one scale, because a run does other things for a long
+time between them. A forward pass that runs together with a backward pass is hatched in the backward panel.
+Each rank's time starts at its first stage in the panel: the clocks of different ranks need not agree. Layers
+that share a schedule run at the same time, so a strip along the top of each bar shows its layer.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".svg", ".png")
-"""Of the files that a picture is written to."""
+"""Suffixes of the files that a picture is written to."""
 _WIDTH_IN, _MARGINS_IN, _ROW_IN = 13.0, 2.6, 0.36
-"""Of the picture, left and right of the bars, of a lane."""
+"""Width of the picture, space left and right of the bars, height of a lane."""
 _PNG_DPI, _MAX_PNG_PIXELS = 180, 30_000
 _BAR, _SEAM_IN, _STRIP = 0.84, 0.012, 0.17
 """Height of a bar in its row, the gap to its neighbour, and its part for the layer."""
@@ -35,7 +34,7 @@ _LABEL_PT = 7.5
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C6BB1", "#7F7F3F")
 _WHOLE_BLOCK, _INK, _FAINT, _PAPER = "#A6A9AD", "#22262B", "#6B7280", "#FFFFFF"
 _STRIPE, _PREDICTED_STRIPE = "#F3F4F6", "#FBF3DC"
-# Within a chunk's colour, what the stage does: the share of white mixed in.
+# The share of white that is mixed into a chunk's colour, by kind of stage.
 _TINTS = {"attention": 0.0, "dispatch": 0.0, "expert": 0.35, "combine": 0.35, "shared": 0.5, "wgrad": 0.5}
 _OTHER_TINT = 0.6
 _HATCH = "////"
@@ -47,10 +46,10 @@ def draw(timelines: Sequence[Timeline], *, targets: Sequence[Path], title: str) 
     """Draw one picture and write it under every target; the suffix gives the format.
 
     Args:
-        timelines: What is to be shown, from the top, one for each rank; none may be empty. A predicted one
-            has another background.
-        targets: Files to write. Each appears under its name only when it is whole.
-        title: Of the picture.
+        timelines: A timeline for each rank, from the top; none may be empty. A predicted one has another
+            background.
+        targets: Files to write. Each appears only when it is complete.
+        title: Title of the picture.
 
     Raises:
         RunFailed: a file cannot be written.
@@ -78,7 +77,7 @@ def draw(timelines: Sequence[Timeline], *, targets: Sequence[Path], title: str) 
 
 
 def layers_of(timeline: Timeline) -> str:
-    """``layer 2`` or ``layers 1-4``: what a timeline holds, as text."""
+    """The layers of a timeline as text: ``layer 2`` or ``layers 1-4``."""
     layers = sorted({span.layer for span in timeline.spans})
     return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
 
@@ -89,7 +88,7 @@ def _figure(timelines: Sequence[Timeline], *, title: str) -> Figure:
 
     panels = [(name, [_from_zero(timeline, name) for timeline in timelines]) for name in DIRECTIONS]
     panels = [(direction, parts) for direction, parts in panels if any(parts)]
-    # A panel of which every stage took no time at all still needs an axis.
+    # A panel needs an axis even if all its stages took no time.
     lengths_ms = [max(1e-6, *(span.end_us / 1e3 for part in parts for span in part)) for _, parts in panels]
     spans = [span for _, parts in panels for part in parts for span in part]
     lanes = [
@@ -127,7 +126,7 @@ def _figure(timelines: Sequence[Timeline], *, title: str) -> Figure:
         grid[0][column].set_title(f"{direction}  {lengths_ms[column]:.3g} ms", loc="left", fontsize=9)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     kinds = "   ".join(f"{_letter(kind)} {kind}" for kind in sorted({span.kind for span in spans}))
-    # In the widest panel: elsewhere a long label would part the panels.
+    # In the widest panel: in another panel a long label would move the panels apart.
     widest = grid[-1][lengths_ms.index(max(lengths_ms))]
     widest.set_xlabel("ms after the first stage of each rank", loc="left", fontsize=8, color=_FAINT)
     handles = _legend(spans, layers)
@@ -154,7 +153,7 @@ def _from_zero(timeline: Timeline, direction: str) -> list[StageSpan]:
 def _draw_bars(
     axes: Axes, spans: Sequence[StageSpan], lanes: Sequence[str], *, in_per_ms: float, layers: Sequence[int]
 ) -> None:
-    """Bars in one collection for each style, which is fast for tens of thousands of spans; then the names."""
+    """Draw bars, one collection for each style (fast for tens of thousands of spans), and then the names."""
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     bars: defaultdict[tuple[float, float, Any, bool], list[tuple[float, float]]] = defaultdict(list)
     for span in spans:
@@ -182,7 +181,7 @@ def _draw_bars(
 
 
 def _name_of(timeline: Timeline) -> str:
-    """What stands left of a timeline's rows."""
+    """The label on the left of a timeline's rows."""
     lines = [PREDICTED if timeline.is_predicted else f"rank {timeline.rank}", layers_of(timeline)]
     if timeline.communication_us:
         lines += [f"{timeline.hidden_share:.0%} hidden", f"of {timeline.communication_us / 1e3:.3g} ms"]
@@ -221,5 +220,5 @@ def _colour(chunk: int) -> str:
 
 
 def _letter(kind: str) -> str:
-    """The initial of a stage, where its name does not fit; counts and combine would share one."""
+    """The initial of a stage, for narrow bars; differs for counts and combine."""
     return {"counts": "#", "reduce": "Σ", "reduce-experts": "Σ"}.get(kind, kind[:1].upper())

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 # The kernels of tests, by name.
 import tests.reference_pieces  # noqa: F401
 from megatron_ampipe.exchange.codecs import load_wire
-from megatron_ampipe.launch.host.megatron import HostDotProductAttention
+from megatron_ampipe.launch.host.megatron import HostDotProductAttention, HostLatentProjection
 from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
 from megatron_ampipe.layers.gates import give_token_ids, load_gate
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer, pipelined, with_gate
@@ -116,7 +116,7 @@ def build_layers(
     # For gated delta nets. A CUDA graph cannot hold the state that Megatron's own tracker sets.
     graph_safe = case.transformer_engine and case.executor == "cuda"
     model_parallel_cuda_manual_seed(11, te_rng_tracker=graph_safe, force_reset_rng=True)
-    down = WholeLinear if case.whole_down else multi_latent_attention.TELinear
+    down = HostLatentProjection if case.whole_down else multi_latent_attention.TELinear
     spec = specs[0] if len(specs) == 1 else TransformerBlockSubmodules(layer_specs=specs)
 
     def build(spec: Any, config: TransformerConfig) -> torch.nn.Module:
@@ -145,6 +145,12 @@ def build_layers(
             changed_functions.run_chunk_by_chunk(layer.mlp, bounds)
     for layer in (stock, ours):
         layer.train(case.training)
+        if case.engine:
+            from tests.te_linear_standin import use_engine
+
+            use_engine(layer, grouped=case.engine == "grouped")
+        for parameter in layer.parameters() if config.gradient_accumulation_fusion else ():
+            parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
     return stock, ours
 
 
@@ -168,24 +174,12 @@ def layer_specs(case: Case, config: TransformerConfig) -> list[ModuleSpec]:
         )
         attention = spec.submodules.self_attention.submodules
         if case.whole_down:
-            attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = HostLatentProjection
         if config.multi_latent_attention or case.is_packed:
             # Megatron's module has no argument for the head size of values, and takes no packed documents.
             attention.core_attention = HostDotProductAttention
         specs.append(with_gated_delta_net(spec) if kind == "g" else spec)
     return specs
-
-
-class WholeLinear(torch.nn.Linear):
-    """In place of Transformer Engine's ``TELinear`` of the mode ``duplicated``."""
-
-    def __init__(self, input_size: int, output_size: int, *, parallel_mode: str, **_: Any) -> None:
-        assert parallel_mode == "duplicated"
-        super().__init__(input_size, output_size, bias=False)
-        self.weight.sequence_parallel = True  # type: ignore[attr-defined]
-
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return super().forward(hidden), None
 
 
 class Inputs(NamedTuple):
@@ -242,7 +236,8 @@ def packing_of(case: Case, device: str = "cpu") -> PackedSeqParams:
         cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        tokens_per_sample=length,
+        # One sequence can be without it, as frameworks pack.
+        tokens_per_sample=length if batch > 1 else None,
     )
 
 
@@ -286,7 +281,9 @@ def summed_results(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """
     tensor_group, found = get_tensor_model_parallel_group(), {}
     for name, parameter in layer.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        is_fused = getattr(parameter, "grad_added_to_main_grad", False)
+        gradient = parameter.main_grad if is_fused else parameter.grad
+        gradient = torch.zeros_like(parameter) if gradient is None else gradient.clone()
         if getattr(parameter, "sequence_parallel", False):
             torch.distributed.all_reduce(gradient, group=tensor_group)
         elif tensor_group.size() > 1 and not getattr(parameter, "allreduce", True):

@@ -86,10 +86,7 @@ def _forward(
         )
         rows = torch.tensor([*taken], dtype=torch.int64, device=total.device)
         total = total.index_add(0, rows, output[[*taken.values()]] * probs[rows, expert, None])
-    total = total.view_as(hidden)
-    if layer.shared_experts is not None:
-        total = total + layer.shared_experts(hidden)
-    return total, None
+    return total.view_as(hidden), None
 
 
 def _representatives(

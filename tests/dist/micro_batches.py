@@ -4,7 +4,7 @@ Import it after the host platform is installed.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ NUM_MICROBATCHES = 3
 def run_passes(
     layer: Any,
     ahead: Callable[[int], object],
-    behind: Callable[[int], None],
+    back: Callable[[int], None],
     *,
     number: int = NUM_MICROBATCHES,
     partner: Partner | None = None,
@@ -35,7 +35,7 @@ def run_passes(
     if partner is None:
         for microbatch in range(number):
             ahead(microbatch)
-            behind(microbatch)
+            back(microbatch)
         return
     context = getattr(layer, "layers", [layer])[0]._block.context
     usual, context.partners = context.pipeline, Partners()
@@ -52,30 +52,41 @@ def run_passes(
     pipelined(0)
     for microbatch in range(1, number):
         context.partners.run(
-            functools.partial(pipelined, microbatch), functools.partial(behind, microbatch - 1)
+            functools.partial(pipelined, microbatch), functools.partial(back, microbatch - 1)
         )
-    behind(number - 1)
+    back(number - 1)
     context.pipeline, context.partners = usual, None
 
 
-def step(layer: torch.nn.Module, case: Case, *, partner: Partner | None = None) -> dict[str, torch.Tensor]:
-    """The output and the input gradient of every micro-batch, and what all of them have summed."""
+def step(
+    layer: torch.nn.Module, case: Case, *, partner: Partner | None = None, in_flight: Sequence[int] = ()
+) -> dict[str, torch.Tensor]:
+    """The output and the input gradient of every micro-batch, and what all of them have summed.
+
+    With ``in_flight`` all forward passes run first, then the backward passes of these micro-batches.
+    """
     logged_losses.clear()
-    device = next(layer.parameters()).device.type
+    parameter = next(layer.parameters())
     passes: list[Any] = []
     found = {}
 
     def ahead(microbatch: int) -> None:
         # Tensor-parallel ranks share ids, and their number divides this one.
         rank = torch.distributed.get_rank() + 8 * microbatch
-        inputs = inputs_of(case, rank=rank, device=device, dtype=torch.float32)
+        inputs = inputs_of(case, rank=rank, device=parameter.device.type, dtype=parameter.dtype)
         passes.append((inputs.gradient, *forward(layer, inputs)))
 
-    def behind(microbatch: int) -> None:
+    def back(microbatch: int) -> None:
         gradient, output, hidden = passes[microbatch]
         output.backward(gradient)
         found[f"output {microbatch}"] = output.detach()
         found[f"input gradient {microbatch}"] = hidden.grad
 
-    run_passes(layer, ahead, behind, partner=partner)
+    if in_flight:
+        for microbatch in range(NUM_MICROBATCHES):
+            ahead(microbatch)
+        for microbatch in in_flight:
+            back(microbatch)
+    else:
+        run_passes(layer, ahead, back, partner=partner)
     return found | summed_results(layer)

@@ -104,28 +104,18 @@ def test_graphs_know_the_generators_that_change_their_state_in_a_capture() -> No
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_several_micro_batches_in_flight(order: tuple[int, ...]) -> None:
-    from tests.dist import logged_losses
-    from tests.dist.blocks import forward, inputs_of, summed_results, wrong
+    """In the last pass but one, a forward pass has no backward pass."""
+    from tests.dist.blocks import wrong
+    from tests.dist.micro_batches import step
 
     case = Case("in-flight", executor="cuda", layers="mm", stack=0, rope=True, model=LARGE | SHARED)
-    found = []
-    for layer in captured(case):
-        for number in range(PASSES):
+    stock, ours = captured(case)
+    for number in range(PASSES):
+        for layer in (stock, ours):
             layer.zero_grad()
-            logged_losses.clear()
-            outputs = []
-            for micro_batch in range(len(order)):
-                rank = torch.distributed.get_rank() + 10 * number + 100 * micro_batch
-                inputs = inputs_of(case, rank=rank, dtype=torch.float32)
-                outputs.append((*forward(layer, inputs), inputs.gradient))
-            for micro_batch in order[: 3 - (number == 2)]:
-                output, _, gradient = outputs[micro_batch]
-                output.backward(gradient)
-            if number == 2:
-                # A forward pass without a backward pass.
-                layer.zero_grad()
-        found.append(summed_results(layer))
-    assert wrong(*found, TOLERANCE) == {}
+        given = order if number != PASSES - 2 else order[:2]
+        expected, found = (step(layer, case, in_flight=given) for layer in (stock, ours))
+        assert wrong(expected, found, TOLERANCE) == {}
 
 
 def test_hooks_for_parameters_run_in_every_pass() -> None:

@@ -10,14 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.dist.test_bench import GRID
 from tests.forked import REPOSITORY, completed, run_workers
 from tests.gpu.test_cuda import LAYERS
-
-GRID = """\
-cases:
-  - {name: tiny, sequence_length: 64, batch: 1, hidden: 32, heads: 4, experts: 4, ffn: 64, topk: 2,
-     activation: gelu, dtype: fp32}
-"""
 
 
 def without_gpu() -> dict[str, str]:
@@ -107,12 +102,12 @@ def test_the_profiling_step_runs_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "grid.yaml").write_text(GRID)
     words = [
         *(sys.executable, "-m", "gpu_check.profiled", "--device", "cpu"),
-        *("--grid", tmp_path / "grid.yaml", "--case", "tiny", "--link", "emulated:1gbit"),
+        *("--grid", tmp_path / "grid.yaml", "--case", "top1", "--link", "emulated:1gbit"),
         *("--trace", tmp_path / "trace.json.gz", "--json", tmp_path / "profile.json"),
     ]
     completed(*words, env=with_scripts())
     found = json.loads((tmp_path / "profile.json").read_text())
-    assert found["case"] == "tiny"
+    assert found["case"] == "top1"
     of_degrees = [f"degree {degree}, schedule ampipe" for degree in (2, 4, 8)]
     assert list(found["peak_bytes"]) == ["stock", *of_degrees]
     assert (found["communication_ms"], found["host_waits"]) == (0.0, {"forward": {}, "backward": {}})

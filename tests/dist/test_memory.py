@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.schedule import KEEP, LISTED, MEGATRON, Exchange, Partner
+from megatron_ampipe.schedule import LISTED, MEGATRON, Exchange, Partner
 from megatron_ampipe.tools.measuring.grid import Case as GridCase
 from megatron_ampipe.tools.measuring.grid import block_of_case
 from tests.dist.cases import AUX, SWIGLU, TOP2, Case, again
-from tests.dist.worker import use_groups
 
 # How long a gloo thread keeps a buffer, and so the peak, depends on what else runs.
 pytestmark = pytest.mark.alone
@@ -30,8 +29,10 @@ LETTING_GO_S = 5.0
 ABOVE_STOCK = 1.01
 ABOVE_BLOCK_BY_BLOCK = 1.02
 # Activations are at least six times as large as parameter gradients.
-SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 512, "num_moe_experts": 4}
-SEQUENCE_LENGTH = 1024
+SHAPE = {
+    "hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 512, "num_moe_experts": 4,
+    "moe_router_force_load_balancing": True,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "top1": {},
     "top2-swiglu-losses": TOP2 | SWIGLU | AUX,
@@ -39,84 +40,72 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def case(model: str, degree: int, schedule: str = "ampipe", executor: str = "sequential") -> Case:
+def case(what: str, *, model: str = "top1", layers: str = "m", also: Any = (), **fields: Any) -> Case:
+    """A block, or layers that share a schedule unless ``stack`` is 1; ``also`` overrides the model."""
     return Case(
-        name=f"{model} degree {degree} {schedule} {executor}",
-        degree=degree,
-        schedule=schedule,
-        executor=executor,
+        name=f"{model} {layers} {what}",
         kernel="cpu-flash",
-        sequence_length=SEQUENCE_LENGTH,
-        model=SHAPE | MODELS[model],
+        sequence_length=1024,
+        layers=layers,
+        model=SHAPE | MODELS[model] | dict(also),
+        **{"stack": 0 if len(layers) > 1 else 1} | fields,
     )
 
 
-STOCK = {model: case(model, 1) for model in MODELS}
+STOCK = {model: case("stock", model=model, degree=1) for model in MODELS}
+LOSSES = {"model": "top2-swiglu-losses"}
 CASES = [
-    case("top1", 2, executor="thread"),
-    case("top2-swiglu-losses", 4),
-    case("top2-swiglu-losses", 8, executor="thread"),
-    case("shared", 4, "moe-only", "thread"),
+    case("degree 2", degree=2),
+    case("degree 4 sequential", executor="sequential", **LOSSES),
+    case("degree 8", degree=8, **LOSSES),
+    case("degree 4 moe-only", schedule="moe-only", model="shared"),
+    case("degree 1 ranks", degree=1, exchange=Exchange.RANKS, **LOSSES),
 ]
-SENT_ONCE = dataclasses.replace(
-    case("top2-swiglu-losses", 1, executor="thread"),
-    name="top2-swiglu-losses degree 1 ranks thread",
-    exchange=Exchange.RANKS,
-)
-LANCET = [case(model, 1, "lancet", "thread") for model in ("top1", "top2-swiglu-losses")]
-JOINED = case("top2-swiglu-losses", 4, "joined", "thread")
-
-
-def stack(
-    layers: str, what: str, *, model: str = "top1", executor: str = "thread", also: Any = (), **fields: Any
-) -> Case:
-    """Layers that share a schedule at degree 4, unless ``stack`` is 1; ``also`` overrides the model."""
-    block = case(model, 4, executor=executor)
-    fields = {"layers": layers, "stack": 0, "model": block.model | dict(also)} | fields
-    return dataclasses.replace(block, name=f"{model} {layers} {executor} {what}", **fields)
-
-
-TWO, FOUR = (stack(layers, "in a stack", executor="sequential") for layers in ("mm", "mmmm"))
-RECOMPUTED = stack("mmmm", "recomputed", recompute=math.inf)
+LANCET = [case("lancet", model=model, degree=1, schedule="lancet") for model in ("top1", LOSSES["model"])]
+JOINED = case("joined", schedule="joined", **LOSSES)
+TWO, FOUR = (case("in a stack", layers=layers, executor="sequential") for layers in ("mm", "mmmm"))
+RECOMPUTED = case("recomputed", layers="mmmm", recompute=math.inf)
 STACKS = [
-    (stack("mmmm", "block by block", executor="sequential", stack=1), FOUR),
-    tuple(stack("mmmm", f"stack {size}", model="top2-swiglu-losses", stack=size) for size in (1, 0)),
+    (case("block by block", layers="mmmm", executor="sequential", stack=1), FOUR),
+    tuple(case(f"stack {size}", layers="mmmm", stack=size, **LOSSES) for size in (1, 0)),
 ]
 # Layers without experts keep everything, and more than one whose experts restore their tensors.
 WIDE = {"moe_ffn_hidden_size": 512, "ffn_hidden_size": 1024}
 DENSE = [
-    stack("dm", "redispatch", memory="redispatch", also=WIDE),
-    stack("ddm", KEEP, model="top2-swiglu-losses", also=WIDE),
+    case("redispatch", layers="dm", memory="redispatch", also=WIDE),
+    case("keep", layers="ddm", also=WIDE, **LOSSES),
 ]
 # The block of docs/measured/memory-grid.yaml.
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 WIDER = {"hidden_size": 256, "ffn_hidden_size": 1024, "moe_router_topk": 2} | BF16
 EIGHTS = [
-    stack("m" * 8, "bf16 degree 1", degree=1, also=WIDER),
-    stack("m" * 8, "bf16 offload", memory="offload", also=WIDER),
-    stack("m" * 8, "bf16 S3", memory="S3", also=WIDER),
-    *(stack("m" * 8, memory, memory=memory) for memory in ("S2", "rebuild/keep/rebuild/rebuild")),
+    case("bf16 degree 1", layers="m" * 8, degree=1, also=WIDER),
+    case("bf16 offload", layers="m" * 8, memory="offload", also=WIDER),
+    case("bf16 S3", layers="m" * 8, memory="S3", also=WIDER),
+    *(case(memory, layers="m" * 8, memory=memory) for memory in ("S2", "rebuild/keep/rebuild/rebuild")),
 ]
 PARTNERS = [
-    stack("mmmm", "partners, weight gradients apart", degree=1, partner=Partner(order=LISTED)),
-    stack("mmmm", "partners", degree=1, partner=Partner(1, "ampipe", LISTED), model="top2-swiglu-losses"),
-    stack("mmmm", "partners, redispatch", degree=1, partner=Partner(order=MEGATRON), memory="redispatch"),
+    case("partners, lancet", layers="mmmm", degree=1, partner=Partner(order=LISTED)),
+    case("partners", layers="mmmm", degree=1, partner=Partner(1, "ampipe", LISTED), **LOSSES),
+    case(
+        "partners, redispatch", layers="mmmm", degree=1, partner=Partner(order=MEGATRON), memory="redispatch"
+    ),
 ]
 
 
 def selective(*modules: str, model: str = "top1", **fields: Any) -> Case:
     """Four layers in a stack, with Megatron's selective recompute."""
     name = " ".join([*modules, *map(str, fields.values())])
-    return stack("mmmm", name, model=model, also=again(*modules, normalization="RMSNorm"), **fields)
+    return case(name, model=model, layers="mmmm", also=again(*modules, normalization="RMSNorm"), **fields)
 
 
 LEANER = [
     # What a layer keeps of 23 tensors as wide as a row: no inner ones of experts, nor what arrives; nothing
     # after the first product; nothing of both norms after their input. Then the peak, with what runs again or
     # is loaded (of the four layers, 3 of 16 chunks at once) and gradients of parameters.
-    (stack("mmmm", "rebuild", memory="rebuild"), (23 - 12) / 23, 0.58),
-    (stack("mmmm", "redispatch", memory="redispatch"), (23 - 12 - 1) / 23, 0.55),
-    (stack("mmmm", "offload", memory="offload"), (23 - 12 - 1) / 23, 0.6),
+    (case("rebuild", layers="mmmm", memory="rebuild"), (23 - 12) / 23, 0.58),
+    (case("redispatch", layers="mmmm", memory="redispatch"), (23 - 12 - 1) / 23, 0.55),
+    (case("offload", layers="mmmm", memory="offload"), (23 - 12 - 1) / 23, 0.6),
     (selective("moe_act"), (23 - 8) / 23, 0.73),
     (selective("layernorm"), (23 - 4) / 23, 0.86),
     (selective("layernorm", "moe_act"), (23 - 12) / 23, 0.57),
@@ -130,25 +119,27 @@ OTHERS_AGAIN = [
     selective("moe", model="shared"),
 ]
 PREDICTED = [
-    *(*STOCK.values(), *CASES, SENT_ONCE, *LANCET, JOINED, TWO, *itertools.chain(*STACKS)),
+    *(*STOCK.values(), *CASES, *LANCET, JOINED, TWO, *itertools.chain(*STACKS)),
     *(*(case for case, *_ in LEANER), *DENSE, *EIGHTS, *OTHERS_AGAIN),
 ]
 
 
 class Measurements:
-    """What this rank has measured: a stock block, and AMPipe blocks of several degrees, from all tensors.
+    """What this rank measures of a case when it is asked for, from all tensors.
 
-    The stock case of a model comes first and sets the limit of leftover bytes.
+    The first case of a model and its layers sets the limit of leftover bytes.
     """
 
-    def __init__(self, cases: list[Case]) -> None:
+    def __init__(self) -> None:
         from megatron_ampipe.tools.measuring.meters import TensorMeter
 
         self._meter = TensorMeter()
         self._allowed: dict[str, int] = {}
-        self._found = {case.name: self._measure(case) for case in cases}
+        self._found: dict[str, dict[str, Any]] = {}
 
     def __getitem__(self, case: Case) -> dict[str, Any]:
+        if case.name not in self._found:
+            self._found[case.name] = self._measure(case)
         return self._found[case.name]
 
     def peak(self, case: Case) -> int:
@@ -159,54 +150,34 @@ class Measurements:
 
     def _build(self, case: Case) -> torch.nn.Module:
         """Layers with the attention kernel of the chunks, as in ``ampipe bench``."""
-        from megatron.core.transformer.spec_utils import ModuleSpec
-        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-        from megatron_ampipe.layers.context import AMPipeContext
-        from megatron_ampipe.layers.layer import pipelined
-        from megatron_ampipe.schedule.pipeline import AMPipeConfig
-        from megatron_ampipe.tools.measuring.blocks import KernelAttention, Layers
+        from megatron_ampipe.tools.measuring.blocks import KernelAttention
         from megatron_ampipe.tools.measuring.meters import WatchedExecutor
-        from tests.dist.blocks import EXECUTORS, layer_specs, transformer_config
+        from tests.dist.blocks import EXECUTORS, build_layers
 
-        config = transformer_config(case)
-        specs = layer_specs(case, config)
-        for spec in specs:
-            spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
-                module=KernelAttention, params={"kernel": case.kernel}
-            )
-        context = AMPipeContext(
-            AMPipeConfig(pipeline=case.pipeline),
-            executor=WatchedExecutor(EXECUTORS[case.executor](), self._meter),
-            kernel=case.kernel,
-            recomputed_layers=case.recompute,
-        )
-        torch.manual_seed(3 + torch.distributed.get_rank())
-        stack = TransformerBlockSubmodules(layer_specs=specs)
-        return Layers(pipelined(stack, context), dataclasses.replace(config)).train()
+        executor = WatchedExecutor(EXECUTORS[case.executor](), self._meter)
+        _, layer = build_layers(case, executor=executor)
+        for module in layer.modules():
+            if hasattr(module, "core_attention"):
+                module.core_attention = KernelAttention(module.config, kernel=case.kernel)
+        return layer
 
     def _measure(self, case: Case) -> dict[str, Any]:
         from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES
         from megatron_ampipe.tools.measuring.meters import Watch
-        from tests.dist import logged_losses
+        from tests.dist.blocks import inputs_of
         from tests.dist.micro_batches import run_passes
 
-        use_groups(**case.group_sizes)
-        # Megatron's logger of router losses is made for a number of layers.
-        logged_losses.clear()
         layer, meter = self._build(case), self._meter
-        rows = case.sequence_length // case.parallel.get("context_parallel_size", 1)
-        shape = (rows, case.batch, case.model["hidden_size"])
         dtype = case.model.get("params_dtype", torch.float32)
-        hidden = torch.randn(shape, dtype=dtype, requires_grad=True)
-        gradient = torch.randn(shape, dtype=dtype)
+        given = inputs_of(case, rank=torch.distributed.get_rank(), dtype=dtype)
+        hidden, gradient = given.hidden.requires_grad_(), given.gradient
         number, outputs, after_forward = 1 if case.partner is None else 2, [], []
 
         def ahead(_: int) -> None:
             outputs.append(layer(hidden_states=hidden, attention_mask=None)[0])
             after_forward.append(meter.now)
 
-        def behind(microbatch: int) -> None:
+        def back(microbatch: int) -> None:
             # The backward pass of a partner has a thread for itself.
             with Watch(meter) if microbatch < number - 1 else contextlib.nullcontext():
                 outputs.pop(0).backward(gradient)
@@ -220,7 +191,7 @@ class Measurements:
             torch.distributed.barrier()
             after_forward.clear()
             with Watch(meter):
-                run_passes(layer, ahead, behind, number=number, partner=case.partner)
+                run_passes(layer, ahead, back, number=number, partner=case.partner)
             if meter.peak > best["peak_bytes"]:
                 best = {"peak_bytes": meter.peak, "after_forward_bytes": after_forward[0]}
             # Of the last pass: the first one also makes what a layer keeps for good, such as index tensors.
@@ -234,27 +205,28 @@ class Measurements:
 
 @pytest.fixture(scope="module")
 def reports() -> Measurements:
-    return Measurements([*PREDICTED, *PARTNERS, RECOMPUTED])
+    return Measurements()
 
 
-def stock_of(case: Case) -> Case:
-    return STOCK[case.name.partition(" ")[0]]
+def bytes_and_stocks(case: Case, what: str, reports: Measurements) -> tuple[int, int]:
+    stock = reports[STOCK[case.name.partition(" ")[0]]]
+    return reports[case][what], stock[what]
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", [*CASES, SENT_ONCE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_peak_is_not_above_stock(case: Case, reports: Measurements) -> None:
-    ratio = reports[case]["peak_bytes"] / reports[stock_of(case)]["peak_bytes"]
-    assert ratio <= ABOVE_STOCK
+    peak, of_stock = bytes_and_stocks(case, "peak_bytes", reports)
+    assert peak / of_stock <= ABOVE_STOCK
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("blocks", "stack"), STACKS, ids=lambda case: case.name)
 def test_peak_of_a_stack_is_that_of_its_blocks(blocks: Case, stack: Case, reports: Measurements) -> None:
-    ratio = reports[stack]["peak_bytes"] / reports[blocks]["peak_bytes"]
-    assert ratio <= ABOVE_BLOCK_BY_BLOCK
+    alone, together = reports[blocks], reports[stack]
+    assert together["peak_bytes"] / alone["peak_bytes"] <= ABOVE_BLOCK_BY_BLOCK
     # Nothing of a pass stays alive in a stack either.
-    assert reports[stack]["left_bytes"] <= reports[blocks]["left_bytes"]
+    assert together["left_bytes"] <= alone["left_bytes"]
 
 
 @pytest.mark.ranks(2)
@@ -275,10 +247,11 @@ def test_what_is_restored_is_not_kept(case: Case, kept: float, peak: float, repo
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", [*CASES, SENT_ONCE, *LANCET], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *LANCET], ids=lambda case: case.name)
 def test_only_gradients_stay_allocated(case: Case, reports: Measurements) -> None:
     """After the backward pass only the gradients of the input and the parameters are alive."""
-    assert reports[case]["left_bytes"] <= reports[stock_of(case)]["left_bytes"]
+    left, of_stock = bytes_and_stocks(case, "left_bytes", reports)
+    assert left <= of_stock
 
 
 def predicted_bytes(case: Case, *, num_ranks: int = 2) -> float:
@@ -319,33 +292,21 @@ def test_the_planner_predicts_the_peak(case: Case, reports: Measurements) -> Non
 
 
 FOUR_RANKS = 4
-RING = Case(
-    name="ring",
-    degree=4,
-    kernel="cpu-flash",
-    sequence_length=SEQUENCE_LENGTH,
-    parallel={"context_parallel_size": FOUR_RANKS, "expert_model_parallel_size": FOUR_RANKS},
-    layers="mm",
-    model=SHAPE,
-)
+SIZES = {"context_parallel_size": FOUR_RANKS, "expert_model_parallel_size": FOUR_RANKS}
+RING: dict[str, Any] = {"layers": "mm", "stack": 1, "parallel": SIZES}
 RINGS = [
-    dataclasses.replace(RING, name="alone", degree=1),
-    RING,
-    dataclasses.replace(RING, name="gathered", model=SHAPE | {"cp_comm_type": "all_gather"}),
+    case("alone", degree=1, **RING),
+    case("ring", **RING),
+    case("gathered", also={"cp_comm_type": "all_gather"}, **RING),
 ]
 
 
-@pytest.fixture(scope="module")
-def of_four() -> Measurements:
-    return Measurements(RINGS)
-
-
 @pytest.mark.ranks(FOUR_RANKS)
-def test_a_ring_keeps_the_keys_of_its_rank(of_four: Measurements) -> None:
+def test_a_ring_keeps_the_keys_of_its_rank(reports: Measurements) -> None:
     """Next to a layer whose rows attend to those of their rank alone, which has no other keys at any time."""
     # Keys and values of the other ranks, of both layers.
-    others = 2 * 2 * 4 * SHAPE["hidden_size"] * RING.sequence_length * (FOUR_RANKS - 1) // FOUR_RANKS
-    alone, ring, gathered = (of_four[case] for case in RINGS)
+    others = 2 * 2 * 4 * SHAPE["hidden_size"] * RINGS[0].sequence_length * (FOUR_RANKS - 1) // FOUR_RANKS
+    alone, ring, gathered = (reports[case] for case in RINGS)
     for figure in ("after_forward_bytes", "peak_bytes"):
         assert ring[figure] <= 1.03 * alone[figure]
         assert ring[figure] + others <= gathered[figure]

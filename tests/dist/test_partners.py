@@ -12,7 +12,7 @@ NAMES = """
     rows-degree1-lancet top2-several capacity-aux-z capacity-padded-expert-bias shared unequal-odd-length
     recompute-moe-expert-bias stack-ddmm stack-two-degrees stack-shares stack-mla-tp stack-tp2-degree3-3
     window-tp stack-recompute-dense-first stack-recompute-cuda-executor stack-recompute-tp-experts-ep
-    cp-ampipe cp4-ring-gate-degree4-2 tp-cp-ampipe documents-stack-recompute documents-many-batch3
+    cp-odd cp4-ring-gate-degree4-2 unequal-tp-cp documents-stack-recompute documents-many-batch3
     memory-offload-S2-S3-keep-stack memory-redispatch-keep-rebuild-stack-cuda-executor gate-hash-tp-stack
     lancet-stack-recompute lancet-joined-stack-tp2 flex-stack-recompute ranks-two-degrees-shared
     nodes-stack-recompute 2dh-redispatch gathers-nodes-lancet rows-stack-recompute rows-nodes-stack-cuda

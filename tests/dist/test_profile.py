@@ -9,21 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ampipe.cli import main
 from megatron_ampipe.plan.cluster import read_cluster
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import Exchange, build
-from megatron_ampipe.tools import profile_command
 from megatron_ampipe.tools.measuring import cluster_fit
 from megatron_ampipe.tools.measuring.grid import block_of_case, read_grid
+from tests.conftest import Command
+from tests.dist.test_bench import GRID
 from tests.megatron.launcher import execute, torchrun_command
 
 pytestmark = pytest.mark.alone
 
-GRID = (
-    "cases:\n  - {name: tiny, sequence_length: 256, batch: 1, hidden: 64, heads: 4, experts: 4, topk: 2, "
-    "ffn: 128, activation: swiglu, shared_ffn: 64, dtype: fp32}\n"
-)
 RATE_BIT_PER_US = 50
 LATENCY_US = 3000
 LINK = f"emulated:{RATE_BIT_PER_US}mbit:{LATENCY_US // 1000}ms"
@@ -38,67 +34,43 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.fixture
-def grid(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny.yaml"
-    path.write_text(GRID)
-    return path
+def words(tmp_path: Path) -> list[str]:
+    """Of a tiny block, to a cluster file."""
+    (tmp_path / "tiny.yaml").write_text(GRID)
+    grid = ["--grid", str(tmp_path / "tiny.yaml"), "--case", "rich"]
+    return ["profile", *grid, "--repeats", "3", "--output", str(tmp_path / "cluster.yaml")]
 
 
 def test_a_cluster_file_from_ranks_that_it_starts(
-    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ampipe: Command
 ) -> None:
     monkeypatch.setattr(cluster_fit, "LEAST_R_SQUARED", -1e9)
-    output = tmp_path / "cluster.yaml"
-    words = ["--grid", str(grid), "--link", LINK, "--repeats", "3", "--output", str(output)]
-    assert main(["profile", *words]) == 0
-    assert f"wrote {output}" in capsys.readouterr().out
-    cluster = read_cluster(output)
+    assert f"wrote {words[-1]}" in ampipe(*words, "--link", LINK).out
+    cluster = read_cluster(tmp_path / "cluster.yaml")
     # Tokens and probabilities are two exchanges, each with the link's latency.
     exchange = cluster.collective("all_to_all", across_nodes=False)
     assert exchange.time_us(0) == pytest.approx(2 * LATENCY_US, rel=0.5)
     assert {"qkv", "attention", "route", "shared", "expert", "merge", "any"} == set(cluster.host.stage)
     assert cluster.overlap.compute_slowdown >= 1
-    (case,) = read_grid(grid)
-    predictor = Predictor(block_of_case(case, num_ranks=2, fused_gradients=True), cluster)
-    schedule = build("ampipe", degree=2, features=predictor.block.features)
-    assert predictor.pass_us(schedule, (128, 128)).forward > 4 * LATENCY_US
 
 
-def test_times_that_do_not_fit_end_with_3_and_write_nothing(
-    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bad = [
-        cluster_fit.Sample("gemm", {"alpha_us": 1.0, "beta_us_per_gflop": x}, us)
-        for x, us in ((1.0, 100.0), (2.0, 900.0), (3.0, 90.0))
-    ]
-    finding = {"samples": bad, "slowdowns": {}, "block": {}, "issue_of": {}, "kernel": "sdpa"}
-    finding |= {"device_memory_gib": None, "fused_gradients": True}
-    monkeypatch.setattr(profile_command, "run_ranks", lambda *_, **__: [finding, finding])
-    output = tmp_path / "cluster.yaml"
-    assert main(["profile", "--grid", str(grid), "--output", str(output)]) == 3
-    assert "gemm: no line fits the times" in capsys.readouterr().err
-    assert not output.exists()
-
-
-def test_as_one_of_torchruns_ranks(grid: Path, tmp_path: Path) -> None:
+def test_as_one_of_torchruns_ranks(words: list[str], tmp_path: Path) -> None:
     """Every rank measures, and the first one writes.
 
     Four ranks are told to be on two nodes: the file has figures of both classes of links, with which two hops
     can be predicted.
     """
-    output = tmp_path / "cluster.yaml"
-    words = ["profile", "--grid", str(grid), "--repeats", "3", "--output", str(output)]
     program = tmp_path / "without_limits.py"
     program.write_text(WITHOUT_LIMITS)
     run = execute(torchrun_command(str(program), *words, num_ranks=4))
     assert run.exit_code == 0, run.output[-3000:]
-    assert run.output.count(f"wrote {output}") == 1
-    cluster = read_cluster(output)
+    assert run.output.count(f"wrote {words[-1]}") == 1
+    cluster = read_cluster(tmp_path / "cluster.yaml")
     assert cluster.ranks_per_node == 2
     assert "all_to_all" in (cluster.intra or ())
     assert {"all_to_all", "direct_all_to_all"} <= set(cluster.inter or ())
-    (case,) = read_grid(grid)
+    (case,) = read_grid(tmp_path / "tiny.yaml", only="rich")
     block = block_of_case(case, num_ranks=4, fused_gradients=True)
     predictor = Predictor(block, cluster).changed(exchange=Exchange.NODES)
     schedule = build("ampipe", degree=2, features=predictor.features)
-    assert predictor.pass_us(schedule, (128, 128)).forward > 0
+    assert predictor.pass_us(schedule, (32, 32)).forward > 0

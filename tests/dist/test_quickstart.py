@@ -1,16 +1,15 @@
 """The quick start as a newcomer runs it, over a real slow network where one can be made."""
 
 import json
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.dist.test_bench import NO_NETWORK, environment
+from tests.dist.test_bench import environment
 from tests.forked import REPOSITORY, completed
+from tests.unit.test_ranks import HAS_NETWORK, possible
 
 # A run that shows a speedup needs both cores, and the time of a few iterations over a slow link.
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -49,7 +48,7 @@ def test_it_is_faster_over_a_slow_link_with_the_same_losses(tmp_path: Path) -> N
     assert 0.2 < summary["hidden_share"] <= 1
     assert done.stdout.startswith("link: ")
     assert f"{summary['speedup']:.2f} times Megatron's speed, same losses" in done.stdout
-    assert summary["link"]["kind"] == ("real" if NO_NETWORK is None else "emulated")
+    assert summary["link"]["kind"] == ("real" if HAS_NETWORK else "emulated")
     assert summary["link"]["rate_mbit_per_s"] == 100
     stock, ampipe = (min(summary[run]["ms"][summary["warmup"] :]) for run in ("baseline", "ampipe"))
     assert stock / ampipe >= LEAST_GAIN
@@ -60,14 +59,7 @@ def chosen(*prefix: str) -> list[str]:
     return completed(*prefix, sys.executable, "-c", CHOOSE).stdout.strip().split("|")
 
 
-def possible(*command: str) -> bool:
-    return (
-        shutil.which(command[0]) is not None
-        and subprocess.run([*command, "true"], capture_output=True).returncode == 0
-    )
-
-
-@pytest.mark.skipif(NO_NETWORK is not None, reason=str(NO_NETWORK))
+@pytest.mark.skipif(not HAS_NETWORK, reason="no slow network can be created")
 @pytest.mark.skipif(
     not possible(*WITHOUT_RIGHTS, *IN_USER_NAMESPACE), reason="no user namespaces without rights"
 )

@@ -6,11 +6,9 @@ are added to ``main_grad``.
 
 import itertools
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from megatron_ampipe.schedule import LISTED, Partner
 from tests.dist.cases import ATTENTION_AGAIN, LARGE, LATENT, MOE_AGAIN, RECOMPUTED, SHARED, TP, Case, again
@@ -30,7 +28,10 @@ CASES = {
     "stack-recompute": RECOMPUTED | {"schedule": "lancet", "degree": 2, "model": LARGE | SHARED},
     "latent-recompute-moe": {"schedule": "lancet", "degree": 2, "model": LATENT | MOE_AGAIN},
     "recompute-attention": {"schedule": "joined", "degree": 2, "model": LARGE | ATTENTION_AGAIN},
-    "recompute-moe-act": {"schedule": "lancet", "degree": 2, "model": LARGE | again("moe_act")},
+    "recompute-moe-act": {
+        "schedule": "lancet", "degree": 2,
+        "model": LARGE | again("moe_act", bias_activation_fusion=True),
+    },
     "recompute-layernorm": {"schedule": "joined", "degree": 2, "model": LARGE | again("layernorm")},
     "rebuild": {"schedule": "lancet", "degree": 2, "memory": "rebuild", "model": LARGE | BIAS},
     "partners": {
@@ -41,60 +42,32 @@ CASES = {
 }  # fmt: skip
 
 
-def layers_over_engine(name: str, *, grouped: bool, fused: bool) -> tuple[Case, Any, Any]:
-    """A case, Megatron's layer and AMPipe's."""
-    from tests import te_linear_standin
-    from tests.dist.blocks import build_layers
-
-    case = Case(name, **{"batch": 3} | CASES[name])
-    case = replace(case, model=case.model | {"gradient_accumulation_fusion": fused})
-    stock, ours = build_layers(case)
-    for layer in (stock, ours):
-        te_linear_standin.use_engine(layer, grouped=grouped)
-    return case, stock, ours
-
-
-def train(layer: Any, case: Case, *, partner: Partner | None = None) -> dict[str, torch.Tensor]:
-    """A step of micro-batches; gradients of ``main_grad`` where they are added to it."""
-    from tests.dist.micro_batches import step
-    from tests.te_linear_standin import Engine
-
-    fused = case.model["gradient_accumulation_fusion"]
-    for parameter in layer.parameters() if fused else ():
-        parameter.main_grad = torch.zeros_like(parameter)
-        parameter.grad_added_to_main_grad = False
-    # In an iteration that is not the first, Megatron's own layers add as well.
-    for module in layer.modules():
-        if isinstance(module, Engine):
-            module.is_first_microbatch = False
-    with empty_is_nan():
-        found = step(layer, case, partner=partner)
-    for name, parameter in layer.named_parameters():
-        if fused and parameter.grad_added_to_main_grad:
-            found[f"gradient of {name}"] = parameter.main_grad
-    return found
+def case_of(name: str, engine: str, *, fused: bool) -> Case:
+    case = Case(name, engine=engine, **{"batch": 3} | CASES[name])
+    return replace(case, model=case.model | {"gradient_accumulation_fusion": fused})
 
 
 @pytest.mark.parametrize(
-    ("name", "grouped", "fused"),
+    ("name", "engine", "fused"),
     [
-        (name, grouped, fused)
+        (name, engine, fused)
         for name in CASES
-        for grouped, fused in itertools.product((False, True), repeat=2)
-        if grouped != fused or name in ("lancet", "partners")
+        for engine, fused in itertools.product(("linear", "grouped"), (False, True))
+        if (engine == "linear") == fused or name in ("lancet", "partners")
     ],
 )
 @pytest.mark.ranks(2)
-def test_equals_stock(name: str, grouped: bool, fused: bool) -> None:
+def test_equals_stock(name: str, engine: str, fused: bool) -> None:
     from megatron_ampipe.layers.block_modules import BlockModules
-    from tests.dist.blocks import wrong
-    from tests.dist.micro_batches import NUM_MICROBATCHES
+    from tests.dist.blocks import build_layers, wrong
+    from tests.dist.micro_batches import NUM_MICROBATCHES, step
     from tests.te_linear_standin import delayed_products
 
+    case = case_of(name, engine, fused=fused)
     # These layers exchange the rows inside.
-    with mock.patch.object(BlockModules, "scatters_rows", False):
-        case, stock, ours = layers_over_engine(name, grouped=grouped, fused=fused)
-        expected, found = train(stock, case), train(ours, case, partner=case.partner)
+    with mock.patch.object(BlockModules, "scatters_rows", False), empty_is_nan():
+        stock, ours = build_layers(case)
+        expected, found = step(stock, case), step(ours, case, partner=case.partner)
     assert wrong(expected, found, TOLERANCE) == {}
     assert not any(delayed_products(stock).values())
     delayed = delayed_products(ours)
@@ -107,11 +80,13 @@ def test_equals_stock(name: str, grouped: bool, fused: bool) -> None:
 @pytest.mark.ranks(2)
 def test_layers_that_cannot_delay_are_refused() -> None:
     from megatron_ampipe.errors import BadInput
+    from tests.dist.blocks import build_layers, run
     from tests.te_linear_standin import Engine
 
-    case, _, ours = layers_over_engine("lancet", grouped=True, fused=False)
+    case = case_of("lancet", "grouped", fused=False)
+    _, ours = build_layers(case)
     for module in ours.modules():
         if isinstance(module, Engine):
             del module.wgrad_store
     with pytest.raises(BadInput, match="--ampipe-schedule lancet: only the linear layers of"):
-        train(ours, case)
+        run(ours, case)

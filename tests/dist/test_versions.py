@@ -16,7 +16,7 @@ CASES = (
     *("degree1-ampipe-thread", "degree4-ampipe-thread", "degree3-moe-only-sequential"),
     *("top2-several", "only-z-batch3", "capacity-aux-z", "length33-degree4-batch1"),
     *("rope-gqa-swiglu-rms", "qk-layernorm", "shared", "recompute-moe", "fp32-residual"),
-    *("tp-ampipe", "cp-ampipe", "tp-experts-moe-only", "again-layernorm", "again-moe-act", "delta-tp"),
+    *("tp-shared-gqa", "cp-odd", "gathers-two-degrees", "again-layernorm", "again-moe-act", "delta-tp"),
 )
 TESTS = [f"tests/dist/test_parity.py::test_equals_stock[{name}]" for name in CASES]
 

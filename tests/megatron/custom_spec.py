@@ -1,4 +1,4 @@
-"""Layer specifications as users name them with ``--spec``: of a block, and of one layer."""
+"""A layer specification as users name it with ``--spec``: of a block."""
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -7,7 +7,5 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from tests.gated_delta_net_standin import with_gated_delta_net
 
 moe_layer = get_gpt_layer_local_spec(num_experts=4, normalization="LayerNorm")
-dense_layer = get_gpt_layer_local_spec(normalization="LayerNorm")
-block = TransformerBlockSubmodules(layer_specs=[dense_layer, *[moe_layer] * 3], layer_norm=WrappedTorchNorm)
 delta_layer = with_gated_delta_net(moe_layer)
 deltas = TransformerBlockSubmodules(layer_specs=[*[delta_layer] * 3, moe_layer], layer_norm=WrappedTorchNorm)

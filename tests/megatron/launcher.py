@@ -73,21 +73,9 @@ class Run:
         """The loss of the language model."""
         return self.losses.get("lm loss", [])
 
-    @property
-    def load_balancing_loss(self) -> list[float]:
-        """The loss of the type aux_loss."""
-        return self.losses.get("load_balancing_loss", [])
-
     def says(self, text: str) -> bool:
         """Whether a text is in the output, also in a wrapped cell of the start-up table."""
         return squeezed(text) in squeezed(self.output)
-
-    @property
-    def error(self) -> str:
-        """The error line of a refused launch."""
-        lines = [line for line in self.output.splitlines() if line.startswith("error: ")]
-        assert len(lines) == 1, f"expected one error line, found {lines}\n{self.output[-4000:]}"
-        return lines[0]
 
 
 def squeezed(output: str) -> str:

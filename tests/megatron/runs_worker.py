@@ -36,16 +36,11 @@ def main() -> int:
         if code != 0:
             return code
         assert replaced() == stock, "given back to Megatron"
-        from megatron.core.transformer.moe import router_trace
         from megatron.training.training import destroy_global_state
 
         from tests.dist import logged_losses
 
         destroy_global_state()
-        # Megatron makes one for a process, of the first folder; it writes what it has when it is flushed.
-        if (tracer := router_trace.get_moe_router_tracer()) is not None:
-            tracer.flush()
-            router_trace._MOE_ROUTER_TRACER = None
         # Megatron keeps them for as many layers as the first model has.
         logged_losses.clear()
     return 0

@@ -1,4 +1,4 @@
-"""Replaces what Megatron-FSDP and CUDA graphs need of a GPU, for trainings on a CPU."""
+"""Replaces what Megatron-FSDP and CUDA graphs need of a GPU, and conversations, for trainings on a CPU."""
 
 import contextlib
 import os
@@ -45,5 +45,36 @@ def graphs() -> Iterator[None]:
         print(f"replays: {len(cuda_graph_standin.REPLAYS)}")
 
 
-STAND_INS = {"": contextlib.nullcontext, "fsdp": fsdp, "graphs": graphs}
+@contextlib.contextmanager
+def conversations() -> Iterator[None]:
+    """``--sft`` reads these lines, and five tokens for each turn of a conversation."""
+    import numpy
+    from megatron.training.datasets import sft_dataset
+
+    from megatron_ampipe.launch import gpt
+
+    def tokens_of(conversation: list[Any], **_options: object) -> tuple[Any, Any]:
+        return (numpy.arange(1, 1 + 5 * len(conversation)),) * 2
+
+    get_batch = gpt.get_batch
+
+    def packed_batch(*args: Any, **keywords: Any) -> Any:
+        batch = get_batch(*args, **keywords)
+        assert batch["cu_seqlens"].numel() > 3, "bounds of several conversations"
+        return batch
+
+    lines = [[{"role": "user" if turn % near else "system"} for turn in range(11)] for near in range(1, 9)]
+    tokenizer = SimpleNamespace(eod=255, pad=0, vocab_size=256, unique_identifiers={})
+    tokenizer.tokenize_conversation = tokens_of
+    with (
+        mock.patch.object(sft_dataset, "SFTLowLevelDataset", lambda _path: lines),
+        mock.patch.object(gpt, "build_tokenizer", lambda _args: tokenizer),
+        mock.patch.object(gpt, "get_batch", packed_batch),
+    ):
+        yield
+
+
+STAND_INS = {
+    "": contextlib.nullcontext, "conversations": conversations, "fsdp": fsdp, "graphs": graphs,
+}  # fmt: skip
 """By name."""

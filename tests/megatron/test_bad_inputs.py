@@ -30,11 +30,6 @@ _PLAN_OF_DEGREE_2 = {
     "reason": "by hand",
     "schedule": to_text(build("ampipe", degree=2, features=BlockFeatures(chunked_qkv=True))),
 }
-_EVENT = {
-    "name": "attention.0", "cat": "forward", "ph": "X", "ts": 0.0, "dur": 1.0, "pid": 0, "tid": "compute",
-    "args": {"layer": 1, "iteration": 1},
-}  # fmt: skip
-_CLUSTER = config_names("clusters")["a800x8-20gbps"].read_text()
 _BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n"
     for old, new in zip("abcdefgh", "bcdefghi", strict=True)
@@ -43,9 +38,8 @@ _BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 FILES = {
     "empty": "",
     "good.plan": json.dumps(_PLAN_OF_DEGREE_2),
-    "good.cluster": _CLUSTER,
-    "inf.cluster": _CLUSTER.replace("alpha_us: 20", "alpha_us: .inf", 1),
-    "good.trace": json.dumps({"traceEvents": [_EVENT], "otherData": {"rank": "0"}}),
+    "inf.cluster": config_names("clusters")["a800x8-20gbps"].read_text().replace("_us: 20", "_us: .inf", 1),
+    "a.trace": json.dumps({"traceEvents": [], "otherData": {"rank": "0"}}),
 }
 """Contents of files by name."""
 
@@ -55,6 +49,7 @@ YAML = {
         "lr: 1\nnum_layers: 2",
         "{line}2: num_layers: there is no such flag. Did you mean num-",
     ),
+    "section-misspelt": ("ampip:\n  degree: 2", "{line}1: ampip: there is no such flag. Did you mean amp"),
     # Values.
     "word-for-number": ("lr: fast", "{line}1: --lr: invalid float value: 'fast'. Run with --help"),
     "number-for-switch": ("swiglu: 1", "{line}1: swiglu: '1': is a switch, and takes true or false without"),
@@ -74,7 +69,6 @@ YAML = {
 ALONE = "alone"
 """Stands for a training of one rank that meets itself, where others have the name of a tool or ``TRAIN``."""
 _PLAN = "plan --model mixtral-8x7b --cluster "
-_DRAW = "draw --output {here}/out/p {here}/"
 _WHOLE = " --split 100,0,0"
 _UNLOADABLE = ": the checkpoint cannot be loaded ("
 REFUSED = {
@@ -86,14 +80,9 @@ REFUSED = {
     "cluster-infinite": (_PLAN + "{here}/inf.cluster", "intra.all_to_all.alpha_us inf: must be a number"),
     "cluster-is-a-plan": (_PLAN + "{here}/good.plan", "good.plan:1: format: is not a known key. Use one of"),
     "set-object": (_PLAN + "dgx-h100 --set hidden-size=!!python/name:os.system", "is not FLAG=VALUE"),
-    "trace-is-a-plan": (
-        _DRAW + "good.plan",
-        "is not a trace written by AMPipe. Give a file that a run with --ampipe-trace-dir wrote",
-    ),
-    "bench-from-trace": ("bench --from {here}/good.trace", "is not a result of ampipe bench. Give a file"),
+    "bench-from-trace": ("bench --from {here}/a.trace", "is not a result of ampipe bench. Give a file"),
     "config-flag": ("config --num_layers 2", "--num_layers 2: there is no such flag. Did you mean --num-la"),
     # Launches.
-    "degree-0": ("train --ampipe-degree 0", "--ampipe-degree 0: must be a whole number"),
     "degree-two-words": ("train --ampipe-degree 4 4", "argument 4: there is no such flag. Run with"),
     "schedule-at-degree-1": (
         "train --ampipe-schedule ampipe",
@@ -106,8 +95,8 @@ REFUSED = {
         "yet. Leave it out, or train with --ampipe-exchange rows.",
     ),
     "save-plan-foreign": (
-        "train --ampipe-degree auto --ampipe-save-plan {here}/good.trace",
-        "good.trace:1: traceEvents",
+        "train --ampipe-degree auto --ampipe-save-plan {here}/a.trace",
+        "a.trace:1: traceEvents",
     ),
     "save-file": ("train --ampipe-degree 2 --save {here}/empty --save-interval 2", "to (Not a directory)."),
     "router-ids": (
@@ -132,7 +121,7 @@ REFUSED = {
     ),
     # Checkpoints.
     "note-of-nothing": ("alone --mock-data --load {here}/noted", "--load {here}/noted" + _UNLOADABLE),
-    "shard-cut": ("alone --mock-data --load {here}/torn", "--load {here}/torn" + _UNLOADABLE),
+    "shard-cut": ("alone --mock-data --load {here}/torn", "--load {here}/torn" + _UNLOADABLE + "EOFError). "),
     "longer": (
         "alone --mock-data --load {here}/saved --train-iters 6",
         "--load {here}/saved" + _UNLOADABLE + "OptimizerParamScheduler: class inp",
@@ -142,8 +131,6 @@ REFUSED = {
 
 CONTROLS = {
     "train-well": ("train --ampipe-plan {here}/good.plan", "", PROCESS_GROUP_MADE),
-    "plan-well": (_PLAN + "{here}/good.cluster", "choice: ", 0),
-    "draw-well": (_DRAW + "good.trace", "wrote ", 0),
     "data-well": ("alone --data-path {here}/data" + _WHOLE, "", 0),
     "load-new-folder": ("alone --mock-data --load {here}/new", "", 0),
 }

@@ -6,10 +6,8 @@ is installed, and none has been run with AMPipe.
 """
 
 import dataclasses
-import importlib
-import importlib.util
 import inspect
-import sys
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,12 +26,6 @@ from tests.megatron.test_recipes import LENGTH, SETTINGS, VOCABULARY, configurat
 
 SIZES = {name: value for name, value in SETTINGS.items() if name != "moe_shared_expert_intermediate_size"}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "frameworks.md"
-
-RELEASES = (
-    "Megatron-Bridge 0.6.0", "mbridge 0.15.1", "verl 0.7.0", "mcore-bridge 1.2.2", "slime 0.3.1",
-)  # fmt: skip
-"""Those whose calls of the constructor of Megatron's model are repeated here, with all of their keywords."""
-
 
 OF_ALL = {
     "pre_process": True, "post_process": True, "position_embedding_type": "rope", "rotary_base": 10000,
@@ -101,7 +93,7 @@ def bridge_recipe() -> Any:
     return SimpleNamespace(model=Provider(**SIZES), ddp=SimpleNamespace(use_megatron_fsdp=False))
 
 
-def bridge_by_models(folder: Path, *, on: bool) -> Any:
+def bridge_by_models(*, on: bool) -> Any:
     """``pretrain(recipe, forward_step)``, whose provider makes the model; the recipe stays as it is."""
     if on:
         switch_on_models(degree=4)
@@ -111,54 +103,39 @@ def bridge_by_models(folder: Path, *, on: bool) -> Any:
     return model
 
 
-def task(*, degree: int) -> Any:
-    """A task of NeMo-Run: it makes Megatron-Bridge's recipe and trains, in the process of the executor."""
+def nemo_run(*, on: bool) -> Any:
+    """A task of ``run.Partial``: it makes Megatron-Bridge's recipe and trains, in its executor's process."""
     recipe = bridge_recipe()
-    switch_on(recipe, degree=degree)
+    switch_on(recipe, degree=4 if on else 1)
+    if on:
+        parameters = inspect.signature(recipe.model.transformer_layer_spec).parameters
+        assert [*parameters][:2] == ["model", "vp_stage"], "Megatron-Bridge looks for the stage"
     return recipe.model.provide()
 
 
-def nemo_run(folder: Path, *, on: bool) -> Any:
-    """``run.Partial(task, degree=4)``: its runner calls the function on each rank, by its name."""
-    return load_function(f"{__name__}.{task.__qualname__}")(degree=4 if on else 1)
-
-
-def load_function(path: str) -> Callable[..., Any]:
-    """slime's and NeMo-Run's name for a function: that of its module, a dot, its own."""
-    module, _, name = path.rpartition(".")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function
-
-
-def user_file(folder: Path) -> Path:
-    """The file of docs/frameworks.md, on the path of Python."""
+def user_file() -> dict[str, Any]:
+    """What the file of docs/frameworks.md defines, after it has run as in an import."""
     code = PAGE.read_text().partition("```python\n# ampipe_on.py\n")[2].partition("```")[0]
     assert "switch_on_models(degree=4)" in code
-    folder.mkdir(exist_ok=True)
-    (folder / "ampipe_on.py").write_text(code)
-    sys.path.insert(0, str(folder))
-    sys.modules.pop("ampipe_on", None)
-    importlib.invalidate_caches()
-    return folder / "ampipe_on.py"
+    defined: dict[str, Any] = {}
+    exec(code, defined)
+    return defined
 
 
-def verl(folder: Path, *, on: bool) -> Any:
+def verl(*, on: bool) -> Any:
     """``actor_rollout_ref.model.external_lib=ampipe_on``, imported by a worker before it builds the model."""
     if on:
-        user_file(folder)
-        importlib.import_module("ampipe_on")
+        user_file()
     sizes = {"vocab_size": VOCABULARY, "max_sequence_length": 40960}
     return gpt_model(share_embeddings_and_output_weights=False, **sizes, **OF_ALL)
 
 
-def swift(folder: Path, *, on: bool, **settings: Any) -> Any:
+def swift(*, on: bool, **settings: Any) -> Any:
     """``--external_plugins ampipe_on.py``, imported by its path when arguments are read."""
     from megatron.core.models.gpt import GPTModel
 
     if on:
-        spec = importlib.util.spec_from_file_location("ampipe_on", user_file(folder))
-        assert spec is not None and spec.loader is not None
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        user_file()
 
     class OfMcoreBridge(GPTModel):
         def __init__(self, config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> None:
@@ -173,12 +150,10 @@ def swift(folder: Path, *, on: bool, **settings: Any) -> Any:
     return OfMcoreBridge(config=config, transformer_layer_spec=block_spec(config))
 
 
-def slime(folder: Path, *, on: bool) -> Any:
+def slime(*, on: bool) -> Any:
     """``--custom-megatron-init-path ampipe_on.start``, called in each actor before it builds models."""
-    args = SimpleNamespace(custom_megatron_init_path="ampipe_on.start" if on else None)
-    if args.custom_megatron_init_path:
-        user_file(folder)
-        load_function(args.custom_megatron_init_path)(args)
+    if on:
+        user_file()["start"](SimpleNamespace())
     return gpt_model(max_sequence_length=4096, share_embeddings_and_output_weights=False, **OF_SLIME)
 
 
@@ -187,17 +162,15 @@ FRAMEWORKS = (bridge_by_models, nemo_run, verl, swift, slime)
 
 @pytest.fixture(autouse=True)
 def switched_off_at_the_end() -> Iterator[None]:
-    """The constructors of Megatron's models, and the path of Python, as they were."""
+    """The constructors of Megatron's models as they were."""
     from megatron_ampipe.launch.script import models_of_megatron
 
     kept = [(model, model.__init__) for model in models_of_megatron()]
-    path = list(sys.path)
     yield
     for model, construct in kept:
         model.__init__ = construct
     # What all models of a process share.
     recipes._context.cache_clear()
-    sys.path[:] = path
 
 
 def losses_of(model: Any, *, steps: int = 2) -> list[float]:
@@ -225,14 +198,14 @@ def layers_of(model: Any) -> set[str]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("build", FRAMEWORKS, ids=lambda build: build.__name__)
-def test_two_steps_equal_those_of_stock_layers(build: Callable[..., Any], tmp_path: Path) -> None:
+def test_two_steps_equal_those_of_stock_layers(build: Callable[..., Any]) -> None:
     use_groups()
     torch.manual_seed(7)
-    stock = build(tmp_path, on=False)
+    stock = build(on=False)
     assert layers_of(stock) <= {"TransformerLayer", "MoETransformerLayer"}
     weights = {name: value.clone() for name, value in stock.state_dict().items() if value is not None}
     expected = losses_of(stock)
-    model = build(tmp_path, on=True)
+    model = build(on=True)
     assert layers_of(model) == {"AMPipeTransformerLayer"}
     # All layers share a schedule.
     first, second = model.decoder.layers
@@ -244,56 +217,43 @@ def test_two_steps_equal_those_of_stock_layers(build: Callable[..., Any], tmp_pa
 
 
 @pytest.mark.ranks(2)
-def test_a_hybrid_model_of_a_process_equals_the_stock_one() -> None:
+@pytest.mark.parametrize("name", ["gpt", "hybrid", "hybrid-spec", "hybrid of a process"])
+def test_models_of_configurations_equal_stock(name: str) -> None:
     from tests.dist import logged_losses
     from tests.dist.blocks import wrong
 
     use_groups()
+    # Megatron keeps losses for as many layers as the first model has.
     logged_losses.clear()
-    stock, chosen = configuration("hybrid"), configuration("hybrid")
+    stock, chosen = configuration(name), configuration(name)
     stock.transformer.moe_shared_expert_overlap = False
     of_stock, expected = gradients(stock)
-    switch_on_models(degree=4)
+    if name == "hybrid of a process":
+        switch_on_models(degree=4)
+    else:
+        # A recipe has the model among other parts.
+        switch_on(SimpleNamespace(model=chosen), degree=4)
+    if name == "gpt":
+        pickle.loads(pickle.dumps(chosen.transformer_layer_spec))
     model, found = gradients(chosen, weights_of=of_stock)
     assert not chosen.transformer.moe_shared_expert_overlap
-    assert "HybridAttentionLayer" in layers_of(model) and "HybridAttentionLayer" not in layers_of(of_stock)
+    ours = {"AMPipeTransformerLayer", "HybridAttentionLayer"}
+    assert ours & layers_of(model) and not ours & layers_of(of_stock)
+    assert any("router" in name for name in expected)
     assert wrong(expected, found, 1e-5) == {}
 
 
-@pytest.mark.ranks(2)
-def test_packed_sequences_equal_separate_ones(tmp_path: Path) -> None:
-    """verl and slime remove padding: several sequences are one after another in a micro-batch."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    use_groups()
-    torch.manual_seed(7)
-    stock = verl(tmp_path, on=False).eval()
-    model = verl(tmp_path, on=True).eval()
-    model.load_state_dict(stock.state_dict(), strict=False)
-    lengths = (24, 40)
-    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    tokens = torch.randint(VOCABULARY, (1, sum(lengths)), generator=generator)
-    expected = [stock(part, torch.arange(part.shape[1])[None], None) for part in tokens.split(lengths, dim=1)]
-    bounds = torch.tensor([0, 24, 64], dtype=torch.int32)
-    packing = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=40, max_seqlen_kv=40
-    )
-    found = model(tokens, torch.arange(64)[None], None, packed_seq_params=packing)
-    for alone, part in zip(expected, found.split(lengths, dim=1), strict=True):
-        assert (part - alone).norm() / alone.norm() < 1e-5
-
-
 @pytest.mark.ranks(1)
-def test_packed_sequences_of_ms_swift_need_its_fused_rotation(tmp_path: Path) -> None:
+def test_packed_sequences_of_ms_swift_need_its_fused_rotation() -> None:
     """Without it, mcore-bridge gives layers the rotation of every row, and not the table of positions."""
     use_groups()
-    model = swift(tmp_path, on=True)
+    model = swift(on=True)
     reader = model.decoder.layers[0]._block.context.documents
     with pytest.raises(BadInput, match=r"apply_rope_fusion False: .* Use --apply_rope_fusion true"):
         reader.read(SimpleNamespace(qkv_format="thd"), None, num_rows=8)
     assert reader.read(None, None, num_rows=8) is None
     with pytest.raises(BadInput, match=r"mlp_padding_free True: .* Use --mlp_padding_free false"):
-        swift(tmp_path, on=False, mlp_padding_free=True)
+        swift(on=False, mlp_padding_free=True)
 
 
 @pytest.mark.ranks(2)
@@ -313,9 +273,7 @@ def test_padding_that_a_model_is_told_is_refused(kind: str) -> None:
 
 
 @pytest.mark.ranks(1)
-def test_what_the_switch_of_a_process_does_and_refuses(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_the_switch_of_a_process_does_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -335,7 +293,7 @@ def test_what_the_switch_of_a_process_does_and_refuses(
     model = GPTModel(dense, spec, VOCABULARY, LENGTH, position_embedding_type="rope")
     assert layers_of(model) == {"TransformerLayer"}
     assert "AMPipe: a GPTModel has no MoE layers, and stays as it is" in capsys.readouterr().out
-    verl(tmp_path, on=False)
+    verl(on=False)
     assert "AMPipe: the layers of a GPTModel are pipelined, degree 4" in capsys.readouterr().out
     config = transformer_config()
     with pytest.raises(BadInput, match="--position-embedding-type mrope"):
@@ -372,8 +330,3 @@ def test_an_old_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for switch in (switch_on_models, lambda degree: switch_on(bridge_recipe(), degree=degree)):
         with pytest.raises(EnvironmentMissing, match=r"0\.13\.1 is too old"):
             switch(degree=4)
-
-
-def test_the_page_names_the_same_releases() -> None:
-    page = " ".join(PAGE.read_text().split())
-    assert [release for release in RELEASES if release not in page] == []

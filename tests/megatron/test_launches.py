@@ -12,7 +12,6 @@ from typing import NamedTuple
 import pytest
 
 from gpu_check.families import FAMILIES, TRAINING
-from megatron_ampipe.errors import BadInput
 from tests import te_permutation_standin
 from tests.megatron.launcher import squeezed
 
@@ -65,7 +64,6 @@ class Launch(NamedTuple):
 
 
 LAUNCHES = {
-    "permute and router fusion": Launch(ALLTOALL + "--moe-router-fusion --moe-router-dtype fp32"),
     "blockwise, norms and activations again": Launch(
         ALLTOALL + BLOCKWISE + again("layernorm", "moe_act") + "--moe-router-padding-for-quantization",
         ("fp8 blockwise chunks end on whole tiles", "--moe-router-padding-for-quantization switched off"),
@@ -100,20 +98,8 @@ LAUNCHES = {
     "hybrid without attention": Launch(
         ALLTOALL + "--hybrid-layer-pattern MEME --mamba-head-dim 64 --mamba-num-groups 8"
     ),
-    "sharded parameters": Launch(
-        ALLTOALL + "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
-        "--ckpt-format fsdp_dtensor",
-        (
-            "1, in place of all Megatron-FSDP gathers the parameters of a layer",
-            "--no-gradient-accumulation-fusion with Megatron-FSDP",
-        ),
-    ),
     "sinks and windows": Launch(
         ALLTOALL + "--softmax-type learnable --window-size 128,0 --window-attn-skip-freq 2"
-    ),
-    "dropped tokens": Launch(
-        ALLTOALL + "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
-        ("--moe-pad-expert-input-to-capacity ignored",),
     ),
 }
 
@@ -165,13 +151,12 @@ def test_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         assert squeezed(text) in table
 
 
-@pytest.mark.parametrize("modules", ["core_attn attn_proj", "expert_fc1 mlp_norm"])
-def test_offloading_of_other_modules_is_refused(
-    modules: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_megatrons_demand_for_one_hardware_queue_is_not_lifted_for_its_own_layers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = f"{ALLTOALL}{BLOCKWISE}--fine-grained-activation-offloading --offload-modules {modules}"
-    with pytest.raises(BadInput, match="--fine-grained-activation-offloading"):
-        table_of(flags, monkeypatch, capsys)
+    flags = LAUNCHES["tensor and context parallel"].flags
+    with pytest.raises(AssertionError, match="require setting the environment variable CUDA_DEVICE_MAX_CONN"):
+        table_of(f"{flags} --ampipe-degree 1", monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

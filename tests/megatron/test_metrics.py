@@ -7,15 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.launcher import (
-    MODULE,
-    REPOSITORY,
-    TINY_GPT,
-    TINY_MOE,
-    execute,
-    torchrun_command,
-    train,
-)
+from tests.megatron.launcher import MODULE, REPOSITORY, TINY_GPT, TINY_MOE, execute, torchrun_command
 
 WANDB = """
 import json, os
@@ -97,10 +89,3 @@ def test_the_log_gets_one_line_after_megatrons(run: tuple[Path, str]) -> None:
     lines = output.splitlines()
     at = next(index for index, line in enumerate(lines) if LINE.search(line))
     assert any(re.search(r" iteration +2/ *5 \|", line) for line in lines[:at])
-
-
-def test_without_expert_parallelism_no_hidden_share_is_logged() -> None:
-    found = train("--ampipe-degree", "2", "--train-iters", "1", num_ranks=1)
-    assert found.says("AMPipe will not help") and "hidden share" not in found.output
-    [(_, text)] = LINE.findall(found.output)
-    assert text.startswith("degree: 2 | block forward (ms): ")

@@ -1,6 +1,5 @@
-"""AMPipe switched on from Python: models equal stock ones, and wrong recipes are refused."""
+"""Wrong recipes are refused; :mod:`.test_frameworks` trains models of right ones."""
 
-import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.recipes import switch_on
-from tests.dist.worker import use_groups
 
 LENGTH, VOCABULARY = 32, 64
 SETTINGS = {
@@ -23,16 +21,11 @@ SETTINGS = {
 
 
 def configuration(name: str) -> Any:
-    """As a recipe makes it; with a function of the user's, or with the specification of a hybrid stack."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    """As a recipe makes it, or with the specification of a hybrid stack."""
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.training.models.gpt import GPTModelConfig
     from megatron.training.models.hybrid import HybridModelConfig
-
-    def of_the_user(config: Any) -> Any:
-        """Takes the configuration alone, as those of Megatron-Bridge may."""
-        return get_gpt_decoder_block_spec(config.transformer, use_transformer_engine=False)
 
     sizes = {"vocab_size": VOCABULARY, "seq_length": LENGTH}
     if name.startswith("hybrid"):
@@ -41,8 +34,7 @@ def configuration(name: str) -> Any:
         transformer.mamba_num_groups = 2
         given = {"hybrid_stack_spec": hybrid_stack_spec} if name == "hybrid-spec" else {}
         return HybridModelConfig(transformer=transformer, hybrid_layer_pattern="*EM*E", **sizes, **given)
-    given = {"transformer_layer_spec": of_the_user} if name == "gpt-function" else {}
-    return GPTModelConfig(transformer=TransformerConfig(**SETTINGS), **sizes, **given)
+    return GPTModelConfig(transformer=TransformerConfig(**SETTINGS), **sizes)
 
 
 def gradients(
@@ -67,30 +59,6 @@ def gradients(
     return model, {"loss": loss.detach()} | {k: v for k, v in found.items() if v is not None}
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["gpt", "gpt-function", "hybrid", "hybrid-spec"])
-def test_models_of_configurations_equal_stock(name: str) -> None:
-    use_groups()
-    # Megatron keeps losses for as many layers as the first model has.
-    from tests.dist import logged_losses
-    from tests.dist.blocks import wrong
-
-    logged_losses.clear()
-    stock, chosen = configuration(name), configuration(name)
-    # A recipe has the model among other parts.
-    switch_on(SimpleNamespace(model=chosen), degree=4)
-    if name == "gpt":
-        pickle.loads(pickle.dumps(chosen.transformer_layer_spec))
-    assert not chosen.transformer.moe_shared_expert_overlap
-    stock.transformer.moe_shared_expert_overlap = False
-    of_stock, expected = gradients(stock)
-    model, found = gradients(chosen, weights_of=of_stock)
-    layers = {type(layer).__name__ for layer in model.decoder.layers}
-    assert {"AMPipeTransformerLayer", "HybridAttentionLayer"} & layers
-    assert any("router" in name for name in expected)
-    assert wrong(expected, found, 1e-5) == {}
-
-
 def stock_layers(config: Any, vp_stage: int | None = None) -> str:
     return f"stage {vp_stage}"
 
@@ -104,18 +72,6 @@ def test_degree_1_changes_nothing() -> None:
     model = _model()
     switch_on(model, degree=1)
     assert model.transformer_layer_spec is stock_layers
-
-
-def test_it_is_a_function_of_the_configuration_and_of_the_stage() -> None:
-    """Megatron-Bridge's providers look at the signature to decide whether to pass the stage."""
-    import inspect
-
-    model = _model()
-    switch_on(SimpleNamespace(model=model), degree=4)
-    made = model.transformer_layer_spec
-    assert list(inspect.signature(made).parameters)[:2] == ["model", "vp_stage"]
-    assert made.keywords["given"] is stock_layers
-    assert made.keywords["settings"]["degree"] == 4
 
 
 @pytest.mark.parametrize(
@@ -141,7 +97,7 @@ def test_what_is_refused(recipe: Any, settings: dict[str, Any], expected: str) -
 def test_megatron_fsdp_has_layers_and_gradients_apart() -> None:
     model = _model(gradient_accumulation_fusion=True)
     switch_on(SimpleNamespace(model=model, ddp=SimpleNamespace(use_megatron_fsdp=True)), degree=4)
-    assert model.transformer_layer_spec.keywords["settings"]["stack"] == 1
+    assert model.transformer_layer_spec.keywords["settings"] == {"degree": 4, "stack": 1}
     assert model.gradient_accumulation_fusion is False
 
 

@@ -77,6 +77,9 @@ REFUSED = {
             )
         ),
     ],
+    "--fine-grained-activation-offloading": [
+        f"--offload-modules {modules}" for modules in ("core_attn attn_proj", "expert_fc1 mlp_norm")
+    ],
     "--use-megatron-fsdp": ["--ampipe-partner"],
     "--ampipe-memory": [
         f"{name} --recompute-granularity selective --recompute-modules core_attn moe"
@@ -123,24 +126,6 @@ def test_a_row_applies_to_the_parsed_value_of_its_flag(row: Refusal, parser: arg
         assert str(error) == str(BadInput(row.setting, error.value, rule=rule, remedy=row.remedy))
         given = list(itertools.takewhile(lambda word: not word.startswith("--"), words[len(ACCEPTED) + 1 :]))
         assert not given or any(word.split(",")[0] in str(error.value) for word in given)
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
-def test_cuda_graphs_of_layers_become_those_of_stages(
-    implementation: str, parser: argparse.ArgumentParser
-) -> None:
-    from megatron_ampipe.launch.attach import take_over_graphs
-
-    modules = ["attn", "moe_router", "moe_preprocess"]
-    args = parser.parse_args(
-        [*ACCEPTED, "--cuda-graph-impl", implementation, "--cuda-graph-modules", *modules]
-    )
-    refuse_unsupported(AMPipeConfig(pipeline=Pipeline.of(4)), args)
-    assert take_over_graphs(args) == {*modules}
-    # Megatron would capture as well.
-    assert (args.cuda_graph_impl, args.cuda_graph_modules) == ("none", [])
-    assert take_over_graphs(args) == frozenset()
 
 
 def test_rows_have_the_right_form_and_none_applies_twice_or_at_degree_1() -> None:

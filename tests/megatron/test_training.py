@@ -6,10 +6,8 @@ pair of runs from one command line has a separate test below: another layout or 
 
 import email
 import json
-import random
 import re
 import shlex
-import shutil
 import sys
 import warnings
 from collections import Counter
@@ -47,7 +45,6 @@ from tests.megatron.trainings import (
     NO_LOSS,
     NUM_ITERATIONS,
     OVERLAPS,
-    PP,
     ROPE,
     ROUTERS,
     SAVED_ITERATION,
@@ -65,27 +62,14 @@ BF16_TOLERANCE = 5e-4
 LAST_CHECKPOINT = f"iter_{NUM_ITERATIONS:07d}"
 
 
-WORDS = ["attention", "experts", "route", "tokens", "to", "ranks", "and", "back", "in", "chunks"]
-
-
 def write_texts(folder: Path, dataset: str) -> None:
-    """Write ``folder/dataset.bin`` and ``.idx``: each text file is a document.
+    """Write ``folder/dataset.bin`` and ``.idx`` from the sources of a Python package.
 
-    ``text`` has the sources of a Python package, ``documents`` texts of 20 to 22 bytes.
+    In ``text`` each file is a document, in ``documents`` each line.
     """
-    texts = folder / f"texts of {dataset}"
-    texts.mkdir()
-    if dataset == "documents":
-        numbers, total = random.Random(3), 0
-        words = " ".join(numbers.choices(WORDS, k=400))
-        while total < 3000:
-            length, start = numbers.randint(20, 22), numbers.randrange(1000)
-            (texts / f"{total:04}.txt").write_text(words[start : start + length])
-            total += length
-    else:
-        for source in Path(email.__file__).parent.glob("*.py"):
-            shutil.copy(source, texts)
-    assert main(["data", str(texts), "--output", str(folder / dataset), "--document-bytes", "0"]) == 0
+    texts, cut = Path(email.__file__).parent, {"text": "0", "documents": "1"}[dataset]
+    words = ["--suffixes", ".py", "--output", str(folder / dataset), "--document-bytes", cut]
+    assert main(["data", str(texts), *words]) == 0
 
 
 class Runs:
@@ -216,19 +200,6 @@ def test_every_rank_replays_its_graphs(runs: Runs) -> None:
     assert len(ours) == 4 and min(ours) > 0
 
 
-def test_the_records_of_the_routing_are_those_of_stock(runs: Runs) -> None:
-    runs.of("records")
-    for rank in (0, 1):
-        stock, ours = (
-            [json.loads(line) for line in (runs.folder / name / file).read_text().splitlines()]
-            for file in (f"router_trace_rank{rank}.jsonl",)
-            for name in ("records-of-stock", "records")
-        )
-        # Two layers, four micro-batches, four iterations; 16 rows of a sequence are on each rank.
-        assert len(stock) == 2 * 4 * 4 and {record["num_tokens"] for record in stock} == {16}
-        assert ours == stock
-
-
 def test_the_routers_are_different_functions(runs: Runs) -> None:
     """Otherwise the pairs would also agree if the flag did nothing."""
     assert set(SHIPPED_GATES) == set(ROUTERS)
@@ -296,27 +267,15 @@ def test_ranks_of_a_context_log_the_digits_of_one_rank(tmp_path: Path) -> None:
     found = train(lines, num_ranks=4)
     assert_same_digits(stock, *found.values())
     assert found["ring"].says("context ring of 4 ranks")
+    assert found["ring"].says("1, in place of all with context parallelism, a layer needs keys and values")
     said = "--cp-comm-type all_gather in pipelined blocks, in place of"
     assert found["gathered"].says(f"{said} a2a+p2p:") and found["a2a"].says(f"{said} a2a:")
 
 
-def test_goes_on_with_another_degree_and_layout(tmp_path: Path) -> None:
-    """Saved from two ranks at degree 4, continued on two pipeline stages of two ranks at degree 2.
-
-    Expert parallelism is the same: without it, Megatron's optimizer state has different parameter groups.
-    """
-    saving = f"--save {tmp_path} --save-interval {SAVED_ITERATION}"
-    unbroken = train({"saved": LLAMA + EP + BLOCKS + saving})["saved"]
-    load = f"--load {tmp_path} --ckpt-step {SAVED_ITERATION} --no-load-rng "
-    resumed = train({"resumed": LLAMA + EP + PP + load + "--ampipe-degree 2"}, num_ranks=4)["resumed"]
-    assert_resumed(resumed, unbroken, first=SAVED_ITERATION + 1)
-
-
-def test_what_differs_by_rounding_or_at_random(tmp_path: Path) -> None:
+def test_what_differs_by_rounding_or_at_random() -> None:
     """16 bits agree to their rounding; of random numbers and of 8 bits, the losses agree approximately."""
     precisions = {
         "bf16": LLAMA + EP + "--bf16 ",
-        "fp16": EP + "--fp16 --initial-loss-scale 1024 --loss-scale-window 2 ",
         "random": EP + "--moe-router-force-load-balancing ",
     }
     lines = precisions | {f"{name} ours": flags + BLOCKS for name, flags in precisions.items()}
@@ -325,15 +284,12 @@ def test_what_differs_by_rounding_or_at_random(tmp_path: Path) -> None:
     lines |= {"sinkhorn of chunks": EP + BLOCKS + scope}
     found = train(lines)
     assert found["bf16 ours"].lm_loss == pytest.approx(found["bf16"].lm_loss, rel=BF16_TOLERANCE)
-    stock, ours = found["fp16"], found["fp16 ours"]
-    assert ours.lm_loss == pytest.approx(stock.lm_loss, rel=2**-10)
-    skipped = "number of skipped iterations:   0"
-    assert stock.output.count(skipped) == ours.output.count(skipped)
     stock, ours = found["random"], found["random ours"]
-    assert sum(ours.load_balancing_loss) == pytest.approx(sum(stock.load_balancing_loss), rel=0.05)
+    balance = "load_balancing_loss"
+    assert sum(ours.losses[balance]) == pytest.approx(sum(stock.losses[balance]), rel=0.05)
     assert sum(ours.lm_loss) == pytest.approx(sum(stock.lm_loss), rel=0.01)
     exact = found["learnt"]
-    assert ours.load_balancing_loss != exact.load_balancing_loss, "routed by its weights"
+    assert ours.losses[balance] != exact.losses[balance], "routed by its weights"
     fp8 = found["fp8"]
     assert fp8.lm_loss == pytest.approx(exact.lm_loss, rel=1e-2) and fp8.lm_loss != exact.lm_loss
     assert fp8.says("rows and their gradients are cast")
@@ -355,45 +311,6 @@ def test_evaluation_alone_equals_stock(runs: Runs) -> None:
     assert all(run.iterations == [] and len(of) == 1 for run, of in zip(found.values(), losses, strict=True))
     expected, ours = ([float(loss) for loss in of] for of in losses)
     assert ours == digits(expected)
-
-
-FAKE_DATASETS = """
-import json
-def load_dataset(kind, *, data_files, split):
-    return [json.loads(line) for line in open(data_files)]
-"""
-"""In place of the package ``datasets``, with which Megatron reads conversations."""
-
-
-def test_conversations_train_like_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``--sft`` with the tokenizer of a folder; several conversations share a line and a sequence."""
-    (tmp_path / "datasets.py").write_text(FAKE_DATASETS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    tokenizers = pytest.importorskip("tokenizers", reason="Megatron's SFT tokenizer needs it")
-    pytest.importorskip("transformers", reason="Megatron's SFT tokenizer needs it")
-    vocabulary = {word: number for number, word in enumerate(["<unk>", "</s>", *sorted(set(WORDS))])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "</s>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
-    numbers, lines = random.Random(5), []
-    for _ in range(16):
-        messages = [
-            {"role": role, "content": " ".join([*numbers.choices(WORDS, k=numbers.randint(1, 9)), ""])}
-            for _ in range(numbers.randint(1, 4))
-            for role in ("system", "user", "assistant")
-        ]
-        lines.append(json.dumps({"messages": messages}))
-    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
-    flags = (
-        f"{EP}{ROPE}--seq-length 64 --split 100,0,0 --vocab-size 256 --micro-batch-size 2 --sft "
-        f"--no-create-attention-mask-in-dataloader --tokenizer-type SFTTokenizer "
-        f"--tokenizer-model {tmp_path} --sft-tokenizer-prompt-format identity "
-        f"--data-path {tmp_path / 'lines.jsonl'} "
-    )
-    found = train({"stock": flags, "ours": flags + BLOCKS})
-    assert_same_digits(found["stock"], found["ours"], iterations=NUM_ITERATIONS)
 
 
 def test_the_hybrid_script_of_a_checkout_trains_like_stock(tmp_path: Path, runs: Runs) -> None:

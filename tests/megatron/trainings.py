@@ -45,13 +45,10 @@ class Training:
     """Runs that go on from a checkpoint, each with the run that wrote it; then all of them are saved."""
     moments: bool = False
     """Also compare Adam's first moments in the checkpoints, which have all gradients in full precision."""
-    bias: bool = False
-    """Linear layers have biases."""
 
     def lines(self, name: str, folder: Path) -> dict[str, list[str]]:
         """Command lines of its runs, by name: ``NAME 0`` and so on, then ``NAME 1 from 0``."""
-        common = [word for word in COMMON if not (self.bias and word == "--disable-bias-linear")]
-        common += shlex.split(self.flags)
+        common = [*COMMON, *shlex.split(self.flags)]
         if self.text is None:
             common += MOCK_DATA
         else:
@@ -105,30 +102,12 @@ TRAININGS: dict[str, Training] = {
         restarts=((0, 1), (2, 0), (3, 1)),
         moments=True,
     ),
-    # Odd lengths and degrees, biases, a loss of each sequence, one expert per token.
-    "odd": Training(
-        flags=EP + "--seq-length 63 --micro-batch-size 2 --global-batch-size 8 --no-bias-gelu-fusion "
-        "--moe-router-topk 1 --moe-router-pre-softmax --moe-router-load-balancing-type seq_aux_loss "
-        "--moe-aux-loss-coeff 1e-1 --moe-z-loss-coeff 1e-2 --vocab-size 256 --split 80,20,0",
-        ours=(
-            "--ampipe-degree 3 --ampipe-schedule sequential",
-            f"{FULL} {BLOCKS} --ampipe-schedule moe-only",
-        ),
-        text="text",
-        moments=True,
-        bias=True,
-    ),
     # Data-parallel experts and dense parameters, buckets that are gathered and reduced during a pass.
     "sharded": Training(
         flags=REAL_TEXT + OVERLAPS + "--global-batch-size 12", text="text", moments=True, num_ranks=4
     ),
     # Combined parallelism.
     "tp2-pp2-ep2": Training(flags=WHOLE_EXPERTS + PP + EP + OVERLAPS + LLAMA, num_ranks=4),
-    "cp2-ep2": Training(
-        flags=CP + EP + LLAMA,
-        ours=(f"{BLOCKS} --ampipe-stack all",),
-        said=("layers per schedule 1, in place of all",),
-    ),
     # What Megatron weighs otherwise than one rank would: docs/troubleshooting.md.
     "masked-mtp-cp": Training(
         flags=CP + ROPE + GQA + "--seq-length 64 --vocab-size 256 --split 100,0,0 --eod-mask-loss "
@@ -171,18 +150,7 @@ TRAININGS: dict[str, Training] = {
             f"{PARTNER}--ampipe-partner-order listed",
         ),
     ),
-    # The experts keep more after the restart than before.
-    "stack-restarts": Training(
-        flags=FOUR_LAYERS + EP,
-        ours=(REDISPATCH, REBUILD),
-        restarts=((0, 1), (2, 1)),
-        said=ALL_LAYERS,
-    ),
-    # Layers of the user's own specification.
-    "own-layers": Training(
-        flags=FOUR_LAYERS + EP + "--spec tests.megatron.custom_spec block", ours=(STACK, BLOCKS)
-    ),
-    # As in Qwen3-Next, three of four layers have gated delta nets.
+    # Layers of the user's own specification: as in Qwen3-Next, three of four have gated delta nets.
     "delta-nets": Training(
         flags=FOUR_LAYERS + EP + LLAMA + SHARED + "--spec tests.megatron.custom_spec deltas "
         "--overlap-grad-reduce --linear-attention-freq 4 --linear-conv-kernel-dim 4 --linear-key-head-dim 8 "
@@ -245,7 +213,7 @@ TRAININGS: dict[str, Training] = {
         ),
         num_ranks=4,
     ),
-    # Documents of a third of a sequence, and of a few tokens.
+    # Documents of one line each, often of a few tokens.
     "documents": Training(
         flags=WHOLE_EXPERTS + EP + ROPE + GQA + "--seq-length 64 --dataloader-inter-document-masking "
         "--vocab-size 256 --split 100,0,0 --micro-batch-size 2 "
@@ -261,10 +229,17 @@ TRAININGS: dict[str, Training] = {
         said=("documents masked",),
         text="documents",
     ),
+    # Several conversations share a line and a sequence.
+    "conversations": Training(
+        flags=EP + ROPE + "--seq-length 64 --split 100,0,0 --micro-batch-size 2 --sft "
+        "--no-create-attention-mask-in-dataloader",
+        said=("documents packed",),
+        text="text",
+        stand_ins="conversations",
+    ),
     "records": Training(
-        flags=WHOLE_EXPERTS + EP + ROPE + "--moe-enable-routing-replay --moe-router-score-function sigmoid "
+        flags=WHOLE_EXPERTS + EP + ROPE + "--moe-router-score-function sigmoid "
         "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2",
-        stock="--moe-routing-trace-path {folder}/records-of-stock",
         ours=(f"{BLOCKS} --ampipe-stack all --moe-routing-trace-path {{folder}}/records",),
         said=("records of the routing need Megatron's order of the rows",),
     ),

@@ -1,7 +1,7 @@
-"""A cluster of loopback nodes built from the stub's commands: submits jobs and reports their results."""
+"""A cluster of loopback nodes built from the stub's commands: runs the job that ``ampipe sbatch`` submits."""
 
+import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.megatron.launcher import Run, environment, parse
+from tests.megatron.launcher import environment
+from tests.slurm.stub import FOLDER, OF_A_TASK, processes, send
 
 STUB = Path(__file__).with_name("stub.py")
 COMMANDS = ("sbatch", "srun", "scontrol")
@@ -29,7 +30,7 @@ class Ended:
 
 
 class Cluster:
-    """A cluster for one job.
+    """A cluster for one job at a time.
 
     Args:
         folder: The submission folder; empty.
@@ -47,14 +48,13 @@ class Cluster:
         for name, line in (commands | ({"python": fake_python} if fake_python else {})).items():
             (self._bin / name).write_text(f"#!/usr/bin/env bash\n{line}\n")
             (self._bin / name).chmod(0o755)
-        self.job_id = _job_id_with_a_free_port()
-        (self._state / "job-id").write_text(str(self.job_id))
+        self.job_id = os.getpid() % 10_000
 
     @property
     def environment(self) -> dict[str, str]:
         path = [str(self._bin), str(Path(sys.executable).parent), os.environ["PATH"]]
         kept = {name: value for name, value in environment().items() if not name.startswith("SLURM_")}
-        return {**kept, "PATH": os.pathsep.join(path), "SLURM_STUB_DIR": str(self._state)}
+        return {**kept, "PATH": os.pathsep.join(path), FOLDER: str(self._state)}
 
     def ampipe_sbatch(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -63,105 +63,103 @@ class Cluster:
         )  # fmt: skip
 
     def submit(self, *words: str) -> None:
+        """Submit a job; :meth:`start` runs it."""
+        self.job_id = _job_id_with_a_free_port(self.job_id + 1)
+        (self._state / "job-id").write_text(str(self.job_id))
         done = self.ampipe_sbatch("--submit", *words)
         assert done.returncode == 0, done.stderr
         assert f"Submitted batch job {self.job_id}\n" in done.stdout
+        self._attempts = 0
 
-    def next_job(self) -> None:
-        self.job_id = _job_id_with_a_free_port(self.job_id + 1)
-        (self._state / "job-id").write_text(str(self.job_id))
-        for name in ("events", "state", "script"):
-            (self._state / name).unlink()
+    @property
+    def submitted(self) -> bool:
+        return (self._state / "script").exists()
 
-    def until(self, happened: Callable[[], object], *, timeout_s: float = 30) -> None:
-        """Wait until a condition holds; after a timeout, end the job and fail the test."""
+    def start(self) -> subprocess.Popen[bytes]:
+        """The script of the job, started once more as slurmctld and slurmd do it."""
+        given = json.loads((self._state / "directives").read_text())
+        identity = {
+            "SLURM_JOB_ID": str(self.job_id),
+            "SLURM_JOB_NODELIST": f"127.0.0.[1-{given['nodes']}]",
+        }
+        if given["array"] is not None:
+            # One task of the array, which has a separate number.
+            identity |= {"SLURM_ARRAY_JOB_ID": str(self.job_id), "SLURM_ARRAY_TASK_ID": given["array"]}
+        if self._attempts:
+            identity["SLURM_RESTART_COUNT"] = str(self._attempts)
+        self._attempts += 1
+        (self._state / "requeue").unlink(missing_ok=True)
+        (self._state / "state").write_text("RUNNING")
+        log = given["output"].replace("%x", given["job_name"]).replace("%j", str(self.job_id))
+        with (self.folder / log).open("a" if given["open_mode"] == "append" else "w") as output:
+            return subprocess.Popen(
+                ["bash", self._state / "script"],
+                cwd=self.folder,
+                env=self.environment | identity,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def ended(self, script: subprocess.Popen[bytes], *, timeout_s: float = 30) -> Ended:
+        """What became of an attempt, as soon as its script has ended."""
+        try:
+            code = script.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"timeout after {timeout_s} s\n{self.everything()}") from None
+        left = self.end()
+        requeue = json.loads((self._state / "directives").read_text())["requeue"]
+        return Ended(code, requeue and (self._state / "requeue").exists(), left)
+
+    def run(self) -> list[Ended]:
+        """Run the job until it is not requeued; all its attempts."""
+        attempts = [self.ended(self.start())]
+        while attempts[-1].requeued:
+            attempts.append(self.ended(self.start()))
+        return attempts
+
+    def until(self, happened: Callable[[], bool], *, timeout_s: float = 30) -> None:
+        """Wait for a condition; fails the test if it takes longer."""
         deadline = time.monotonic() + timeout_s
         while not happened():
-            if time.monotonic() > deadline:
-                self.end()
-                raise AssertionError(f"timeout after {timeout_s} s\n{self.everything()}")
+            assert time.monotonic() < deadline, f"timeout after {timeout_s} s\n{self.everything()}"
             time.sleep(0.01)
 
-    def wait(self, *, timeout_s: float = 30) -> str:
-        """Wait until the job has ended and is not requeued; returns its last state."""
-        self.until(lambda: self.state in ("COMPLETED", "FAILED", "CANCELLED"), timeout_s=timeout_s)
-        return self.state
+    def processes(self, *texts: str) -> list[int]:
+        """The processes of this job that run, with each of these texts in their environment."""
+        return processes(f"{FOLDER}={self._state}", *texts)
 
-    def cancel(self) -> None:
+    def cancel(self, script: subprocess.Popen[bytes]) -> None:
         """Like ``scancel``: the job is no longer running, and its steps are terminated."""
         (self._state / "state").write_text("CANCELLED")
-        for pid in self.processes("srun"):
-            os.kill(pid, signal.SIGTERM)
+        srun = {*self.processes()} - {*self.processes(OF_A_TASK), script.pid}
+        send(signal.SIGTERM, list(srun))
 
-    def end(self) -> None:
-        for pid in self.processes(""):
-            # One that ends meanwhile is gone.
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    def end(self) -> int:
+        """Kill what still runs of the job; returns how many processes that were."""
+        left = self.processes()
+        send(signal.SIGKILL, left)
+        return len(left)
 
-    def processes(self, words: str) -> list[int]:
-        """The processes of this job whose command line contains ``words``, such as a rank's module."""
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                mine = f"SLURM_STUB_DIR={self._state}".encode() in (entry / "environ").read_bytes()
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
-            if mine and words in line:
-                found.append(int(entry.name))
-        return sorted(found)
+    def said(self) -> str:
+        """What the script says, in all attempts."""
+        return next(self.folder.glob(f"*-{self.job_id}.out")).read_text()
 
-    @property
-    def state(self) -> str:
-        return _text(self._state / "state") or "PENDING"
-
-    @property
-    def attempts(self) -> list[Ended]:
-        pattern = r"^ended \d+ code (-?\d+) requeued (True|False) left (\d+)$"
-        return [
-            Ended(int(code), requeued == "True", int(left))
-            for code, requeued, left in re.findall(pattern, self.events, re.M)
-        ]
-
-    @property
-    def script_pid(self) -> int:
-        """Process id of the job script of the running attempt, to which SLURM sends USR1."""
-        return int(re.findall(r"^attempt \d+ pid (\d+)$", self.events, re.M)[-1])
-
-    @property
-    def events(self) -> str:
-        return _text(self._state / "events")
-
-    def said(self, name: str) -> str:
-        return _text(self.folder / f"{name}-{self.job_id}.out")
-
-    def run_dir(self, name: str) -> Path:
-        return self.folder / "runs" / name / str(self.job_id)
-
-    def log(self, name: str, *, attempt: int, node: int) -> str:
-        return _text(self.run_dir(name) / f"logs/{self.job_id}.{attempt}/127.0.0.{node}.log")
-
-    def losses(self, name: str, *, attempt: int, node: int) -> Run:
-        return parse(0, self.log(name, attempt=attempt, node=node))
+    def log(self, *, attempt: int, node: int) -> str:
+        """Of the job with the name ``job``."""
+        folder = self.folder / f"runs/job/{self.job_id}/logs/{self.job_id}.{attempt}"
+        path = folder / f"127.0.0.{node}.log"
+        return path.read_text() if path.exists() else ""
 
     def everything(self) -> str:
-        logs = [*self.folder.glob("*.out"), *self.folder.glob("runs/**/logs/*/*.log"), self._state / "events"]
-        return "\n".join(f"== {path.name}\n{_text(path)[-3000:]}" for path in logs)
+        logs = [*self.folder.glob("*.out"), *self.folder.glob("runs/**/logs/*/*.log")]
+        return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in logs)
 
 
-def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
-
-
-def _job_id_with_a_free_port(first: int | None = None) -> int:
+def _job_id_with_a_free_port(first: int) -> int:
     """A job number for which the port that the job script derives from it is free."""
-    first = os.getpid() % 10_000 if first is None else first
     for job_id in range(first, first + 1000):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", 20_000 + job_id % 12_000))
-            except OSError:
-                continue
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", 20_000 + job_id % 12_000))
             return job_id
     raise AssertionError("no free port")

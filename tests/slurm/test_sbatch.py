@@ -6,12 +6,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron_ampipe.cli import main
 from megatron_ampipe.tools import sbatch_command
+from tests.conftest import Command
 from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,11 +20,9 @@ SHIPPED = sorted((ROOT / "scripts/slurm").glob("*.sbatch"))
 FLAGS = ["--no-check", "--", "--lr", "1e-4"]
 NODES = ["sbatch", "--nodes", "2"]
 GPUS = ["--gpus-per-node", "8"]
-SITE = """
---account me --gpus-per-node 4 --time 12:00:00
---setup 'module load cuda/12.4'  # a comment
---sbatch-option=--qos=high --save-before-end 600
-"""
+
+
+Script = Callable[..., str]
 
 
 @pytest.fixture
@@ -34,7 +33,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "data.yaml": "lr: 1.0e-4\nsave-interval: 50\n",
         "cluster.yaml": "ranks_per_node: 4\nflags:\n  bf16: true\n",
         "saves.yaml": "num-layers: 2\nsave: here\n",
-        "site.args": SITE,
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -42,41 +40,37 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def script(capsys: pytest.CaptureFixture[str], *words: str, flags: list[str] = FLAGS) -> tuple[str, str]:
-    """The script and the notes."""
-    assert main([*NODES, *words, *flags]) == 0
-    shown = capsys.readouterr()
-    return shown.out, shown.err
+@pytest.fixture
+def script(ampipe: Command) -> Script:
+    """The script for two nodes, without a check of these flags."""
+    return lambda *words, flags=(): ampipe(*NODES, *words, *FLAGS, *flags).out
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_shipped_scripts_are_the_output_of_their_commands(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, monkeypatch: pytest.MonkeyPatch, ampipe: Command
 ) -> None:
     """To regenerate them, run the command in their header."""
     monkeypatch.chdir(ROOT)
     text = path.read_text()
-    command = re.search(r"Made by:\n#   (ampipe sbatch .*)\n", text)
+    command = re.search(r"Made by:\n#   ampipe (sbatch .*)\n", text)
     assert command is not None
-    words = shlex.split(command[1])[1:]
+    words = shlex.split(command[1])
     assert words[words.index("--output") + 1] == path.relative_to(ROOT).as_posix()
     # Not written, because the script is also printed.
     monkeypatch.setattr("megatron_ampipe.files.outputs.write_text", lambda path, script, mode: None)
     # Whether Megatron takes these models and runs is tested in tests/megatron/test_settings.py.
     monkeypatch.setattr(sbatch_command, "_check_training", lambda arguments, words: None)
-    assert main(words) == 0
-    assert capsys.readouterr().out == text
+    assert ampipe(*words).out == text
 
 
 @pytest.mark.skipif(
     not Path(sys.executable).with_name("shellcheck").exists(), reason="install the [test] extra"
 )
 @pytest.mark.parametrize("words", [[], ["--container", "/images/of us", "--mount", "/a:/b,/c:/d"]])
-def test_scripts_with_special_characters_pass_shellcheck(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scripts_with_special_characters_pass_shellcheck(words: list[str], script: Script) -> None:
     odd = ["--folder", "a folder/it's $HOME", "--sbatch-option=--qos=high"]
-    text, _ = script(capsys, *GPUS, *words, *odd, flags=[*FLAGS, "$(x) 'y'"])
+    text = script(*GPUS, *words, *odd, flags=["$(x) 'y'"])
     # SC2016 is about '$' in single quotes, which is intended here.
     command = [Path(sys.executable).with_name("shellcheck"), "--exclude=SC2016", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
@@ -86,41 +80,32 @@ def test_scripts_with_special_characters_pass_shellcheck(
     assert ("--container-mounts" in text) == bool(words)
 
 
-def test_files_are_passed_to_the_training_run_in_order(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--model", "small.yaml", "--run", "data.yaml", "--cluster", "cluster.yaml"]
-    text, _ = script(capsys, *words, flags=["--no-check"])
+def test_files_are_passed_to_the_training_run_in_order(folder: Path, script: Script) -> None:
+    text = script("--model", "small.yaml", "--run", "data.yaml", "--cluster", "cluster.yaml")
     assert "    --ampipe-config small.yaml cluster.yaml data.yaml\n" in text
     assert "--save-interval" not in text, "the file sets it"
-    assert "#SBATCH --job-name=small\n" in text and "run_dir=runs/small/${SLURM_ARR" in text
     assert "#SBATCH --gpus-per-node=4\n" in text and "--nproc-per-node 4 " in text
-    assert "#SBATCH --mem=0\n" in text and "#SBATCH --time=24:00:00\n" in text
     # SLURM accepts only one memory option.
-    assert "--mem=" not in script(capsys, *GPUS, "--sbatch-option=--mem-per-gpu=64G")[0]
+    assert "--mem=" not in script(*GPUS, "--sbatch-option=--mem-per-gpu=64G")
 
 
-def test_the_site_sets_the_options_and_the_command_line_wins(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+def test_a_site_sets_the_options_and_the_command_line_wins(
+    folder: Path, ampipe: Command, script: Script
 ) -> None:
-    text, _ = script(capsys, "@site.args")
-    directives = set(re.findall(r"^#SBATCH (.*)$", text, re.M))
-    expected = "--account=me --gpus-per-node=4 --time=12:00:00 --qos=high --signal=B:USR1@600"
-    assert {*expected.split()} <= directives
-    assert "\nmodule load cuda/12.4\n" in text
-    words = ["--account", "you", "--time", "1-00:00:00", "--setup", "export X=1", "--max-restarts", "0"]
-    text, _ = script(capsys, "@site.args", *words)
-    assert {"--account=you", "--time=1-00:00:00"} <= set(re.findall(r"^#SBATCH (.*)$", text, re.M))
-    assert "\nmodule load cuda/12.4\nexport X=1\n" in text and "max_restarts=0\n" in text
-
-
-def test_the_docs_explain_every_argument(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the example of the docs, which explain every argument."""
     page = (ROOT / "docs/slurm.md").read_text()
     (example,) = re.findall(r"^```text\n(.*?)^```", page, re.M | re.S)
     (folder / "site.args").write_text(example)
-    assert "#SBATCH --partition=gpu\n" in script(capsys, "@site.args")[0]
-    assert main(["sbatch", "--help"]) == 0
-    names = set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.M))
+    text = script("@site.args")
+    directives = set(re.findall(r"^#SBATCH (.*)$", text, re.M))
+    expected = "--account=moe --partition=gpu --gpus-per-node=8 --time=2-00:00:00 --qos=long"
+    assert {*expected.split(), "--exclude=node[13,77]", "--signal=B:USR1@900"} <= directives
+    assert "\nexport NCCL_SOCKET_IFNAME=ib0\ndcgmi diag -r 1\ntrap - ERR\n" in text
+    words = ["--account", "you", "--time", "12:00:00", "--setup", "export X=1", "--max-restarts", "0"]
+    text = script("@site.args", *words)
+    assert {"--account=you", "--time=12:00:00"} <= set(re.findall(r"^#SBATCH (.*)$", text, re.M))
+    assert "\ndcgmi diag -r 1\nexport X=1\n" in text and "max_restarts=0\n" in text
+    names = set(re.findall(r"^  (--[\w-]+)", ampipe("sbatch", "--help").out, re.M))
     assert names and {name for name in names if f"`{name}" not in page} == set()
 
 
@@ -140,11 +125,8 @@ def test_the_docs_explain_every_argument(folder: Path, capsys: pytest.CaptureFix
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_input_is_refused(
-    words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*NODES, *words]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+def test_bad_input_is_refused(words: list[str], message: str, folder: Path, ampipe: Command) -> None:
+    assert message in " ".join(ampipe(*NODES, *words, code=2).err.split())
 
 
 def test_without_a_request_nothing_is_submitted_and_a_refusal_of_sbatch_is_an_error(tmp_path: Path) -> None:
@@ -153,40 +135,32 @@ def test_without_a_request_nothing_is_submitted_and_a_refusal_of_sbatch_is_an_er
     assert done.returncode == 0, done.stderr
     assert (cluster.folder / "job.sbatch").read_text() == done.stdout
     assert "not submitted. Add --submit, or --output job.sbatch and submit that.\n" in done.stderr
-    assert cluster.state == "PENDING" and cluster.events == ""
+    assert not cluster.submitted
     done = cluster.ampipe_sbatch(*NODES[1:], *GPUS, "--submit", "--sbatch-option=--nonsense=1", *FLAGS)
     assert done.returncode == 3
     assert "sbatch refused the script: " in done.stderr and "--nonsense=1" in done.stderr
+    assert not cluster.submitted
 
 
 @pytest.mark.skipif(shutil.which("sbatch") is not None, reason="needs a machine without SLURM")
-def test_without_slurm_nothing_can_be_submitted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*NODES, "--submit", *GPUS, *FLAGS]) == 1
-    assert "--output job.sbatch" in capsys.readouterr().err
+def test_without_slurm_nothing_can_be_submitted(ampipe: Command) -> None:
+    assert "--output job.sbatch" in ampipe(*NODES, "--submit", *GPUS, *FLAGS, code=1).err
 
 
-def test_megatron_refuses_a_value_of_a_file_with_its_line(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_megatron_refuses_a_value_of_a_file_with_its_line(folder: Path, ampipe: Command) -> None:
     """With Megatron, in a separate process. How it checks is tested in tests/megatron/test_settings.py."""
     (folder / "run.yaml").write_text("train-iters: 10\nlr: abc\n")
-    assert main([*NODES, *GPUS, "--model", "mixtral-8x7b", "--run", "run.yaml"]) == 2
-    shown = capsys.readouterr()
+    shown = ampipe(*NODES, *GPUS, "--model", "mixtral-8x7b", "--run", "run.yaml", code=2)
     assert shown.out == "" and shown.err.startswith("ampipe: run.yaml:2: --lr: invalid float value: 'abc'. ")
     assert shown.err.endswith("To submit it anyway, add --no-check.\n")
 
 
-def test_where_megatron_is_absent_or_killed_a_note_says_so(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_where_megatron_is_absent_a_note_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ampipe: Command
 ) -> None:
     (folder / "fake/torch").mkdir(parents=True)
     (folder / "fake/torch/__init__.py").write_text("raise ImportError('not on this login node')\n")
     monkeypatch.setenv("PYTHONPATH", f"{folder}/fake{os.pathsep}{ROOT}")
-    flags = ["--", "--lr", "1e-4"]
-    _, notes = script(capsys, *GPUS, flags=flags)
+    notes = ampipe(*NODES, *GPUS, "--", "--lr", "1e-4").err
     assert "note: 'ampipe config' cannot check the training flags here: " in notes
     assert "not on this login node" in notes
-
-    killed = subprocess.CompletedProcess([], -9, stdout="", stderr="Killed\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
-    assert "flags here: Killed" in script(capsys, *GPUS, flags=flags)[1]

@@ -1,29 +1,14 @@
-"""The runs on the modelled device, as data: all kinds of blocks, and random orders of stages."""
+"""The runs on the modelled device, as data: all kinds of blocks, and random orders of their collectives."""
 
 import dataclasses
 import functools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from megatron_ampipe.schedule import (
-    KEEP,
-    STRATEGIES,
-    WEIGHTS,
-    BlockFeatures,
-    Direction,
-    Exchange,
-    Pipeline,
-    Program,
-    Schedule,
-    Stage,
-    kinds,
-    memory_to_text,
-    needs_of,
-    with_memory,
-)
-from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE, INTRA
+from megatron_ampipe.schedule import STRATEGIES, Exchange, Pipeline, Program, Stage
+from megatron_ampipe.schedule.stage_kind import COMPUTE
 from tests.dist.cases import (
     ALLGATHER,
     AUX,
@@ -42,7 +27,6 @@ IssueOrder = Callable[..., tuple[tuple[str, Stage], ...]]
 """As ``schedule.issue_order``."""
 RANKS = 2
 RANKS_OF_NODES = 4
-NUM_RANDOM_ORDERS = 30
 
 
 class Run(NamedTuple):
@@ -58,8 +42,6 @@ class Run(NamedTuple):
     """If False, run under ``no_grad``."""
     issue: IssueOrder | None = None
     """In place of ``schedule.issue_order``."""
-    engine: bool = False
-    """With stand-ins of Transformer Engine's linear layers."""
     data_parallel: bool = False
     """With Megatron's data parallelism around the layer, as in a launch."""
 
@@ -90,12 +72,6 @@ def runs() -> Iterator[Run]:
         yield Run(f"{name}-no-grad", case, gradients=False)
         yield Run(f"{name}-in-flight", case, in_flight=3)
         yield Run(f"{name}-late", case, issue=lazy_issue)
-    case = block(degree=4, layers="mdm", stack=0, recompute=math.inf, model=LOSSES)
-    yield Run("recomputed-stack-in-flight", case, in_flight=3)
-    yield Run("recomputed-stack-late", case, issue=lazy_issue)
-    for number in range(5):
-        issue = functools.partial(random_issue, random.Random(number))
-        yield Run(f"recomputed-stack-random-{number}", case, issue=issue)
     for case in PARITY:
         # The split of the sequence and the attention kernel make no difference here. Stand-ins of DeepEP and
         # HybridEP are of real ranks, and those of fused kernels no kernels; a ring and ids of tensor-parallel
@@ -106,101 +82,43 @@ def runs() -> Iterator[Run]:
         told = told or "context_parallel_size" in case.parallel or case.world_size > RANKS_OF_NODES
         if case.executor == "thread" and not told:
             yield Run(f"parity-{case.name}", dataclasses.replace(case, executor="cuda", kernel="exact"))
-    yield from random_runs()
-    yield from runs_of_lanes()
+    yield from runs_in_other_orders()
     # Layers that delay the gradients of their weights.
     for schedule in ("lancet", "joined"):
-        case = block(schedule=schedule, model=SHARED | LOSSES)
-        yield Run(f"engine-{schedule}-in-flight", case, in_flight=3, engine=True)
-        yield Run(f"engine-{schedule}-late", case, issue=lazy_issue, engine=True)
+        case = block(schedule=schedule, model=SHARED | LOSSES, engine="grouped")
+        yield Run(f"engine-{schedule}-in-flight", case, in_flight=3)
+        yield Run(f"engine-{schedule}-late", case, issue=lazy_issue)
 
 
-def runs_of_lanes() -> Iterator[Run]:
-    """Two hops, ranks that share an expert, rows of tensor-parallel ranks: in a late and in random orders."""
+def runs_in_other_orders() -> Iterator[Run]:
+    """Recompute, memory strategies, two hops, ranks that share an expert, rows of tensor-parallel ranks: each
+    issued late, and at random."""
     nodes = dataclasses.replace(ONCE_PER_NODE[0], executor="cuda")
-    two_hops = BlockFeatures(losses=True, nodes=True, chunked_qkv=True)
     shares = block(
         local_experts=2, parallel={"expert_tensor_parallel_size": RANKS, "expert_model_parallel_size": 1}
     )
     both = shares.parallel | {"expert_model_parallel_size": RANKS}
-    rows = block(parallel=TP, layers="mdm", stack=0, model={"add_bias_linear": True} | LOSSES)
-    yield Run("rows-in-flight", rows, in_flight=3)
-    for name, case, features in (
-        ("nodes", nodes, two_hops),
-        ("nodes-2dh", dataclasses.replace(nodes, exchange=Exchange.TWO_DIMENSIONAL), two_hops),
-        ("shares", shares, BlockFeatures(gathers=COMM, chunked_qkv=True)),
-        (
-            "shares-on-nodes",
-            dataclasses.replace(shares, parallel=both, ranks_per_node=RANKS),
-            BlockFeatures(gathers=INTRA, chunked_qkv=True),
-        ),
-        (
-            "rows",
-            rows,
-            BlockFeatures(losses=True, chunked_qkv=True, row_links="network", gathers_rows=True),
-        ),
-    ):
-        yield Run(f"{name}-late", case, issue=lazy_issue)
-        for number in range(6):
-            yield random_run(f"{name}-{number}", random.Random(number), case, features)
-
-
-def random_runs() -> Iterator[Run]:
-    """Random orders of the lanes and of the host that only respect the dependencies."""
-    for number in range(NUM_RANDOM_ORDERS):
-        chooser = random.Random(number)
-        shared, losses, top2, recompute = (chooser.random() < 0.5 for _ in range(4))
-        model = (SHARED if shared else {}) | (AUX if losses else {}) | (TOP2 if top2 else {})
-        keeps = number % 5 == 0
-        model |= MOE_AGAIN if keeps and recompute else {}
-        case = block(local_experts=chooser.choice((1, 2)), model=model)
-        features = BlockFeatures(losses=losses, shared=shared, chunked_qkv=True)
-        memories = (KEEP,) if keeps else tuple(STRATEGIES)
-        yield random_run(str(number), chooser, case, features, memories=memories)
-
-
-def random_run(
-    name: str,
-    chooser: random.Random,
-    case: Case,
-    features: BlockFeatures,
-    *,
-    memories: Sequence[str] = tuple(STRATEGIES),
-) -> Run:
-    """A run of a block with a random memory strategy for each chunk and a random order of stages."""
-    degree = chooser.choice((2, 3, 4))
-    memory = memory_to_text([chooser.choice(memories) for _ in range(degree)])
-    order = random_schedule(degree, with_memory(features, memory), chooser)
-    return Run(
-        f"random-{name}",
-        dataclasses.replace(case, degree=degree),
-        Pipeline.of(degree, order=order, memory=memory, exchange=case.exchange, stack=case.stack),
-        in_flight=chooser.choice((1, 2)),
-        issue=functools.partial(random_issue, chooser) if chooser.random() < 0.5 else None,
+    memory = block(
+        degree=len(STRATEGIES), local_experts=2, model=SHARED | LOSSES, memory="/".join(STRATEGIES)
     )
-
-
-def random_schedule(degree: int, features: BlockFeatures, chooser: random.Random) -> Schedule:
-    """A random order of every lane that passes the check."""
-    present = [kinds.QKV, kinds.ATTENTION, kinds.EXPERT, *([kinds.SHARED] if features.shared else [])]
-    weights = [WEIGHTS[kind] for kind in present if chooser.random() < 0.5]
-    joined = [kind for kind in weights if chooser.random() < 0.5]
-    apart = [Stage(kind, None if kind in joined else 0) for kind in weights]
-    schedule = Schedule("random", degree, Program(()), Program.of({COMPUTE: apart}), degree)
-
-    def in_lanes(_: Program, direction: Direction) -> Program:
-        needs = needs_of(schedule, [features], direction)
-        combines = chooser.choice((COMM, "comm.second"))
-        lanes: dict[str, list[Stage]] = {}
-        left = dict(needs)
-        while left:
-            stage = chooser.choice([stage for stage in left if left.keys().isdisjoint(needs[stage])])
-            del left[stage]
-            lane = combines if stage.kind == kinds.COMBINE else stage.kind.lane.name
-            lanes.setdefault(lane, []).append(stage)
-        return Program.of(lanes)
-
-    return schedule.mapped(in_lanes)
+    cases = {
+        "recomputed-stack": block(layers="mdm", stack=0, recompute=math.inf, model=LOSSES),
+        "memory": memory,
+        "memory-lancet": dataclasses.replace(memory, schedule="lancet"),
+        "joined": block(degree=3, schedule="joined", model=SHARED, memory="redispatch"),
+        "nodes": nodes,
+        "nodes-2dh": dataclasses.replace(nodes, exchange=Exchange.TWO_DIMENSIONAL),
+        "nodes-memory": dataclasses.replace(nodes, memory="redispatch"),
+        "shares": shares,
+        "shares-memory": dataclasses.replace(shares, memory="redispatch"),
+        "shares-on-nodes": dataclasses.replace(shares, parallel=both, ranks_per_node=RANKS),
+        "rows": block(parallel=TP, layers="mdm", stack=0, model={"add_bias_linear": True} | LOSSES),
+    }
+    for name, case in cases.items():
+        yield Run(f"{name}-late", case, issue=lazy_issue)
+        for number in range(3):
+            issue = functools.partial(random_issue, random.Random(number))
+            yield Run(f"{name}-random-{number}", case, in_flight=1 + number % 2, issue=issue)
 
 
 def random_issue(

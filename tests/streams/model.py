@@ -61,17 +61,6 @@ class ModelStream:
         event.record(self)
         return event
 
-    def synchronize(self) -> None:
-        HOST.waits_for(self.clock, "Stream.synchronize")
-
-    def __enter__(self) -> None:
-        """As in ``with stream:``."""
-        self._before = DEVICE.current
-        DEVICE.current = self
-
-    def __exit__(self, *_: object) -> None:
-        DEVICE.current = self._before
-
     @staticmethod
     def priority_range() -> tuple[int, int]:
         return (0, -5)
@@ -140,12 +129,6 @@ class Device:
             yield
         finally:
             self.current = before
-
-    def synchronize(self) -> None:
-        """As ``torch.cuda.synchronize``."""
-        for stream in ModelStream.made:
-            HOST.clock |= stream.clock
-        HOST.waits_for(HOST.clock, "synchronize")
 
 
 HOST = Host()

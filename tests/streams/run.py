@@ -23,7 +23,6 @@ from tests.streams import model
 from tests.streams.cases import Run
 from tests.streams.model import DEVICE, HOST, ModelEvent, ModelStream
 from tests.streams.tracker import HostCalls, Tracker, of_numpy, pinned
-from tests.te_linear_standin import use_engine
 
 
 class RunResult(NamedTuple):
@@ -94,7 +93,8 @@ def modelled_device() -> Iterator[Tracker]:
             "stream": DEVICE.using,
             "current_stream": lambda *_: DEVICE.current,
             "default_stream": lambda *_: DEVICE.default,
-            "synchronize": lambda *_: DEVICE.synchronize(),
+            # Nothing waits for the whole device.
+            "synchronize": None,
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
         # Megatron's copy stream, which is created with the first layer.
@@ -114,8 +114,6 @@ def run_case(run: Run, *, warm: bool = False) -> RunResult:
     """Run forward and backward of a block; with ``warm``, report the second of two runs."""
     case = run.case
     _, layer = build_layers(case)
-    if run.engine:
-        use_engine(layer, grouped=True)
     context = next(block.context for block in _blocks(layer))
     if run.pipeline is not None:
         context.pipeline = run.pipeline

@@ -3,12 +3,11 @@
 docs/gpu.md lists what these tests cannot show.
 """
 
-import dataclasses
 import itertools
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,15 +15,15 @@ import pytest
 import torch
 
 from megatron_ampipe.plan.stage_costs import host_calls
-from megatron_ampipe.runtime.streams import StreamPlan, stream_plan
 from megatron_ampipe.schedule import MOE_BLOCK, Direction, Exchange
 from tests.dist.cases import ALLGATHER, AUX, MOE_AGAIN, SHARED, TIGHT
 from tests.dist.worker import start_alone
 from tests.plan_cases import sized_block
 from tests.streams.cases import RANKS, RANKS_OF_NODES, Run, block, lazy_issue, runs
+from tests.streams.model import ModelStream
 
 pytestmark = pytest.mark.ranks(1)
-COUNTED = ("capacity", "parity-capacity", "parity-ranks", "parity-nodes", "parity-2dh", "random-nodes")
+COUNTED = ("capacity", "parity-capacity", "parity-ranks", "parity-nodes", "parity-2dh", "nodes")
 """What is kept, or sent once, is counted, and the count is not waited for where rows are prepared."""
 
 
@@ -56,35 +55,13 @@ def test_there_are_no_races(run: Run) -> None:
 
 
 BLOCK = block(degree=4)
-
-
-def never_waits(streams: Sequence[str], needs: Sequence[Sequence[int]]) -> StreamPlan:
-    """The communication stream does not wait for computation."""
-    plan = stream_plan(streams, needs)
-    waits = tuple(
-        tuple(one for one in waited if (stream, streams[one]) != ("comm", "compute"))
-        for stream, waited in zip(streams, plan.waits, strict=True)
-    )
-    return dataclasses.replace(plan, waits=waits)
-
-
-def drops_computation(streams: Sequence[str], needs: Sequence[Sequence[int]]) -> StreamPlan:
-    """Keeps the memory that collectives use, but not what computation uses."""
-    plan = stream_plan(streams, needs)
-    releases = tuple(
-        (*released, *([number - 1] if number and streams[number - 1] == "compute" else []))
-        for number, released in enumerate(plan.releases)
-    )
-    return dataclasses.replace(plan, releases=releases)
-
-
-PLAN = "megatron_ampipe.runtime.tape.stream_plan"
 FAULTS: dict[str, tuple[str, Callable[..., Any], str, dict[str, Any]]] = {
     "a missing event": (
-        PLAN, never_waits, r"forward combine\.1: .* reads what forward expert\.1: .* has used", {},
+        "tests.streams.model.ModelStream.wait_event", lambda stream, event: None,
+        r"forward combine\.1: .* reads what forward expert\.1: .* has used", {},
     ),
     "a dropped hold": (
-        PLAN, drops_computation,
+        "megatron_ampipe.runtime.streams.Crossing.note_use", lambda crossing, tensors: (),
         r"allocated by forward dispatch\.\d: new_empty was released .* not ordered after backward expert\.\d",
         {"issue": lazy_issue},
     ),
@@ -98,19 +75,23 @@ FAULTS: dict[str, tuple[str, Callable[..., Any], str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_an_inserted_fault_is_reported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_ampipe.layers import block_stack
-    from megatron_ampipe.runtime.compile import compiled
+def test_an_inserted_fault_is_reported(name: str) -> None:
     from tests.streams.run import run_case
 
-    # The check of every tape (tests/tapes.py) would report three of them before.
-    monkeypatch.setattr(block_stack, "compiled", compiled)
     replaced, fault, race, options = FAULTS[name]
     run = Run(name, BLOCK, **options)
     with mock.patch(replaced, fault):
         races = run_case(run).races
     assert any(re.search(race, found) for found in races), races
     assert run_case(run).races == ()
+
+
+def test_collectives_and_counts_have_streams_of_high_priority() -> None:
+    from tests.streams.run import run_case
+
+    run_case(Run("streams", BLOCK))
+    of_lanes = [stream for stream in ModelStream.made if stream.name.startswith("stream")]
+    assert [stream.priority for stream in of_lanes] == [min(ModelStream.priority_range())] * 2
 
 
 FIRST = {

@@ -7,10 +7,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_ampipe.launch.attach import adjust_arguments
+from megatron_ampipe.launch.attach import adjust_arguments, take_over_graphs
 from tests.golden.write import SETTINGS
 
 MASK, ROTARY = "--no-create-attention-mask-in-dataloader", "--no-rope-fusion"
+FUSED_SUM = "--no-gradient-accumulation-fusion"
 IN_LOADER = {"create_attention_mask_in_dataloader": True, "reset_attention_mask": True}
 WINDOW = {"window_size": (8, 0)}
 PACKED = {"sft": True, "micro_batch_size": 2, "multi_latent_attention": True, "apply_rope_fusion": True}
@@ -58,9 +59,15 @@ def test_exchanges_run_at_high_priority_and_nothing_is_taken_away() -> None:
         (PACKED | {"sft": False}, []),
         (PACKED | {"micro_batch_size": 1}, []),
         (PACKED | {"apply_rope_fusion": False}, []),
+        ({"use_megatron_fsdp": True, "gradient_accumulation_fusion": True}, [FUSED_SUM]),
+        ({"moe_pad_expert_input_to_capacity": True}, ["--moe-pad-expert-input-to-capacity"]),
     ],
 )
-def test_masks_and_fused_rotations_that_do_not_fit_are_switched_off(
-    changed: dict[str, Any], flags: list[str]
-) -> None:
+def test_what_does_not_fit_or_help_is_switched_off(changed: dict[str, Any], flags: list[str]) -> None:
     assert adjusted(**changed) == flags
+
+
+def test_graphs_of_layers_become_those_of_stages() -> None:
+    args = argparse.Namespace(cuda_graph_impl="local", cuda_graph_modules=["attn", "mlp"])
+    assert take_over_graphs(args) == {"attn", "mlp"}
+    assert (args.cuda_graph_impl, args.cuda_graph_modules) == ("none", []), "Megatron would capture as well"

@@ -5,12 +5,10 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from megatron_ampipe.errors import BadInput, RunFailed
 from megatron_ampipe.files.inputs import config_names
@@ -19,9 +17,11 @@ from megatron_ampipe.tools import bench_command
 from megatron_ampipe.tools.measuring import network, prediction, result, training
 from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.network import parse_link
+from megatron_ampipe.tools.measuring.network import Link, parse_link
+from megatron_ampipe.tools.measuring.result import Record
 from megatron_ampipe.tools.measuring.training import Curve, TrainingJob
 from tests.conftest import Command
+from tests.forked import REPOSITORY
 
 FIGURES: dict[str, Any] = {"sequence_length": 64, "batch": 1, "hidden": 32, "heads": 4, "experts": 4,
                            "topk": 1, "ffn": 64, "activation": "gelu", "dtype": "fp32"}  # fmt: skip
@@ -40,21 +40,20 @@ def read_text(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "is_network", "rate", "latency"),
+    "link",
     [
-        ("none", False, None, 0.0),
-        ("1.5gbit", True, 1.5e9, 0.0),
-        ("25MB/s", True, 200e6, 0.0),
-        ("emulated:20GB/s", False, 160e9, 0.0),
-        ("emulated:200mbit:50us", False, 200e6, 50e-6),
+        Link("none"),
+        Link("1.5gbit", 1.5e9),
+        Link("25MB/s", 200e6),
+        Link("emulated:20GB/s", 160e9, emulated=True),
+        Link("emulated:200mbit:50us", 200e6, emulated=True, latency_s=50 * 1e-6),
     ],
 )
-def test_links_are_read(text: str, is_network: bool, rate: float | None, latency: float) -> None:
-    link = parse_link(text)
-    assert (link.text, link.is_network, link.rate_bit_per_s) == (text, is_network, rate)
-    assert link.latency_s == pytest.approx(latency)
-    if link.emulated:
-        assert link.transfer_s(1e6) == pytest.approx(latency + 8e6 / (rate or 1))
+def test_links_are_read(link: Link) -> None:
+    assert parse_link(link.text) == link
+    assert link.is_network is link.text.startswith(("1.5", "25"))
+    if link.latency_s:
+        assert link.transfer_s(1e6) == pytest.approx(50e-6 + 40e-3)
 
 
 @pytest.mark.parametrize(
@@ -113,21 +112,15 @@ def test_bad_arguments_end_with_2_before_anything_starts(
 
 @pytest.mark.parametrize("name", sorted(config_names("bench")))
 def test_our_grids_are_sound(name: str) -> None:
-    names = {case.name for case in read_grid(find_grid(name))}
-    assert names
+    cases = {case.name: case for case in read_grid(find_grid(name))}
+    assert cases
     if name == "paper":
-        assert len(names) == 56 and "base-16k-b1-c1" in names and "xl-32k-b2-c4" not in names
-
-
-def test_defaults_and_axes(tmp_path: Path) -> None:
-    text = f"defaults: {json.dumps(FIGURES | {'capacity': 2})}\n"
-    path = read_text(tmp_path, text + "cases:\n- name: a\n- {name: b, topk: 2, capacity: null}\n")
-    assert [(case.name, case.topk, case.capacity) for case in read_grid(path)] == [
-        ("a", 1, 2.0),
-        ("b", 2, None),
-    ]
-    path = read_text(tmp_path, text + "axes:\n  - [{name: a}, {name: b}]\n  - [{name: k2, topk: 2}]\n")
-    assert [case.name for case in read_grid(path)] == ["a-k2", "b-k2"]
+        assert len(cases) == 56 and "xl-32k-b2-c4" not in cases
+        last = cases["xl-24k-b1-c4"]
+        assert (last.hidden, last.sequence_length, last.batch, last.topk) == (1600, 24576, 1, 4)
+    if name == "cpu-small":
+        # Of the second one the default.
+        assert (cases["many-top8"].ffn, cases["top2"].ffn) == (128, 1024)
 
 
 @pytest.mark.parametrize(
@@ -183,108 +176,86 @@ def test_the_exchanges_of_a_case_are_those_that_save_something() -> None:
 
 # The document
 
-VARIANTS = (STOCK, CONTROL, Variant.of("ampipe", 1), Variant.of("ampipe", 2), Variant.of("sequential", 2))
-SECONDS = (
-    [[0.04, 0.08, 0.04], [0.05, 0.08, 0.04], [0.04, 0.08, 0.04], [0.02] * 3, [0.05] * 3],
-    [[0.01, 0.01, 0.06], [0.01, 0.01, 0.05], [0.01, 0.01, 0.06], [0.02, 0.02, 0.03], [0.01] * 3],
-)
-"""By rank, variant and repeat."""
+MEASURED = REPOSITORY / "docs" / "measured"
 
 
-NEEDS = {
-    "forward": {
-        "attention.0": [], "dispatch.0": ["attention.0"], "expert.0": ["dispatch.0"],
-        "attention.1": [], "dispatch.1": ["attention.1"], "expert.1": ["dispatch.1"],
-    },
-    "backward": {"expert.0": [], "dispatch.0": ["expert.0"], "attention.0": ["dispatch.0"]},
-}  # fmt: skip
-"""Of a stage, by direction, which others it waits for."""
+def stored(name: str) -> dict[str, Any]:
+    """A document of an earlier measurement."""
+    document: dict[str, Any] = json.loads((MEASURED / f"{name}.json").read_text())
+    return document
 
 
-def report(seconds: Any, variants: Sequence[Variant]) -> dict[str, Any]:
-    found = []
-    for place, (variant, (one, two, three)) in enumerate(zip(variants, seconds, strict=True)):
-        needs = NEEDS if variant.pipelined else None
-        stages = needs and {way: {name: [1e3, 1e3, 9e3] for name in of_way} for way, of_way in needs.items()}
-        found.append(
-            {
-                "wall_s": [one, two, three],
-                "backward_s": [one / 2, two / 4, three / 2],
-                "wire_bytes": [1_020_000, 1_010_000, 1_050_000],
-                "stages": stages,
-                "needs": needs,
-                "difference": 0.0,
-                "peak_bytes": 2**20 * (1 + place),
-            }
+def reports(case: Record) -> list[dict[str, Any]]:
+    """What two ranks may have reported for a case: the second one had shorter backward passes."""
+    stock = {key.removeprefix("stock_"): value for key, value in case.items() if key.startswith("stock_")}
+    rows = [{"difference_from_stock": 0.0} | stock, case["control"], *case["rows"]]
+
+    def of(rank: int, row: Record) -> dict[str, Any]:
+        wall_s, sent = [ms / 1e3 for ms in row["samples_ms_by_rank"][rank]], row["wire_bytes"]
+        return {
+            "wall_s": wall_s,
+            "backward_s": [row["backward_ms"] / 1e3 / (1 + rank)] * len(wall_s),
+            "wire_bytes": [None] if sent is None else [0, 2 * sent, 1000 if rank else sent - 1000],
+            "stages": row.get("stages_us_by_rank") and row["stages_us_by_rank"][rank],
+            "needs": row.get("stage_needs"),
+            "difference": row["difference_from_stock"],
+            "peak_bytes": row["peak_bytes"] - rank,
+        }
+
+    same = {key: case[key] for key in ("kernel", "fused_gradients")}
+    return [same | {"variants": [of(rank, row) for row in rows]} for rank in range(2)]
+
+
+def changed(made: Any, kept: Any, name: str = "") -> list[str]:
+    """Where a record is not as a kept one, in what versions of both have."""
+    match made:
+        case dict():
+            return [at for key in made.keys() & kept for at in changed(made[key], kept[key], f"{name}/{key}")]
+        case [dict(), *_]:
+            pairs = enumerate(zip(made, kept, strict=True))
+            return [at for place, pair in pairs for at in changed(*pair, f"{name}/{place}")]
+    return [] if json.loads(json.dumps(made)) == kept else [name]
+
+
+@pytest.mark.parametrize("name", ["cpu-small-none", "layers-200mbit-top1-evening"])
+def test_figures_of_kept_results_follow_from_their_samples(name: str) -> None:
+    document = stored(name)
+    for kept in document["cases"]:
+        variants = [Variant(row["schedule"], prediction.pipeline_of(row)) for row in kept["rows"]]
+        job = dataclasses.replace(
+            JOB,
+            cases=(Case(**kept["block"]),),
+            link=parse_link(document["link"]),
+            layers=document["layers"],
+            variants=((STOCK, CONTROL, *variants),),
         )
-    return {"kernel": "sdpa", "fused_gradients": True, "variants": found}
+        assert changed(result.case_result(job, 0, reports(kept)), kept) == []
 
 
-def document() -> dict[str, Any]:
-    job = dataclasses.replace(JOB, link=parse_link("emulated:1gbit"), variants=(VARIANTS,))
-    case = result.case_result(job, 0, [report(seconds, VARIANTS) for seconds in SECONDS])
-    head = {"format": result.FORMAT, "grid": "tiny", "link": "emulated:1gbit", "emulated": True, "ranks": 2}
-    return {**head, "layers": 1, "cases": [case]}
-
-
-def test_a_case_holds_what_scripts_read() -> None:
-    case = document()["cases"][0]
-    assert (case["name"], case["link"], case["stock_ms"]) == ("one", "emulated:1gbit", 60.0)
-    assert case["stock_samples_ms"] == [40.0, 80.0, 60.0]
-    again, ampipe, sequential = case["rows"]
-    assert (again["degree"], again["speedup"], again["bound_share"]) == (1, 1.0, None)
-    # Ratios 0.8, 1 and 1.2: the 10th percentile is further from 1, as a factor, than the 90th.
-    control = case["control"]
-    assert (control["speedup"], control["speedup_p10"], control["speedup_p90"]) == (1.0, 0.84, 1.16)
-    assert control["spread"] == 0.1905
-    assert [row["difference_seen"] for row in case["rows"]] == [False, True, True]
-    # Ratios 2, 4 and 2 within the repeats; the quotient of medians would be 3.
-    assert (ampipe["ms"], ampipe["speedup"], ampipe["samples_ms"]) == (20.0, 2.0, [20.0, 20.0, 30.0])
-    assert (ampipe["speedup_p10"], ampipe["speedup_p90"]) == (2.0, 3.6)
-    assert (case["stock_backward_ms"], ampipe["backward_ms"]) == (20.0, 10.0)
-    # Medians of 1 ms a stage: four of computing in the forward pass, three in turn in the backward pass.
-    assert (ampipe["bound_ms"], ampipe["bound_share"]) == (4.0 + 3.0, 0.35)
-    assert (case["stock_peak_bytes"], again["peak_bytes"]) == (2**20, 3 * 2**20)
-    # Of both ranks together, the median of the repeats.
-    assert ampipe["wire_bytes"] == 2_040_000
-    assert sequential["samples_ms_by_rank"] == [[50.0, 50.0, 50.0], [10.0, 10.0, 10.0]]
-
-
-def shown(found: dict[str, Any], path: Path) -> str:
-    """The printed words of a document that was read back."""
-    result.write(found, path)
-    console = Console(width=220, record=True)
-    result.show(result.read(path), console)
-    return " ".join(console.export_text().split())
-
-
-def test_the_table(tmp_path: Path) -> None:
-    path, found = tmp_path / "x.json", document()
-    words = shown(found, path)
+def test_the_table(tmp_path: Path, ampipe: Command) -> None:
+    path, document = tmp_path / "x.json", stored("layers-200mbit-top1-evening")
+    rows = document["cases"][0]["rows"]
+    rows[1] |= {"difference_seen": False}
+    rows.append(rows[0] | {"exchange": "ranks", "wire": "fp8", "difference_from_stock": 0.02})
+    result.write(document, path)
+    words = " ".join(ampipe("bench", "--from", path).out.split())
     assert list(tmp_path.iterdir()) == [path]
     for line in (
-        "grid tiny · link emulated:1gbit (emulated) · 2 ranks",
-        "one │ stock │ │ 60.00 │ │",
-        "control │ │ 50.00 │ 1.000 (spread 19.1%) │ 0.840-1.160",
-        "ampipe │ 1 │ 60.00 │ 1.000 no difference seen │",
-        "ampipe │ 2 │ 20.00 │ 2.000 │ 2.000-3.600 │ 35.0% │ 4.0 │ 2.04 │",
+        "grid cpu-small, 4 layers · link 200mbit · 2 ranks",
+        "top1 │ stock │ │ │ │ │ 1644.92 │ │",
+        "control │ │ │ │ │ 1651.22 │ 0.998 (spread 3.4%) │ 0.967-1.022 │",
+        "ampipe │ 4 │ │ │ 2 │ 1090.64 │ 1.497 │ 1.484-1.528 │ 93.0% │ 191.8 │ 191.7 │ 33.68 │",
+        "ampipe │ 4 │ │ │ 4 │ 1096.24 │ 1.493 no difference seen │",
+        "ampipe │ 4 │ ranks │ fp8 │ 2 │",
     ):
         assert line in words
-    assert not {"stack", "exchange"} & {*words.split("ms:")[0].split()}
-    (case,) = found["cases"]
-    found["layers"] = 4
-    case["rows"][2]["stack"] = 4
-    case["rows"] += [case["rows"][2] | {"stack": 1}, case["rows"][1] | {"exchange": "ranks", "wire": "fp8"}]
-    words = shown(found, path)
-    assert "4 layers" in words
-    assert "ampipe │ │ ranks │ fp8 │ 2 │" in words
+    assert "memory" not in words.split("ms:")[0]
 
 
 @pytest.mark.parametrize("name", ["nodes-50mbit-400mbit", "2dh-50mbit-400mbit", "cpu-small-none"])
 def test_results_of_earlier_versions_are_shown(name: str, ampipe: Command) -> None:
-    path = Path(__file__).parents[2] / "docs" / "measured" / f"{name}.json"
-    shown = " ".join(ampipe("bench", "--from", path).out.split())
-    assert f"link {json.loads(path.read_text())['link']}" in shown
+    shown = " ".join(ampipe("bench", "--from", MEASURED / f"{name}.json").out.split())
+    assert f"link {stored(name)['link']}" in shown
 
 
 # Predictions
@@ -294,13 +265,13 @@ def test_rows_are_predicted_with_exchange_and_stack() -> None:
     cluster = read_cluster(find_cluster("docs/measured/profile-100mbit.yaml"))
 
     def predicted(rows: list[dict[str, Any]], *, layers: int = 1, **block: Any) -> list[float]:
-        found = document() | {"layers": layers}
+        found = stored("cpu-small-200mbit-top1-night-1") | {"layers": layers}
         (case,) = found["cases"]
         case["block"] |= {"sequence_length": 2048, "hidden": 256, "ffn": 1024} | block
-        case["rows"] = [case["rows"][1] | row for row in rows]
+        # Of degree 2.
+        case["rows"] = [case["rows"][5] | {"ms": 20.0} | row for row in rows]
         prediction.predict(found, cluster)
         times = [row["predicted_ms"] for row in case["rows"]]
-        # All rows took 20 ms.
         assert case["choice"].items() >= (rows[times.index(min(times))] | {"loss": 0.0}).items()
         assert case["rows"][0]["error"] == pytest.approx(times[0] / 20 - 1, abs=1e-3)
         return [case["predicted_stock_ms"], *times]
@@ -317,25 +288,27 @@ def test_rows_are_predicted_with_exchange_and_stack() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("ends", "code", "said"),
     [
-        (lambda: RunFailed("no rank answered for 300 s"), 3, "ampipe: no rank answered for 300 s\n"),
-        (KeyboardInterrupt, 130, "ampipe: interrupted; "),
+        (RunFailed("no rank answered for 300 s"), 3, "ampipe: no rank answered for 300 s\n"),
+        (KeyboardInterrupt(), 130, "ampipe: interrupted; "),
     ],
 )
 def test_finished_cases_are_kept_when_a_run_ends_early(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     ampipe: Command,
-    error: Callable[[], BaseException],
+    ends: BaseException,
     code: int,
     said: str,
 ) -> None:
-    def run_ranks(job: Any, _: object, *, on_message: Any) -> None:
-        variants = job.variants[0]
+    (case,) = stored("cpu-small-200mbit-top1-night-1")["cases"]
+    of_ranks = reports(case | {"rows": case["rows"][5:6]})
+
+    def run_ranks(_job: object, _work: object, *, on_message: Any) -> None:
         for rank in (1, 0):
-            on_message(rank, "case", (0, report([[0.02] * 3] * len(variants), variants)))
-        raise error()
+            on_message(rank, "case", (0, of_ranks[rank]))
+        raise ends
 
     monkeypatch.setattr(bench_command, "run_ranks", run_ranks)
     text = f"defaults: {json.dumps(FIGURES)}\ncases: [{{name: small}}, {{name: large}}]\n"
@@ -351,28 +324,15 @@ def test_finished_cases_are_kept_when_a_run_ends_early(
 # Trainings
 
 
-def curve(*ms: float, loss: float = 2.0) -> Curve:
-    return Curve(ms, tuple(loss / (i + 1) for i in range(len(ms))))
-
-
-def test_figures_of_trainings() -> None:
-    variants = (STOCK, CONTROL, Variant.of("ampipe", 4, stack=3))
-    job = dataclasses.replace(JOB, layers=3, variants=(variants,))
-    # The first iteration of each training run does not count.
-    curves = [
-        [curve(900, 40, 40), curve(900, 80, 80)],
-        [curve(900, 40, 50), curve(900, 80, 80)],
-        [curve(900, 20, 20), curve(900, 20, 40)],
-    ]
-    case = training.case_result(CASE, job, variants, curves)
-    assert (case["stock"]["ms"], case["stock"]["iterations_per_s"]) == (60.0, 16.6667)
-    # Ratios 1, 0.8, 1 and 1: the 10th percentile is 0.86.
-    assert (case["control"]["speedup"], case["control"]["spread"]) == (1.0, 0.1628)
-    (row,) = case["rows"]
-    assert (row["schedule"], row["stack"], row["ms"], row["iterations_per_s"]) == ("ampipe", 3, 20.0, 50.0)
-    # Ratios of the same iteration in the same round: 2, 2, 4, 2. The quotient of medians would be 3.
-    assert (row["speedup"], row["loss_difference"], row["difference_seen"]) == (2.0, 0.0, True)
-    assert row["trainings"][1] == {"ms": (900, 20, 40), "lm_loss": (2.0, 1.0, 2.0 / 3)}
+def test_figures_of_a_kept_training_follow_from_its_log() -> None:
+    document = stored("layers-training-200mbit")
+    (kept,) = document["cases"]
+    job = dataclasses.replace(JOB, layers=document["layers"], warmup=document["warmup"])
+    all_rows = (kept["stock"], kept["control"], *kept["rows"])
+    curves = [[Curve(*map(tuple, each.values())) for each in row["trainings"]] for row in all_rows]
+    variants = (STOCK, CONTROL, Variant.of("ampipe", 4, stack=4))
+    case = Case(**kept["block"])
+    assert changed(training.case_result(case, job, variants, curves), kept) == []
 
 
 def test_trainings_are_run_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +340,7 @@ def test_trainings_are_run_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(job: TrainingJob, **_: object) -> Curve:
         jobs.append(job)
-        return curve(1, 1, 1)
+        return Curve((1.0,) * 3, (2.0,) * 3)
 
     monkeypatch.setattr(training, "run", run)
     variants = (STOCK, CONTROL, Variant.of("ampipe", 4))

@@ -30,6 +30,10 @@ SHARED_EXPERTS = {"expert_tensor_parallel_size": 2, "moe_token_dispatcher_type":
 LOCAL_TENSOR = {
     "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "transformer_impl": "local",
 }  # fmt: skip
+DEEPEP = {
+    "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep",
+    "expert_model_parallel_size": 8,
+}  # fmt: skip
 WHOLE_QKV = {"chunked_qkv": False}
 RING = {"context_parallel_size": 2, "attention_dropout": 0.0, "cp_comm_type": "p2p"}
 CAPACITY, POSITION = {"moe_expert_capacity_factor": 1.25}, {"moe_token_drop_policy": "position"}
@@ -57,6 +61,10 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "experts on two ranks": (SHARED_EXPERTS | {"expert_model_parallel_size": 8}, {"gathers": "comm.intra"}),
     "experts of a node": (SHARED_EXPERTS | {"expert_model_parallel_size": 4}, {"gathers": "comm"}),
     "gathered by the dispatch": (SHARED_EXPERTS | {"moe_token_dispatcher_type": "allgather"}, {}),
+    # DeepEP has to be told how many rows arrive, on up to 8 ranks.
+    "flex": (DEEPEP, {}),
+    "flex of HybridEP": (DEEPEP | {"moe_flex_dispatcher_backend": "hybridep"}, {"flex": True}),
+    "flex on 16 ranks": (DEEPEP | {"expert_tensor_parallel_size": 2}, {"flex": True}),
     "ring": (RING, WHOLE_QKV | {"ring_ranks": 2}),
     "gathered keys": (RING | {"cp_comm_type": "all_gather"}, WHOLE_QKV),
     "gathered keys of a window": (RING | {"window_size": (8, 0)}, WHOLE_QKV),

@@ -24,11 +24,6 @@ def test_version_and_help_with_every_tool(ampipe: Command) -> None:
     assert all(f"\n    {name} " in shown for name in TOOLS)
 
 
-@pytest.mark.parametrize("name", TOOLS)
-def test_help_of_a_tool_has_an_example(name: str, ampipe: Command) -> None:
-    assert f"examples:\n  ampipe {name} " in ampipe(name, "--help").out
-
-
 @pytest.mark.parametrize(
     "words", [[], ["nonsense"], ["draw"], ["data"], ["draw", "x", "--output", "y", "--no"]]
 )

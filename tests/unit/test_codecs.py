@@ -1,5 +1,7 @@
 """What travels in place of rows: wires, and which rows are sent where similar ones are condensed."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from megatron_ampipe.block.settings import check_threshold
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.codecs import Condenser, Trip, load_wire
 from megatron_ampipe.launch.recording import compared_rows
+from megatron_ampipe.layers.gates import load_gate
 from megatron_ampipe.schedule import Direction, Exchange, Pipeline
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
@@ -50,18 +53,23 @@ def test_what_is_not_finite_stays_visible_and_no_rows_are_no_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("load", "name", "message"),
     [
-        ("fp9", "Did you mean fp8?"),
-        ("int4", "is neither package.module:Class nor one of bf16, fp8"),
-        ("nowhere.at_all:Wire", "No module named 'nowhere'"),
-        ("tests.wires:Nothing", "has no attribute 'Nothing'"),
-        ("tests.wires:EncodeOnlyWire", "is no class with the methods encode"),
+        (load_wire, "fp9", "Did you mean fp8?"),
+        (load_wire, "int4", "is neither package.module:Class nor one of bf16, fp8"),
+        (load_wire, "nowhere.at_all:Wire", "No module named 'nowhere'"),
+        (load_wire, "tests.wires:Nothing", "has no attribute 'Nothing'"),
+        (load_wire, "json:JSONEncoder", "is no class with the methods encode"),
+        (load_gate, "", "is neither package.module:Class nor one of noisy-topk"),
+        (load_gate, "cosin", "Did you mean cosine?"),
+        (load_gate, "a.b.Router", "Use for example --ampipe-router cosine"),
+        *((load_gate, name, "is neither package.module:Class") for name in ("a..b:Router", "a:b:c")),
+        (load_gate, "tests.wires:HalvesWire", "is not a subclass of megatron.core"),
     ],
 )
-def test_other_names_are_refused(name: str, message: str) -> None:
-    with pytest.raises(BadInput, match="--ampipe-wire") as caught:
-        load_wire(name)
+def test_other_names_of_classes_are_refused(load: Callable[[str], object], name: str, message: str) -> None:
+    with pytest.raises(BadInput, match="--ampipe-wire" if load is load_wire else "--ampipe-router") as caught:
+        load(name)
     assert message in str(caught.value)
 
 

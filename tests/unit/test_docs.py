@@ -1,13 +1,16 @@
-"""README and docs name only what exists: files, commands, flags, environment variables.
+"""README, docs and docstrings name only what exists: files, names, commands, flags, environment variables.
 
-Nothing but plans is run: a command in a ``sh`` block has to be one of ``COMMANDS``, and its ``ampipe``
-arguments have to parse.
+Names are read from the sources. Nothing but plans is run: a command in a ``sh`` block has to be one of
+``COMMANDS``, and its ``ampipe`` arguments have to parse.
 """
 
 import argparse
+import ast
 import importlib.util
 import re
 import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ import pytest
 from megatron_ampipe.cli import TOOLS, build_parser, main, parse
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.launch import flags
-from tests.supported import flags_table, render
+from tests import supported
 from tests.unit.test_routing import eight_experts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +41,15 @@ NO_FLAGS = {"--ampipe-": "the prefix itself", "--ampipe-degre": "misspelt in an 
 """Words that look like an AMPipe flag but are not one."""
 
 
+SOURCES = sorted((ROOT / "megatron_ampipe").rglob("*.py"))
+PATTERNS = ("*.*", *(f"{folder}/**/*.*" for folder in ("megatron_ampipe", "docs", "scripts", "tests")))
+FILES = [str(path) for pattern in PATTERNS for path in ROOT.glob(pattern)]
+ROLE = re.compile(r":(?:mod|func|class|meth|data|attr|exc):`~?\.*([\w.]+)`")
+DOTTED = re.compile(r"``?([a-z_]+(?:\.\w+)+)(?:\(\))?``?")
+# Cluster files have a section of the same name; a stage has the name of the other.
+PACKAGES = {path.parent.name for path in SOURCES} - {"host", "attention"}
+
+
 def without_code(text: str) -> str:
     """The prose, without code blocks and inline code."""
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
@@ -57,9 +69,36 @@ def shell_commands(text: str) -> list[str]:
     return [" ".join(line.split()) for line in lines if line.strip()]
 
 
+def names_in(path: Path) -> Iterator[str]:
+    """What a module defines, assigns or imports anywhere, and its place in the package."""
+    yield from path.relative_to(ROOT).with_suffix("").parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.alias(name=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+
+
+KNOWN = {name for path in SOURCES for name in names_in(path)}
+
+
+def dead_names(text: str) -> list[str]:
+    """Those of roles and of dotted names that begin with a package, of which a part is defined nowhere."""
+    named = set(ROLE.findall(text))
+    named |= {name for name in DOTTED.findall(text) if name.partition(".")[0] in PACKAGES}
+    ours = [name for name in named if name.partition(".")[0] not in sys.stdlib_module_names]
+    return sorted(name for name in ours if not KNOWN.issuperset(name.split(".")))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sources_refer_to_what_exists(path: Path) -> None:
+    assert dead_names(path.read_text()) == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
 def test_a_page_names_only_what_exists(page: Path) -> None:
-    """Files and headings that links lead to, flags, tools."""
+    """Files and headings that links lead to, flags, tools, modules and their names."""
     text = page.read_text()
     links = [target for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text)) if "://" not in target]
     for target in links:
@@ -73,6 +112,12 @@ def test_a_page_names_only_what_exists(page: Path) -> None:
     tools = set(re.findall(r"(?:`|^)ampipe ([a-z]+)", text, re.M))
     assert tools <= TOOLS.keys(), f"{page.name} names commands that do not exist"
     assert not re.findall(r"/(?:home|root|work|tmp)/\S*", text), "a path of one machine"
+    # Entries of the log keep the names of their day.
+    if page.parent.name != "log":
+        assert dead_names(text) == []
+        files = {name.removeprefix("./") for name in re.findall(r"`([\w./-]+\.(?:py|sh|md))`", text)}
+        ours = {name for name in files if not name.startswith(("megatron/", "pretrain_"))}
+        assert [name for name in ours if not any(file.endswith(f"/{name}") for file in FILES)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
@@ -108,7 +153,7 @@ def help_examples(tool: str | None) -> list[list[str]]:
     if tool is not None:
         (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
         parser = commands.choices[tool]
-    lines = [line.strip() for line in str(parser.epilog).partition("examples:\n")[2].splitlines()]
+    lines = [line.strip() for line in parser.format_help().partition("examples:\n")[2].splitlines()]
     commands = [line for line in lines if re.match(r"(ampipe|torchrun .* -m megatron_ampipe\.cli) ", line)]
     # The text after two spaces is a description of the command.
     found = [part for line in commands for part in re.split(r"\s{2,}", line)[0].split(" && ")]
@@ -121,6 +166,7 @@ def test_every_example_of_help_parses(tool: str | None) -> None:
     """Examples of ``ampipe plan`` are also run, below, and those of ``ampipe config`` in test_settings.py."""
     examples = help_examples(tool)
     assert len(examples) >= 2
+    assert tool in (None, examples[0][0])
     for words in examples:
         assert words[0] in TOOLS
         parse(words)
@@ -151,11 +197,9 @@ def test_usage_lists_every_environment_variable_of_ours() -> None:
     assert documented == used
 
 
-def test_generated_pages_and_tables_are_up_to_date() -> None:
-    supported, usage = (ROOT / "docs" / f"{name}.md" for name in ("supported", "usage"))
-    assert supported.read_text() == "\n".join(render()) + "\n", "run: python -m tests.supported"
-    table = "\n".join(flags_table())
-    assert f"\n{table}\n" in usage.read_text(), "run: python -m tests.supported flags"
+@pytest.mark.parametrize("page", supported.PAGES, ids=lambda page: page.stem)
+def test_generated_tables_are_up_to_date(page: Path) -> None:
+    assert supported.with_tables(page) == page.read_text(), "run: python -m tests.supported"
 
 
 def test_figures_are_those_of_the_measurements_and_a_page_refers_to_each() -> None:

@@ -1,6 +1,7 @@
 """AMPipe's own flags: that the names of settings are those of the flags, and to what they resolve."""
 
 import argparse
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 
 from megatron_ampipe.block.settings import SETTING, given_settings
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch import flags
+from megatron_ampipe.launch import connections, flags
 from megatron_ampipe.launch.flags import config_from_args
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
@@ -168,14 +169,13 @@ def test_what_changes_numbers_needs_pipelined_layers_of_a_fixed_degree(setting: 
 
 def test_ranks_of_a_node_are_those_of_the_flag_or_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    nodes = ("--ampipe-exchange", "nodes")
     for exchange in ("nodes", "2dh"):
         assert parse("--ampipe-exchange", exchange).ranks_per_node == 8
         assert parse("--ampipe-exchange", exchange, "--ampipe-ranks-per-node", "4").ranks_per_node == 4
     automatic = ("--ampipe-degree", "auto", "--ampipe-exchange", "auto")
     assert parse(*automatic, "--ampipe-ranks-per-node", "4").ranks_per_node == 4
     with pytest.raises(BadInput, match="--ampipe-ranks-per-node 0: must be at least 1"):
-        parse(*nodes, "--ampipe-ranks-per-node", "0")
+        parse("--ampipe-exchange", "nodes", "--ampipe-ranks-per-node", "0")
 
 
 @pytest.mark.parametrize(
@@ -211,3 +211,27 @@ def test_expert_parallel_ranks_are_spread_over_nodes(
     assert one == (Exchange.ROWS, Exchange.TWO_DIMENSIONAL)[: 1 + (layout is not None)]
     settings.moe_token_dispatcher_type = "allgather"
     assert useful_exchanges(settings, expert, ranks_per_node) == (Exchange.ROWS,)
+
+
+def queues(*words: str) -> str | None:
+    """How many hardware queues these flags choose."""
+    parsed(*words)
+    return os.environ.get(connections.VARIABLE)
+
+
+def test_hardware_queues_are_chosen_for_pipelined_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(connections.VARIABLE, "8")
+    assert queues("--ampipe-degree", "4") == "8", "the user's choice"
+    del os.environ[connections.VARIABLE]
+    assert queues() is None and queues("--ampipe-degree", "1") is None
+    assert queues("--ampipe-degree", "4") == connections.QUEUES
+
+
+def test_after_cuda_is_initialised_nothing_is_set_and_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.delenv(connections.VARIABLE, raising=False)
+    why = connections.warning(queues("--ampipe-degree", "4"))
+    assert "8 hardware queues" in why and connections.EXPORT in why

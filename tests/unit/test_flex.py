@@ -1,4 +1,4 @@
-"""DeepEP and HybridEP as transports: which calls they get, and who counts the tokens."""
+"""DeepEP and HybridEP as transports: which calls they get, and what is compiled once."""
 
 import copy
 from types import SimpleNamespace
@@ -11,7 +11,6 @@ pytest.importorskip("megatron.core")
 
 
 from megatron_ampipe.exchange.flex import DeepEPTransport, FlexChunk, HybridEPTransport
-from megatron_ampipe.schedule.features import counts_inside
 
 
 class FakeBuffer:
@@ -48,26 +47,6 @@ class FakeManager:
         self.tokens_per_expert = torch.tensor([2, 1])
         self.dispatched_probs = self.token_probs[:, 0]
         return tokens.repeat(2, 1)
-
-
-@pytest.mark.parametrize(
-    ("dispatcher", "backend", "ranks", "tensor", "inside"),
-    [
-        ("alltoall", "deepep", 64, 1, False),
-        ("flex", "deepep", 8, 1, False),
-        ("flex", "deepep", 8, 2, True),
-        ("flex", "deepep", 16, 1, True),
-        ("flex", "hybridep", 2, 1, True),
-    ],
-)
-def test_who_counts(dispatcher: str, backend: str, ranks: int, tensor: int, inside: bool) -> None:
-    settings = SimpleNamespace(
-        moe_token_dispatcher_type=dispatcher,
-        moe_flex_dispatcher_backend=backend,
-        expert_model_parallel_size=ranks,
-        expert_tensor_parallel_size=tensor,
-    )
-    assert counts_inside(settings) is inside
 
 
 def chunks_of(num_layers: int, degree: int, *, config: Any) -> list[Any]:

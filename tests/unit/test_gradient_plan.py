@@ -1,4 +1,4 @@
-"""How gradients are reduced with a plan: buckets, a pass with reductions. Golden plans hold the figures."""
+"""How gradients are reduced with a plan: buckets. Golden plans hold the figures."""
 
 import json
 import re
@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ampipe.plan.gradients import ReducedPass, completed
-from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import build
+from megatron_ampipe.plan.gradients import completed
 from tests.conftest import Command
-from tests.plan_cases import cluster, model_file, sized_block, without_device
+from tests.plan_cases import model_file
 
 
 @pytest.mark.parametrize(
@@ -29,31 +27,6 @@ def test_a_bucket_is_complete_with_a_layer(
     layers: list[list[float]], bucket_size: float, expected: list[list[float]]
 ) -> None:
     assert completed(layers, bucket_size) == expected
-
-
-def test_a_reduction_that_shares_the_network_doubles_the_time_of_each_transfer() -> None:
-    """In one chunk nothing else overlaps: each of two layers waits for two transfers."""
-    work = sized_block(replicas=8, expert=4, expert_replicas=2)
-    predictor = Predictor(work, without_device(cluster()))
-    schedule = build("ampipe", degree=1, features=predictor.features)
-    transfer = next(
-        span.end_us - span.begin_us
-        for span in predictor.timeline(schedule, [work.rows]).spans
-        if (span.kind, span.direction) == ("dispatch", "backward")
-    )
-    run = ReducedPass(predictor, schedule, [work.rows], num_layers=3)
-    assert run.without_us == pytest.approx(3 * predictor.pass_us(schedule, [work.rows]).backward)
-
-    def computed(others: float, experts: float = 0.0) -> float:
-        """With reductions of the first of three layers."""
-        return run.times([(experts, others), (0.0, 0.0), (0.0, 0.0)], overlapped=True)[0]
-
-    endless = 1e9
-    assert computed(endless) == pytest.approx(run.without_us + 2 * 2 * transfer)
-    # Gradients of experts are complete before the second transfer of their layer.
-    assert computed(0.0, endless) == pytest.approx(run.without_us + 5 * transfer)
-    # The reduction and the transfer each get half of the network until the reduction has ended.
-    assert computed(0.75 * transfer) - computed(0.5 * transfer) == pytest.approx(0.25 * transfer)
 
 
 def test_the_plan_compares_ways_to_reduce(ampipe: Command, tmp_path: Path) -> None:

@@ -14,14 +14,13 @@ MOST = {
     "ampipe 4, stack 2": (3.90, 4.05),
     "moe-only 4": (2.75, 3.05),
     "lancet, uncut": (1.12, 1.40),
-    "ampipe 2, graphs": (1.90, 2.60),
-    "ampipe 4, graphs": (3.70, 4.80),
-    "ampipe 4, stack 2, graphs": (3.70, 4.80),
+    "ampipe 2, graphs": (0.78, 1.16),
+    "ampipe 4, graphs": (1.52, 2.14),
+    "ampipe 4, stack 2, graphs": (1.52, 2.14),
 }
 """Operators and Python calls, of which Megatron's and torch's functions, run for every chunk, are most.
 
-With CUDA graphs, over Megatron's layers with graphs of the same modules: what is left to the host are experts
-and transfers, as often as there are chunks.
+With CUDA graphs, what is left to the host are experts and transfers, as often as there are chunks.
 """
 
 
@@ -36,5 +35,5 @@ def ratios() -> dict[str, list[float]]:
 def test_a_layer_costs_the_host_no_more_than_it_did(name: str, ratios: dict[str, list[float]]) -> None:
     operators, calls = ratios[name]
     assert operators <= MOST[name][0] and calls <= MOST[name][1]
-    # A layer that does less than Megatron's for each chunk would be a mistake of the count.
-    assert min(operators, calls) > 1
+    # Much less would be a mistake of the count.
+    assert operators > 0.8 * MOST[name][0] and calls > 0.8 * MOST[name][1]

@@ -38,7 +38,6 @@ def head_size(size: int, largest: int) -> str:
         (DETERMINISTIC, {}, "torch-flash-2", "cudnn: not deterministic"),
         (AMPERE, {}, "torch-flash-2", NO_CUDNN),
         (TURING, {}, "sdpa", f"{NO_CUDNN}; torch-flash-2: needs Ampere or later"),
-        (HOPPER, {"kv_channels": 64}, "cudnn", ""),
         (HOPPER, {"kv_channels": 256}, "torch-flash-2", f"cudnn: {head_size(256, 128)}"),
         *(
             (
@@ -80,15 +79,18 @@ def test_the_fastest_usable_kernel_is_chosen(
     assert name in KERNELS
 
 
-def test_transformer_engine_layers_keep_its_kernel_except_with_context_parallelism(
+def test_transformer_engine_layers_keep_its_kernel_except_with_context_parallelism_or_documents(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compat, "current_gpu", lambda: HOPPER)
-    found = [
-        choose_kernel(settings_of_plain_attention(context_parallel_size=ranks), local=False, on_gpu=True).name
-        for ranks in (1, 2)
-    ]
-    assert found == ["te", "cudnn"]
+    for ranks, documents, choice in (
+        (1, False, KernelChoice("te")),
+        (2, False, KernelChoice("cudnn")),
+        # A kernel that takes all documents at once is preferred.
+        (1, True, KernelChoice("torch-flash-2", "cudnn: one call for each document")),
+    ):
+        settings = settings_of_plain_attention(context_parallel_size=ranks)
+        assert choose_kernel(settings, local=False, on_gpu=True, documents=documents) == choice
 
 
 def test_the_pinned_kernel_never_lets_torch_choose(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """What is measured of a pass besides its time, without ranks and GPU; and the clock of an emulated link."""
 
 import ctypes
-import importlib.util
-from pathlib import Path
 
 import pytest
 
@@ -84,10 +82,8 @@ def test_a_stage_on_a_gpu_is_timed_from_when_all_of_it_is_queued(monkeypatch: py
 
 def _nvrtc() -> ctypes.CDLL | None:
     """torch's run-time compiler for CUDA, which needs no GPU; None if this torch is built without it."""
-    spec = importlib.util.find_spec("nvidia")
-    folders = [] if spec is None else list(spec.submodule_search_locations or [])
-    libraries = [path for folder in folders for path in sorted(Path(folder).glob("*/lib/libnvrtc.so.*"))]
-    return ctypes.CDLL(str(libraries[0])) if libraries else None
+    version = torch.version.cuda
+    return ctypes.CDLL(f"libnvrtc.so.{version.partition('.')[0]}") if version else None
 
 
 NVRTC = _nvrtc()

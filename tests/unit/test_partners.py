@@ -4,12 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.host.torch_calls import HostStream
@@ -27,89 +25,22 @@ from megatron_ampipe.schedule import (
     Exchange,
     Partner,
     Pipeline,
-    Program,
     program_from_text,
 )
 from megatron_ampipe.schedule.partners import together
 from megatron_ampipe.tools.plan_command import UNNAMED
 from tests.plan_cases import cluster, sized_block
 
-LANES = ("compute", "comm")
 
-
-class Task(NamedTuple):
-    """A stage of one of two passes: its lane, the numbers of those that it needs, its time, its pass."""
-
-    lane: str
-    needs: tuple[int, ...]
-    time: float
-    ahead: bool
-
-
-def ordered(tasks: list[Task]) -> dict[str, list[int]]:
-    lanes: dict[tuple[str, bool], list[int]] = {}
-    for number, task in enumerate(tasks):
-        lanes.setdefault((task.lane, task.ahead), []).append(number)
-    needs, times = (dict(enumerate(column)) for column in list(zip(*tasks, strict=True))[1:3])
-    return together(lanes, needs, times, {number: number for number in range(len(tasks))})
-
-
-@st.composite
-def two_passes(draw: st.DrawFn) -> list[Task]:
-    """Tasks of a backward and a forward pass, each in the order in which it would be issued."""
-    tasks: list[Task] = []
-    for ahead in (False, True):
-        first = len(tasks)
-        for number in range(first, first + draw(st.integers(1, 8))):
-            needs = draw(st.sets(st.integers(first, number - 1), max_size=2)) if number > first else set()
-            time = draw(st.integers(1, 5))
-            tasks.append(Task(draw(st.sampled_from(LANES)), tuple(sorted(needs)), float(time), ahead))
-    return tasks
-
-
-@given(two_passes())
-def test_each_pass_keeps_its_order_and_no_lane_waits_for_itself(tasks: list[Task]) -> None:
-    order = ordered(tasks)
-    assert sorted(number for lane in order.values() for number in lane) == list(range(len(tasks)))
-    for lane, numbers in order.items():
-        assert {tasks[number].lane for number in numbers} == {lane}
-        for ahead in (False, True):
-            of_pass = [number for number in numbers if tasks[number].ahead is ahead]
-            assert of_pass == sorted(of_pass)
-    alone = [
-        {lane: [number for number in order[lane] if tasks[number].ahead is ahead] for lane in order}
-        for ahead in (False, True)
-    ]
-    assert makespan(order, tasks) <= sum(makespan(of_pass, tasks) for of_pass in alone)
-
-
-def makespan(order: dict[str, list[int]], tasks: list[Task]) -> float:
-    """When the last task ends; fails if lanes wait for one another."""
-    ends: dict[int, float] = {}
-    free = dict.fromkeys(order, 0.0)
-    left = {lane: list(numbers) for lane, numbers in order.items()}
-    while any(left.values()):
-        ready = [
-            lane
-            for lane, numbers in left.items()
-            if numbers and all(needed in ends for needed in tasks[numbers[0]].needs)
-        ]
-        assert ready, "lanes wait for one another"
-        for lane in ready:
-            number = left[lane].pop(0)
-            begin = max([free[lane], *(ends[needed] for needed in tasks[number].needs)])
-            ends[number] = free[lane] = begin + tasks[number].time
-    return max(ends.values())
-
-
-def test_a_transfer_of_one_pass_travels_while_the_other_computes() -> None:
-    passes = [("compute", 2.0, ()), ("comm", 2.0, (0,)), ("compute", 2.0, (1,))]
-    tasks = [
-        Task(lane, tuple(3 * ahead + needed for needed in needs), time, bool(ahead))
-        for ahead in (0, 1)
-        for lane, time, needs in passes
-    ]
-    assert makespan(ordered(tasks), tasks) == 8.0
+def test_the_stage_that_can_begin_first_is_next_in_its_lane() -> None:
+    """Of a backward pass (0 to 2) and a forward pass (3 to 5); of equal ones the smaller number is first."""
+    lanes = {("compute", False): [0, 2], ("comm", False): [1], ("compute", True): [3, 5], ("comm", True): [4]}
+    needs: dict[int, list[int]] = {0: [], 1: [0], 2: [1], 3: [], 4: [3], 5: [4]}
+    times, rank = dict.fromkeys(range(6), 2.0), {number: number for number in range(6)}
+    assert together(lanes, needs, times, rank) == {"compute": [0, 3, 2, 5], "comm": [1, 4]}
+    # A transfer that waits for nothing ends before a long computation.
+    needs[1], times[0] = [], 4.0
+    assert together(lanes, needs, times, rank)["compute"] == [0, 2, 3, 5]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +124,9 @@ def test_what_the_planner_predicts_is_what_runs(name: str) -> None:
 def test_a_plan_with_partners_is_read_back_unchanged(tmp_path: Path) -> None:
     plan = make_plan(Predictor(sized_block(topk=4), cluster(), num_layers=4), full=False, with_partner=1.0)
     searched = plan.pipeline.partner
-    for period in (searched.period, best_period()):
+    stages = "next:expert.0@-1 expert.0 next:merge.0@-1 next:qkv.0 next:attention.0 route.0 qkv.0"
+    by_hand = program_from_text(f"compute: {stages}\ncomm: combine.0@1 next:combine.0\n", degree=1)
+    for period in (searched.period, by_hand):
         pipeline = replace(plan.pipeline, partner=replace(searched, period=period))
         replace(plan, pipeline=pipeline).write(tmp_path / "plan.yaml", head="a test")
         assert Plan.read(tmp_path / "plan.yaml").pipeline.partner == pipeline.partner
@@ -201,12 +134,6 @@ def test_a_plan_with_partners_is_read_back_unchanged(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(wrong)
     with pytest.raises(BadInput, match=r"plan\.yaml:\d+: schedule line 1 next:qkw\.0: is not a stage"):
         Plan.read(tmp_path / "plan.yaml")
-
-
-def best_period() -> Program:
-    """That of Megatron, as text says it."""
-    stages = "next:expert.0@-1 expert.0 next:merge.0@-1 next:qkv.0 next:attention.0 route.0 qkv.0"
-    return program_from_text(f"compute: {stages}\ncomm: combine.0@1 next:combine.0\n", degree=1)
 
 
 class Step:
@@ -237,12 +164,12 @@ class Step:
                 self.partners.forward(self.call(f"f{place}", num_layers), "hidden")
             return "loss"
 
-        def behind() -> None:
+        def back() -> None:
             for place, num_layers in enumerate(backward):
                 fails(f"b{place}")
                 self.partners.backward(self.call(f"b{place}", num_layers), "gradient")
 
-        return self.partners.run(ahead, behind)
+        return self.partners.run(ahead, back)
 
 
 @pytest.mark.parametrize(

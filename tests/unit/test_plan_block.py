@@ -96,11 +96,12 @@ def test_a_misspelled_key_is_reported_and_unknown_flags_are_accepted(tmp_path: P
         ("pipeline-model-parallel-size: 2\nnum-layers-per-virtual-pipeline-stage: 2\n", 2, ()),
         ("pipeline-model-parallel-size: 2\nnum-virtual-stages-per-pipeline-rank: 3\n", 2, ()),
         ("hybrid-layer-pattern: M*E*EM*E-\n", 2, ()),
-        ("hybrid-layer-pattern: '*E*E*EM|*EM'\npipeline-model-parallel-size: 2\n", 3, ()),
+        ("hybrid-layer-pattern: '*-*EM*E'\n", 2, (0,)),
+        ("hybrid-layer-pattern: '*E*E*EM|*EM/*E*E*E*E'\npipeline-model-parallel-size: 2\n", 3, ()),
         (
-            "hybrid-layer-pattern: '*EM*E*E'\npipeline-model-parallel-size: 2\n"
-            "decoder-first-pipeline-num-layers: 5\n",
-            1,
+            "hybrid-layer-pattern: '*E*E*E*E*EM'\npipeline-model-parallel-size: 3\n"
+            "decoder-first-pipeline-num-layers: 2\ndecoder-last-pipeline-num-layers: 3\n",
+            3,
             (),
         ),
     ],

@@ -75,14 +75,6 @@ def test_times_of_a_table_are_interpolated(tmp_path: Path) -> None:
         read_cluster(path)
 
 
-def test_a_missing_optional_figure_is_reported_when_a_block_needs_it() -> None:
-    cluster = read_cluster(find_cluster("a800x8-20gbps"))
-    with pytest.raises(BadInput, match=r"a800x8-20gbps\.yaml:\d+: inter\.all_to_all: is missing"):
-        cluster.collective("all_to_all", across_nodes=True)
-    with pytest.raises(BadInput, match=r"compute\.gemm\.fp8: is missing"):
-        cluster.figure("compute.gemm", cluster.compute.gemm, "fp8")
-
-
 def test_the_section_flags_is_checked_at_launch_only(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     text = find_cluster("a800x8-20gbps").read_text()

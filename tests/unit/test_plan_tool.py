@@ -4,7 +4,6 @@ import functools
 import json
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron_ampipe.plan.model_file import block_of, read_model
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import LISTED, Partner, check
+from megatron_ampipe.schedule import check
 from tests.conftest import Command
 from tests.plan_cases import cluster, model_file, sized_block, with_copies
 from tests.planner import PAGE, page
@@ -42,6 +41,7 @@ def test_the_table_shows_the_choice_and_its_reason(plan: Command) -> None:
     assert re.search(r"choice: degree \d.*, schedule \S+", shown)
     assert "times as fast" in shown.splitlines()[1] and "no GPU has run this" in shown.splitlines()[1]
     assert re.search(r"flags: --ampipe-degree \d", shown.splitlines()[2])
+    assert "order was searched" not in shown
     assert re.search(r"communication hidden: .*\d+% under partner", shown)
     assert re.search(r"partners, megatron-1f1b +│.*\n│ partners +│", shown) and "GiB" not in shown
 
@@ -52,19 +52,11 @@ def test_dispatchers_and_grouped_products_are_compared_without_being_asked(plan:
         "--set expert-model-parallel-size=16 --set num-experts=256 --set moe-router-topk=4"
     )
     rows = answer(plan, *words)["dispatchers"]
-    flex = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend"]
-    exchanges = ["rows", "ranks", "nodes", "2dh"]
-    assert [(row["dispatcher"], row["exchange"], row["flags"]) for row in rows] == [
-        *(("alltoall", exchange, []) for exchange in exchanges),
-        *(("alltoall", exchange, ["--moe-grouped-gemm"]) for exchange in exchanges),
-        *((backend, None, [*flex, backend]) for backend in ("deepep", "hybridep")),
-    ]
-    assert all(row["speedup"] == pytest.approx(row["stock_ms"] / row["predicted_ms"]) for row in rows)
-    assert {row["figures"] for row in rows} == {"estimated"}
-    # What a row says is what a plan with its flags says.
+    # What a row says is what a plan with its flags says; golden plans hold its other figures.
     chosen = answer(plan, *words, "--set", "moe-grouped-gemm=true")["dispatchers"]
     of_exchanges = [row["predicted_ms"] for row in rows if row["flags"] == ["--moe-grouped-gemm"]]
     assert of_exchanges == [row["predicted_ms"] for row in chosen if not row["flags"]]
+    assert len(of_exchanges) == 4
     hybrid = ("--set", "moe-token-dispatcher-type=flex", "--set", "moe-flex-dispatcher-backend=hybridep")
     (alone, *_) = answer(plan, *words, *hybrid)["dispatchers"]
     assert alone["predicted_ms"] == rows[-1]["predicted_ms"]
@@ -78,8 +70,7 @@ def test_dispatchers_and_grouped_products_are_compared_without_being_asked(plan:
 @pytest.mark.parametrize(
     ("words", "others"),
     [
-        # Between nodes with EFA there is no DeepEP; within one there is.
-        ("--cluster aws-p5-efa --ranks 16 --set expert-model-parallel-size=16", set()),
+        # Between nodes with EFA there is no DeepEP (docs/planner.md); within one there is.
         ("--cluster aws-p5-efa", {"deepep", "hybridep"}),
         (
             "--cluster dgx-h100 --set moe-token-dispatcher-type=allgather",
@@ -100,8 +91,6 @@ def test_the_answer_says_what_the_fullest_rank_holds(plan: Command) -> None:
     small = ["--exchange", "rows", "--no-partner", "--degrees", "2"]
     words = ["--set", "vocab-size=50257", *small]
     memory = answer(plan, *words)["rank_memory"]
-    parts = ("weights", "gradients", "optimizer", "activations", "buffers")
-    assert memory["total_gib"] == pytest.approx(sum(memory[f"{part}_gib"] for part in parts))
     shown = plan(*words).out
     assert f"memory of the fullest rank, estimated: {memory['total_gib']:.1f} of 80 GiB (weights " in shown
     assert "does not fit" not in shown
@@ -109,20 +98,6 @@ def test_the_answer_says_what_the_fullest_rank_holds(plan: Command) -> None:
     # Without a vocabulary there is no estimate, and the reason is said.
     shown = " ".join(plan(*small).out.split())
     assert "memory of a rank is not estimated: the model file has no vocab-size" in shown
-
-
-def test_flags_name_all_of_a_plan_that_has_a_name() -> None:
-    block = sized_block(topk=4)
-    plan = make_plan(Predictor(block, cluster(), num_layers=4), full=False, with_partner=1.0)
-    usual = ["--ampipe-degree", str(plan.pipeline.degree)]
-    for partner, flags in (
-        (None, []),
-        (Partner(), ["--ampipe-partner"]),
-        (Partner(order=LISTED), ["--ampipe-partner", "--ampipe-partner-order", "listed"]),
-        (Partner(plan.pipeline.degree), ["--ampipe-partner", "--ampipe-partner-degree", usual[1]]),
-    ):
-        found = replace(plan, pipeline=replace(plan.pipeline_of(block.rows), partner=partner))
-        assert found.pipeline.flags == usual + flags and not found.searched
 
 
 def test_equation_10_of_mpipemoe_is_shown_next_to_the_simulation(plan: Command, tmp_path: Path) -> None:
@@ -137,29 +112,18 @@ def test_equation_10_of_mpipemoe_is_shown_next_to_the_simulation(plan: Command, 
     assert f"{found['equation_10']} by MPipeMoE's equation 10, {found['simulated']} by simulation (" in shown
 
 
-def test_plan_file(ampipe: Command, tmp_path: Path) -> None:
-    target, data = tmp_path / "out" / "plan.yaml", tmp_path / "a.json"
-    words = ["plan", "--model", str(model_file(tmp_path)), "--cluster", "a800x8-20gbps"]
-    words += ["--set", "seq-length=8192", "--output", str(target), "--json", str(data)]
-    assert "choice: " in ampipe(*words).out
-    assert target.read_text().splitlines()[0] == f"# {shlex.join(['ampipe', *words])}"
-    found = json.loads(data.read_text())
-    plan = Plan.read(target)
-    assert (plan.pipeline.degree, plan.pipeline.backward_degree) == (
-        found["forward_degree"],
-        found["backward_degree"],
-    )
-    assert plan.reason == found["reason"] and plan.predicted_ms == found["predicted_ms"]
-
-
-def test_a_predicted_trace_has_the_labels_of_a_run_with_the_plan(
-    plan: Command, ampipe: Command, tmp_path: Path
-) -> None:
-    trace, file, tape = (tmp_path / name for name in ("predicted.json", "plan.yaml", "tape"))
-    plan("--no-partner", "--trace", trace, "--output", file, "--tape", tape)
+def test_files_of_a_plan_agree(plan: Command, ampipe: Command, tmp_path: Path) -> None:
+    """The plan, the answer, and a trace with the labels of a run with the plan."""
+    names = ("predicted.json", "plan.yaml", "tape", "a.json")
+    trace, file, tape, data = (tmp_path / "out" / name for name in names)
+    words = ["--no-partner", "--trace", trace, "--output", file, "--tape", tape, "--json", data]
+    assert "choice: " in plan(*words).out
+    head = file.read_text().splitlines()[0]
+    assert head.startswith("# ampipe plan --model ") and head.endswith(shlex.join(map(str, words)))
     assert "dispatch.0: Communicate(route tokens.0, route probs.0) -> " in tape.read_text()
     ampipe("draw", trace, "--output", tmp_path / "picture")
-    timeline, chosen = Timeline.read_chrome(trace), Plan.read(file)
+    timeline, chosen, found = Timeline.read_chrome(trace), Plan.read(file), json.loads(data.read_text())
+    assert chosen.reason == found["reason"] and chosen.predicted_ms == found["predicted_ms"]
     of_plan = timeline.labels.items() - {("predicted", timeline.labels["predicted"])}
     assert of_plan == chosen.pipeline_of(16384).labels.items()
     in_trace = [timeline.length_us(direction) / 1e3 for direction in ("forward", "backward")]
@@ -205,7 +169,6 @@ def test_an_error_in_a_plan_file_is_reported_with_its_line(
     ("words", "message"),
     [
         ("--cluster nowhere", "--cluster nowhere: is neither"),
-        ("--set seq-length", "is not FLAG=VALUE"),
         ("--set transformer-impl=banana", "transformer-impl banana"),
         (
             "--set moe-token-dispatcher-type=flex --set moe-flex-dispatcher-backend=ncclep",

@@ -12,7 +12,7 @@ from megatron_ampipe.block.settings import parse_size, size_to_text
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.planned import block_of_args, choose_memory, in_flight, layers_split_weights
 from megatron_ampipe.plan.cluster import write_cluster
-from megatron_ampipe.schedule import COPYING, STRATEGIES, Pipeline, of_chunks
+from megatron_ampipe.schedule import COPYING, STRATEGIES, Pipeline, chunk_strategies
 from tests.plan_cases import cluster, with_copies
 from tests.unit.test_plan_made_for import run_of
 
@@ -20,11 +20,9 @@ PIPELINE = Pipeline.of(4)
 
 
 def run(**changes: Any) -> Any:
-    found = run_of(**{"num_layers": 8, "global_batch_size": 8, "data_parallel_size": 8} | changes)
-    found.virtual_pipeline_model_parallel_size = changes.get("virtual_pipeline_model_parallel_size")
-    found.pipeline_model_parallel_size = changes.get("pipeline_model_parallel_size", 1)
-    found.transformer_impl = changes.get("transformer_impl", "local")
-    return found
+    usual = {"num_layers": 8, "global_batch_size": 8, "data_parallel_size": 8, "transformer_impl": "local"}
+    stages = {"pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None}
+    return run_of(**(usual | stages | changes))
 
 
 def peaks() -> dict[str, str]:
@@ -49,9 +47,9 @@ def test_a_budget_that_one_strategy_meets_selects_that_one() -> None:
 def test_a_budget_between_two_strategies_restores_in_some_chunks() -> None:
     keep, rebuild, redispatch = (parse_size(size) for size in peaks().values())
     found = choose_memory(run(), PIPELINE, size_to_text((keep + rebuild) / 2))
-    assert sorted(of_chunks(found.pipeline.memory)) == ["keep", "keep", "rebuild", "rebuild"]
+    assert sorted(chunk_strategies(found.pipeline.memory)) == ["keep", "keep", "rebuild", "rebuild"]
     found = choose_memory(run(), PIPELINE, size_to_text((rebuild + redispatch) / 2))
-    assert set(of_chunks(found.pipeline.memory)) == {"rebuild", "redispatch"}
+    assert set(chunk_strategies(found.pipeline.memory)) == {"rebuild", "redispatch"}
     # The number of chunks is not known yet.
     found = choose_memory(run(), Pipeline.of(1), size_to_text((keep + rebuild) / 2), automatic=True)
     assert found.pipeline.memory == "rebuild"
@@ -62,7 +60,7 @@ def test_with_a_cluster_the_fastest_by_simulation_is_chosen() -> None:
     keep, rebuild, redispatch = (parse_size(size) for size in peaks().values())
     budget = size_to_text((keep + rebuild) / 2)
     slow = choose_memory(run(), PIPELINE, budget, "a800x8-20gbps")
-    assert set(of_chunks(slow.pipeline.memory)) == {"keep", "rebuild"}
+    assert set(chunk_strategies(slow.pipeline.memory)) == {"keep", "rebuild"}
     assert slow.reason.startswith(f"the fastest by a800x8-20gbps within {budget}: predicted peak")
     tight = choose_memory(run(), PIPELINE, size_to_text(redispatch), "a800x8-20gbps")
     assert tight.pipeline.memory == "redispatch"
@@ -80,7 +78,7 @@ def test_a_budget_that_only_a_copying_strategy_meets_selects_that_one(tmp_path: 
         choose_memory(run(), pipeline, "1MiB", file)
     least = str(error.value).partition("--ampipe-memory-budget ")[2].partition("Use at least")[2].split()[1]
     found = choose_memory(run(), pipeline, least.rstrip(","), file)
-    assert {"S3"} <= set(of_chunks(found.pipeline.memory)) <= {"S3", "redispatch"}
+    assert {"S3"} <= set(chunk_strategies(found.pipeline.memory)) <= {"S3", "redispatch"}
     assert "predicted peak of the layers' activations " + least.rstrip(",") in found.reason
     with pytest.raises(BadInput, match="is too small: the leanest strategy, redispatch,"):
         choose_memory(run(), pipeline, least.rstrip(","), "a800x8-20gbps")

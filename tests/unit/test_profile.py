@@ -1,5 +1,6 @@
 """From samples to a cluster file, and predictions compared with measurements. Nothing is measured."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,17 +107,22 @@ def assembled(reports: list[dict[str, Any]]) -> Cluster:
     return assemble(CASE, reports, ranks_per_node=2, description="x", source="y")
 
 
-def test_a_known_cluster_comes_back(tmp_path: Path) -> None:
+def test_a_known_cluster_comes_back() -> None:
     reports = [report_of_truth(), report_of_truth()]
+    # A rank that is faster changes nothing.
+    reports[1]["samples"] = [replace(sample, us=sample.us / 2) for sample in reports[1]["samples"]]
+    reports[1]["slowdowns"] = dict.fromkeys(reports[1]["slowdowns"], 1.0)
     cluster = assembled(reports)
-    gemm = cluster.compute.gemm["fp32"]
-    assert (gemm.alpha_us, gemm.beta_us_per_gflop) == pytest.approx((20.0, 9000.0), rel=1e-3)
-    attention = cluster.compute.attention["fp32"]
-    assert attention.backward.merge_us_per_mb == pytest.approx(500.0, rel=1e-3)
-    for operation in ("all_to_all", "all_gather", "reduce_scatter"):
-        figure = cluster.collective(operation, across_nodes=False)
-        assert figure.beta_us_per_mb == pytest.approx(TRUTH[f"intra.{operation}"]["beta_us_per_mb"], rel=1e-3)
-        assert figure.basis == "measured"
+    compute, attention = cluster.compute, cluster.compute.attention["fp32"]
+    figures: dict[str, Any] = {
+        "gemm": compute.gemm["fp32"],
+        **{f"attention.{way}": getattr(attention, way) for way in Direction},
+        **{name: getattr(compute, name) for name in ("memory", "permute", "copy")},
+        **{f"intra.{name}": figure for name, figure in (cluster.intra or {}).items()},
+    }
+    for family, truth in TRUTH.items():
+        assert {name: getattr(figures[family], name) for name in truth} == pytest.approx(truth, rel=1e-3)
+        assert figures[family].basis == "measured"
     for kind, (forward, backward) in OVERHEADS.items():
         found = cluster.host.stage[kind]  # type: ignore[index]
         assert (found.forward_us, found.backward_us) == pytest.approx((forward, backward), abs=2.0)
@@ -127,8 +133,6 @@ def test_a_known_cluster_comes_back(tmp_path: Path) -> None:
     assert stock.forward + stock.backward == pytest.approx(measured, rel=1e-3)
     assert cluster.overlap.compute_slowdown == 1.14
     assert cluster.overlap.latency_us == 300.0
-    write_cluster(cluster, tmp_path / "cluster.yaml", head="test")
-    assert read_cluster(tmp_path / "cluster.yaml") == cluster
 
 
 def test_the_file_has_the_times_to_issue_a_stage_of_the_slowest_host(tmp_path: Path) -> None:
@@ -151,20 +155,13 @@ def test_the_file_has_the_times_to_issue_a_stage_of_the_slowest_host(tmp_path: P
 # The command
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--output x.yaml --case top9", "case top9: is not in this grid"),
-        ("--output x.yaml --link 200mbit", "torchrun has started these ranks"),
-    ],
-)
 def test_bad_arguments_end_with_2_before_anything_starts(
-    words: str, message: str, ampipe: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ampipe: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    if "200mbit" in words:
-        # As under torchrun.
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-            monkeypatch.setenv(name, "1")
-    assert message in ampipe("profile", *words.split(), code=2).err
+    words = ("profile", "--output", tmp_path / "x.yaml")
+    assert "case top9: is not in this grid" in ampipe(*words, "--case", "top9", code=2).err
+    # As under torchrun.
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "1")
+    assert "torchrun has started these ranks" in ampipe(*words, "--link", "200mbit", code=2).err
     assert not list(tmp_path.iterdir())

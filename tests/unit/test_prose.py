@@ -1,9 +1,6 @@
 """The pages, comments, docstrings and messages keep to the agreed wording."""
 
-import io
 import re
-import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,28 +32,16 @@ WORDINGS = {
 """Phrases that readers stumble over, in text with single blanks, and what to write instead."""
 
 
-def prose_of_python(text: str) -> Iterator[str]:
-    """Comments and strings; statements are apart."""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.string.removeprefix("#")
-        elif token.type in (tokenize.STRING, tokenize.FSTRING_MIDDLE):
-            yield token.string.strip('"')
-        elif token.type == tokenize.NEWLINE:
-            yield "."
-
-
 def prose(path: Path) -> str:
     """What a reader reads of a file, with single blanks."""
     text = path.read_text()
-    if path.suffix == ".py":
-        text = " ".join(prose_of_python(text))
-    elif path.suffix == ".md":
+    if path.suffix == ".md":
         # Of the changelog, released sections are history.
         released = r"^## \[\d.*" if path.name == "CHANGELOG.md" else r"(?!)"
         text = re.sub(rf"^```.*?^```|<!--.*?-->|{released}", " ", text, flags=re.M | re.S)
     else:
-        text = re.sub(r"^\s*#", " ", text, flags=re.M)
+        # A phrase may go on in the next line of a comment or in the next string.
+        text = re.sub(r"^\s*#|\b[rf]*\"|\"", " ", text, flags=re.M)
     return " ".join(text.split())
 
 

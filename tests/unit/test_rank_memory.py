@@ -41,26 +41,18 @@ def test_a_model_has_as_many_parameters_as_published(name: str, published: int) 
         assert sum(sum(rank.parameters) for rank in ranks) == published
 
 
-def test_bytes_of_a_parameter(tmp_path: Path) -> None:
+def test_bytes_of_a_parameter_on_a_gpu(tmp_path: Path) -> None:
+    """Of optimizers that Megatron does not build on a CPU; tests/dist/test_rank_memory.py has the others."""
     model = model_file(tmp_path, "vocab-size: 1000\n")
-
-    def of_parameter(**settings: Any) -> tuple[float, float, float]:
-        (rank,) = ranks_of(model, 8, **settings)
-        count = sum(rank.parameters)
-        return rank.weights / count, rank.gradients / count, rank.optimizer / count
-
-    assert of_parameter() == (2, 4, 12)
-    assert of_parameter(bf16=False, fp16=True, optimizer="sgd") == (2, 4, 8)
-    assert of_parameter(grad_reduce_in_bf16=True) == (2, 2, 12)
-    # Experts are on one rank each, all others on eight.
+    (half,) = ranks_of(model, 8, bf16=False, fp16=True, optimizer="sgd")
+    assert half.optimizer == 8 * sum(half.parameters)
     aware = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
-    (plain,), (sharded,) = ranks_of(model, 8), ranks_of(model, 8, use_distributed_optimizer=True)
-    assert sharded.optimizer == 12 * (plain.parameters.experts + plain.parameters.others / 8)
+    (sharded,) = ranks_of(model, 8, use_distributed_optimizer=True)
     (rank,) = ranks_of(model, 8, **aware, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
     # Half of a master weight, and moments in 16 bit.
     assert rank.optimizer == sharded.optimizer / 12 * 6
     (rank,) = ranks_of(model, 8, **aware, main_grads_dtype="bf16")
-    assert (rank.gradients, rank.optimizer) == (plain.weights, sharded.optimizer / 12 * 10)
+    assert (rank.gradients, rank.optimizer) == (2 * sum(rank.parameters), sharded.optimizer / 12 * 10)
 
 
 def test_activations_of_the_first_stage_wait_for_all_others(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,17 +16,15 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.errors import AMPipeError, BadInput, DifferenceFound, EnvironmentMissing, RunFailed
+from megatron_ampipe.tools.measuring import network
 from megatron_ampipe.tools.measuring.network import parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
+from tests.forked import REPOSITORY, alive, until
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sum(RankJob):
     number: int = 0
-
-
-def run(work: Callable[[Any], Any], **settings: Any) -> list[Any]:
-    return run_ranks(Sum(num_ranks=2, link=parse_link("none"), **settings), work)
 
 
 def add(rank: Rank[Sum]) -> tuple[int, str, str]:
@@ -80,7 +81,7 @@ def leaves(rank: Rank[Sum]) -> None:
 
 
 def hangs(rank: Rank[Sum]) -> None:
-    rank.say("step")
+    rank.say("pid", os.getpid())
     time.sleep(60)
 
 
@@ -104,17 +105,52 @@ def test_the_first_cause_is_reported_and_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # A busy machine needs seconds to start a process.
+    job = Sum(num_ranks=2, link=parse_link("none"), timeout_s=6.0 if work is hangs else 60.0)
     with pytest.raises(kind, match=f"(?s){said}"):
-        # A busy machine needs seconds to start a process.
-        run(work, timeout_s=6.0 if work is hangs else 60.0)
+        run_ranks(job, work)
     assert not list(tmp_path.iterdir())
     assert not multiprocessing.active_children()
 
 
-def test_an_error_of_the_command_ends_the_ranks() -> None:
-    def on_message(*_: object) -> None:
-        raise KeyboardInterrupt
+def possible(*command: str) -> bool:
+    """Whether a command exists here, and ends well."""
+    is_there = shutil.which(command[0]) is not None
+    return is_there and subprocess.run(command, capture_output=True, timeout=20).returncode == 0
 
-    with pytest.raises(KeyboardInterrupt):
-        run_ranks(Sum(num_ranks=2, link=parse_link("none")), hangs, on_message=on_message)
-    assert not multiprocessing.active_children()
+
+LINKS = "ip link add name one type veth peer name two"
+RATE = "tc qdisc add dev one root tbf rate 1mbit burst 32kb latency 50ms"
+# The kernel is asked, not the package: where that refuses a possible network, tests fail and are not skipped.
+HAS_NETWORK = possible("unshare", "--net", "sh", "-c", f"{LINKS} && {RATE}")
+COMMAND = """
+from tests.unit.test_ranks import *
+job = Sum(num_ranks=2, link=parse_link("200mbit" if HAS_NETWORK else "none"))
+run_ranks(job, hangs, on_message=lambda rank, event, pid: print(pid, flush=True))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", COMMAND],
+        cwd=REPOSITORY,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        # A shell that runs the tests in the background may have set this signal to be ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        assert process.stdout is not None
+        ranks = [int(process.stdout.readline()) for _ in range(2)]
+        process.send_signal(number)
+        if number is signal.SIGKILL:
+            assert process.wait(20) == -number
+        else:
+            # All are KeyboardInterrupt, after which Python ends itself by the signal of Ctrl-C.
+            assert process.wait(20) == -signal.SIGINT
+            assert not list(tmp_path.iterdir())
+    # With the ranks, the kernel ends their networks.
+    until(lambda: not any(map(alive, ranks)), "the end of the ranks", timeout_s=10)
+    if HAS_NETWORK:
+        shown = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
+        assert network.INTERFACE not in shown

@@ -25,10 +25,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def run(recorder: Recorder, clock: list[float], stage: Stage, seconds: float, lane: str = "compute") -> None:
+def run(recorder: Recorder, clock: list[float], stage: Stage, seconds: float) -> None:
     begin = clock[0]
     clock[0] += seconds
-    recorder.add(lane, stage, begin, clock[0])
+    recorder.add("compute", stage, begin, clock[0])
 
 
 def test_passes_are_distinguished(clock: list[float]) -> None:
@@ -45,23 +45,7 @@ def test_passes_are_distinguished(clock: list[float]) -> None:
     assert times[Direction.FORWARD] == pytest.approx([2000, 4000])
     assert times[Direction.BACKWARD] == pytest.approx([3000])
     assert recorder.pass_times_us(4) == {direction: [] for direction in Direction}
-
-
-def test_the_last_iterations_are_kept_and_nothing_while_paused(clock: list[float]) -> None:
-    recorder = Recorder(num_iterations=2)
-    run(recorder, clock, QKV, 1.0)
-    for iteration in (1, 2, 3):
-        recorder.start_iteration(iteration)
-        recorder.enter((1,), Direction.FORWARD)
-        run(recorder, clock, QKV, 0.001)
-        run(recorder, clock, QKV, 0.001, lane="comm")
-        recorder.pause()
-        run(recorder, clock, QKV, 1.0)
-    kept = recorder.timeline(rank=0, labels={}).spans
-    assert [span.iteration for span in kept] == [2, 2, 3, 3]
-    one = recorder.timeline(rank=0, labels={}, iteration=3)
-    assert [span.iteration for span in one.spans] == [3, 3]
-    assert (one.communication_us, one.hidden_share) == (pytest.approx(1000), 0.0)
+    assert recorder.timeline(rank=0, labels={}, iteration=4).spans == ()
 
 
 def test_each_iteration_has_its_own_origin_event(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ class Pass:
 
 def test_what_is_asked_for_while_a_pass_is_to_come_is_held() -> None:
     started: list[str] = []
-    reductions, call = Reductions(on_cuda=False, of_experts=True), Pass()
+    reductions, call = Reductions(on_cuda=False, with_experts=True), Pass()
 
     def ask(name: str) -> int:
         reductions.ask(name, lambda: started.append(name))

@@ -55,9 +55,11 @@ features = st.builds(
     gathers=st.sampled_from(("", "comm", "comm.intra")),
     row_links=st.sampled_from(("", "network", "node")),
     gathers_rows=st.booleans(),
+    ring_ranks=st.sampled_from((1, 2, 4, 8)),
 ).map(
     lambda block: replace(
         block,
+        chunked_qkv=block.chunked_qkv and not block.ring,
         gathers_rows=block.gathers_rows and bool(block.row_links),
         reduces_experts=block.reduces and block.reduces_experts,
     )

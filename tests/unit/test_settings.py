@@ -101,16 +101,6 @@ def test_a_cluster_file_gives_its_flags_alone(parser: argparse.ArgumentParser, t
             words_of(parser, tmp_path, f"flags:\n  num-layers: 3\n{other}\n")
 
 
-def test_what_the_parser_does_not_know_stays_on_the_command_line(
-    parser: argparse.ArgumentParser, tmp_path: Path
-) -> None:
-    file = write(tmp_path / "a.yaml", "lr: 2\n")
-    found = resolve(["word", "--ampipe-config", file, "--own-flag", "3", "--swiglu"], parser)
-    assert found.words == ("--lr", "2", "word", "--own-flag", "3", "--swiglu")
-    assert found.unknown == ("word", "--own-flag", "3")
-    assert "--own-flag 3" in config_files.as_yaml(found)
-
-
 def test_yaml_goes_back_to_the_same_command_line(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
     words = [
         *("--lr", "1e-4", "--swiglu", "--no-rope-fusion", "--no-partial", "--onnx-safe", "yes"),
@@ -184,10 +174,3 @@ def test_a_plan_of_the_command_line_replaces_what_files_say_of_it(
     # Of one place, neither is meant more than the other.
     own = ["--ampipe-plan", "p.yaml", "--ampipe-degree", "4"]
     assert resolve(own, parser).words == tuple(own)
-
-
-def test_a_section_with_a_mistyped_name_gets_a_suggestion(
-    parser: argparse.ArgumentParser, tmp_path: Path
-) -> None:
-    with pytest.raises(BadInput, match=r"a.yaml:2: ampip: there is no such flag. Did you mean ampipe\?"):
-        words_of(parser, tmp_path, "lr: 2\nampip:\n  degree: 2\n")

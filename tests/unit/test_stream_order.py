@@ -5,13 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ampipe.runtime.executors import CudaExecutor
-from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.streams import Crossing, stream_plan
-from megatron_ampipe.runtime.tape import Tape
-from megatron_ampipe.schedule import Stage, kinds
-from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
-from tests.streams.model import DEVICE, ModelEvent, ModelStream
 
 
 @pytest.mark.parametrize(
@@ -45,20 +39,3 @@ def test_memory_of_collectives_and_its_views_is_reported_until_it_is_released() 
     del received
     crossing.note_backward(references)
     assert crossing.take() == []
-
-
-def test_collectives_and_counts_use_high_priority_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", ModelStream)
-    monkeypatch.setattr(torch.cuda, "Event", ModelEvent)
-    monkeypatch.setattr(torch.cuda, "stream", DEVICE.using)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: DEVICE.current)
-    route, counts, dispatch = (Stage(kind, 0) for kind in (kinds.ROUTE, kinds.COUNTS, kinds.DISPATCH))
-    ran_on: dict[Stage, ModelStream] = {}
-    tape = Tape.of(
-        [(COMPUTE, route), (COMM, counts), (COMM, dispatch)],
-        {route: (), counts: (route,), dispatch: (route, counts)},
-    )
-    CudaExecutor().execute(tape, lambda call: ran_on.update({call.stage: DEVICE.current}), Recorder())
-    assert ran_on[route] is DEVICE.default
-    assert len(set(ran_on.values())) == 3
-    assert ran_on[counts].priority == ran_on[dispatch].priority == min(ModelStream.priority_range())

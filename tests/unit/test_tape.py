@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers import attention_stages, moe_stages
@@ -82,6 +84,14 @@ def test_what_is_freed_too_early_is_found() -> None:
     step.frees += (hidden,)
     with pytest.raises(AssertionError, match=r"hidden is used in \w+\.1 after it was freed"):
         tapes.check(found, threads=True)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sets(st.integers(0, 30), max_size=4)), max_size=30))
+def test_streams_are_safe_in_any_order_of_calls(calls: list[tuple[str, set[int]]]) -> None:
+    streams = [stream for stream, _ in calls]
+    needs = [[earlier for earlier in others if earlier < number] for number, (_, others) in enumerate(calls)]
+    tapes.check_streams(streams, needs, stream_plan(streams, needs))
 
 
 @pytest.mark.parametrize("change", ["waits", "releases"])

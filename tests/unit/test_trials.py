@@ -41,6 +41,12 @@ def of_degrees(*times: tuple[float, float], exchange: Exchange = ROWS) -> Times:
     }
 
 
+def both_exchanges(rows: tuple[float, ...], ranks: tuple[float, ...]) -> Times:
+    """Of either pass, of degrees 1, 2 and 4 with each exchange."""
+    of_ranks = of_degrees(*zip(ranks, ranks, strict=True), exchange=RANKS)
+    return of_degrees(*zip(rows, rows, strict=True)) | of_ranks
+
+
 def of_table(times: Times, *, mixing: float = 0.0) -> Cost:
     """A pass takes what it takes in the pipeline that has its degree in both passes, and ``mixing`` more."""
 
@@ -71,34 +77,20 @@ PAIR = of_degrees((9.0, 19.0), (6.0, 14.0), (8.0, 11.0))
         ({LANCET: (1.0, 4.0)} | of_degrees((1.0, 3.0), (2.0, 5.0)), 0.0, Pipeline.of(1)),
         # The pair of one chunk forward and two backward is cut, so it has the other schedule.
         ({LANCET: (1.0, 3.0)} | of_degrees((1.0, 4.0), (2.0, 2.0)), 0.0, Pipeline.of(1, backward_degree=2)),
+        # With less to hide, fewer chunks are enough.
+        (both_exchanges((40.0, 30.0, 20.0), (12.0, 8.0, 9.0)), 0.0, Pipeline.of(2, exchange=RANKS)),
+        (both_exchanges((7.0, 30.0, 20.0), (12.0, 8.0, 9.0)), 0.0, Pipeline.of(1)),
+        # Of two that are as fast, the first.
+        (both_exchanges((14.0, 10.0, 12.0), (14.0, 9.95, 12.0)), 0.0, Pipeline.of(2)),
     ],
 )
 def test_the_fastest_pipeline_stays(times: Times, mixing: float, best: Pipeline) -> None:
     trials, _ = settle([*times], of_table(times, mixing=mixing))
     assert trials.pipeline == best
     assert trials.choice is not None and "compared with 0." in trials.choice.reason
+    assert ("exchange" in trials.choice.reason) == any(pipeline.exchange is RANKS for pipeline in times)
     trials.add_times(1.0, 1.0)
     assert trials.pipeline == best
-
-
-@pytest.mark.parametrize(
-    ("rows", "ranks", "best"),
-    [
-        # With less to hide, fewer chunks are enough.
-        ((40.0, 30.0, 20.0), (12.0, 8.0, 9.0), Pipeline.of(2, exchange=RANKS)),
-        ((7.0, 30.0, 20.0), (12.0, 8.0, 9.0), Pipeline.of(1)),
-        # Of two that are as fast, the first.
-        ((14.0, 10.0, 12.0), (14.0, 9.95, 12.0), Pipeline.of(2)),
-    ],
-)
-def test_each_exchange_gets_the_degree_that_is_best_with_it(
-    rows: tuple[float, ...], ranks: tuple[float, ...], best: Pipeline
-) -> None:
-    times = of_degrees(*zip(rows, rows, strict=True))
-    times |= of_degrees(*zip(ranks, ranks, strict=True), exchange=RANKS)
-    trials, _ = settle([*times], of_table(times))
-    assert trials.pipeline == best
-    assert trials.choice is not None and "exchange" in trials.choice.reason
 
 
 def test_clearly_slower_degrees_and_the_first_iteration_count_little() -> None:

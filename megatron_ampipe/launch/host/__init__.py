@@ -1,9 +1,9 @@
 """The host platform: runs Megatron's training loop on a machine without a GPU, over gloo.
 
 Megatron calls CUDA in many places that do not depend on a GPU: streams, events, ``device="cuda"``, the random
-state of the device. :func:`install`, *before* Megatron is imported, replaces these calls, so that the same
-Megatron code runs on the CPU. It changes no arithmetic; its purpose is that tests, examples and CI need no
-GPU. One replacement makes Megatron faster: the all-to-all, because AMPipe uses it too and is compared.
+state of the device. :func:`install` replaces these calls *before* Megatron is imported, so that the same
+Megatron code runs on the CPU, for tests, examples and CI. It changes no arithmetic. The replaced all-to-all
+is faster than gloo's; stock layers and AMPipe both use it, so that they can be compared.
 """
 
 import logging
@@ -53,10 +53,10 @@ def _import_megatron() -> None:
     def run_eagerly(function: Any = None, **_options: object) -> Any:
         return function if function is not None else run_eagerly
 
-    # The jit_fuser decorator binds torch.compile while megatron.core is imported, and the routing functions
-    # are compiled where they are defined. On a CPU that costs a C++ compilation per shape, without a benefit.
+    # Importing megatron.core applies torch.compile, in the jit_fuser decorator and to routing functions. On a
+    # CPU that costs a C++ compilation per shape, without a benefit.
     compile_, torch.compile = torch.compile, run_eagerly
-    # Hides "No CUDA runtime is found" of the extension loader, which recompute imports.
+    # Hides "No CUDA runtime is found" of the extension loader, which Megatron's recompute imports.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
@@ -76,7 +76,7 @@ ADDED_FLAGS = {
     "--no-rope-fusion": "the fused rotary embedding is a GPU kernel",
     "--num-workers 0": "data workers would compete with the ranks for the CPU",
 }
-"""Each with the reason."""
+"""Flags that are added, each with the reason."""
 SUPPORTED_VALUES = {
     "--distributed-backend": ("gloo",),
     "--transformer-impl": ("local",),
@@ -98,12 +98,12 @@ GPU_ONLY_FLAGS = (
 
 
 def adjust(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Add the flags that Megatron needs on a machine without a GPU, where the user has not set them.
+    """Add the flags that Megatron needs on a machine without a GPU, unless the user has set them.
 
-    Returns the command line to parse, and the flags that were added to it, with reasons. Raises
-    :class:`BadInput` if a flag requests something that needs a GPU.
+    Returns the command line to parse, and the added flags with reasons. Raises :class:`BadInput` if a flag
+    requests something that needs a GPU.
     """
-    # Of a repeated flag the last counts, as in argparse.
+    # The last of repeated flags counts, as in argparse.
     given = {group[0].partition("=")[0]: values_of(group) for group in groups_of(arguments)}
     for flag, values in given.items():
         supported = SUPPORTED_VALUES.get(flag, values)

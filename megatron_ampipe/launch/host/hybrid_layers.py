@@ -1,11 +1,11 @@
-"""Local layers for hybrid models, whose layers Megatron builds from Transformer Engine only.
+"""Local layers for hybrid models, which Megatron builds only from Transformer Engine.
 
-The contents of Megatron's specification of a hybrid stack are replaced by its local layers. Mamba layers are
-computed in torch in place of the GPU kernels of the package mamba-ssm, and need the package einops, as on a
-GPU. Layers of other kinds (gated delta net, sparse attention) have no local form.
+In Megatron's specification of a hybrid stack, layers are replaced by Megatron's local layers. Mamba layers
+run in torch instead of the GPU kernels of the package mamba-ssm, and need the package einops, as on a GPU.
+Layers of other kinds (gated delta net, sparse attention) have no local form.
 
-Mamba 2 is written from the definition of the state space model (Dao and Gu, "Transformers are SSMs", section
-6): for each head, a state ``h [P, N]`` with a scalar decay is a product with a causal matrix over all rows.
+Mamba 2 follows the definition of the state space model (Dao and Gu, "Transformers are SSMs", section 6). For
+each head, the recurrence of a state ``h [P, N]`` with scalar decay equals a product with a causal matrix:
 
     h_s = exp(dt_s * A) * h_(s-1) + dt_s * x_s B_s^T        y_s = h_s C_s + D * x_s
 """
@@ -42,7 +42,7 @@ from torch.nn import functional
 _NO_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
 _NO_ATTENTION = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
 _ANY_NUMBER = 8
-"""Of experts: any number makes a specification an MoE layer's."""
+"""A number of experts: any number makes the specification that of an MoE layer."""
 
 
 def install() -> None:
@@ -56,7 +56,7 @@ def install() -> None:
 
 
 def local_submodules() -> HybridStackSubmodules:
-    """The layers of Megatron's ``hybrid_stack_spec``, of local modules."""
+    """The layers of Megatron's ``hybrid_stack_spec``, with local modules."""
     dense = get_gpt_layer_local_spec(normalization="RMSNorm")
     latent = get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm")
     experts = get_gpt_layer_local_spec(num_experts=_ANY_NUMBER, normalization="RMSNorm")
@@ -97,7 +97,7 @@ def local_submodules() -> HybridStackSubmodules:
 
 
 def _half(layer: ModuleSpec, module: type, without: dict[str, type]) -> ModuleSpec:
-    """One half of a layer of a GPT."""
+    """One half of a GPT layer."""
     return ModuleSpec(module=module, submodules=dataclasses.replace(layer.submodules, **without))
 
 
@@ -117,8 +117,8 @@ def mamba_split_conv1d_scan(
 ) -> Tensor:
     """Convolution, state space model and gate of a Mamba layer, as mamba-ssm's ``*_combined`` function.
 
-    From ``zxbcdt [B, S, 2 * H * P + 2 * G * N + H]``: gate, x, B, C and dt, to ``[B, S, H * P]``, computed in
-    fp32. The convolution, ``[H * P + 2 * G * N, W]``, is causal; the norm that follows is the caller's.
+    Takes ``zxbcdt [B, S, 2 * H * P + 2 * G * N + H]`` (gate, x, B, C and dt) and returns ``[B, S, H * P]``,
+    computed in fp32. The convolution, ``[H * P + 2 * G * N, W]``, is causal; the caller applies the norm.
     """
     assert activation == "silu" and seq_idx is None
     num_heads = A.shape[0]
@@ -140,12 +140,12 @@ def mamba_split_conv1d_scan(
 
 
 def state_space(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """The state space model, without ``D * x``, to ``[B, S, H, P]``.
+    """The output ``[B, S, H, P]`` of the state space model, without ``D * x``.
 
-    From ``x [B, S, H, P]``, ``dt [B, S, H]``, positive, ``decay [H]``, negative, ``b`` and ``c``
+    Takes ``x [B, S, H, P]``, ``dt [B, S, H]`` (positive), ``decay [H]`` (negative), ``b`` and ``c``
     ``[B, S, H, N]``.
     """
-    # Exponent of the decay from before the first row to each row; differences are of nearby rows.
+    # Exponent of the decay from the start to each row; in fp64, as differences of nearby rows are used.
     total = (dt * decay).double().cumsum(1).permute(0, 2, 1)
     between = (total.unsqueeze(3) - total.unsqueeze(2)).to(x.dtype)
     causal = torch.ones(between.shape[2:], dtype=torch.bool).tril()

@@ -1,6 +1,6 @@
 """Replacements for functions and modules inside Megatron that need a GPU or Transformer Engine.
 
-Stock layers and AMPipe layers use the same ones, so the two can be compared.
+Stock layers and AMPipe layers use the same replacements, so they can be compared.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from megatron_ampipe.schedule import SequenceLayout
 
 
 def install() -> None:
-    """Replace them."""
+    """Install all replacements."""
     import megatron.core.tensor_parallel.layers as linear
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as tracker
@@ -49,7 +49,7 @@ def install() -> None:
     tracker._get_cuda_rng_state = get_rng_state
     tracker._set_cuda_rng_state = set_rng_state
 
-    # CheckpointWithoutOutput, with --recompute-modules layernorm, asks Transformer Engine also without FP8.
+    # CheckpointWithoutOutput (--recompute-modules layernorm) calls Transformer Engine even without FP8.
     without_fp8 = {
         "FP8GlobalStateManager": types.SimpleNamespace(is_fp8_enabled=lambda: False),
         "activation_recompute_forward": lambda **_: contextlib.nullcontext(),
@@ -101,7 +101,7 @@ def install() -> None:
 
 
 def _splits_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron's function converts CUDA tensors only, and gloo needs split sizes as ints, not as a tensor."""
+    """Convert split sizes for gloo, which needs ints; Megatron's function only converts CUDA tensors."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -114,15 +114,15 @@ def add_weight_gradient(inputs: Tensor, gradient: Tensor, main_grad: Tensor) -> 
 
 
 def _ordered_topk(values: Tensor, k: int, *, dim: int, **_options: object) -> tuple[Tensor, ...]:
-    """``torch.topk``, which prefers the lower index among equal values, as on CUDA."""
+    """``torch.topk`` that prefers the lower index among equal values, as on CUDA."""
     ordered = torch.sort(values, dim=dim, descending=True, stable=True)
     return tuple(part.narrow(dim, 0, k) for part in ordered)
 
 
 def _with_ordered_topk(drop: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``apply_router_token_dropping``, which drops by position the same tokens as on a GPU.
+    """Wrap Megatron's ``apply_router_token_dropping`` to drop the same tokens by position as on a GPU.
 
-    It selects them with ``torch.topk`` over zeros and ones, whose order is arbitrary on a CPU.
+    It selects tokens with ``torch.topk`` over zeros and ones, whose order is arbitrary on a CPU.
     """
 
     def dropping(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ def _with_ordered_topk(drop: Callable[..., Any]) -> Callable[..., Any]:
 def _with_uneven_splits(
     collective: Callable[..., Tensor], start: Callable[..., Transfer], *, gathers: bool
 ) -> Callable[..., Tensor]:
-    """Megatron's gather or reduce-scatter of rows, with uneven splits, which gloo lacks, as AMPipe's."""
+    """Megatron's gather or reduce-scatter, with AMPipe's for uneven splits, which gloo lacks."""
 
     def collect(tensor: Tensor, group: Any, splits: Sequence[int] | None = None, *options: Any) -> Tensor:
         if splits is None or group.size() == 1:
@@ -152,7 +152,7 @@ def _with_uneven_splits(
 def build_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_unused: object) -> Module:
     """A torch LayerNorm or RMSNorm over the last dimension, in place of ``WrappedTorchNorm``.
 
-    Which refuses sequence parallelism; here the weights are marked for it, as in Megatron's fused norms.
+    That class refuses sequence parallelism; here weights are marked for it, as in Megatron's fused norms.
     """
     norm = getattr(torch.nn, config.normalization)(normalized_shape=hidden_size, eps=eps)
     for parameter in norm.parameters():
@@ -161,7 +161,7 @@ def build_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_unused: obje
 
 
 class HostLatentProjection(torch.nn.Linear):
-    """Before and after latent experts: what ``TELinear`` computes with ``parallel_mode="duplicated"``.
+    """The projection before or after latent experts, as ``TELinear`` with ``parallel_mode="duplicated"``.
 
     Every tensor-parallel rank has the whole weight.
     """
@@ -183,11 +183,11 @@ class HostLatentProjection(torch.nn.Linear):
         if bias:
             torch.nn.init.zeros_(self.bias)
         for parameter in self.parameters():
-            # Megatron then adds up the gradients of the ranks, which see other rows.
+            # Megatron then sums the gradients over the ranks, which see different rows.
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, rows: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """``[..., input_size]`` to ``[..., output_size]``, and no bias that is still to be added."""
+        """``[..., input_size]`` to ``[..., output_size]``, and None, as no bias is left to add."""
         return super().forward(rows), None
 
 
@@ -203,7 +203,7 @@ class HostDotProductAttention(DotProductAttention):
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
-        # The stock constructor reads the setting only to refuse context parallelism.
+        # The stock constructor reads this setting only to refuse context parallelism.
         alone = copy.copy(config)
         alone.context_parallel_size = 1
         super().__init__(alone, *args, **kwargs)
@@ -224,7 +224,7 @@ class HostDotProductAttention(DotProductAttention):
     ) -> Tensor:
         """``[S, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` (rows of this rank) to ``[S, B, H * V]``.
 
-        Of packed documents without ``B``, as Transformer Engine takes them; each is attended to on its own.
+        Packed documents come without ``B``, as for Transformer Engine; attention stays within each document.
         """
         if packed_seq_params is not None:
             bounds = packed_seq_params.cu_seqlens_q.tolist()
@@ -242,14 +242,14 @@ class HostDotProductAttention(DotProductAttention):
         layout = SequenceLayout(context_ranks=group.size(), context_rank=group.rank())
         key, value = gather_sequence(key, group), gather_sequence(value, group)
         # With query-key layer scaling, softmax_scale is divided by the layer number, and Megatron's softmax
-        # multiplies by it.
-        again = self.layer_number if self.config.apply_query_key_layer_scaling else 1
+        # multiplies by it again.
+        divisor = self.layer_number if self.config.apply_query_key_layer_scaling else 1
         return KERNELS["sdpa"](
             query,
             key,
             value,
             spans=layout.spans(0, query.shape[0], sequence_length=key.shape[0]),
-            scale=self.softmax_scale * again,
+            scale=self.softmax_scale * divisor,
             dropout=self.attention_dropout.p if self.training else 0.0,
             window=self._window,
             sinks=self.softmax_offset,

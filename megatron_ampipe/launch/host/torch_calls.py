@@ -1,9 +1,9 @@
-"""Replacements for the calls of torch that need a GPU: ``torch.cuda.*``, ``device=``, the random state; and
-for the all-to-all of gloo, which wastes the link.
+"""Replacements for torch calls that need a GPU (``torch.cuda.*``, ``device=``, the random state), and for
+gloo's all-to-all, which wastes the link.
 
-Not an emulation: streams and events do not order anything, because on the CPU every operation has finished
-when its call returns. ``torch.cuda.is_available()`` is not replaced and still returns False, so torch itself
-never takes a CUDA path.
+Streams and events do nothing, because on the CPU every operation has finished when its call returns.
+``torch.cuda.is_available()`` is not replaced and still returns False, so torch itself never takes a CUDA
+path.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _CPU = torch.device("cpu")
 
 
 def _always(value: Any) -> Callable[..., Any]:
-    """A new function that returns ``value``: torch.compile keeps one rule per function object."""
+    """A new function that returns ``value``; new each time, as torch.compile has one rule per function."""
     return lambda *_args, **_kwargs: value
 
 
@@ -82,12 +82,12 @@ def install() -> None:
 
 
 _exchanges = False
-"""Whether the all-to-all is replaced: gloo sends larger messages in one direction of a link at a time, so it
-takes up to twice as long for the same bytes. Megatron's layers and AMPipe's call the replacement."""
+"""Whether the all-to-all is replaced. gloo sends large messages in one direction of a link at a time, which
+takes up to twice as long. Both Megatron's layers and AMPipe's use the replacement."""
 
 
 def install_all_to_all() -> None:
-    """Replace ``torch.distributed.all_to_all_single``, which everybody looks up at every call; once."""
+    """Replace ``torch.distributed.all_to_all_single``, which all callers look up at each call."""
     global _exchanges
     if not _exchanges:
         _exchanges, dist.all_to_all_single = True, _all_to_all_single
@@ -102,7 +102,7 @@ def _all_to_all_single(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """As ``torch.distributed.all_to_all_single``; every rank has to send what its peer expects."""
+    """As ``torch.distributed.all_to_all_single``. Split sizes of sender and receiver must agree."""
     group = group or dist.group.WORLD
     assert group is not None
     sent, received = (
@@ -157,7 +157,7 @@ def _install_cuda() -> None:
 
 
 def _to_host(device: Any) -> Any:
-    """The device to use instead of ``device``."""
+    """The host device that replaces ``device``."""
     if isinstance(device, torch.device):
         return _CPU if device.type == "cuda" else device
     if isinstance(device, str):
@@ -167,7 +167,7 @@ def _to_host(device: Any) -> Any:
 
 
 def _with_host_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with its device on the host; a ``TorchFunctionMode`` would miss other threads."""
+    """Wrap a function to use the host as device; a ``TorchFunctionMode`` would miss other threads."""
 
     @functools.wraps(function)
     def on_host(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What ``ampipe bench`` and ``ampipe profile`` are made of.
+"""The parts of ``ampipe bench`` and ``ampipe profile``.
 
 :mod:`.ranks` runs ranks over a link, real (:mod:`.network`) or emulated (:mod:`.emulation`). Of a
 :mod:`.grid` of blocks, :mod:`.bench_job` says which layers are compared, :mod:`.blocks` builds them,

@@ -1,4 +1,4 @@
-"""What ``ampipe bench`` compares: the variants of a layer, and the job of the ranks. Plain data, no torch."""
+"""The variants of a layer that ``ampipe bench`` compares, and the job of the ranks. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.ranks import RankJob
 
 STOCK, CONTROL = "stock", "control"
-"""Names among the variants: Megatron's own layer, and the same measured a second time."""
+"""Names of variants: Megatron's layer, and the same layer measured a second time."""
 PEAK_PASSES = 2
-"""Passes of each variant whose memory is watched. The highest counts: with threads, the overlap varies."""
+"""Passes of each variant whose memory is measured. The maximum counts: with threads, the overlap varies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class Variant:
 
     Attributes:
         schedule: Name of a schedule, or one of the names above.
-        pipeline: What its blocks run.
-        wire: What rows become while they travel, as ``--ampipe-wire``; None to send them as they are.
+        pipeline: The settings of its blocks.
+        wire: The format of rows in transfers, as ``--ampipe-wire``; None to send them unchanged.
     """
 
     schedule: str
@@ -31,7 +31,7 @@ class Variant:
 
     @classmethod
     def of(cls, schedule: str, degree: int, **others: Any) -> Variant:
-        """A named schedule; ``others`` as of :meth:`Pipeline.of`."""
+        """A named schedule; ``others`` are as in :meth:`Pipeline.of`."""
         return cls(schedule, Pipeline.of(degree, schedule=schedule, **others))
 
     @property
@@ -50,11 +50,11 @@ class BenchJob(RankJob):
     """Blocks to measure, and how.
 
     Attributes:
-        variants: What is compared in each case, stock first.
-        repeats: Timed passes of each variant, or iterations of a training; before them, ``warmup`` others.
-        layers: How many consecutive layers are one measurement, each with its own weights.
-        micro_batches: Of each rank in an iteration of a training.
-        ranks_per_node: Of a profile: how many of the ranks a machine has.
+        variants: The variants to compare in each case, stock first.
+        repeats: Timed passes of each variant, or iterations of a training, after ``warmup`` untimed ones.
+        layers: Number of consecutive layers in one measurement, each with separate weights.
+        micro_batches: Micro-batches of each rank in an iteration of a training.
+        ranks_per_node: For a profile: the number of ranks on a machine.
     """
 
     cases: tuple[Case, ...]

@@ -2,7 +2,7 @@
 
 All of them use one kernel of :mod:`megatron_ampipe.attention.kernels`, one that runs the same backend for
 every shape (``pinned_kernel``): Megatron's layer gets a core attention module that calls it on the whole
-sequence, so that no variant gains by a better kernel. Layers of Transformer Engine use its own attention. All
+sequence, so that no variant has a better kernel. Layers of Transformer Engine use its attention. All
 hold the same ``Parameter`` objects.
 
 Experts of local layers are computed one after another, or all of a rank in grouped products: Megatron's
@@ -60,10 +60,10 @@ class KernelAttention(torch.nn.Module):
 
 
 class Layers(torch.nn.Module):
-    """Consecutive layers, built and called one after the other as by Megatron's ``TransformerBlock``.
+    """Consecutive layers, built and called one after another, as Megatron's ``TransformerBlock`` does.
 
     Attributes:
-        timer: What runs stages alone, in layers that :meth:`BlockFactory.build_timed` builds.
+        timer: Runs stages alone, in layers that :meth:`BlockFactory.build_timed` builds.
     """
 
     timer: StageTimer
@@ -83,16 +83,16 @@ class Layers(torch.nn.Module):
 
 
 class BlockFactory:
-    """Builds the variants of one case on a rank, with the same weights on all ranks, but for experts.
+    """Builds the variants of one case on a rank. All weights but those of experts are equal on all ranks.
 
     Args:
-        rank: That has started Megatron.
+        rank: A rank that has started Megatron.
         case: The block.
-        layers: How many such blocks follow one another, each with its own weights.
+        layers: Number of such blocks one after another, each with separate weights.
 
     Attributes:
         stock: Megatron's own :class:`Layers`.
-        kernel: Of the attention of all variants.
+        kernel: The attention kernel of all variants.
         fused_gradients: Whether linear layers add their weights' gradients to ``main_grad`` themselves.
     """
 
@@ -116,7 +116,7 @@ class BlockFactory:
         self._spec = TransformerBlockSubmodules(layer_specs=[spec] * layers)
         torch.manual_seed(job.seed)
         self.stock = self._build(self._spec)
-        # If the experts of all ranks were equal, sending a token to a wrong one would go unnoticed.
+        # If the experts of all ranks were equal, a token at the wrong expert would not be noticed.
         torch.manual_seed(job.seed * 10_007 + rank.number)
         with torch.no_grad():
             for layer in self.stock.layers:
@@ -131,9 +131,9 @@ class BlockFactory:
     def build(
         self, variant: Variant, *, recorder: Recorder | None = None, executor: Executor | None = None
     ) -> Layers:
-        """The variant as a user would get it, on the parameters of the stock layers.
+        """The variant as a user would get it, with the parameters of the stock layers.
 
-        ``recorder`` records every stage, and ``executor`` is in place of the one that a user gets.
+        ``recorder`` records every stage; ``executor`` replaces the default executor.
         """
         context = AMPipeContext(
             AMPipeConfig(pipeline=variant.pipeline, wire=variant.wire),
@@ -197,7 +197,7 @@ def _use_grouped_experts(spec: ModuleSpec) -> None:
 
 
 class TorchGroupedLinear(torch.nn.Module):
-    """A linear layer of each local expert, all in one product; in place of Transformer Engine's."""
+    """A linear layer of all local experts in one product; replaces Transformer Engine's."""
 
     def __init__(
         self, num_experts: int, num_inputs: int, num_outputs: int, *, config: Any, init_method: Any, **_: Any
@@ -221,4 +221,4 @@ class TorchGroupedLinear(torch.nn.Module):
         return output, None
 
     def backward_dw(self) -> None:
-        """Nothing is deferred: the gradients of weights are computed with the others."""
+        """Does nothing: weight gradients are computed with the other gradients."""

@@ -1,11 +1,11 @@
-"""Makes a cluster file of what the ranks measured: lines of operations, then what a stage costs beyond.
+"""Makes a cluster file from the ranks' measurements: a line for each operation, and the overhead of stages.
 
-The time of an operation is its median over repeats on a rank, and of these the maximum over ranks: a
-collective is over when its slowest rank is, and a block waits for the slowest computation. Lines are fitted
-by non-negative least squares, a time's square error counted relative to the time: small sizes count, and
-cannot bend the line away from large ones; a negative figure would let small operations take no time at all.
-Samples that no line fits are refused. The overheads are what is left of a real block's stages after
-subtracting the operations that the cost model counts in them. Needs scipy, and no torch.
+The time of an operation is the maximum over ranks of the medians over repeats: a collective ends when its
+slowest rank ends, and a block waits for the slowest computation. Lines are fitted by non-negative least
+squares of relative errors: so small sizes count too, and do not bend the line away from large ones, and no
+figure is negative, with which a small operation would take no time. Samples that no line fits are refused.
+The overheads are the rest of a real block's stages after subtracting the operations that the cost model
+counts in them. Needs scipy, and no torch.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from megatron_ampipe.tools.measuring.grid import Case, block_of_case
 LEAST_R_SQUARED = 0.9
 """A line that explains a smaller part of the spread of the times is refused."""
 TOLERATED = 0.25
-"""With all relative errors this small the line is accepted: where size hardly matters, r^2 says nothing."""
+"""If all relative errors are this small the line is accepted: if size hardly matters, r^2 says nothing."""
 PRICE_OF_A_FACTOR = 0.02
-"""The penalty of a factor over a time in :func:`factor_and_rest`: enough to decide between them, no more."""
+"""The small penalty of a factor in :func:`factor_and_rest`, which decides between a factor and a time."""
 HOST_NOISE_US = 200.0
-"""Times of the same transfer differ by so much where the host computes: threads run in another order."""
+"""Times of the same transfer differ by this much on a CPU, where threads run in changing order."""
 KINDS: tuple[OverheadKind, ...] = ("qkv", "attention", "route", "shared", "expert", "merge")
 """Compute stages that can have a separate overhead."""
 
@@ -57,8 +57,8 @@ class Sample:
     """One size of one operation.
 
     Attributes:
-        family: Which operation: ``gemm``, ``intra.all_to_all``, ``attention.forward``.
-        columns: What its time is made of: by the name of a figure of the cluster file, how often it counts.
+        family: The operation: ``gemm``, ``intra.all_to_all``, ``attention.forward``.
+        columns: How often each figure of the cluster file counts in its time, by name.
         us: Microseconds.
     """
 
@@ -68,12 +68,12 @@ class Sample:
 
 
 def slowest(reports: Sequence[Any]) -> Any:
-    """What ranks report, all in the same form: every time and number is the maximum over ranks."""
+    """Combine the ranks' reports, which have the same form: every number is the maximum over ranks."""
     first = reports[0]
     if isinstance(first, Mapping):
         return {key: slowest([report[key] for report in reports]) for key in first}
     if isinstance(first, list):
-        return [slowest(of_ranks) for of_ranks in zip(*reports, strict=True)]
+        return [slowest(by_rank) for by_rank in zip(*reports, strict=True)]
     if isinstance(first, Sample):
         return replace(first, us=max(sample.us for sample in reports))
     return max(reports)
@@ -83,8 +83,8 @@ def fit(samples: Sequence[Sample], *, noise_us: float = 0.0) -> tuple[dict[str, 
     """The line through the samples of one family; RunFailed if none fits by more than ``noise_us``.
 
     Returns:
-        By the name of a figure of the cluster file, its value, at least 0; and the share of the spread of the
-        times that the line explains, at least 0.
+        The figures of the cluster file by name, at least 0; and the share of the variance of the times that
+        the line explains, at least 0.
     """
     names = list(samples[0].columns)
     columns = np.array([[sample.columns[name] for name in names] for sample in samples])
@@ -132,14 +132,14 @@ def assemble(
     """Reduce, fit, and put together: what goes into the file; RunFailed if no line fits some operation.
 
     Args:
-        case: The block around which was measured.
-        reports: What each rank found (:func:`.operations.measure`).
+        case: The measured block.
+        reports: The report of each rank (:func:`.operations.measure`).
         ranks_per_node: Ranks on one machine.
-        description: For the file.
+        description: Description in the file.
         source: Where the figures come from; stored with each of them.
-        device_memory_gib: Of one rank, on GPUs.
+        device_memory_gib: Memory of one rank, on GPUs.
     """
-    samples, found, slowdowns = (
+    samples, blocks, slowdowns = (
         slowest([report[key] for report in reports]) for key in ("samples", "block", "slowdowns")
     )
     block = block_of_case(case, num_ranks=len(reports), fused_gradients=reports[0]["fused_gradients"])
@@ -149,7 +149,7 @@ def assemble(
     for sample in samples:
         families.setdefault(sample.family, []).append(sample)
     noise_us = HOST_NOISE_US if on_host else 0.0
-    lines = {family: fit(of_family, noise_us=noise_us) for family, of_family in families.items()}
+    lines = {family: fit(family_samples, noise_us=noise_us) for family, family_samples in families.items()}
     measured: dict[str, Any] = {"basis": "measured", "source": source}
 
     def figure(kind: type[Any], family: str) -> Any:
@@ -159,13 +159,13 @@ def assemble(
         return kind(**rounded, **measured, r_squared=round(r_squared, 4))
 
     def collectives(group: str, *, stock_factor: float = 1.0) -> Any:
-        """On a host also Megatron's own exchange, by the same functions: so many times as slow."""
+        """On a host also Megatron's exchange, which is ``stock_factor`` times as slow."""
         families = [family for family in lines if family.startswith(f"{group}.")]
         figures = {family.partition(".")[2]: figure(TransferCost, family) for family in families}
         if figures and on_host:
-            one = figures.get("direct_all_to_all", figures["all_to_all"])
-            alpha, beta = (_rounded(us * stock_factor) for us in (one.alpha_us, one.beta_us_per_mb))
-            figures["stock_all_to_all"] = replace(one, alpha_us=alpha, beta_us_per_mb=beta)
+            direct = figures.get("direct_all_to_all", figures["all_to_all"])
+            alpha, beta = (_rounded(us * stock_factor) for us in (direct.alpha_us, direct.beta_us_per_mb))
+            figures["stock_all_to_all"] = replace(direct, alpha_us=alpha, beta_us_per_mb=beta)
         return figures or None
 
     def overhead(forward_us: float, backward_us: float, *, kind: Any = Overhead, **factors: float) -> Any:
@@ -174,7 +174,7 @@ def assemble(
         rounded = {name: _rounded(max(0.0, value)) for name, value in (times | factors).items()}
         return kind(**measured, **rounded)
 
-    forward_issues = [statistics.fmean(of.get("forward", {}).values() or [0.0]) for of in issue_of]
+    forward_issues = [statistics.fmean(by_kind.get("forward", {}).values() or [0.0]) for by_kind in issue_of]
     by_kind = {kind: overhead(*times) for kind, times in _issued(block, issue_of).items()}
     attention = {way: figure(AttentionLine, f"attention.{way}") for way in Direction}
     cluster = Cluster(
@@ -194,21 +194,21 @@ def assemble(
             issue=overhead(max(forward_issues), max(forward_issues)),
             issue_of=by_kind or None,
             stage={"any": overhead(0.0, 0.0, kind=StageOverhead)},
-            block=overhead(*(found["around"][way] for way in Direction)),
+            block=overhead(*(blocks["around"][way] for way in Direction)),
             stock=overhead(0.0, 0.0),
         ),
         overlap=Overlap(**measured, **{name: _rounded(value) for name, value in slowdowns.items()}),
     )
     model = Predictor(block, cluster)
-    beyond = {way: found["stock"][way] - model.stock().of(way) for way in Direction}
+    beyond = {way: blocks["stock"][way] - model.stock().of(way) for way in Direction}
     if on_host:
-        # The ranks of a block do not begin together: what its operations do not explain is in the exchanges.
+        # The ranks of a block do not begin together: the unexplained time of a block is in its exchanges.
         exchanges = model.stock_exchanges()
         slower = 1 + max(0.0, sum(beyond.values())) / (exchanges.forward + exchanges.backward)
         intra, inter = (collectives(group, stock_factor=slower) for group in ("intra", "inter"))
         cluster = replace(cluster, intra=intra, inter=inter)
         beyond = dict.fromkeys(Direction, 0.0)
-    fits = _beyond_the_model(model, found["stages"])
+    fits = _beyond_the_model(model, blocks["stages"])
     names = next(iter(fits.values()))
     medians = {name: statistics.median(figures[name] for figures in fits.values()) for name in names}
     stage = {
@@ -220,16 +220,16 @@ def assemble(
 def _issued(block: Block, reports: Sequence[Mapping[str, Any]]) -> dict[IssuedKind, list[float]]:
     """By kind, the slowest host's times to issue a stage, with one local expert, if all measured it."""
     kinds = {kind.name: kind for kind in MOE_BLOCK}
-    found: dict[IssuedKind, list[float]] = {}
+    issued_us: dict[IssuedKind, list[float]] = {}
     for name in get_args(IssuedKind):
         # A backward pass has no counts.
         ways = [Direction.FORWARD] if name == "counts" else list(Direction)
         times = [[report.get(way, {}).get(name) for report in reports] for way in ways]
-        if all(None not in of_ranks for of_ranks in times):
+        if all(None not in by_rank for by_rank in times):
             parts = (issued_parts(kinds[name], way, block) for way in ways)
-            found[name] = [max(of_ranks) / part for of_ranks, part in zip(times, parts, strict=True)]
-            found[name] += [0.0] * (name == "counts")
-    return found
+            issued_us[name] = [max(by_rank) / part for by_rank, part in zip(times, parts, strict=True)]
+            issued_us[name] += [0.0] * (name == "counts")
+    return issued_us
 
 
 def _beyond_the_model(
@@ -242,12 +242,12 @@ def _beyond_the_model(
             for way in () if stage.is_communication else Direction:
                 both = (pair.of(way), by_direction[way][str(stage)])
                 times.setdefault((stage.kind.name, way), []).append(both)
-    found: dict[OverheadKind, dict[str, float]] = {}
+    factors: dict[OverheadKind, dict[str, float]] = {}
     for kind, way in itertools.product(KINDS, Direction):
         if (kind, way) in times:
             factor, us = factor_and_rest(*zip(*times[kind, way], strict=True))
-            found.setdefault(kind, {}).update({f"{way}_factor": factor, f"{way}_us": us})
-    return found
+            factors.setdefault(kind, {}).update({f"{way}_factor": factor, f"{way}_us": us})
+    return factors
 
 
 def _rounded(value: float) -> float:

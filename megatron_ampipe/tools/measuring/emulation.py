@@ -1,7 +1,7 @@
-"""The emulated link, and ranks that are only pretended. The one place where torch's collectives are patched.
+"""The emulated link, and pretended ranks. The only module that patches torch's collectives.
 
 :func:`install` replaces ``torch.distributed.all_to_all_single``, which both Megatron's layer and AMPipe's
-look up at every call. So every all-to-all of either, forward and backward, takes ``latency + bytes / rate``
+look up at every call. So every all-to-all of both, forward and backward, takes ``latency + bytes / rate``
 longer than its copy, on the lane that waits for it: on CPU the thread sleeps, on CUDA a kernel of one thread
 spins on the stream. This is how the paper slowed its links (section 4.3). ``bytes`` is what the rank sends to
 or receives from others, whichever is more. The small exchange of counts takes no longer.
@@ -41,21 +41,21 @@ T ampipe_spin(T unused, T nanoseconds) {
   return now - begin;
 }
 """
-"""What each thread does for one element: wait, and return how long it waited."""
+"""The code of each thread for one element: wait, and return how long it waited."""
 
 _CALIBRATION_CYCLES = 20_000_000
 _TRIAL_S = 5e-3
 _ALLOWED_ERROR = 0.05
-"""Of the trial, compared with CUDA's events: far above the time of a launch, far below another unit."""
+"""Length of the trial that is compared with CUDA's events: much longer than the time of a launch."""
 
 
 class Emulation:
-    """What was installed.
+    """The installed emulation.
 
     Attributes:
         why_cycles: Why a GPU's link counts clock cycles, if it does.
-        num_experts: Of the layer that runs, over all ranks; to be set before it runs where ranks are
-            pretended, which have to know which counts are of their experts.
+        num_experts: Experts of the running layer over all ranks. With pretended ranks, set it before the
+            layer runs: they must know which counts belong to their experts.
     """
 
     why_cycles: str | None = None
@@ -64,7 +64,7 @@ class Emulation:
     def gather_counts(
         self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
     ) -> _InTurn | None:
-        """In place of ``all_gather_into_tensor``: every pretended rank's counts, made of this rank's.
+        """Replaces ``all_gather_into_tensor``: makes the counts of every pretended rank from this rank's.
 
         ``input`` is ``[chunks * experts]``, ``output`` ``[ranks * chunks * experts]``.
         """
@@ -108,7 +108,7 @@ def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
         seconds = link.transfer_s(moved)
         works: tuple[Callable[[], object], ...]
         if pretended:
-            # What is received must not be visible before the link's time is over.
+            # Received rows must not be visible before the link's time is over.
             works = (lambda: occupy(seconds), lambda: mirror(output, input, *splits, group=group))
         else:
             work = exchange(output, input, *splits, group=group, async_op=True)
@@ -134,7 +134,7 @@ def mirror(
     *,
     group: dist.ProcessGroup,
 ) -> None:
-    """An all-to-all with pretended ranks: own rows arrive, and rows for another rank come back negated.
+    """An all-to-all with pretended ranks: rows for this rank arrive, rows for another rank return negated.
 
     Probabilities come back as they are. The function is its own adjoint, as an all-to-all is with its splits
     exchanged, so it also serves the backward pass.
@@ -152,7 +152,7 @@ def mirror(
 
 
 class _InTurn:
-    """A handle whose first wait does these things, one after another. Handles waited for in turn add up."""
+    """A handle whose first wait calls these functions in order. The times of several handles add up."""
 
     def __init__(self, works: Sequence[Callable[[], object]]) -> None:
         self._works = tuple(works)
@@ -182,7 +182,7 @@ def _foreign_bytes(tensor: Tensor, splits: Sequence[int] | None, group: dist.Pro
 
 
 def device_spin() -> tuple[Callable[[float], object], str | None]:
-    """A function that keeps the current stream busy for a number of seconds; why it counts cycles, if so."""
+    """A function that keeps the current stream busy for some seconds; and why it counts cycles, or None."""
     try:
         spin = _by_nanoseconds()
     except (RuntimeError, AttributeError, OSError) as error:
@@ -212,7 +212,7 @@ def _by_cycles() -> Callable[[float], object]:
 
 
 def _seconds(launch: Callable[[], object]) -> float:
-    """How long the device needs for what ``launch`` launches, by events; the second time, warm."""
+    """The device time of the kernels that ``launch`` launches, by events, in the second (warm) call."""
     launch()
     clock = Clock(on_cuda=True)
     launch()

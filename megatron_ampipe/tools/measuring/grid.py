@@ -1,8 +1,8 @@
 """Grids: YAML files that say which blocks to measure.
 
 A grid holds ``cases`` (a list), or ``axes`` (a list of lists: every combination of one entry of each is a
-case, named by joining the entries' names, unless its name is in ``without``). ``defaults`` hold what an entry
-does not give.
+case, named by joining the entries' names, unless its name is in ``without``). ``defaults`` are the values of
+keys that an entry does not give.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Case:
         activation: Inside experts.
         expert_kind: ``sequential``: a rank's experts one after another. ``torch-grouped``: torch's grouped
             GEMM, as with --moe-grouped-gemm.
-        transformer_impl: Of all layers, as --transformer-impl. ``transformer_engine`` needs a GPU, and
+        transformer_impl: As --transformer-impl, for all layers. ``transformer_engine`` needs a GPU, and
             computes a rank's experts in grouped products.
         capacity: Capacity factor; tokens above it are dropped by their position. If left out, none is.
-        dtype: Of parameters and activations.
+        dtype: Type of parameters and activations.
     """
 
     name: str
@@ -102,14 +102,14 @@ def model_flags(case: Case, *, num_ranks: int) -> dict[str, Any]:
         "hidden-dropout": 0.0,
     }
     if case.dtype != "fp32":
-        # Else nearly tied experts change places where chunks round otherwise than the whole.
+        # Otherwise rounding, which differs in chunks, could reorder experts with nearly equal scores.
         flags |= {case.dtype: True, "moe-router-dtype": "fp32"}
     return {flag: value for flag, value in flags.items() if value is not None}
 
 
 def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block:
     """The block as the planner needs it: no router losses, as :mod:`.blocks` builds it."""
-    # It imports pydantic, which ranks that only time layers do without.
+    # It imports pydantic, which ranks that only time layers do not need.
     from megatron_ampipe.plan.model_file import ModelFile, block_of
 
     flags = model_flags(case, num_ranks=num_ranks) | {
@@ -135,7 +135,7 @@ class _GridFile:
 
 
 def find_grid(text: str) -> Path:
-    """The file that ``--grid`` means: one that exists, or the name of one in ``configs/bench``."""
+    """The file of ``--grid``: a path, or the name of a file in ``configs/bench``."""
     return find_config(text, folders=["bench"], flag="--grid", what="grid")
 
 
@@ -148,12 +148,12 @@ def read_grid(path: Path, *, only: str | None = None, num_ranks: int = 1) -> tup
         num_ranks: Over which the experts are spread.
     """
     top = load(path, what="grid", remedy="Look at configs/bench/cpu-small.yaml for the format.")
-    found, _ = read_record(path, _GridFile, top)
-    if (found.cases is None) == (found.axes is None):
+    file, _ = read_record(path, _GridFile, top)
+    if (file.cases is None) == (file.axes is None):
         refuse(path, top.line, "cases", "exactly one of cases and axes must be given", "Give cases.")
-    axes = found.axes or (found.cases or (),)
-    cases = [_case(path, found.defaults, parts) for parts in itertools.product(*axes)]
-    cases = [case for case in cases if case.name not in found.without]
+    axes = file.axes or (file.cases or (),)
+    cases = [_case(path, file.defaults, parts) for parts in itertools.product(*axes)]
+    cases = [case for case in cases if case.name not in file.without]
     by_name = {case.name: case for case in cases}
     if not cases or len(by_name) < len(cases):
         refuse(path, top.line, "cases", "none is left, or two have one name", "Give each another name.")

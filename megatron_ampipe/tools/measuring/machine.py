@@ -15,7 +15,7 @@ from megatron_ampipe.compat import found_version
 
 
 def hardware() -> dict[str, object]:
-    """The machine as it is now, with how busy it is."""
+    """The machine and its present load."""
     cpuinfo = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.M) if cpuinfo.is_file() else []
     return {
@@ -28,23 +28,23 @@ def hardware() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, the libraries that compute, and AMPipe, to the commit where there is one."""
-    found = {"python": platform.python_version(), "megatron-ampipe": megatron_ampipe.__version__}
+    """Versions of Python, the compute libraries and AMPipe, with AMPipe's commit in a checkout."""
+    installed = {"python": platform.python_version(), "megatron-ampipe": megatron_ampipe.__version__}
     for name in ("torch", "megatron-core", "transformer-engine", "flash-attn"):
         version = found_version(name)
         if version is not None:
-            found[name] = str(version)
+            installed[name] = str(version)
     root = Path(megatron_ampipe.__file__).resolve().parents[1]
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     if (root / ".git").exists():
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-            found["commit"] = done.stdout.strip()
-    return found
+            installed["commit"] = done.stdout.strip()
+    return installed
 
 
 def num_gpus() -> int:
-    """How many CUDA devices there are; imports torch only where the driver shows one."""
+    """The number of CUDA devices; imports torch only if the driver shows a device."""
     if sys.platform != "linux" or not any(Path("/dev").glob("nvidia[0-9]*")):
         return 0
     import torch

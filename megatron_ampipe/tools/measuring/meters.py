@@ -6,9 +6,9 @@ link saves up while it is idle; in a pipeline that only happens before the first
 one has that advantage here. On a GPU the stream is kept busy until a stage is issued, so that its time is
 that of its kernels, not of their launches.
 
-**Memory** on a CPU (:class:`TensorMeter`). Every storage that an operation returns counts from then until it
-is freed, so the number is the same on every machine; what a kernel allocates internally is not seen. Watching
-slows a pass down, so a pass that is watched is not timed.
+**Memory** on a CPU (:class:`TensorMeter`). A storage counts from the time an operation returns it until it is
+freed, so the number is the same on every machine; memory that a kernel allocates internally is not counted.
+The meter slows a pass down, so a pass with a meter is not timed.
 
 **Bytes**: by counters of the network interface (:func:`sent_bytes`).
 """
@@ -44,7 +44,7 @@ from megatron_ampipe.tools.measuring.network import INTERFACE
 _FIRST_S, _LEAST_S, _MOST_S = 5e-3, 2e-4, 1e-2
 _SENT_COLUMN = 8
 _CYCLES_PER_S = 2e9
-"""At least as many as a GPU has, so that a time does not become shorter."""
+"""At least the clock rate of any GPU, so that a pause is never shorter than asked."""
 
 
 class StageTimer:
@@ -52,7 +52,7 @@ class StageTimer:
 
     Args:
         recorder: Records each stage.
-        saved_bytes: Bytes that the link lets through at once after it was idle; on a CPU.
+        saved_bytes: Bytes that the link sends at once after it was idle (its burst); on a CPU.
     """
 
     host_waits = False
@@ -61,9 +61,9 @@ class StageTimer:
     def __init__(self, recorder: Recorder, *, saved_bytes: int = 0) -> None:
         self.recorder, self._saved_bytes = recorder, saved_bytes
         self.needs: dict[str, dict[str, list[str]]] = {}
-        """By direction and stage of a whole pass, the names of the stages it waited for."""
+        """By direction and stage, the names of the stages that it waited for."""
         self.apart_s: dict[str, list[float]] = {}
-        """By direction, the seconds of each pass between stages: ranks met, or the device was kept busy."""
+        """By direction, the seconds of each pass between stages (barriers, or keeping the device busy)."""
         self._busy_s: dict[str, float] = {}
         self._issued_us: dict[tuple[str, str], list[float]] = {}
 
@@ -87,7 +87,7 @@ class StageTimer:
                 apart_s += time.perf_counter() - begin_s
             if on_cuda:
                 apart_s += self._busy_s.get(stage.kind.name, _FIRST_S)
-                # By events: with a host's clock the wait for the device would be part of every stage.
+                # Events: with the host's clock, every stage would include the wait for the device.
                 with (
                     self._busy(stage.kind.name, recorder.direction.value),
                     recorder.on_stream(call.lane, stage, torch.cuda.current_stream()),
@@ -99,24 +99,24 @@ class StageTimer:
 
     @contextmanager
     def _busy(self, kind: str, direction: str) -> Iterator[None]:
-        """Keeps the stream busy while a stage is issued: twice as long as that took the last time."""
+        """Keeps the stream busy while a stage is issued: twice as long as the last issue took."""
         torch.cuda._sleep(int(self._busy_s.get(kind, _FIRST_S) * _CYCLES_PER_S))
         over = torch.cuda.Event()
         over.record()
         begin_s = time.perf_counter()
         yield
         took_s = time.perf_counter() - begin_s
-        # Else the device ran out of work before all was issued: the host may have waited for it.
+        # Otherwise the device became idle before all was issued, and the host may have waited for it.
         if not over.query():
             self._issued_us.setdefault((direction, kind), []).append(took_s * 1e6)
         self._busy_s[kind] = min(max(2 * took_s, _LEAST_S), _MOST_S)
 
     def issued_us(self) -> dict[str, dict[str, float]]:
         """By direction and kind, the median of the host's time to issue a stage while the device is busy."""
-        found: dict[str, dict[str, float]] = {}
+        medians: dict[str, dict[str, float]] = {}
         for (direction, kind), times in self._issued_us.items():
-            found.setdefault(direction, {})[kind] = round(statistics.median(times), 1)
-        return found
+            medians.setdefault(direction, {})[kind] = round(statistics.median(times), 1)
+        return medians
 
 
 def run_lanes(
@@ -127,10 +127,10 @@ def run_lanes(
     exchanges: int,
     products: int,
 ) -> list[StageSpan]:
-    """Run so many exchanges and computations at the same time, each in a lane; ranks meet before.
+    """Run exchanges and computations at the same time, each in its lane, after a barrier.
 
     Returns:
-        When each ran: ``dispatch`` in the lane ``comm``, ``expert`` in ``compute``.
+        Their spans: ``dispatch`` in the lane ``comm``, ``expert`` in ``compute``.
     """
     order = [(COMM, Stage(kinds.DISPATCH, number)) for number in range(exchanges)]
     order += [(COMPUTE, Stage(kinds.EXPERT, number)) for number in range(products)]
@@ -160,7 +160,7 @@ def meet(*, on_cuda: bool) -> None:
 
 
 def _spend(saved_bytes: int) -> None:
-    """Use up what the link has saved: twice as many bytes, so that the second half goes at its rate."""
+    """Use up the link's burst: send twice as many bytes, so that the second half is sent at its rate."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     sent, received = (torch.zeros(2 * saved_bytes, dtype=torch.uint8) for _ in range(2))
     works = [dist.isend(sent, (rank + 1) % ranks), dist.irecv(received, (rank - 1) % ranks)]
@@ -169,9 +169,9 @@ def _spend(saved_bytes: int) -> None:
 
 
 def stage_times(recorder: Recorder) -> dict[str, dict[str, list[float]]]:
-    """What was recorded: by direction and stage, microseconds of every pass.
+    """The recorded microseconds of every pass, by direction and stage.
 
-    Stages of all layers but the first end in the layer's place: ``expert.2@1`` is of the second.
+    The names of stages of later layers end with the layer's index: ``expert.2@1`` is of the second layer.
     """
     times: dict[str, dict[str, list[float]]] = {}
     for span in recorder.timeline(rank=0, labels={}).spans:
@@ -187,7 +187,7 @@ def _name(stage: Stage, layer_number: int) -> str:
 
 
 class Clock:
-    """Starts where it is made in the order of the work: of the device if there is one."""
+    """A clock that starts when it is created, in the order of the device's work if there is a device."""
 
     def __init__(self, *, on_cuda: bool) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if on_cuda else None
@@ -196,7 +196,7 @@ class Clock:
         self._begin_s = time.perf_counter()
 
     def passed_s(self) -> float:
-        """Seconds until now, when all work has ended."""
+        """Seconds from the start until all work has ended."""
         if self._event is None:
             return time.perf_counter() - self._begin_s
         end = torch.cuda.Event(enable_timing=True)
@@ -279,7 +279,7 @@ class WatchedExecutor:
 
 
 def sent_bytes() -> int:
-    """What this rank has sent so far over its link, headers included."""
+    """The bytes that this rank has sent so far over its link, headers included."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, columns = line.partition(":")
         if name.strip() == INTERFACE:

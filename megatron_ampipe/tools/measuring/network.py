@@ -1,4 +1,4 @@
-"""The link between ranks: what ``--link`` says; and the real slow network that it may ask for.
+"""The link between ranks, as ``--link`` describes it, and the real slow network that it may need.
 
 Each rank is in a separate network namespace, connected by veth pairs with ``tc tbf``.
 
@@ -26,7 +26,7 @@ from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.files.inputs import adder, at_least
 
 _NONE, RANKS = "none", 2
-"""Where ``--link`` and ``--ranks`` are not given."""
+"""Defaults of ``--link`` and ``--ranks``."""
 
 SPIN_KERNELS = ("ampipe_spin", "spin_kernel")
 """An emulated link's kernels in a GPU's trace: by nanoseconds (:mod:`.emulation`), torch's by cycles."""
@@ -47,9 +47,9 @@ class Link:
     """A link between ranks, as the user wrote it in ``text``.
 
     Attributes:
-        rate_bit_per_s: Of each rank, in each direction; None for loopback, shared memory or NVLink as it is.
-        emulated: No real link has this rate: every all-to-all takes longer by what such a link would take.
-        latency_s: Added to every all-to-all of an emulated link.
+        rate_bit_per_s: Rate of each rank and direction; None without limit (loopback, shared memory, NVLink).
+        emulated: No real link has this rate: every all-to-all is delayed by the time of such a link.
+        latency_s: Latency that is added to every all-to-all of an emulated link.
     """
 
     text: str
@@ -63,13 +63,13 @@ class Link:
         return self.rate_bit_per_s is not None and not self.emulated
 
     def transfer_s(self, size_bytes: float) -> float:
-        """What an emulated link takes for this many bytes in its busier direction."""
+        """The seconds of an emulated link for this many bytes in its busier direction."""
         assert self.rate_bit_per_s is not None
         return self.latency_s + size_bytes * 8 / self.rate_bit_per_s
 
 
 def parse_link(text: str | None) -> Link:
-    """The type of ``--link`` for ``argparse``: of one of the forms, and not so slow that no run would end."""
+    """The type of ``--link`` for ``argparse``: checks the form, and that a run can end."""
     if text in (None, _NONE):
         return Link(_NONE)
     parts = _LINK.fullmatch(text)
@@ -84,7 +84,7 @@ def parse_link(text: str | None) -> Link:
 
 
 def add_link_arguments(parser: argparse.ArgumentParser, *, fewest_ranks: int) -> None:
-    """Declare ``--link``, and ``--ranks``, which is None where it is not given."""
+    """Declare ``--link``, and ``--ranks``, whose default is None."""
     add = adder(parser)
     link = "none, a rate (200mbit) for a real network between namespaces, or emulated:RATE[:LATENCY]"
     add("--link", "L", link, type=parse_link, default=_NONE)
@@ -92,7 +92,7 @@ def add_link_arguments(parser: argparse.ArgumentParser, *, fewest_ranks: int) ->
 
 
 INTERFACE = "ampipe0"
-"""What the interface is called in every rank's namespace."""
+"""Name of the interface in every rank's namespace."""
 
 # How much may leave at once after a pause. It has to be small compared with a chunk: with the 256 KB of many
 # examples, whole chunks would pass a 100 Mbit/s link in almost no time.
@@ -100,7 +100,7 @@ _BURST_BYTES, _BURST_S = 32 * 1024, 0.25e-3
 _SEGMENT_BYTES = 28 * 1024
 _QUEUE = "400ms"
 _CONGESTION_CONTROL = "cubic"
-"""Linux's default, whatever this host's is: BBR paces by timers, which are work for the ranks' cores."""
+"""Linux's default; the host's setting is ignored, because BBR's timers would load the ranks' cores."""
 
 
 class NetworkUnavailable(EnvironmentMissing):
@@ -116,10 +116,10 @@ class NetworkUnavailable(EnvironmentMissing):
 
 @contextlib.contextmanager
 def connected(link: Link, num_ranks: int) -> Iterator[list[int]]:
-    """Network namespaces that are connected, one for each rank, for as long as this lasts.
+    """A context with connected network namespaces, one for each rank.
 
     Yields:
-        What :func:`enter` takes, by rank; NetworkUnavailable if they cannot be made here.
+        The arguments of :func:`enter`, by rank; NetworkUnavailable if they cannot be made here.
     """
     assert link.rate_bit_per_s is not None
     if not hasattr(os, "unshare"):
@@ -147,7 +147,7 @@ def connected(link: Link, num_ranks: int) -> Iterator[list[int]]:
             _inside(pid, f"ip link set {INTERFACE} gso_max_size {_SEGMENT_BYTES} up")
             _shape(pid, INTERFACE, link.rate_bit_per_s)
             _inside(pid, f"ip address add {address}/24 dev {INTERFACE}")
-            # A namespace can use only what its host lists; a route can use any.
+            # A namespace can use only algorithms that its host lists; a route can use any.
             cubic = f"congctl {_CONGESTION_CONTROL}"
             _inside(pid, f"ip route change 10.77.0.0/24 dev {INTERFACE} src {address} {cubic}")
         yield pids

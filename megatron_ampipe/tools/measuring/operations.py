@@ -1,18 +1,18 @@
-"""What ``ampipe profile`` times on every rank, and how: computation, collectives, and a real block.
+"""The measurements of ``ampipe profile`` on every rank: computation, collectives, and a real block.
 
 **Computation**: matrix products, core attention, passes over memory, permutation, in the sizes of a block's
 stages, whole and cut into up to 16 chunks. All ranks measure at the same time, as they compute in training.
 
-**Collectives**, by the functions that training calls, and how they and computation slow each other. Sizes are
-what one rank sends to the others of its group. Between nodes, AMPipe's all-to-all is between the ranks of one
-place in all nodes, as in the first of two hops; the other collectives there are between all ranks, and the
-size of an all-to-all is then what leaves the node.
+**Collectives**, by the functions that training calls, and how much they and computation slow each other. A
+size is the number of bytes that a rank sends to the others of its group. Between nodes, AMPipe's all-to-all
+connects the ranks with the same local rank, as the first of two hops does; the other collectives connect all
+ranks, and the size of an all-to-all counts only the bytes that leave the node.
 
-**A real block**, stage by stage and as a whole, and Megatron's own, as ``ampipe bench`` measures them: what
-they take beyond their operations.
+**A real block**, stage by stage and as a whole, and Megatron's block, as ``ampipe bench`` measures them: they
+show the time that is not in the operations.
 
-All operations are timed once in each round, so that a disturbance of some seconds hits a few rounds of all of
-them, which the medians ignore.
+All operations are timed once in each round: a disturbance of some seconds then changes a few rounds of all
+operations, and the medians ignore it.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from megatron_ampipe.tools.measuring.ranks import Rank
 CUTS = (1, 2, 4, 8, 16)
 """Into how many parts the rows of a block are cut, to get smaller sizes."""
 EXCHANGES = 20
-"""That run while products are computed."""
+"""Number of exchanges that run while products are computed."""
 DEGREES = (2, 4, 8)
 VARIANTS = (Variant(STOCK), *(Variant.of("ampipe", degree) for degree in DEGREES))
-"""Of the real block."""
+"""The variants of the real block."""
 
 
 def measure(rank: Rank[BenchJob]) -> dict[str, Any]:
-    """Measure around the block of a job, on a rank that has started Megatron.
+    """Measure the operations and the block of a job, on a rank that has started Megatron.
 
     Returns:
         ``samples``, ``slowdowns``, ``block`` and ``issue_of`` (:func:`block_times`), ``kernel``,
@@ -66,7 +66,7 @@ def measure(rank: Rank[BenchJob]) -> dict[str, Any]:
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if job.on_cuda else 0
     return {
         "samples": samples,
-        # On the links where the longest transfers are.
+        # On the links that have the longest transfers.
         "slowdowns": operations.slowdowns(links[-1][1]),
         "block": block_times(block["variants"]),
         "issue_of": block["variants"][-1]["issued_us"],
@@ -77,11 +77,11 @@ def measure(rank: Rank[BenchJob]) -> dict[str, Any]:
 
 
 def block_times(variants: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Median microseconds of a block's parts, from what was measured of :data:`VARIANTS`.
+    """Median microseconds of a block's parts, from the measurements of :data:`VARIANTS`.
 
     Returns:
-        ``stages``: by degree, direction and stage, of the stage alone; ``around``: by direction, of what a
-        pass spends outside its stages; ``stock``: by direction, of Megatron's own layer.
+        ``stages``: each stage alone, by degree, direction and stage; ``around``: the part of a pass outside
+        its stages, by direction; ``stock``: Megatron's layer, by direction.
     """
 
     def passes_us(passes: Mapping[str, Any], way: Direction) -> Any:
@@ -111,7 +111,7 @@ def block_times(variants: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 class Probe:
     """An operation of one size to be timed; ``family`` and ``columns`` as in :class:`.Sample`.
 
-    If it is a collective (``together``), ranks meet before each call, so that no wait for a late one counts.
+    Before each call of a collective (``together``) ranks meet, so that no wait for a late rank counts.
     """
 
     family: str
@@ -121,11 +121,11 @@ class Probe:
 
 
 def timed(rank: Rank[BenchJob], probes: Sequence[Probe]) -> list[Sample]:
-    """The typical time of each operation over so many calls, all of them timed in turns.
+    """The typical time of each operation, from calls of all operations in turns.
 
-    Of a computation that is the median. Of a collective it is the lower quartile: on a host, a thread of
-    the backend that has to wait for the scheduler's next tick adds 4 ms to whatever the transfer takes,
-    sometimes to more than half of the calls (docs/log).
+    It is the median for a computation, and the lower quartile for a collective: on a host, a thread of the
+    backend that waits for the scheduler's next tick adds 4 ms to a transfer, sometimes in more than half of
+    the calls (docs/log).
     """
     times_us: list[list[float]] = [[] for _ in probes]
     job = rank.job
@@ -136,7 +136,7 @@ def timed(rank: Rank[BenchJob], probes: Sequence[Probe]) -> list[Sample]:
             clock = Clock(on_cuda=job.on_cuda)
             probe.operation()
             times += [clock.passed_s() * 1e6] * (number >= job.warmup)
-        # Rarely: messages must not slow short calls down.
+        # Few messages, so that they do not slow short calls down.
         rank.progress()
     return [
         Sample(
@@ -154,7 +154,7 @@ are reached over other links, this rank included."""
 
 
 def links_of(ranks_per_node: int) -> list[LinkRanks]:
-    """What to measure on this rank: links within its node, if it has several ranks, then those between."""
+    """The links to measure on this rank: within its node, if it has several ranks, then between nodes."""
     world = list(range(dist.get_world_size()))
     nodes = [world[first : first + ranks_per_node] for first in world[::ranks_per_node]]
     links: list[LinkRanks] = []
@@ -197,7 +197,7 @@ class Operations:
                     yield from self._attention(start, start + rows)
 
     def _product(self, rows: int, k: int, n: int) -> Iterator[Probe]:
-        """Forward, and the two of the backward pass."""
+        """The matrix product of the forward pass, and the two of the backward pass."""
         inputs, weight, gradient = self._random(rows, k), self._random(n, k), self._random(rows, n)
         gflops, weights = 2e-9 * rows * k * n, 1e-6 * k * n
         columns = {"alpha_us": 1.0, "beta_us_per_gflop": gflops, "weights_us_per_million": weights}
@@ -228,7 +228,7 @@ class Operations:
         yield Probe("attention.backward", {**columns, "beta_us_per_gflop": 2.5 * gflops}, differentiate)
 
     def _passes_over_memory(self, rows: int) -> Iterator[Probe]:
-        """A residual is added; rows are reordered; what arrives is copied to host memory; and back."""
+        """Adding a residual; reordering rows; copying received tokens to host memory and back."""
         left, right = (self._random(rows, self._case.hidden) for _ in range(2))
         tokens = self._random(rows * self._case.topk, self._case.hidden)
         order = torch.randperm(len(tokens)).to(tokens.device)
@@ -268,7 +268,7 @@ class Operations:
             yield _of_bytes(f"{name}.reduce_scatter", sent, reduce, together=True)
 
     def _exchange(self, family: str, group: dist.ProcessGroup, rows: int, *, near: int = 1) -> Probe:
-        """An all-to-all of tokens and probabilities; its size is what goes to others than ``near`` ranks."""
+        """An all-to-all of tokens and probabilities; its size is the bytes that leave ``near`` ranks."""
         ranks = group.size()
         tensors = [self._random(rows, self._case.hidden), torch.zeros(rows, device=self._device)]
         splits = [rows // ranks] * ranks
@@ -280,12 +280,12 @@ class Operations:
         return _of_bytes(family, sent, exchange, together=True)
 
     def slowdowns(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """How much longer computation and an all-to-all take while the other runs, as in a cluster file."""
+        """How much computation and an all-to-all slow each other, as in a cluster file."""
         sizes, hidden = self._rows(group), self._case.hidden
         left, weight = self._random(sizes[-2], hidden), self._random(hidden, self._case.ffn)
         product = Probe("", {}, lambda: left @ weight)
         executor = CudaExecutor() if self._rank.job.on_cuda else ThreadExecutor()
-        found = []
+        figures = []
         for rows in (sizes[0], sizes[-2]):
             exchange = self._exchange("", group, rows)
             alone = timed(self._rank, [exchange, product])
@@ -299,8 +299,8 @@ class Operations:
             computed = [span for span in spans if span.lane == COMPUTE and span.begin_us <= end_us]
             slowed_us = statistics.fmean(span.end_us - span.begin_us for span in computed)
             mb, together_us = exchange.columns["beta_us_per_mb"], (end_us - begin_us) / EXCHANGES
-            found.append((mb, exchange_us, together_us, slowed_us / product_us))
-        (small_mb, small_us, small_together_us, _), (mb, us, together_us, compute_slowdown) = found
+            figures.append((mb, exchange_us, together_us, slowed_us / product_us))
+        (small_mb, small_us, small_together_us, _), (mb, us, together_us, compute_slowdown) = figures
         alone_us = max(0.0, (us - small_us) / (mb - small_mb))
         slowed_us = max(0.0, (together_us - small_together_us) / (mb - small_mb))
         slowdown = max(1.0, slowed_us / alone_us) if alone_us else 1.0
@@ -322,6 +322,6 @@ class Operations:
 def _of_bytes(
     family: str, size: float, operation: Callable[[], object], *, count: int = 1, together: bool = False
 ) -> Probe:
-    """So many operations, each of ``size`` bytes."""
+    """A probe of ``count`` operations, each of ``size`` bytes."""
     columns = {"alpha_us": float(count), "beta_us_per_mb": 1e-6 * size * count}
     return Probe(family, columns, operation, together)

@@ -1,4 +1,4 @@
-"""What the planner predicts for every row of a result, and which row it would have chosen. Needs no torch."""
+"""The planner's prediction for every row of a result, and the row that it would choose. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron_ampipe.tools.measuring.grid import Case, block_of_case
 def predict(document: dict[str, Any], cluster: Cluster) -> None:
     """Add predictions to a result, from a cluster that was measured on the same machine and link.
 
-    Every row gets ``predicted_ms`` and ``error`` (predicted / measured - 1), every case ``choice``: the row
-    with the least predicted time, and ``loss``, by how much it is slower than the fastest row.
+    Every row gets ``predicted_ms`` and ``error`` (predicted / measured - 1). Every case gets ``choice``, the
+    row with the least predicted time, and ``loss``, how much slower than the fastest row it was.
     """
     layers = document["layers"]
     for case in document["cases"]:
@@ -43,17 +43,17 @@ def predict_peaks(document: dict[str, Any]) -> None:
 
 
 def _predicted_ms(pipeline: Pipeline, predictor: Predictor, *, layers: int) -> float:
-    """Of one pass through so many layers; ``predictor`` is of one."""
+    """The time of one pass through ``layers`` layers; ``predictor`` is for one layer."""
     predictor = predictor.changed(exchange=pipeline.exchange)
 
     def predicted_us(num_layers: int) -> float:
-        of_layers = predictor.of_layers(num_layers, memory=pipeline.memory)
+        stack = predictor.of_layers(num_layers, memory=pipeline.memory)
         if pipeline.is_stock:
-            time = of_layers.stock()
+            time = stack.stock()
         else:
             chunks = pipeline.chunks(predictor.block.sequence_length)
-            schedule = pipeline.schedule_of(of_layers.layers)
-            time = of_layers.pass_us(schedule, [chunk.hidden[0].length for chunk in chunks])
+            schedule = pipeline.schedule_of(stack.layers)
+            time = stack.pass_us(schedule, [chunk.hidden[0].length for chunk in chunks])
         return time.forward + time.backward
 
     stacks, others = divmod(layers, pipeline.stack)
@@ -61,7 +61,7 @@ def _predicted_ms(pipeline: Pipeline, predictor: Predictor, *, layers: int) -> f
 
 
 def pipeline_of(row: Mapping[str, Any]) -> Pipeline:
-    """What a row measured; older results lack some of the fields."""
+    """The pipeline that a row measured; older results lack some of the fields."""
     return Pipeline.of(
         row["degree"],
         backward_degree=row["backward_degree"],
@@ -76,6 +76,6 @@ def pipeline_of(row: Mapping[str, Any]) -> Pipeline:
 
 def block_of(case: Mapping[str, Any], num_ranks: int) -> Block:
     """The block of a case of a result."""
-    # Results of older versions were of gradients that AMPipe summed itself.
+    # Results of older versions have gradients that AMPipe summed.
     fused = case.get("fused_gradients", False)
     return block_of_case(Case(**case["block"]), num_ranks=num_ranks, fused_gradients=fused)

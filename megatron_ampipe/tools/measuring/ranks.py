@@ -10,7 +10,7 @@ Importing it needs no torch::
     job = RankJob(num_ranks=2, link=parse_link("200mbit"))
     seconds_by_rank = run_ranks(job, work, on_message=lambda rank, event, value: ...)
 
-What ``work`` needs besides is in fields of a subclass of :class:`RankJob`. Ranks are spawned processes, each
+Other inputs of ``work`` are fields of a subclass of :class:`RankJob`. Ranks are spawned processes, each
 in a separate session: Ctrl-C reaches only the command, which then kills them, and the kernel kills them if
 the command dies itself. Not torch's elastic agent: ranks in network namespaces cannot reach its TCP store.
 """
@@ -46,19 +46,19 @@ if TYPE_CHECKING:
 
 _LOG_LINES = 30
 _GRACE_S, _POLL_S = 0.3, 1.0
-"""How long other ranks' failures are awaited after the first, and how often ranks are looked after: rarely,
-as on two cores the command competes with them."""
+"""How long to wait for failures of other ranks after the first, and how often to poll ranks: rarely, because
+on two cores the command competes with them."""
 _PAUSE_S = 0.02
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
-    """How ranks are run; a subclass says what they do.
+    """How to run ranks; a subclass adds the inputs of their work.
 
     Attributes:
         pretended: One process stands for all ranks; see :mod:`.emulation`.
-        seed: Of weights and inputs.
+        seed: Seed of weights and inputs.
         timeout_s: A collective fails after this time, and the run when no rank says anything for so long.
     """
 
@@ -75,7 +75,7 @@ class RankJob:
 
     @property
     def cores(self) -> tuple[int, ...]:
-        """One for each rank that computes on a CPU, where there are enough; else none is pinned."""
+        """The cores to pin ranks to: one for each rank on a CPU; none if there are too few."""
         usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         is_enough = not self.on_cuda and len(usable) >= self.num_ranks
         return tuple(usable[: self.num_ranks]) if is_enough else ()
@@ -83,12 +83,12 @@ class RankJob:
 
 @dataclass(slots=True)
 class Rank[Job: RankJob]:
-    """A rank, for the function that runs in it.
+    """A rank, as the function that runs in it sees it.
 
     Attributes:
-        job: What is to be done.
+        job: How the ranks are run.
         number: From 0.
-        rendezvous: File over which ranks find each other; None under torchrun, which has set the environment.
+        rendezvous: File through which ranks find each other; None under torchrun, which sets the environment.
         say: Sends an event and a value to the command.
     """
 
@@ -98,7 +98,7 @@ class Rank[Job: RankJob]:
     say: Callable[..., None] = lambda *_: None
 
     def progress(self) -> None:
-        """Say that a step has ended, and leave a core to the command while it draws that."""
+        """Report the end of a step, and leave a core to the command while it shows that."""
         self.say("progress")
         time.sleep(_PAUSE_S)
 
@@ -155,7 +155,7 @@ class Rank[Job: RankJob]:
         )
         # Those of Transformer Engine, where it is installed, can be captured in CUDA graphs.
         model_parallel_cuda_manual_seed(self.job.seed, te_rng_tracker=self.job.on_cuda)
-        # As a pipeline does in training; here before anything is timed, so that Megatron's layer has it too.
+        # A pipeline does this in training; here it is done before any timing, so Megatron's layer has it too.
         demote_gloo_threads()
         return emulation
 
@@ -167,16 +167,16 @@ def run_ranks[Job: RankJob](
     on_message: Callable[[int, str, Any], None] = lambda *_: None,
     log: Path | None = None,
 ) -> list[Any]:
-    """Run a function in every rank to its end; no process is left when this ends for any reason.
+    """Run a function in every rank to its end; no process is left, however this ends.
 
     Args:
-        job: How, and what.
+        job: How to run the ranks, with the inputs of their work.
         work: Runs in each rank. It must be importable by name.
-        on_message: Told rank, event and value of everything that ranks say.
+        on_message: Called with rank, event and value of each message of a rank.
         log: File to which all ranks' output is appended; None for a temporary one.
 
     Returns:
-        What ``work`` has returned, by rank.
+        The return values of ``work``, by rank.
 
     Raises:
         RunFailed: a rank failed or was lost, or none said anything for ``job.timeout_s``.
@@ -201,11 +201,11 @@ def run_ranks[Job: RankJob](
         stack.callback(_end, processes)
         spawn = multiprocessing.get_context("spawn")
         for rank, namespace in enumerate(namespaces):
-            pipe, of_rank = spawn.Pipe()
-            arguments = (work, job, rank, folder, log, namespace, os.getpid(), of_rank)
+            pipe, rank_end = spawn.Pipe()
+            arguments = (work, job, rank, folder, log, namespace, os.getpid(), rank_end)
             processes[pipe] = spawn.Process(target=_run_rank, args=arguments)
             processes[pipe].start()
-            of_rank.close()
+            rank_end.close()
         for rank, event, value in _messages(processes, log, timeout_s=job.timeout_s):
             if event == "done":
                 results[rank] = value
@@ -216,7 +216,7 @@ def run_ranks[Job: RankJob](
 
 def _end(processes: Mapping[Connection, SpawnProcess]) -> None:
     for process in processes.values():
-        # Before the rank has made its session, there is no group.
+        # There is no process group before the rank has created its session.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid or 0, signal.SIGKILL)
         process.kill()
@@ -250,7 +250,7 @@ def _messages(
             if event == "done":
                 del missing[rank], pipes[pipe]
             yield rank, event, value
-        # A process that a rank has started may keep the pipe of a rank open that is gone.
+        # A process that a rank has started may keep the rank's pipe open after the rank has ended.
         codes = {rank: process.exitcode for rank, process in missing.items() if process.exitcode is not None}
         if codes or failures:
             failing_since = failing_since or time.monotonic()
@@ -302,7 +302,7 @@ def _run_rank(
     # Ranks share a log. Under PYTHONUNBUFFERED, print() would write text and line end apart.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)
     faulthandler.enable()
-    # What the rank starts itself, such as workers of a data loader, is started as in a training.
+    # Processes that the rank starts, such as workers of a data loader, are started as in a training.
     multiprocessing.set_start_method(None, force=True)
     ranks = str(job.num_ranks)
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}

@@ -1,8 +1,8 @@
 """The document of ``ampipe bench --json`` and its table: medians, ratios with their spread, bounds. No torch.
 
 The time of a pass is the maximum over ranks. The speedup is the median of the ratios stock / variant taken
-within each repeat, where the machine was in the same state for both. What the machine itself contributes is
-the spread of the control, which is Megatron's layer measured a second time, in turns with everything else.
+within each repeat, where the machine was in the same state for both. The noise of the machine is the spread
+of the control, which is Megatron's layer measured a second time, in turns with all others.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ FORMAT = "ampipe-bench-1"
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:
-    """Write the document; it appears under its name only when it is whole."""
+    """Write the document; the file appears only when it is complete."""
     outputs.write_text(path, json.dumps(document) + "\n")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a document of blocks that :func:`write` wrote, and fill in what older ones lack; or BadInput."""
+    """Read a document of :func:`write`, and add the fields that older ones lack; BadInput if it is none."""
 
     def parse(text: str) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(text)
@@ -55,8 +55,8 @@ def with_control(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The rows of all variants but stock as a case holds them.
 
     Returns:
-        ``control``, with its ``spread``: how far the 10th or the 90th percentile of stock / control is from
-        1, whichever is further, as a factor (0.03 for 3 %). ``rows``, all others, with ``difference_seen``:
+        ``control``, with its ``spread``: the distance from 1 of the 10th or the 90th percentile of
+        stock / control, whichever is larger (0.03 for 3 %). ``rows``, all others, with ``difference_seen``:
         whether the speedup is further from 1 than the spread.
     """
     control, *others = rows
@@ -71,7 +71,7 @@ def with_control(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def case_result(job: BenchJob, index: int, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One entry of ``cases`` in the document, from what each rank found (:func:`.timed_passes.measure`)."""
+    """One entry of ``cases`` in the document, from the ranks' reports (:func:`.timed_passes.measure`)."""
     case, variants = job.cases[index], job.variants[index]
     by_variant = list(zip(*(report["variants"] for report in reports), strict=True))
     stock, *figures = map(_figures, by_variant)
@@ -80,10 +80,10 @@ def case_result(job: BenchJob, index: int, reports: Sequence[Mapping[str, Any]])
             **described(variant, job),
             **each,
             **speedup(stock["samples_ms"], each["samples_ms"]),
-            "difference_from_stock": of_ranks[0]["difference"],
-            **_stages(variant, of_ranks, ms=each["ms"]),
+            "difference_from_stock": ranks[0]["difference"],
+            **_stages(variant, ranks, ms=each["ms"]),
         }
-        for variant, each, of_ranks in zip(variants[1:], figures, by_variant[1:], strict=True)
+        for variant, each, ranks in zip(variants[1:], figures, by_variant[1:], strict=True)
     ]
     return {
         "name": case.name,
@@ -98,7 +98,7 @@ def case_result(job: BenchJob, index: int, reports: Sequence[Mapping[str, Any]])
 
 
 def described(variant: Variant, job: BenchJob) -> dict[str, Any]:
-    """What a row says of its variant."""
+    """The fields of a row that describe its variant."""
     pipeline = variant.pipeline
     backward = None if pipeline.backward_degree == pipeline.degree else pipeline.backward_degree
     return {
@@ -115,29 +115,29 @@ def described(variant: Variant, job: BenchJob) -> dict[str, Any]:
     }
 
 
-def _figures(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the document holds of every variant, stock included; times are those of the slowest rank."""
-    by_rank = [[round(1e3 * seconds, 4) for seconds in rank["wall_s"]] for rank in of_ranks]
-    samples = [max(of_repeat) for of_repeat in zip(*by_rank, strict=True)]
-    backward_s = map(max, zip(*(rank["backward_s"] for rank in of_ranks), strict=True))
-    sent = zip(*(rank["wire_bytes"] for rank in of_ranks), strict=True)
-    # Of all ranks together, by the kernel's counters.
+def _figures(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of a variant, stock included; times are those of the slowest rank."""
+    by_rank = [[round(1e3 * seconds, 4) for seconds in rank["wall_s"]] for rank in ranks]
+    samples = [max(repeat) for repeat in zip(*by_rank, strict=True)]
+    backward_s = map(max, zip(*(rank["backward_s"] for rank in ranks), strict=True))
+    sent = zip(*(rank["wire_bytes"] for rank in ranks), strict=True)
+    # Sums over ranks, by the kernel's counters.
     sums = [sum(repeat) for repeat in sent if None not in repeat]
     return {
         "ms": round(statistics.median(samples), 4),
         "backward_ms": round(1e3 * statistics.median(backward_s), 4),
         "samples_ms": samples,
         "samples_ms_by_rank": by_rank,
-        "peak_bytes": max(rank["peak_bytes"] for rank in of_ranks),
+        "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
         "wire_bytes": round(statistics.median(sums)) if sums else None,
     }
 
 
-def _stages(variant: Variant, of_ranks: Sequence[Mapping[str, Any]], *, ms: float) -> dict[str, Any]:
+def _stages(variant: Variant, ranks: Sequence[Mapping[str, Any]], *, ms: float) -> dict[str, Any]:
     """The stages of a row, and the bound of its time, of the slowest rank; None where nothing overlaps."""
-    needs, stages, bound_ms = of_ranks[0]["needs"], None, None
+    needs, stages, bound_ms = ranks[0]["needs"], None, None
     if variant.pipelined:
-        stages = [rank["stages"] for rank in of_ranks]
+        stages = [rank["stages"] for rank in ranks]
         bounds = (_bound_us(each, needs, stack=variant.pipeline.stack) for each in stages)
         bound_ms = round(max(bounds) / 1e3, 4)
     return {
@@ -149,7 +149,7 @@ def _stages(variant: Variant, of_ranks: Sequence[Mapping[str, Any]], *, ms: floa
 
 
 def _bound_us(samples: Mapping[str, Any], needs: Any, *, stack: int) -> float:
-    """Of a pass on one rank, from medians; layers in groups of ``stack`` share a schedule."""
+    """The bound of a pass on one rank, from medians; ``stack`` layers share a schedule."""
     total = 0.0
     for direction, stages in samples.items():
         graphs: dict[int, dict[Stage, tuple[Stage, ...]]] = {}
@@ -188,7 +188,7 @@ def show(document: Record, console: Console) -> None:
     table.add_column("case", overflow="fold")
     table.add_column("layer")
     for name in columns:
-        # In a narrow terminal a figure goes on in the next line rather than losing its end.
+        # In a narrow terminal a figure is wrapped, not cut.
         table.add_column(name, justify="right", overflow="fold")
     for (name, row, style), *cells in zip(lines, *columns.values(), strict=True):
         if name:
@@ -215,12 +215,12 @@ def _figure(key: str, form: str, factor: float = 1) -> Callable[[Record], str]:
 
 
 def _choice(key: str, usual: object) -> Callable[[Record], str]:
-    """Empty where it is as usual."""
+    """Empty for the usual value."""
     return lambda row: "" if row.get(key, usual) == usual else str(row[key])
 
 
 def _speedup(row: Record) -> str:
-    """The speedup, with what the control says of it."""
+    """The speedup, marked if the control shows that it is noise."""
     if "speedup" not in row:
         return ""
     said = f" (spread {row['spread']:.1%})" if "spread" in row else ""
@@ -249,4 +249,4 @@ _COLUMNS: dict[str, Callable[[Record], str]] = {
     "predicted": _figure("predicted_ms", "{:.2f}"),
     "off by": _figure("error", "{:+.1%}"),
 }
-"""By heading, what makes a cell of a row; empty where the row has no such figure."""
+"""By heading, the function that makes a cell of a row; the cell is empty if the row has no such figure."""

@@ -1,7 +1,7 @@
-"""What a rank of ``ampipe bench`` does: checks that all variants of a case compute the same, then times them.
+"""The work of a rank of ``ampipe bench``: check that all variants compute the same, then time them.
 
-One pass is forward and backward of all layers. Before it the ranks meet at a barrier; its time is this
-rank's, from there until its gradients are there, and the command takes the maximum over ranks. Stock and
+One pass is forward and backward of all layers. Ranks meet at a barrier before it. A rank measures from there
+until its gradients are complete, and the command takes the maximum over ranks. Stock and
 every variant run once in each repeat, in an order that is rotated from repeat to repeat, so that a machine
 that becomes slower affects all equally.
 """
@@ -49,10 +49,10 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
 
     Returns:
         ``kernel`` and ``fused_gradients``; and a list ``variants`` with, for each: the fields of
-        :class:`PassSample`, by repeat; ``stages``: microseconds of every stage alone, and ``needs``: what
-        each waits for, ``issued_us``: of the host on a GPU, ``alone`` and ``apart_s``: these passes, and
-        their seconds between stages (None where the layer is Megatron's own); ``difference`` from stock;
-        ``peak_bytes``.
+        :class:`PassSample`, by repeat; ``difference`` from stock; ``peak_bytes``; and (None for Megatron's
+        layer) ``stages``: microseconds of every stage alone, ``needs``: the stages that each waits for,
+        ``issued_us``: the host's time to issue a stage on a GPU, ``alone``: the passes with stages alone,
+        and ``apart_s``: their seconds between stages.
     """
     job = rank.job
     factory = BlockFactory(rank, case, layers=job.layers)
@@ -86,9 +86,9 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
             alone[index].append(passes.run(layer))
             layer.timer.recorder.pause()
 
-    found = [
+    entries = [
         {
-            **_by_field(of_variant),
+            **_by_field(sample),
             "stages": layer and stage_times(layer.timer.recorder),
             "needs": layer and layer.timer.needs,
             "issued_us": layer and layer.timer.issued_us(),
@@ -97,9 +97,9 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
             "difference": difference[place],
             "peak_bytes": peaks[place],
         }
-        for place, (of_variant, layer) in enumerate(zip(samples, timed, strict=True))
+        for place, (sample, layer) in enumerate(zip(samples, timed, strict=True))
     ]
-    return {"kernel": factory.kernel, "fused_gradients": factory.fused_gradients, "variants": found}
+    return {"kernel": factory.kernel, "fused_gradients": factory.fused_gradients, "variants": entries}
 
 
 def _by_field(samples: Sequence[PassSample]) -> dict[str, tuple[Any, ...]]:
@@ -110,9 +110,9 @@ class PassSample(NamedTuple):
     """One pass on one rank.
 
     Attributes:
-        wall_s: Seconds it took.
-        backward_s: Those from the end of the forward part, of the device if there is one.
-        wire_bytes: What this rank put on the wire, headers included; None where it was not counted.
+        wall_s: Seconds of the whole pass.
+        backward_s: Seconds from the end of the forward pass, measured on the device if there is one.
+        wire_bytes: Bytes that this rank sent, headers included; None if they were not counted.
     """
 
     wall_s: float
@@ -121,7 +121,7 @@ class PassSample(NamedTuple):
 
 
 class Passes:
-    """Runs one pass of any layer on always the same input and output gradient, and reports each."""
+    """Runs passes of any layer, always with the same input and output gradient."""
 
     def __init__(self, rank: Rank[Any], case: Case) -> None:
         self._rank, self.on_cuda = rank, rank.job.on_cuda
@@ -132,7 +132,7 @@ class Passes:
             torch.randn(shape, generator=generator).to("cuda" if self.on_cuda else "cpu", DTYPES[case.dtype])
             for _ in range(2)
         )
-        # What exists now stays: later collections skip it.
+        # Later garbage collections skip the objects that exist now.
         gc.freeze()
 
     def run(self, layer: torch.nn.Module) -> PassSample:
@@ -144,15 +144,15 @@ class Passes:
         with nullcontext() if chosen is None else _choices(layer, chosen):
             _, output, hidden = self._run(layer)
         assert hidden.grad is not None
-        found = {"output": output.detach(), "gradient of the input": hidden.grad}
+        tensors = {"output": output.detach(), "gradient of the input": hidden.grad}
         for name, parameter in layer.named_parameters():
             # An expert that no token visits may be left without a gradient.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            found[f"gradient of {name}"] = gradient + getattr(parameter, "main_grad", 0)
-        return found
+            tensors[f"gradient of {name}"] = gradient + getattr(parameter, "main_grad", 0)
+        return tensors
 
     def peak_bytes(self, layer: torch.nn.Module, *, meter: TensorMeter | None) -> int:
-        """The most bytes that a pass holds beyond what it is given, by ``meter`` on a CPU."""
+        """The peak of the bytes that a pass allocates, by ``meter`` on a CPU."""
         known = [self._hidden, self._gradient, *layer.parameters()]
         known += [each.main_grad for each in layer.parameters() if hasattr(each, "main_grad")]
         peaks = []
@@ -188,7 +188,7 @@ class Passes:
             wall_s = time.perf_counter() - begin
             wire_bytes = None
             if self._counts_wire:
-                # A rank may have what it waited for while a peer still receives.
+                # A rank may have received all its data while a peer still receives.
                 meet(on_cuda=self.on_cuda)
                 wire_bytes = sent_bytes() - sent_before
             return PassSample(wall_s, backward_s, wire_bytes), output, hidden
@@ -210,30 +210,30 @@ def compare(
     """The largest difference of each variant from stock, over tensors and ranks; the same on every rank."""
     chosen: list[Tensor] = []
     expected = passes.results(layers[0], chosen)
-    found = []
+    largest = []
     for layer, variant in zip(layers, variants, strict=True):
         limit, order = (TOLERANCE, torch.inf) if case.dtype == "fp32" else (TOLERANCE_16_BIT, 2)
         if variant.wire is not None:
             limit, order = TOLERANCE_OF_WIRES, 2
-        # Where numbers are rounded, that decides between experts that are nearly tied.
+        # Rounding can change the choice between experts with nearly equal scores.
         rounded = case.dtype != "fp32" or variant.wire is not None
         results = passes.results(layer, chosen if rounded else None)
         differences = {name: _difference(expected[name], results[name], order) for name in expected}
         name = max(differences, key=differences.__getitem__)
         worst = torch.tensor(differences[name], dtype=torch.float64, device=expected["output"].device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        found.append(float(worst))
+        largest.append(float(worst))
         if worst > limit:
             raise DifferenceFound(
                 f"case {case.name}: {variant} does not compute what Megatron's layers do: off by {worst:.1e} "
                 f"(on rank {rank} most in the {name}), allowed is {limit:.0e}; the case was not measured."
             )
-    return found
+    return largest
 
 
 @contextmanager
 def _choices(layers: torch.nn.Module, chosen: list[Tensor]) -> Iterator[None]:
-    """Within it, routers choose the experts ``chosen``, ``[T, K]`` by layer; an empty one receives them."""
+    """A context in which routers use the experts ``chosen``, ``[T, K]`` by layer; fills it if it is empty."""
     routers = [layer.mlp.router for layer in layers.layers]
     for number, router in enumerate(routers):
         router.router_replay = RouterReplay()
@@ -251,9 +251,9 @@ def _choices(layers: torch.nn.Module, chosen: list[Tensor]) -> Iterator[None]:
         RouterReplay.clear_global_router_replay_instances()
 
 
-def _difference(expected: Tensor, found: Tensor, order: float) -> float:
-    """Relative to the norm of this order of the tensor; infinite for NaN."""
-    expected, found = expected.double(), found.double()
+def _difference(expected: Tensor, actual: Tensor, order: float) -> float:
+    """The norm of the difference relative to that of ``expected``; infinite for NaN."""
+    expected, actual = expected.double(), actual.double()
     size = torch.linalg.vector_norm(expected, order).clamp_min(1e-12)
-    difference = torch.linalg.vector_norm(expected - found, order) / size
+    difference = torch.linalg.vector_norm(expected - actual, order) / size
     return float(difference.nan_to_num(nan=torch.inf, posinf=torch.inf))

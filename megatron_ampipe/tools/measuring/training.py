@@ -1,4 +1,4 @@
-"""``ampipe bench --end-to-end``: whole trainings in turns, stock and AMPipe's, and whether losses are equal.
+"""``ampipe bench --end-to-end``: run whole trainings in turns, stock and AMPipe's, and compare their losses.
 
 Every training is Megatron's own loop as ``-m megatron_ampipe.pretrain_gpt`` runs it, on CPUs, from the same
 seed. A round trains every variant once, in an order that is rotated from round to round, so that a machine
@@ -30,7 +30,7 @@ ITERATION = re.compile(
     r" iteration +(?P<number>\d+)/ *\d+ \|.*"
     r" elapsed time per iteration \(ms\): (?P<ms>[0-9.]+) \|.* lm loss: (?P<lm_loss>\S+) \|"
 )
-"""What Megatron's log says of an iteration."""
+"""A line of Megatron's log about an iteration."""
 
 _VOCABULARY = 256
 # A learning rate and an epsilon that do not amplify rounding: see docs/log.
@@ -39,12 +39,12 @@ _OPTIMIZER = "--lr 5e-4 --adam-eps 1e-5 --lr-decay-style constant --lr-warmup-it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob(RankJob):
-    """One training, on CPUs. An emulated link slows its all-to-alls alone.
+    """One training, on CPUs. An emulated link slows only its all-to-alls.
 
     Attributes:
         flags: The command line of ``megatron_ampipe.pretrain_gpt``.
-        stock_attends_as: For a stock training, the precision for which its core attention is to be the
-            kernel that AMPipe's layers have; None in a training of AMPipe's, which has it.
+        stock_attends_as: For a stock training: give it the attention kernel that AMPipe's layers use in this
+            precision. None for a training with AMPipe, which has that kernel.
     """
 
     flags: tuple[str, ...]
@@ -53,7 +53,7 @@ class TrainingJob(RankJob):
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What one training logged, by iteration: milliseconds, and the loss."""
+    """The log of one training, by iteration: milliseconds, and the loss."""
 
     ms: tuple[float, ...]
     lm_loss: tuple[float, ...]
@@ -63,11 +63,11 @@ def training_flags(
     case: Case, *, layers: int, num_ranks: int, iterations: int, seed: int, micro_batches: int = 2
 ) -> tuple[str, ...]:
     """Megatron's flags for training a model of blocks as :mod:`.blocks` builds them, on made-up data."""
-    of_model = model_flags(case, num_ranks=num_ranks).items()
+    model = model_flags(case, num_ranks=num_ranks).items()
     flags = [
         *(
             word
-            for flag, value in of_model
+            for flag, value in model
             for word in ([f"--{flag}"] if value is True else [f"--{flag}", value])
         ),
         *("--num-layers", layers, "--disable-bias-linear", "--no-bias-gelu-fusion"),
@@ -87,11 +87,11 @@ def training_flags(
 def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[], object]) -> Iterator[dict[str, Any]]:
     """Train every case with every variant in ``rounds`` rounds; yields the entries ``cases`` of the document.
 
-    ``job.warmup`` and ``job.repeats`` are iterations of a training that do not and that do count. RunFailed
-    if a training did not come to its end, DifferenceFound if a loss differs from the stock training's.
+    ``job.warmup`` iterations of a training are not counted, the ``job.repeats`` after them are. RunFailed
+    if a training does not finish, DifferenceFound if a loss differs from the stock training's.
     """
     iterations = job.warmup + job.repeats
-    # Between two trainings there is nothing to clean up, but the exit code should be the same.
+    # An interrupt between two trainings needs no cleaning up, but must give the same exit code.
     with signals_as_interrupts():
         for case, variants in zip(job.cases, job.variants, strict=True):
             flags = training_flags(
@@ -133,10 +133,10 @@ def run[Job: TrainingJob](
 
     Args:
         training: What to run.
-        iterations: How many it is to log; ``on_iteration`` is called at each.
-        title: What an error calls it.
-        work: What each rank does; :func:`train` if None.
-        log: As of :func:`.run_ranks`.
+        iterations: How many it must log; ``on_iteration`` is called at each.
+        title: Its name in error messages.
+        work: The function of each rank; :func:`train` if None.
+        log: As in :func:`.run_ranks`.
     """
     logged: list[tuple[float, float]] = []
 
@@ -178,16 +178,16 @@ def case_result(
     case: Case, job: BenchJob, variants: Sequence[Variant], curves: Sequence[Sequence[Curve]]
 ) -> dict[str, Any]:
     """One entry of ``cases`` in the document; ``curves`` are by variant, stock first, and by round."""
-    stock, *timed = ([ms for curve in of_rounds for ms in curve.ms[job.warmup :]] for of_rounds in curves)
+    stock, *timed = ([ms for curve in rounds for ms in curve.ms[job.warmup :]] for rounds in curves)
     rows = [
         {
             **described(variant, job),
             **_speed(samples),
             **speedup(stock, samples),
-            "loss_difference": max(loss_difference(curves[0][0], curve)[0] for curve in of_rounds),
-            "trainings": [asdict(curve) for curve in of_rounds],
+            "loss_difference": max(loss_difference(curves[0][0], curve)[0] for curve in rounds),
+            "trainings": [asdict(curve) for curve in rounds],
         }
-        for variant, samples, of_rounds in zip(variants[1:], timed, curves[1:], strict=True)
+        for variant, samples, rounds in zip(variants[1:], timed, curves[1:], strict=True)
     ]
     return {
         "name": case.name,
@@ -204,10 +204,10 @@ def _speed(samples_ms: Sequence[float]) -> dict[str, float]:
 
 
 def train(rank: Rank[TrainingJob]) -> None:
-    """Train in a rank, through the entry point that users launch; a message ``iteration`` for each it logs.
+    """Train in a rank through the entry point that users launch; sends a message ``iteration`` for each.
 
-    Two things are added, so that neither side has an advantage that the other could have: the local layers of
-    a stock run attend with the kernel that AMPipe's use, and gloo's event loops are batch threads there too.
+    For a fair comparison a stock run gets two things that AMPipe has: its local layers use the attention
+    kernel of AMPipe's layers, and gloo's event loops are batch threads.
     """
     job = rank.job
     rank.connect()
@@ -224,7 +224,7 @@ def train(rank: Rank[TrainingJob]) -> None:
 
 
 def _tell_iterations(rank: Rank[TrainingJob]) -> None:
-    """Have the last rank, which prints iterations, also say them."""
+    """Have the last rank, which prints iterations, also send them to the command."""
     from megatron.training import training
 
     show = training.print_rank_last
@@ -239,7 +239,7 @@ def _tell_iterations(rank: Rank[TrainingJob]) -> None:
 
 
 def _use_kernel_of_ampipe(dtype: str) -> None:
-    """Have Megatron's local layers attend with the kernel of AMPipe's layers, on the whole sequence."""
+    """Have Megatron's local layers use the attention kernel of AMPipe's layers, on the whole sequence."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.spec_utils import ModuleSpec
 

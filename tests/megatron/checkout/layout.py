@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.megatrons import megatron_of
 
-SCRIPTS = ("pretrain_gpt.py", "pretrain_hybrid.py", "model_builder.py")
+SCRIPTS = ("pretrain_gpt.py", "pretrain_hybrid.py")
 
 
 def lay_out(folder: Path, version: str, *, copy: bool = False) -> Path:

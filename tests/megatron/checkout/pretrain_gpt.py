@@ -1,7 +1,7 @@
 """Trains a GPT model with the calls of Megatron-LM's ``pretrain_gpt.py``, for any supported version.
 
 Does not use AMPipe. Supports what the tests launch: complete sequences, no tensor or context parallelism.
-Copied next to a ``megatron`` folder by :mod:`.layout`, as is the module ``model_builder``.
+Copied next to a ``megatron`` folder by :mod:`.layout`.
 """
 
 import functools
@@ -10,9 +10,11 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.training import arguments as megatron_arguments
 from megatron.training import get_args, inprocess_restart, pretrain
-from model_builder import build_model
+from megatron.training.arguments import core_transformer_config_from_args
 
 try:
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -31,8 +33,6 @@ def datasets(sizes, vp_stage=None):
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
-        blend=None,
-        blend_per_split=None,
         split=args.split,
         path_to_cache=args.data_cache_path,
         tokenizer=build_tokenizer(args),
@@ -45,6 +45,27 @@ def datasets(sizes, vp_stage=None):
 
 
 datasets.is_distributed = True
+
+
+def build_model(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+    """Before 0.19."""
+    args = get_args()
+    config = config or core_transformer_config_from_args(args)
+    layers = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=False,
+        vp_stage=vp_stage,
+    )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layers,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
 
 
 def loss(mask, losses):
