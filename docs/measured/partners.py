@@ -252,29 +252,6 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         overlap = replace(both.overlap, compute_slowdown=1.0, communication_slowdown=1.0, latency_us=0.0)
         return Partner(period=best_period(TimedProgram(both.compiled, durations, None, overlap)))
 
-    def slowdown() -> float:
-        """How many times as long attention takes while the link carries rows both ways."""
-        attention = factory.stock.layers[0].self_attention
-
-        def attend() -> float:
-            begin = time.perf_counter()
-            for hidden, gradient in zip(given, above, strict=True):
-                attention(hidden.clone().requires_grad_(), None)[0].backward(gradient)
-            return time.perf_counter() - begin
-
-        together()
-        alone_s = attend()
-        # What the link carries in twice this time, to and from each of two ranks.
-        num_bytes = int(2 * alone_s * rank.job.link.rate_bit_per_s / 8)
-        sent = torch.zeros(2 * num_bytes, dtype=torch.uint8)
-        # A barrier would wait for the transfer.
-        together()
-        transfer = dist.all_to_all_single(torch.empty_like(sent), sent, async_op=True)
-        busy_s = attend()
-        assert not transfer.is_completed(), "the link was not busy all the time"
-        transfer.wait()
-        return busy_s / alone_s
-
     def stack(degree: int, partner: Partner | None = None) -> Any:
         return factory.build(Variant.of("ampipe", degree, stack=0, partner=partner))
 
@@ -341,7 +318,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
             rank.say("step")
         together()
         if rank.job.link.is_network:
-            slowdowns.append(slowdown())
+            slowdowns.append(slowdown(rank, factory.stock.layers[0].self_attention, given, above))
         uncut_s, halves_s = (stages_alone(layers, turn + 1) for layers in (uncut, halves))
     return {
         "seconds": seconds,
@@ -352,6 +329,32 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         "slowdowns": slowdowns,
         "searched": program_to_text(partners["partners, searched"].period),
     }
+
+
+def slowdown(rank: Rank[Steps], attention: Any, given: Sequence[Any], above: Sequence[Any]) -> float:
+    """How many times as long attention takes while the link carries rows both ways."""
+    import torch
+    import torch.distributed as dist
+
+    def attend() -> float:
+        begin = time.perf_counter()
+        for hidden, gradient in zip(given, above, strict=True):
+            attention(hidden.clone().requires_grad_(), None)[0].backward(gradient)
+        return time.perf_counter() - begin
+
+    dist.barrier()
+    alone_s = attend()
+    slowest_s = torch.tensor(alone_s)
+    dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
+    # What the link carries in twice this time, to and from each of two ranks.
+    sent = torch.zeros(2 * int(2 * slowest_s * rank.job.link.rate_bit_per_s / 8), dtype=torch.uint8)
+    transfer = dist.all_to_all_single(torch.empty_like(sent), sent, async_op=True)
+    # No barrier, which would wait for the transfer.
+    busy_s = attend()
+    begin = time.perf_counter()
+    transfer.wait()
+    assert time.perf_counter() > begin + 0.01, "the link was not busy all the time"
+    return busy_s / alone_s
 
 
 if __name__ == "__main__":
