@@ -4,9 +4,11 @@ All use the same transport. Megatron's layers are measured twice; the second is 
 the order of Megatron's own for two micro-batches (the default), cut in two, and in the order that the
 planner's search finds for the times of all stages, measured alone; passes without one are cut in two. The
 bound is that of ``ampipe bench``: the larger of all computation and all transfers of the slowest rank, each
-stage timed alone in every round, with what the first transfer waits for and what waits for the last one. On a
-GPU all ranks but one are pretended, and stacks are also measured with their stages in CUDA graphs. Needs root
-for a real link, from the repository's root:
+stage timed alone in every round, with what the first transfer waits for and what waits for the last one. The
+kernel's TCP runs on the cores that compute: how much longer attention takes while a real link carries rows is
+measured as well, and a second bound is that of computation so much slower for as long as there are transfers.
+On a GPU all ranks but one are pretended, and stacks are also measured with their stages in CUDA graphs. Needs
+root for a real link, from the repository's root:
 
     PYTHONPATH=. python docs/measured/partners.py docs/log/partners-200mbit.json 200mbit
     PYTHONPATH=. python docs/measured/partners.py docs/log/partners-25MB.json emulated:25MB/s
@@ -82,7 +84,9 @@ def main() -> None:
         name: statistics.fmean(statistics.median(found["processor"][name]) for found in of_ranks)
         for name in names
     }
-    bound_s = max(map(bound_of_rank, of_ranks))
+    bound_s, next_to_transfers_s = (
+        max(bound_of_rank(found, slower) for found in of_ranks) for slower in (False, True)
+    )
     for name in names:
         each = [
             1e3 * value / MICROBATCHES for value in (medians[name], min(seconds[name]), max(seconds[name]))
@@ -92,7 +96,8 @@ def main() -> None:
             f"{name:20} {each[0]:5.0f} ms a micro-batch ({each[1]:.0f} to {each[2]:.0f}), {gain:.2f}x, ",
             end="",
         )
-        print(f"processor {work_share:.2f}x, {bound_s / medians[name]:.1%} of the bound")
+        print(f"processor {work_share:.2f}x, {bound_s / medians[name]:.1%} of the bound, ", end="")
+        print(f"{next_to_transfers_s / medians[name]:.1%} of that next to transfers")
     document = {
         "command": ["python", *sys.argv],
         "hardware": machine.hardware(),
@@ -101,7 +106,9 @@ def main() -> None:
         "differences": of_ranks[0]["differences"],
         "stages_seconds": [found["stages_s"] for found in of_ranks],
         "waits_seconds": [found["waits_s"] for found in of_ranks],
+        "slowdowns": [found["slowdowns"] for found in of_ranks],
         "bound_seconds": bound_s,
+        "bound_next_to_transfers_seconds": next_to_transfers_s,
         "searched": of_ranks[0]["searched"].splitlines(),
         "seconds": seconds,
         "processor_seconds": {name: [found["processor"][name] for found in of_ranks] for name in names},
@@ -109,9 +116,13 @@ def main() -> None:
     Path(file).write_text(json.dumps(document, indent=1) + "\n")
 
 
-def bound_of_rank(found: Mapping[str, Any]) -> float:
-    """Seconds that no order of all stages of a step can beat on a rank."""
+def bound_of_rank(found: Mapping[str, Any], slower: bool) -> float:
+    """Seconds that no order of all stages of a step can beat on a rank; ``slower`` next to transfers."""
     computation, transfers = (MICROBATCHES * found["stages_s"][lane] for lane in ("compute", "transfers"))
+    if slower and found["slowdowns"]:
+        # While as much is computed as without a transfer, less time has passed there.
+        slowdown = statistics.median(found["slowdowns"])
+        computation += (1 - 1 / slowdown) * min(transfers, slowdown * computation)
     return max(computation, transfers + sum(found["waits_s"].values()))
 
 
@@ -293,6 +304,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         )
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     processor: dict[str, list[float]] = {name: [] for name in steps}
+    slowdowns: list[float] = []
     for turn in range(rank.job.rounds):
         names = list(steps)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -305,6 +317,8 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
             processor[name].append(time.process_time() - begin_processor)
             rank.say("step")
         together()
+        if rank.job.link.is_network:
+            slowdowns.append(slowdown(rank, factory.stock.layers[0].self_attention, given, above))
         uncut_s, halves_s = (stages_alone(layers, turn + 1) for layers in (uncut, halves))
     return {
         "seconds": seconds,
@@ -312,8 +326,35 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         "differences": differences,
         "stages_s": sums(uncut_s),
         "waits_s": waits(halves_s, halves.timer.needs),
+        "slowdowns": slowdowns,
         "searched": program_to_text(partners["partners, searched"].period),
     }
+
+
+def slowdown(rank: Rank[Steps], attention: Any, given: Sequence[Any], above: Sequence[Any]) -> float:
+    """How many times as long attention takes while the link carries rows both ways."""
+    import torch
+    import torch.distributed as dist
+
+    def attend() -> float:
+        begin = time.perf_counter()
+        for hidden, gradient in zip(given, above, strict=True):
+            attention(hidden.clone().requires_grad_(), None)[0].backward(gradient)
+        return time.perf_counter() - begin
+
+    dist.barrier()
+    alone_s = attend()
+    slowest_s = torch.tensor(alone_s)
+    dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
+    # What the link carries in twice this time, to and from each of two ranks.
+    sent = torch.zeros(2 * int(2 * slowest_s * rank.job.link.rate_bit_per_s / 8), dtype=torch.uint8)
+    transfer = dist.all_to_all_single(torch.empty_like(sent), sent, async_op=True)
+    # No barrier, which would wait for the transfer.
+    busy_s = attend()
+    begin = time.perf_counter()
+    transfer.wait()
+    assert time.perf_counter() > begin + 0.01, "the link was not busy all the time"
+    return busy_s / alone_s
 
 
 if __name__ == "__main__":
