@@ -16,6 +16,7 @@ pytestmark = pytest.mark.timeout(180)
 DOCTOR = [sys.executable, "-m", "megatron_ampipe.cli", "doctor"]
 
 
+@pytest.mark.alone
 def test_the_doctor_starts_ranks_and_measures(tmp_path: Path) -> None:
     done = completed(*DOCTOR, cwd=tmp_path, env=environment())
     assert "2 ranks: versions and environment agree" in done.stdout

