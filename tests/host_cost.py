@@ -6,9 +6,7 @@ every collective is one copy, as a launch of NCCL is one call, and a CUDA graph 
 operators and Python calls of a forward and a backward pass of AMPipe's layers, over those of Megatron's.
 """
 
-import cProfile
 import json
-import pstats
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import cuda_graph_standin
 from tests.dist.worker import start_alone
-from tests.plan_cases import grid_case
+from tests.plan_cases import grid_case, python_calls
 
 RANKS, LAYERS = 8, 2
 STOCK = "Megatron"
@@ -123,14 +121,6 @@ def operators(run: Callable[[], None]) -> int:
     with _Operators() as counted:
         run()
     return counted.count
-
-
-def python_calls(run: Callable[[], None]) -> int:
-    """The functions that a pass of all layers calls."""
-    profile = cProfile.Profile()
-    profile.runcall(run)
-    calls: int = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
-    return calls
 
 
 def main() -> None:

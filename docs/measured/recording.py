@@ -1,4 +1,4 @@
-"""What recording who goes where costs a training: iterations that record next to iterations that do not.
+"""What recording the routing costs a training: iterations that record next to iterations that do not.
 
 One training of the quick start's recipe on its text, two ranks without a slow link, which records every
 fourth iteration. Megatron's log says how long an iteration took on the last rank. The first rank writes the

@@ -398,7 +398,7 @@ class Settings:
         shown_default="off",
         help="record [how tokens are routed](routing.md), at any degree, for `ampipe routing` and `ampipe "
         "plan --routing`",
-        says="who goes where; 'ampipe routing' shows it",
+        says="how tokens are routed; 'ampipe routing' shows it",
     )
     routing_interval: int = _row(
         100,

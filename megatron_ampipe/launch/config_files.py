@@ -255,7 +255,7 @@ def as_command(resolved: Resolved) -> str:
     return " \\\n".join(map(shlex.join, groups_of(resolved.words))) + "\n"
 
 
-def write_beside_logs(resolved: Resolved, *, adjustments: Sequence[str], script: str | None) -> Path | None:
+def write_record(resolved: Resolved, *, adjustments: Sequence[str], script: str | None) -> Path | None:
     """Write ``resolved.yaml``, with which this run can be repeated, into the folder of the run's output.
 
     Its comments list ``adjustments`` (flags that were added) and unknown flags. ``script`` is the script that

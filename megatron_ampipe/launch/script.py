@@ -237,7 +237,7 @@ class TrainingSession:
         if is_active and int(os.environ.get("RANK", "0")) == 0:
             resolved = self._resolved or config_files.resolve(self._words, flags.full_parser())
             added = [f"{flag} ({reason})" for flag, reason in self._adjustments.items()]
-            config_files.write_beside_logs(resolved, adjustments=added, script=self._script)
+            config_files.write_record(resolved, adjustments=added, script=self._script)
         return validated
 
     def train(self, pretrain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from megatron_ampipe.schedule import Direction
 _TRIP = Trip(1, 0, "dispatch", Direction.FORWARD)
 
 
-class _ThereAndBack(torch.autograd.Function):
+class _RoundTrip(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, wire: Wire) -> Tensor:
         ctx.wire = wire
@@ -42,8 +42,8 @@ def send_through(layer: MoELayer, wire: Wire) -> None:
     """Send the rows of a stock layer through a wire, in both directions and passes."""
     dispatcher = layer.token_dispatcher
     dispatch, combine = dispatcher.token_dispatch, dispatcher.token_combine
-    dispatcher.token_dispatch = lambda rows, probs: dispatch(_ThereAndBack.apply(rows, wire), probs)
-    dispatcher.token_combine = lambda rows: combine(_ThereAndBack.apply(rows, wire))
+    dispatcher.token_dispatch = lambda rows, probs: dispatch(_RoundTrip.apply(rows, wire), probs)
+    dispatcher.token_combine = lambda rows: combine(_RoundTrip.apply(rows, wire))
 
 
 def run_chunk_by_chunk(layer: MoELayer, bounds: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ from tests.dist.cases import AUX, SWIGLU, TOP2, Case, again
 # How long a gloo thread keeps a buffer, and so the peak, depends on what else runs.
 pytestmark = pytest.mark.alone
 
-LETTING_GO_S = 5.0
+RELEASE_S = 5.0
 """A gloo thread was seen to keep a send buffer for 55 ms after the collective had completed."""
 ABOVE_STOCK = 1.01
 ABOVE_BLOCK_BY_BLOCK = 1.02
@@ -195,7 +195,7 @@ class Measurements:
             if meter.peak > best["peak_bytes"]:
                 best = {"peak_bytes": meter.peak, "after_forward_bytes": after_forward[0]}
             # Of the last pass: the first one also makes what a layer keeps for good, such as index tensors.
-            end = time.monotonic() + LETTING_GO_S
+            end = time.monotonic() + RELEASE_S
             model = f"{case.model} {case.layers}"
             while meter.now > self._allowed.get(model, math.inf) and time.monotonic() < end:
                 time.sleep(0.001)

@@ -44,7 +44,7 @@ def routing(folder: Path, name: str) -> RecordedRouting:
 def test_recording_changes_no_digit(runs: Mapping[str, Run]) -> None:
     assert runs["stock"].logged == runs["plain"].logged
     assert_same_digits(runs["plain"], runs["degree 4"])
-    assert runs["degree 4"].says("who goes where") and not runs["plain"].says("who goes where")
+    assert runs["degree 4"].says("how tokens are routed") and not runs["plain"].says("how tokens are routed")
 
 
 def test_chunks_record_what_the_stock_layer_records(runs: Mapping[str, Run], folder: Path) -> None:

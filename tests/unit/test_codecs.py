@@ -16,7 +16,7 @@ from megatron_ampipe.schedule.pipeline import AMPipeConfig
 TRIP = Trip(1, 0, "dispatch", Direction.FORWARD)
 
 
-def there_and_back(name: str, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+def round_trip(name: str, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Rows after a trip, and the bytes that were sent."""
     wire = load_wire(name)
     parts = wire.encode(rows, TRIP)
@@ -33,7 +33,7 @@ def test_a_value_is_off_by_the_precision_of_the_format(
     rows = torch.randn(50, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
     rows[:25] *= 1e-12
     rows[7], rows[8] = 0, 3e20
-    found, sent = there_and_back(name, rows)
+    found, sent = round_trip(name, rows)
     assert sent == 50 * row_bytes
     # A value far below the largest of its row has fewer digits in fp8.
     small = rows.abs() < rows.abs().amax(dim=1, keepdim=True) * 2**-14
@@ -45,10 +45,10 @@ def test_a_value_is_off_by_the_precision_of_the_format(
 def test_what_is_not_finite_stays_visible_and_no_rows_are_no_rows() -> None:
     rows = torch.ones(3, 8)
     rows[0, 2], rows[1, 5] = float("nan"), float("inf")
-    found, _ = there_and_back("fp8", rows)
+    found, _ = round_trip("fp8", rows)
     assert not found[:2].isfinite().all(dim=1).any()
     assert torch.equal(found[2], rows[2])
-    found, sent = there_and_back("fp8", torch.empty(0, 16))
+    found, sent = round_trip("fp8", torch.empty(0, 16))
     assert found.shape == (0, 16) and sent == 0
 
 

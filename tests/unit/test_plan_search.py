@@ -1,9 +1,7 @@
 """The search: never slower than named schedules, nearly optimal for small graphs, fast, deterministic."""
 
-import cProfile
 import dataclasses
 import itertools
-import pstats
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from megatron_ampipe.plan.search import (
 from megatron_ampipe.plan.simulate import TimedProgram, compile_program
 from megatron_ampipe.schedule import BlockFeatures, Direction, Schedule, build, check, needs_of
 from megatron_ampipe.tools.measuring.grid import block_of_case
-from tests.plan_cases import NONE, cluster, grid_case, sized_block, without_device
+from tests.plan_cases import NONE, cluster, grid_case, python_calls, sized_block, without_device
 
 TIMES = st.one_of(
     st.integers(0, 6).map(float), st.integers(0, 8000).map(lambda thousandths: thousandths / 1000)
@@ -140,23 +138,15 @@ def test_a_run_has_the_chunks_of_the_plan(rows: int, degree: int) -> None:
         assert run == list(planned.lengths)
 
 
-def num_calls(function: Callable[[], object]) -> int:
-    """How many functions are called in it: the same on every machine, as times are not."""
-    profile = cProfile.Profile()
-    profile.runcall(function)
-    count: int = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
-    return count
-
-
 def test_a_degree_is_chosen_in_10_ms_and_a_plan_is_made_in_a_second() -> None:
     """On a core that calls 5.2 million functions of Python in a second: 41,000 and 3,210,000 were counted."""
     block = sized_block(sequence_length=65536)
     # Programs are compiled once per process.
     choose_degree(Predictor(block, cluster()), DEGREES)
     predictor = Predictor(block, cluster())
-    assert num_calls(lambda: choose_degree(predictor, DEGREES)) < 0.010 * 5.2e6
+    assert python_calls(lambda: choose_degree(predictor, DEGREES)) < 0.010 * 5.2e6
     predictor = Predictor(block, cluster())
-    assert num_calls(lambda: full_plan(predictor, (16,))) < 5.2e6
+    assert python_calls(lambda: full_plan(predictor, (16,))) < 5.2e6
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -119,9 +119,9 @@ def test_yaml_goes_back_to_the_same_command_line(parser: argparse.ArgumentParser
     assert parser.parse_args(shlex.split(shell.replace("\\\n", " "))) == parser.parse_args(words)
 
 
-def test_the_record_stands_beside_the_logs(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+def test_the_record_is_in_the_folder_of_the_logs(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
     def record(*words: str) -> Path | None:
-        return config_files.write_beside_logs(resolve(words, parser), adjustments=[], script=None)
+        return config_files.write_record(resolve(words, parser), adjustments=[], script=None)
 
     board, save, trace = (str(tmp_path / name) for name in ("board", "deep/save", "trace"))
     for words in (
@@ -153,7 +153,7 @@ def test_names_are_found_files_first(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", config_names("models", "runs"))
-def test_our_files_read_alike_with_and_without_types(name: str) -> None:
+def test_our_files_mean_the_same_with_and_without_types(name: str) -> None:
     """The planner reads models with YAML's types, a launch as text: values such as 1e-4 could differ."""
     path = config_names("models", "runs")[name]
     typed = load(path, what="x", remedy="x")
