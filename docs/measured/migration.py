@@ -1,6 +1,6 @@
 """Would sequences that move to the rank with most of their tokens save bytes? Luffy's migration, in numbers.
 
-Trains the quick start's model with several numbers of experts and experts per token, records how tokens are routed
+Trains the quick start's model with several numbers of experts and experts per token, records the routing
 (``--ampipe-routing-dir``), and simulates the first and the last quarter of the records, for two ranks and for
 four. Nothing moves in the trainings.
 
