@@ -9,7 +9,7 @@ import itertools
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +43,25 @@ class RankTest(pytest.Item):
 
     def runtest(self) -> None:
         """Start the ranks, if no other test has."""
-        for rank, outcomes in enumerate(self.launch()):
-            outcome = outcomes.get(self.nodeid, "did not run")
-            if outcome.startswith("skipped"):
-                pytest.skip(outcome)
-            assert outcome == "passed", f"rank {rank} {outcome}"
+        require_passed([outcomes.get(self.nodeid, "did not run") for outcomes in self.launch()])
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> str:
         """What the rank said."""
         return str(excinfo.value)
+
+
+def require_passed(outcomes: Sequence[str]) -> None:
+    """Fail or skip the test as its ranks did, whose ``outcomes`` these are.
+
+    A test is skipped only if every rank has skipped it: a skip must not hide what another rank has found.
+    """
+    skipped = [outcome for outcome in outcomes if outcome.startswith("skipped")]
+    if outcomes and len(skipped) == len(outcomes):
+        pytest.skip(skipped[0])
+    wrong = [f"rank {rank} {outcome}" for rank, outcome in enumerate(outcomes) if outcome != "passed"]
+    # A failure says more than that another rank has skipped the test.
+    wrong.sort(key=lambda said: " skipped" in said)
+    assert not wrong, "\n".join(wrong)
 
 
 def on_ranks(items: list[pytest.Item]) -> None:

@@ -1,17 +1,21 @@
 """What flags of Megatron's MoE layers do in chunks, and by what that is known.
 
 Not listed are those that a case of ``tests/dist/cases.py`` sets, that ``launch.flags.SWITCHED_OFF`` has, or
-that have a row in ``launch.refusals.REFUSALS``. ``SAME`` flags do what they do in Megatron's layers. Means:
+that have a row in ``launch.refusals.REFUSALS``. All others do what they do in Megatron's layers:
 
-- ``PATH: TEXT``: the file with this text tests it;
-- ``becomes FLAG``: Megatron turns it into another flag;
-- ``outside: WHY``: no stage depends on it;
-- ``reading: WHY``: nothing here runs it. It needs a GPU.
+- ``TESTED``, by ``PATH: TEXT``: the file with this text tests it; or by ``becomes FLAG``: Megatron turns it
+  into another flag;
+- ``_READ_BY``: known from reading the files of Megatron that use it; nothing here runs it. If another file
+  begins to use it, read that.
 
 ``REFUSED`` are others that are refused.
 """
 
 import argparse
+import functools
+import importlib.util
+import re
+from pathlib import Path
 
 import pytest
 
@@ -33,32 +37,74 @@ _FLAGS = {
     "tests/dist/test_flex_budget.py: moe_expert_rank_capacity_factor": "--moe-expert-rank-capacity-factor",
     "becomes --moe-flex-dispatcher-backend": "--moe-enable-deepep",
     "becomes --recompute-modules": "--moe-layer-recompute",
-    "outside: what Megatron does with a checkpoint": "--moe-use-upcycling --moe-upcycling-granularity",
-    "outside: Megatron updates the bias after a step": "--moe-router-bias-update-rate",
-    "outside: Megatron prints what routers have logged": "--moe-per-layer-logging",
-    "outside: inference runs Megatron's layers": (
-        "--moe-pad-experts-for-cuda-graph-inference --inference-moe-disable-fused-quant-kernels "
-        "--inference-moe-token-dispatcher-type --rl-inference-expert-model-parallel-size "
-        "--rl-inference-expert-tensor-model-parallel-size"
-    ),
-    "reading: modules that a stage calls read it": (
-        "--use-transformer-engine-op-fuser --use-grouped-gemm-for-shared-expert "
-        "--moe-shared-expert-glu-interleave-size --moe-router-quantile-balancing-ema --moe-grouped-gemm "
-        "--moe-single-grouped-weight --moe-single-grouped-bias --moe-apply-probs-on-input "
-        "--moe-mlp-glu-interleave-size"
-    ),
-    "reading: a number for the library of the flex dispatcher, which Megatron's own code gives to it": (
-        "--moe-flex-dispatcher-num-sms --moe-deepep-num-sms --moe-hybridep-num-sms "
-        "--moe-hybridep-num-blocks-permute --moe-hybridep-num-blocks-unpermute "
-        "--moe-hybridep-num-sms-preprocessing"
-    ),
-    "reading: Megatron traces routers by hooks, which a block calls once (parity cases of replay)": (
-        "--moe-routing-trace-path --moe-routing-trace-max-training-iters "
-        "--moe-routing-trace-capture-logits --moe-routing-trace-capture-hidden-states "
-        "--moe-routing-trace-dump-weights"
-    ),
 }
-SAME = {flag: means for means, flags in _FLAGS.items() for flag in flags.split()}
+"""By the means."""
+
+_EXPERTS = "core/transformer/moe/experts.py"
+_DISPATCHER = "core/transformer/moe/token_dispatcher.py"
+_FINALIZE = "core/distributed/finalize_model_grads.py"
+_TRAINING = "training/training.py"
+_TRANSFORMER_ENGINE = "core/extensions/transformer_engine.py"
+_READ_BY = {
+    # What Megatron does with a checkpoint.
+    "--moe-use-upcycling": [_TRAINING],
+    "--moe-upcycling-granularity": [_TRAINING],
+    # After the backward passes of a step.
+    "--moe-router-bias-update-rate": [_FINALIZE],
+    "--moe-router-quantile-balancing-ema": [_FINALIZE],
+    # Megatron prints what routers have logged.
+    "--moe-per-layer-logging": [_TRAINING],
+    # Inference, which runs Megatron's layers.
+    "--moe-pad-experts-for-cuda-graph-inference": [
+        "core/inference/text_generation_controllers/text_generation_controller.py"
+    ],
+    "--inference-moe-disable-fused-quant-kernels": [_EXPERTS],
+    "--inference-moe-token-dispatcher-type": [
+        "core/inference/contexts/dynamic_context.py",
+        _EXPERTS,
+        "core/transformer/moe/moe_layer.py",
+        "core/transformer/moe/token_dispatcher_inference.py",
+    ],
+    "--rl-inference-expert-model-parallel-size": [_TRAINING],
+    "--rl-inference-expert-tensor-model-parallel-size": [_TRAINING],
+    # Modules that a stage calls, and specs that choose these modules.
+    "--use-transformer-engine-op-fuser": [
+        _EXPERTS,
+        "core/transformer/moe/moe_utils.py",
+        _DISPATCHER,
+        "training/models/gpt.py",
+    ],
+    "--use-grouped-gemm-for-shared-expert": ["core/models/gpt/moe_module_specs.py"],
+    "--moe-shared-expert-glu-interleave-size": ["core/transformer/moe/shared_experts.py"],
+    "--moe-grouped-gemm": [
+        "core/models/gpt/experimental_attention_variant_module_specs.py",
+        "core/models/gpt/gpt_layer_specs.py",
+        _DISPATCHER,
+        "training/checkpointing.py",
+        "training/models/gpt.py",
+    ],
+    "--moe-single-grouped-weight": [_TRANSFORMER_ENGINE, "training/checkpointing.py"],
+    "--moe-single-grouped-bias": [_TRANSFORMER_ENGINE, "training/checkpointing.py"],
+    "--moe-apply-probs-on-input": [_EXPERTS],
+    "--moe-mlp-glu-interleave-size": [_EXPERTS],
+    # Numbers for the library of the flex dispatcher, which Megatron's own code gives to it.
+    "--moe-flex-dispatcher-num-sms": [_DISPATCHER],
+    "--moe-deepep-num-sms": [],
+    "--moe-hybridep-num-sms": [],
+    "--moe-hybridep-num-blocks-permute": [_DISPATCHER],
+    "--moe-hybridep-num-blocks-unpermute": [_DISPATCHER],
+    "--moe-hybridep-num-sms-preprocessing": [_DISPATCHER],
+    # Hooks of routers, which a block calls once (parity cases of replay).
+    "--moe-routing-trace-path": [_TRAINING],
+    "--moe-routing-trace-max-training-iters": [_TRAINING],
+    "--moe-routing-trace-capture-logits": [_TRAINING],
+    "--moe-routing-trace-capture-hidden-states": [_TRAINING],
+    "--moe-routing-trace-dump-weights": [_TRAINING],
+}
+"""By the flag, all files of Megatron that read it, after those that parse and check it."""
+_PARSERS = {"core/transformer/transformer_config.py", "training/arguments.py", "training/yaml_arguments.py"}
+
+TESTED = {flag: means for means, flags in _FLAGS.items() for flag in flags.split()}
 REFUSED = {
     "--moe-hybridep-pad-uneven-dispatch-inputs": "--moe-token-dispatcher-type",
     "--moe-ncclep-static-shape": "--moe-flex-dispatcher-backend",
@@ -93,18 +139,39 @@ def is_compared(flag: str) -> bool:
 
 def test_every_flag_is_compared_switched_off_refused_or_listed() -> None:
     rows = {row.setting for row in REFUSALS}
-    assert not SAME.keys() & {*SWITCHED_OFF, *REFUSED}
+    assert not {*TESTED, *_READ_BY} & {*SWITCHED_OFF, *REFUSED}
+    assert not TESTED.keys() & _READ_BY.keys()
     assert set(REFUSED.values()) <= rows
-    known = {*SAME, *SWITCHED_OFF, *rows, *REFUSED}
+    known = {*TESTED, *_READ_BY, *SWITCHED_OFF, *rows, *REFUSED}
     missing = {flag for flag in moe_flags() if flag not in known and not is_compared(flag)}
     assert not missing, f"say above what these do in chunks: {sorted(missing)}"
 
 
-@pytest.mark.parametrize("flag", SAME)
+@pytest.mark.parametrize("flag", TESTED)
 def test_the_means_exist(flag: str) -> None:
-    means, _, text = SAME[flag].partition(": ")
+    means, _, text = TESTED[flag].partition(": ")
     if means.startswith("becomes "):
         other = means.removeprefix("becomes ")
         assert is_compared(other) or other == "--recompute-modules"
-    elif means not in ("outside", "reading"):
+    else:
         assert text in (REPOSITORY / means).read_text()
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    """The text of every file of Megatron, by its path in the package, except of those that parse flags."""
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None and spec.submodule_search_locations is not None
+    texts = {}
+    for folder in map(Path, spec.submodule_search_locations):
+        for path in folder.rglob("*.py"):
+            texts[path.relative_to(folder).as_posix()] = path.read_text()
+    return {name: text for name, text in texts.items() if name not in _PARSERS}
+
+
+@pytest.mark.parametrize("flag", _READ_BY)
+def test_only_these_files_of_megatron_read_it(flag: str) -> None:
+    field = flag.removeprefix("--").replace("-", "_")
+    uses = re.compile(rf"\.{field}\b|['\"]{field}['\"]")
+    readers = sorted(name for name, text in sources().items() if uses.search(text))
+    assert readers == sorted(_READ_BY[flag]), f"what do these files do with {flag} in chunks?"
