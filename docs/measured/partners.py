@@ -104,6 +104,7 @@ def main() -> None:
         "versions": machine.versions(),
         "case": asdict(job.case) | {"layers": LAYERS, "microbatches": MICROBATCHES},
         "differences": of_ranks[0]["differences"],
+        "tolerance": TOLERANCE,
         "stages_seconds": [found["stages_s"] for found in of_ranks],
         "waits_seconds": [found["waits_s"] for found in of_ranks],
         "slowdowns": [found["slowdowns"] for found in of_ranks],

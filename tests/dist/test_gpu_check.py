@@ -94,6 +94,10 @@ def test_the_training_step_compares_losses(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "training.json").read_text())
     assert len(found["losses"]["stock"]) == 2
     assert (found["differences"].keys(), found["failed"]) == ({"degree 4", "partners"}, {})
+    # Two losses and the gradient norm of every iteration.
+    assert [len(of_iteration) for of_iteration in found["losses"]["stock"]] == [3, 3]
+    assert len(found["allowed"]) == 4
+    assert {len(of_kind) for of_kind in found["differences"].values()} == {4}
     assert max(map(max, found["differences"].values())) < 1e-6
 
 

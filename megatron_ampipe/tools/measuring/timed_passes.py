@@ -35,13 +35,7 @@ from megatron_ampipe.tools.measuring.meters import (
 )
 from megatron_ampipe.tools.measuring.network import burst_bytes
 from megatron_ampipe.tools.measuring.ranks import Rank
-
-TOLERANCE = 1e-4
-"""Largest difference from stock, relative to the largest value of the tensor, in fp32."""
-TOLERANCE_OF_WIRES = 0.2
-"""Norm of the difference relative to the norm of the tensor, where rows are rounded while they travel."""
-TOLERANCE_16_BIT = 3e-2
-"""Norm of the difference relative to the norm of the tensor, in 16 bit."""
+from megatron_ampipe.tools.measuring.tolerance import Tolerance
 
 
 def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> dict[str, Any]:
@@ -212,21 +206,20 @@ def compare(
     expected = passes.results(layers[0], chosen)
     largest = []
     for layer, variant in zip(layers, variants, strict=True):
-        limit, order = (TOLERANCE, torch.inf) if case.dtype == "fp32" else (TOLERANCE_16_BIT, 2)
-        if variant.wire is not None:
-            limit, order = TOLERANCE_OF_WIRES, 2
+        allowed = Tolerance.of(case.dtype, variant.wire)
         # Rounding can change the choice between experts with nearly equal scores.
         rounded = case.dtype != "fp32" or variant.wire is not None
         results = passes.results(layer, chosen if rounded else None)
-        differences = {name: _difference(expected[name], results[name], order) for name in expected}
+        differences = {name: _difference(expected[name], results[name], allowed.order) for name in expected}
         name = max(differences, key=differences.__getitem__)
         worst = torch.tensor(differences[name], dtype=torch.float64, device=expected["output"].device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         largest.append(float(worst))
-        if worst > limit:
+        if worst > allowed.limit:
             raise DifferenceFound(
                 f"case {case.name}: {variant} does not compute what Megatron's layers do: off by {worst:.1e} "
-                f"(on rank {rank} most in the {name}), allowed is {limit:.0e}; the case was not measured."
+                f"(on rank {rank} most in the {name}), allowed is {allowed.limit:.0e}; the case was not "
+                "measured."
             )
     return largest
 
