@@ -112,8 +112,10 @@ def _differences(expected: list[list[float]], found: list[list[float]]) -> list[
 
 def _relative(expected: float, found: float, *, printed: float = 0.0) -> float:
     """The relative difference, less what the last printed digit leaves open; infinite for NaN."""
-    difference = max(0.0, abs(expected - found) - printed) / abs(expected)
-    return math.inf if math.isnan(difference) else difference
+    difference = abs(expected - found)
+    if math.isnan(difference):
+        return math.inf
+    return max(0.0, difference - printed) / abs(expected)
 
 
 if __name__ == "__main__":
