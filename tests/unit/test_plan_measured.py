@@ -17,9 +17,15 @@ from megatron_ampipe.tools.measuring.prediction import block_of, pipeline_of, pr
 from tests.plan_cases import NONE
 
 MEASURED = Path(__file__).resolve().parents[2] / "docs" / "measured"
-SLOWDOWNS = {"compute_slowdown": 1.2, "communication_slowdown": 1.0}
-"""The same for all cases: collectives of a rank also need the core that computes, which does not slow the
-network. Of twelve pairs, 1 to 1.3 and 1 to 1.4, this fits the stored results best."""
+FITTED_LINK, CHECKED_LINK = "100mbit", "200mbit"
+"""How much concurrent lanes slow each other is fitted to the results over one link (least mean error), and
+checked with those over another, which no figure of the model has seen."""
+SLOWDOWNS = [
+    {"compute_slowdown": compute, "communication_slowdown": communication}
+    for compute in (1.0, 1.1, 1.2, 1.3)
+    for communication in (1.0, 1.2, 1.4)
+]
+"""What is tried. Collectives of a rank also need the core that computes."""
 OVERLAPPABLE = 0.3
 """Rows count in which at least this share of the pass could be hidden; others hardly depend on the order."""
 
@@ -58,15 +64,15 @@ def simulated_ms(
     return tuple(us * num_stacks / 1e3 for us in (in_order, in_turn, longest))  # type: ignore[return-value]
 
 
-def errors(slowdowns: Mapping[str, float]) -> list[float]:
-    """Of each row the error of the simulated time, as a share of what the order of stages can change at all.
+def errors(slowdowns: Mapping[str, float], *, link: str) -> list[float]:
+    """Of each row over a link the error of the simulated time, as a share of what the order can change.
 
-    Of ranks that have a core each, over a real link, where communication takes time. A row that several runs
-    measured counts once, with the median of its errors: one run repeats itself within 10 to 15 % only.
+    Of ranks that have a core each. A row that several runs measured counts once, with the median of its
+    errors: one run repeats itself within 10 to 15 % only.
     """
     by_row: dict[str, list[float]] = {}
     for document in results():
-        if document["emulated"] or document["link"] == "none" or document["ranks"] > len(document["cores"]):
+        if document["link"] != link or document["ranks"] > len(document["cores"]):
             continue
         for case in document["cases"]:
             for row in case["rows"]:
@@ -92,11 +98,12 @@ def same_row(document: Mapping[str, Any], case: Mapping[str, Any], row: Mapping[
 
 def test_predicted_times_of_blocks_agree_with_measurements() -> None:
     """0 is exact, 1 the error of a model that knows no overlap where all is hidden."""
-    shares = errors(SLOWDOWNS)
+    fitted = min(SLOWDOWNS, key=lambda slowdowns: statistics.fmean(errors(slowdowns, link=FITTED_LINK)))
+    shares = errors(fitted, link=CHECKED_LINK)
     assert len(shares) >= 10
     assert statistics.median(shares) < 0.06 and max(shares) < 0.2
     # A model without what concurrent lanes cost each other is farther off, on every machine that measured.
-    assert statistics.median(errors({})) > 1.5 * statistics.median(shares)
+    assert statistics.median(errors({}, link=CHECKED_LINK)) > 1.5 * statistics.median(shares)
 
 
 def test_predicted_peaks_are_those_that_were_measured() -> None:
