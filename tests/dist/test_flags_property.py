@@ -19,7 +19,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.ending import known_cause
 
 pytestmark = pytest.mark.ranks(2)
-NUM_LINES = 30
+NUM_LINES = 60
 SOURCES = sorted(Path(megatron_ampipe.__file__).parent.rglob("*.py"))
 """The lines are those of a version of the package."""
 BASE = shlex.split(
@@ -187,9 +187,75 @@ LAYOUT_LINES = [
 LINES = sorted((random_line(CHOOSER) for _ in range(NUM_LINES)), key=lambda line: line.split("--ampipe")[0])
 
 
+def last_values(line: str) -> dict[str, str]:
+    """Each flag of a line with the words after it; the last one counts, as in argparse."""
+    values: dict[str, str] = {}
+    for part in f" {line}".split(" --")[1:]:
+        flag, _, words = part.strip().partition(" ")
+        values[f"--{flag}"] = words
+    return values
+
+
+def stock_refuses(line: str) -> bool:
+    """Whether Megatron refuses the line without AMPipe's flags."""
+    from tests.dist.command_lines import launched
+
+    words = [f"{flag} {value}" for flag, value in last_values(line).items() if "--ampipe" not in flag]
+    try:
+        with launched([*BASE, *shlex.split(" ".join(words))]):
+            return False
+    except Exception as raised:
+        assert known_cause(raised) or isinstance(raised, BadInput), raised
+        return True
+
+
+def due_refusals(line: str) -> set[str]:
+    """The flags that a refusal of this line may name, written apart from the package; none if it must train.
+
+    Only what :func:`random_line` draws is considered.
+    """
+    given = {"--seq-length": "32", "--num-experts": "4", "--moe-router-topk": "2"} | last_values(line)
+    degree = int(given["--ampipe-degree"])
+    experts, ranks = int(given["--num-experts"]), int(given.get("--expert-model-parallel-size", 1))
+    rows = int(given["--seq-length"])
+    has_partner = "--ampipe-partner" in given
+    due: set[str] = set()
+
+    def if_(condition: bool, flag: str) -> None:
+        if condition:
+            due.add(flag)
+
+    if stock_refuses(line):
+        # In Megatron's words, or as the flag that AMPipe's launch has found first.
+        due |= {"argument", "arguments", "--apply-layernorm-1p", "--transformer-impl", "--seq-length"}
+    if_("--tensor-model-parallel-size" in given and rows % 2 == 1, "--seq-length")
+    shards = max(int(given.get(f"--{kind}-parallel-size", 1)) for kind in ("tensor-model", "context"))
+    if_(degree > rows // shards, "--ampipe-degree")
+    if_("--ampipe-chunks" in given and degree != 2, "--ampipe-degree")
+    if_(experts == 0 and degree > 1, "--num-experts")
+    several = ranks > 1 and experts // ranks > 1 and int(given["--moe-router-topk"]) > 1
+    # Megatron's default dispatcher is allgather.
+    several = several and given.get("--moe-token-dispatcher-type") == "alltoall"
+    if_(given.get("--ampipe-exchange") == "ranks" and not several, "--ampipe-exchange")
+    if_(given.get("--ampipe-exchange") == "2dh", "--ampipe-exchange")
+    for flag in ("--ampipe-backward-degree", "--ampipe-partner-degree"):
+        other = int(given.get(flag, degree))
+        if_(other % degree != 0 and degree % other != 0, flag)
+    has_capacity = float(given.get("--moe-expert-capacity-factor", -1)) > 0
+    by_chunk = "--ampipe-capacity-scope" in given
+    if_(by_chunk and (not has_capacity or has_partner or degree == 1), "--ampipe-capacity-scope")
+    recomputed = given.get("--recompute-modules", "").split()
+    recomputes_experts = given.get("--recompute-granularity") == "full" or "moe" in recomputed
+    if_("--ampipe-memory" in given and recomputes_experts, "--ampipe-memory")
+    pipelined = "--pipeline-model-parallel-size" in given
+    virtual = "--num-layers-per-virtual-pipeline-stage" in given
+    if_(has_partner and pipelined and not virtual, "--ampipe-partner")
+    return due
+
+
 @functools.cache
 def outcome(line: str) -> str:
-    """``refused`` or ``trained``; anything else fails."""
+    """``refused`` or ``trained``, whichever is due; anything else fails."""
     from tests.dist.command_lines import compare, launched
 
     ended = "trained"
@@ -208,6 +274,9 @@ def outcome(line: str) -> str:
         given = f"{error.name} {error.value}".removesuffix(" ")
         assert str(error) == f"{given}: {error.rule}. {error.remedy}"
         assert "\n" not in f"{error.name}{error.value}"
+        assert error.name in due_refusals(line), f"refused without need: {error}"
+    else:
+        assert not due_refusals(line), "trained, where a refusal was due"
     of_ranks: list[Any] = [None, None]
     torch.distributed.all_gather_object(of_ranks, ended)
     assert of_ranks == [ended] * 2, "the ranks disagree"
