@@ -9,7 +9,7 @@ import pytest
 
 from tests.dist.test_bench import environment
 from tests.forked import REPOSITORY, completed
-from tests.unit.test_ranks import HAS_NETWORK, possible
+from tests.unit.test_ranks import HAS_NETWORK, needs_network, possible
 
 # A run that shows a speedup needs both cores, and the time of a few iterations over a slow link.
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -59,7 +59,7 @@ def chosen(*prefix: str) -> list[str]:
     return completed(*prefix, sys.executable, "-c", CHOOSE).stdout.strip().split("|")
 
 
-@pytest.mark.skipif(not HAS_NETWORK, reason="no slow network can be created")
+@needs_network
 @pytest.mark.skipif(
     not possible(*WITHOUT_RIGHTS, *IN_USER_NAMESPACE), reason="no user namespaces without rights"
 )
