@@ -5,9 +5,12 @@ Under autograd and Megatron's DDP, compared with a stock layer (fp32, two expert
 
 import contextlib
 import gc
+import sys
+import types
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,7 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import megatron_ampipe
 from tests import cuda_graph_standin
+from tests.algorithm import listed_path
 from tests.dist.cases import AUX, IN_MDM, MOE_AGAIN, TOP2, Case, Z
 from tests.dist.worker import empty_is_nan
 
@@ -228,6 +233,38 @@ def test_placed_reductions_give_the_same_gradients(
     # In the last micro-batch of the second and third iteration: in the first, Megatron counts hooks. In turn
     # of the experts of layer 2, of layer 1, and of layer 0 and its experts.
     assert begun == [2, 1, 2, 2] * 2
+
+
+def test_a_stage_is_reached_through_the_functions_that_the_design_lists() -> None:
+    """docs/design.md, of both chunks of attention in a single layer of degree 2."""
+    from megatron_ampipe.layers import attention_stages
+    from tests.dist.blocks import build_layers, forward, inputs_of
+
+    case = Case("path", layers="m", degree=2)
+    _, layer = build_layers(case)
+    inputs = inputs_of(case, rank=torch.distributed.get_rank(), dtype=torch.float32)
+    package = Path(megatron_ampipe.__file__).parent
+    paths: list[list[str]] = []
+
+    def note(frame: types.FrameType, event: str, _: object) -> None:
+        if event != "call" or frame.f_code is not attention_stages.attention.__code__:
+            return
+        path: list[str] = []
+        at: types.FrameType | None = frame
+        while at is not None:
+            file = Path(at.f_code.co_filename)
+            if package in file.parents:
+                path.append(f"{file.relative_to(package)}: {at.f_code.co_name}")
+            at = at.f_back
+        paths.append(path[::-1])
+
+    sys.setprofile(note)
+    try:
+        forward(layer, inputs)
+    finally:
+        sys.setprofile(None)
+    assert len(paths) == 2
+    assert paths[0] == paths[1] == listed_path()
 
 
 def test_a_second_backward_is_refused() -> None:
