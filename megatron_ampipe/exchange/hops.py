@@ -11,13 +11,13 @@ all-to-all within the node.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.exchange.transports import ALL_TO_ALL, Arrived, RowTransport
+from megatron_ampipe.runtime.groups import GroupRequest
 
 # R rows that came from other nodes, D hidden size, E experts, L experts of a rank, N nodes, G ranks of a
 # node, C copies for the ranks of the node.
@@ -46,11 +46,8 @@ def turned(tensor: Tensor, rows: Sequence[Sequence[int]], *, out: Tensor | None 
     return torch.cat([part for place in range(count) for part in parts[place::count]], out=out)
 
 
-@cache
-def node_groups(
-    group: dist.ProcessGroup, ranks_per_node: int | None
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Create the groups of both hops. Exactly the expert-parallel ranks of ``group`` must call it.
+def node_groups(group: dist.ProcessGroup, ranks_per_node: int | None) -> tuple[GroupRequest, GroupRequest]:
+    """The groups of both hops of the expert-parallel ``group``, which ``runtime.groups`` makes.
 
     They are the ranks with this rank's index in all nodes, and the ranks of its node, ordered node by node.
     """
@@ -65,10 +62,8 @@ def node_groups(
     first = node * near
     # New groups even if an existing group has the same ranks, because each lane needs its own.
     return (
-        dist.new_group(ranks[place::near], use_local_synchronization=True, group_desc="ampipe between nodes"),
-        dist.new_group(
-            ranks[first : first + near], use_local_synchronization=True, group_desc="ampipe within a node"
-        ),
+        GroupRequest(group, "between nodes", tuple(ranks[place::near])),
+        GroupRequest(group, "within a node", tuple(ranks[first : first + near])),
     )
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from megatron_ampipe.exchange.hops import NOT_ROUTED, SortHop, SumHop, copies_for, places_of, turned
 from megatron_ampipe.exchange.transports import ALL_TO_ALL, UNEQUAL_GATHER, RowTransport, all_gather
-from megatron_ampipe.runtime.collectives import HostCopy, lane_group
+from megatron_ampipe.runtime.collectives import HostCopy
+from megatron_ampipe.runtime.groups import GroupRequest, made_group
 
 # T tokens of a chunk, D hidden size, E experts, P expert-parallel ranks, L experts of a rank, N nodes,
 # S ranks that share an expert, M rows that are prepared, R rows that arrive.
@@ -251,6 +252,14 @@ def _order(rows: int, columns: int, device: torch.device) -> Tensor:
     return torch.arange(rows * columns, device=device).view(rows, columns).T.ravel()
 
 
+def counts_group(group: dist.ProcessGroup) -> GroupRequest:
+    """The group in which :class:`AllGatherChunk` exchanges counts of the expert-parallel ``group``.
+
+    NCCL runs the collectives of a group one after another, but counts must not wait for dispatches.
+    """
+    return GroupRequest.of_all(group, "counts")
+
+
 class AllGatherChunk:
     """The all-gather dispatcher of one chunk: sends all tokens to every rank; counts are the routing map."""
 
@@ -263,7 +272,7 @@ class AllGatherChunk:
     ) -> None:
         self._fused, self._group = config.moe_permute_fusion, pg_collection.tp_ep
         self._experts = slice(local_expert_indices[0], local_expert_indices[-1] + 1)
-        self.counts_group = lane_group(self._group, "counts")
+        self.counts_group = made_group(counts_group(self._group))
         """The ranks that exchange :attr:`counts`; a separate group from that of dispatches."""
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:

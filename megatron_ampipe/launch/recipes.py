@@ -130,6 +130,8 @@ def _constructor(construct: Callable[..., None], config: AMPipeConfig, *, name: 
         refuse_unsupported(config, Arguments(recipe, transformer, capacity_scope=config.capacity_scope))
         switch_off_overlaps(transformer)
         given[name] = _pipelined(name, given[name], transformer, config, vp_stage=given.get("vp_stage"))
+        if name == GPT:
+            _make_groups(transformer, config, given.get("pg_collection"))
         if any(base.__module__.startswith("mcore_bridge.") for base in kind.__mro__):
             _check_patches_of_mcore_bridge(transformer, _context(config))
         construct(*bound.args, **bound.kwargs)
@@ -173,6 +175,9 @@ def pipelined_layers(
         stage = {"vp_stage": vp_stage} if "vp_stage" in parameters else {}
         given = given(model, **stage) if len(parameters) > len(stage) else given(**stage)
     transformer = getattr(model, "transformer", model)
+    if name == GPT:
+        # Megatron-Bridge's provider holds the groups that it builds its model with.
+        _make_groups(transformer, _config(**settings), getattr(model, "_pg_collection", None))
     return _pipelined(name, given, transformer, _config(**settings), vp_stage=vp_stage)
 
 
@@ -190,6 +195,13 @@ def _pipelined(name: str, spec: Any, transformer: Any, config: AMPipeConfig, *, 
         # One specification for all layers does not give their order; Megatron's list does.
         spec = _get_block_submodules(transformer, spec, vp_stage)
     return pipelined(spec, _context(config))
+
+
+def _make_groups(transformer: Any, config: AMPipeConfig, groups: Any) -> None:
+    """Make the process groups of a GPT model; every rank builds one. A hybrid stack makes its own."""
+    from megatron_ampipe.layers.process_groups import make_groups_of_model
+
+    make_groups_of_model(transformer, _context(config), groups)
 
 
 def _config(

@@ -251,6 +251,11 @@ class TrainingSession:
         name = list(signature.parameters)[2]
         is_stack = not isinstance(model, _models[0])
         bound.arguments[name] = self.pipelined(bound.arguments[name], is_stack=is_stack)
+        if self.context is not None and not is_stack:
+            from megatron_ampipe.layers.process_groups import make_groups_of_model
+
+            given = bound.arguments
+            make_groups_of_model(given["config"], self.context, given.get("pg_collection"))
         construct(*bound.args, **bound.kwargs)
 
     def set_up(self, set_up: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

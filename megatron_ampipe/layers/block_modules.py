@@ -31,8 +31,9 @@ from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, reads_mask
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.linear_layers import Products, expert_products, linears_of, weights_apart
+from megatron_ampipe.layers.process_groups import possible_exchanges, row_group
 from megatron_ampipe.runtime.block_functions import Function
-from megatron_ampipe.runtime.collectives import lane_group
+from megatron_ampipe.runtime.groups import made_group
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.runtime.segment import BlockParameters, WeightProducts
 from megatron_ampipe.schedule import (
@@ -42,7 +43,6 @@ from megatron_ampipe.schedule import (
     StageKind,
     data_flow,
     kinds,
-    useful_exchanges,
     with_exchange,
     with_memory,
 )
@@ -139,7 +139,12 @@ class BlockModules:
         """Whether it recomputes the norm before the router and the experts."""
         self._features = cache(self._make_features)
         self._reads_mask = self.attends and reads_mask(attention_layer.self_attention)
-        self._make_groups()
+        if self.scatters_rows:
+            self.row_group = made_group(row_group(attention_layer.pg_collection.tp))
+        if not self.dense:
+            # Before the first batch: a budget of HybridEP is shared with Megatron's dispatcher.
+            for exchange in sorted(possible_exchanges(self.config, context)):
+                self.dispatcher(exchange)
 
     def _recomputed_kinds(self) -> frozenset[StageKind]:
         """Kinds that are recomputed as whole stages; ``ChunkAttention`` recomputes core attention."""
@@ -148,19 +153,6 @@ class BlockModules:
         return frozenset(
             kind for kind, function in FUNCTIONS.items() if self._recomputes & {*function.recompute}
         )
-
-    def _make_groups(self) -> None:
-        """Create AMPipe's process groups: before the first batch, in the same order on all ranks."""
-        if self.scatters_rows:
-            self.row_group = lane_group(self.attention_layer.pg_collection.tp, "rows of attention")
-        if self.dense:
-            return
-        exchanges, config = {self.context.pipeline.exchange}, self.config
-        if self.context.config.chooses_exchange:
-            ranks_per_node = self.context.config.ranks_per_node
-            exchanges.update(useful_exchanges(config, config.num_moe_experts, ranks_per_node))
-        for exchange in sorted(exchanges):
-            self.dispatcher(exchange)
 
     def _make_dispatcher(self, exchange: Exchange) -> AllToAllChunk | AllGatherChunk | FlexChunk:
         groups, name = self.moe_layer.pg_collection, self.config.moe_token_dispatcher_type
@@ -171,13 +163,16 @@ class BlockModules:
             if getattr(self.config, "moe_expert_rank_capacity_factor", None) is not None:
                 chunk.share_budget(self.moe.token_dispatcher)
             return chunk
-        ranks_per_node = self.context.config.ranks_per_node
+        nodes = None
+        if exchange.has_two_hops:
+            between, within = node_groups(groups.ep, self.context.config.ranks_per_node)
+            nodes = made_group(between), made_group(within)
         return AllToAllChunk(
             *local,
             config=self.config,
             pg_collection=groups,
             once=not exchange.sends_every_copy,
-            nodes=node_groups(groups.ep, ranks_per_node) if exchange.has_two_hops else None,
+            nodes=nodes,
             has_fixed_choices=self.moe.router.has_stock_routing,
         )
 

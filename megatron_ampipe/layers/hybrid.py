@@ -17,6 +17,7 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from megatron_ampipe.layers.layer import (
     require_class,
     with_chunk_router,
 )
+from megatron_ampipe.layers.process_groups import make_groups_of_model
 
 
 class _PairedLayer(TransformerLayer):
@@ -76,8 +78,11 @@ class AMPipeHybridStack(HybridStack):
         BadInput: one of these layers has a class that AMPipe does not support.
     """
 
-    def __init__(self, *args: Any, ampipe: AMPipeContext, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: TransformerConfig, *args: Any, ampipe: AMPipeContext, **kwargs: Any) -> None:
+        # Every rank builds a stack for each of its models; only some also build one to predict more tokens.
+        if not kwargs.get("is_mtp_layer"):
+            make_groups_of_model(config, ampipe, kwargs.get("pg_collection"))
+        super().__init__(config, *args, **kwargs)
         for first, num_pairs in runs_of_pairs(self.layer_type_list):
             _join(list(self.layers[first : first + 2 * num_pairs]), ampipe)
         for layer in self.layers:

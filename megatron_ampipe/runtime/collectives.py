@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -137,24 +136,6 @@ def send_receive(
         if outgoing[to].shape[0]:
             works.append(dist.isend(outgoing[to], group=group, group_dst=to))
     return works
-
-
-@cache
-def lane_group(group: dist.ProcessGroup, lane: str) -> dist.ProcessGroup:
-    """Create a group of the same ranks for a lane. All of them must call it, before the first batch.
-
-    NCCL runs the collectives of a group one after another, but lanes must progress independently.
-    """
-    options = None
-    if dist.get_backend(group) == "nccl":
-        # So that a ready transfer does not wait for a kernel that fills the device.
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    return dist.new_group(
-        dist.get_process_group_ranks(group),
-        pg_options=options,
-        use_local_synchronization=True,
-        group_desc=f"ampipe {lane}",
-    )
 
 
 class HostCopy:

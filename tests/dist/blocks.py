@@ -27,6 +27,7 @@ from megatron_ampipe.launch.host.megatron import HostDotProductAttention, HostLa
 from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
 from megatron_ampipe.layers.gates import give_token_ids, load_gate
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer, pipelined, with_gate
+from megatron_ampipe.layers.process_groups import make_groups_of_model
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
@@ -123,6 +124,7 @@ def build_layers(
         is_one = isinstance(spec, ModuleSpec)
         return build_module(spec, config=config, layer_number=1) if is_one else Layers(spec, config)
 
+    make_groups_of_model(config, context, None)
     with mock.patch.object(multi_latent_attention, "TELinear", down):
         stock = build(spec, of_stock)
         ours = build(pipelined(spec, context), dataclasses.replace(config))

@@ -75,13 +75,11 @@ def end_groups() -> None:
     import torch.distributed as dist
     from megatron.core.transformer.moe import fused_a2a
 
-    from megatron_ampipe.exchange.hops import node_groups
-    from megatron_ampipe.runtime.collectives import lane_group
+    from megatron_ampipe.runtime.groups import forget_groups
 
     # A slower rank still needs its peers.
     dist.barrier()
-    for made in (lane_group, node_groups):
-        made.cache_clear()
+    forget_groups()
     # Megatron makes HybridEP's buffer once for all groups.
     fused_a2a.reset_hybrid_ep_buffer()
     for group in list(dist.distributed_c10d._world.pg_map):

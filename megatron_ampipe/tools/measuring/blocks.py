@@ -33,6 +33,7 @@ from megatron_ampipe.attention.kernels import KERNELS, pinned_kernel
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import pipelined
+from megatron_ampipe.layers.process_groups import make_groups_of_model
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Span
@@ -142,6 +143,7 @@ class BlockFactory:
             kernel=self.kernel,
             wire=None if variant.wire is None else load_wire(variant.wire),
         )
+        make_groups_of_model(self._config, context, None)
         layers = self._build(pipelined(self._spec, context))
         layers.load_state_dict(self.stock.state_dict(keep_vars=True), strict=True, assign=True)
         shared = dict(self.stock.named_parameters())
