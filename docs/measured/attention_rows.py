@@ -24,6 +24,8 @@ from megatron_ampipe.tools.measuring import machine, network
 from megatron_ampipe.tools.measuring.network import parse_link
 
 ROUNDS, TIMEOUT_S = 9, 500
+RANKS_PER_NODE = 2
+"""With two classes of links."""
 STACKS = {"layer by layer": 1, "one stack": 0}
 SHAPE = {"hidden_size": 256, "ffn_hidden_size": 256, "num_moe_experts": 4}
 
@@ -48,7 +50,10 @@ def main() -> None:
 
 def measure(ranks: int, text: str) -> dict[str, Any]:
     """What rank 0 found."""
-    with tempfile.TemporaryDirectory() as name, network.connected(parse_link(text), ranks) as pids:
+    link = parse_link(text)
+    per_node = None if link.within_node_bit_per_s is None else RANKS_PER_NODE
+    networks = network.connected(link, ranks, ranks_per_node=per_node)
+    with tempfile.TemporaryDirectory() as name, networks as pids:
         folder = Path(name)
         words = [sys.executable, __file__, "--rank", name]
         workers = [

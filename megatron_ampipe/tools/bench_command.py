@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from tqdm import tqdm
 
-from megatron_ampipe.block.settings import PARTNER_ORDERS, SHIPPED_WIRES, class_path
+from megatron_ampipe.block.settings import AUTO, PARTNER_ORDERS, SHIPPED_WIRES, class_path
 from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import AMPipeError
 from megatron_ampipe.files import outputs
@@ -38,7 +38,7 @@ from megatron_ampipe.schedule import (
 from megatron_ampipe.tools.measuring import machine, prediction, result, training
 from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK, BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.network import RANKS, add_link_arguments
+from megatron_ampipe.tools.measuring.network import RANKS, add_link_arguments, check_nodes
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
 OFF = "off"
@@ -56,6 +56,8 @@ examples:
       the same without root: every all-to-all, of both layers, takes as much longer
   ampipe bench --grid paper --link emulated:20GB/s --json paper.json
       on one GPU: the paper's cases; the other ranks are only pretended, and the output says so
+  ampipe bench --ranks 4 --ranks-per-node 2 --link inter=50mbit,intra=400mbit --exchange rows,ranks,nodes
+      two nodes of two ranks: a slow network between them, and a faster one within each
   ampipe bench --end-to-end --link 100mbit --schedules ampipe --degrees 4 --json training.json
       iterations per second of Megatron's whole training loop, and whether the losses are the same
   ampipe bench --from bench.json --predict cluster.yaml
@@ -97,7 +99,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     memories = ", ".join((*STRATEGIES, *PAPER_NAMES))
     memory = f"what the experts keep for their backward: {memories}, or one for each chunk (keep/rebuild)"
     add("--memory", "M,M", memory, default=KEEP)
-    exchange = "how the all-to-all groups copies of a token: rows, or ranks where that saves something"
+    exchange = (
+        f"how the all-to-all groups copies of a token: {', '.join(Exchange)}, or {AUTO} for all; each is "
+        "measured where it saves something, those for nodes with --ranks-per-node"
+    )
     add("--exchange", "E,E", exchange, default="rows")
     wires = f"how rows are cast for the transfer: {UNCHANGED}, {', '.join(SHIPPED_WIRES)} or a class"
     add("--wire", "W,W", wires, default=UNCHANGED)
@@ -147,6 +152,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "link": job.link.text,
         "emulated": job.link.emulated,
         "ranks": job.num_ranks,
+        "ranks_per_node": job.ranks_per_node,
         **{key: getattr(job, key) for key in job_fields},
         "versions": machine.versions(),
         "hardware": machine.hardware(),
@@ -244,6 +250,12 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
     pretended = arguments.pretend_peers or (link.emulated and 0 < num_gpus < count)
     if end_to_end and pretended:
         arguments.refuse("--pretend-peers: a training needs every rank's gradients; leave out --end-to-end")
+    check_nodes(arguments, count)
+    if pretended and arguments.ranks_per_node is not None:
+        arguments.refuse(
+            f"--ranks-per-node {arguments.ranks_per_node} with pretended ranks, which pass no rows on within "
+            "a node; leave --ranks-per-node out, or use a --link that needs no pretended ranks"
+        )
     if pretended and not link.emulated:
         arguments.refuse(f"--pretend-peers with --link {link.text}; use --link emulated:RATE")
     cases = read_grid(find_grid(arguments.grid), only=arguments.cases, num_ranks=count)
@@ -253,12 +265,13 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
     return BenchJob(
         cases=cases,
         variants=tuple(
-            _variants(arguments, case, set(block.exchanges(None)), layers)
+            _variants(arguments, case, set(block.exchanges(arguments.ranks_per_node)), layers)
             for case, block in zip(cases, blocks, strict=True)
         ),
         layers=layers,
         link=link,
         num_ranks=count,
+        ranks_per_node=arguments.ranks_per_node,
         pretended=pretended,
         device="cuda" if num_gpus else "cpu",
         repeats=arguments.repeats,
@@ -276,7 +289,8 @@ def _variants(
     if not useful & set(exchanges):
         arguments.refuse(
             f"--exchange {arguments.exchange} saves nothing in case {case.name}: no rank gets a token twice, "
-            "or there are no nodes; choose --cases with several experts per token and rank, or rows,ranks"
+            "or there are no nodes (--ranks-per-node); choose --cases with several experts per token and "
+            "rank, or rows,ranks"
         )
     variants = [Variant(STOCK), Variant(CONTROL)]
     for schedule, cut, stack, memory, wire, exchange, partner in itertools.product(

@@ -78,11 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.predicted is not None:
         prediction = Timeline.read_chrome(arguments.predicted)
         if (rule := misfit(prediction, shown)) is not None:
-            refuse(
-                f"--predicted {arguments.predicted} {rule}. Write it with ampipe plan --stack 1 --trace FILE "
-                "--trace-of DEGREE, with this run's flags"
-            )
-        drawn = [timeline for rank in shown for timeline in (rank, prediction)]
+            refuse(f"--predicted {arguments.predicted} {rule}. {_how_to_predict(shown[0])}")
+        drawn = [timeline for rank in shown for timeline in (rank, with_layers_of(prediction, rank.spans))]
     timeline_picture.draw(drawn, targets=targets, title="  \u00b7  ".join(title))
     for timeline in shown:
         print(
@@ -181,26 +178,56 @@ def sharing_layers(layer: int, spans: Iterable[StageSpan]) -> set[int]:
 
 
 def misfit(predicted: Timeline, measured: Sequence[Timeline]) -> str | None:
-    """Why ``predicted`` does not predict the measured layer of each rank, as a clause; None if it does."""
+    """Why ``predicted`` does not predict the measured layers of each rank, as a clause; None if it does.
+
+    A prediction counts its layers from 1; they are compared with the layers of each rank in order.
+    """
     if not predicted.is_predicted:
         return "was recorded by a run, not predicted"
-    if any(len({span.layer for span in timeline.spans}) > 1 for timeline in (predicted, *measured)):
-        return "can be compared only if layers share no schedule (--ampipe-stack 1)"
+    num_predicted = len(_layers(predicted.spans))
     for timeline in measured:
         for label in ("degree", "backward degree", "shares", "schedule"):
             expected, ran = (each.labels.get(label) for each in (predicted, timeline))
             if expected != ran:
                 return f"predicts {label} {expected}, and rank {timeline.rank} ran {ran}"
-        for direction in {span.direction for span in timeline.spans}:
-            # Each with its lane: a collective on the compute lane does not overlap.
-            on_paper, recorded = (
-                {(span.lane, span.stage) for span in each.spans if span.direction == direction}
-                for each in (predicted, timeline)
+        num_measured = len(_layers(timeline.spans))
+        if num_predicted != num_measured:
+            return (
+                f"predicts a schedule of {num_predicted} layers, and {num_measured} of rank {timeline.rank} "
+                "share one"
             )
-            if on_paper != recorded:
-                stages = ", ".join(sorted(stage for _, stage in on_paper ^ recorded)[:4])
+        renumbered = with_layers_of(predicted, timeline.spans)
+        for direction in DIRECTIONS:
+            on_paper, recorded = (_stages(each, direction) for each in (renumbered, timeline))
+            if recorded and on_paper != recorded:
+                stages = ", ".join(sorted(stage for _, _, stage in on_paper ^ recorded)[:4])
                 return f"has other stages {direction} than rank {timeline.rank} recorded: {stages}"
     return None
+
+
+def _layers(spans: Iterable[StageSpan]) -> list[int]:
+    return sorted({span.layer for span in spans})
+
+
+def _stages(timeline: Timeline, direction: str) -> set[tuple[int, str, str]]:
+    """Layer, lane and name of every stage: a collective on the compute lane does not overlap."""
+    return {(span.layer, span.lane, span.stage) for span in timeline.spans if span.direction == direction}
+
+
+def with_layers_of(predicted: Timeline, spans: Sequence[StageSpan]) -> Timeline:
+    """A prediction with the layer numbers of recorded spans, of as many layers, in order."""
+    numbers = dict(zip(_layers(predicted.spans), _layers(spans), strict=True))
+    renumbered = (replace(span, layer=numbers[span.layer]) for span in predicted.spans)
+    return replace(predicted, spans=tuple(renumbered))
+
+
+def _how_to_predict(measured: Timeline) -> str:
+    """The flags of a prediction of a run, as a sentence without a full stop."""
+    stack = measured.labels.get("stack", "1")
+    return (
+        f"Write it with ampipe plan --stack {stack} --trace FILE --trace-of {measured.labels.get('degree')}, "
+        "for a model file with this run's flags"
+    )
 
 
 def compare(predicted: Timeline, measured: Sequence[Timeline]) -> Table:
@@ -210,7 +237,9 @@ def compare(predicted: Timeline, measured: Sequence[Timeline]) -> Table:
     Directions that no rank recorded are left out.
     """
     names = ("direction", "stages", "predicted ms", "measured ms", "measured/predicted")
-    table = Table(*names, title="one block, one micro-batch, mean over the ranks drawn")
+    layers = len(_layers(predicted.spans))
+    blocks = "one block" if layers == 1 else f"{layers} layers with one schedule"
+    table = Table(*names, title=f"{blocks}, one micro-batch, mean over the ranks drawn")
     for direction in DIRECTIONS:
         ran = [each for each in measured if any(span.direction == direction for span in each.spans)]
         kinds = dict.fromkeys(span.kind for span in predicted.spans if span.direction == direction)

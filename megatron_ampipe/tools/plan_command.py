@@ -22,7 +22,6 @@ from megatron_ampipe.files.inputs import adder, at_least, value_of
 from megatron_ampipe.files.timeline import PREDICTED
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
-from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import alternatives, make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.rank_memory import memory_by_stage
@@ -156,7 +155,10 @@ def run(arguments: argparse.Namespace) -> int:
     answer = answer_of(predictor, plans, others, memory, arguments, assumed)
     text = json.dumps(answer, indent=1) + "\n"
     if arguments.trace is not None or arguments.tape is not None:
-        _write_shown(predictor, plan, arguments)
+        shown = plan.pipeline_of(predictor.block.rows)
+        if arguments.trace_of is not None:
+            shown = Pipeline.of(arguments.trace_of, stack=stack)
+        _write_shown(predictor, shown, arguments)
     if arguments.output is not None:
         plan.write(arguments.output, head=arguments.command_line.replace("\n", " "))
     if arguments.json == "-":
@@ -168,18 +170,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _write_shown(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> None:
+def _write_shown(predictor: Predictor, pipeline: Pipeline, arguments: argparse.Namespace) -> None:
     """Write what ``--trace`` and ``--tape`` show."""
-    rows = predictor.block.rows
-    pipeline = plan.pipeline_of(rows)
-    if arguments.trace_of is not None:
-        pipeline = Pipeline.of(arguments.trace_of)
     if arguments.trace is not None:
         labels = {PREDICTED: f"{arguments.model} on {arguments.cluster}", **pipeline.labels}
         timeline_of(predictor, pipeline, labels=labels).write_chrome(arguments.trace)
     if arguments.tape is not None:
         layers = sharing_layers(predictor, pipeline.stack).layers
-        tape = tape_text(pipeline.schedule_of(layers), layers, pipeline.chunks(rows))
+        tape = tape_text(pipeline.schedule_of(layers), layers, pipeline.chunks(predictor.block.rows))
         outputs.write_text(arguments.tape, tape)
 
 

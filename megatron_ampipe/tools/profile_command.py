@@ -20,13 +20,15 @@ from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.bench_job import BenchJob
 from megatron_ampipe.tools.measuring.cluster_fit import assemble
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
-from megatron_ampipe.tools.measuring.network import RANKS, add_link_arguments, parse_link
+from megatron_ampipe.tools.measuring.network import RANKS, add_link_arguments, check_nodes, parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
 
 EPILOG = """\
 examples:
   ampipe profile --link 200mbit --output cluster.yaml
       two ranks of this machine over a real 200 Mbit/s network between network namespaces (needs root)
+  ampipe profile --ranks 4 --ranks-per-node 2 --link inter=50mbit,intra=400mbit --output cluster.yaml
+      two nodes of two ranks: both classes of links are measured
   torchrun --nproc-per-node 8 -m megatron_ampipe.cli profile --grid mixtral --output cluster.yaml
       the ranks that will train, on one node or several
 
@@ -51,9 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
     outputs.check(arguments.output, flag="--output")
     started = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
     link = arguments.link
-    if started and (arguments.ranks is not None or link != parse_link(None)):
-        arguments.refuse("torchrun has started these ranks; leave --ranks and --link out")
+    own = (arguments.ranks, arguments.ranks_per_node)
+    if started and (own != (None, None) or link != parse_link(None)):
+        arguments.refuse("torchrun has started these ranks; leave --ranks, --ranks-per-node and --link out")
     count = int(os.environ["WORLD_SIZE"]) if started else arguments.ranks or RANKS
+    if not started:
+        check_nodes(arguments, count)
     case, *_ = read_grid(find_grid(arguments.grid), only=arguments.case, num_ranks=count)
     num_gpus = 0 if link.is_network else machine.num_gpus()
     job = BenchJob(
@@ -63,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         device="cuda" if num_gpus else "cpu",
         repeats=arguments.repeats,
         warmup=2,
-        ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]) if started else count,
+        ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]) if started else arguments.ranks_per_node,
     )
     is_first = not started or os.environ["RANK"] == "0"
     with tqdm(unit=" steps", leave=False, disable=None if is_first else True) as bar:
@@ -87,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = assemble(
         case,
         reports,
-        ranks_per_node=job.ranks_per_node,
+        ranks_per_node=job.ranks_per_node or count,
         description=f"{machine.hardware()['cpu']}, torch {torch_version}: {count} ranks, link {link.text}, "
         f"attention {kernel}, around case {case.name}",
         source="measured by ampipe profile; medians of the slowest rank",

@@ -26,6 +26,7 @@ cases:
   - {name: top1, topk: 1}
   - {name: rich, topk: 2, batch: 2, query_groups: 2, shared_ffn: 48, activation: swiglu, capacity: 1.25}
 """
+MANY = "  - {name: many, topk: 4, experts: 8, sequence_length: 256}\n"
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -37,7 +38,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     grid, output = folder / "tiny.yaml", folder / "result.json"
-    grid.write_text(GRID)
+    grid.write_text(GRID + MANY * ("many" in words))
     command = [sys.executable, "-m", "megatron_ampipe.cli", "bench", "--grid", grid, "--json", output]
     done = completed(*command, *words, "--warmup", "0", env=environment(folder))
     assert not list((folder / "temporary").iterdir())
@@ -91,6 +92,28 @@ def test_layers_block_by_block_and_together(tmp_path: Path) -> None:
     one, together = ("sequential", 1, 1), [("sequential", 3, 1), ("sequential", 3, 3)]
     both = [one, *together, *(("ampipe", *row[1:]) for row in (one, *together))]
     check_document(document, link=link, rows=both)
+
+
+@needs_network
+def test_two_classes_of_links(tmp_path: Path) -> None:
+    """Four ranks on two nodes: what leaves a node is counted separately, and less with exchanges of nodes."""
+    words = ["--cases", "many", "--schedules", "ampipe", "--degrees", "2", "--repeats", "1"]
+    nodes = ["--ranks", "4", "--ranks-per-node", "2", "--link", "inter=20mbit,intra=160mbit"]
+    document, shown = bench(tmp_path, *words, *nodes, "--exchange", "rows,nodes,2dh")
+    assert "4 ranks, 2 per node" in shown
+    assert (document["ranks"], document["ranks_per_node"]) == (4, 2)
+    (case,) = document["cases"]
+    rows = {row["exchange"]: row for row in case["rows"]}
+    assert set(rows) == {"rows", "nodes", "2dh"}
+    assert all(row["difference_from_stock"] <= 1e-4 for row in rows.values())
+    sent = {exchange: row["wire_bytes_by_class"] for exchange, row in rows.items()}
+    assert all(by_class["inter"] > 0 < by_class["intra"] for by_class in sent.values())
+    # Every token has four of eight experts: once to the other node in place of about twice.
+    assert sent["nodes"]["inter"] < 0.75 * sent["rows"]["inter"]
+    assert sent["2dh"]["inter"] == pytest.approx(sent["rows"]["inter"], rel=0.2)
+    # No pass is faster than the slow links allow: each rank sends about a quarter of the bytes.
+    fastest_ms = 8e3 * sent["rows"]["inter"] / 4 / 20e6
+    assert rows["rows"]["ms"] > 0.5 * fastest_ms
 
 
 def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:

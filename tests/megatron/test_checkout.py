@@ -15,6 +15,8 @@ import torch
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import script as launcher
+from tests.conftest import Command
+from tests.forked import REPOSITORY
 from tests.megatron.checkout.layout import SCRIPTS, lay_out
 from tests.megatron.launcher import (
     MOCK_DATA,
@@ -109,6 +111,30 @@ def test_degree_4_equals_degree_1(name: str, folder: Path) -> None:
     for rank in (0, 1):
         events = json.loads((folder / f"trace-{name}" / f"rank{rank}.trace.json").read_text())["traceEvents"]
         assert {event["args"]["layer"] for event in events if "layer" in event.get("args", {})} == {1, 2}
+
+
+def test_a_prediction_is_compared_with_a_run_as_the_page_says(folder: Path, ampipe: Command) -> None:
+    """The commands of docs/tuning.md, for a run with the default stack: all layers share a schedule."""
+    launched(folder, "0.19-degree4")
+    lines = (REPOSITORY / "docs" / "tuning.md").read_text().splitlines()
+    commands = [line for line in lines if line.startswith(("ampipe plan ", "ampipe draw "))]
+    plan, draw = (shlex.split(command)[1:] for command in commands)
+    assert "traces/resolved.yaml" in plan and "traces/" in draw
+    traces, measured = folder / "trace-0.19-degree4", REPOSITORY / "docs/measured/profile-200mbit.yaml"
+    places = {
+        "traces/resolved.yaml": traces / "resolved.yaml",
+        "cluster.yaml": measured,
+        "predicted.json": folder / "predicted.json",
+        "traces/": traces,
+        "timeline": folder / "timeline",
+    }
+    assert set(places) <= {*plan, *draw}
+    ampipe(*(places.get(word, word) for word in plan))
+    shown = ampipe(*(places.get(word, word) for word in draw)).out
+    assert "2 layers with one schedule" in " ".join(shown.split())
+    rows = [line for line in shown.splitlines() if "first to last" in line]
+    assert len(rows) == 2
+    assert (folder / "timeline.png").stat().st_size > 0
 
 
 def test_a_patched_tree_without_ampipe_is_left_to_megatron(folder: Path) -> None:

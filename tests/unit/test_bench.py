@@ -47,11 +47,12 @@ def read_text(folder: Path, text: str) -> Path:
         Link("25MB/s", 200e6),
         Link("emulated:20GB/s", 160e9, emulated=True),
         Link("emulated:200mbit:50us", 200e6, emulated=True, latency_s=50 * 1e-6),
+        Link("inter=50mbit,intra=2.5MB/s", 50e6, within_node_bit_per_s=20e6),
     ],
 )
 def test_links_are_read(link: Link) -> None:
     assert parse_link(link.text) == link
-    assert link.is_network is link.text.startswith(("1.5", "25"))
+    assert link.is_network is link.text.startswith(("1.5", "25", "inter"))
     if link.latency_s:
         assert link.transfer_s(1e6) == pytest.approx(50e-6 + 40e-3)
 
@@ -59,7 +60,8 @@ def test_links_are_read(link: Link) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "200", "0mbit", "-1mbit", "nan", "20Gbit", "1kbit", "200mbit:1ms", "emulated:1ms",
-     "emulated:1gbit:1us:1us", "inter=50mbit,intra=400mbit"],
+     "emulated:1gbit:1us:1us", "inter=50mbit", "intra=50mbit,inter=50mbit", "inter=1gbit,intra=1kbit",
+     "inter=1kbit,intra=1gbit", "inter=1gbit,intra=1gbit:1us", "emulated:inter=1gbit,intra=1gbit"],
 )  # fmt: skip
 def test_bad_links_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="emulated:RATE"):
@@ -94,6 +96,16 @@ def test_a_slow_network_needs_root_and_iproute2(
         ("--wire fp8 --end-to-end", "--wire fp8 changes the losses"),
         ("--exchange nodes", "--exchange nodes saves nothing in case top1"),
         ("--pretend-peers", "--pretend-peers with --link none"),
+        (
+            "--link inter=1gbit,intra=2gbit",
+            "--link inter=1gbit,intra=2gbit needs to know the ranks of a node",
+        ),
+        (
+            "--ranks-per-node 2",
+            "--ranks-per-node 2 does not divide 2 ranks into several nodes; use --ranks 4",
+        ),
+        ("--ranks 4 --ranks-per-node 3", "--ranks-per-node 3 does not divide 4 ranks into several nodes"),
+        ("--ranks 4 --ranks-per-node 2 --link emulated:1gbit --pretend-peers", "with pretended ranks"),
         ("--from /absent.json", "--from /absent.json: cannot be read"),
         ("--rounds 3", "--rounds 3 is for trainings; add --end-to-end"),
         ("--end-to-end --link emulated:1gbit --pretend-peers", "--pretend-peers: a training needs"),
@@ -169,9 +181,15 @@ def test_every_way_is_compared() -> None:
 
 
 def test_the_exchanges_of_a_case_are_those_that_save_something() -> None:
-    for case, exchanges in (("top1", ["rows"]), ("top2", ["rows", "ranks"])):
-        words = "--degrees 4 --exchange auto"
-        assert [each.pipeline.exchange for each in compared(words, case=case)] == exchanges
+    nodes = "--ranks 4 --ranks-per-node 2"
+    for words, case, exchanges in (
+        ("", "top1", ["rows"]),
+        ("", "top2", ["rows", "ranks"]),
+        (nodes, "top1", ["rows", "2dh"]),
+        (nodes, "many-top8", ["rows", "ranks", "nodes", "2dh"]),
+    ):
+        found = compared(f"--degrees 4 --exchange auto {words}", case=case)
+        assert [each.pipeline.exchange for each in found] == exchanges
 
 
 # The document
@@ -195,7 +213,9 @@ def reports(case: Record) -> list[dict[str, Any]]:
         return {
             "wall_s": wall_s,
             "backward_s": [row["backward_ms"] / 1e3 / (1 + rank)] * len(wall_s),
-            "wire_bytes": [None] if sent is None else [0, 2 * sent, 1000 if rank else sent - 1000],
+            "wire_bytes": [None]
+            if sent is None
+            else [{"inter": count} for count in (0, 2 * sent, 1000 if rank else sent - 1000)],
             "stages": row.get("stages_us_by_rank") and row["stages_us_by_rank"][rank],
             "needs": row.get("stage_needs"),
             "difference": row["difference_from_stock"],
@@ -232,6 +252,30 @@ def test_figures_of_kept_results_follow_from_their_samples(name: str) -> None:
         assert changed(result.case_result(job, 0, reports(kept)), kept) == []
 
 
+def test_bytes_are_summed_over_ranks_by_class_of_links(tmp_path: Path, ampipe: Command) -> None:
+    document = stored("cpu-small-200mbit-top1-night-1")
+    (kept,) = document["cases"]
+    kept["rows"] = kept["rows"][5:6]
+    of_ranks = reports(kept)
+    for rank, report in enumerate(of_ranks):
+        for variant in report["variants"]:
+            # The median of the repeats counts.
+            variant["wire_bytes"] = [
+                {"inter": between * 10**6, "intra": rank * 10**6} for between in (rank, 3, 9)
+            ]
+    variants = (STOCK, CONTROL, Variant.of("ampipe", 4, exchange="nodes"))
+    job = dataclasses.replace(JOB, cases=(CASE,), variants=(variants,), num_ranks=4, ranks_per_node=2)
+    case = result.case_result(job, 0, of_ranks)
+    for figures in (case["control"], *case["rows"]):
+        assert figures["wire_bytes_by_class"] == {"inter": 6 * 10**6, "intra": 10**6}
+        assert figures["wire_bytes"] == 7 * 10**6
+    path = tmp_path / "x.json"
+    result.write(document | {"cases": [case], "ranks": 4, "ranks_per_node": 2}, path)
+    words = " ".join(ampipe("bench", "--from", path).out.split())
+    assert "4 ranks, 2 per node" in words and "wire MB ┃ between nodes ┃" in words
+    assert "│ 7.00 │ 6.00 │" in words
+
+
 def test_the_table(tmp_path: Path, ampipe: Command) -> None:
     path, document = tmp_path / "x.json", stored("layers-200mbit-top1-evening")
     rows = document["cases"][0]["rows"]
@@ -256,6 +300,12 @@ def test_the_table(tmp_path: Path, ampipe: Command) -> None:
 def test_results_of_earlier_versions_are_shown(name: str, ampipe: Command) -> None:
     shown = " ".join(ampipe("bench", "--from", MEASURED / f"{name}.json").out.split())
     assert f"link {stored(name)['link']}" in shown
+    # Their link names the ranks of a node.
+    assert (
+        ("4 ranks, 2 per node" in shown)
+        is ("┃ between nodes ┃" in shown)
+        is name.startswith(("nodes", "2dh"))
+    )
 
 
 # Predictions
@@ -282,6 +332,14 @@ def test_rows_are_predicted_with_exchange_and_stack() -> None:
     four = predicted([{"stack": 1}, {"stack": 2}, {"stack": 4}], layers=4)
     assert four[:2] == pytest.approx([4 * stock, 4 * one], rel=1e-6)
     assert four[1] > four[2] > four[3]
+
+
+def test_a_cluster_of_other_nodes_is_refused(ampipe: Command) -> None:
+    words = ("bench", "--from", MEASURED / "2dh-50mbit-400mbit.json", "--predict")
+    ampipe(*words, MEASURED / "profile-50mbit-400mbit.yaml")
+    # A node of eight ranks, for a result of two nodes of two.
+    said = ampipe(*words, "dgx-h100", code=2).err
+    assert "ranks_per_node: 8 is not that of the result: 4 ranks, 2 per node" in said
 
 
 # Runs that end early
@@ -344,8 +402,9 @@ def test_trainings_are_run_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(training, "run", run)
     variants = (STOCK, CONTROL, Variant.of("ampipe", 4))
-    job = dataclasses.replace(JOB, variants=(variants,))
+    job = dataclasses.replace(JOB, variants=(variants,), num_ranks=4, ranks_per_node=2)
     (case,) = training.measure(job, rounds=2, on_iteration=lambda: None)
     # Stock, its control and AMPipe; then the same from the control on.
     assert [job.stock_attends_as for job in jobs] == ["fp32", "fp32", None, "fp32", None, "fp32"]
+    assert {(job.num_ranks, job.ranks_per_node) for job in jobs} == {(4, 2)}
     assert len(case["rows"][0]["trainings"]) == 2

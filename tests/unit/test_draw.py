@@ -206,9 +206,48 @@ def test_every_rank_is_drawn_with_the_prediction_under_it(
     assert rows == [f"{direction} {kind} 2.00" for direction in ("forward", "backward") for kind in kinds]
 
 
-def two_layers() -> Timeline:
-    one = prediction()
-    return replace(one, spans=one.spans + tuple(replace(span, layer=2) for span in one.spans))
+def predicted_layers(*dense: bool) -> Timeline:
+    """Layers from 1 that share a schedule, every stage in half the time."""
+    spans: list[StageSpan] = []
+    for origin_us, direction in ((0, "forward"), (50_000, "backward")):
+        for number, without_experts in enumerate(dense, 1):
+            begin_us = origin_us + 2_000 * number
+            spans += one_pass(begin_us, layer=number, direction=direction, iteration=0, dense=without_experts)
+    halved = [replace(span, begin_us=span.begin_us / 2, end_us=span.end_us / 2) for span in spans]
+    return Timeline(0, tuple(halved), {PREDICTED: "a model on a cluster", "degree": "2", "stack": "all"})
+
+
+def test_layers_that_share_a_schedule_are_compared_in_order(
+    tmp_path: Path, drawn: dict[str, Any], ampipe: Command
+) -> None:
+    """A prediction counts its layers from 1; the run's are 2 to 4."""
+    stacks(0).write_chrome(tmp_path / "rank0.trace.json")
+    shown = ampipe(*predicted_words(tmp_path, predicted_layers(False, False, False))).out
+    measured, predicted = drawn["timelines"]
+    assert predicted.is_predicted and not measured.is_predicted
+    assert {span.layer for span in predicted.spans} == {span.layer for span in measured.spans} == {2, 3, 4}
+    assert "3 layers with one schedule, one micro-batch" in " ".join(shown.split())
+    rows = [" ".join(line.replace("\u2502", " ").split()) for line in shown.splitlines() if "\u2502" in line]
+    kinds = ("qkv 1.500 3.000", "attention 6.000 12.000", "dispatch 6.000 12.000")
+    assert rows[:3] == [f"forward {kind} 2.00" for kind in kinds]
+    assert [row.split()[0] for row in rows[4:]] == ["backward"] * 4
+
+
+@pytest.mark.parametrize(
+    ("dense", "rule"),
+    [
+        ((False, False), "predicts a schedule of 2 layers, and 3 of rank 0 share one"),
+        # The same names, but one of the layers has no experts.
+        ((False, True, False), "has other stages forward than rank 0 recorded: attention.0, attention.1"),
+    ],
+)
+def test_other_layers_than_those_of_the_run_are_refused(
+    tmp_path: Path, ampipe: Command, dense: tuple[bool, ...], rule: str
+) -> None:
+    stacks(0).write_chrome(tmp_path / "rank0.trace.json")
+    said = ampipe(*predicted_words(tmp_path, predicted_layers(*dense)), code=2).err
+    assert rule in said
+    assert "Write it with ampipe plan --stack 3 --trace FILE --trace-of 2, for a model file" in said
 
 
 @pytest.mark.parametrize(
@@ -216,12 +255,11 @@ def two_layers() -> Timeline:
     [
         (prediction(degree="4"), [], "predicts degree 4, and rank 0 ran 2"),
         (prediction(schedule="moe-only"), [], "Write it with ampipe plan --stack 1 --trace FILE --trace-of"),
-        (two_layers(), [], "can be compared only if layers share no schedule"),
         # Layer 1 is dense.
         (prediction(), ["--layer", "1"], "than rank 0 recorded: attention.0, attention.1, dispatch.0"),
         (trace(0), [], "was recorded by a run, not predicted"),
     ],
-    ids=["degree", "schedule", "layers", "stages", "recorded"],
+    ids=["degree", "schedule", "stages", "recorded"],
 )
 def test_what_is_no_prediction_of_the_run_is_refused(
     traces: Path, ampipe: Command, predicted: Timeline, words: list[str], rule: str

@@ -11,6 +11,8 @@ from megatron_ampipe.plan.cluster import Cluster, read_cluster, write_cluster
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.stage_costs import issue_us
 from megatron_ampipe.schedule import Direction, build, even_chunks, kinds
+from megatron_ampipe.tools import profile_command
+from megatron_ampipe.tools.measuring.bench_job import BenchJob
 from megatron_ampipe.tools.measuring.cluster_fit import Sample, assemble, fit
 from megatron_ampipe.tools.measuring.grid import block_of_case
 from tests.conftest import Command
@@ -153,6 +155,34 @@ def test_the_file_has_the_times_to_issue_a_stage_of_the_slowest_host(tmp_path: P
 
 
 # The command
+
+
+def test_ranks_per_node_reach_the_ranks_and_the_file(
+    ampipe: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[BenchJob] = []
+
+    def run_ranks(job: BenchJob, _work: object, **_: object) -> list[dict[str, Any]]:
+        jobs.append(job)
+        report = report_of_truth() | {"device_memory_gib": None}
+        # The only class that a rank of one node measures; the file of two nodes needs the other one as well.
+        between = [
+            replace(sample, family=sample.family.replace("intra.", "inter."))
+            for sample in report["samples"]
+            if sample.family.startswith("intra.")
+        ]
+        return [report | {"samples": report["samples"] + between}] * job.num_ranks
+
+    monkeypatch.setattr(profile_command, "run_ranks", run_ranks)
+    output = tmp_path / "cluster.yaml"
+    link = "inter=50mbit,intra=400mbit"
+    words = ("--ranks", 4, "--ranks-per-node", 2, "--link", link, "--output", output)
+    assert "wrote" in ampipe("profile", *words).out
+    (job,) = jobs
+    assert (job.num_ranks, job.ranks_per_node) == (4, 2)
+    assert job.link.within_node_bit_per_s == 400e6
+    assert read_cluster(output).ranks_per_node == 2
+    assert "needs to know the ranks of a node" in ampipe("profile", *words[4:], code=2).err
 
 
 def test_bad_arguments_end_with_2_before_anything_starts(

@@ -1,9 +1,11 @@
 """The rank runner, with ranks that need no torch: what they return and say, how they fail, what is left."""
 
+import contextlib
 import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -125,7 +127,7 @@ RATE = "tc qdisc add dev one root tbf rate 1mbit burst 32kb latency 50ms"
 HAS_NETWORK = possible("unshare", "--net", "sh", "-c", f"{LINKS} && {RATE}")
 needs_network = pytest.mark.skipif(
     not HAS_NETWORK,
-    reason="no slow network can be created here: it takes root, network namespaces and iproute2",
+    reason="no slow network can be made here: it needs root, iproute2 and network namespaces",
 )
 COMMAND = """
 from tests.unit.test_ranks import *
@@ -159,3 +161,86 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signal
     if link != "none":
         shown = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
         assert network.INTERFACE not in shown
+
+
+SIZE, TIMES = 500_000, 3
+RATES = {"ampipe0": 40e6, "ampipe1": 160e6}
+PORT = 5555
+
+
+def sent_over() -> dict[str, int]:
+    """By interface, the bytes that this rank has sent."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    columns = {
+        name.strip(): rest.split() for name, colon, rest in (line.partition(":") for line in lines) if colon
+    }
+    return {name: int(columns[name][8]) for name in RATES if name in columns}
+
+
+def transfer(rank: Rank[RankJob]) -> list[tuple[float, dict[str, int]]]:
+    """Rank 0 sends to each of the others; returns the least seconds, and bytes by interface, for each."""
+    if rank.number > 0:
+        with socket.create_server((f"10.77.0.{rank.number + 1}", PORT)) as server:
+            rank.say("listens")
+            connection, _ = server.accept()
+            for _ in range(TIMES):
+                connection.recv(SIZE, socket.MSG_WAITALL)
+                connection.sendall(b"x")
+            control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            assert control.rstrip(bytes(1)) == b"cubic", control
+        return []
+    found = []
+    for peer in range(1, rank.job.num_ranks):
+        connection = connected_to(f"10.77.0.{peer + 1}")
+        before, times_s = sent_over(), []
+        for _ in range(TIMES):
+            begin_s = time.perf_counter()
+            connection.sendall(bytes(SIZE))
+            connection.recv(1)
+            times_s.append(time.perf_counter() - begin_s)
+        after = sent_over()
+        found.append((min(times_s), {name: after[name] - before[name] for name in after}))
+    return found
+
+
+def connected_to(address: str) -> socket.socket:
+    """A connection to a rank that may not listen yet."""
+    for _ in range(600):
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection((address, PORT))
+        time.sleep(0.1)
+    raise TimeoutError(address)
+
+
+@needs_network
+@pytest.mark.parametrize(
+    ("link", "num_ranks", "ranks_per_node"),
+    # Two are connected by a cable, others by a bridge: of all ranks, or of a node.
+    [
+        ("40mbit", 2, None),
+        ("40mbit", 3, None),
+        ("inter=40mbit,intra=160mbit", 4, 2),
+        ("inter=40mbit,intra=160mbit", 6, 3),
+    ],
+)
+def test_every_link_has_its_rate(link: str, num_ranks: int, ranks_per_node: int | None) -> None:
+    """What goes to a rank of the same node uses the faster link, and nothing else."""
+    job = RankJob(num_ranks=num_ranks, link=parse_link(link), ranks_per_node=ranks_per_node)
+    found = run_ranks(job, transfer)[0]
+    for peer, (took_s, sent) in enumerate(found, 1):
+        used = "ampipe1" if ranks_per_node is not None and peer < ranks_per_node else "ampipe0"
+        least_s = {name: 0.95 * (SIZE - network.burst_bytes(rate)) * 8 / rate for name, rate in RATES.items()}
+        # The token bucket allows a small burst; a busy machine can only be slower.
+        assert took_s >= least_s[used]
+        assert used == "ampipe0" or took_s < least_s["ampipe0"]
+        assert SIZE < sent[used] / TIMES < 1.02 * SIZE
+        assert sum(sent.values()) / TIMES < 1.02 * SIZE
+
+
+def test_ranks_know_their_node() -> None:
+    job = RankJob(num_ranks=4, link=parse_link("none"), ranks_per_node=2)
+    assert run_ranks(job, of_node) == [("2", "0"), ("2", "1"), ("2", "0"), ("2", "1")]
+
+
+def of_node(_rank: Rank[RankJob]) -> tuple[str, str]:
+    return os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"]

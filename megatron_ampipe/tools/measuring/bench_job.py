@@ -54,7 +54,6 @@ class BenchJob(RankJob):
         repeats: Timed passes of each variant, or iterations of a training, after ``warmup`` untimed ones.
         layers: Number of consecutive layers in one measurement, each with separate weights.
         micro_batches: Micro-batches of each rank in an iteration of a training.
-        ranks_per_node: For a profile: the number of ranks on a machine.
     """
 
     cases: tuple[Case, ...]
@@ -63,4 +62,3 @@ class BenchJob(RankJob):
     warmup: int
     layers: int = 1
     micro_batches: int = 2
-    ranks_per_node: int = 1

@@ -99,6 +99,7 @@ class BlockFactory:
 
     def __init__(self, rank: Rank[Any], case: Case, *, layers: int = 1) -> None:
         job, self._on_cuda = rank.job, rank.job.on_cuda
+        self._ranks_per_node, self._link = job.ranks_per_node, job.link
         self._config = _transformer_config(
             case, layers=layers, num_ranks=job.num_ranks, on_cuda=self._on_cuda
         )
@@ -137,7 +138,7 @@ class BlockFactory:
         ``recorder`` records every stage; ``executor`` replaces the default executor.
         """
         context = AMPipeContext(
-            AMPipeConfig(pipeline=variant.pipeline, wire=variant.wire),
+            AMPipeConfig(pipeline=variant.pipeline, wire=variant.wire, ranks_per_node=self._ranks_per_node),
             recorder=recorder or Recorder(),
             executor=executor,
             kernel=self.kernel,
@@ -152,7 +153,12 @@ class BlockFactory:
 
     def build_timed(self, variant: Variant, *, num_passes: int, saved_bytes: int = 0) -> Layers:
         """The same layers, their stages run alone and recorded; see :class:`.StageTimer`."""
-        timer = StageTimer(Recorder(num_iterations=num_passes), saved_bytes=saved_bytes)
+        has_two_classes = self._link.within_node_bit_per_s is not None
+        timer = StageTimer(
+            Recorder(num_iterations=num_passes),
+            saved_bytes=saved_bytes,
+            ranks_per_node=self._ranks_per_node if has_two_classes else None,
+        )
         layers = self.build(variant, recorder=timer.recorder, executor=timer)
         layers.timer = timer
         return layers

@@ -39,8 +39,10 @@ from megatron_ampipe.runtime.streams import Crossing
 from megatron_ampipe.runtime.tape import Call, Tape
 from megatron_ampipe.schedule import Stage, kinds, stage_from_text
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
-from megatron_ampipe.tools.measuring.network import INTERFACE
+from megatron_ampipe.tools.measuring.network import INTERFACE, WITHIN_NODE
 
+LINK_CLASSES = {INTERFACE: "inter", WITHIN_NODE: "intra"}
+"""The classes of links, by interface: between nodes, and within a node."""
 _FIRST_S, _LEAST_S, _MOST_S = 5e-3, 2e-4, 1e-2
 _SENT_COLUMN = 8
 _CYCLES_PER_S = 2e9
@@ -52,14 +54,17 @@ class StageTimer:
 
     Args:
         recorder: Records each stage.
-        saved_bytes: Bytes that the link sends at once after it was idle (its burst); on a CPU.
+        saved_bytes: Bytes that a link sends at once after it was idle (its burst); on a CPU.
+        ranks_per_node: The ranks of a node, if its links are of another class than those between nodes.
     """
 
     host_waits = False
     threads = False
 
-    def __init__(self, recorder: Recorder, *, saved_bytes: int = 0) -> None:
-        self.recorder, self._saved_bytes = recorder, saved_bytes
+    def __init__(
+        self, recorder: Recorder, *, saved_bytes: int = 0, ranks_per_node: int | None = None
+    ) -> None:
+        self.recorder, self._saved_bytes, self._ranks_per_node = recorder, saved_bytes, ranks_per_node
         self.needs: dict[str, dict[str, list[str]]] = {}
         """By direction and stage, the names of the stages that it waited for."""
         self.apart_s: dict[str, list[float]] = {}
@@ -82,7 +87,7 @@ class StageTimer:
             if stage.is_communication and not stage.kind.copies:
                 meet(on_cuda=on_cuda)
                 if self._saved_bytes and not is_first:
-                    _spend(self._saved_bytes)
+                    _spend(self._saved_bytes, self._ranks_per_node)
                 is_first = False
                 apart_s += time.perf_counter() - begin_s
             if on_cuda:
@@ -159,11 +164,18 @@ def meet(*, on_cuda: bool) -> None:
         torch.cuda.synchronize()
 
 
-def _spend(saved_bytes: int) -> None:
-    """Use up the link's burst: send twice as many bytes, so that the second half is sent at its rate."""
+def _spend(saved_bytes: int, ranks_per_node: int | None) -> None:
+    """Use up the burst of every link: send twice as many bytes, so the second half is sent at its rate."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    sent, received = (torch.zeros(2 * saved_bytes, dtype=torch.uint8) for _ in range(2))
-    works = [dist.isend(sent, (rank + 1) % ranks), dist.irecv(received, (rank - 1) % ranks)]
+    neighbours = [((rank + 1) % ranks, (rank - 1) % ranks)]
+    if ranks_per_node is not None:
+        first = rank - rank % ranks_per_node
+        before, after = ((rank + step) % ranks_per_node + first for step in (-1, 1))
+        neighbours = [(after, before), ((rank + ranks_per_node) % ranks, (rank - ranks_per_node) % ranks)]
+    works = []
+    for receiver, sender in neighbours:
+        sent, received = (torch.zeros(2 * saved_bytes, dtype=torch.uint8) for _ in range(2))
+        works += [dist.isend(sent, receiver), dist.irecv(received, sender)]
     for work in works:
         work.wait()
 
@@ -279,9 +291,16 @@ class WatchedExecutor:
 
 
 def sent_bytes() -> int:
-    """The bytes that this rank has sent so far over its link, headers included."""
+    """The bytes that this rank has sent so far over its links, headers included."""
+    return sum(sent_bytes_by_class().values())
+
+
+def sent_bytes_by_class() -> dict[str, int]:
+    """:func:`sent_bytes` by class of links; without nodes, all is of the class ``inter``."""
+    sent = {}
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, columns = line.partition(":")
-        if name.strip() == INTERFACE:
-            return int(columns.split()[_SENT_COLUMN])
-    raise AssertionError(f"this process has no interface {INTERFACE}")
+        if name.strip() in LINK_CLASSES:
+            sent[LINK_CLASSES[name.strip()]] = int(columns.split()[_SENT_COLUMN])
+    assert sent, f"this process has no interface {INTERFACE}"
+    return sent

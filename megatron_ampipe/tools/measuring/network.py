@@ -9,17 +9,22 @@ Needs root, if only of a user namespace. Needs no torch.
 
 Every interface is shaped where packets leave it. With a bridge that applies to both ends of each cable, so no
 rank receives faster than the rate either.
+
+With two classes of links, a rank has a second interface, connected to the other ranks of its node, with
+another rate. It has one address: routes to the ranks of its node use the second interface. So both classes
+carry bytes at the same time, and each is counted separately.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ampipe.errors import EnvironmentMissing
@@ -36,9 +41,11 @@ _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12,
                "kB/s": 8e3, "MB/s": 8e6, "GB/s": 8e9, "TB/s": 8e12}  # fmt: skip
 _LATENCY_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _MINIMUM_BIT_PER_S = 100e3
+_QUANTITY = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>\D+)")
+_RATE, _LATENCY = (rf"\d+(?:\.\d+)?(?:{'|'.join(units)})" for units in (_RATE_UNITS, _LATENCY_UNITS))
 _LINK = re.compile(
-    rf"(?P<emulated>emulated:)?(?P<rate>\d+(\.\d+)?)(?P<unit>{'|'.join(_RATE_UNITS)})"
-    rf"(:(?P<latency>\d+(\.\d+)?)(?P<of_latency>{'|'.join(_LATENCY_UNITS)}))?"
+    rf"(?P<emulated>emulated:)?(?P<rate>{_RATE})(:(?P<latency>{_LATENCY}))?"
+    rf"|inter=(?P<inter>{_RATE}),intra=(?P<intra>{_RATE})"
 )
 
 
@@ -48,12 +55,15 @@ class Link:
 
     Attributes:
         rate_bit_per_s: Rate of each rank and direction; None without limit (loopback, shared memory, NVLink).
+            With two classes of links, the rate between nodes.
+        within_node_bit_per_s: Rate of each rank and direction within a node, if that is another network.
         emulated: No real link has this rate: every all-to-all is delayed by the time of such a link.
         latency_s: Latency that is added to every all-to-all of an emulated link.
     """
 
     text: str
     rate_bit_per_s: float | None = None
+    within_node_bit_per_s: float | None = None
     emulated: bool = False
     latency_s: float = 0.0
 
@@ -61,6 +71,14 @@ class Link:
     def is_network(self) -> bool:
         """Whether it is a real TCP network between network namespaces, shaped to its rate."""
         return self.rate_bit_per_s is not None and not self.emulated
+
+    @property
+    def burst_bytes(self) -> int:
+        """How much a network sends at once after a pause, at most; 0 for other links."""
+        if not self.is_network:
+            return 0
+        assert self.rate_bit_per_s is not None
+        return burst_bytes(max(self.rate_bit_per_s, self.within_node_bit_per_s or 0.0))
 
     def transfer_s(self, size_bytes: float) -> float:
         """The seconds of an emulated link for this many bytes in its busier direction."""
@@ -73,26 +91,68 @@ def parse_link(text: str | None) -> Link:
     if text in (None, _NONE):
         return Link(_NONE)
     parts = _LINK.fullmatch(text)
-    rate = float(parts["rate"]) * _RATE_UNITS[parts["unit"]] if parts else 0.0
-    if parts is None or rate < _MINIMUM_BIT_PER_S or (parts["latency"] and not parts["emulated"]):
+    rates = []
+    if parts is not None:
+        rates = [
+            _quantity(parts[name], _RATE_UNITS)
+            for name in ("rate", "inter", "intra")
+            if parts[name] is not None
+        ]
+    if (
+        parts is None
+        or min(rates) < _MINIMUM_BIT_PER_S
+        or (parts["latency"] is not None and not parts["emulated"])
+    ):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no link of at least 100kbit; write none, a rate (200mbit, 25MB/s), "
-            "emulated:RATE or emulated:RATE:LATENCY (emulated:20GB/s:10us)"
+            "emulated:RATE or emulated:RATE:LATENCY (emulated:20GB/s:10us), or inter=RATE,intra=RATE with "
+            "--ranks-per-node"
         )
-    latency_s = float(parts["latency"] or 0) * _LATENCY_UNITS.get(parts["of_latency"], 1.0)
-    return Link(text, rate, emulated=bool(parts["emulated"]), latency_s=latency_s)
+    if parts["inter"] is not None:
+        between, within = rates
+        return Link(text, between, within)
+    latency_s = 0.0 if parts["latency"] is None else _quantity(parts["latency"], _LATENCY_UNITS)
+    return Link(text, rates[0], emulated=bool(parts["emulated"]), latency_s=latency_s)
+
+
+def _quantity(text: str, units: Mapping[str, float]) -> float:
+    parts = _QUANTITY.fullmatch(text)
+    assert parts is not None
+    return float(parts["number"]) * units[parts["unit"]]
 
 
 def add_link_arguments(parser: argparse.ArgumentParser, *, fewest_ranks: int) -> None:
-    """Declare ``--link``, and ``--ranks``, whose default is None."""
+    """Declare ``--link``, and ``--ranks`` and ``--ranks-per-node``, whose default is None."""
     add = adder(parser)
-    link = "none, a rate (200mbit) for a real network between namespaces, or emulated:RATE[:LATENCY]"
+    link = (
+        "none, a rate (200mbit) for a real network between namespaces, inter=RATE,intra=RATE for one between "
+        "nodes and one within each, or emulated:RATE[:LATENCY]"
+    )
     add("--link", "L", link, type=parse_link, default=_NONE)
     add("--ranks", "N", f"expert-parallel ranks (default: {RANKS})", type=at_least(fewest_ranks))
+    per_node = "consecutive ranks that are one node, for exchanges in two hops (default: all)"
+    add("--ranks-per-node", "N", per_node, type=at_least(2))
 
 
-INTERFACE = "ampipe0"
-"""Name of the interface in every rank's namespace."""
+def check_nodes(arguments: argparse.Namespace, num_ranks: int) -> None:
+    """Refuse ``--ranks-per-node`` and ``--link`` if they do not describe nodes of ``num_ranks`` ranks."""
+    per_node: int | None = arguments.ranks_per_node
+    if per_node is None:
+        if arguments.link.within_node_bit_per_s is not None:
+            arguments.refuse(
+                f"--link {arguments.link.text} needs to know the ranks of a node; add --ranks-per-node 2 and "
+                "--ranks 4"
+            )
+    elif num_ranks % per_node or num_ranks == per_node:
+        arguments.refuse(
+            f"--ranks-per-node {per_node} does not divide {num_ranks} ranks into several nodes; use --ranks "
+            f"{2 * per_node}"
+        )
+
+
+INTERFACE, WITHIN_NODE = "ampipe0", "ampipe1"
+"""Names of the interfaces in every rank's namespace; the second exists with two classes of links."""
+_SUBNET = "10.77.0.0/24"
 
 # How much may leave at once after a pause. It has to be small compared with a chunk: with the 256 KB of many
 # examples, whole chunks would pass a 100 Mbit/s link in almost no time.
@@ -115,8 +175,13 @@ class NetworkUnavailable(EnvironmentMissing):
 
 
 @contextlib.contextmanager
-def connected(link: Link, num_ranks: int) -> Iterator[list[int]]:
+def connected(link: Link, num_ranks: int, *, ranks_per_node: int | None = None) -> Iterator[list[int]]:
     """A context with connected network namespaces, one for each rank.
+
+    Args:
+        link: A link that is a network.
+        num_ranks: Number of namespaces.
+        ranks_per_node: With two classes of links, how many consecutive ranks are a node.
 
     Yields:
         The arguments of :func:`enter`, by rank; NetworkUnavailable if they cannot be made here.
@@ -131,26 +196,45 @@ def connected(link: Link, num_ranks: int) -> Iterator[list[int]]:
         raise NetworkUnavailable("this is not root")
     with contextlib.ExitStack() as stack:
         pids = [stack.enter_context(_holder()) for _ in range(num_ranks)]
-        if num_ranks == 2:
-            _inside(pids[0], f"ip link add {INTERFACE} type veth peer {INTERFACE} netns {pids[1]}")
-        else:
-            switch = stack.enter_context(_holder())
-            _inside(switch, "ip link add switch up type bridge")
-            for rank, pid in enumerate(pids):
-                port = f"port{rank}"
-                _inside(switch, f"ip link add {port} type veth peer {INTERFACE} netns {pid}")
-                _inside(switch, f"ip link set {port} master switch up")
-                _shape(switch, port, link.rate_bit_per_s)
+        _connect(stack, pids, INTERFACE, link.rate_bit_per_s)
         for rank, pid in enumerate(pids):
-            address = f"10.77.0.{rank + 1}"
             _inside(pid, "ip link set lo up")
-            _inside(pid, f"ip link set {INTERFACE} gso_max_size {_SEGMENT_BYTES} up")
-            _shape(pid, INTERFACE, link.rate_bit_per_s)
-            _inside(pid, f"ip address add {address}/24 dev {INTERFACE}")
-            # A namespace can use only algorithms that its host lists; a route can use any.
-            cubic = f"congctl {_CONGESTION_CONTROL}"
-            _inside(pid, f"ip route change 10.77.0.0/24 dev {INTERFACE} src {address} {cubic}")
+            _inside(pid, f"ip address add {_address(rank)}/24 dev {INTERFACE}")
+            _inside(pid, f"ip route change {_SUBNET} dev {INTERFACE} {_route_of(rank)}")
+        if link.within_node_bit_per_s is not None:
+            assert ranks_per_node is not None
+            for node in itertools.batched(range(num_ranks), ranks_per_node):
+                _connect(stack, [pids[rank] for rank in node], WITHIN_NODE, link.within_node_bit_per_s)
+                for rank, peer in itertools.permutations(node, 2):
+                    to_peer = f"{_address(peer)}/32 dev {WITHIN_NODE} {_route_of(rank)}"
+                    _inside(pids[rank], f"ip route add {to_peer}")
         yield pids
+
+
+def _connect(stack: contextlib.ExitStack, pids: Sequence[int], interface: str, rate_bit_per_s: float) -> None:
+    """Give each namespace a shaped interface: two are connected by a cable, others by a shaped bridge."""
+    if len(pids) == 2:
+        _inside(pids[0], f"ip link add {interface} type veth peer {interface} netns {pids[1]}")
+    else:
+        switch = stack.enter_context(_holder())
+        _inside(switch, "ip link add switch up type bridge")
+        for place, pid in enumerate(pids):
+            port = f"port{place}"
+            _inside(switch, f"ip link add {port} type veth peer {interface} netns {pid}")
+            _inside(switch, f"ip link set {port} master switch up")
+            _shape(switch, port, rate_bit_per_s)
+    for pid in pids:
+        _inside(pid, f"ip link set {interface} gso_max_size {_SEGMENT_BYTES} up")
+        _shape(pid, interface, rate_bit_per_s)
+
+
+def _address(rank: int) -> str:
+    return f"10.77.0.{rank + 1}"
+
+
+def _route_of(rank: int) -> str:
+    """The end of a route of a rank; a namespace can use only algorithms of its host, a route can use any."""
+    return f"src {_address(rank)} congctl {_CONGESTION_CONTROL}"
 
 
 def enter(namespace: int) -> None:

@@ -59,7 +59,8 @@ def measure(rank: Rank[BenchJob]) -> dict[str, Any]:
     """
     job = rank.job
     block = timed_passes.measure(rank, job.cases[0], VARIANTS)
-    operations, links = Operations(rank, kernel=block["kernel"]), links_of(job.ranks_per_node)
+    operations = Operations(rank, kernel=block["kernel"])
+    links = links_of(job.ranks_per_node or job.num_ranks)
     samples = timed(rank, list(operations.computation()))
     meet(on_cuda=job.on_cuda)
     samples += timed(rank, [probe for link in links for probe in operations.traffic(*link)])

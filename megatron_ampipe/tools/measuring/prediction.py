@@ -17,9 +17,14 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
     """Add predictions to a result, from a cluster that was measured on the same machine and link.
 
     Every row gets ``predicted_ms`` and ``error`` (predicted / measured - 1). Every case gets ``choice``, the
-    row with the least predicted time, and ``loss``, how much slower than the fastest row it was.
+    row with the least predicted time, and ``loss``, how much slower than the fastest row it was. BadInput if
+    the cluster's nodes have another number of ranks.
     """
-    layers = document["layers"]
+    layers, ranks = document["layers"], document["ranks"]
+    near = document.get("ranks_per_node") or ranks
+    if min(cluster.ranks_per_node, ranks) != near:
+        rule = f"{cluster.ranks_per_node} is not that of the result: {ranks} ranks, {near} per node"
+        cluster.refuse("ranks_per_node", rule, "Profile with the --ranks and --ranks-per-node of the result.")
     for case in document["cases"]:
         predictor = Predictor(block_of(case, document["ranks"]), cluster)
         case["predicted_stock_ms"] = round(_predicted_ms(Pipeline.of(1), predictor, layers=layers), 4)

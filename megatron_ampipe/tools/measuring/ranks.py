@@ -57,6 +57,7 @@ class RankJob:
     """How to run ranks; a subclass adds the inputs of their work.
 
     Attributes:
+        ranks_per_node: Consecutive ranks that are one node; None if all ranks are.
         pretended: One process stands for all ranks; see :mod:`.emulation`.
         seed: Seed of weights and inputs.
         timeout_s: A collective fails after this time, and the run when no rank says anything for so long.
@@ -64,6 +65,7 @@ class RankJob:
 
     num_ranks: int
     link: Link
+    ranks_per_node: int | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     pretended: bool = False
     seed: int = 1
@@ -109,7 +111,9 @@ class Rank[Job: RankJob]:
 
         job, emulation = self.job, None
         if job.on_cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", self.number)))
+            # Nodes of a job that this command started share a machine.
+            is_launched = self.rendezvous is None and "LOCAL_RANK" in os.environ
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if is_launched else self.number)
         else:
             from megatron_ampipe.launch.host import torch_calls
 
@@ -195,7 +199,9 @@ def run_ranks[Job: RankJob](
                 "ampipe bench with --link emulated:RATE, which pretends the others."
             )
         if job.link.is_network:
-            namespaces = [*stack.enter_context(network.connected(job.link, count))]
+            namespaces = [
+                *stack.enter_context(network.connected(job.link, count, ranks_per_node=job.ranks_per_node))
+            ]
         log = log or folder / "log"
         processes: dict[Connection, SpawnProcess] = {}
         stack.callback(_end, processes)
@@ -304,9 +310,9 @@ def _run_rank(
     faulthandler.enable()
     # Processes that the rank starts, such as workers of a data loader, are started as in a training.
     multiprocessing.set_start_method(None, force=True)
-    ranks = str(job.num_ranks)
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
-    os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    per_node = job.ranks_per_node or job.num_ranks
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number % per_node)}
+    os.environ |= {"WORLD_SIZE": str(job.num_ranks), "LOCAL_WORLD_SIZE": str(per_node)}
     # Temporary files of libraries are removed with the folder.
     os.environ["TMPDIR"] = str(folder)
     if not job.on_cuda:

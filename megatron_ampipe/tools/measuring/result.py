@@ -8,6 +8,7 @@ of the control, which is Megatron's layer measured a second time, in turns with 
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -24,6 +25,8 @@ from megatron_ampipe.schedule import KEEP, Exchange, Stage, stage_from_text
 from megatron_ampipe.tools.measuring.bench_job import CONTROL, BenchJob, Variant
 
 FORMAT = "ampipe-bench-1"
+_PER_NODE = re.compile(r"ranks-per-node=(\d+)")
+"""Where older results have the ranks of a node: in the text of the link."""
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:
@@ -38,7 +41,9 @@ def read(path: Path) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(text)
         if document["format"] != FORMAT:
             raise ValueError("another format")
-        return {"layers": 1, "pretended": False} | document
+        in_link = _PER_NODE.search(document["link"])
+        older = {"layers": 1, "pretended": False, "ranks_per_node": int(in_link[1]) if in_link else None}
+        return older | document
 
     rule, remedy = "is not a result of ampipe bench", "Give a file that ampipe bench --json wrote for blocks."
     return inputs.parse_file(path, parse, what="--from", rule=rule, remedy=remedy)
@@ -120,9 +125,14 @@ def _figures(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     by_rank = [[round(1e3 * seconds, 4) for seconds in rank["wall_s"]] for rank in ranks]
     samples = [max(repeat) for repeat in zip(*by_rank, strict=True)]
     backward_s = map(max, zip(*(rank["backward_s"] for rank in ranks), strict=True))
-    sent = zip(*(rank["wire_bytes"] for rank in ranks), strict=True)
-    # Sums over ranks, by the kernel's counters.
-    sums = [sum(repeat) for repeat in sent if None not in repeat]
+    # By the kernel's counters.
+    repeats = [repeat for repeat in zip(*(rank["wire_bytes"] for rank in ranks), strict=True) if all(repeat)]
+    sums = [sum(sum(sent.values()) for sent in repeat) for repeat in repeats]
+    classes = repeats[0][0] if repeats else {}
+    by_class = {
+        name: round(statistics.median(sum(sent[name] for sent in repeat) for repeat in repeats))
+        for name in classes
+    }
     return {
         "ms": round(statistics.median(samples), 4),
         "backward_ms": round(1e3 * statistics.median(backward_s), 4),
@@ -130,6 +140,7 @@ def _figures(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "samples_ms_by_rank": by_rank,
         "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
         "wire_bytes": round(statistics.median(sums)) if sums else None,
+        **({"wire_bytes_by_class": by_class} if len(by_class) > 1 else {}),
     }
 
 
@@ -170,7 +181,7 @@ _CAPTION = (
     "stock again. speedup: median of stock / this within a repeat, and its 10th to 90th percentile; no "
     "difference is seen where it is nearer to 1 than the spread of the control, which is stock once more. "
     "of bound: the least possible time as a share of this. MiB: the peak beyond weights and input. wire MB: "
-    "sent by all ranks. More: docs/measured.md"
+    "sent by all ranks; between nodes: the part of it that leaves a node. More: docs/measured.md"
 )
 
 
@@ -200,6 +211,8 @@ def show(document: Record, console: Console) -> None:
 def _heading(document: Record) -> str:
     link = f"link {document['link']}" + " (emulated)" * document["emulated"]
     ranks = f"{document['ranks']} ranks" + ", all but one pretended" * document["pretended"]
+    if document.get("ranks_per_node") is not None:
+        ranks += f", {document['ranks_per_node']} per node"
     layers = f", {document['layers']} layers" * (document["layers"] > 1)
     return "training · " * ("rounds" in document) + f"grid {document['grid']}{layers} · {link} · {ranks}"
 
@@ -217,6 +230,12 @@ def _figure(key: str, form: str, factor: float = 1) -> Callable[[Record], str]:
 def _choice(key: str, usual: object) -> Callable[[Record], str]:
     """Empty for the usual value."""
     return lambda row: "" if row.get(key, usual) == usual else str(row[key])
+
+
+def _between_nodes(row: Record) -> str:
+    """The part of the bytes that leaves a node, where that is known."""
+    by_class = row.get("wire_bytes_by_class") or {}
+    return f"{by_class['inter'] * 1e-6:.2f}" if "intra" in by_class else ""
 
 
 def _speedup(row: Record) -> str:
@@ -244,6 +263,7 @@ _COLUMNS: dict[str, Callable[[Record], str]] = {
     "MiB": _figure("peak_bytes", "{:.1f}", 2**-20),
     "predicted MiB": _figure("predicted_peak_bytes", "{:.1f}", 2**-20),
     "wire MB": _figure("wire_bytes", "{:.2f}", 1e-6),
+    "between nodes": _between_nodes,
     "difference": lambda row: f"{row['difference_from_stock']:.1e}" if row.get("wire") else "",
     "loss difference": _figure("loss_difference", "{:.1e}"),
     "predicted": _figure("predicted_ms", "{:.2f}"),

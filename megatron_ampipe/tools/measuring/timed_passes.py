@@ -30,10 +30,9 @@ from megatron_ampipe.tools.measuring.meters import (
     Watch,
     WatchedExecutor,
     meet,
-    sent_bytes,
+    sent_bytes_by_class,
     stage_times,
 )
-from megatron_ampipe.tools.measuring.network import burst_bytes
 from megatron_ampipe.tools.measuring.ranks import Rank
 from megatron_ampipe.tools.measuring.tolerance import Tolerance
 
@@ -53,9 +52,8 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
     passes = Passes(rank, case)
     layers = [factory.stock, *(factory.build(variant) for variant in variants[1:])]
     difference = compare(passes, layers, variants, rank=rank.number, case=case)
-    saved_bytes = burst_bytes(job.link.rate_bit_per_s) if job.link.is_network else 0
     timed = [
-        factory.build_timed(variant, num_passes=job.repeats, saved_bytes=saved_bytes)
+        factory.build_timed(variant, num_passes=job.repeats, saved_bytes=job.link.burst_bytes)
         if variant.pipelined
         else None
         for variant in variants
@@ -106,12 +104,12 @@ class PassSample(NamedTuple):
     Attributes:
         wall_s: Seconds of the whole pass.
         backward_s: Seconds from the end of the forward pass, measured on the device if there is one.
-        wire_bytes: Bytes that this rank sent, headers included; None if they were not counted.
+        wire_bytes: By class of links, bytes that this rank sent, headers included; None if not counted.
     """
 
     wall_s: float
     backward_s: float
-    wire_bytes: int | None
+    wire_bytes: dict[str, int] | None
 
 
 class Passes:
@@ -172,7 +170,7 @@ class Passes:
         gc.collect()
         gc.disable()
         try:
-            sent_before = sent_bytes() if self._counts_wire else 0
+            sent_before = sent_bytes_by_class() if self._counts_wire else {}
             meet(on_cuda=self.on_cuda)
             begin = time.perf_counter()
             output, _ = layer(hidden_states=hidden, attention_mask=None)
@@ -184,7 +182,8 @@ class Passes:
             if self._counts_wire:
                 # A rank may have received all its data while a peer still receives.
                 meet(on_cuda=self.on_cuda)
-                wire_bytes = sent_bytes() - sent_before
+                sent = sent_bytes_by_class()
+                wire_bytes = {name: count - sent_before[name] for name, count in sent.items()}
             return PassSample(wall_s, backward_s, wire_bytes), output, hidden
         finally:
             gc.enable()

@@ -111,6 +111,7 @@ def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[], object]) -
                     stock_attends_as=None if variant.pipelined else case.dtype,
                     link=job.link,
                     num_ranks=job.num_ranks,
+                    ranks_per_node=job.ranks_per_node,
                 )
                 title = f"case {case.name}: the training of {variant}"
                 curve = run(training, iterations=iterations, title=title, on_iteration=on_iteration)
