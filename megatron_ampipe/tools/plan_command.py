@@ -158,7 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.trace is not None or arguments.tape is not None:
         _write_shown(predictor, plan, arguments)
     if arguments.output is not None:
-        plan.write(arguments.output, head=arguments.command_line.replace("\n", " "))
+        plan.write(arguments.output, head=arguments.command_line)
     if arguments.json == "-":
         print(text, end="")
         return 0

@@ -79,6 +79,14 @@ REFUSED = {
     "set-object": (_PLAN + "dgx-h100 --set hidden-size=!!python/name:os.system", "is not FLAG=VALUE"),
     "bench-from-trace": ("bench --from {here}/a.trace", "is not a result of ampipe bench. Give a file"),
     "config-flag": ("config --num_layers 2", "--num_layers 2: there is no such flag. Did you mean --num-la"),
+    "config-nodes": (
+        "config --ranks 4 --ranks-per-node 3",
+        "--ranks 4: is not a multiple of --ranks-per-node 3. Use for example --ranks 6: all nodes",
+    ),
+    "config-nodes-alone": (
+        "config --ranks-per-node 2",
+        "--ranks-per-node 2: has no effect without --ranks. Add",
+    ),
     # Launches.
     "degree-two-words": ("train --ampipe-degree 4 4", "argument 4: there is no such flag. Run with"),
     "schedule-at-degree-1": ("train --ampipe-schedule ampipe", "has no effect at --ampipe-degree 1, which"),
@@ -125,6 +133,14 @@ REFUSED = {
 
 CONTROLS = {
     "train-well": ("train --ampipe-plan {here}/good.plan", "", PROCESS_GROUP_MADE),
+    # As on a login node, where no launcher says how many ranks share a node.
+    "config-nodes-well": (
+        "config --ampipe-config tiny quickstart --mock-data --train-iters 2 --global-batch-size 4 "
+        "--expert-model-parallel-size 4 --ranks 4 --ranks-per-node 2 --ampipe-degree 2 "
+        "--ampipe-exchange nodes",
+        "exchange: nodes",
+        0,
+    ),
     "data-well": ("alone --data-path {here}/data" + _WHOLE, "", 0),
     "load-new-folder": ("alone --mock-data --load {here}/new", "", 0),
 }
