@@ -79,7 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         # The output of a launch is left out.
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
-            pretrain.check_launch(resolved.words)
+            try:
+                pretrain.check_launch(resolved.words)
+            except BadInput as error:
+                raise resolved.located(error) from error
     text = config_files.as_yaml if arguments.format == "yaml" else config_files.as_command
     print(text(resolved), end="")
     return 0
