@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 
 from megatron_ampipe import __version__
 from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing
+from megatron_ampipe.files import outputs
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parsed = parse(words)
         # Tools write the command line into their output files.
-        parsed.command_line = shlex.join(["ampipe", *words])
+        parsed.command_line = outputs.shell_line(["ampipe", *words])
         code = int(parsed.run(parsed))
         sys.stdout.flush()
         return code

@@ -55,10 +55,12 @@ def until(condition: Callable[[], bool], what: str, *, timeout_s: float) -> None
         time.sleep(0.05)
 
 
-def variables_of(rank: int, num_ranks: int) -> dict[str, str]:
-    """What a launcher tells a rank of a single node."""
-    own = {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
-    return own | {name: str(num_ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+def variables_of(rank: int, num_ranks: int, ranks_per_node: int | None = None) -> dict[str, str]:
+    """What a launcher tells a rank; without ``ranks_per_node``, of a single node."""
+    per_node = ranks_per_node or num_ranks
+    own = {"RANK": rank, "LOCAL_RANK": rank % per_node}
+    numbers = {**own, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": per_node}
+    return {name: str(number) for name, number in numbers.items()}
 
 
 def run_workers(
@@ -92,19 +94,25 @@ def run_ranks(
     env: Mapping[str, str],
     timeout_s: float,
     preloaded: bool = True,
+    ranks_per_node: int | None = None,
 ) -> tuple[list[int | None], list[str]]:
     """Run the ranks of a node, and kill those that have not ended after the timeout.
 
-    To ``env``, what a launcher tells a rank is added. They are not forked without ``preloaded``, to import
-    another Megatron from their ``PYTHONPATH``. Returns the exit code of each, negative for a signal, None
-    after the timeout; and what each printed.
+    To ``env``, what a launcher tells a rank is added; with ``ranks_per_node``, as on several nodes. They are
+    not forked without ``preloaded``, to import another Megatron from their ``PYTHONPATH``. Returns the exit
+    code of each, negative for a signal, None after the timeout; and what each printed.
     """
     context = CONTEXT if preloaded else _SPAWN
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(num_ranks)]
         processes = []
         for rank, log in enumerate(logs):
-            given = module, list(arguments), {**env, **variables_of(rank, num_ranks)}, str(log)
+            given = (
+                module,
+                list(arguments),
+                {**env, **variables_of(rank, num_ranks, ranks_per_node)},
+                str(log),
+            )
             processes.append(context.Process(target=run_module, args=given))
         end = time.monotonic() + timeout_s
         try:

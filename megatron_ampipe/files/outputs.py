@@ -7,10 +7,34 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput, RunFailed
+
+
+def shell_line(words: Sequence[str]) -> str:
+    """A command line for a shell in one line of text, such as for a comment, whatever characters it has."""
+    return " ".join(map(_quoted, words))
+
+
+def _quoted(word: str) -> str:
+    """A word quoted for a shell. With line breaks or other control characters: as ``$'...'``, in one line."""
+    if word.isprintable():
+        return shlex.quote(word)
+    plain = word.replace("\\", "\\\\").replace("'", "\\'")
+    escaped = (char if char.isprintable() else _escape(char) for char in plain)
+    return f"$'{''.join(escaped)}'"
+
+
+def _escape(char: str) -> str:
+    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
+
+
+def comment(text: str) -> str:
+    """Text for the rest of a line that is a comment; line breaks, those of YAML included, become blanks."""
+    return " ".join(text.splitlines())
 
 
 def check(path: Path, *, flag: str) -> None:

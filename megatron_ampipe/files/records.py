@@ -51,7 +51,7 @@ def write_record(path: Path, record: object, *, head: str) -> None:
     yaml, text = YAML(), io.StringIO()
     yaml.width = 10**6
     yaml.dump(_plain(record), text)
-    outputs.write_text(path, f"# {head}\n{text.getvalue()}")
+    outputs.write_text(path, f"# {outputs.comment(head)}\n{text.getvalue()}")
 
 
 def keys_of(kind: type[Any]) -> dict[str, dataclasses.Field[Any]]:

@@ -227,13 +227,13 @@ def as_yaml(resolved: Resolved, *, notes: Sequence[str] = ()) -> str:
 
     ``--ampipe-config`` converts it back to the same command line.
     """
-    lines = [f"# {note}".rstrip() for note in notes]
+    lines = [f"# {outputs.comment(note)}".rstrip() for note in notes]
     if resolved.unknown:
-        words = shlex.join(resolved.unknown).replace("\n", " ")
+        words = outputs.shell_line(resolved.unknown)
         lines.append(f"# Not below, because neither Megatron nor AMPipe has such flags: {words}")
     own = []
     for setting in resolved.settings:
-        line = f"{_in_yaml(setting.value)}  # {setting.source}"
+        line = f"{_in_yaml(setting.value)}  # {outputs.comment(setting.source)}"
         key = setting.flag.removeprefix("--")
         if key.startswith(f"{OWN_SECTION}-"):
             own.append(f"  {key.removeprefix(f'{OWN_SECTION}-')}: {line}")

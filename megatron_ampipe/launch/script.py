@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe import compat
+from megatron_ampipe.block.layout import misfit
 from megatron_ampipe.errors import AMPipeError, BadInput
 from megatron_ampipe.launch import config_files, flags, host
 from megatron_ampipe.launch.ending import (
@@ -90,6 +91,13 @@ def wrap_steps(session: TrainingSession | None = None) -> None:
     _models = models_of_megatron()
     for model in _models:
         model.__init__ = _around(model.__init__, methods.construct)  # type: ignore[misc]
+
+
+def refuse_misfit(args: argparse.Namespace) -> None:
+    """Raise :class:`BadInput` for parsed arguments whose layout Megatron would refuse on these ranks."""
+    if (broken := misfit(args, args.world_size)) is not None:
+        flag = f"--{broken.key.replace('_', '-')}"
+        raise BadInput(flag, broken.value, rule=broken.rule, remedy=broken.remedy)
 
 
 def models_of_megatron() -> tuple[type, ...]:
@@ -195,6 +203,7 @@ class TrainingSession:
             if not self.is_patch and not parsed.use_checkpoint_args:
                 if config.pipelined and parsed.seq_length is not None:
                     config.pipeline.chunks(parsed.seq_length)
+                refuse_misfit(parsed)
                 self._check_data(parsed)
         return parsed
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, ValidationError
 
 from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
+from megatron_ampipe.block.layout import misfit
 from megatron_ampipe.block.settings import SETTING, Settings
 from megatron_ampipe.errors import BadInput, did_you_mean, meant, nearest
 from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse
@@ -301,12 +304,10 @@ def block_of(
     expert_tensor = flags.expert_tensor_parallel_size or tensor
     expert = flags.expert_model_parallel_size
     if expert is None:
-        room = max(1, stage_ranks // expert_tensor)
-        largest = min(room, flags.num_experts)
-        expert = max(size for size in range(1, largest + 1) if flags.num_experts % size == 0)
+        expert = gcd(max(1, stage_ranks // expert_tensor), flags.num_experts)
         assumed.append(
-            f"expert-model-parallel-size {expert}: the model names none; this is the largest divisor of "
-            f"{flags.num_experts} that fits on {ranks} ranks"
+            f"expert-model-parallel-size {expert}: the model names none; this is the largest that divides "
+            f"both {flags.num_experts} experts and {ranks} ranks"
         )
     local = flags.transformer_impl == "local"
     block = Block(
@@ -347,7 +348,8 @@ def block_of(
         expert_replicas=max(1, stage_ranks // (expert * expert_tensor)),
         shards_optimizer=flags.use_distributed_optimizer,
     )
-    _check(model, block, ranks)
+    # A run's own arguments are checked when they are parsed.
+    _check(model, block, ranks if cluster is not None else None)
     for key in model.values:
         place = f"{model.path}:{model.lines.get(key, 1)}"
         if (near := meant(key, TRAINING_FLAGS)) is not None:
@@ -393,12 +395,17 @@ def _dtype(flags: ModelFlags, cluster: Cluster | None, assumed: list[str]) -> Dt
     return dtype
 
 
-def _check(model: ModelFile, block: Block, ranks: int) -> None:
-    """Check values that depend on other values."""
+def _check(model: ModelFile, block: Block, ranks: int | None) -> None:
+    """Check values that depend on other values, and, with ``ranks``, whether they can hold the layout."""
     slices = block.tensor * block.context * (2 if block.context > 1 else 1)
-    experts, length, needed = block.experts, block.sequence_length, block.expert * block.expert_tensor
+    experts, length = block.experts, block.sequence_length
     if length % slices:
         model.refuse("seq-length", f"must be a multiple of {slices}: {-(-length // slices) * slices}")
+    if ranks is not None:
+        unread = {key.replace("-", "_"): value for key, value in model.values.items()}
+        broken = misfit(SimpleNamespace(**(unread | model.flags.model_dump(exclude_unset=True))), ranks)
+        if broken is not None:
+            model.refuse(broken.key.replace("_", "-"), broken.rule, broken.remedy)
     if fp8_recipe(model.flags) not in (None, *FP8_TILES):
         model.refuse("fp8-recipe", *OTHER_FP8_RECIPE)
     if block.dtype == "fp8" and block.local:
@@ -407,9 +414,6 @@ def _check(model: ModelFile, block: Block, ranks: int) -> None:
         model.refuse("moe-flex-dispatcher-backend", "cannot run in chunks", "Use deepep or hybridep.")
     if block.topk > experts:
         model.refuse("moe-router-topk", f"is above num-experts {experts}")
-    if experts % block.expert or needed > ranks:
-        rule = f"must divide {experts} experts, shared by {needed} ranks of --ranks {ranks}"
-        model.refuse("expert-model-parallel-size", rule)
     busiest = block.expert * min(1.0, block.local_experts / block.topk)
     if not 1 <= block.imbalance <= busiest * (1 + 1e-9):
         rule = f"the busiest of {block.expert} expert-parallel ranks has 1 to {busiest:g} times the mean"

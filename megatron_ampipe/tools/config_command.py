@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import at_least
 
 EPILOG = """\
@@ -20,6 +21,8 @@ examples:
   ampipe config --ampipe-config mixtral-8x7b my/run.yaml --lr 1e-4 --format command
   ampipe config --ampipe-config tiny quickstart --mock-data --train-iters 100 --ranks 2
       also what a launch on 2 ranks checks
+  ampipe config --ampipe-config tiny quickstart my/run.yaml --ranks 2 --ranks-per-node 1
+      the same for 2 nodes: some plans, and --ampipe-exchange nodes, depend on how many ranks share a node
 
 Not checked is whether data is there, and whether this machine could run it. Every other flag is one of
 training: those of Megatron and --ampipe-*.
@@ -34,13 +37,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--format", choices=("yaml", "command"), default="yaml", help="what to print (default: yaml)")
     ranks = "check everything that a launch on N ranks checks"
     add("--ranks", type=at_least(1), metavar="N", help=ranks)
+    per_node = "how many of them a node has, as torchrun tells a launch (default: not known)"
+    add("--ranks-per-node", type=at_least(1), metavar="N", help=per_node)
     parser.set_defaults(training_flags=[])
+
+
+def _set_ranks(arguments: argparse.Namespace) -> None:
+    """Set the variables of a launcher for the ranks that are checked, in place of an outer launch's."""
+    ranks, per_node = arguments.ranks, arguments.ranks_per_node
+    if ranks is None:
+        if per_node is not None:
+            rule, remedy = "has no effect without --ranks", f"Add --ranks {per_node}, or leave it out."
+            raise BadInput("--ranks-per-node", per_node, rule=rule, remedy=remedy)
+        return
+    if ranks % (per_node or 1):
+        remedy = f"Use for example --ranks {-(-ranks // per_node) * per_node}: all nodes have as many."
+        raise BadInput(
+            "--ranks", ranks, rule=f"is not a multiple of --ranks-per-node {per_node}", remedy=remedy
+        )
+    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": "0"}
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    if per_node is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Resolve, check and print."""
     from megatron_ampipe.launch import config_files, flags
 
+    _set_ranks(arguments)
     # Some libraries print to standard output when they are imported.
     with contextlib.redirect_stdout(sys.stderr):
         flags.import_megatron()
@@ -52,10 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ranks is not None:
         from megatron_ampipe.launch import pretrain
 
-        os.environ |= {"WORLD_SIZE": str(arguments.ranks), "RANK": "0"}
         # The output of a launch is left out.
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
-            pretrain.check_launch(resolved.words)
+            try:
+                pretrain.check_launch(resolved.words)
+            except BadInput as error:
+                raise resolved.located(error) from error
     text = config_files.as_yaml if arguments.format == "yaml" else config_files.as_command
     print(text(resolved), end="")
     return 0

@@ -160,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
             shown = Pipeline.of(arguments.trace_of, stack=stack)
         _write_shown(predictor, shown, arguments)
     if arguments.output is not None:
-        plan.write(arguments.output, head=arguments.command_line.replace("\n", " "))
+        plan.write(arguments.output, head=arguments.command_line)
     if arguments.json == "-":
         print(text, end="")
         return 0

@@ -48,6 +48,16 @@ name its folder with --folder. docs/slurm.md explains all of it.
 
 _WORD = r"[\w.,:=+@%/\[\]-]+"
 """Part of an ``#SBATCH`` line: a blank or a quote would end it."""
+_PLAIN_LINE = r"[^\x00-\x08\x0a-\x1f\x7f]*"
+"""Text without line breaks and other control characters but tabs."""
+_FOLDER = rf"(?=.*\S)(?!-){_PLAIN_LINE}"
+_SET_DIRECTIVES = (
+    *("--job-name", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--time"),
+    *("--output", "--open-mode", "--signal"),
+)
+"""Options of SLURM that the script sets, and the job depends on."""
+_END_OF_SETUP = "END_OF_NODE_SCRIPT"
+"""Ends the text of the script that contains the lines of ``--setup``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoints and logs; all nodes see it (default: runs/JOB-NAME/JOB-NUMBER). Tasks of an array have "
         "folders in it"
     )
-    add("--folder", "DIR", folder, type=matching(r".*\S.*", "runs/first"))
+    add("--folder", "DIR", folder, type=matching(_FOLDER, "runs/first"))
     add("--no-check", None, "do not check the flags with Megatron", action="store_true")
     add("--nodes", "N", "number of nodes", type=at_least(1), required=True)
     add("--cluster", "NAME|FILE", "says how many GPUs a node has; a name in configs/clusters")
@@ -84,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a line of shell that each node runs first: 'module load cuda', 'source venv/bin/activate'; can be "
         "repeated"
     )
-    add("--setup", "LINE", setup, **again)
+    add("--setup", "LINE", setup, type=_setup_line, **again)
     add("--container", "IMAGE", "run in this image, by pyxis: registry#image:tag, or a file /... or ./...")
     mount = "mount this besides the folders of the submission and of the job; can be repeated"
     add("--mount", "FROM:TO", mount, type=matching(_WORD, "/data:/data:ro"), **again)
@@ -95,6 +105,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--job-name", "NAME", name, type=matching(r"\w[\w.,:=+@-]*", "moe-1"))
     add("--output", "FILE", "write the script there", type=Path)
     add("--submit", None, "submit it", action="store_true")
+
+
+def _setup_line(text: str) -> str:
+    """A type for ``argparse``: one line of shell that cannot reach into the lines of the script after it."""
+    if re.fullmatch(_PLAIN_LINE, text) is None:
+        rule = (
+            "is not one line: it has a line break or another control character; give each line as a --setup"
+        )
+    elif text.endswith("\\"):
+        rule = "ends with a backslash, which would join it with the next line of the script; leave that out"
+    elif text == _END_OF_SETUP:
+        rule = "is the word that ends these lines in the script; leave it out"
+    else:
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} {rule}")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -129,8 +154,9 @@ def _render(arguments: argparse.Namespace) -> str:
     if not any("save-interval" in document for document in files.values()):
         # Before the user's flags, because the last value of a flag counts.
         training.insert(0, f"--save-interval={SAVE_INTERVAL}")
-    stem = re.sub(r"[^\w.-]", "-", Path(arguments.model).stem) if arguments.model else "ampipe"
-    arguments.job_name = arguments.job_name or stem
+    # A name such as ".." would be another folder.
+    stem = re.sub(r"[^\w.-]", "-", Path(arguments.model or "").stem).lstrip(".-")
+    arguments.job_name = arguments.job_name or stem or "ampipe"
     if not arguments.no_check:
         _check_training(arguments, training)
     environment = jinja2.Environment(
@@ -161,7 +187,9 @@ def _read_files(arguments: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
         content = load(path, what="configuration", remedy=f"configs/{folder} has examples.")
         if folder == "clusters":
             number = content.get("ranks_per_node")
-            if not isinstance(number, int) or arguments.gpus_per_node not in (None, number):
+            # True is an int.
+            is_number = type(number) is int and number > 0
+            if not is_number or arguments.gpus_per_node not in (None, number):
                 arguments.refuse(f"{path}: ranks_per_node {number} must be --gpus-per-node, a whole number")
             arguments.gpus_per_node = number
         if folder != "clusters" or "flags" in content:
@@ -179,6 +207,13 @@ def _check_combinations(arguments: argparse.Namespace, files: Mapping[str, Mappi
         refuse("add --gpus-per-node 8, or a cluster file: --cluster FILE")
     if arguments.mount and arguments.container is None:
         refuse("--mount has no effect without --container IMAGE")
+    if arguments.container is not None and re.search("[:,]", arguments.folder or ""):
+        refuse(f"--folder {arguments.folder} cannot be mounted: pyxis splits mounts at : and ,")
+    for option in arguments.sbatch_option:
+        if (name := option.partition("=")[0]) in _SET_DIRECTIVES:
+            refuse(f"--sbatch-option={option}: the job script sets {name}; use the argument of ampipe sbatch")
+    if (problem := _problem_of_shell(arguments.setup)) is not None:
+        refuse(f"--setup: these lines are not complete commands of bash: {problem}")
     days, hours, minutes, seconds = map(int, re.split("[-:]", f"0-{arguments.time}")[-4:])
     if arguments.save_before_end >= ((days * 24 + hours) * 60 + minutes) * 60 + seconds:
         refuse(f"--save-before-end {arguments.save_before_end} s is not less than --time {arguments.time}")
@@ -188,13 +223,25 @@ def _check_combinations(arguments: argparse.Namespace, files: Mapping[str, Mappi
             refuse(f"{name} is set by the job script: use --folder, --model and --run")
 
 
+def _problem_of_shell(lines: Sequence[str]) -> str | None:
+    """What bash says of lines that are not complete, such as a quote that is not closed; None if nothing."""
+    bash = shutil.which("bash")
+    if bash is None or not lines:
+        return None
+    done = subprocess.run([bash, "-n"], input="\n".join(lines) + "\n", capture_output=True, text=True)
+    # A here-document that does not end is a warning.
+    said = done.stderr.strip().splitlines()
+    return said[0].removeprefix(f"{bash}: ") if said else None
+
+
 def _check_training(arguments: argparse.Namespace, training: Sequence[str]) -> None:
     """Run ``ampipe config`` on the training flags; if it cannot run, print a note."""
-    num_ranks = str(arguments.nodes * arguments.gpus_per_node)
+    num_ranks, per_node = arguments.nodes * arguments.gpus_per_node, arguments.gpus_per_node
+    ranks = ["--ranks", str(num_ranks), "--ranks-per-node", str(per_node)]
     words = [*training, "--save", "checkpoints", "--load", "checkpoints", "--exit-signal-handler"]
     # Without the rank variables, so that it does not join a job inside which this command runs.
     inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK")}
-    command = [sys.executable, "-m", "megatron_ampipe.cli", "config", "--ranks", num_ranks, *words]
+    command = [sys.executable, "-m", "megatron_ampipe.cli", "config", *ranks, *words]
     done = subprocess.run(command, env=inherited, capture_output=True, text=True)
     if done.returncode == BadInput.exit_code:
         print(f"{done.stderr.strip()} To submit it anyway, add --no-check.", file=sys.stderr)

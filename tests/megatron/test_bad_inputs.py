@@ -39,6 +39,7 @@ FILES = {
     "empty": "",
     "good.plan": json.dumps(_PLAN_OF_DEGREE_2),
     "inf.cluster": config_names("clusters")["a800x8-20gbps"].read_text().replace("_us: 20", "_us: .inf", 1),
+    "wide.layout": "expert-model-parallel-size: 32",
     "a.trace": json.dumps({"traceEvents": [], "otherData": {"rank": "0"}}),
 }
 """Contents of files by name."""
@@ -79,6 +80,28 @@ REFUSED = {
     "set-object": (_PLAN + "dgx-h100 --set hidden-size=!!python/name:os.system", "is not FLAG=VALUE"),
     "bench-from-trace": ("bench --from {here}/a.trace", "is not a result of ampipe bench. Give a file"),
     "config-flag": ("config --num_layers 2", "--num_layers 2: there is no such flag. Did you mean --num-la"),
+    "config-nodes": (
+        "config --ranks 4 --ranks-per-node 3",
+        "--ranks 4: is not a multiple of --ranks-per-node 3. Use for example --ranks 6: all nodes",
+    ),
+    # tests/megatron/test_layouts.py has every rule.
+    "config-layout": (
+        "config --ampipe-config tiny quickstart {here}/wide.layout --mock-data --train-iters 2 --ranks 8",
+        "{here}/wide.layout:1: --expert-model-parallel-size 32: must divide the 4 experts of a layer. Use",
+    ),
+    "config-batch": (
+        "config --ampipe-config tiny quickstart --mock-data --train-iters 2 --ranks 8",
+        "quickstart.yaml:6: --global-batch-size 2: must be a multiple of 8: --micro-batch-size 1 on each of",
+    ),
+    "launch-layout": (
+        "train --expert-model-parallel-size 4 --expert-tensor-parallel-size 2 --num-experts 4",
+        "--expert-model-parallel-size 4 x --expert-tensor-parallel-size 2 is 8, which must divide the 4 "
+        "ranks of the run. Use 8 ranks, or --expert-model-parallel-size 2.",
+    ),
+    "config-nodes-alone": (
+        "config --ranks-per-node 2",
+        "--ranks-per-node 2: has no effect without --ranks. Add",
+    ),
     # Launches.
     "degree-two-words": ("train --ampipe-degree 4 4", "argument 4: there is no such flag. Run with"),
     "schedule-at-degree-1": ("train --ampipe-schedule ampipe", "has no effect at --ampipe-degree 1, which"),
@@ -125,6 +148,14 @@ REFUSED = {
 
 CONTROLS = {
     "train-well": ("train --ampipe-plan {here}/good.plan", "", PROCESS_GROUP_MADE),
+    # As on a login node, where no launcher says how many ranks share a node.
+    "config-nodes-well": (
+        "config --ampipe-config tiny quickstart --mock-data --train-iters 2 --global-batch-size 4 "
+        "--expert-model-parallel-size 4 --ranks 4 --ranks-per-node 2 --ampipe-degree 2 "
+        "--ampipe-exchange nodes",
+        "exchange: nodes",
+        0,
+    ),
     "data-well": ("alone --data-path {here}/data" + _WHOLE, "", 0),
     "load-new-folder": ("alone --mock-data --load {here}/new", "", 0),
 }

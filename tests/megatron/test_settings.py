@@ -103,7 +103,7 @@ def test_every_example_of_config_does_what_it_shows(
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "run.yaml").write_text("mock-data: true\ntrain-iters: 100\n")
     examples = help_examples("config")
-    assert len(examples) == 3
+    assert len(examples) == 4
     monkeypatch.chdir(tmp_path)
     for words in examples:
         code, shown = cli.main(words), capsys.readouterr()

@@ -33,6 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "data.yaml": "lr: 1.0e-4\nsave-interval: 50\n",
         "cluster.yaml": "ranks_per_node: 4\nflags:\n  bf16: true\n",
         "saves.yaml": "num-layers: 2\nsave: here\n",
+        "odd.yaml": "ranks_per_node: true\nflags:\n  bf16: true\n",
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -80,6 +81,41 @@ def test_scripts_with_special_characters_pass_shellcheck(words: list[str], scrip
     assert ("--container-mounts" in text) == bool(words)
 
 
+ODD_TEXT = "it's\n$HOME\r#SBATCH --nodes=9 \u2028\t\"\\"
+"""For every text that a user gives, if it is not refused."""
+
+
+def test_no_text_of_the_user_reaches_another_line_of_the_script(folder: Path, script: Script) -> None:
+    """Bash reads back each word as it was given, and SLURM the same directives."""
+    (folder / ODD_TEXT).write_text("num-layers: 2\n")
+    setup = ["export GREETING='hello'", 'echo "$GREETING" # a comment']
+    plain = script(
+        *GPUS, "--setup", setup[0], "--setup", setup[1], "--job-name", "job", "--container", "image"
+    )
+    words = ["--model", ODD_TEXT, "--job-name", "job", "--container", ODD_TEXT]
+    text = script(*GPUS, "--setup", setup[0], "--setup", setup[1], *words, flags=["--title", ODD_TEXT])
+    before = [one.partition("\nset -euo pipefail\n")[0].split("\n#\n", 1) for one in (plain, text)]
+    assert [directives for _, directives in before] == [before[0][1]] * 2
+    assert all(line.startswith("#") for line in before[1][0].split("\n"))
+    header = re.search(r"^#   (ampipe .*)$", text, re.M)
+    arrays = re.findall(r"^(\w+=\($.*?^\))$", text, re.M | re.S)
+    assert header is not None and len(arrays) == 2
+    shown = [f"printf '%s\\0' {header[1]}", arrays[0], "printf '%s\\0' \"${training[@]}\""]
+    shown += [arrays[1].replace("$(realpath", "$(echo"), "printf '%s\\0' \"${srun_options[@]}\""]
+    bash = ["bash", "-c", "checkpoints=x run_dir=y; " + "\n".join(shown)]
+    done = subprocess.run(bash, capture_output=True, check=True, env={"LC_ALL": "C.UTF-8"})
+    # Not as text, which would replace line breaks.
+    read = done.stdout.decode().split("\0")
+    assert read.count(ODD_TEXT) == 5, "model, container and flag in the header, model and flag"
+    assert f"--container-image={ODD_TEXT}" in read
+
+
+def test_a_model_in_another_folder_names_no_folder(folder: Path, ampipe: Command) -> None:
+    (folder / "...yaml").write_text("num-layers: 2\n")
+    text = ampipe(*NODES, *GPUS, "--model", "...yaml", *FLAGS).out
+    assert "#SBATCH --job-name=ampipe\n" in text and "run_dir=runs/ampipe/$" in text
+
+
 def test_files_are_passed_to_the_training_run_in_order(folder: Path, script: Script) -> None:
     text = script("--model", "small.yaml", "--run", "data.yaml", "--cluster", "cluster.yaml")
     assert "    --ampipe-config small.yaml cluster.yaml data.yaml\n" in text
@@ -122,6 +158,25 @@ def test_a_site_sets_the_options_and_the_command_line_wins(
         ([*GPUS, "--model", "saves.yaml"], "saves.yaml: save is set by the job script"),
         ([*GPUS, "--", "--ampipe-config", "saves.yaml"], "--ampipe-config is set by the job script"),
         ([*GPUS, "--", "--save=x"], "--save is set by the job script"),
+        # Text that would become other lines of the script.
+        ([*GPUS, "--setup", "true\ntouch hacked", *FLAGS], "'true\\ntouch hacked' is not one line: it has a"),
+        ([*GPUS, "--setup", "module load \\", *FLAGS], "ends with a backslash, which would join it with"),
+        ([*GPUS, "--setup", "END_OF_NODE_SCRIPT", *FLAGS], "is the word that ends these lines in the script"),
+        ([*GPUS, "--setup", "echo 'it", *FLAGS], "--setup: these lines are not complete commands of bash: "),
+        ([*GPUS, "--setup", "cat <<END", *FLAGS], "--setup: these lines are not complete commands of bash: "),
+        ([*GPUS, "--folder", "a\nb", *FLAGS], "--folder: 'a\\nb' is not valid; write for example runs/first"),
+        ([*GPUS, "--folder=-rf", *FLAGS], "--folder: '-rf' is not valid; write for example runs/first"),
+        ([*GPUS, "--job-name", "a\n#SBATCH --nodes=9", *FLAGS], "is not valid; write for example moe-1"),
+        ([*GPUS, "--sbatch-option=--qos=x\nrm", *FLAGS], "write for example --sbatch-option=--qos=high"),
+        (
+            [*GPUS, "--sbatch-option=--nodes=9", *FLAGS],
+            "--sbatch-option=--nodes=9: the job script sets --nodes",
+        ),
+        (
+            [*GPUS, "--container", "i", "--folder", "a:b", *FLAGS],
+            "--folder a:b cannot be mounted: pyxis splits",
+        ),
+        (["--cluster", "odd.yaml", *FLAGS], "ranks_per_node True must be --gpus-per-node, a whole number"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

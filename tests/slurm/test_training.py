@@ -1,4 +1,4 @@
-"""A training job on two nodes with a stub of SLURM: it trains, and resumes after an interruption."""
+"""Training jobs on two nodes with a stub of SLURM: one resumes after interruptions, one runs a plan."""
 
 import os
 import re
@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, parse, train
+from megatron_ampipe.files.inputs import config_names
+from tests.conftest import Command
+from tests.forked import run_ranks
+from tests.megatron.launcher import (
+    MOCK_DATA,
+    MODULE,
+    TINY_GPT,
+    TINY_MOE,
+    environment,
+    meeting_place,
+    parse,
+    train,
+)
 from tests.slurm.cluster import Cluster
 
 NUM_ITERATIONS = 24
@@ -73,3 +85,74 @@ def test_an_interrupted_job_has_the_loss_curve_of_an_uninterrupted_run(
             # For the second iteration after a resume, Megatron prints the mean of the first two.
             losses[1] = pytest.approx((losses[0] + losses[1]) / 2, abs=2e-6)
         assert run.lm_loss == losses
+
+
+PLANNED_MODEL = """\
+num-layers: 2
+hidden-size: 64
+num-attention-heads: 4
+seq-length: 64
+max-position-embeddings: 64
+disable-bias-linear: true
+attention-dropout: 0
+hidden-dropout: 0
+transformer-impl: local
+num-experts: 8
+moe-router-topk: 4
+moe-token-dispatcher-type: alltoall
+expert-model-parallel-size: 4
+"""
+PLANNED_RUN = """\
+micro-batch-size: 1
+global-batch-size: 16
+train-iters: 2
+lr: 1e-3
+eval-iters: 0
+eval-interval: 100
+log-interval: 1
+tokenizer-type: NullTokenizer
+vocab-size: 255
+mock-data: true
+"""
+
+
+def slow_between_nodes(folder: Path, *, ranks_per_node: int) -> Path:
+    """A cluster file with small nodes, and links between them that a plan has to save."""
+    text = config_names("clusters")["dgx-h100"].read_text()
+    within, between = text.replace("ranks_per_node: 8", f"ranks_per_node: {ranks_per_node}").split("\ninter:")
+    slow = re.sub("beta_us_per_mb: .*", "beta_us_per_mb: 1000000", between)
+    file = folder / "nodes.yaml"
+    file.write_text(f"{within}\ninter:{slow}")
+    return file
+
+
+@pytest.mark.timeout(600)
+def test_what_a_plan_says_is_accepted_by_sbatch_and_trains(
+    tmp_path: Path, request: pytest.FixtureRequest, ampipe: Command
+) -> None:
+    """On a login node, which has no launcher that says how many ranks share a node."""
+    # Trained by forked ranks, not by the job's torchrun as in the other test: a fifth of the time.
+    cluster = Cluster(tmp_path / "job", fake_python='printf "%s\\n" "$@" >words.$SLURM_NODEID')
+    request.addfinalizer(cluster.end)
+    model, run_file, plan = (cluster.folder / f"{name}.yaml" for name in ("model", "run", "plan"))
+    model.write_text(PLANNED_MODEL)
+    run_file.write_text(PLANNED_RUN)
+    nodes = slow_between_nodes(cluster.folder, ranks_per_node=2)
+    words = ["--model", str(model), "--cluster", str(nodes), "--ranks", "4", "--exchange", "nodes"]
+    said = ampipe("plan", *words, "--degrees", "2", "--output", str(plan)).out
+    (flags,) = re.findall("^flags: (.*)$", said, re.M)
+    assert "--ampipe-exchange nodes" in flags
+    job = ["--nodes", "2", "--gpus-per-node", "2", "--model", str(model), "--run", str(run_file)]
+    done = cluster.ampipe_sbatch(*job, "--", *flags.split())
+    assert done.returncode == 0, done.stderr
+    job += ["--folder", str(cluster.folder / "runs"), "--max-restarts", "0"]
+    cluster.submit(*job, "--", "--ampipe-plan", str(plan))
+    assert cluster.run()[-1].code == 0, cluster.everything()
+    words = (cluster.folder / "words.0").read_text().splitlines()
+    assert words[words.index("--nproc-per-node") + 1] == "2"
+    training = words[words.index(MODULE) + 1 :]
+    env, places = environment() | meeting_place(), {"num_ranks": 4, "ranks_per_node": 2}
+    codes, logs = run_ranks(MODULE, training, env=env, timeout_s=300, **places)
+    run = parse(0, "".join(logs))
+    assert codes == [0] * 4 and run.iterations == [1, 2], run.output[-4000:]
+    assert "│ exchange" in logs[0] and "│ nodes" in logs[0], "the start-up table"

@@ -1,5 +1,6 @@
 """Output files of tools: checked before the work begins, and written atomically."""
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from megatron_ampipe import errors
 from megatron_ampipe.files import outputs
+from megatron_ampipe.plan.cluster import find_cluster, read_cluster, write_cluster
 from megatron_ampipe.tools import bench_command, doctor_command, plan_command, profile_command
 from tests.conftest import Command
 
@@ -29,6 +31,22 @@ OUTPUTS = (
     [*SBATCH, "--output"],
 )
 """Command lines that end with the path of an output file."""
+
+
+def test_a_command_line_is_one_line_that_a_shell_reads_back() -> None:
+    words = ["ampipe", "it's", "a b", "", "x\ny", "\\n\r'\u2028\x07\U000e0001é"]
+    line = outputs.shell_line(words)
+    assert line.isprintable() and line.startswith("ampipe 'it'")
+    bash = ["bash", "-c", f"printf '%s\\0' {line}"]
+    done = subprocess.run(bash, capture_output=True, check=True, env={"LC_ALL": "C.UTF-8"})
+    assert done.stdout.decode().split("\0")[:-1] == words
+
+
+def test_a_comment_in_yaml_ends_where_its_line_ends(tmp_path: Path) -> None:
+    """YAML has other line breaks than ``\\n``."""
+    cluster = read_cluster(find_cluster("dgx-h100"))
+    write_cluster(cluster, tmp_path / "again.yaml", head="a\nranks_per_node: 1\r\x85\u2028b: 2")
+    assert read_cluster(tmp_path / "again.yaml") == cluster
 
 
 @pytest.fixture

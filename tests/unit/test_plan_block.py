@@ -55,9 +55,12 @@ def test_an_error_is_reported_with_its_line(line: str, parts: list[str], tmp_pat
     ("overrides", "part"),
     [
         ({"num-expert": 4}, "--set num-expert 4: has no effect: .* Did you mean num-experts\\?"),
-        ({"expert-model-parallel-size": 3}, "--set expert-model-parallel-size 3: must divide 8 experts"),
+        ({"expert-model-parallel-size": 3}, "--set expert-model-parallel-size 3: must divide the 8 experts"),
         ({"moe-router-topk": 9}, "--set moe-router-topk 9: is above num-experts 8"),
-        ({"num-experts": 64, "expert-model-parallel-size": 64}, "shared by 64 ranks of --ranks 8"),
+        (
+            {"num-experts": 64, "expert-model-parallel-size": 64},
+            "size 64: must divide the 8 ranks of the run. Use 64 ranks, or --expert-model-parallel-size 8.$",
+        ),
     ],
 )
 def test_values_from_the_command_line_are_checked_too(
@@ -65,6 +68,47 @@ def test_values_from_the_command_line_are_checked_too(
 ) -> None:
     with pytest.raises(BadInput, match=part):
         read(model_file(tmp_path), overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "says"),
+    [
+        (8, "expert 32, num-experts 32", "must divide the 8 ranks of the run. Use 32 ranks, or --expert-"),
+        (
+            32,
+            "expert 32, pipeline 2, num-experts 32, num-layers 4",
+            "--expert-model-parallel-size 32 x --pipeline-model-parallel-size 2 is 64, which must divide the "
+            "32 ranks of the run. Use 64 ranks, or --expert-model-parallel-size 16.",
+        ),
+        (8, "expert 8, num-experts 7", "must divide the 7 experts of a layer. Use --expert-model-parallel-"),
+        (8, "tensor 16", "tensor-model-parallel-size 16: must divide the 8 ranks of the run. Use 16 ranks"),
+        (
+            8,
+            "tensor 8, expert-tensor-parallel-size 1, num-query-groups 3, group-query-attention true",
+            "3: must be a multiple or a divisor of --tensor-model-parallel-size 8",
+        ),
+        (32, "pipeline 4, num-layers 6", "cannot be split over 4 pipeline ranks. Use --num-layers 8, or"),
+        (16, "pipeline 2, num-layers 8, num-layers-per-virtual-pipeline-stage 3", "3: must divide the 4 "),
+        (8, "num-virtual-stages-per-pipeline-rank 2", "needs several pipeline ranks. Add --pipeline-mod"),
+    ],
+)
+def test_a_layout_that_megatron_refuses_is_refused(ranks: int, flags: str, says: str, tmp_path: Path) -> None:
+    """tests/megatron/test_layouts.py compares the rules with Megatron's."""
+    overrides: dict[str, Any] = {}
+    for flag, value in (pair.split() for pair in flags.split(", ")):
+        name = f"{flag}-model-parallel-size" if flag in ("expert", "tensor", "pipeline") else flag
+        overrides[name] = True if value == "true" else int(value)
+    with pytest.raises(BadInput, match="--set ") as refused:
+        read(model_file(tmp_path), overrides=overrides, ranks=ranks)
+    assert says in str(refused.value)
+
+
+def test_experts_that_no_rank_can_share_equally_stay_on_one_rank(tmp_path: Path) -> None:
+    block, notes = read(
+        model_file(tmp_path, without="expert-model-parallel-size: 8\n"), overrides={"num-experts": 7}
+    )
+    assert block.expert == 1
+    assert any("1: the model names none; this is the largest that divides both 7" in note for note in notes)
 
 
 def test_an_imbalance_that_cannot_occur_is_refused(tmp_path: Path) -> None:
