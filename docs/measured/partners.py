@@ -10,8 +10,8 @@ measured as well, and a second bound is that of computation so much slower for a
 On a GPU all ranks but one are pretended, and stacks are also measured with their stages in CUDA graphs. Needs
 root for a real link, from the repository's root:
 
-    PYTHONPATH=. python docs/measured/partners.py docs/log/partners-200mbit.json 200mbit
-    PYTHONPATH=. python docs/measured/partners.py docs/log/partners-25MB.json emulated:25MB/s
+    PYTHONPATH=. python docs/measured/partners.py docs/measured/partners-200mbit.json 200mbit
+    PYTHONPATH=. python docs/measured/partners.py docs/measured/partners-25MB.json emulated:25MB/s
     PYTHONPATH=. python docs/measured/partners.py gpu.json emulated:20GB/s mixtral mixtral-4k
     PYTHONPATH=. python docs/measured/partners.py te.json emulated:20GB/s mixtral mixtral-4k-te
 """

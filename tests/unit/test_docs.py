@@ -6,12 +6,13 @@ Names are read from the sources. Nothing but plans is run: a command in a ``sh``
 
 import argparse
 import ast
-import importlib.util
+import importlib
 import re
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -202,14 +203,95 @@ def test_generated_tables_are_up_to_date(page: Path) -> None:
     assert supported.with_tables(page) == page.read_text(), "run: python -m tests.supported"
 
 
-def test_figures_are_those_of_the_measurements_and_a_page_refers_to_each() -> None:
-    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs/measured/figures.py")
-    assert spec is not None and spec.loader is not None
-    figures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(figures)
-    documents, readme = figures.read_all(), (ROOT / "README.md").read_text()
-    assert figures.page(documents) == (ROOT / "docs/figures.md").read_text(), f"run {figures.COMMAND}"
-    assert figures.with_summary(readme, documents) == readme, f"run {figures.COMMAND}"
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script that writes all figures."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs/measured"))
+    return importlib.import_module("figures")
+
+
+def test_figures_are_those_of_the_raw_files(figures: ModuleType) -> None:
+    documents = figures.read_all()
+    with_results = importlib.import_module("raw_files").has_history()
+    for path, text in figures.pages(documents, with_results=with_results).items():
+        assert path.read_text() == text, f"{path.relative_to(ROOT)} differs: run {figures.COMMAND}"
+    if not with_results:
+        pytest.skip("docs/results.md names commits, and this is no repository with its whole history")
+
+
+def test_a_page_refers_to_every_claim(figures: ModuleType) -> None:
     for title, (_, page, _) in figures.CLAIMS.items():
         linked = re.findall(r"figures\.md#([\w-]+)", (ROOT / "docs" / page).read_text())
-        assert title.lower().replace(" ", "-") in linked, f"{page} has no link to {title}"
+        assert figures.anchor(title) in linked, f"{page} has no link to {title}"
+
+
+@pytest.mark.parametrize(
+    ("page", "figure", "changed"),
+    [
+        ("README.md", "| 1.32 (", "| 1.92 ("),
+        ("docs/gpu.md", "| 756 |", "| 256 |"),
+        ("docs/gpu.md", "| FAILED |", "| ok |"),
+        ("docs/partners.md", "| 1.63 (", "| 1.83 ("),
+        ("docs/memory.md", "| 36% |", "| 26% |"),
+        ("docs/measured.md", "| 3.81x |", "| 4.81x |"),
+    ],
+)
+def test_a_changed_figure_is_found(figures: ModuleType, page: str, figure: str, changed: str) -> None:
+    text = (ROOT / page).read_text()
+    assert figure in text
+    assert figures.with_blocks(page, text.replace(figure, changed), figures.read_all()) == text
+
+
+def test_a_raw_file_without_a_page_and_a_page_without_its_block_are_found(figures: ModuleType) -> None:
+    documents = figures.read_all()
+    with pytest.raises(ValueError, match=r"unused\.json is used by no page"):
+        figures.pages({**documents, "unused": {}}, with_results=False)
+    with pytest.raises(ValueError, match=r"README\.md lacks the line"):
+        figures.with_blocks("README.md", "# Without a table", documents)
+    readme = (ROOT / "README.md").read_text()
+    with pytest.raises(ValueError, match=r"\['results', 'others'\]"):
+        figures.with_blocks("README.md", f"{readme}<!-- begin: {figures.COMMAND} (others) -->", documents)
+
+
+def test_every_measured_profile_is_used() -> None:
+    users = [
+        path.read_text()
+        for pattern in ("docs/measured/*.json", "docs/measured/*.py", "tests/**/*.py")
+        for path in ROOT.glob(pattern)
+    ]
+    # The script of predicted reductions reads one for each of its links.
+    generic = {"profile-100mbit", "profile-200mbit"}
+    for profile in (ROOT / "docs/measured").glob("*.yaml"):
+        assert profile.stem in generic or any(profile.name in text for text in users), profile.name
+
+
+TYPED_BY_HAND = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:x\b|\s?%|\s(?:ms|us|s|seconds?|minutes?|times)\b)")
+"""What a measured figure looks like: a speedup, a share, a time."""
+WRITTEN = ("docs/figures.md", "docs/results.md")
+"""Pages that are a script's alone."""
+NOT_MEASURED = {
+    "docs/exchange.md": {"1 %"},
+    "docs/measured.md": {"23 %", "41 %"},
+    "docs/planner.md": {"1 %", "20 %"},
+    "docs/reductions.md": {"1 %"},
+    "docs/slurm.md": {"300 s", "30 s"},
+    "docs/weights.md": {"1 %"},
+}
+"""Rules of a choice, values of an option or of other programs, and what a paper reports."""
+
+
+def typed_by_hand(text: str) -> set[str]:
+    """Figures of a page that stand in its prose, not in a table that a command writes."""
+    written = re.sub(r"<!-- begin: .*?<!-- end -->", "", text, flags=re.S)
+    return set(TYPED_BY_HAND.findall(without_code(written)))
+
+
+@pytest.mark.parametrize("page", PAGE_IDS)
+def test_no_measured_figure_is_typed_by_hand(page: str) -> None:
+    if page not in WRITTEN and not page.startswith("docs/log/2"):
+        assert typed_by_hand((ROOT / page).read_text()) == NOT_MEASURED.get(page, set())
+
+
+def test_a_figure_typed_by_hand_is_found() -> None:
+    text = "<!-- begin: x -->1.2x<!-- end --> is 1.42x, 91 % of 32.5 ms, 3.2 times; `4x`, FP8, 2-3 x, 0.19"
+    assert typed_by_hand(text) == {"1.42x", "91 %", "32.5 ms", "3.2 times"}
