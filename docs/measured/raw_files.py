@@ -15,6 +15,8 @@ MEASURED = Path(__file__).resolve().parent
 DOCS = MEASURED.parent
 ROOT = DOCS.parent
 MIB = 1 << 20
+UNKNOWN = "unknown"
+"""What a raw file names as its commit where its code was in no repository."""
 
 Document = Mapping[str, Any]
 Documents = Mapping[str, Document]
@@ -54,7 +56,7 @@ def origin_of(document: Document) -> Origin:
         machine = f"{machine}, {hardware['usable_cores']} cores"
     return Origin(
         command=without_output(without_paths(shlex.join(command_words(first)))) or document.get("what", ""),
-        commits=list(dict.fromkeys(commit for commit in commits if commit)),
+        commits=list(dict.fromkeys(commit for commit in commits if commit not in (None, UNKNOWN))),
         machine=f"{gpu}; {machine}" if gpu else machine,
         torch=versions.get("torch", ""),
         date=str(first.get("begin", ""))[:10],
