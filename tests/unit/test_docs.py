@@ -6,6 +6,7 @@ Names are read from the sources. Nothing but plans is run: a command in a ``sh``
 
 import argparse
 import ast
+import functools
 import importlib
 import re
 import shlex
@@ -286,12 +287,91 @@ def typed_by_hand(text: str) -> set[str]:
     return set(TYPED_BY_HAND.findall(without_code(written)))
 
 
-@pytest.mark.parametrize("page", PAGE_IDS)
+@pytest.mark.parametrize("page", [name for name in PAGE_IDS if not name.startswith((*WRITTEN, "docs/log/2"))])
 def test_no_measured_figure_is_typed_by_hand(page: str) -> None:
-    if page not in WRITTEN and not page.startswith("docs/log/2"):
-        assert typed_by_hand((ROOT / page).read_text()) == NOT_MEASURED.get(page, set())
+    assert typed_by_hand((ROOT / page).read_text()) == NOT_MEASURED.get(page, set())
 
 
 def test_a_figure_typed_by_hand_is_found() -> None:
     text = "<!-- begin: x -->1.2x<!-- end --> is 1.42x, 91 % of 32.5 ms, 3.2 times; `4x`, FP8, 2-3 x, 0.19"
     assert typed_by_hand(text) == {"1.42x", "91 %", "32.5 ms", "3.2 times"}
+
+
+OWN_PAGES = [name for name in PAGE_IDS if name not in WRITTEN and not name.startswith("docs/log/")]
+"""Without commands of an earlier day."""
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+OF_OTHER_PROGRAMS = {
+    *("--nproc-per-node", "--standalone"),  # torchrun
+    *("--no-build-isolation", "--no-deps", "--no-isolation"),  # pip and build
+    *("--dependency", "--exclude", "--mem", "--qos"),  # sbatch
+    *("--apply_rope_fusion", "--apply", "--custom-megatron-init-path", "--external", "--use-routing-replay"),
+}
+"""The last line: of verl, ms-swift and slime; the parts before an underscore are read as flags."""
+
+
+@functools.cache
+def known_flags() -> frozenset[str]:
+    """The flags of Megatron's parser, of AMPipe, of every tool and of the scripts."""
+    from gpu_check.__main__ import _parser as gpu_check
+    from megatron_ampipe.tools.quickstart import _parser as quickstart
+
+    parsers = [flags.full_parser(), gpu_check(), quickstart(), *map(parser_of, TOOLS)]
+    return frozenset(flag for parser in parsers for flag in parser._option_string_actions)
+
+
+def parser_of(tool: str) -> argparse.ArgumentParser:
+    """The parser of one tool, with those of its sub-commands."""
+    (commands,) = (
+        action for action in build_parser(tool)._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    parser = commands.choices[tool]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                parser._option_string_actions |= each._option_string_actions
+    return parser
+
+
+def unknown_flags(text: str) -> set[str]:
+    """Flags of a text that no program has."""
+    return set(FLAG.findall(text)) - known_flags() - OF_OTHER_PROGRAMS - NO_FLAGS.keys()
+
+
+@pytest.mark.parametrize("page", ["CHANGELOG.md", *OWN_PAGES])
+def test_every_flag_of_a_page_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert unknown_flags(text) == set()
+    for tool, words in re.findall(r"\bampipe ([a-z]+)((?:[^`\n]|\\\n)*)", text):
+        # Of a job script, the words after -- are those of the training.
+        if tool in TOOLS and tool != "sbatch":
+            given = {flag for flag in FLAG.findall(words.split(" | ")[0]) if not flag.startswith("--ampipe-")}
+            assert given <= parser_of(tool)._option_string_actions.keys(), f"{page}: ampipe {tool} {words}"
+
+
+def test_a_flag_that_does_not_exist_is_found() -> None:
+    assert unknown_flags(
+        "`--ampipe-degrees 2`, `--reduce-scatter-with-fp32-accumulation`, `--num-experts`"
+    ) == {
+        "--ampipe-degrees",
+        "--reduce-scatter-with-fp32-accumulation",
+    }
+
+
+def test_every_ampipe_flag_of_configs_scripts_and_sources_exists() -> None:
+    parser = flags.add_arguments(argparse.ArgumentParser())
+    for folder in ("configs", "scripts", "megatron_ampipe", "docs/measured", "patches"):
+        for path in (ROOT / folder).rglob("*.*"):
+            if path.suffix in {".yaml", ".sh", ".sbatch", ".py", ".j2", ".md", ".patch"}:
+                named = set(re.findall(r"--ampipe-[a-z-]*[a-z]", path.read_text())) - NO_FLAGS.keys()
+                assert named <= parser._option_string_actions.keys(), path
+
+
+def test_examples_start_with_degree_2() -> None:
+    for page in OWN_PAGES:
+        blocks = "".join(
+            re.findall(r"^```(?:sh|bash|diff|python|yaml)\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+        )
+        assert set(re.findall(r"--ampipe-degree (\d+)|\bdegree[=:] ?(\d+)", blocks)) <= {
+            ("2", ""),
+            ("", "2"),
+        }, page
