@@ -2,8 +2,6 @@
 
 import re
 import shutil
-import subprocess
-from email import message_from_string
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -29,22 +27,8 @@ class BuildWithData(build_py):
 
 
 def version() -> str:
-    """That of the last git tag vX.Y.Z, with what came after it; in a source distribution its own."""
-    kept = ROOT / "PKG-INFO"
-    if kept.is_file():
-        return str(message_from_string(kept.read_text(encoding="utf-8"))["Version"])
-    described = ""
-    if (ROOT / ".git").exists() and shutil.which("git"):
-        command = ["git", "describe", "--tags", "--always", "--long", "--dirty", "--match", "v[0-9]*"]
-        described = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    parts = re.fullmatch(r"(?:v(.+)-(\d+)-g)?([0-9a-f]+)(-dirty)?", described)
-    if parts is None:
-        return "0+unknown"
-    tag, commits, commit, changed = parts.groups()
-    if tag and commits == "0" and not changed:
-        return str(tag)
-    release = f"{tag}.post{commits}" if tag else "0"
-    return f"{release}+g{commit}{'.changed' if changed else ''}"
+    """What ``megatron_ampipe.__version__`` is, from the same file."""
+    return (ROOT / "megatron_ampipe" / "version.txt").read_text(encoding="utf-8").strip()
 
 
 def readme() -> str:
@@ -78,7 +62,7 @@ setup(
     ],
     packages=find_packages(include=["megatron_ampipe", "megatron_ampipe.*"]),
     cmdclass={"build_py": BuildWithData},
-    package_data={"megatron_ampipe.tools": ["*.j2"]},
+    package_data={"megatron_ampipe": ["version.txt"], "megatron_ampipe.tools": ["*.j2"]},
     python_requires=">=3.12",
     install_requires=[
         # With ">=2.6", pip would replace 2.6.0a0+nv25.1 of NVIDIA's containers, which sorts before 2.6.

@@ -3,10 +3,7 @@
 Importing this package imports neither torch nor Megatron; the sub-packages that need them do.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-try:
-    __version__ = version("megatron-ampipe")
-except PackageNotFoundError:
-    # On the path, and not installed. setup.py takes the version from git's tags.
-    __version__ = "0+unknown"
+# The one place of the version; setup.py reads it too.
+__version__ = Path(__file__).with_name("version.txt").read_text(encoding="utf-8").strip()

@@ -5,7 +5,7 @@ this. Here the stages from the dispatch to the combine are divided in two, near 
 products, and a transfer for each class of links. Orders are searched as the planner searches them, and
 compared with what the planner chooses among what there is.
 
-    python docs/measured/near_rows.py docs/log/near-rows.json [PART OF A LABEL]
+    python docs/measured/near_rows.py docs/measured/near-rows.json [PART OF A LABEL]
 """
 
 from __future__ import annotations

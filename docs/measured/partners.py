@@ -7,17 +7,22 @@ bound is that of ``ampipe bench``: the larger of all computation and all transfe
 stage timed alone in every round, with what the first transfer waits for and what waits for the last one. The
 kernel's TCP runs on the cores that compute: how much longer attention takes while a real link carries rows is
 measured as well, and a second bound is that of computation so much slower for as long as there are transfers.
-On a GPU all ranks but one are pretended, and stacks are also measured with their stages in CUDA graphs. Needs
-root for a real link, from the repository's root:
+On a GPU all ranks but one are pretended, and stacks are also measured with their stages in CUDA graphs.
 
-    PYTHONPATH=. python docs/measured/partners.py docs/log/partners-200mbit.json 200mbit
-    PYTHONPATH=. python docs/measured/partners.py docs/log/partners-25MB.json emulated:25MB/s
+Before anything is timed, gradients of every kind of step are compared with those of Megatron's layers. In
+bf16, the experts that Megatron's layers choose for the first micro-batch are prescribed to all layers and
+micro-batches, also while they are timed, since CUDA graphs would keep them. Needs root for a real link, from
+the repository's root:
+
+    PYTHONPATH=. python docs/measured/partners.py docs/measured/partners-200mbit.json 200mbit
+    PYTHONPATH=. python docs/measured/partners.py docs/measured/partners-25MB.json emulated:25MB/s
     PYTHONPATH=. python docs/measured/partners.py gpu.json emulated:20GB/s mixtral mixtral-4k
     PYTHONPATH=. python docs/measured/partners.py te.json emulated:20GB/s mixtral mixtral-4k-te
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import statistics
@@ -29,6 +34,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.partners import best_period, both_passes
 from megatron_ampipe.plan.predict import Predictor
@@ -38,6 +44,7 @@ from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.network import burst_bytes, parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
+from megatron_ampipe.tools.measuring.tolerance import Tolerance
 
 StageTimes = Mapping[str, Mapping[str, float]]
 """By direction and stage, with its layer, seconds that it takes alone."""
@@ -54,7 +61,6 @@ PARTNERS = {
     f"partners, {MEGATRON}": Partner(order=MEGATRON),
     "partners, cut in two": Partner(2),
 }
-TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +110,7 @@ def main() -> None:
         "versions": machine.versions(),
         "case": asdict(job.case) | {"layers": LAYERS, "microbatches": MICROBATCHES},
         "differences": of_ranks[0]["differences"],
-        "tolerance": TOLERANCE,
+        "tolerance": Tolerance.of(job.case.dtype, None).limit,
         "stages_seconds": [found["stages_s"] for found in of_ranks],
         "waits_seconds": [found["waits_s"] for found in of_ranks],
         "slowdowns": [found["slowdowns"] for found in of_ranks],
@@ -157,7 +163,11 @@ def shortest_wait(times_s: Mapping[str, float], needs: Mapping[str, Sequence[str
 
 
 def work(rank: Rank[Steps]) -> dict[str, Any]:
-    """Times of every kind of step on this rank, and how much their gradients differ from Megatron's."""
+    """Times of every kind of step on this rank, and how much their gradients differ from Megatron's.
+
+    Raises:
+        DifferenceFound: a kind of step computes other gradients; nothing was timed.
+    """
     emulation, case = rank.start_megatron(), rank.job.case
     if emulation is not None:
         emulation.num_experts = case.experts
@@ -168,6 +178,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
     from megatron_ampipe.tools.measuring.bench_job import Variant
     from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
     from megatron_ampipe.tools.measuring.meters import stage_times
+    from megatron_ampipe.tools.measuring.timed_passes import same_experts
 
     on_cuda = rank.job.on_cuda
     factory = BlockFactory(rank, case, layers=LAYERS)
@@ -177,6 +188,18 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         [torch.randn(shape).to(rank.job.device, dtype) for _ in range(MICROBATCHES)] for _ in range(2)
     )
     parameters = list(factory.stock.parameters())
+    chosen: list[torch.Tensor] = []
+    prescribed = contextlib.ExitStack()
+
+    def with_same_experts(layers: Any) -> Any:
+        if case.dtype != "fp32":
+            prescribed.enter_context(same_experts(layers, chosen))
+        return layers
+
+    if case.dtype != "fp32":
+        with same_experts(factory.stock, chosen):
+            factory.stock(hidden_states=given[0], attention_mask=None)
+    with_same_experts(factory.stock)
 
     def in_turn(layers: Any) -> list[torch.Tensor]:
         gradients = []
@@ -213,7 +236,9 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
     saved_bytes = burst_bytes(rank.job.link.rate_bit_per_s) if rank.job.link.is_network else 0
     # Layers that run every stage alone: uncut, and as passes without a partner run.
     uncut, halves = (
-        factory.build_timed(variant, num_passes=rank.job.rounds + 1, saved_bytes=saved_bytes)
+        with_same_experts(
+            factory.build_timed(variant, num_passes=rank.job.rounds + 1, saved_bytes=saved_bytes)
+        )
         for variant in (Variant.of("lancet", 1, stack=0), Variant.of("ampipe", DEGREES[0], stack=0))
     )
     for layers in (uncut, halves):
@@ -254,7 +279,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         return Partner(period=best_period(TimedProgram(both.compiled, durations, None, overlap)))
 
     def stack(degree: int, partner: Partner | None = None) -> Any:
-        return factory.build(Variant.of("ampipe", degree, stack=0, partner=partner))
+        return with_same_experts(factory.build(Variant.of("ampipe", degree, stack=0, partner=partner)))
 
     def graphed(layers: Any) -> Any:
         context = layers.layers[0]._block.context
@@ -295,14 +320,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         found = step()
         found += [getattr(parameter, "main_grad", parameter.grad).clone() for parameter in parameters]
         expected = expected or found
-        differences[name] = max(
-            float((one - other).abs().max() / other.abs().max())
-            for one, other in zip(found, expected, strict=True)
-        )
-        # In bf16 rounding decides between experts that are nearly tied, in each kind of step differently.
-        assert differences[name] < TOLERANCE or case.dtype == "bf16", (
-            f"{name} differs from Megatron's layers: {differences[name]}"
-        )
+        differences[name] = compared(name, found, expected, case.dtype)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     processor: dict[str, list[float]] = {name: [] for name in steps}
     slowdowns: list[float] = []
@@ -321,6 +339,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         if rank.job.link.is_network:
             slowdowns.append(slowdown(rank, factory.stock.layers[0].self_attention, given, above))
         uncut_s, halves_s = (stages_alone(layers, turn + 1) for layers in (uncut, halves))
+    prescribed.close()
     return {
         "seconds": seconds,
         "processor": processor,
@@ -330,6 +349,27 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         "slowdowns": slowdowns,
         "searched": program_to_text(partners["partners, searched"].period),
     }
+
+
+def compared(name: str, found: Sequence[Any], expected: Sequence[Any], dtype: str) -> float:
+    """The largest difference of the gradients of one kind of step from those of Megatron's layers.
+
+    Relative to a tensor's largest value in fp32, otherwise to its norm, as in ``ampipe bench``.
+
+    Raises:
+        DifferenceFound: It is larger than rounding allows, or not a number.
+    """
+    from megatron_ampipe.tools.measuring.timed_passes import relative_difference
+
+    allowed = Tolerance.of(dtype, None)
+    pairs = zip(expected, found, strict=True)
+    largest = max(relative_difference(before, after, allowed.order) for before, after in pairs)
+    if largest > allowed.limit:
+        raise DifferenceFound(
+            f"{name} does not compute what Megatron's layers do: gradients are off by {largest:.1e}, allowed "
+            f"is {allowed.limit:.0e}; nothing was timed."
+        )
+    return largest
 
 
 def slowdown(rank: Rank[Steps], attention: Any, given: Sequence[Any], above: Sequence[Any]) -> float:

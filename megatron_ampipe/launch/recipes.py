@@ -2,8 +2,8 @@
 
     from megatron_ampipe.launch.recipes import switch_on, switch_on_models
 
-    switch_on(recipe, degree=4)      a recipe of Megatron-Bridge, before its training
-    switch_on_models(degree=4)       all models that this process builds from here on
+    switch_on(recipe, degree=2)      a recipe of Megatron-Bridge, before its training
+    switch_on_models(degree=2)       all models that this process builds from here on
 
 The first is for recipes (``ConfigContainer``), model providers, and Megatron's own model configurations: it
 replaces their layer specification by a function that pipelines the layers. The second is for programs that

@@ -129,7 +129,8 @@ def run(arguments: argparse.Namespace) -> int:
     _show(document)
     if arguments.json is not None:
         result.write(document, arguments.json)
-        print(f"wrote {arguments.json}{' (emulated link)' * document['emulated']}")
+        unknown = machine.without_commit(document["versions"])
+        print(f"wrote {arguments.json}{' (emulated link)' * document['emulated']}{unknown}")
     return 0
 
 

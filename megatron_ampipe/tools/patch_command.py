@@ -14,7 +14,7 @@ from megatron_ampipe.files import outputs
 EPILOG = """\
 examples:
   ampipe patch check Megatron-LM       whether it was applied
-  ampipe patch apply Megatron-LM       after this, pretrain_gpt.py --ampipe-degree 4 needs no launcher
+  ampipe patch apply Megatron-LM       after this, pretrain_gpt.py --ampipe-degree 2 needs no launcher
   ampipe patch revert Megatron-LM      restores the release exactly
 
 Without a patch, -m megatron_ampipe.launch PATH/pretrain_gpt.py does the same. docs/checkout.md has both.

@@ -88,18 +88,18 @@ def run(arguments: argparse.Namespace) -> int:
             reports = run_ranks(job, measure_rank, on_message=on_message)
     if not is_first:
         return 0
-    kernel, torch_version = reports[0]["kernel"], machine.versions()["torch"]
+    kernel, versions = reports[0]["kernel"], machine.versions()
     cluster = assemble(
         case,
         reports,
         ranks_per_node=job.ranks_per_node or count,
-        description=f"{machine.hardware()['cpu']}, torch {torch_version}: {count} ranks, link {link.text}, "
-        f"attention {kernel}, around case {case.name}",
-        source="measured by ampipe profile; medians of the slowest rank",
+        description=f"{machine.hardware()['cpu']}, torch {versions['torch']}: {count} ranks, "
+        f"link {link.text}, attention {kernel}, around case {case.name}",
+        source=f"measured by ampipe profile, commit {versions['commit']}; medians of the slowest rank",
         device_memory_gib=reports[0]["device_memory_gib"],
     )
     write_cluster(cluster, arguments.output, head=arguments.command_line)
-    print(f"wrote {arguments.output}")
+    print(f"wrote {arguments.output}{machine.without_commit(versions)}")
     return 0
 
 

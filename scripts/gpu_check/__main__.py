@@ -158,7 +158,7 @@ def _report(device: Device, done: Sequence[Done], *, output: Path, seconds: floa
     result.write(document, output / "summary.json")
     rows = findings.rows(document)
     findings.show(document, rows)
-    print(f"everything: {output / 'summary.json'}")
+    print(f"everything: {output / 'summary.json'}{machine.without_commit(document['versions'])}")
     outcomes = {row.outcome for row in rows}
     if Outcome.DIFFERENT in outcomes:
         return DifferenceFound.exit_code

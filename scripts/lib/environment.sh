@@ -7,6 +7,7 @@
 #
 # .venv/.ampipe-stamp       what is installed; written last, so it exists only if the installation is complete
 # .venv/.ampipe-installing  an installation by this script has started; still exists if it was interrupted
+# .venv/.ampipe-keep-torch  the environment was made by the user, and had a torch
 
 root=$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 cd "$root" || exit 1
@@ -15,6 +16,7 @@ python=$venv/bin/python
 cache=$venv/cache
 stamp=$venv/.ampipe-stamp
 marker=$venv/.ampipe-installing
+keep_torch=$venv/.ampipe-keep-torch
 needed_gb=12
 
 say() { printf 'ampipe: %s\n' "$*"; }
@@ -180,11 +182,17 @@ install_package() {
     rm -rf "$cache/tmp"
     mkdir -p "$cache/tmp"
     : >"$cache/install.log"
+    local constraints=constraints.txt
+    if [ -e "$keep_torch" ]; then
+        say "keeping the torch that was installed before"
+        constraints=$cache/constraints.txt
+        grep -v '^torch==' constraints.txt >"$constraints"
+    fi
     # /tmp is often too small for what pip unpacks. The download cache, which is as large as the downloads, is only
     # needed after an interrupted installation.
     if ! TMPDIR=$cache/tmp PYTHONDONTWRITEBYTECODE=1 "$python" -m pip install --no-input \
         --disable-pip-version-check --progress-bar off --cache-dir "$cache/pip" \
-        -c constraints.txt -e '.[test]' 2>&1 | show_progress; then
+        -c "$constraints" -e '.[test]' 2>&1 | show_progress; then
         explain_pip
     fi
     say "checking that torch and Megatron can be imported"
@@ -216,6 +224,8 @@ update_environment() {
             fail "$venv was not made by this script, and has no working Python 3.12 with pip." \
                 "Remove or rename it, then run this script again."
         say "using the existing .venv"
+        # Its torch may be the one for this machine's driver.
+        if "$python" -m pip show --quiet torch >/dev/null 2>&1; then : >"$keep_torch"; fi
     else
         make_venv
     fi

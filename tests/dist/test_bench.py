@@ -169,3 +169,48 @@ def test_different_results_are_refused_before_timing(dtype: str) -> None:
     for other in (2.5, math.nan, math.inf):
         with pytest.raises(DifferenceFound, match="on rank 0 most in the gradient"):
             compare(Passes(), [2.0, other], variants, rank=0, case=case)
+
+
+WRONG_PARTNERS = """\
+import dataclasses
+
+import partners
+
+start = partners.Rank.start_megatron
+
+
+def start_wrong(rank):
+    emulation = start(rank)
+    from megatron_ampipe.tools.measuring.blocks import BlockFactory
+
+    build = BlockFactory.build
+
+    def build_wrong(factory, variant, **options):
+        layers = build(factory, variant, **options)
+        if variant.pipeline.partner is not None:
+            layers.register_forward_hook(lambda module, inputs, found: (found[0] * 1.05, found[1]))
+        return layers
+
+    BlockFactory.build = build_wrong
+    return emulation
+
+
+partners.Rank.start_megatron = start_wrong
+
+if __name__ == "__main__":
+    case = dataclasses.replace(
+        partners.CPU_CASE, sequence_length=64, hidden=32, ffn=64, topk=2, dtype="bf16"
+    )
+    link = partners.parse_link("emulated:100MB/s")
+    partners.run_ranks(partners.Steps(num_ranks=2, link=link, case=case, rounds=1), partners.work)
+"""
+
+
+def test_partners_are_compared_in_bf16(tmp_path: Path) -> None:
+    """Chunks pass, with the same experts for all; partners that are 5 % off do not."""
+    script = tmp_path / "wrong_partners.py"
+    script.write_text(WRONG_PARTNERS)
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "docs/measured")])
+    done = completed(sys.executable, script, env=environment(tmp_path) | {"PYTHONPATH": path}, code=1)
+    said = "DifferenceFound: partners, megatron-1f1b does not compute what Megatron's layers do"
+    assert said in done.stderr

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import megatron_ampipe
 from megatron_ampipe import compat
 from tests.forked import completed
 
@@ -22,7 +23,7 @@ SOURCES = (
     *("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt"),
     *("configs", "patches", "docs", "megatron_ampipe"),
 )
-TAG = "0.3.0"
+VERSION = (ROOT / "megatron_ampipe/version.txt").read_text().strip()
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -44,7 +45,7 @@ def version_of(source: Path) -> str:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone of the sources at a tag."""
+    """A repository of the sources."""
     folder = tmp_path_factory.mktemp("source")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -56,7 +57,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     git("init", "-q", cwd=folder)
     git("add", ".", cwd=folder)
     git("commit", "-qm", "All", cwd=folder)
-    git("tag", f"v{TAG}", cwd=folder)
     return folder
 
 
@@ -88,29 +88,23 @@ def installed(distributions: dict[str, Path], tmp_path_factory: pytest.TempPathF
     return folder / "bin"
 
 
-def test_the_version_is_that_of_the_tag(source: Path, distributions: dict[str, Path], tmp_path: Path) -> None:
-    assert version_of(source) == TAG
+def test_the_version_is_in_one_file(source: Path, distributions: dict[str, Path], tmp_path: Path) -> None:
+    assert version_of(source) == megatron_ampipe.__version__ == VERSION
+    assert Version(VERSION).release
     with tarfile.open(distributions[".gz"]) as archive:
         archive.extractall(tmp_path, filter="data")
     (unpacked,) = tmp_path.iterdir()
-    assert unpacked.name == f"megatron_ampipe-{TAG}" and not (unpacked / ".git").exists()
-    assert version_of(unpacked) == TAG
-    (unpacked / "PKG-INFO").unlink()
-    assert version_of(unpacked) == "0+unknown"
-    clone = tmp_path / "clone"
-    git("clone", "-q", str(source), str(clone), cwd=tmp_path)
-    git("commit", "-q", "--allow-empty", "-m", "Next", cwd=clone)
-    assert re.fullmatch(rf"{TAG}\.post1\+g[0-9a-f]+", version_of(clone))
-    (clone / "README.md").write_text("changed")
-    assert re.fullmatch(rf"{TAG}\.post1\+g[0-9a-f]+\.changed", version_of(clone))
-    git("tag", "-d", f"v{TAG}", cwd=clone)
-    assert re.fullmatch(r"0\+g[0-9a-f]+\.changed", version_of(clone))
+    assert unpacked.name == f"megatron_ampipe-{VERSION}"
+    (unpacked / "megatron_ampipe/version.txt").write_text("3.2.1\n")
+    assert version_of(unpacked) == "3.2.1"
+    heads = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert heads[0] in (f"[Unreleased]: {VERSION}", f"[{VERSION}]")
 
 
 def test_a_wheel_holds_all_modules_and_data(distributions: dict[str, Path]) -> None:
     with zipfile.ZipFile(distributions[".whl"]) as wheel:
         names = set(wheel.namelist())
-        metadata = wheel.read(f"megatron_ampipe-{TAG}.dist-info/METADATA").decode()
+        metadata = wheel.read(f"megatron_ampipe-{VERSION}.dist-info/METADATA").decode()
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron_ampipe").rglob("*.*")}
     package = {name for name in package if "__pycache__" not in name}
     data = {
@@ -141,7 +135,7 @@ def test_links_of_the_readme_lead_to_the_repository(source: Path, tmp_path: Path
 
 def test_commands_run_outside_of_a_checkout(installed: Path, tmp_path: Path) -> None:
     ampipe, python = installed / "ampipe", installed / "python"
-    assert run(ampipe, "--version", cwd=tmp_path) == f"megatron-ampipe {TAG}\n"
+    assert run(ampipe, "--version", cwd=tmp_path) == f"megatron-ampipe {VERSION}\n"
     assert "usage: ampipe" in run(ampipe, "--help", cwd=tmp_path)
     where = run(python, "-c", "import megatron_ampipe; print(megatron_ampipe.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(installed.parent)
@@ -166,7 +160,7 @@ CONTAINERS = {
 def test_packages_of_a_container_are_not_replaced(image: str, distributions: dict[str, Path]) -> None:
     """pip keeps an installed version, also a pre-release, that satisfies what this package requires."""
     with zipfile.ZipFile(distributions[".whl"]) as wheel:
-        text = wheel.read(f"megatron_ampipe-{TAG}.dist-info/METADATA").decode()
+        text = wheel.read(f"megatron_ampipe-{VERSION}.dist-info/METADATA").decode()
     required = [Requirement(line) for line in re.findall(r"^Requires-Dist: (.*)$", text, re.M)]
     assert {"torch", "megatron-core"} <= {requirement.name for requirement in required}
     for requirement in required:

@@ -5,16 +5,18 @@ import dataclasses
 import functools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import megatron_ampipe
 from megatron_ampipe.errors import BadInput, RunFailed
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.tools import bench_command
-from megatron_ampipe.tools.measuring import network, prediction, result, training
+from megatron_ampipe.tools.measuring import machine, network, prediction, result, training
 from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.network import Link, parse_link
@@ -408,3 +410,19 @@ def test_trainings_are_run_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [job.stock_attends_as for job in jobs] == ["fp32", "fp32", None, "fp32", None, "fp32"]
     assert {(job.num_ranks, job.ranks_per_node) for job in jobs} == {(4, 2)}
     assert len(case["rows"][0]["trainings"]) == 2
+
+
+def test_results_name_the_commit_or_say_that_they_do_not(
+    ampipe: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?", machine.commit()) or not (REPOSITORY / ".git").exists()
+    monkeypatch.setattr(megatron_ampipe, "__file__", str(tmp_path / "megatron_ampipe/__init__.py"))
+    assert machine.versions()["commit"] == machine.UNKNOWN
+    monkeypatch.setenv("AMPIPE_COMMIT", "0123456789ab")
+    assert machine.versions()["commit"] == "0123456789ab"
+    said = {
+        name: ampipe("bench", "--from", f"{MEASURED}/{name}.json", "--json", f"{tmp_path}/a.json").out
+        for name in ("deepseek-te-h200", "cpu-small-200mbit-clone")
+    }
+    assert "a.json (emulated link); it names no commit: " in said["deepseek-te-h200"]
+    assert "names no commit" not in said["cpu-small-200mbit-clone"]

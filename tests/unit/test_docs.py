@@ -6,12 +6,14 @@ Names are read from the sources. Nothing but plans is run: a command in a ``sh``
 
 import argparse
 import ast
-import importlib.util
+import functools
+import importlib
 import re
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -205,14 +207,174 @@ def test_generated_tables_are_up_to_date(page: Path) -> None:
     assert supported.with_tables(page) == page.read_text(), "run: python -m tests.supported"
 
 
-def test_figures_are_those_of_the_measurements_and_a_page_refers_to_each() -> None:
-    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs/measured/figures.py")
-    assert spec is not None and spec.loader is not None
-    figures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(figures)
-    documents, readme = figures.read_all(), (ROOT / "README.md").read_text()
-    assert figures.page(documents) == (ROOT / "docs/figures.md").read_text(), f"run {figures.COMMAND}"
-    assert figures.with_summary(readme, documents) == readme, f"run {figures.COMMAND}"
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script that writes all figures."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs/measured"))
+    return importlib.import_module("figures")
+
+
+def test_figures_are_those_of_the_raw_files(figures: ModuleType) -> None:
+    documents = figures.read_all()
+    with_results = importlib.import_module("raw_files").has_history()
+    for path, text in figures.pages(documents, with_results=with_results).items():
+        assert path.read_text() == text, f"{path.relative_to(ROOT)} differs: run {figures.COMMAND}"
+    if not with_results:
+        pytest.skip("docs/results.md names commits, and this is no repository with its whole history")
+
+
+def test_a_page_refers_to_every_claim(figures: ModuleType) -> None:
     for title, (_, page, _) in figures.CLAIMS.items():
         linked = re.findall(r"figures\.md#([\w-]+)", (ROOT / "docs" / page).read_text())
-        assert title.lower().replace(" ", "-") in linked, f"{page} has no link to {title}"
+        assert figures.anchor(title) in linked, f"{page} has no link to {title}"
+
+
+@pytest.mark.parametrize(
+    ("page", "figure", "changed"),
+    [
+        ("README.md", "| 1.32 (", "| 1.92 ("),
+        ("docs/gpu.md", "| 756 |", "| 256 |"),
+        ("docs/gpu.md", "| FAILED |", "| ok |"),
+        ("docs/partners.md", "| 1.63 (", "| 1.83 ("),
+        ("docs/memory.md", "| 36% |", "| 26% |"),
+        ("docs/measured.md", "| 3.81x |", "| 4.81x |"),
+    ],
+)
+def test_a_changed_figure_is_found(figures: ModuleType, page: str, figure: str, changed: str) -> None:
+    text = (ROOT / page).read_text()
+    assert figure in text
+    assert figures.with_blocks(page, text.replace(figure, changed), figures.read_all()) == text
+
+
+def test_a_raw_file_without_a_page_and_a_page_without_its_block_are_found(figures: ModuleType) -> None:
+    documents = figures.read_all()
+    with pytest.raises(ValueError, match=r"unused\.json is used by no page"):
+        figures.pages({**documents, "unused": {}}, with_results=False)
+    with pytest.raises(ValueError, match=r"README\.md lacks the line"):
+        figures.with_blocks("README.md", "# Without a table", documents)
+    readme = (ROOT / "README.md").read_text()
+    with pytest.raises(ValueError, match=r"\['results', 'others'\]"):
+        figures.with_blocks("README.md", f"{readme}<!-- begin: {figures.COMMAND} (others) -->", documents)
+
+
+def test_every_measured_profile_is_used() -> None:
+    users = [
+        path.read_text()
+        for pattern in ("docs/measured/*.json", "docs/measured/*.py", "tests/**/*.py")
+        for path in ROOT.glob(pattern)
+    ]
+    # The script of predicted reductions reads one for each of its links.
+    generic = {"profile-100mbit", "profile-200mbit"}
+    for profile in (ROOT / "docs/measured").glob("*.yaml"):
+        assert profile.stem in generic or any(profile.name in text for text in users), profile.name
+
+
+TYPED_BY_HAND = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:x\b|\s?%|\s(?:ms|us|s|seconds?|minutes?|times)\b)")
+"""What a measured figure looks like: a speedup, a share, a time."""
+WRITTEN = ("docs/figures.md", "docs/results.md")
+"""Pages that are a script's alone."""
+NOT_MEASURED = {
+    "docs/exchange.md": {"1 %"},
+    "docs/measured.md": {"23 %", "41 %"},
+    "docs/planner.md": {"1 %", "20 %"},
+    "docs/reductions.md": {"1 %"},
+    "docs/slurm.md": {"300 s", "30 s"},
+    "docs/weights.md": {"1 %"},
+}
+"""Rules of a choice, values of an option or of other programs, and what a paper reports."""
+
+
+def typed_by_hand(text: str) -> set[str]:
+    """Figures of a page that stand in its prose, not in a table that a command writes."""
+    written = re.sub(r"<!-- begin: .*?<!-- end -->", "", text, flags=re.S)
+    return set(TYPED_BY_HAND.findall(without_code(written)))
+
+
+@pytest.mark.parametrize("page", [name for name in PAGE_IDS if not name.startswith((*WRITTEN, "docs/log/2"))])
+def test_no_measured_figure_is_typed_by_hand(page: str) -> None:
+    assert typed_by_hand((ROOT / page).read_text()) == NOT_MEASURED.get(page, set())
+
+
+def test_a_figure_typed_by_hand_is_found() -> None:
+    text = "<!-- begin: x -->1.2x<!-- end --> is 1.42x, 91 % of 32.5 ms, 3.2 times; `4x`, FP8, 2-3 x, 0.19"
+    assert typed_by_hand(text) == {"1.42x", "91 %", "32.5 ms", "3.2 times"}
+
+
+OWN_PAGES = [name for name in PAGE_IDS if name not in WRITTEN and not name.startswith("docs/log/")]
+"""Without commands of an earlier day."""
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+OF_OTHER_PROGRAMS = {
+    *("--nproc-per-node", "--standalone"),  # torchrun
+    *("--no-build-isolation", "--no-deps", "--no-isolation"),  # pip and build
+    *("--dependency", "--exclude", "--mem", "--qos"),  # sbatch
+    *("--apply_rope_fusion", "--apply", "--custom-megatron-init-path", "--external", "--use-routing-replay"),
+}
+"""The last line: of verl, ms-swift and slime; the parts before an underscore are read as flags."""
+
+
+@functools.cache
+def known_flags() -> frozenset[str]:
+    """The flags of Megatron's parser, of AMPipe, of every tool and of the scripts."""
+    from gpu_check.__main__ import _parser as gpu_check
+    from megatron_ampipe.tools.quickstart import _parser as quickstart
+
+    parsers = [flags.full_parser(), gpu_check(), quickstart(), *map(parser_of, TOOLS)]
+    return frozenset(flag for parser in parsers for flag in parser._option_string_actions)
+
+
+def parser_of(tool: str) -> argparse.ArgumentParser:
+    """The parser of one tool, with those of its sub-commands."""
+    (commands,) = (
+        action for action in build_parser(tool)._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    parser = commands.choices[tool]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                parser._option_string_actions |= each._option_string_actions
+    return parser
+
+
+def unknown_flags(text: str) -> set[str]:
+    """Flags of a text that no program has."""
+    return set(FLAG.findall(text)) - known_flags() - OF_OTHER_PROGRAMS - NO_FLAGS.keys()
+
+
+@pytest.mark.parametrize("page", ["CHANGELOG.md", *OWN_PAGES])
+def test_every_flag_of_a_page_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert unknown_flags(text) == set()
+    for tool, words in re.findall(r"\bampipe ([a-z]+)((?:[^`\n]|\\\n)*)", text):
+        # Of a job script, the words after -- are those of the training.
+        if tool in TOOLS and tool != "sbatch":
+            given = {flag for flag in FLAG.findall(words.split(" | ")[0]) if not flag.startswith("--ampipe-")}
+            assert given <= parser_of(tool)._option_string_actions.keys(), f"{page}: ampipe {tool} {words}"
+
+
+def test_a_flag_that_does_not_exist_is_found() -> None:
+    assert unknown_flags(
+        "`--ampipe-degrees 2`, `--reduce-scatter-with-fp32-accumulation`, `--num-experts`"
+    ) == {
+        "--ampipe-degrees",
+        "--reduce-scatter-with-fp32-accumulation",
+    }
+
+
+def test_every_ampipe_flag_of_configs_scripts_and_sources_exists() -> None:
+    parser = flags.add_arguments(argparse.ArgumentParser())
+    for folder in ("configs", "scripts", "megatron_ampipe", "docs/measured", "patches"):
+        for path in (ROOT / folder).rglob("*.*"):
+            if path.suffix in {".yaml", ".sh", ".sbatch", ".py", ".j2", ".md", ".patch"}:
+                named = set(re.findall(r"--ampipe-[a-z-]*[a-z]", path.read_text())) - NO_FLAGS.keys()
+                assert named <= parser._option_string_actions.keys(), path
+
+
+def test_examples_start_with_degree_2() -> None:
+    for page in OWN_PAGES:
+        blocks = "".join(
+            re.findall(r"^```(?:sh|bash|diff|python|yaml)\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+        )
+        assert set(re.findall(r"--ampipe-degree (\d+)|\bdegree[=:] ?(\d+)", blocks)) <= {
+            ("2", ""),
+            ("", "2"),
+        }, page

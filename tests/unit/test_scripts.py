@@ -218,6 +218,14 @@ def test_an_environment_made_by_hand_is_completed_or_refused_and_not_cleared(che
     assert (checkout.root / ".venv/mine").exists()
     assert len(checkout.installs) == 1
     assert str(python) not in result.stdout
+    # The fake says that it has torch, which stays also when requirements change.
+    for _ in range(2):
+        assert f"-c {checkout.root}/.venv/cache/constraints.txt -e .[test]" in checkout.installs[0]
+        used = (checkout.root / ".venv/cache/constraints.txt").read_text()
+        assert "numpy==" in used and "\ntorch==" not in used
+        with (checkout.root / "constraints.txt").open("a") as file:
+            file.write("# changed\n")
+        checkout.run()
 
 
 def test_ci_runs_the_test_command(checkout: Checkout) -> None:

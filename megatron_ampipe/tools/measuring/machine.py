@@ -8,10 +8,14 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import megatron_ampipe
 from megatron_ampipe.compat import found_version
+
+UNKNOWN = "unknown"
+"""The commit of code that is in no git repository."""
 
 
 def hardware() -> dict[str, object]:
@@ -28,19 +32,35 @@ def hardware() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, the compute libraries and AMPipe, with AMPipe's commit in a checkout."""
+    """Versions of Python, the compute libraries and AMPipe, with AMPipe's commit."""
     installed = {"python": platform.python_version(), "megatron-ampipe": megatron_ampipe.__version__}
     for name in ("torch", "megatron-core", "transformer-engine", "flash-attn"):
         version = found_version(name)
         if version is not None:
             installed[name] = str(version)
+    return installed | {"commit": commit()}
+
+
+def commit() -> str:
+    """The commit of AMPipe's code: of the checkout, or ``AMPIPE_COMMIT``; otherwise :data:`UNKNOWN`.
+
+    It ends with ``-dirty`` if files of the checkout are modified.
+    """
     root = Path(megatron_ampipe.__file__).resolve().parents[1]
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    # Without tags, a commit is named by its hash alone.
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
     if (root / ".git").exists():
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-            installed["commit"] = done.stdout.strip()
-    return installed
+            return done.stdout.strip()
+    return os.environ.get("AMPIPE_COMMIT") or UNKNOWN
+
+
+def without_commit(versions: Mapping[str, str]) -> str:
+    """What to print after the name of a file of results, if nothing says which code they are of."""
+    if versions.get("commit", UNKNOWN) != UNKNOWN:
+        return ""
+    return "; it names no commit: measure in a git checkout, or set AMPIPE_COMMIT"
 
 
 def num_gpus() -> int:

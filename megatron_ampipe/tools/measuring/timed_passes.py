@@ -132,8 +132,8 @@ class Passes:
         return self._run(layer)[0]
 
     def results(self, layer: torch.nn.Module, chosen: list[Tensor] | None = None) -> dict[str, Tensor]:
-        """Everything that one pass computes, by name; with the experts ``chosen``, see :func:`_choices`."""
-        with nullcontext() if chosen is None else _choices(layer, chosen):
+        """Everything that one pass computes, by name; with ``chosen`` experts, see :func:`same_experts`."""
+        with nullcontext() if chosen is None else same_experts(layer, chosen):
             _, output, hidden = self._run(layer)
         assert hidden.grad is not None
         tensors = {"output": output.detach(), "gradient of the input": hidden.grad}
@@ -206,10 +206,11 @@ def compare(
     largest = []
     for layer, variant in zip(layers, variants, strict=True):
         allowed = Tolerance.of(case.dtype, variant.wire)
-        # Rounding can change the choice between experts with nearly equal scores.
         rounded = case.dtype != "fp32" or variant.wire is not None
         results = passes.results(layer, chosen if rounded else None)
-        differences = {name: _difference(expected[name], results[name], allowed.order) for name in expected}
+        differences = {
+            name: relative_difference(expected[name], results[name], allowed.order) for name in expected
+        }
         name = max(differences, key=differences.__getitem__)
         worst = torch.tensor(differences[name], dtype=torch.float64, device=expected["output"].device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -224,8 +225,12 @@ def compare(
 
 
 @contextmanager
-def _choices(layers: torch.nn.Module, chosen: list[Tensor]) -> Iterator[None]:
-    """A context in which routers use the experts ``chosen``, ``[T, K]`` by layer; fills it if it is empty."""
+def same_experts(layers: torch.nn.Module, chosen: list[Tensor]) -> Iterator[None]:
+    """A context in which routers use the experts ``chosen``, ``[T, K]`` by layer; fills it if it is empty.
+
+    Rounding can change the choice between experts with nearly equal scores, so without it two correct results
+    in 16 bit may have large differences.
+    """
     routers = [layer.mlp.router for layer in layers.layers]
     for number, router in enumerate(routers):
         router.router_replay = RouterReplay()
@@ -243,7 +248,7 @@ def _choices(layers: torch.nn.Module, chosen: list[Tensor]) -> Iterator[None]:
         RouterReplay.clear_global_router_replay_instances()
 
 
-def _difference(expected: Tensor, actual: Tensor, order: float) -> float:
+def relative_difference(expected: Tensor, actual: Tensor, order: float) -> float:
     """The norm of the difference relative to that of ``expected``; infinite for NaN."""
     expected, actual = expected.double(), actual.double()
     size = torch.linalg.vector_norm(expected, order).clamp_min(1e-12)
