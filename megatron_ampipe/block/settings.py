@@ -201,7 +201,7 @@ class Settings:
 
     degree: int | str | None = _row(
         shown_default="1",
-        help="number of chunks of the sequence; 1 builds Megatron's own layers, 2 is a "
+        help="number of chunks of the sequence; 1 alone builds Megatron's own layers, 2 is a "
         "[good first choice](tuning.md#by-hand), `auto` [tries several](tuning.md#by-trying) in the first "
         "iterations and keeps the fastest",
         type=_degree,
