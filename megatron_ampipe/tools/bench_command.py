@@ -35,6 +35,7 @@ from megatron_ampipe.schedule import (
     parse_exchanges,
     parse_stack,
 )
+from megatron_ampipe.tools import pictures, result_picture
 from megatron_ampipe.tools.measuring import machine, prediction, result, training
 from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK, BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
@@ -62,6 +63,8 @@ examples:
       iterations per second of Megatron's whole training loop, and whether the losses are the same
   ampipe bench --from bench.json --predict cluster.yaml
       table of an earlier result, next to what the planner predicts
+  ampipe bench --from 100mbit.json 200mbit.json --plot speedups.png --csv speedups.csv
+      the tables of earlier results, a picture of all of them, and their rows for a spreadsheet
 
 Before anything is timed, outputs and gradients of all layers are compared; a difference ends with code 4.
 Close other work first: the row 'control', Megatron's layer measured a second time, shows how quiet the
@@ -114,23 +117,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", "N", rounds, type=positive)
     add("--json", "FILE", "write all samples, versions and hardware after every case", type=Path)
     add("--predict", "FILE", "show what the planner predicts from this file of ampipe profile")
-    add("--from", "FILE", "show this result; measure nothing", type=Path, dest="source")
+    add("--from", "FILE", "show these results; measure nothing", type=Path, dest="sources", nargs="+")
+    suffixes = " or ".join(pictures.SUFFIXES)
+    plot = f"draw the speedups with their spread; the suffix, {suffixes}, gives the format"
+    add("--plot", "FILE", plot, type=Path)
+    csv = "write the rows of the table, and of stock, as comma-separated values with a line of names"
+    add("--csv", "FILE", csv, type=Path)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, or read a result; then print the table."""
-    if arguments.json is not None:
-        outputs.check(arguments.json, flag="--json")
+    """Measure, or read results; then print the table, and write the other outputs."""
+    for flag, path in (("--json", arguments.json), ("--csv", arguments.csv)):
+        if path is not None:
+            outputs.check(path, flag=flag)
+    if arguments.plot is not None:
+        pictures.check(arguments.plot, flag="--plot")
     _check_together(arguments)
     cluster = None if arguments.predict is None else read_cluster(find_cluster(arguments.predict))
-    document = _measure(arguments) if arguments.source is None else result.read(arguments.source)
-    if cluster is not None:
-        prediction.predict(document, cluster)
-    _show(document)
+    if arguments.sources is None:
+        documents = [_measure(arguments)]
+    else:
+        documents = [result.read(source) for source in arguments.sources]
+    for document in documents:
+        if cluster is not None:
+            if document["format"] == training.FORMAT:
+                arguments.refuse("--predict is for results of blocks, and --from names one of a training")
+            prediction.predict(document, cluster)
+        _show(document)
     if arguments.json is not None:
-        result.write(document, arguments.json)
-        unknown = machine.without_commit(document["versions"])
-        print(f"wrote {arguments.json}{' (emulated link)' * document['emulated']}{unknown}")
+        result.write(documents[0], arguments.json)
+    if arguments.csv is not None:
+        outputs.write_text(arguments.csv, result.csv_text(documents))
+    if arguments.plot is not None:
+        result_picture.draw(documents, target=arguments.plot)
+    emulated = " (emulated link)" * any(document["emulated"] for document in documents)
+    unknown = machine.without_commit(documents[0]["versions"])
+    for path in (arguments.json, arguments.csv, arguments.plot):
+        if path is not None:
+            print(f"wrote {path}{emulated}{unknown}")
     return 0
 
 
@@ -230,14 +254,19 @@ def measure_blocks(rank: Rank[BenchJob]) -> None:
 def _check_together(arguments: argparse.Namespace) -> None:
     """Refuse flags that could have no effect together."""
     if arguments.end_to_end:
-        for flag, value in (("--from", arguments.source), ("--predict", arguments.predict)):
-            if value is not None:
-                arguments.refuse(f"{flag} {value} works with results of blocks; leave out --end-to-end")
+        if arguments.sources is not None:
+            arguments.refuse("--from shows results, and --end-to-end measures one; leave one of them out")
+        if arguments.predict is not None:
+            arguments.refuse(
+                f"--predict {arguments.predict} works with results of blocks; leave out --end-to-end"
+            )
     else:
         for flag in ("rounds", "partner", "micro-batches"):
             value = getattr(arguments, flag.replace("-", "_"))
             if value is not None:
                 arguments.refuse(f"--{flag} {value} is for trainings; add --end-to-end")
+    if arguments.json is not None and len(arguments.sources or ()) > 1:
+        arguments.refuse(f"--json {arguments.json} holds one result; give one file to --from, or use --csv")
     if arguments.wire != UNCHANGED and (arguments.end_to_end or arguments.predict):
         arguments.refuse(
             f"--wire {arguments.wire} changes the losses of trainings, and predictions do not know it; leave "

@@ -15,11 +15,13 @@ from rich.table import Table
 from megatron_ampipe.files.inputs import at_least
 from megatron_ampipe.plan.block import even_rows
 from megatron_ampipe.plan.recorded_routing import busiest, divisors, read_routing
+from megatron_ampipe.tools import pictures, routing_picture
 
 EPILOG = """\
 examples:
   ampipe routing runs/routing                        how evenly the experts are used, and what is sent
   ampipe routing runs/routing --ranks 8              as if the experts were divided between 8 ranks
+  ampipe routing runs/routing --picture routing.png  the tokens of every expert over iterations and layers
   ampipe plan --model mixtral-8x7b --cluster dgx-h100 --routing runs/routing      a plan with these figures
 
 A training records with --ampipe-routing-dir DIR. docs/routing.md explains the figures.
@@ -31,10 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of --ampipe-routing-dir")
     ranks = "ranks between which the experts are divided (default: those of the training)"
     parser.add_argument("--ranks", type=at_least(1), metavar="N", help=ranks)
+    picture = "draw the tokens of every expert over iterations and layers, and the imbalance; the suffix, "
+    picture += f"{' or '.join(pictures.SUFFIXES)}, gives the format"
+    parser.add_argument("--picture", type=Path, metavar="FILE", help=picture)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the last iteration layer by layer, and means over all."""
+    """Show the last iteration layer by layer, and means over all; draw all."""
+    if arguments.picture is not None:
+        pictures.check(arguments.picture, flag="--picture")
     routing = read_routing(arguments.folder, flag="DIR")
     last, experts = routing.records[-1], routing.num_experts
     ranks = arguments.ranks or last.ranks
@@ -60,4 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     shares = ", ".join(f"{routing.condensed(limit):.1%} at {limit:g}" for limit in routing.thresholds)
     print(f"rows that --ampipe-condense would not send: {shares}")
+    if arguments.picture is not None:
+        routing_picture.draw(routing, ranks=ranks, target=arguments.picture)
+        print(f"wrote {arguments.picture}")
     return 0

@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ampipe.files import outputs
 from megatron_ampipe.files.timeline import COMPUTE, DIRECTIONS, PREDICTED, StageSpan, Timeline
+from megatron_ampipe.tools import pictures
+from megatron_ampipe.tools.pictures import FAINT, GRID, INK, PALETTE, PAPER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,21 +26,17 @@ SUFFIXES = (".svg", ".png")
 """Suffixes of the files that a picture is written to."""
 _WIDTH_IN, _MARGINS_IN, _ROW_IN = 13.0, 2.6, 0.36
 """Width of the picture, space left and right of the bars, height of a lane."""
-_PNG_DPI, _MAX_PNG_PIXELS = 180, 30_000
 _BAR, _SEAM_IN, _STRIP = 0.84, 0.012, 0.17
 """Height of a bar in its row, the gap to its neighbour, and its part for the layer."""
 _LABEL_PT = 7.5
-# Okabe and Ito's palette, for all common kinds of colour vision, without its black and its pale yellow; the
-# order keeps neighbouring chunks far apart.
-_PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C6BB1", "#7F7F3F")
-_WHOLE_BLOCK, _INK, _FAINT, _PAPER = "#A6A9AD", "#22262B", "#6B7280", "#FFFFFF"
+_WHOLE_BLOCK = "#A6A9AD"
 _STRIPE, _PREDICTED_STRIPE = "#F3F4F6", "#FBF3DC"
 # The share of white that is mixed into a chunk's colour, by kind of stage.
 _TINTS = {"attention": 0.0, "dispatch": 0.0, "expert": 0.35, "combine": 0.35, "shared": 0.5, "wgrad": 0.5}
 _OTHER_TINT = 0.6
 _HATCH = "////"
 # Layers next to each other run at the same time: three shades tell them apart.
-_SHADES = (_INK, "#9AA0A6", _PAPER)
+_SHADES = (INK, "#9AA0A6", PAPER)
 
 
 def draw(timelines: Sequence[Timeline], *, targets: Sequence[Path], title: str) -> None:
@@ -54,26 +51,10 @@ def draw(timelines: Sequence[Timeline], *, targets: Sequence[Path], title: str) 
     Raises:
         RunFailed: a file cannot be written.
     """
-    import matplotlib
-
-    # Labels come from files: a dollar sign in one is no formula. The salt makes the SVG reproducible.
-    settings: dict[Any, Any] = {
-        "text.parse_math": False,
-        "svg.hashsalt": "ampipe",
-        "font.family": "DejaVu Sans",
-        "text.color": _INK,
-        "axes.labelcolor": _INK,
-        "xtick.color": _FAINT,
-    }
-    with matplotlib.rc_context(settings):
+    with pictures.style():
         figure = _figure(timelines, title=title)
-        dpi = min(_PNG_DPI, _MAX_PNG_PIXELS / max(figure.get_size_inches()))
         for target in targets:
-            kind = target.suffix.removeprefix(".")
-            with outputs.atomic_file(target) as partial:
-                figure.savefig(
-                    partial, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else None
-                )
+            pictures.write(figure, target)
 
 
 def layers_of(timeline: Timeline) -> str:
@@ -97,7 +78,7 @@ def _figure(timelines: Sequence[Timeline], *, title: str) -> Figure:
     ]
     in_per_ms = (_WIDTH_IN - _MARGINS_IN) / sum(lengths_ms)
     height_in = _ROW_IN * sum(map(len, lanes)) + 0.25 * len(timelines) + 1.6
-    figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained", facecolor=_PAPER)
+    figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained", facecolor=PAPER)
     grid = figure.subplots(
         len(timelines),
         len(panels),
@@ -117,7 +98,7 @@ def _figure(timelines: Sequence[Timeline], *, title: str) -> Figure:
             axes.set_yticks(range(len(lanes[row])), lanes[row] if column == 0 else [], fontsize=8.5)
             axes.tick_params(length=0, labelsize=8)
             axes.spines[:].set_visible(False)
-            axes.grid(axis="x", color="#DDE0E4", linewidth=0.6, zorder=0.5)
+            axes.grid(axis="x", color=GRID, linewidth=0.6, zorder=0.5)
             if column == 0:
                 axes.set_ylabel(_name_of(timeline), rotation=0, ha="right", va="center", fontsize=8.5)
         grid[0][column].set_xlim(0, lengths_ms[column])
@@ -128,7 +109,7 @@ def _figure(timelines: Sequence[Timeline], *, title: str) -> Figure:
     kinds = "   ".join(f"{_letter(kind)} {kind}" for kind in sorted({span.kind for span in spans}))
     # In the widest panel: in another panel a long label would move the panels apart.
     widest = grid[-1][lengths_ms.index(max(lengths_ms))]
-    widest.set_xlabel("ms after the first stage of each rank", loc="left", fontsize=8, color=_FAINT)
+    widest.set_xlabel("ms after the first stage of each rank", loc="left", fontsize=8, color=FAINT)
     handles = _legend(spans, layers)
     letters = figure.legend(
         handles=handles,
@@ -139,7 +120,7 @@ def _figure(timelines: Sequence[Timeline], *, title: str) -> Figure:
         title=kinds,
         title_fontsize=8,
     )
-    letters.get_title().set_color(_FAINT)
+    letters.get_title().set_color(FAINT)
     return figure
 
 
@@ -170,11 +151,11 @@ def _draw_bars(
         for name in (span.stage, _letter(span.kind) + span.stage.partition(".")[2]):
             if len(name) * _LABEL_PT * 0.6 / 72 + 0.05 <= length_ms * in_per_ms:
                 is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
-                label = axes.text(begin_ms + length_ms / 2, row, name, color=_PAPER if is_dark else _INK)
+                label = axes.text(begin_ms + length_ms / 2, row, name, color=PAPER if is_dark else INK)
                 label.set(ha="center", va="center_baseline", fontsize=_LABEL_PT, clip_on=True, zorder=4)
                 break
     for (top, height, fill, hatched), pieces in bars.items():
-        style = {"hatch": _HATCH, "edgecolor": _PAPER} if hatched else {}
+        style = {"hatch": _HATCH, "edgecolor": PAPER} if hatched else {}
         axes.broken_barh(
             pieces, (top, height), facecolor=fill, linewidth=0, zorder=2 + (height < _BAR), **style
         )
@@ -196,11 +177,11 @@ def _legend(spans: Sequence[StageSpan], layers: Sequence[int]) -> list[Any]:
     if any(span.chunk is None for span in spans):
         handles.append(Patch(facecolor=_WHOLE_BLOCK, label="whole block"))
     if any(span.ahead for span in spans):
-        handles.append(Patch(facecolor=_FAINT, edgecolor=_PAPER, hatch=_HATCH, label="next micro-batch"))
+        handles.append(Patch(facecolor=FAINT, edgecolor=PAPER, hatch=_HATCH, label="next micro-batch"))
     for place, shade in enumerate(_SHADES[: len(layers)] if len(layers) > 1 else ()):
         first, *others = layers[place :: len(_SHADES)]
         label = f"strip: layer {first}" + f" and {len(others)} more" * bool(others)
-        handles.append(Patch(facecolor=shade, edgecolor=_FAINT, label=label))
+        handles.append(Patch(facecolor=shade, edgecolor=FAINT, label=label))
     return handles
 
 
@@ -216,7 +197,7 @@ def _fill(span: StageSpan) -> tuple[float, float, float]:
 
 
 def _colour(chunk: int) -> str:
-    return _PALETTE[chunk % len(_PALETTE)]
+    return PALETTE[chunk % len(PALETTE)]
 
 
 def _letter(kind: str) -> str:

@@ -10,7 +10,10 @@ from tests.forked import completed
 LIGHT = (
     *("megatron_ampipe.cli", "megatron_ampipe.schedule.pipeline", "megatron_ampipe.files.timeline"),
     *("megatron_ampipe.plan.plan_file", "megatron_ampipe.launch.refusals"),
-    *(f"megatron_ampipe.tools.{tool}_command" for tool in ("doctor", "draw", "plan", "sbatch")),
+    *(
+        f"megatron_ampipe.tools.{tool}_command"
+        for tool in ("bench", "doctor", "draw", "plan", "routing", "sbatch")
+    ),
 )
 
 

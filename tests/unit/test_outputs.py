@@ -25,6 +25,7 @@ NO_FILES = {
 """Paths that cannot be written, each with a part of its message. ``file`` is a regular file."""
 OUTPUTS = (
     ["bench", "--json"],
+    ["bench", "--csv"],
     ["doctor", "--quick", "--json"],
     *([*PLAN, flag] for flag in ("--output", "--json", "--trace", "--tape")),
     ["profile", "--output"],

@@ -7,6 +7,8 @@ of the control, which is Megatron's layer measured a second time, in turns with 
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 import statistics
@@ -24,7 +26,7 @@ from megatron_ampipe.plan.simulate import direction_bound
 from megatron_ampipe.schedule import KEEP, Exchange, Stage, stage_from_text
 from megatron_ampipe.tools.measuring.bench_job import CONTROL, BenchJob, Variant
 
-FORMAT = "ampipe-bench-1"
+FORMAT, TRAINING_FORMAT = "ampipe-bench-1", "ampipe-training-1"
 _PER_NODE = re.compile(r"ranks-per-node=(\d+)")
 """Where older results have the ranks of a node: in the text of the link."""
 
@@ -39,13 +41,13 @@ def read(path: Path) -> dict[str, Any]:
 
     def parse(text: str) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(text)
-        if document["format"] != FORMAT:
+        if document["format"] not in (FORMAT, TRAINING_FORMAT):
             raise ValueError("another format")
         in_link = _PER_NODE.search(document["link"])
         older = {"layers": 1, "pretended": False, "ranks_per_node": int(in_link[1]) if in_link else None}
         return older | document
 
-    rule, remedy = "is not a result of ampipe bench", "Give a file that ampipe bench --json wrote for blocks."
+    rule, remedy = "is not a result of ampipe bench", "Give a file that ampipe bench --json wrote."
     return inputs.parse_file(path, parse, what="--from", rule=rule, remedy=remedy)
 
 
@@ -176,6 +178,43 @@ def _bound_us(samples: Mapping[str, Any], needs: Any, *, stack: int) -> float:
 Record = Mapping[str, Any]
 """A document, a case or a row."""
 
+_OF_DOCUMENT = ("grid", "link", "emulated", "pretended", "ranks", "ranks_per_node", "device")
+_OF_ROW = (
+    *("schedule", "degree", "backward_degree", "stack", "memory", "exchange", "wire", "partner"),
+    *("ms", "iterations_per_s", "speedup", "speedup_p10", "speedup_p90", "spread", "difference_seen"),
+    *("bound_ms", "bound_share", "peak_bytes", "predicted_peak_bytes", "wire_bytes", "wire_bytes_inter"),
+    *("difference_from_stock", "loss_difference", "predicted_ms", "error"),
+)
+_COLUMNS_OF_CSV = (*_OF_DOCUMENT, "hardware", "commit", "layers", "case", *_OF_ROW)
+
+
+def csv_text(documents: Sequence[Record]) -> str:
+    """The rows of results, stock and control included, as CSV with a line of names.
+
+    Names are those of the documents; a cell is empty where a row has no such figure. ``wire_bytes_inter`` is
+    the part of ``wire_bytes`` that leaves a node, ``hardware`` the GPU or the processor.
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _COLUMNS_OF_CSV, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    for document in documents:
+        run = {name: document.get(name) for name in _OF_DOCUMENT}
+        run["hardware"] = document["hardware"].get("gpu") or document["hardware"]["cpu"]
+        run["commit"] = document["versions"].get("commit")
+        for case in document["cases"]:
+            run |= {"layers": case.get("layers", document["layers"]), "case": case["name"]}
+            for row in rows_of(case):
+                between = (row.get("wire_bytes_by_class") or {}).get("inter")
+                writer.writerow(run | dict(row) | {"wire_bytes_inter": between})
+    return text.getvalue()
+
+
+def rows_of(case: Record) -> list[Record]:
+    """The rows of a case as the table has them: stock, its control if there is one, and the variants."""
+    control = [case["control"]] if "control" in case else []
+    return [_stock(case), *control, *case["rows"]]
+
+
 _CAPTION = (
     "ms: median of a forward and a backward pass of all layers, or of a training's iteration; degree 1 is "
     "stock again. speedup: median of stock / this within a repeat, and its 10th to 90th percentile; no "
@@ -190,9 +229,9 @@ def show(document: Record, console: Console) -> None:
     lines: list[tuple[str, Record, str | None]] = []
     for case in document["cases"]:
         fastest = min(case["rows"], key=lambda row: row["ms"], default=None)
-        lines.append((case["name"], _stock(case), None))
-        for row in (*([case["control"]] if "control" in case else []), *case["rows"]):
-            lines.append(("", row, "bold" if row is fastest else None))
+        for place, row in enumerate(rows_of(case)):
+            name = case["name"] if place == 0 else ""
+            lines.append((name, row, "bold" if row is fastest else None))
     columns = {name: [cell(row) for _, row, _ in lines] for name, cell in _COLUMNS.items()}
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     table = Table(title=_heading(document), caption=_CAPTION, caption_justify="left")
@@ -210,11 +249,39 @@ def show(document: Record, console: Console) -> None:
 
 def _heading(document: Record) -> str:
     link = f"link {document['link']}" + " (emulated)" * document["emulated"]
+    layers = f", {document['layers']} layers" * (document["layers"] > 1)
+    training = "training · " * (document["format"] == TRAINING_FORMAT)
+    return f"{training}grid {document['grid']}{layers} · {link} · {_ranks(document)}"
+
+
+def _ranks(document: Record) -> str:
     ranks = f"{document['ranks']} ranks" + ", all but one pretended" * document["pretended"]
     if document.get("ranks_per_node") is not None:
         ranks += f", {document['ranks_per_node']} per node"
-    layers = f", {document['layers']} layers" * (document["layers"] > 1)
-    return "training · " * ("rounds" in document) + f"grid {document['grid']}{layers} · {link} · {ranks}"
+    return ranks
+
+
+def where_text(document: Record) -> tuple[str, str]:
+    """Link, ranks and layers of a result, and its device."""
+    hardware = document["hardware"]
+    link = re.sub(f",{_PER_NODE.pattern}", "", document["link"])
+    parts = [f"link {link}", _ranks(document)]
+    if document["layers"] > 1:
+        parts.append(f"{document['layers']} layers")
+    if document["format"] == TRAINING_FORMAT:
+        parts.append("whole training")
+    device = hardware.get("gpu") or f"CPU, {hardware['cpu']}, {hardware['usable_cores']} cores"
+    return " · ".join(parts), str(device)
+
+
+def variant_text(row: Record) -> str:
+    """The variant of a row without its degrees: schedule, and what differs from the usual choices."""
+    parts = [row["schedule"]]
+    for name, usual in (("stack", 1), ("memory", KEEP), ("exchange", Exchange.ROWS)):
+        if row.get(name, usual) != usual:
+            parts.append(f"{name} {row[name]}")
+    parts += [f"{name} {row[name]}" for name in ("wire", "partner") if row.get(name) is not None]
+    return ", ".join(parts)
 
 
 def _stock(case: Record) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from megatron_ampipe.errors import DifferenceFound, RunFailed
 from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, model_flags
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks, signals_as_interrupts
-from megatron_ampipe.tools.measuring.result import described, speedup, with_control
+from megatron_ampipe.tools.measuring.result import TRAINING_FORMAT, described, speedup, with_control
 
-FORMAT = "ampipe-training-1"
+FORMAT = TRAINING_FORMAT
 TOLERANCE = 1e-5
 """Largest relative difference of the losses that still counts as the same curve."""
 ITERATION = re.compile(
