@@ -79,6 +79,9 @@ setup(
         "tqdm>=4.60",
     ],
     extras_require={
+        # Compiled at their installation unless a wheel fits; docs/install.md has FlashAttention 3 and apex.
+        "flash-attn": ["flash-attn>=2.7"],
+        "flash-attn-4": ["flash-attn-4>=4.0.0b36"],
         "test": [
             "build>=1.2",
             "codespell>=2.3",

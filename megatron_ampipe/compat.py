@@ -11,13 +11,15 @@ import copy
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from packaging.version import Version
@@ -40,16 +42,71 @@ class OptionalPackage(NamedTuple):
     module: str
     fallback: str
     remedy: str
+    kernel: str | None = None
+    """The attention kernel that it has, by its name in ``attention.kernels.KERNELS``."""
+    oldest: str = "0"
+    """The oldest version that is used. Only packages with a kernel are checked."""
+    arguments: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """The functions and operators of a package with a kernel that are called, and arguments they need."""
 
     @property
     def is_installed(self) -> bool:
-        """Whether its folder exists (PyPI has another package with the name apex). Imports nothing."""
+        """Whether the module exists (PyPI has another package with the name apex). Imports nothing."""
         package, _, part = self.module.partition(".")
         spec = importlib.util.find_spec(package)
-        folders = [] if spec is None else spec.submodule_search_locations or []
-        return any((Path(folder) / part).is_dir() for folder in folders)
+        if spec is None or not part:
+            return spec is not None
+        paths = [Path(folder, *part.split(".")) for folder in spec.submodule_search_locations or []]
+        return any(path.is_dir() or path.with_suffix(".py").is_file() for path in paths)
 
 
+_VARLEN = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_SPAN = ("softmax_scale", "causal", "window_size", "deterministic")
+FLASH_ATTENTION = (
+    OptionalPackage(
+        name="flash-attn",
+        module="flash_attn.flash_attn_interface",
+        fallback="torch's FlashAttention 2",
+        remedy="pip install --no-build-isolation 'flash-attn>=2.7', needs the CUDA compiler if no wheel fits",
+        kernel="flash-attn-2",
+        # Its internal functions are operators, whose arguments cannot be inspected; since 2.7 they are these.
+        oldest="2.7",
+        arguments={
+            "flash_attn_func": ("dropout_p", *_SPAN),
+            "flash_attn_varlen_func": (*_VARLEN, "dropout_p", *_SPAN),
+        },
+    ),
+    OptionalPackage(
+        name="flash-attn-3",
+        module="flash_attn_interface",
+        fallback="cuDNN's attention, or FlashAttention 2",
+        remedy="build the folder hopper of the repository Dao-AILab/flash-attention, needs the CUDA compiler",
+        kernel="flash-attn-3",
+        oldest="3.0.0b1",
+        arguments={
+            "flash_attn_func": _SPAN,
+            "flash_attn_varlen_func": (*_VARLEN, *_SPAN),
+            "flash_attn_3.fwd": ("softmax_scale", "is_causal", "num_splits"),
+            "flash_attn_3.bwd": ("dq", "dk", "dv", "softmax_scale", "is_causal", "deterministic"),
+        },
+    ),
+    OptionalPackage(
+        name="flash-attn-4",
+        module="flash_attn.cute.interface",
+        fallback="cuDNN's attention, or FlashAttention 2",
+        remedy="pip install 'flash-attn-4>=4.0.0b36'",
+        kernel="flash-attn-4",
+        oldest="4.0.0b36",
+        arguments={
+            "flash_attn_func": (*_SPAN, "learnable_sink"),
+            "flash_attn_varlen_func": (*_VARLEN, *_SPAN, "learnable_sink"),
+            "_flash_attn_fwd": ("softmax_scale", "causal", "return_lse"),
+            # Without the last one, as in early betas, sinks would get no gradient.
+            "_flash_attn_bwd": ("softmax_scale", "causal", "deterministic", "learnable_sink"),
+        },
+    ),
+)
+"""The packages of FlashAttention, Dao-AILab/flash-attention."""
 OPTIONAL_PACKAGES = (
     OptionalPackage(
         name="Transformer Engine",
@@ -60,9 +117,12 @@ OPTIONAL_PACKAGES = (
     OptionalPackage(
         name="apex",
         module="apex.optimizers",
-        fallback="Adam and norms of Transformer Engine if it is installed, otherwise of torch",
-        remedy="build it from NVIDIA's repository apex; apex on PyPI is a different package",
+        fallback="Adam of Transformer Engine or torch, LayerNorm of torch in local layers, and no gradient "
+        "accumulation fusion there",
+        remedy="build it from NVIDIA's repository apex with --cpp_ext and --cuda_ext; apex on PyPI is a "
+        "different package",
     ),
+    *FLASH_ATTENTION,
 )
 
 
@@ -278,6 +338,60 @@ def has_fused_weight_gradients(*, on_gpu: bool) -> bool:
     return not on_gpu or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
+CANNOT_BE_IMPORTED = "cannot be imported"
+
+
+def flash_attention(kernel: str) -> Any:
+    """The module with the functions of the FlashAttention package that has a kernel."""
+    return importlib.import_module(_package_of(kernel).module)
+
+
+def _package_of(kernel: str) -> OptionalPackage:
+    return next(package for package in FLASH_ATTENTION if package.kernel == kernel)
+
+
+@cache
+def flash_attention_problem(kernel: str) -> str | None:
+    """Why the package of a kernel cannot be used; None if it can, or if the kernel needs no package.
+
+    Imports an installed package, which on a machine with GPUs also loads its CUDA modules.
+    """
+    if kernel not in (package.kernel for package in FLASH_ATTENTION):
+        return None
+    package = _package_of(kernel)
+    if not package.is_installed:
+        return "not installed"
+    installed = found_version(package.name)
+    named = package.name if installed is None else f"{package.name} {installed}"
+    if installed is not None and installed < Version(package.oldest):
+        return f"{named} is older than {package.oldest}"
+    try:
+        module = flash_attention(kernel)
+    except Exception as error:  # A module that was compiled for another torch fails in many ways.
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        return f"{named} {CANNOT_BE_IMPORTED} ({type(error).__name__}: {first_line})"
+    for function, arguments in package.arguments.items():
+        known = _parameters(module, function)
+        if known is None:
+            return f"{named} has no function {function}"
+        unknown = [argument for argument in arguments if argument not in known]
+        if unknown:
+            return f"{named}: {function} has no argument {' or '.join(unknown)}"
+    return None
+
+
+def _parameters(module: Any, name: str) -> Collection[str] | None:
+    """The parameters of a function, or of torch's operator ``namespace.name``; None if it is missing."""
+    namespace, _, operator = name.rpartition(".")
+    if not namespace:
+        function = getattr(module, name, None)
+        return None if function is None else inspect.signature(function).parameters
+    import torch
+
+    packet = getattr(getattr(torch.ops, namespace), operator, None)
+    return None if packet is None else [argument.name for argument in packet.default._schema.arguments]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """The properties of the current device and of torch that decide which attention kernels can run."""
@@ -286,6 +400,8 @@ class Gpu:
     """CUDA compute capability, such as (9, 0); (0, 0) for AMD devices."""
     cudnn: int
     """The version as torch gives it, such as 91501 for 9.15.1; 0 without cuDNN."""
+    torch_flash: bool
+    """Whether torch was built with FlashAttention."""
     deterministic: bool
     """Whether torch is set to use deterministic algorithms only."""
 
@@ -297,5 +413,6 @@ def current_gpu() -> Gpu:
     return Gpu(
         capability=(0, 0) if torch.version.hip else torch.cuda.get_device_capability(),
         cudnn=torch.backends.cudnn.version() or 0,  # type: ignore[no-untyped-call]
+        torch_flash=torch.backends.cuda.is_flash_attention_available(),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )

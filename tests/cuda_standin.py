@@ -32,7 +32,7 @@ _MIX = ("aten::copy_", "aten::_to_copy", "aten::set_", "aten::fill_")
 """Operations whose operands may be in both places."""
 _INDEX = ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
 """Operations whose indices, their second argument, may be on the host."""
-NO_GPU = compat.Gpu(capability=(0, 0), cudnn=0, deterministic=False)
+NO_GPU = compat.Gpu(capability=(0, 0), cudnn=0, torch_flash=False, deterministic=False)
 """What decides on kernels of attention: none of a GPU can be used."""
 
 

@@ -83,5 +83,6 @@ def settings_of_plain_attention(**other: Any) -> SimpleNamespace:
     plain = {
         "params_dtype": torch.bfloat16, "kv_channels": 128, "context_parallel_size": 1, "window_size": None,
         "multi_latent_attention": False, "attention_dropout": 0.0,
+        "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
     }  # fmt: skip
     return SimpleNamespace(**plain | other)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe import compat
-from megatron_ampipe.attention import backends
+from megatron_ampipe.attention import backends, flash_packages
 from megatron_ampipe.attention.backends import DocumentFunction, SpanFunction, bounds_of
 from megatron_ampipe.attention.pieces import (
     AddKeys,
@@ -121,44 +121,121 @@ def _keys_of_documents(tensor: Tensor, documents: Sequence[DocumentRows]) -> Ten
     return torch.cat([tensor[rows.first_key : rows.last_key, rows.sequence] for rows in documents])
 
 
-_MINIMUM_CUDNN = 91501
-"""Older versions gave NaN or wrong gradients for lengths that are not multiples of 128."""
-
-
-def why_not(name: str, gpu: compat.Gpu, head_size: int) -> str | None:
-    """Why this GPU cannot run a kernel of :data:`FLASH_KERNELS`; None if it can."""
-    if name == "cudnn":
-        if gpu.capability != (9, 0) and gpu.capability[0] != 10:
-            return "needs Hopper or Blackwell"
-        if gpu.cudnn < _MINIMUM_CUDNN:
-            return f"cuDNN {gpu.cudnn} is older than {_MINIMUM_CUDNN} (9.15.1)"
-        if gpu.deterministic:
-            return "not deterministic"
-        largest = 128
-    else:
-        if gpu.capability < (8, 0):
-            return "needs Ampere or later"
-        # The backward kernel does not support all larger head sizes on devices with less shared memory.
-        largest = 256 if gpu.capability == (8, 0) or gpu.capability[0] in (9, 10) else 192
-    if head_size % 8 or head_size > largest:
-        return f"head size {head_size} is not a multiple of 8 up to {largest}"
-    return None
-
-
 KERNELS: dict[str, Kernel] = {
+    "flash-attn-3": Kernel(
+        flash_packages.flash_3, flash_packages.FLASH_3_PIECES, flash_packages.flash_3_documents
+    ),
     "cudnn": Kernel(pieces=backends.CUDNN),
+    "flash-attn-4": Kernel(
+        flash_packages.flash_4, flash_packages.FLASH_4_PIECES, flash_packages.flash_4_documents
+    ),
     "torch-flash-2": Kernel(backends.torch_flash, backends.TORCH_FLASH_2, backends.torch_flash_documents),
+    "flash-attn-2": Kernel(
+        flash_packages.flash_2, flash_packages.FLASH_2_PIECES, flash_packages.flash_2_documents
+    ),
     "sdpa": Kernel(backends.sdpa),
     "cpu-flash": Kernel(pieces=backends.CPU_FLASH),
     "exact-pieces": Kernel(pieces=backends.EXACT_PIECES),
 }
 """The kernels by the name that the start-up table and benchmarks print."""
-FLASH_KERNELS = ("cudnn", "torch-flash-2")
-"""Kernels for GPUs, the fastest first."""
+
+DROPOUT, WINDOW = "attention dropout", "sliding window"
+LATENT, SINKS = "latent attention", "attention sinks"
+FLASH_KERNELS = {
+    "flash-attn-3": (WINDOW, LATENT),
+    "cudnn": (),
+    "flash-attn-4": (WINDOW, LATENT, SINKS),
+    "torch-flash-2": (DROPOUT, WINDOW),
+    "flash-attn-2": (DROPOUT, WINDOW),
+}
+"""Kernels for GPUs in order of preference, and their features beyond plain attention.
+
+On Hopper, FlashAttention 3 and cuDNN are about equally fast, their authors publish; a chunk takes one
+call of FlashAttention 3, but two of cuDNN and a merge. FlashAttention 4 is called through more Python, which
+takes the host longer. torch has the kernels of flash-attn, and calls them from C++.
+"""
+_MINIMUM_CUDNN = 91501
+"""Older versions gave NaN or wrong gradients for lengths that are not multiples of 128."""
+_LATENT_HEADS = (192, 128)
+"""Of keys and of values: the only different sizes that FlashAttention 3 and 4 support on all GPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a layer needs of a kernel for GPUs."""
+
+    head_size: int
+    """Of queries and keys."""
+    value_size: int
+    """The head size of values."""
+    features: tuple[str, ...] = ()
+    """Beyond plain attention, from those of :data:`FLASH_KERNELS`."""
+    documents: bool = False
+    """Whether attention stays within documents."""
+
+
+def why_not(name: str, gpu: compat.Gpu, needs: Needs) -> str | None:
+    """Why a kernel of :data:`FLASH_KERNELS` cannot run a layer on this GPU, or should not; None if it can.
+
+    The package of a kernel comes last: "not installed" means that installing it would help.
+    """
+    reason = device_objection(name, gpu)
+    if reason is None:
+        missing = [feature for feature in needs.features if feature not in FLASH_KERNELS[name]]
+        reason = f"no support for {' or '.join(missing)}" if missing else None
+    if reason is None:
+        reason = _size_objection(name, gpu, needs)
+    if reason is None and needs.documents and KERNELS[name].documents is None:
+        reason = "one call for each document"
+    return reason or compat.flash_attention_problem(name)
+
+
+def device_objection(name: str, gpu: compat.Gpu) -> str | None:
+    """Why a GPU cannot run a kernel of :data:`FLASH_KERNELS` for any layer; None if it can for some."""
+    is_hopper, is_blackwell = gpu.capability == (9, 0), gpu.capability[0] == 10
+    if name == "flash-attn-3":
+        return None if is_hopper else "needs Hopper"
+    if name in ("cudnn", "flash-attn-4") and not (is_hopper or is_blackwell):
+        return "needs Hopper or Blackwell"
+    if gpu.capability < (8, 0):
+        return "needs Ampere or later"
+    if name == "cudnn" and gpu.cudnn < _MINIMUM_CUDNN:
+        return f"cuDNN {gpu.cudnn} is older than {_MINIMUM_CUDNN} (9.15.1)"
+    if name == "cudnn" and gpu.deterministic:
+        return "not deterministic"
+    if name == "torch-flash-2" and not gpu.torch_flash:
+        return "this torch was built without FlashAttention"
+    return None
+
+
+def _size_objection(name: str, gpu: compat.Gpu, needs: Needs) -> str | None:
+    size, of_values = needs.head_size, needs.value_size
+    if size != of_values:
+        supported = (size, of_values) == _LATENT_HEADS
+        return None if supported else f"head sizes {size} and {of_values} differ, and are not 192 and 128"
+    is_blackwell = gpu.capability[0] == 10
+    if name == "flash-attn-4" and is_blackwell and size == 256 and SINKS not in needs.features:
+        return None
+    largest = _largest_head_size(name, gpu, dropout=DROPOUT in needs.features)
+    if size % 8 or size > largest:
+        return f"head size {size} is not a multiple of 8 up to {largest}"
+    return None
+
+
+def _largest_head_size(name: str, gpu: compat.Gpu, *, dropout: bool) -> int:
+    is_blackwell = gpu.capability[0] == 10
+    if name == "cudnn" or (name == "flash-attn-4" and is_blackwell):
+        return 128
+    if name == "flash-attn-3":
+        # Its deterministic backward supports no larger ones.
+        return 192 if gpu.deterministic else 256
+    # On devices with less shared memory, the backward of FlashAttention 2 supports not all larger ones.
+    has_memory = gpu.capability == (8, 0) or gpu.capability[0] in (9, 10)
+    return 256 if has_memory or (name == "flash-attn-2" and not dropout) else 192
 
 
 class KernelChoice(NamedTuple):
-    """``te`` or a name in :data:`KERNELS`, and the reasons against each faster kernel."""
+    """``te`` or a name in :data:`KERNELS`, and the reasons against each preferred kernel."""
 
     name: str
     reason: str = ""
@@ -169,32 +246,50 @@ def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool =
 
     A layer built with Transformer Engine keeps TE's attention, with two exceptions: under context parallelism
     TE would start its own exchange of keys and values, and TE takes the bounds of documents for those of
-    whole sequences. Other layers get the fastest available kernel that computes the same function; in a ring,
-    a kernel with pieces.
+    whole sequences. Other layers get the first of :data:`FLASH_KERNELS` that computes the same function and
+    can run here, otherwise torch's; in a ring, a kernel with pieces.
 
     ``settings`` are Megatron's arguments or the configuration of a layer; a ``local`` layer is built from
     Megatron's local modules. With ``documents``, attention stays within documents.
     """
     if not (local or documents or settings.context_parallel_size > 1):
         return KernelChoice("te")
-    features = {
-        "latent attention": settings.multi_latent_attention,
-        "attention dropout": settings.attention_dropout > 0,
-        "sliding window": settings.window_size is not None,
-        "attention sinks": has_sinks(settings),
+    used = {
+        LATENT: settings.multi_latent_attention,
+        DROPOUT: settings.attention_dropout > 0,
+        WINDOW: settings.window_size is not None,
+        SINKS: has_sinks(settings),
     }
-    used = [name for name, is_used in features.items() if is_used]
-    choice = _fastest_kernel(
-        used, on_gpu=on_gpu, dtype=settings.params_dtype, head_size=settings.kv_channels, documents=documents
+    head_size, value_size = _head_sizes(settings)
+    needs = Needs(
+        head_size=head_size,
+        value_size=value_size,
+        features=tuple(name for name, is_used in used.items() if is_used),
+        documents=documents,
     )
+    choice = _preferred_kernel(needs, on_gpu=on_gpu, dtype=settings.params_dtype)
     in_ring = uses_ring_attention(settings) and not documents
     has_pieces = KERNELS[choice.name].pieces is not None
     return choice._replace(name="exact-pieces") if in_ring and not has_pieces else choice
 
 
+def _head_sizes(settings: Any) -> tuple[int, int]:
+    """The head size of queries and keys, and that of values."""
+    if settings.multi_latent_attention:
+        return settings.qk_head_dim + settings.qk_pos_emb_head_dim, settings.v_head_dim
+    return settings.kv_channels, settings.kv_channels
+
+
 def pinned_kernel(*, on_gpu: bool, dtype: torch.dtype, head_size: int | None = None) -> str:
-    """The kernel for comparisons of local layers, whose backend does not depend on the shape."""
-    name = _fastest_kernel([], on_gpu=on_gpu, dtype=dtype, head_size=head_size).name
+    """The kernel for comparisons of local layers, whose backend does not depend on the shape.
+
+    ``head_size`` is needed on a GPU only.
+    """
+    if not on_gpu:
+        return "cpu-flash"
+    assert head_size is not None
+    needs = Needs(head_size=head_size, value_size=head_size)
+    name = _preferred_kernel(needs, on_gpu=True, dtype=dtype).name
     return "exact-pieces" if name == "sdpa" else name
 
 
@@ -203,29 +298,17 @@ def has_sinks(settings: Any) -> bool:
     return getattr(settings, "softmax_type", "vanilla") != "vanilla"
 
 
-_OF_TORCH_FLASH = ("attention dropout", "sliding window")
-"""Features beyond plain attention that ``torch-flash-2`` also has."""
-
-
-def _fastest_kernel(
-    used: Sequence[str], *, on_gpu: bool, dtype: torch.dtype, head_size: int | None, documents: bool = False
-) -> KernelChoice:
-    """The fastest of AMPipe's kernels; ``used`` are the features beyond plain attention."""
-    if not on_gpu and used:
-        return KernelChoice("sdpa", f"cpu-flash: no support for {' or '.join(used)}")
+def _preferred_kernel(needs: Needs, *, on_gpu: bool, dtype: torch.dtype) -> KernelChoice:
+    """The first of AMPipe's kernels that supports a layer."""
+    if not on_gpu and needs.features:
+        return KernelChoice("sdpa", f"cpu-flash: no support for {' or '.join(needs.features)}")
     if not on_gpu:
         return KernelChoice("cpu-flash")
     if dtype not in (torch.float16, torch.bfloat16):
         return KernelChoice("sdpa", f"flash kernels: do not support {str(dtype).removeprefix('torch.')}")
-    assert head_size is not None
     gpu, reasons = compat.current_gpu(), []
     for name in FLASH_KERNELS:
-        others = [part for part in used if name == "cudnn" or part not in _OF_TORCH_FLASH]
-        reason = why_not(name, gpu, head_size)
-        if reason is None and others:
-            reason = f"no support for {' or '.join(others)}"
-        if reason is None and documents and KERNELS[name].documents is None:
-            reason = "one call for each document"
+        reason = why_not(name, gpu, needs)
         if reason is None:
             return KernelChoice(name, "; ".join(reasons))
         reasons.append(f"{name}: {reason}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import platform
@@ -41,6 +42,14 @@ from megatron_ampipe.launch.flags import import_megatron
 import_megatron()
 print(compat.describe_megatron())
 """
+_KERNEL = """
+from megatron_ampipe.tools.doctor_command import describe_kernel
+print(describe_kernel({kernel!r}))
+"""
+_OTHER_APEX = (
+    "Another package named apex is installed. Megatron takes it for NVIDIA's, and its local layers with "
+    "LayerNorm fail: pip uninstall apex"
+)
 _HARMFUL = {
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for: nothing overlaps",
     "TORCH_NCCL_BLOCKING_WAIT": "the host waits for every collective: nothing overlaps",
@@ -124,7 +133,7 @@ def examine() -> tuple[dict[str, str], list[str], int | None]:
     """
     absent = [package for package in compat.OPTIONAL_PACKAGES if not package.is_installed]
     present = [package for package in compat.OPTIONAL_PACKAGES if package.is_installed]
-    programs = {"torch": _TORCH, "Megatron": _MEGATRON, **{p.name: f"import {p.module}" for p in present}}
+    programs = {"torch": _TORCH, "Megatron": _MEGATRON, **{p.name: _program(p) for p in present}}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         answers = dict(zip(programs, pool.map(_probe, programs.values()), strict=True))
     for name, (works, said) in answers.items():
@@ -132,10 +141,43 @@ def examine() -> tuple[dict[str, str], list[str], int | None]:
     for package in absent:
         print(f"  {'missing':8}  {package.name}. Without it, a run uses {package.fallback}.")
         print(f"{'':12}To get it: {package.remedy}")
+        if package.name == "apex" and importlib.util.find_spec("apex") is not None:
+            print(f"{'':12}{_OTHER_APEX}")
     problems = [f"{name} cannot be used: {said}" for name, (works, said) in answers.items() if not works]
     gpus = re.search(r"(\d+) GPUs", answers["torch"][1]) if answers["torch"][0] else None
     packages = {name: said for name, (_, said) in answers.items()}
     return packages | {each.name: "missing" for each in absent}, problems, int(gpus[1]) if gpus else None
+
+
+def _program(package: compat.OptionalPackage) -> str:
+    """A program that imports a package, and may print what it is."""
+    return f"import {package.module}" if package.kernel is None else _KERNEL.format(kernel=package.kernel)
+
+
+def describe_kernel(kernel: str) -> str:
+    """The installed version of the package that has an attention kernel, and whether the kernel is used here.
+
+    Raises:
+        EnvironmentMissing: the package cannot be imported.
+    """
+    import torch
+
+    from megatron_ampipe.attention.kernels import device_objection
+
+    (package,) = (each for each in compat.FLASH_ATTENTION if each.kernel == kernel)
+    problem = compat.flash_attention_problem(kernel)
+    if problem is not None and compat.CANNOT_BE_IMPORTED in problem:
+        raise EnvironmentMissing(problem)
+    if problem is None and not torch.cuda.is_available():
+        problem = "there is no CUDA device"
+    if problem is None:
+        problem = device_objection(kernel, compat.current_gpu())
+    version = compat.found_version(package.name) or "of an unknown version"
+    return (
+        f"{version}, usable as attention kernel {kernel}"
+        if problem is None
+        else f"{version}, not used: {problem}"
+    )
 
 
 def _probe(program: str) -> tuple[bool, str]:

@@ -43,6 +43,9 @@ _TESTS = {
     "test_transformer_engine_in_fp8": "the same, in FP8",
     "test_compiled_by_megatron_in_fp32": "parity fp32, functions that Megatron compiles",
     "test_attention_kernel_in_bf16": "attention kernels",
+    "test_log_sum_exp_of_pieces": "attention kernels, log-sum-exp",
+    "test_features_beyond_plain_attention": "attention kernels: documents, windows, latent attention, sinks",
+    "test_the_backward_drops_the_weights_of_the_forward": "attention kernels, dropout",
     "test_all_chunks_use_the_same_backend": "one backend for all chunks",
     "test_the_chosen_kernel_runs": "the chosen kernel",
 }
@@ -183,6 +186,26 @@ def _required_share(found: Mapping[str, Any]) -> float:
     return 0.5 * under_computation * (1 - 1 / int(found["degree"]))
 
 
+def _attention(text: str) -> Iterator[Row]:
+    """The times of the attention kernels, and how far they are from the first one."""
+    document = json.loads(text)
+    for case in document["cases"]:
+        kernels = case["kernels"]
+        times = [
+            f"{name} {found['ms']:.2f} ms (host {found['host_us']:.0f} us)" for name, found in kernels.items()
+        ]
+        reasons = [f"{name}: {reason}" for name, reason in case["unusable"].items()]
+        # A NaN is not at most what is allowed.
+        wrong = {
+            name: found["difference"]
+            for name, found in kernels.items()
+            if not found["difference"] <= document["allowed"]
+        }
+        differing = [f"{name} differs by {difference:.0e}" for name, difference in wrong.items()]
+        outcome = Outcome.DIFFERENT if wrong else Outcome.OK if kernels else Outcome.SKIPPED
+        yield Row(f"attention, {case['name']}", outcome, "; ".join([*differing, *times, *reasons]))
+
+
 def _training(text: str) -> Iterator[Row]:
     """Losses and gradient norms of Megatron's loop with AMPipe, compared with those without."""
     found = json.loads(text)
@@ -261,6 +284,7 @@ _READERS = {
     "tests": _tests,
     "training": _training,
     "profile": _profile,
+    "attention": _attention,
     "partners": _partners,
     "bench": _bench,
 }

@@ -35,7 +35,7 @@ BENCHMARKS = {
     "paper": ("large-16k-b1-c2,xl-32k-b1-c1", 4, 50),
 }
 """By grid: cases, ranks, seconds."""
-_PROFILE_S, _PARTNERS_S, _TRAINING_S, _DEVICE_S = 45, 70, 150, 60
+_PROFILE_S, _ATTENTION_S, _PARTNERS_S, _TRAINING_S, _DEVICE_S = 45, 40, 70, 150, 60
 _RUN = "packaging", "ruamel.yaml", "numpy", "torch", "megatron.core"
 _TEST = (*_RUN, "pytest", "pytest_timeout")
 COMPILER = "a C compiler with Python.h and triton"
@@ -78,7 +78,8 @@ class Step:
     """One process.
 
     Attributes:
-        kind: How its findings are read: ``tests``, ``training``, ``profile``, ``partners`` or ``bench``.
+        kind: How its findings are read: ``tests``, ``training``, ``profile``, ``attention``, ``partners``
+            or ``bench``.
         name: In the table.
         command: What is run, in the checkout.
         result: The file that it writes.
@@ -175,7 +176,9 @@ def plan(scratch: Path, output: Path) -> list[list[Step]]:
         output: Folder that the user keeps.
     """
     python, needs = sys.executable, (*_RUN, "rich", "tqdm", "pydantic")
-    profile, partners = (scratch / f"{name}.json" for name in ("profile", "partners"))
+    profile, attention, partners = (
+        scratch / f"{name}.json" for name in ("profile", "attention-times", "partners")
+    )
     together = [_tests(name, scratch) for name in TESTS]
     for name, family in FAMILIES.items():
         file = scratch / f"training-{name.replace(' ', '-')}.json"
@@ -187,6 +190,8 @@ def plan(scratch: Path, output: Path) -> list[list[Step]]:
         *("--trace", str(output / "trace.json.gz"), "--json", str(profile)),
     )
     alone = [Step("profile", "profile", words, profile, _PROFILE_S, needs)]
+    words = (python, "-m", "gpu_check.attention_times", "--json", str(attention))
+    alone.append(Step("attention", "attention times", words, attention, _ATTENTION_S, needs))
     words = (python, "docs/measured/partners.py", str(partners), TRACED_LINK, "mixtral", "mixtral-4k")
     alone.append(Step("partners", f"partners, {TRACED_LINK}", words, partners, _PARTNERS_S, needs))
     for grid, (cases, ranks, limit_s) in BENCHMARKS.items():

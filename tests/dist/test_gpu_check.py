@@ -101,6 +101,23 @@ def test_the_training_step_compares_losses(tmp_path: Path) -> None:
     assert max(map(max, found["differences"].values())) < 1e-6
 
 
+def test_the_step_that_times_attention_runs_to_its_end(tmp_path: Path) -> None:
+    """With the kernels of a CPU, on a 64th of the rows."""
+    words = [*("--device", "cpu", "--shorter", "64", "--json"), tmp_path / "found.json"]
+    completed(sys.executable, "-m", "gpu_check.attention_times", *words, env=with_scripts())
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {case["name"]: [*case["kernels"]] for case in found["cases"]} == {
+        "8,192 rows": ["cpu-flash", "exact-pieces", "sdpa"],
+        "the last of four chunks": ["cpu-flash", "exact-pieces", "sdpa"],
+        "a window of 1,024": ["sdpa"],
+        "eight documents": ["cpu-flash", "exact-pieces", "sdpa"],
+        "latent attention": ["exact-pieces", "sdpa"],
+    }
+    measured = [of_kernel for case in found["cases"] for of_kernel in case["kernels"].values()]
+    assert max(of_kernel["difference"] for of_kernel in measured) < 1e-5
+    assert all(0 < of_kernel["host_us"] <= 1e3 * of_kernel["ms"] for of_kernel in measured)
+
+
 def test_the_profiling_step_runs_to_its_end(tmp_path: Path) -> None:
     """A CPU has no GPU kernels; checks that it builds, runs, exports and reads a profile."""
     (tmp_path / "grid.yaml").write_text(GRID)

@@ -16,7 +16,7 @@ from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.runtime.segment import KeyValueSums
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
 from megatron_ampipe.schedule.chunks import Documents
-from tests import reference_pieces
+from tests import flash_attn_standin, reference_pieces
 
 exact = KERNELS["exact"]
 
@@ -91,7 +91,10 @@ def inputs(spans: Sequence[Span], *, groups: int) -> list[Tensor]:
     return [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
-MERGED = [("cpu-flash", 3), ("torch-flash-2", 3), ("cudnn", 3), ("cudnn", 4)]
+MERGED = [
+    *(("cpu-flash", 3), ("torch-flash-2", 3), ("cudnn", 3), ("cudnn", 4)),
+    *((kernel, 3) for kernel in flash_attn_standin.KERNELS),
+]
 """Kernels, and dimensions of the log-sum-exp."""
 
 
@@ -99,8 +102,9 @@ MERGED = [("cpu-flash", 3), ("torch-flash-2", 3), ("cudnn", 3), ("cudnn", 4)]
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_merged_pieces_equal_the_reference(
-    layout: str, groups: int, kernel: str, lse_dimensions: int
+    layout: str, groups: int, kernel: str, lse_dimensions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    flash_attn_standin.install(monkeypatch)
     torch.manual_seed(groups)
     spans, attend = LAYOUTS[layout], KERNELS[kernel]
     tensors = inputs(spans, groups=groups)

@@ -60,6 +60,30 @@ def test_broken_packages_old_ones_and_those_of_another_author(tmp_path: Path) ->
     assert re.findall(r"^ +broken +([\w ]+):", said, re.M) == [name for name, _ in broken]
     assert "ended with -6" in broken[0][1] and "libcudnn.so.9: not found" in broken[2][1]
     assert "missing   apex. Without it" in said, "PyPI's apex has no optimizers"
+    assert "Another package named apex is installed" in said
+
+
+def test_packages_of_flash_attention(tmp_path: Path) -> None:
+    """Installed, too old, and compiled for another torch; the last one is a problem."""
+    pytest.importorskip("megatron.core")
+    said = diagnose(tmp_path)
+    assert [f"missing   flash-attn{suffix}. Without it" in said for suffix in ("", "-3", "-4")] == [True] * 3
+    package(tmp_path, "flash_attn", "", distribution="flash_attn", version="2.6.3")
+    (tmp_path / "flash_attn" / "flash_attn_interface.py").write_text("")
+    text = "def flash_attn_func(softmax_scale, causal, window_size, deterministic): pass\n"
+    (tmp_path / "flash_attn_interface.py").write_text(text)
+    package(tmp_path, "flash_attn.cute", "raise ImportError('undefined symbol: _ZN3c10')")
+    (tmp_path / "flash_attn" / "cute" / "interface.py").write_text("")
+    said = diagnose(tmp_path, code=1)
+    rows = dict(re.findall(r"^ +(?:ok|broken) +(flash-attn[-34]*): (.*)$", said, re.M))
+    assert rows == {
+        "flash-attn": "2.6.3, not used: flash-attn 2.6.3 is older than 2.7",
+        "flash-attn-3": "of an unknown version, not used: "
+        "flash-attn-3 has no function flash_attn_varlen_func",
+        "flash-attn-4": "EnvironmentMissing: flash-attn-4 cannot be imported "
+        "(ImportError: undefined symbol: _ZN3c10)",
+    }
+    assert re.findall(r"^problem: (.*) cannot be used", said, re.M) == ["flash-attn-4"]
 
 
 def test_the_megatron_that_an_import_finds_is_the_one_that_is_named(tmp_path: Path) -> None:

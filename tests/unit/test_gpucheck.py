@@ -90,7 +90,7 @@ def test_the_steps_fit_into_nine_minutes_and_use_what_exists(tmp_path: Path) -> 
     groups = plan(tmp_path, tmp_path)
     assert sum(max(step.limit_s for step in group) for group in groups) <= steps.BUDGET_S < 9 * 60
     # What is timed runs alone.
-    timed = {"profile", "partners", "bench"}
+    timed = {"profile", "attention", "partners", "bench"}
     assert all(len(group) == 1 for group in groups for step in group if step.kind in timed)
     planned = [step for group in groups for step in group]
     assert len({step.name for step in planned}) == len({step.result for step in planned}) == len(planned)
@@ -415,6 +415,29 @@ def test_a_bench_whose_numbers_differ_is_reported_as_different(difference: float
     (found,) = rows(with_difference("bench mixtral, emulated:20GB/s", difference)).values()
     assert found[0] is outcome
     assert ("ampipe at degree 4 differs from stock by 1e+02" in found[1]) is (outcome is Outcome.DIFFERENT)
+
+
+@pytest.mark.parametrize(
+    ("difference", "outcome"),
+    [(0.01, Outcome.OK), (0.04, Outcome.DIFFERENT), (float("nan"), Outcome.DIFFERENT)],
+)
+def test_kernels_of_attention_are_timed_and_compared(difference: float, outcome: Outcome) -> None:
+    case = {
+        "name": "8,192 rows",
+        "kernels": {
+            "cudnn": {"ms": 2.5, "host_us": 91.0, "difference": 0.0},
+            "torch-flash-2": {"ms": 3.25, "host_us": 60.0, "difference": difference},
+        },
+        "unusable": {"flash-attn-3": "not installed"},
+    }
+    text = json.dumps({"allowed": 0.03, "cases": [case, case | {"name": "sinks", "kernels": {}}]})
+    found = rows(Done("attention", "attention times", Outcome.OK, 9.0, "", text))
+    times = "cudnn 2.50 ms (host 91 us); torch-flash-2 3.25 ms (host 60 us); flash-attn-3: not installed"
+    said = "" if outcome is Outcome.OK else f"torch-flash-2 differs by {difference:.0e}; "
+    assert found == {
+        "attention, 8,192 rows": (outcome, said + times),
+        "attention, sinks": (Outcome.SKIPPED, "flash-attn-3: not installed"),
+    }
 
 
 PROFILE = STORED["profile"]

@@ -23,7 +23,7 @@ OVER_DEGREES, BARS, TRAINING = (
     MEASURED / f"{name}.json"
     for name in ("cpu-small-200mbit", "nodes-50mbit-400mbit", "layers-training-200mbit")
 )
-ON_GPU = REPOSITORY / "docs" / "log" / "deepseek-te-h200.json"
+ON_GPU = REPOSITORY / "docs" / "measured" / "deepseek-te-h200.json"
 BEGINS = {".png": b"\x89PNG\r\n", ".svg": b"<?xml", ".pdf": b"%PDF"}
 
 
