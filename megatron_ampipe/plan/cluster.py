@@ -85,6 +85,12 @@ class TransferCost(Figure):
             below = point
         return below.us + (mb - below.mb) * self.beta_us_per_mb
 
+    @property
+    def least(self) -> TransferCost:
+        """The highest line from ``alpha_us`` that is nowhere above these times."""
+        slopes = [(point.us - self.alpha_us) / point.mb for point in self.table or ()]
+        return dataclasses.replace(self, beta_us_per_mb=min([self.beta_us_per_mb, *slopes]), table=None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm(Figure):
@@ -237,6 +243,21 @@ class Cluster:
     flags: LinedMapping | None = field(default=None, compare=False)
     path: str = field(default="(no file)", compare=False, metadata={"derived": True})
     lines: Mapping[str, int] = field(default_factory=dict, compare=False, metadata={"derived": True})
+
+    @property
+    def least(self) -> Cluster:
+        """The same cluster with times that are linear in the size, and never above these."""
+
+        def least(figures: Mapping[Operation, TransferCost] | None) -> Any:
+            return None if figures is None else {name: figure.least for name, figure in figures.items()}
+
+        compute = dataclasses.replace(
+            self.compute,
+            memory=self.compute.memory.least,
+            permute=self.compute.permute.least,
+            copy=None if self.compute.copy is None else self.compute.copy.least,
+        )
+        return dataclasses.replace(self, intra=least(self.intra), inter=least(self.inter), compute=compute)
 
     @property
     def trains_on_host(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.plan.predict import Predictor, timeline_of
-from megatron_ampipe.plan.search import OrderProblem, Period, improve_order, short_stack
+from megatron_ampipe.plan.search import ROUNDING, OrderProblem, Period, improve_order, short_stack
 from megatron_ampipe.plan.simulate import NOT_YET, TimedProgram, compile_program
 from megatron_ampipe.schedule import (
     IN_ONE_CHUNK,
@@ -19,6 +19,7 @@ from megatron_ampipe.schedule import (
     Direction,
     Partner,
     Program,
+    Schedule,
     Stage,
     build,
     even_chunks,
@@ -38,24 +39,38 @@ class Together:
     Attributes:
         partner: How they run.
         time_us: Predicted time of both.
-        bound_us: A lower bound of this time over all orders of their stages.
     """
 
     partner: Partner
     time_us: float
-    bound_us: float
+
+    def bound_us(self, predictor: Predictor) -> float:
+        """A lower bound of the time over all orders of the stages; ``predictor`` is of these layers."""
+        return both_passes(predictor, self.partner).bound_us + _around_us(predictor, self.partner)
 
 
-def best_together(predictor: Predictor, degrees: Iterable[int]) -> Together:
-    """The fastest of these degrees, with a searched order if that is faster."""
-    rows, ways = predictor.block.rows, []
+def best_together(predictor: Predictor, degrees: Iterable[int], *, below_us: float = NOT_YET) -> Together:
+    """The fastest of these degrees, with a searched order if that is faster.
+
+    What is found for a degree does not depend on the others. A degree is left out only if a lower bound shows
+    that it is slower than another; an order is not searched if none can be faster than ``below_us``.
+    """
+    best: Together | None = None
     for degree in degrees:
-        if degree <= rows:
-            partner = Partner(degree, _schedule(predictor))
-            # Passes with several chunks are listed by default. Of equal ones the first is chosen.
-            named = [partner] if degree > 1 else [partner, replace(partner, order=LISTED)]
-            ways += [*(_together(predictor, way) for way in named), _searched(predictor, partner)]
-    return min(ways, key=lambda way: way.time_us)
+        if predictor.block.rows < degree:
+            continue
+        partner = Partner(degree, _schedule(predictor))
+        least_us = predictor.least_together_us(*_passes(predictor, partner)) * (1 - ROUNDING)
+        if best is not None and least_us > best.time_us:
+            continue
+        # Passes with several chunks are listed by default. Of equal ones the first is chosen.
+        named = [partner] if degree > 1 else [partner, replace(partner, order=LISTED)]
+        ways = [_together(predictor, way) for way in named]
+        if least_us < min(below_us, *(way.time_us for way in (best, *ways) if way is not None)):
+            ways.append(_searched(predictor, partner))
+        best = min((*(() if best is None else (best,)), *ways), key=lambda way: way.time_us)
+    assert best is not None, "there is no row"
+    return best
 
 
 def as_megatron(predictor: Predictor) -> Together:
@@ -67,10 +82,24 @@ def _schedule(predictor: Predictor) -> str:
     return IN_ONE_CHUNK if predictor.block.splits_weights else "ampipe"
 
 
+def _passes(predictor: Predictor, partner: Partner) -> tuple[Schedule, tuple[int, ...]]:
+    """The schedule of each pass, of one block or a period, and equal chunks for it."""
+    schedule = build(partner.schedule, degree=partner.degree, features=predictor.features)
+    lengths = even_chunks(predictor.block.rows, partner.degree)
+    return schedule if len(predictor.layers) == 1 else period(schedule), lengths
+
+
 def _together(predictor: Predictor, partner: Partner) -> Together:
-    timed = both_passes(predictor, partner)
+    around_us = _around_us(predictor, partner)
+    return Together(partner, both_passes(predictor, partner).end_us + around_us)
+
+
+def _around_us(predictor: Predictor, partner: Partner) -> float:
+    """The time outside the joint program: calls, and Megatron's recompute around a layer."""
     calls_us = sum(predictor.calls_us(direction) for direction in Direction)
-    return Together(partner, timed.end_us + calls_us, timed.bound_us + calls_us)
+    if not predictor.recomputes_around:
+        return calls_us
+    return calls_us + predictor.direction_us(*_passes(predictor, partner), Direction.FORWARD)
 
 
 def _searched(predictor: Predictor, partner: Partner) -> Together:
@@ -110,11 +139,10 @@ def timeline(predictor: Predictor, partner: Partner, *, labels: Mapping[str, str
 
 def both_passes(predictor: Predictor, partner: Partner) -> TimedProgram:
     """Both passes as one program, in the order in which they run."""
-    schedule = build(partner.schedule, degree=partner.degree, features=predictor.features)
-    schedule = predictor.whole(schedule if len(predictor.layers) == 1 else period(schedule))
+    schedule, lengths = _passes(predictor, partner)
+    schedule = predictor.whole(schedule)
     for direction in Direction:
         schedule = in_order_of(partner, schedule, predictor.layers, direction)
-    lengths = even_chunks(predictor.block.rows, partner.degree)
     stages: list[tuple[str, Stage]] = []
     needs: dict[Stage, tuple[Stage, ...]] = {}
     times: dict[Stage, float] = {}

@@ -1,12 +1,14 @@
 """Makes the plan of a model's blocks on a cluster.
 
-Compares the results of :mod:`.search` for one block and for several layers that share a schedule, chooses one
-and says why. The simpler plan is kept unless another is predicted to be clearly faster.
+Compares the results of :mod:`.search` for one block and for several layers that share a schedule, and
+:mod:`.partners`, chooses the fastest and says why. Megatron's own layers are kept unless the speedup is
+clear. What is found for a degree, an exchange or partners does not depend on what else is compared, so a
+wider search never answers worse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,20 +21,30 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import (
     DEGREES,
     MINIMUM_SAVING,
+    NAMED,
     Candidate,
     by_time,
-    choose_degree,
-    full_plan,
+    fastest,
     in_one_chunk,
+    least_of_degree,
     named,
 )
-from megatron_ampipe.schedule import ALL_LAYERS, Exchange, NodeLayout, Pipeline, Schedule, build
+from megatron_ampipe.plan.simulate import NOT_YET
+from megatron_ampipe.schedule import ALL_LAYERS, Exchange, NodeLayout, Partner, Pipeline, Schedule, build
 from megatron_ampipe.schedule.features import boundary
 
 _WITH_WEIGHTS = ", and gradients of weights computed during transfers"
 GROUPED = "--moe-grouped-gemm"
 MINIMUM_SPEEDUP = 1.01
 """The least predicted speedup for which blocks are split into chunks; smaller ones are within the error."""
+
+
+Progress = Callable[[str], None]
+"""Takes what is searched next, in a few words."""
+
+
+def print_nothing(_: str) -> None:
+    """The :data:`Progress` of a search that nobody watches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,7 @@ class Plans:
     ``alone`` is the plan of one block, with which all layers take ``blocks_ms`` one after another; ``shared``
     is the plan of layers that share a schedule, None if they cannot; ``chosen`` is one of them and why.
     If passes may have a partner, ``together`` is the best way to run two, ``as_megatron`` Megatron's way.
+    ``partners_ms`` is the time of all layers with partners, if these are chosen.
     ``fewer_bytes`` is the speedup by the chosen exchange over the first that was compared; ``by_exchange``
     are the milliseconds of the layers with each exchange (:attr:`step_ms`).
     """
@@ -52,14 +65,15 @@ class Plans:
     chosen: Plan
     together: Together | None = None
     as_megatron: Together | None = None
+    partners_ms: float | None = None
     fewer_bytes: float = 1.0
     by_exchange: Mapping[Exchange, float] = field(default_factory=dict)
 
     @property
     def step_ms(self) -> float:
         """Predicted time of the same layers with the chosen plan, with partners if it has them."""
-        if self.chosen.partner_ms is not None:
-            return self.chosen.partner_ms * (1 if self.shared is not None else self.blocks_ms / self.alone_ms)
+        if self.partners_ms is not None:
+            return self.partners_ms
         if self.chosen.num_layers == 1:
             return self.blocks_ms
         assert self.chosen.predicted_ms is not None
@@ -85,6 +99,7 @@ def make_plans(
     stack: int = ALL_LAYERS,
     exchanges: Sequence[Exchange] = (Exchange.ROWS,),
     with_partner: float = 0.0,
+    progress: Progress = print_nothing,
 ) -> Plans:
     """Make plans for the layers of a pipeline stage, block by block and with a shared schedule; choose one.
 
@@ -93,25 +108,29 @@ def make_plans(
         degrees: The degrees that are tried.
         full: Whether to search unequal chunks and other orders too, which takes seconds.
         stack: How many layers may share a schedule: 1 is block by block, 0 all.
-        exchanges: The exchanges that are compared; the first is kept unless another is predicted to be
-            clearly faster. Exchanges that do not apply are left out, unless none would be left.
+        exchanges: The exchanges that are compared; of equally fast ones the first is chosen. Exchanges that
+            do not apply are left out, unless none would be left.
         with_partner: Share of a step's passes that can run together with a pass of another micro-batch.
+        progress: Is told what is searched next.
 
     Raises:
         BadInput: the predicted time of a block is 0.
     """
     work, near = predictor.block, predictor.cluster.ranks_per_node
     useful = [exchange for exchange in exchanges if exchange in work.exchanges(near)]
+    searches = {
+        exchange: _Search(predictor.changed(exchange=exchange), degrees, full, stack, with_partner)
+        for exchange in useful or [Exchange.ROWS]
+    }
     compared: dict[Exchange, Plans] = {}
-    for exchange in useful or [Exchange.ROWS]:
-        changed = predictor.changed(exchange=exchange)
-        plans = _plans_of_exchange(changed, degrees=degrees, full=full, stack=stack)
-        compared[exchange] = _with_partner(changed, plans, with_partner, stack=stack)
+    below_ms = NOT_YET
+    for exchange in sorted(searches, key=lambda exchange: searches[exchange].least_us):
+        progress(f"{work.dispatcher}, exchange {exchange}" if work.expert > 1 else "one rank for all experts")
+        compared[exchange] = searches[exchange].plans(below_ms)
+        below_ms = min(below_ms, compared[exchange].step_ms)
+    compared = {exchange: compared[exchange] for exchange in searches}
     first, *others = compared.values()
-    best = first
-    for plans in others:
-        if plans.step_ms < (1 - MINIMUM_SAVING) * best.step_ms:
-            best = plans
+    best = min(compared.values(), key=lambda plans: plans.step_ms)
     by_exchange = {exchange: plans.step_ms for exchange, plans in compared.items()}
     best = replace(best, by_exchange=by_exchange, fewer_bytes=first.step_ms / best.step_ms)
     if not others:
@@ -159,79 +178,152 @@ def alternatives(predictor: Predictor, **options: Any) -> dict[str, Plans]:
     return {flags: make_plans(predictor.changed(**fields), **options) for flags, fields in changes.items()}
 
 
-def _plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: bool, stack: int) -> Plans:
-    """:func:`make_plans` with the exchange of the block."""
-    if not predictor.stock().total > 0:
-        predictor.cluster.refuse(
-            "compute",
-            "has figures with which the time of a block is 0",
-            "Write the times of its operations, or measure the cluster with ampipe profile.",
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """The search for the plans of a block with one exchange; the fields are options of :func:`make_plans`.
+
+    Where another exchange is faster in any case (``below_ms``, milliseconds of all layers), named schedules
+    with equal chunks are enough.
+    """
+
+    predictor: Predictor
+    degrees: tuple[int, ...]
+    full: bool
+    stack: int
+    with_partner: float
+
+    @property
+    def least_us(self) -> float:
+        """A lower bound of the time of all layers as one schedule, without partners."""
+        block = self.predictor.block
+        possible = [degree for degree in self.degrees if block.splits_into(degree)]
+        return min((least_of_degree(self.predictor, degree) for degree in possible), default=0.0)
+
+    def plans(self, below_ms: float) -> Plans:
+        """Compare all ways to run the layers, and choose the fastest."""
+        return self._with_partner(self._without_partner(below_ms), below_ms)
+
+    def _best(
+        self, predictor: Predictor, degrees: Sequence[int], *, below_us: float = NOT_YET
+    ) -> Candidate | None:
+        """The best way to run the layers with AMPipe; None if nothing can overlap."""
+        block = predictor.block
+        ways: list[Candidate] = []
+        possible = [degree for degree in degrees if block.splits_into(degree)]
+        if block.expert > 1 and possible:
+            ways.append(fastest(predictor, possible, full=self.full, below_us=below_us))
+        if ways and block.exchange is not Exchange.ROWS and len(predictor.layers) == 1:
+            # Without chunks nothing is hidden, but its exchange may be the faster one.
+            ways.insert(0, named(predictor, NAMED[0], 1, 1))
+        best = min(ways, key=by_time, default=None)
+        whole = in_one_chunk(predictor)
+        if whole is not None and (best is None or best.total_us > whole.total_us * (1 - MINIMUM_SAVING)):
+            # It is simpler, and costs nothing if its prediction is wrong.
+            best = whole
+        return best
+
+    def _without_partner(self, below_ms: float) -> Plans:
+        """Block by block, and with a shared schedule."""
+        predictor, work = self.predictor, self.predictor.block
+        if not predictor.stock().total > 0:
+            predictor.cluster.refuse(
+                "compute",
+                "has figures with which the time of a block is 0",
+                "Write the times of its operations, or measure the cluster with ampipe profile.",
+            )
+        block = predictor.of_layers(1)
+        of_block_us = 1e3 * _of_block_ms(predictor, below_ms)
+        alone = _block_plan(block, self._best(block, self.degrees, below_us=of_block_us))
+        if self.stack == 1 or len(predictor.layers) == 1:
+            return Plans(alone, None, _blocks_ms(predictor, alone.predicted_ms), alone)
+        why = boundary(work.settings, whole_attention=False)
+        nothing = work.expert == 1 or work.rows == 1 or all(layer.dense for layer in predictor.layers)
+        if nothing or why is not None:
+            cannot = "" if why is None else f" Layers do not share a schedule: {why}."
+            because = replace(alone, reason=f"{alone.reason}{cannot}")
+            return Plans(alone, None, _blocks_ms(predictor, alone.predicted_ms), because)
+        sharing = sharing_layers(predictor, self.stack)
+        candidate = self._best(sharing, self.degrees, below_us=1e3 * below_ms)
+        assert candidate is not None
+        blocks_ms, shared = (
+            _blocks_ms(sharing, alone.predicted_ms),
+            plan_of(sharing, candidate, stack=self.stack),
         )
-    alone, work = _block_plan(predictor.of_layers(1), degrees, full=full), predictor.block
-    if stack == 1 or len(predictor.layers) == 1:
-        return Plans(alone, None, _blocks_ms(predictor, alone), alone)
-    why = boundary(work.settings, whole_attention=False)
-    nothing = work.expert == 1 or work.rows == 1 or all(layer.dense for layer in predictor.layers)
-    if nothing or why is not None:
-        cannot = "" if why is None else f" Layers do not share a schedule: {why}."
-        because = replace(alone, reason=f"{alone.reason}{cannot}")
-        return Plans(alone, None, _blocks_ms(predictor, alone), because)
-    sharing = sharing_layers(predictor, stack)
-    candidate = _best(sharing, degrees, full=full)
-    assert candidate is not None
-    blocks_ms, shared = _blocks_ms(sharing, alone), plan_of(sharing, candidate, stack=stack)
-    blocks, together = sharing.stock().total / 1e3 / blocks_ms, shared.predicted_speedup
-    compared = f"predicted to be {together:.2f} times as fast as Megatron's, and block by block"
-    if together < max(blocks / (1 - MINIMUM_SAVING), MINIMUM_SPEEDUP):
+        blocks, together = sharing.stock().total / 1e3 / blocks_ms, shared.predicted_speedup
+        compared = f"predicted to be {together:.2f} times as fast as Megatron's, and block by block"
+        if together < MINIMUM_SPEEDUP or together <= blocks:
+            reason = (
+                f"{alone.reason} Sharing a schedule saves nothing more: {len(sharing.layers)} layers that "
+                f"share one are {compared} {blocks:.2f} times."
+            )
+            return Plans(alone, shared, blocks_ms, replace(alone, reason=reason))
+        before = f"with {_degrees(alone.schedule)} each" if alone.helps else "as Megatron runs them"
         reason = (
-            f"{alone.reason} Sharing a schedule saves nothing more: {len(sharing.layers)} layers that share "
-            f"one are {compared} {blocks:.2f} times."
+            f"With {len(sharing.layers)} layers as one schedule in {_degrees(shared.schedule)}, "
+            f"{_hidden(sharing, candidate)}: the layers are {compared}, {before}, {blocks:.2f} times."
         )
-        return Plans(alone, shared, blocks_ms, replace(alone, reason=reason))
-    before = f"with {_degrees(alone.schedule)} each" if alone.helps else "as Megatron runs them"
-    reason = (
-        f"With {len(sharing.layers)} layers as one schedule in {_degrees(shared.schedule)}, "
-        f"{_hidden(sharing, candidate)}: the layers are {compared}, {before}, {blocks:.2f} times."
-    )
-    return Plans(alone, shared, blocks_ms, replace(shared, reason=reason))
+        return Plans(alone, shared, blocks_ms, replace(shared, reason=reason))
 
+    def _with_partner(self, plans: Plans, below_ms: float) -> Plans:
+        """Add the fastest way to run two passes together, and choose it if a step is faster with it."""
+        plan, predictor, share = plans.chosen, self.predictor, self.with_partner
+        if share == 0 or predictor.block.expert == 1 or predictor.block.rows == 1:
+            return plans
+        block, shares = predictor.of_layers(1), plans.shared is not None
+        layers = sharing_layers(predictor, self.stack) if shares else predictor
+        degrees = (1, *(degree for degree in self.degrees if degree in TOGETHER_DEGREES))
+        of_block = best_together(block, degrees, below_us=1e3 * _of_block_ms(layers, below_ms))
+        best, running, layers_ms = of_block, block, _blocks_ms(layers, of_block.time_us / 1e3)
+        plans = replace(plans, together=of_block, as_megatron=as_megatron(layers if shares else block))
+        if shares:
+            of_stack = best_together(layers, degrees, below_us=1e3 * min(below_ms, layers_ms))
+            plans = replace(plans, together=of_stack)
+            if of_stack.time_us / 1e3 <= layers_ms:
+                best, running, layers_ms = of_stack, layers, of_stack.time_us / 1e3
+        stock_ms, blocks = layers.stock().total / 1e3, running is block
+        others = self._plan_of_others(running, plans, best.partner)
+        assert others.predicted_ms is not None
+        others_ms = _blocks_ms(layers, others.predicted_ms) if blocks else others.predicted_ms
+        step_ms = share * layers_ms + (1 - share) * others_ms
+        compared = f"{stock_ms / layers_ms:.2f} times as fast as Megatron's, without one"
+        if step_ms >= plans.step_ms or stock_ms < MINIMUM_SPEEDUP * step_ms:
+            reason = (
+                f"{plan.reason} Partners save nothing more: passes with one are predicted to be {compared} "
+                f"{stock_ms / plans.step_ms:.2f}."
+            )
+            return replace(plans, chosen=replace(plan, reason=reason))
+        alone = others.reason if others.helps else "They run as Megatron's."
+        reason = (
+            "While the tokens of one micro-batch travel, another one computes: passes with a partner are "
+            f"predicted to be {compared} {stock_ms / others_ms:.2f}. Passes without one: {alone}"
+        )
+        chosen = replace(
+            others,
+            # Two passes can only run together if they have the same number of layers.
+            pipeline=replace(others.pipeline, stack=1 if blocks else self.stack, partner=best.partner),
+            partner_ms=best.time_us / 1e3,
+            partner_stock_ms=running.stock().total / 1e3,
+            reason=reason,
+        )
+        return replace(plans, chosen=chosen, partners_ms=layers_ms)
 
-def _with_partner(predictor: Predictor, plans: Plans, share: float, *, stack: int) -> Plans:
-    """Add the fastest way to run two passes together, and choose it if it saves enough for this share."""
-    plan, block = plans.chosen, predictor.block
-    if share == 0 or block.expert == 1 or block.rows == 1:
-        return plans
-    shares = plans.shared is not None
-    running = sharing_layers(predictor, stack) if shares else predictor.of_layers(1)
-    others = {plan.pipeline.degree, plan.pipeline.backward_degree}
-    possible = (
-        degree
-        for degree in TOGETHER_DEGREES
-        if all(max(degree, other) % min(degree, other) == 0 for other in others)
-    )
-    best = best_together(running, possible)
-    plans = replace(plans, together=best, as_megatron=as_megatron(running))
-    stock_ms, partner_ms = running.stock().total / 1e3, best.time_us / 1e3
-    alone_ms = plans.step_ms if shares else plans.alone_ms
-    compared = (
-        f"{stock_ms / partner_ms:.2f} times as fast as Megatron's, without one {stock_ms / alone_ms:.2f}"
-    )
-    if share * partner_ms + (1 - share) * alone_ms >= (1 - MINIMUM_SAVING) * alone_ms:
-        reason = f"{plan.reason} Partners save nothing more: passes with one are predicted to be {compared}."
-        return replace(plans, chosen=replace(plan, reason=reason))
-    if shares and plan.helps and plans.shared is not None:
-        plan = replace(plans.shared, reason=plan.reason)
-    alone = plan.reason if plan.helps else "They run as Megatron's."
-    chosen = replace(
-        plan,
-        # Two passes can only run together if they have the same number of layers.
-        pipeline=replace(plan.pipeline, stack=stack if shares else plan.pipeline.stack, partner=best.partner),
-        partner_ms=partner_ms,
-        partner_stock_ms=stock_ms,
-        reason="While the tokens of one micro-batch travel, another one computes: passes with a partner are "
-        f"predicted to be {compared}. Passes without one: {alone}",
-    )
-    return replace(plans, chosen=chosen)
+    def _plan_of_others(self, running: Predictor, plans: Plans, partner: Partner) -> Plan:
+        """The plan of the passes without a partner, whose degrees and the partner's divide each other."""
+        plan, together = plans.alone, plans.shared is not None and len(running.layers) > 1
+        if plans.shared is not None and together and plans.chosen.helps:
+            plan = replace(plans.shared, reason=plans.chosen.reason)
+        degrees = (plan.pipeline.degree, plan.pipeline.backward_degree)
+        if all(max(partner.degree, degree) % min(partner.degree, degree) == 0 for degree in degrees):
+            return plan
+        candidate = self._best(running, (partner.degree,))
+        assert candidate is not None
+        if not together:
+            return _block_plan(running, candidate)
+        plan = plan_of(running, candidate, stack=self.stack)
+        speedup = f"{plan.predicted_speedup:.2f} times as fast as Megatron's"
+        cut = f"With {len(running.layers)} layers as one schedule in {_degrees(plan.schedule)}"
+        reason = f"{cut}, {_hidden(running, candidate)}: the layers are predicted to be {speedup}."
+        return replace(plan, reason=reason)
 
 
 def sharing_layers(predictor: Predictor, stack: int) -> Predictor:
@@ -240,18 +332,29 @@ def sharing_layers(predictor: Predictor, stack: int) -> Predictor:
     return predictor if stack == ALL_LAYERS or stack >= count else predictor.of_layers(stack)
 
 
-def _blocks_ms(predictor: Predictor, alone: Plan) -> float:
-    """The time of all layers run block by block, with the plan of one block."""
-    assert alone.predicted_ms is not None and alone.stock_ms is not None
+def _blocks_ms(predictor: Predictor, block_ms: float | None) -> float:
+    """The time of all layers run block by block, from that of one block."""
+    assert block_ms is not None
+    others_ms, with_experts = _others_ms(predictor)
+    return with_experts * block_ms + others_ms
+
+
+def _of_block_ms(predictor: Predictor, layers_ms: float) -> float:
+    """The time of one block if all layers take this time; the inverse of :func:`_blocks_ms`."""
+    others_ms, with_experts = _others_ms(predictor)
+    return (layers_ms - others_ms) / with_experts if with_experts else NOT_YET
+
+
+def _others_ms(predictor: Predictor) -> tuple[float, int]:
+    """The time of the layers without experts, and the number of those with them."""
     with_experts = sum(not features.dense for features in predictor.layers)
-    others_ms = predictor.stock().total / 1e3 - with_experts * alone.stock_ms
-    return with_experts * alone.predicted_ms + others_ms
+    stock_us = predictor.stock().total - with_experts * predictor.of_layers(1).stock().total
+    return stock_us / 1e3, with_experts
 
 
-def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Plan:
+def _block_plan(predictor: Predictor, best: Candidate | None) -> Plan:
     """The plan of one block, or Megatron's layer if no speedup is predicted."""
     stock, work = predictor.stock(), predictor.block
-    best = _best(predictor, degrees, full=full)
     speedup = 0.0 if best is None else stock.total / best.total_us
     if best is not None and speedup >= MINIMUM_SPEEDUP:
         plan = plan_of(predictor, best)
@@ -278,23 +381,6 @@ def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -
     megatron = plan_of(predictor, Candidate(schedule, (work.rows,), stock))
     pipeline = replace(megatron.pipeline, exchange=Exchange.ROWS)
     return replace(megatron, pipeline=pipeline, hidden_share=0.0, reason=f"AMPipe will not help: {why}.")
-
-
-def _best(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Candidate | None:
-    """The best way to run the layers with AMPipe; None if nothing can overlap."""
-    best: Candidate | None = None
-    block = predictor.block
-    possible = [degree for degree in degrees if block.splits_into(degree)]
-    if block.expert > 1 and possible:
-        best = (full_plan if full else choose_degree)(predictor, possible)
-        if block.exchange is not Exchange.ROWS and len(predictor.layers) == 1:
-            # Without chunks nothing is hidden, but its exchange may be the faster one.
-            best = min(named(predictor, "ampipe", 1, 1), best, key=by_time)
-    whole = in_one_chunk(predictor)
-    if whole is not None and (best is None or best.total_us > whole.total_us * (1 - MINIMUM_SAVING)):
-        # It is simpler, and costs nothing if its prediction is wrong.
-        best = whole
-    return best
 
 
 def plan_of(predictor: Predictor, candidate: Candidate, *, stack: int = 1) -> Plan:

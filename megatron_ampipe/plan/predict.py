@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ampipe.files.timeline import StageSpan, Timeline
 from megatron_ampipe.plan.block import Block, Rows, chunk_rows
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.operation_times import ZERO, OperationTimes, Pair, Product
-from megatron_ampipe.plan.simulate import TimedProgram, compile_named, run
+from megatron_ampipe.plan.simulate import (
+    Compiled,
+    TimedProgram,
+    compile_named,
+    least_time_us,
+    resource_of,
+    run,
+)
 from megatron_ampipe.plan.stage_costs import COSTS, Work, exchange, facts_of, issue_us
 from megatron_ampipe.schedule import (
     KEEP,
@@ -35,7 +43,7 @@ from megatron_ampipe.schedule import (
     with_exchange,
     with_memory,
 )
-from megatron_ampipe.schedule.kinds import REDUCE
+from megatron_ampipe.schedule.kinds import LOSSES, REDUCE
 
 
 class Predictor:
@@ -62,8 +70,7 @@ class Predictor:
         memory: str = KEEP,
     ) -> None:
         self.block, self.cluster, self.memory, self._dense = block, cluster, memory, dense
-        shares = num_layers > 1
-        features = block.features_of(shares_schedule=shares)
+        features = block.features_of(shares_schedule=num_layers > 1)
         self.features = with_memory(with_exchange(features, block.exchange), memory)
         without_experts = self.features.without_experts
         self.layers: tuple[BlockFeatures, ...] = tuple(
@@ -74,18 +81,20 @@ class Predictor:
         self._dense_times = OperationTimes(block, cluster, without_experts)
         (self._sequence,) = chunk_rows(block, (block.rows,))
         # Cached, because a search uses the same lengths many times.
-        self._chunk_rows = functools.lru_cache(maxsize=4096)(
-            functools.partial(chunk_rows, block, shares_schedule=shares)
-        )
+        self._chunk_rows = functools.lru_cache(maxsize=4096)(self._rows_of)
         self._stage_times: dict[object, Pair] = {}
         self._costs = functools.lru_cache(maxsize=4096)(self.stages)
         self._direction_times: dict[object, float] = {}
+        self._known_sums: dict[object, tuple[dict[str, float], float]] = {}
         kinds = {kind for features in {*self.layers} for kind in data_flow(features).kinds}
         kinds |= {kind for kind in WEIGHTS.values() if kind.weights_of in kinds}
         self._issue_us = {
             way: {kind: issue_us(kind, way, block, cluster.host, others=kinds) for kind in kinds}
             for way in Direction
         }
+
+    def _rows_of(self, lengths: tuple[int, ...]) -> tuple[Rows, ...]:
+        return chunk_rows(self.block, lengths, shares_schedule=len(self.layers) > 1)
 
     def stages(
         self,
@@ -125,11 +134,14 @@ class Predictor:
                         times[Stage(apart, place)] = Pair(0.0, alone)
             if apart is not None and not whole and apart in joined:
                 # The rows of all chunks are concatenated for one product.
-                copied = sum(2 * p.rows * (p.k + p.n) for p in self._products(kind, self._sequence))
-                alone = self._weights(kind, Work(self._sequence, chunked=False))
-                alone += self.times.memory_us(copied * self.block.element_bytes)
-                times[Stage(apart)] = Pair(0.0, alone)
+                times[Stage(apart)] = Pair(0.0, self._joined_weights(kind))
         return times
+
+    def _joined_weights(self, kind: StageKind) -> float:
+        """The time of the weight gradients of all chunks in one product."""
+        copied = sum(2 * p.rows * (p.k + p.n) for p in self._products(kind, self._sequence))
+        alone = self._weights(kind, Work(self._sequence, chunked=False))
+        return alone + self.times.memory_us(copied * self.block.element_bytes)
 
     def _time(self, kind: StageKind, rows: Sequence[Rows], *, chunked: bool, dense: bool) -> Pair:
         """The time of one stage of some chunks."""
@@ -241,6 +253,65 @@ class Predictor:
         bounds = (self.timed(schedule, lengths, way).bound_us + self.calls_us(way) for way in Direction)
         return self._recomputed(*bounds)
 
+    def least_us(self, schedule: Schedule, lengths: Sequence[int]) -> float:
+        """A lower bound of :meth:`pass_us` over all orders of the schedule's stages."""
+        return self._least_us({way: (schedule, lengths, schedule.degree_of(way)) for way in Direction})
+
+    def _least_us(self, ways: Mapping[Direction, tuple[Schedule, Sequence[int], int]]) -> float:
+        """The bound with a schedule, lengths of the chunks and a degree for each direction."""
+        bounds = []
+        for way, (schedule, lengths, degree) in ways.items():
+            times, issue_us = self._sums(schedule, lengths, way, degree=degree)
+            bounds.append(least_time_us(times, issue_us, self.cluster.overlap) + self.calls_us(way))
+        return self._recomputed(*bounds).total
+
+    def least_together_us(self, schedule: Schedule, lengths: Sequence[int]) -> float:
+        """A lower bound of both passes of a schedule as one program (:mod:`.partners`), over all orders."""
+        together: dict[str, float] = {}
+        total_us = calls_us = 0.0
+        for way in Direction:
+            times, issue_us = self._sums(schedule, lengths, way, degree=schedule.degree_of(way))
+            total_us += issue_us
+            calls_us += self.calls_us(way)
+            for resource, time_us in times.items():
+                together[resource] = together.get(resource, 0.0) + time_us
+        return least_time_us(together, total_us, self.cluster.overlap) + calls_us
+
+    def _sums(
+        self, schedule: Schedule, lengths: Sequence[int], direction: Direction, *, degree: int
+    ) -> tuple[dict[str, float], float]:
+        """The times of the stages of a direction by resource, and the host's time to issue them.
+
+        They need no program of all layers. Left out are stages that not every layer or chunk has: reductions,
+        copies, and what is restored or runs again.
+        """
+        parts = len(lengths) // degree
+        on_device = bool(self.cluster.host.issue.of(direction))
+        times: dict[str, float] = {}
+        issue_us = 0.0
+        for features, layers in Counter(self.layers).items():
+            for stage, pair in self._stage_costs(schedule, lengths, direction, features).items():
+                if self._is_summed(stage.kind, features, direction):
+                    resource = resource_of(stage.kind, on_device=on_device)
+                    times[resource] = times.get(resource, 0.0) + layers * pair.of(direction)
+                    calls = 1 if stage.is_communication or stage.chunk is None else parts
+                    issue_us += layers * calls * self._issue_us[direction][stage.kind]
+        return times, issue_us if on_device else 0.0
+
+    def _is_summed(self, kind: StageKind, features: BlockFeatures, direction: Direction) -> bool:
+        """Whether every layer with these features has its stages for all chunks."""
+        partial = kind.of_parameters or kind.copies or kind.restores is not None
+        runs_again_only = kind == LOSSES and features.recomputed
+        return direction in kind.directions and not partial and not runs_again_only
+
+    @functools.cached_property
+    def least(self) -> LeastPredictor:
+        """Predicts times whose sums over chunks no lengths of the chunks can beat."""
+        block, cluster = self.block, self.cluster.least
+        return LeastPredictor(
+            block, cluster, num_layers=len(self.layers), dense=self._dense, memory=self.memory
+        )
+
     def direction_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
         """Time of one direction of a schedule of all of the layers, without a recompute."""
         # The key: schedules with two degrees share a direction with schedules with one degree.
@@ -253,43 +324,43 @@ class Predictor:
 
     def timed(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> TimedProgram:
         """One direction of a schedule of all of the layers, with the times of its stages."""
-        compiled = compile_named(schedule, self.layers, direction)
-        parts = len(lengths) // schedule.degree_of(direction)
+        numbered = _numbered(schedule, self.layers, direction)
+        costs = {
+            features: self._stage_costs(schedule, lengths, direction, features) for features in {*self.layers}
+        }
+        times = [
+            0.0 if one.features is None else costs[one.features][one.stage].of(one.counts_as)
+            for one in numbered.entries
+        ]
+        issue = None
+        if self.cluster.host.issue.of(direction):
+            parts, issue_of = len(lengths) // schedule.degree_of(direction), self._issue_us[direction]
+            # A compute stage of several chunks is issued chunk by chunk, a collective once.
+            of_entries = [
+                issue_of[one.stage.kind]
+                * (1 if one.stage.is_communication or one.stage.chunk is None else parts)
+                for one in numbered.entries
+            ]
+            issue = [of_entries[number] for number in numbered.numbers]
+        durations = [times[number] for number in numbered.numbers]
+        return TimedProgram(numbered.compiled, durations, issue, self.cluster.overlap)
+
+    def _stage_costs(
+        self, schedule: Schedule, lengths: Sequence[int], direction: Direction, features: BlockFeatures
+    ) -> dict[Stage, Pair]:
+        """:meth:`stages` for one direction of a schedule, for the layers with these features."""
         weights, whole = schedule.backward.weights, schedule.backward.whole
         if direction is Direction.FORWARD:
             # They do not change forward stages, and so the costs are cached already.
             weights = frozenset()
-        costs = {
-            features: self._costs(
-                tuple(lengths),
-                parts=parts,
-                whole_attention=schedule.whole_attention,
-                features=features,
-                weights=weights,
-                joined=weights & whole,
-            )
-            for features in {*self.layers}
-        }
-        forward, durations = direction is Direction.FORWARD, []
-        for stage in compiled.stages:
-            if stage.kind == REDUCE and len(self.layers) > 1:
-                # A layer reduces the gradients of the layer above it, which the last layer does not have. A
-                # single layer stands for any of several that run one after another.
-                above = self.layers[stage.layer + 1 :][:1]
-                durations.append(sum(costs[features][Stage(REDUCE)].backward for features in above))
-                continue
-            alone = Stage(stage.kind, stage.chunk) if stage.layer or stage.again else stage
-            pair = costs[self.layers[stage.layer]][alone]
-            durations.append(pair.forward if forward or stage.again else pair.backward)
-        issue = None
-        if self.cluster.host.issue.of(direction):
-            times = self._issue_us[direction]
-            # A compute stage of several chunks is issued chunk by chunk, a collective once.
-            issue = [
-                times[stage.kind] * (1 if stage.is_communication or stage.chunk is None else parts)
-                for stage in compiled.stages
-            ]
-        return TimedProgram(compiled, durations, issue, self.cluster.overlap)
+        return self._costs(
+            tuple(lengths),
+            parts=len(lengths) // schedule.degree_of(direction),
+            whole_attention=schedule.whole_attention,
+            features=features,
+            weights=weights,
+            joined=weights & whole,
+        )
 
     def timeline(
         self, schedule: Schedule, lengths: Sequence[int], *, labels: Mapping[str, str] | None = None
@@ -302,10 +373,67 @@ class Predictor:
         """The time outside stages: the calls of all layers in one direction."""
         return self.cluster.host.block.of(direction) * len(self.layers)
 
+    @property
+    def recomputes_around(self) -> bool:
+        """Whether Megatron recomputes a layer as a whole before its backward pass."""
+        return self.block.recomputes and not self.features.recomputed
+
     def _recomputed(self, forward: float, backward: float, *, stock: bool = False) -> Pair:
         """Add Megatron's recompute around a layer; layers that share a schedule recompute inside it."""
-        again = self.block.recomputes and (stock or not self.features.recomputed)
+        again = self.recomputes_around or (stock and self.block.recomputes)
         return Pair(forward, forward + backward if again else backward)
+
+
+class LeastPredictor(Predictor):
+    """Predicts the stages of a chunk as if it had an equal share of rows and pairs, and no earlier keys.
+
+    With times that are linear in the size (``Cluster.least``), no lengths of chunks have a smaller sum. As
+    all chunks take the same time, the sums need only one of them.
+    """
+
+    def least_of_chunks_us(self, schedule: Schedule, lengths: Sequence[int]) -> float:
+        """A lower bound over all degrees of both directions with the chunks of a schedule.
+
+        Each computation is of one chunk, each transfer of all.
+        """
+        return self._least_us({way: (schedule, lengths, 1) for way in Direction})
+
+    def _sums(
+        self, schedule: Schedule, lengths: Sequence[int], direction: Direction, *, degree: int
+    ) -> tuple[dict[str, float], float]:
+        weights = schedule.backward.weights if direction is Direction.BACKWARD else frozenset()
+        joined = weights & schedule.backward.whole
+        count = len(lengths)
+        key = (direction, count, degree, schedule.whole_attention, weights, joined)
+        if key in self._known_sums:
+            return self._known_sums[key]
+        backward, on_device = direction is Direction.BACKWARD, bool(self.cluster.host.issue.of(direction))
+        chunks = (Rows(self.block.rows // count, self._sequence.pairs // count, 0, 0),) * (count // degree)
+        issue_of = self._issue_us[direction]
+        times: dict[str, float] = {}
+        issue_us = 0.0
+        for features, layers in Counter(self.layers).items():
+            for kind in data_flow(features).kinds:
+                if not self._is_summed(kind, features, direction):
+                    continue
+                whole = is_whole(kind, whole_attention=schedule.whole_attention)
+                rows, number = ((self._sequence,), 1) if whole else (chunks, degree)
+                chunked = not whole and count > 1
+                pair = self._time(kind, rows, chunked=chunked, dense=features.dense)
+                calls = number * (len(rows) if kind.lane.computes else 1)
+                time_us, issued_us = number * pair[backward], calls * issue_of[kind]
+                if (apart := WEIGHTS.get(kind)) in weights:
+                    assert apart is not None
+                    if apart in joined and not whole:
+                        alone = sum(self._weights(kind, Work(chunk, chunked=chunked)) for chunk in rows)
+                        time_us += self._joined_weights(kind) - number * alone
+                        calls = 1
+                    issued_us += calls * issue_of[apart]
+                resource = resource_of(kind, on_device=on_device)
+                times[resource] = times.get(resource, 0.0) + layers * time_us
+                issue_us += layers * issued_us
+        self._known_sums[key] = times, issue_us if on_device else 0.0
+        return self._known_sums[key]
 
 
 def timeline_of(passes: Mapping[Direction, TimedProgram], labels: Mapping[str, str] | None) -> Timeline:
@@ -331,6 +459,45 @@ def timeline_of(passes: Mapping[Direction, TimedProgram], labels: Mapping[str, s
         offset += max(end)
     ordered = tuple(sorted(spans, key=lambda span: span.begin_us))
     return Timeline(rank=0, spans=ordered, labels=dict(labels or {}))
+
+
+class _Entry(NamedTuple):
+    """What the time of a stage is: that of a stage of one layer, in one direction.
+
+    ``features`` are those of the layer whose stage it is; None if the stage takes no time.
+    """
+
+    features: BlockFeatures | None
+    stage: Stage
+    counts_as: Direction
+
+
+class _Numbered(NamedTuple):
+    """A compiled program, and for each of its stages the number of its entry."""
+
+    compiled: Compiled
+    entries: tuple[_Entry, ...]
+    numbers: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=512)
+def _numbered(schedule: Schedule, layers: tuple[BlockFeatures, ...], direction: Direction) -> _Numbered:
+    """Compile one direction. Cached, because a search uses the same schedules with many lengths."""
+    compiled = compile_named(schedule, layers, direction)
+    numbers: dict[_Entry, int] = {}
+    of_stages = []
+    for stage in compiled.stages:
+        features: BlockFeatures | None = layers[stage.layer]
+        alone = Stage(stage.kind, stage.chunk) if stage.layer or stage.again else stage
+        if stage.kind == REDUCE and len(layers) > 1:
+            # A layer reduces the gradients of the layer above it, which the last layer does not have. A
+            # single layer stands for any of several that run one after another.
+            is_last = stage.layer + 1 == len(layers)
+            features, alone = None if is_last else layers[stage.layer + 1], Stage(REDUCE)
+        counts_as = Direction.FORWARD if stage.again else direction
+        entry = _Entry(features, alone, counts_as)
+        of_stages.append(numbers.setdefault(entry, len(numbers)))
+    return _Numbered(compiled, tuple(numbers), tuple(of_stages))
 
 
 @functools.lru_cache(maxsize=256)

@@ -39,15 +39,16 @@ DEGREES = (2, 3, 4, 6, 8, 12, 16)
 NAMED = ("ampipe", "moe-only")
 """Named schedules that overlap communication; the first one is chosen if both take the same time, and is the
 only one that layers can share."""
-MAX_SLOWER_DEGREES = 2
-"""The search for a degree ends after this number of slower degrees in a row."""
 CHUNK_EVALUATIONS = 1200
 """Number of other lengths that are tried, times the number of chunks and layers; it bounds the time."""
 MAX_SHORTENING = 4
 """A chunk is at least as long as an equal chunk divided by this."""
 MINIMUM_SAVING = 0.01
 """Unequal chunks, or a searched order, must save this share of the time to be chosen."""
-
+ROUNDING = 1e-6
+"""Share of a time by which the simulation may round it down (``simulate.ROUNDING_US`` for each stage)."""
+SEARCHED = "searched"
+"""The name of a schedule whose order was searched."""
 
 SHORT = 4
 """Layers of the stack that is simulated: the first and the last one, and two that have both neighbors."""
@@ -101,14 +102,19 @@ by_time = operator.attrgetter("total_us")
 
 def candidates(predictor: Predictor, degrees: Iterable[int] = DEGREES) -> Iterator[Candidate]:
     """The named schedules at each degree, the same in both directions, with equal chunks."""
+    for degree in degrees:
+        if predictor.block.splits_into(degree):
+            for name in names_of(predictor):
+                yield named(predictor, name, degree, degree)
+
+
+def names_of(predictor: Predictor) -> tuple[str, ...]:
+    """The named schedules that are compared, the preferred one first."""
     names = NAMED if len(predictor.layers) == 1 else NAMED[:1]
     if predictor.block.splits_weights and predictor.block.local:
         # Transformer Engine's layers have one product for each chunk.
         names = (*names, "joined")
-    for degree in degrees:
-        if predictor.block.splits_into(degree):
-            for name in names:
-                yield named(predictor, name, degree, degree)
+    return names
 
 
 def in_one_chunk(predictor: Predictor) -> Candidate | None:
@@ -120,33 +126,119 @@ def in_one_chunk(predictor: Predictor) -> Candidate | None:
 
 def named(predictor: Predictor, name: str, forward: int, backward: int) -> Candidate:
     """A named schedule with these degrees and equal chunks."""
+    return _timed(predictor, *_equal(predictor, name, forward, backward))
+
+
+def _equal(predictor: Predictor, name: str, forward: int, backward: int) -> tuple[Schedule, tuple[int, ...]]:
+    """A named schedule with these degrees, and equal chunks for it."""
     schedule = build(name, degree=forward, backward_degree=backward, features=predictor.features)
     lengths = even_chunks(predictor.block.rows, schedule.num_chunks)
-    return _timed(predictor, schedule if len(predictor.layers) == 1 else period(schedule), lengths)
+    return schedule if len(predictor.layers) == 1 else period(schedule), lengths
 
 
 def choose_degree(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candidate:
-    """The best named schedule with equal chunks and a degree for each direction, of ascending degrees."""
-    best = _best_named(short_stack(predictor), degrees)
-    return _timed(predictor, best.schedule, best.lengths)
+    """The best named schedule with equal chunks and a degree for each direction."""
+    return fastest(predictor, degrees, full=False)
 
 
-def _best_named(predictor: Predictor, degrees: Sequence[int]) -> Candidate:
-    best: Candidate | None = None
-    slower = 0
-    for degree in degrees:
-        candidate = min(candidates(predictor, [degree]), key=operator.attrgetter("cost"), default=None)
-        if candidate is None:
-            break
-        slower = 0 if best is None or candidate.total_us < best.total_us else slower + 1
-        best = candidate if slower == 0 else best
-        if slower == MAX_SLOWER_DEGREES:
-            break
-    assert best is not None, "a sequence of one row cannot be split"
+def full_plan(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candidate:
+    """The best candidate over degrees, lengths of chunks and order of the stages.
+
+    It is checked, and not slower than the result of :func:`choose_degree`.
+    """
+    return fastest(predictor, degrees, full=True)
+
+
+def fastest(
+    predictor: Predictor, degrees: Sequence[int], *, full: bool, below_us: float = NOT_YET
+) -> Candidate:
+    """The fastest candidate over these numbers of chunks; of equal ones the first.
+
+    What is found for a number of chunks does not depend on the others, so a further one never makes the
+    result slower. One is left out only if a lower bound shows that it is slower than another.
+
+    Args:
+        predictor: The predictor of one block, or of layers that share a schedule.
+        degrees: Numbers of chunks; at least one of them splits the rows.
+        full: Whether to search unequal chunks and other orders too.
+        below_us: These are not searched if no result can be faster than this.
+    """
+    possible = [degree for degree in degrees if predictor.block.splits_into(degree)]
+    assert possible, "a sequence of one row cannot be split"
+    bounds = {degree: least_of_degree(predictor, degree) for degree in possible}
+    best: dict[int, Candidate] = {}
+    plain: dict[int, Candidate] = {}
+    named_us = NOT_YET
+    for degree in sorted(possible, key=lambda degree: (bounds[degree], degree)):
+        if bounds[degree] <= named_us:
+            plain[degree] = _best_named(short_stack(predictor), degree)
+            best[degree] = _timed(predictor, plain[degree].schedule, plain[degree].lengths)
+            named_us = min(named_us, best[degree].total_us)
+    below_us = min(below_us, named_us)
+    for degree in sorted(best, key=lambda degree: best[degree].total_us) if full else ():
+        best[degree] = improved(predictor, plain[degree], best[degree], below_us=below_us)
+        below_us = min(below_us, best[degree].total_us)
+    chosen = min((best[degree] for degree in possible if degree in best), key=by_time)
+    if chosen.schedule.name == SEARCHED:
+        check(predictor.whole(chosen.schedule), predictor.layers)
+    return chosen
+
+
+def least_of_degree(predictor: Predictor, degree: int) -> float:
+    """A lower bound with so many chunks: compute stages by chunk, one transfer for all chunks."""
+    schedules = (_equal(predictor, name, degree, degree) for name in names_of(predictor))
+    bounds = (predictor.least.least_of_chunks_us(*equal) for equal in schedules)
+    return min(bounds) * (1 - ROUNDING)
+
+
+def improved(predictor: Predictor, plain: Candidate, best: Candidate, *, below_us: float) -> Candidate:
+    """The candidate with other lengths of chunks and another order, if that is clearly faster.
+
+    Args:
+        predictor: The predictor of one block, or of layers that share a schedule.
+        plain: The best named candidate with so many chunks, for the short stack.
+        best: The same for all layers.
+        below_us: Nothing is searched if no result can be faster than this.
+    """
+    short, count = short_stack(predictor), len(plain.lengths)
+    needed_us = best.total_us * (1 - MINIMUM_SAVING)
+    starts = [plain]
+    if plain.schedule.name != NAMED[0] or plain.schedule.degree != plain.schedule.backward_degree:
+        starts.append(named(short, NAMED[0], count, count))
+    least_us = min(predictor.least.least_us(start.schedule, start.lengths) for start in starts)
+    if least_us * (1 - ROUNDING) >= min(below_us, needed_us):
+        return best
+    shaped = min((improve_chunks(short, start) for start in starts), key=by_time)
+    schedule = shaped.schedule
+    even = named(short, schedule.name, schedule.degree, schedule.backward_degree)
+    ways = [shaped]
+    for start in {even.lengths: even, shaped.lengths: shaped}.values():
+        # An order that cannot save enough is not searched, neither for all layers nor for the short stack.
+        of_all_us = predictor.least_us(start.schedule, start.lengths)
+        of_short_us = sum(_least_of(short, start, direction) for direction in Direction)
+        if of_all_us < needed_us and of_short_us < plain.total_us * (1 - MINIMUM_SAVING):
+            ways.append(_reordered(short, start))
+    ordered = min(ways, key=by_time)
+    for way in (shaped, ordered):
+        candidate = _timed(predictor, way.schedule, way.lengths)
+        # The simpler candidate is kept unless the gain exceeds the accuracy of the prediction.
+        if candidate.total_us < best.total_us * (1 - MINIMUM_SAVING):
+            best = candidate
+    return best
+
+
+def _least_of(predictor: Predictor, start: Candidate, direction: Direction) -> float:
+    """A lower bound of one direction over all orders of its stages."""
+    timed = predictor.timed(predictor.whole(start.schedule), start.lengths, direction)
+    return timed.least_us + predictor.calls_us(direction)
+
+
+def _best_named(predictor: Predictor, degree: int) -> Candidate:
+    """The best named schedule with so many equal chunks, and a degree for each direction."""
+    best = min(candidates(predictor, [degree]), key=operator.attrgetter("cost"))
     # The runtime groups adjacent chunks in the direction with the smaller degree, so that is a divisor.
-    count = len(best.lengths)
-    for degree in (degree for degree in range(1, count) if count % degree == 0):
-        for pair in ((degree, count), (count, degree)):
+    for divisor in (divisor for divisor in range(1, degree) if degree % divisor == 0):
+        for pair in ((divisor, degree), (degree, divisor)):
             best = min(best, named(predictor, best.schedule.name, *pair), key=by_time)
     return best
 
@@ -179,32 +271,6 @@ def improve_chunks(predictor: Predictor, start: Candidate) -> Candidate:
     return best
 
 
-def full_plan(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candidate:
-    """The best candidate over ascending degrees, lengths of chunks and order of the stages.
-
-    It is checked, and not slower than the result of :func:`choose_degree`.
-    """
-    short = short_stack(predictor)
-    plain = _best_named(short, degrees)
-    # The best named candidate, and ``ampipe`` at its degree and the next larger one.
-    count = len(plain.lengths)
-    larger = [degree for degree in degrees if count < degree <= short.block.rows][:1]
-    starts = [plain, *(named(short, NAMED[0], degree, degree) for degree in (count, *larger))]
-    if starts[1].schedule == plain.schedule:
-        del starts[1]
-    shaped = min((improve_chunks(short, start) for start in starts), key=by_time)
-    schedule = shaped.schedule
-    even = named(short, schedule.name, schedule.degree, schedule.backward_degree)
-    ordered = min((_reordered(short, start) for start in (even, shaped)), key=by_time)
-    best, *others = (_timed(predictor, way.schedule, way.lengths) for way in (plain, shaped, ordered))
-    for candidate in others:
-        # The simpler candidate is kept unless the gain exceeds the accuracy of the prediction.
-        if candidate.total_us < best.total_us * (1 - MINIMUM_SAVING):
-            best = candidate
-    check(predictor.whole(best.schedule), predictor.layers)
-    return best
-
-
 def _reordered(predictor: Predictor, start: Candidate) -> Candidate:
     """Search the order, then the lengths and the order again, because they depend on each other."""
     ordered = reorder(predictor, start)
@@ -218,10 +284,10 @@ def reorder(predictor: Predictor, start: Candidate) -> Candidate:
     programs = []
     for direction in Direction:
         program = schedule.program(direction)
-        timed = predictor.timed(whole, start.lengths, direction)
-        bound_us = timed.bound_us + predictor.calls_us(direction)
         # Skip the search if no order can save enough.
-        if bound_us < predictor.direction_us(whole, start.lengths, direction) * (1 - MINIMUM_SAVING / 2):
+        time_us = predictor.direction_us(whole, start.lengths, direction)
+        if _least_of(predictor, start, direction) < time_us * (1 - MINIMUM_SAVING / 2):
+            timed = predictor.timed(whole, start.lengths, direction)
             problem = OrderProblem(timed, direction=direction)
             first = problem.period_of(program)
             best = improve_order(problem, first)
@@ -230,7 +296,7 @@ def reorder(predictor: Predictor, start: Candidate) -> Candidate:
     forward, backward = programs
     if (forward, backward) == (schedule.forward, schedule.backward):
         return start
-    searched = replace(schedule, name="searched", forward=forward, backward=backward)
+    searched = replace(schedule, name=SEARCHED, forward=forward, backward=backward)
     return _timed(predictor, searched, start.lengths)
 
 

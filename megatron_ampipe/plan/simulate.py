@@ -17,8 +17,8 @@ from graphlib import TopologicalSorter
 
 from megatron_ampipe.plan.cluster import Overlap
 from megatron_ampipe.schedule import BlockFeatures, Direction, Program, Schedule, Stage, needs_of, stream_of
-from megatron_ampipe.schedule.program import merge_lanes, read_by_host
-from megatron_ampipe.schedule.stage_kind import COMPUTE
+from megatron_ampipe.schedule.program import read_by_host
+from megatron_ampipe.schedule.stage_kind import COMPUTE, COMPUTE_LANE, StageKind
 
 NOT_YET = float("inf")
 ROUNDING_US = 1e-6
@@ -53,20 +53,60 @@ class Compiled:
     issued: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
 
+    def _issue_order(self, lanes: Lanes) -> list[int]:
+        """``schedule.program.merge_lanes`` of these lanes, with the host's waits; it ends if lanes deadlock.
+
+        A search asks for thousands of orders, so this is one loop with few calls.
+        """
+        followers, host_needs, stages = self.followers, self.host_needs, self.stages
+        missing = list(map(len, self.needs))
+        compute = next((place for place, (name, _) in enumerate(self.lanes) if name == COMPUTE), -1)
+        places, lengths = [0] * len(lanes), list(map(len, lanes))
+        order: list[int] = []
+        postponed: set[int] = set()
+
+        def issue(lane: int) -> int:
+            stage = lanes[lane][places[lane]]
+            places[lane] += 1
+            order.append(stage)
+            for follower in followers[stage]:
+                missing[follower] -= 1
+            return stage
+
+        while True:
+            ready = []
+            computes = False
+            for lane, place in enumerate(places):
+                if place < lengths[lane] and not missing[lanes[lane][place]]:
+                    if lane == compute:
+                        computes = True
+                    else:
+                        ready.append(lane)
+            if not ready:
+                if not computes:
+                    return order
+                issue(compute)
+                continue
+            for lane in ready:
+                head = lanes[lane][places[lane]]
+                if host_needs[head] >= 0 and head not in postponed:
+                    postponed.add(head)
+                    # The next compute stage that is long enough keeps the device busy during the wait.
+                    while (place := places[compute]) < lengths[compute] and not missing[
+                        lanes[compute][place]
+                    ]:
+                        if stages[issue(compute)].kind.covers_wait:
+                            break
+                issue(lane)
+
     def in_order(self, lanes: Lanes, *, issued: bool = True) -> Compiled | None:
         """The same stages in another order of each lane; None if a host cannot issue them to a device."""
         named = tuple((name, order) for (name, _), order in zip(self.lanes, lanes, strict=True))
         if not issued:
             return replace(self, lanes=named, positions=(-1,) * len(self.stages))
-        merged = merge_lanes(
-            dict(named),
-            dict(enumerate(self.needs)),
-            waits_before={stage for stage, needed in enumerate(self.host_needs) if needed >= 0},
-            covers={number for number, stage in enumerate(self.stages) if stage.kind.covers_wait},
-        )
-        if len(merged) < len(self.stages):
+        order = self._issue_order(lanes)
+        if len(order) < len(self.stages):
             return None
-        order = tuple(stage for _, stage in merged)
         positions = [0] * len(order)
         for position, stage in enumerate(order):
             positions[stage] = position
@@ -75,7 +115,7 @@ class Compiled:
             for stage in stages:
                 streams.setdefault(stream_of(name, self.stages[stage]), []).append(stage)
         last_first = tuple(tuple(reversed(stages)) for stages in streams.values())
-        return replace(self, lanes=named, streams=last_first, issued=order, positions=tuple(positions))
+        return replace(self, lanes=named, streams=last_first, issued=tuple(order), positions=tuple(positions))
 
 
 @functools.lru_cache(maxsize=512)
@@ -152,12 +192,23 @@ class TimedProgram:
         return max(run(self)[1])
 
     @property
+    def least_us(self) -> float:
+        """A lower bound of :attr:`end_us` over all orders, with slowdown and the host's time."""
+        times: dict[str, float] = {}
+        for stage, duration in zip(self.compiled.stages, self.durations, strict=True):
+            resource = resource_of(stage.kind, on_device=self.issue_us is not None)
+            times[resource] = times.get(resource, 0.0) + duration
+        issue_us = sum(self.issue_us or ())
+        return max(self.bound_us, least_time_us(times, issue_us, self.overlap))
+
+    @property
     def bound_us(self) -> float:
         """A lower bound over all orders of its stages, without slowdown between lanes."""
         stages, needs = self.compiled.stages, self.compiled.needs
         return direction_bound(
             dict(zip(stages, self.durations, strict=True)),
             {stage: tuple(stages[other] for other in needs[place]) for place, stage in enumerate(stages)},
+            on_device=self.issue_us is not None,
         )
 
 
@@ -253,7 +304,34 @@ def run(timed: TimedProgram) -> tuple[list[float], list[float]]:
     return begin, end
 
 
-def direction_bound(times: Mapping[Stage, float], needs: Needs) -> float:
+def resource_of(kind: StageKind, *, on_device: bool) -> str:
+    """What only one stage at a time uses: on a device, results that the host reads have a separate stream."""
+    return f"{kind.lane.resource} {kind}" if on_device and kind.host_reads else kind.lane.resource
+
+
+def least_time_us(times: Mapping[str, float], issue_us: float, overlap: Overlap) -> float:
+    """The least time of any program whose stages take these times on each resource.
+
+    While computation and a transfer overlap, both are slower. If they overlap for a time ``o``, computation
+    ``c`` and transfer ``t`` take ``(c - o / compute_slowdown) + o + (t - o / communication_slowdown)``.
+
+    Args:
+        times: By resource (``Lane.resource``), the sum of the times of its stages.
+        issue_us: The sum of the host's times to issue them, one after another.
+        overlap: How much concurrent lanes slow each other down.
+    """
+    compute_us, least_us = times.get(COMPUTE_LANE.resource, 0.0), issue_us
+    saved = 1 / overlap.compute_slowdown + 1 / overlap.communication_slowdown - 1
+    for resource, time_us in times.items():
+        if resource == COMPUTE_LANE.resource:
+            least_us = max(least_us, compute_us)
+            continue
+        overlapped_us = min(compute_us * overlap.compute_slowdown, time_us * overlap.communication_slowdown)
+        least_us = max(least_us, time_us, compute_us + time_us - max(0.0, saved) * overlapped_us)
+    return least_us
+
+
+def direction_bound(times: Mapping[Stage, float], needs: Needs, *, on_device: bool = False) -> float:
     """A lower bound of the time of one direction over all orders, from the time of every stage alone.
 
     Stages that use the same processor or link run one after another (``Lane.resource``). Before the first of
@@ -262,7 +340,7 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> float:
     without enough other stages, the lane is idle.
 
     Times must be of stages that run alone, without waits for a peer, slowdown by overlap, or waits of a GPU
-    for its host.
+    for its host. ``on_device`` says whether lanes are streams of a device (``schedule.stream_of``).
     """
     assert times.keys() == needs.keys(), times.keys() ^ needs.keys()
     followers: dict[Stage, list[Stage]] = {stage: [] for stage in needs}
@@ -274,8 +352,8 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> float:
     after, feeding = _towards_end(times, followers, order[::-1])
     computing = {stage for stage in times if not stage.is_communication}
     in_turn = [computing, computing & fed, computing & feeding, computing & fed & feeding]
-    links = {stage.kind.lane.resource for stage in times.keys() - computing}
-    in_turn += ({stage for stage in times if stage.kind.lane.resource == link} for link in links)
+    link_of = {stage: resource_of(stage.kind, on_device=on_device) for stage in times.keys() - computing}
+    in_turn += ({stage for stage in link_of if link_of[stage] == link} for link in {*link_of.values()})
     return max(
         *(before[stage] + times[stage] for stage in times),
         *(

@@ -112,7 +112,7 @@ def is_whole(kind: StageKind, *, whole_attention: bool) -> bool:
 
 def needs_of(
     schedule: Schedule, layers: Sequence[BlockFeatures], direction: Direction
-) -> dict[Stage, tuple[Stage, ...]]:
+) -> Mapping[Stage, tuple[Stage, ...]]:
     """Every stage of one direction, with the stages that must have run before it.
 
     The backward graph is the forward graph with reversed edges, without the kinds that run forward only. A
@@ -129,7 +129,28 @@ def needs_of(
         layers: The features of consecutive blocks; each takes the output of the block before it.
         direction: The pass.
     """
-    degree, whole_attention = schedule.degree_of(direction), schedule.whole_attention
+    weights = schedule.backward.weights
+    return _needs(
+        tuple(layers),
+        direction,
+        schedule.degree_of(direction),
+        whole_attention=schedule.whole_attention,
+        weights=weights,
+        joined=weights & schedule.backward.whole,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _needs(
+    layers: tuple[BlockFeatures, ...],
+    direction: Direction,
+    degree: int,
+    *,
+    whole_attention: bool,
+    weights: frozenset[StageKind],
+    joined: frozenset[StageKind],
+) -> Mapping[Stage, tuple[Stage, ...]]:
+    """:func:`needs_of`. Cached, because making, checking and simulating a schedule all ask for it."""
     forward: dict[Stage, tuple[Stage, ...]] = {}
     for layer in range(len(layers)):
         forward |= _forward(layers, layer, degree=degree, whole_attention=whole_attention)
@@ -158,11 +179,11 @@ def needs_of(
             # An order among stages of one kind (route after route) carries no data, so it has no reverse.
             if stage in backward and earlier in backward and earlier.kind != stage.kind:
                 backward[earlier].append(stage)
-    weights_of = {kind.weights_of: kind for kind in schedule.backward.weights}
+    weights_of = {kind.weights_of: kind for kind in weights}
     for stage in list(backward):
         if stage.kind in weights_of:
             kind = weights_of[stage.kind]
-            chunk = None if kind in schedule.backward.whole else stage.chunk
+            chunk = None if kind in joined else stage.chunk
             backward.setdefault(Stage(kind, chunk, stage.layer), []).append(stage)
     backward |= _again(forward, backward, layers)
     by_kind: dict[tuple[int, StageKind], list[Stage]] = defaultdict(list)

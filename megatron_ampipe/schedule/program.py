@@ -39,6 +39,10 @@ class Stage:
     again: bool = False
     ahead: bool = False
 
+    def __hash__(self) -> int:
+        # As that of a dataclass, without a call for the kind: stages are keys of many tables.
+        return hash((self.kind.name, self.chunk, self.layer, self.again, self.ahead))
+
     @property
     def name(self) -> str:
         """The name within its layer: ``expert.2``, or ``again:expert.2``."""
@@ -174,7 +178,7 @@ class Schedule:
 
 
 def issue_order(
-    program: Program, needs: dict[Stage, tuple[Stage, ...]], *, host_waits: bool
+    program: Program, needs: Mapping[Stage, tuple[Stage, ...]], *, host_waits: bool
 ) -> tuple[tuple[str, Stage], ...]:
     """The order in which a host thread issues the stages of all lanes, as ``(lane, stage)`` pairs.
 

@@ -213,7 +213,10 @@ def _layers(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
         if together is not None:
             row = {"way": name, "predicted_ms": together.time_us / 1e3}
             row |= {"speedup": stock_us / together.time_us}
-            rows.append(row | {"of_bound": f"{together.bound_us / together.time_us:.1%}"})
+            rows.append(row | {"of_bound": f"{together.bound_us(running) / together.time_us:.1%}"})
+    if plans.shared is not None and plans.partners_ms is not None and plans.chosen.pipeline.stack == 1:
+        row = {"way": "partners, block by block", "predicted_ms": plans.partners_ms}
+        rows.append(row | {"speedup": stock_us / 1e3 / plans.partners_ms, "of_bound": ""})
     return rows
 
 

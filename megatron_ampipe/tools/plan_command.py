@@ -7,9 +7,11 @@ decides nothing itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ from megatron_ampipe.files.inputs import adder, at_least, value_of
 from megatron_ampipe.files.timeline import PREDICTED
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
-from megatron_ampipe.plan.planner import alternatives, make_plans, sharing_layers
+from megatron_ampipe.plan.planner import Progress, alternatives, make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.rank_memory import memory_by_stage
 from megatron_ampipe.plan.recorded_routing import with_routing
@@ -38,6 +40,8 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.tools.plan_answer import answer_of, show, timeline_of
 
+_QUIET_SECONDS = 3.0
+"""How long a search without a terminal prints nothing."""
 _MOST_CHUNKS = 64
 """A schedule of thousands of chunks would take minutes to build."""
 EPILOG = """\
@@ -76,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     exchange = (
         f"how the all-to-all groups copies of a token, as --ampipe-exchange: {', '.join(Exchange)}, several "
         f"of these, or {AUTO} for all that the layout allows, which compares Megatron's dispatchers and "
-        "grouped products too; the first is kept unless another is predicted to save more than 1 %%"
+        "grouped products too; the fastest is chosen, of equal ones the first"
     )
     add("--exchange", "E,E", exchange, default=AUTO)
     no_partner = "do not consider partners, two micro-batches at once (--ampipe-partner)"
@@ -143,8 +147,10 @@ def run(arguments: argparse.Namespace) -> int:
         "exchanges": exchanges,
         "with_partner": 0.0 if arguments.no_partner or layers.waits else 1.0,
     }
-    plans = make_plans(predictor, **options)
-    others = alternatives(predictor, **options) if arguments.exchange == AUTO else {}
+    with _shown_progress() as progress:
+        plans = make_plans(predictor, progress=progress, **options)
+        compares = arguments.exchange == AUTO
+        others = alternatives(predictor, progress=progress, **options) if compares else {}
     plan = plans.chosen
     if plan.pipeline.partner is not None:
         assumed.append("steps have many micro-batches: the first forward, last backward pass run alone")
@@ -168,6 +174,23 @@ def run(arguments: argparse.Namespace) -> int:
         outputs.write_text(Path(arguments.json), text)
     show(answer, plan, Console(), verbose=arguments.verbose)
     return 0
+
+
+@contextlib.contextmanager
+def _shown_progress() -> Iterator[Progress]:
+    """Shows on stderr what is searched: in place on a terminal, else a line for what begins late."""
+    console, begun = Console(stderr=True), time.monotonic()
+    if not console.is_terminal:
+
+        def print_late(text: str) -> None:
+            passed = time.monotonic() - begun
+            if passed > _QUIET_SECONDS:
+                console.print(f"ampipe plan: {passed:.0f} s, searching {text}", highlight=False)
+
+        yield print_late
+        return
+    with console.status("searching") as status:
+        yield lambda text: status.update(f"searching {text}")
 
 
 def _write_shown(predictor: Predictor, pipeline: Pipeline, arguments: argparse.Namespace) -> None:

@@ -1,16 +1,20 @@
 """The search: never slower than named schedules, nearly optimal for small graphs, fast, deterministic."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Overlap, read_cluster
-from megatron_ampipe.plan.planner import make_plan, plan_of
+from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
+from megatron_ampipe.plan.planner import Plans, make_plan, make_plans, plan_of
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import (
     DEGREES,
@@ -22,9 +26,20 @@ from megatron_ampipe.plan.search import (
     full_plan,
     improve_chunks,
     improve_order,
+    least_of_degree,
 )
 from megatron_ampipe.plan.simulate import TimedProgram, compile_program
-from megatron_ampipe.schedule import BlockFeatures, Direction, Schedule, build, check, needs_of
+from megatron_ampipe.schedule import (
+    ALL_LAYERS,
+    BlockFeatures,
+    Direction,
+    Exchange,
+    Schedule,
+    build,
+    check,
+    even_chunks,
+    needs_of,
+)
 from megatron_ampipe.tools.measuring.grid import block_of_case
 from tests.plan_cases import NONE, cluster, grid_case, python_calls, sized_block, without_device
 
@@ -138,15 +153,20 @@ def test_a_run_has_the_chunks_of_the_plan(rows: int, degree: int) -> None:
         assert run == list(planned.lengths)
 
 
-def test_a_degree_is_chosen_in_10_ms_and_a_plan_is_made_in_a_second() -> None:
-    """On a core that calls 5.2 million functions of Python in a second: 41,000 and 3,210,000 were counted."""
+def test_a_degree_is_chosen_in_20_ms_and_a_plan_is_made_in_a_second() -> None:
+    """On a core that calls 5.2 million functions of Python in a second; every degree is compared.
+
+    Counted were 94,000, for the largest degree 970,000, and for all degrees 3,710,000.
+    """
     block = sized_block(sequence_length=65536)
     # Programs are compiled once per process.
     choose_degree(Predictor(block, cluster()), DEGREES)
     predictor = Predictor(block, cluster())
-    assert python_calls(lambda: choose_degree(predictor, DEGREES)) < 0.010 * 5.2e6
+    assert python_calls(lambda: choose_degree(predictor, DEGREES)) < 0.020 * 5.2e6
     predictor = Predictor(block, cluster())
-    assert python_calls(lambda: full_plan(predictor, (16,))) < 5.2e6
+    assert python_calls(lambda: full_plan(predictor, (16,))) < 0.25 * 5.2e6
+    predictor = Predictor(block, cluster())
+    assert python_calls(lambda: full_plan(predictor)) < 5.2e6
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -177,3 +197,82 @@ def test_in_one_chunk_gradients_of_weights_overlap_where_cutting_costs_too_much(
     assert plan.pipeline_of(512).splits_weights
     other = make_plan(Predictor(dataclasses.replace(short, splits_weights=False), measured), full=False)
     assert other.schedule.name != "lancet"
+
+
+DEGREES_TRIED, EXCHANGES = (2, 3, 4, 8), (Exchange.ROWS, Exchange.RANKS, Exchange.NODES)
+SPACES: dict[str, tuple[str, str, dict[str, Any], int | None]] = {
+    "four nodes": ("qwen3-30b-a3b-like", "dgx-h100", {"expert-model-parallel-size": 32}, 32),
+    "dense layers": ("deepseek-v2-lite", "a800x8-20gbps", {}, None),
+    "slow network": ("mixtral-8x7b", "fsmoe-testbed-a", {}, None),
+    "recompute": ("gpt-moe-base", "ampipe-a800", {"recompute-granularity": "full"}, None),
+}
+"""Shipped models and clusters, with what replaces flags of the model, and the number of ranks."""
+
+
+@functools.cache
+def planned(
+    space: str, degrees: tuple[int, ...], exchanges: tuple[Exchange, ...], stack: int, partner: bool
+) -> Plans:
+    """The plans of the first layers of a model."""
+    model, machines, overrides, ranks = SPACES[space]
+    file, source = read_model(find_model(model), overrides=overrides), cluster(machines)
+    block, _ = block_of(file, source, ranks=ranks)
+    predictor = Predictor(block, source, num_layers=3, dense=(0,) if layers_of(file).dense else ())
+    options = {"degrees": degrees, "exchanges": exchanges, "stack": stack}
+    return make_plans(predictor, with_partner=float(partner), **options)
+
+
+def subsets[T](values: Sequence[T]) -> st.SearchStrategy[tuple[T, ...]]:
+    """Not empty, in the same order."""
+    return st.lists(st.sampled_from(values), min_size=1, unique=True).map(
+        lambda chosen: tuple(value for value in values if value in chosen)
+    )
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_a_wider_search_never_answers_worse(space: str) -> None:
+    whole = planned(space, DEGREES_TRIED, EXCHANGES, ALL_LAYERS, True)
+
+    @settings(
+        max_examples=4,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=(Phase.explicit, Phase.generate),
+    )
+    @given(subsets(DEGREES_TRIED), subsets(EXCHANGES), st.sampled_from([1, ALL_LAYERS]), st.booleans())
+    @example((2,), (Exchange.NODES,), ALL_LAYERS, True)
+    @example((3,), (Exchange.NODES,), 1, False)
+    def compare(degrees: tuple[int, ...], exchanges: tuple[Exchange, ...], stack: int, partner: bool) -> None:
+        part = planned(space, degrees, exchanges, stack, partner)
+        assert whole.step_ms <= part.step_ms
+        wider = planned(space, DEGREES_TRIED, exchanges, stack, partner)
+        assert wider.step_ms <= part.step_ms
+        assert wider.blocks_ms <= part.blocks_ms or wider.step_ms < wider.blocks_ms
+
+    compare()
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=list(BLOCKS))
+@pytest.mark.parametrize("device", [True, False], ids=["GPU", "CPU"])
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_no_lengths_and_no_order_beat_the_bound(block: Block, device: bool, num_layers: int) -> None:
+    """A degree that the bound excludes is not searched."""
+    source = cluster("h100-ethernet-100g")
+    if not device:
+        # Measured, with a table of times that are not linear in the size.
+        source = read_cluster(Path("docs/measured/profile-100mbit.yaml"))
+        block = dataclasses.replace(block, dtype="fp32", expert=2, tensor=1, context=1, expert_tensor=1)
+    predictor = Predictor(block, source, num_layers=num_layers)
+    for start in candidates(predictor, (2, 3, 4)):
+        degree = start.schedule.degree
+        least_us = predictor.least.least_us(start.schedule, start.lengths)
+        assert least_of_degree(predictor, degree) <= least_us
+        assert least_us <= predictor.least_us(start.schedule, start.lengths) * (1 + 1e-9)
+        rows = block.rows
+        for first in {1, rows // (2 * degree), rows - degree + 1} if rows > 2 * degree else ():
+            others = even_chunks(rows - first, degree - 1)
+            for lengths in ((first, *others), (*others, first)):
+                exact_us = predictor.least_us(start.schedule, lengths)
+                assert least_us <= exact_us * (1 + 1e-9)
+                assert exact_us <= predictor.pass_us(start.schedule, lengths).total * (1 + 1e-6)

@@ -67,6 +67,13 @@ def test_dispatchers_and_grouped_products_are_compared_without_being_asked(plan:
     assert re.search(r"deepep +│ its own ", shown)
 
 
+def test_a_long_search_says_what_it_does(plan: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--degrees", "2", "--stack", "1", "--exchange", "rows")
+    assert "searching" not in plan(*words).err
+    monkeypatch.setattr("megatron_ampipe.tools.plan_command._QUIET_SECONDS", -1.0)
+    assert "ampipe plan: 0 s, searching alltoall, exchange rows" in plan(*words).err
+
+
 @pytest.mark.parametrize(
     ("words", "others"),
     [
