@@ -157,8 +157,12 @@ FLASH_KERNELS = ("cudnn", "torch-flash-2")
 """Kernels for GPUs, the fastest first."""
 
 
+TRANSFORMER_ENGINE = "te"
+"""In place of a kernel's name: Megatron's module of Transformer Engine is called."""
+
+
 class KernelChoice(NamedTuple):
-    """``te`` or a name in :data:`KERNELS`, and the reasons against each faster kernel."""
+    """:data:`TRANSFORMER_ENGINE` or a name in :data:`KERNELS`, and the reasons against each faster kernel."""
 
     name: str
     reason: str = ""
@@ -176,7 +180,7 @@ def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool =
     Megatron's local modules. With ``documents``, attention stays within documents.
     """
     if not (local or documents or settings.context_parallel_size > 1):
-        return KernelChoice("te")
+        return KernelChoice(TRANSFORMER_ENGINE)
     features = {
         "latent attention": settings.multi_latent_attention,
         "attention dropout": settings.attention_dropout > 0,
