@@ -234,8 +234,12 @@ def _largest_head_size(name: str, gpu: compat.Gpu, *, dropout: bool) -> int:
     return 256 if has_memory or (name == "flash-attn-2" and not dropout) else 192
 
 
+TRANSFORMER_ENGINE = "te"
+"""In place of a kernel's name: Megatron's module of Transformer Engine is called."""
+
+
 class KernelChoice(NamedTuple):
-    """``te`` or a name in :data:`KERNELS`, and the reasons against each preferred kernel."""
+    """``TRANSFORMER_ENGINE`` or a name in :data:`KERNELS`, and the reasons against each preferred kernel."""
 
     name: str
     reason: str = ""
@@ -253,7 +257,7 @@ def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool =
     Megatron's local modules. With ``documents``, attention stays within documents.
     """
     if not (local or documents or settings.context_parallel_size > 1):
-        return KernelChoice("te")
+        return KernelChoice(TRANSFORMER_ENGINE)
     used = {
         LATENT: settings.multi_latent_attention,
         DROPOUT: settings.attention_dropout > 0,

@@ -7,6 +7,7 @@ In a GPT both are one ``TransformerLayer``; in a hybrid model they are two. ``Bl
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_ampipe import compat
-from megatron_ampipe.attention.kernels import choose_kernel
+from megatron_ampipe.attention.kernels import TRANSFORMER_ENGINE, choose_kernel
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.flex import FlexChunk
 from megatron_ampipe.exchange.hops import node_groups
@@ -32,6 +33,7 @@ from megatron_ampipe.layers.chunk_attention import ChunkAttention, reads_mask
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.linear_layers import Products, expert_products, linears_of, weights_apart
 from megatron_ampipe.layers.process_groups import possible_exchanges, row_group
+from megatron_ampipe.layers.user_changes import UserChanges
 from megatron_ampipe.runtime.block_functions import Function
 from megatron_ampipe.runtime.groups import made_group
 from megatron_ampipe.runtime.reductions import Reductions
@@ -145,6 +147,9 @@ class BlockModules:
             # Before the first batch: a budget of HybridEP is shared with Megatron's dispatcher.
             for exchange in sorted(possible_exchanges(self.config, context)):
                 self.dispatcher(exchange)
+        self._changes = UserChanges(self)
+        # Scripts may wrap and replace modules before the first pass.
+        self._forget("_read")
 
     def _recomputed_kinds(self) -> frozenset[StageKind]:
         """Kinds that are recomputed as whole stages; ``ChunkAttention`` recomputes core attention."""
@@ -302,6 +307,73 @@ class BlockModules:
             raise BadInput("--ampipe-schedule", self.context.pipeline.schedule, rule=rule, remedy=remedy)
         return weights_apart(linears, products)
 
+    @property
+    def layers(self) -> tuple[TransformerLayer, ...]:
+        """The layers of the block, each once."""
+        return tuple(dict.fromkeys((self.attention_layer, self.moe_layer)))
+
+    def follow_changes(self, *, within_documents: bool) -> int:
+        """Take over what a script has changed in the modules since the last pass.
+
+        Args:
+            within_documents: Whether attention stays within documents.
+
+        Returns:
+            A number for the modules and for which parameters are trained; tapes depend on both.
+
+        Raises:
+            BadInput: A change would be ignored.
+        """
+        changes = self._changes
+        if changes.has_other_modules():
+            self._forget("_read", "stage_modules", "_linears", "expert_products", "_linear_layers_of_te")
+            self.attend.cache_clear()
+            changes.refuse_replaced_modules()
+        revision = changes.revision
+        if revision != self._revision:
+            self._forget("stage_parameters", "parameters")
+            self._revision = revision
+        changes.refuse_ignored(within_documents=within_documents)
+        return revision
+
+    _revision = -1
+    """What :meth:`follow_changes` has returned last."""
+
+    def _forget(self, *names: str) -> None:
+        """Compute these cached properties again at their next use."""
+        for name in names:
+            vars(self).pop(name, None)
+
+    @property
+    def called(self) -> Mapping[Module, None]:
+        """The modules that stages call, without those inside of them."""
+        parts = itertools.chain.from_iterable(self._read.values())
+        return dict.fromkeys(part for part in parts if isinstance(part, Module))
+
+    @property
+    def exchanging(self) -> tuple[Module, ...]:
+        """Those of :attr:`called` that exchange rows in Megatron, and are called without that."""
+        if not self.scatters_rows:
+            return ()
+        attention = self.attention_layer.self_attention
+        gathers = self._gathers_rows and self.context.pipeline.stack != 1
+        return (attention.linear_proj, attention.linear_qkv) if gathers else (attention.linear_proj,)
+
+    @property
+    def repeated(self) -> tuple[Module, ...]:
+        """Those of :attr:`called` whose stages are captured as CUDA graphs."""
+        if not self.context.graph_modules:
+            return ()
+        parts = itertools.chain.from_iterable(self._read.get(kind, ()) for kind in self.captured)
+        return tuple(part for part in parts if isinstance(part, Module))
+
+    def calls_core_attention(self, *, within_documents: bool) -> bool:
+        """Whether core attention is a call of Megatron's module."""
+        attention = self.attention_layer.self_attention
+        local = isinstance(attention.core_attention, DotProductAttention)
+        chosen = choose_kernel(attention.config, local=local, on_gpu=False, documents=within_documents)
+        return (self.context.kernel or chosen.name) == TRANSFORMER_ENGINE
+
     @cached_property
     def _read(self) -> Mapping[StageKind, Sequence[Module | Parameter]]:
         """The modules and parameters that each kind of stage can read."""
@@ -364,7 +436,8 @@ class BlockModules:
             for name, parameter in part.named_parameters()
             if parameter.requires_grad and parameter not in used
         ]
-        assert not missing, f"no stage of the block uses {missing}: their gradients would be lost"
+        if missing:
+            self._changes.refuse_parameter(missing[0])
         if self.config.gradient_accumulation_fusion and any(
             getattr(parameter, "overwrite_main_grad", False) for parameter in used
         ):

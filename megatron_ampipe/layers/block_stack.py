@@ -11,15 +11,14 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
-from torch.nn import Module
 
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers import attention_stages, moe_stages  # noqa: F401  Their functions register.
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.block_pass import BlockPass
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.router import sees_whole_blocks
+from megatron_ampipe.layers.user_changes import refuse_hooks_of
 from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
 from megatron_ampipe.runtime.graphs import TapeGraphs
@@ -106,7 +105,7 @@ class BlockStack:
         unless attention stays within documents.
 
         Raises:
-            BadInput: One of several layers has a hook of the user.
+            BadInput: A script has changed a module in a way that would be ignored.
         """
         if documents is not None and len(documents.starts) > hidden.shape[1]:
             sequences = hidden.view(len(documents.starts), -1, hidden.shape[-1]).transpose(0, 1)
@@ -114,11 +113,11 @@ class BlockStack:
             return output.transpose(0, 1).reshape(hidden.shape)
         if len(self._layers) > 1:
             for layer in self._layers:
-                _refuse_hooks(
+                refuse_hooks_of(
                     layer,
                     owner=f"layer {layer.layer_number}",
                     rule="layers that share a schedule run as one, so it would see other tensors",
-                    remedy="Use --ampipe-stack 1 in a GPT, or hook modules inside the layer.",
+                    remedy="Use --ampipe-stack 1 in a GPT, or --ampipe-degree 1.",
                 )
         self._context.recorder.passes.record_shape(*hidden.shape[:2])
         if not self._layout.by_chunk:
@@ -134,6 +133,9 @@ class BlockStack:
         self._check_tiles(context.pipeline, *hidden.shape[:2])
         if (executor := context.executor) is None:
             executor = context.executor = CudaExecutor() if hidden.is_cuda else ThreadExecutor()
+        revisions = tuple(
+            block.follow_changes(within_documents=block.separate(documents) is not None) for block in blocks
+        )
         features = tuple(block.features(shares_schedule=len(blocks) > 1) for block in blocks)
         parameters = [block.parameters for block in blocks]
         keep_graph = torch.is_grad_enabled() and (
@@ -143,7 +145,7 @@ class BlockStack:
         token_ids = self._token_ids(chunks, hidden)
         graphs = None
         if keep_graph and context.graph_modules and not context.recorder.recording:
-            graphs = self._graphs(context.pipeline, features, hidden.shape, executor)
+            graphs = self._graphs(context.pipeline, features, revisions, hidden.shape, executor)
         call = StackCall(
             [
                 BlockPass(
@@ -158,7 +160,7 @@ class BlockStack:
                 )
                 for block, block_features in zip(blocks, features, strict=True)
             ],
-            self._tapes(context.pipeline, features, hidden.shape[0], executor, keep_graph),
+            self._tapes(context.pipeline, features, revisions, hidden.shape[0], executor, keep_graph),
             executor,
             context.recorder,
             numbers=self._numbers,
@@ -201,6 +203,7 @@ class BlockStack:
         self,
         pipeline: Pipeline,
         features: tuple[BlockFeatures, ...],
+        revisions: tuple[int, ...],
         num_rows: int,
         executor: Executor,
         keep_graph: bool,
@@ -219,20 +222,12 @@ class BlockStack:
         self,
         pipeline: Pipeline,
         features: tuple[BlockFeatures, ...],
+        revisions: tuple[int, ...],
         shape: torch.Size,
         executor: Executor,
     ) -> TapeGraphs:
-        for block in self._blocks:
-            for kind in block.captured & block.stage_modules.keys():
-                for module in block.stage_modules[kind]:
-                    _refuse_hooks(
-                        module,
-                        owner=type(module).__name__,
-                        rule="a CUDA graph repeats what a module has computed without calling it",
-                        remedy="Use --cuda-graph-impl none.",
-                    )
         return TapeGraphs(
-            self._tapes(pipeline, features, shape[0], executor, True),
+            self._tapes(pipeline, features, revisions, shape[0], executor, True),
             self._blocks,
             [block.captured for block in self._blocks],
             warm_up=self._context.graph_warm_up,
@@ -282,17 +277,3 @@ class ChunkSharding:
         """The inverse of :meth:`by_chunk`."""
         moved = all_to_all(self._group, hidden.contiguous(), self._sent, self._received)
         return moved.index_select(0, self._inverse.to(hidden.device))
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_HARMLESS = "megatron.core.distributed."
-"""Megatron's data parallelism has a pre-hook that waits for the module's own parameters; a layer has none."""
-
-
-def _refuse_hooks(module: Module, *, owner: str, rule: str, remedy: str) -> None:
-    """Raise :class:`BadInput` for a hook that is not Megatron's."""
-    for hook in itertools.chain.from_iterable(getattr(module, name).values() for name in _HOOKS):
-        place = getattr(hook, "__module__", None) or type(hook).__module__
-        if not place.startswith(_HARMLESS):
-            name = f"{place}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
-            raise BadInput(f"hook of {owner}", name, rule=rule, remedy=remedy)

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.backends import EXACT_PIECES
-from megatron_ampipe.attention.kernels import KERNELS, Kernel, has_sinks
+from megatron_ampipe.attention.kernels import KERNELS, TRANSFORMER_ENGINE, Kernel, has_sinks
 from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.layers.linear_layers import replaced
 from megatron_ampipe.runtime.moves import take_rows
@@ -179,12 +179,13 @@ class ChunkAttention:
     def __init__(self, attention: Attention, *, kernel: str) -> None:
         config = attention.config
         self._core = attention.core_attention
-        self._kernel = Kernel(self._transformer_engine) if kernel == "te" else KERNELS[kernel]
+        calls_module = kernel == TRANSFORMER_ENGINE
+        self._kernel = Kernel(self._transformer_engine) if calls_module else KERNELS[kernel]
         self._scale = _scale(attention)
         self._recompute = bool(attention.checkpoint_core_attention)
         self._sequence_parallel = config.sequence_parallel
         # Transformer Engine's module applies dropout, sinks and window itself.
-        is_kernel = kernel != "te"
+        is_kernel = not calls_module
         self._dropout = config.attention_dropout if is_kernel else 0.0
         self._has_sinks = is_kernel and has_sinks(config)
         self._options: dict[str, Any] = {}

@@ -101,7 +101,8 @@ class Segment:
         trained = sums.parameters
         # torch.autograd.grad without the checks that it makes in Python: for a small graph they cost the host
         # more than its backward, and there is one for every stage of every chunk. The engine checks as well.
-        computed: Sequence[Tensor | None] = _engine_run_backward(
+        run = _engine_run_backward if not sums.hooked else sums.run_without_hooks
+        computed: Sequence[Tensor | None] = run(
             tuple([edge for edge, _ in begins]),
             tuple([gradient for _, gradient in begins]),
             self.is_captured,
@@ -230,12 +231,16 @@ class GradientSums:
 
     Args:
         parameters: The parameters of the block; methods take their numbers.
+
+    Attributes:
+        hooked: The parameters with gradient hooks (``Tensor.register_hook``), see :meth:`find_hooks`.
     """
 
-    __slots__ = ("_sums", "_writable", "numbers", "parameters")
+    __slots__ = ("_sums", "_writable", "hooked", "numbers", "parameters")
 
     def __init__(self, parameters: BlockParameters) -> None:
         self.parameters, self.numbers = parameters.all, parameters.numbers
+        self.hooked: list[Parameter] = []
         self._sums: list[Tensor | None] = [None] * len(self.parameters)
         self._writable = [False] * len(self.parameters)
 
@@ -253,6 +258,27 @@ class GradientSums:
             is_wide = first.element_size() >= 4
             self._sums[number] = first + gradient if is_wide else first.float().add_(gradient)
             self._writable[number] = True
+
+    def find_hooks(self) -> None:
+        """Look for gradient hooks; called when a backward pass begins."""
+        self.hooked = [parameter for parameter in self.parameters if parameter._backward_hooks]
+
+    def run_without_hooks(self, *args: Any, **kwargs: Any) -> Sequence[Tensor | None]:
+        """Run torch's engine for one stage, without the gradient hooks of the parameters.
+
+        The engine would call them with the gradient of one stage of one chunk. They run once, with the sum,
+        when :func:`hand_over` or the node of the block gives it to autograd.
+        """
+        taken = [(parameter._backward_hooks, dict(parameter._backward_hooks)) for parameter in self.hooked]
+        try:
+            for hooks, _ in taken:
+                # Emptied, not replaced: handles of the user refer to this dictionary.
+                hooks.clear()
+            computed: Sequence[Tensor | None] = _engine_run_backward(*args, **kwargs)
+        finally:
+            for hooks, kept in taken:
+                hooks.update(kept)
+        return computed
 
     def entry(self, number: int) -> tuple[Tensor | None, bool]:
         """The sum so far, and whether it can be written in place."""

@@ -122,6 +122,8 @@ class StackCall:
         # Detached: gradients that a pipeline stage receives require one (Megatron's p2p_communication).
         slots[self.tapes.above] = gradient.detach()
         slots[ZERO] = torch.zeros((), device=gradient.device)
+        for sums in self.state.sums:
+            sums.find_hooks()
         self._note_asked(REDUCE, len(self.state.blocks) - 1)
 
     def end_backward(self) -> list[Tensor | None]:

@@ -142,14 +142,21 @@ def test_hooks_for_parameters_run_in_every_pass() -> None:
     assert by_pass[0] and by_pass == [by_pass[0]] * PASSES
 
 
-def test_other_hooks_are_refused() -> None:
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", ["router", "shared_experts"])
+def test_other_hooks_are_refused(name: str, late: bool) -> None:
+    """Also of a module without own parameters, and after the capture."""
     from megatron_ampipe.errors import BadInput
     from tests.dist.blocks import run
 
-    case = Case("hooks", model=LARGE)
+    case = Case("hooks", model=LARGE | SHARED)
     _, ours = captured(case)
-    ours.mlp.router.register_forward_hook(lambda *_: None)
-    with pytest.raises(BadInput, match=r"hook of .*Router.*calling it"):
+    for _ in range(PASSES if late else 0):
+        run(ours, case)
+    getattr(ours.mlp, name).register_forward_hook(lambda *_: None)
+    with pytest.raises(
+        BadInput, match=rf"hook of mlp\.{name} of layer 1.*calling it.*--cuda-graph-impl none"
+    ):
         run(ours, case)
 
 

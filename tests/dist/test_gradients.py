@@ -354,6 +354,10 @@ def test_hooks_on_layers_that_share_a_schedule_are_refused() -> None:
         ) as said:
             run(stack.layers[1], stack, register)
         assert str(said.value).startswith(f"hook of layer 2 {__name__}.")
+    stack.layers[1].forward = stack.layers[1].forward
+    with pytest.raises(BadInput, match=r"layer 2: replaced forward: layers that share a schedule"):
+        run_pass(stack, inputs(ALONE))
+    del stack.layers[1].forward
     run(stack.layers[2].mlp.router, stack, "register_forward_hook")
     _, alone = build_layers(ALONE)
     for register in registers:
