@@ -36,6 +36,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ampipe.errors import AMPipeError, DifferenceFound, EnvironmentMissing, RunFailed
+from megatron_ampipe.launch import connections
 from megatron_ampipe.tools.measuring import machine, network
 from megatron_ampipe.tools.measuring.network import Link
 
@@ -109,6 +110,8 @@ class Rank[Job: RankJob]:
 
         job, emulation = self.job, None
         if job.on_cuda:
+            # As in training.
+            connections.set_default()
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", self.number)))
         else:
             from megatron_ampipe.launch.host import torch_calls
