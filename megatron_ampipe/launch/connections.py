@@ -1,28 +1,38 @@
-"""``CUDA_DEVICE_MAX_CONNECTIONS``: the number of hardware queues that a process's streams share on a GPU.
+"""Variables that let the streams of a process run at the same time on a GPU, and NCCL's groups safely so.
 
-CUDA reads it once, when it is initialised. Imports neither torch nor Megatron.
+``CUDA_DEVICE_MAX_CONNECTIONS`` is the number of hardware queues that the streams share.
+``NCCL_LAUNCH_ORDER_IMPLICIT`` has NCCL start the collectives of different groups in the order in which the
+host has issued them, which is the same on all ranks; in different orders they can wait for each other
+forever. Both are read once, when CUDA and NCCL are initialised. Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 QUEUES = "32"
 """The maximum of CUDA, which is more than the busy streams of a process with AMPipe."""
 EXPORT = f"export {VARIABLE}={QUEUES}"
+ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+ORDER_SINCE = (2, 26)
+"""The first version of NCCL that reads :data:`ORDER`."""
+_EXPORT_ORDER = f"export {ORDER}=1"
 
 
 def set_default() -> None:
-    """Set :data:`QUEUES` if the user has not set the variable and CUDA has not been initialised."""
+    """Set the variables that the user has not set, if what reads them has not been initialised."""
     torch = sys.modules.get("torch")
     if VARIABLE not in os.environ and (torch is None or not torch.cuda.is_initialized()):
         os.environ[VARIABLE] = QUEUES
+    if ORDER not in os.environ and (torch is None or not torch.distributed.is_initialized()):
+        os.environ[ORDER] = "1"
 
 
 def warning(value: str | None) -> str:
-    """The effect of a value of the variable on pipelined layers, and the remedy; empty if it is good."""
+    """The effect of a number of queues on pipelined layers, and the remedy; empty if it is good."""
     if value not in (None, "1"):
         return ""
     effect = "8 hardware queues, which more than 8 busy streams share"
@@ -32,3 +42,26 @@ def warning(value: str | None) -> str:
             "overlaps with about one stage less"
         )
     return f"{effect}; {EXPORT} before torchrun"
+
+
+def order_warning(value: str | None, nccl: tuple[int, ...]) -> str:
+    """What a value of :data:`ORDER` means with this version of NCCL, and the remedy; empty if it is good."""
+    danger = "collectives of different groups that run at the same time can wait for each other forever"
+    if nccl < ORDER_SINCE:
+        since = ".".join(map(str, ORDER_SINCE))
+        return f"NCCL {'.'.join(map(str, nccl))} ignores it: {danger}. Use NCCL {since} (torch 2.7) or newer"
+    return "" if value == "1" else f"{danger}; {_EXPORT_ORDER} before torchrun"
+
+
+def startup_rows(environ: Mapping[str, str], nccl: tuple[int, ...]) -> list[tuple[str, str, str]]:
+    """Each variable for the start-up table: a label, its value, and what it does."""
+    queues, order = environ.get(VARIABLE), environ.get(ORDER)
+    given = (
+        (VARIABLE, queues, warning(queues), "hardware queues, so that streams work independently"),
+        (ORDER, order, order_warning(order, nccl), "NCCL starts the collectives of all groups in one order"),
+    )
+    rows = []
+    for name, value, problem, effect in given:
+        text = f"{name} is not set" if value is None else f"{name}={value}"
+        rows.append(("warning" if problem else "environment", text, problem or effect))
+    return rows

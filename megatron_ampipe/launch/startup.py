@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -98,8 +99,8 @@ def pipelined_rows(
     rows += fp8_row(args)
     if documents:
         rows.append(("documents", "packed" if is_packed else "masked"))
-    if on_gpu and (warning := connections.warning(os.environ.get(connections.VARIABLE))):
-        rows.append(("warning", connections.VARIABLE, warning))
+    if on_gpu:
+        rows += connections.startup_rows(os.environ, torch.cuda.nccl.version())
     if not has_expert_communication(args):
         rows.append(("note", _NOTHING_TO_HIDE))
     return rows

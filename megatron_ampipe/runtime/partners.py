@@ -28,6 +28,35 @@ from megatron_ampipe.schedule.program import merge_lanes, read_by_host
 # S sequence rows, B batch, D hidden size.
 
 
+class _Pair:
+    """A backward pass and the forward pass that runs with it, which take turns.
+
+    Every pair has its own semaphores: one that failed, or was interrupted, may leave them at any count.
+    """
+
+    def __init__(self) -> None:
+        self.forward_turn = threading.Semaphore(0)
+        self.backward_turn = threading.Semaphore(0)
+        self.meets = True
+        """Whether the backward pass waits for the forward pass at its next blocks."""
+        self.abandoned = False
+        """Whether the forward pass has failed."""
+        self.ended: Future[None] = Future()
+        """Set when the backward pass has ended, to its error if it has failed."""
+        self.waiting: StackCall | None = None
+        """The blocks at which the backward pass waits."""
+        self.ahead: tuple[StackCall, Tensor] | None = None
+        """The blocks of the forward pass that run with them, and their input."""
+        self.output: Tensor | None = None
+        """What these have computed."""
+
+    def resume(self, ahead: tuple[StackCall, Tensor] | None) -> None:
+        """Continue the backward pass until it waits again or has ended."""
+        self.ahead, self.waiting = ahead, None
+        self.backward_turn.release()
+        self.forward_turn.acquire()
+
+
 class Partners:
     """Joins the passes of two micro-batches; one object for all blocks of a process.
 
@@ -39,12 +68,8 @@ class Partners:
         self.partner = Partner()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._forward_turn, self._backward_turn = threading.Semaphore(0), threading.Semaphore(0)
-        self._meets = self._abandoned = False
-        self._ended: Future[None] = Future()
-        self._waiting: StackCall | None = None
-        self._ahead: tuple[StackCall, Tensor] | None = None
-        self._output: Tensor | None = None
+        self._pair: _Pair | None = None
+        """The pair that runs at present."""
 
     def run[Result](self, forward: Callable[[], Result], backward: Callable[[], None]) -> Result:
         """Run both functions, and return the result of ``forward``; a failure of either ends both.
@@ -55,71 +80,81 @@ class Partners:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="ampipe-backward", daemon=True)
             self._thread.start()
-        self._meets, self._abandoned, self._ended = True, False, Future()
-        self._jobs.put(functools.partial(self._run_backward, backward, torch.cuda.current_stream()))
+        if self._pair is not None:
+            # It was interrupted while its backward pass ran.
+            self._pair.ended.exception()
+        pair = self._pair = _Pair()
+        stream = torch.cuda.current_stream()
+        self._jobs.put(functools.partial(self._run_backward, pair, backward, stream))
         try:
-            self._forward_turn.acquire()
+            pair.forward_turn.acquire()
             output = forward()
-            self._meets = False
-            if self._waiting is not None:
-                self._resume(None)
+            pair.meets = False
+            if pair.waiting is not None:
+                pair.resume(None)
         except BaseException:
-            self._meets, self._abandoned = False, True
-            if self._waiting is not None:
-                self._resume(None)
+            pair.meets, pair.abandoned = False, True
+            if pair.waiting is not None:
+                pair.resume(None)
             raise
-        self._ended.result()
+        finally:
+            if pair.ended.done():
+                self._pair = None
+        pair.ended.result()
         return output
 
     def forward(self, call: StackCall, hidden: Tensor) -> Tensor:
         """Run the forward pass through blocks: ``[S, B, D]`` to ``[S, B, D]``."""
-        while self._waiting is not None:
-            num_layers, num_waiting = len(call.numbers), len(self._waiting.numbers)
+        pair = self._pair
+        if pair is None:
+            return call.forward(hidden)
+        while pair.waiting is not None:
+            num_layers, num_waiting = len(call.numbers), len(pair.waiting.numbers)
             if num_layers < num_waiting:
                 break
-            self._resume((call, hidden) if num_layers == num_waiting else None)
-            if num_layers == num_waiting and self._output is not None:
-                output, self._output = self._output, None
+            pair.resume((call, hidden) if num_layers == num_waiting else None)
+            if num_layers == num_waiting and pair.output is not None:
+                output, pair.output = pair.output, None
                 return output
-        if self._meets and self._ended.done():
+        if pair.ended.done():
             # Raise its error, if it has failed: other ranks wait for the collectives of both passes.
-            self._ended.result()
+            pair.ended.result()
         return call.forward(hidden)
 
     def backward(self, call: StackCall, gradient: Tensor) -> list[Tensor | None]:
         """Run the backward pass through blocks; see :meth:`StackCall.backward`."""
-        if self._meets:
-            self._waiting = call
-            self._forward_turn.release()
-            self._backward_turn.acquire()
-        if self._abandoned:
+        pair = self._pair
+        if pair is None:
+            return call.backward(gradient)
+        if pair.meets:
+            pair.waiting = call
+            pair.forward_turn.release()
+            pair.backward_turn.acquire()
+        if pair.abandoned:
             raise RuntimeError("the forward pass of the next micro-batch has failed")
-        ahead, self._ahead = self._ahead, None
+        ahead, pair.ahead = pair.ahead, None
         if ahead is None:
             return call.backward(gradient)
-        self._output, gradients = run_together(call, gradient, *ahead, self.partner)
+        pair.output, gradients = run_together(call, gradient, *ahead, self.partner)
         return gradients
-
-    def _resume(self, ahead: tuple[StackCall, Tensor] | None) -> None:
-        """Continue the backward pass until it waits again or has ended."""
-        self._ahead, self._waiting = ahead, None
-        self._backward_turn.release()
-        self._forward_turn.acquire()
 
     def _work(self) -> None:
         while True:
             self._jobs.get()()
 
-    def _run_backward(self, backward: Callable[[], None], stream: torch.cuda.Stream) -> None:
+    def _run_backward(self, pair: _Pair, backward: Callable[[], None], stream: torch.cuda.Stream) -> None:
         try:
+            # A new thread begins on device 0, and the end of a stream's context would return to it: every
+            # rank would make a context on GPU 0.
+            torch.cuda.set_device(stream.device)
             with torch.cuda.stream(stream):
                 backward()
         except BaseException as error:
-            self._ended.set_exception(error)
+            pair.ended.set_exception(error)
         else:
-            self._ended.set_result(None)
-        self._waiting = None
-        self._forward_turn.release()
+            pair.ended.set_result(None)
+        pair.waiting = None
+        pair.forward_turn.release()
 
 
 def run_together(

@@ -199,12 +199,15 @@ def _probe(program: str) -> tuple[bool, str]:
 
 def notes_on_variables(environ: Mapping[str, str], *, has_gpu: bool) -> list[str]:
     """Notes on environment variables that decide whether work overlaps."""
-    notes, queues = [], environ.get(connections.VARIABLE)
+    notes, queues, order = [], environ.get(connections.VARIABLE), environ.get(connections.ORDER)
     if queues is not None:
         warning = connections.warning(queues)
         notes = [f"{connections.VARIABLE}={queues}: {warning or 'streams work independently'}"]
     elif has_gpu:
         notes = [f"{connections.VARIABLE} is not set: pipelined launches set {connections.QUEUES}"]
+    if order not in (None, "1"):
+        warning = connections.order_warning(order, connections.ORDER_SINCE)
+        notes.append(f"{connections.ORDER}={order}: {warning}")
     given = {name: environ.get(name, "0") for name in _HARMFUL}
     harmful = {name: value for name, value in given.items() if value not in ("", "0")}
     return notes + [f"{name}={value}: {_HARMFUL[name]}; unset it" for name, value in harmful.items()]

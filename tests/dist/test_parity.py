@@ -85,6 +85,7 @@ def test_equals_stock(case: Case) -> None:
         assert known["early"] or not known["never entered"], "then reads are not seen at all"
         assert all("conv1d" in name for name in [*known["early"], *known["never entered"]])
     assert report == known
+    assert_one_order_of_collectives(ours, case)
     if case.memory != KEEP:
         assert_same_bits(dataclasses.replace(case, memory=KEEP), found)
     if case in AGAIN and case.model["normalization"] == "LayerNorm":
@@ -93,6 +94,46 @@ def test_equals_stock(case: Case) -> None:
         # Linear layers that exchange the rows inside.
         with mock.patch.object(BlockModules, "scatters_rows", False):
             assert_same_bits(case, found)
+
+
+_ordered: set[str] = set()
+"""The layouts whose collectives this process has compared."""
+_NOT_IN_A_LAYOUT = {
+    "name": "", "executor": "thread", "kernel": "exact", "sequence_length": 0, "batch": 1, "rope": False,
+    "shares": None, "only_losses": False, "documents": (), "stock": {},
+}  # fmt: skip
+"""What does not change which collectives a case has, and in which order."""
+_WITH_COLLECTIVES = ("moe_token_disp", "moe_router", "moe_z", "moe_shared", "recompute", "cp_comm", "multi_")
+
+
+def layout_of(case: Case) -> str:
+    """What decides on the collectives of a case; the same text for cases that have the same."""
+    model = {name: value for name, value in case.model.items() if name.startswith(_WITH_COLLECTIVES)}
+    return str(dataclasses.replace(case, **_NOT_IN_A_LAYOUT, model=model))
+
+
+def assert_one_order_of_collectives(ours: torch.nn.Module, case: Case) -> None:
+    """The executor for GPUs issues the collectives of all groups in an order that all ranks agree on."""
+    from megatron_ampipe.runtime.executors import CudaExecutor
+    from tests.dist.blocks import run
+    from tests.dist.collective_order import Issued, problems, recorded
+
+    world_size, layout = torch.distributed.get_world_size(), layout_of(case)
+    if world_size == 1 or case.pipeline.is_stock or layout in _ordered:
+        return
+    _ordered.add(layout)
+    # All layers share it.
+    context = next(iter(getattr(ours, "layers", [ours])))._block.context
+    executor, context.executor = context.executor, CudaExecutor()
+    with recorded() as issued:
+        run(ours, case, rank=torch.distributed.get_rank())
+    context.executor = executor
+    by_rank: list[list[Issued]] = [[]] * world_size
+    torch.distributed.all_gather_object(by_rank, issued)
+    # A dispatcher that counts itself has a group for everything.
+    counts_apart = case.model.get("moe_token_dispatcher_type") != "flex"
+    assert len({one.group for one in issued}) > counts_apart, "counts and dispatches have different groups"
+    assert problems(by_rank) == []
 
 
 def assert_same_bits(case: Case, found: dict[str, torch.Tensor]) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from gpu_check.families import FAMILIES, TRAINING
+from megatron_ampipe.launch import host
 from tests import te_permutation_standin
 from tests.megatron.launcher import squeezed
 
@@ -118,7 +119,8 @@ def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 9)
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
     monkeypatch.setenv("WORLD_SIZE", "64")
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    for variable in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"):
+        monkeypatch.delenv(variable, raising=False)
 
 
 def table_of(
@@ -149,6 +151,21 @@ def test_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     table = table_of(LAUNCHES[name].flags, monkeypatch, capsys)
     for text in ("chunk boundaries", *LAUNCHES[name].said):
         assert squeezed(text) in table
+
+
+def test_the_table_shows_what_orders_streams_and_collectives_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host, "installed", lambda: False)
+    # Arguments are read before there are process groups.
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 5))
+    flags = LAUNCHES["tensor and context parallel"].flags
+    table = table_of(flags, monkeypatch, capsys)
+    for variable in ("CUDA_DEVICE_MAX_CONNECTIONS=32", "NCCL_LAUNCH_ORDER_IMPLICIT=1"):
+        assert squeezed(f"environment {variable}") in table
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
+    assert squeezed("warning NCCL_LAUNCH_ORDER_IMPLICIT=0") in table_of(flags, monkeypatch, capsys)
 
 
 def test_megatrons_demand_for_one_hardware_queue_is_not_lifted_for_its_own_layers(

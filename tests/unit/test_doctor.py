@@ -111,6 +111,8 @@ def test_variables() -> None:
     one, blocking = notes_on(harmful, has_gpu=True)
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=32" in one
     assert blocking.startswith("CUDA_LAUNCH_BLOCKING=1: every kernel is waited for")
+    _, order = notes_on({"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, has_gpu=True)
+    assert "export NCCL_LAUNCH_ORDER_IMPLICIT=1" in order
 
 
 def test_no_overlap_on_a_gpu_is_a_problem() -> None:

@@ -227,6 +227,48 @@ def test_hardware_queues_are_chosen_for_pipelined_runs_alone(monkeypatch: pytest
     assert queues("--ampipe-degree", "4") == connections.QUEUES
 
 
+def test_the_order_of_collectives_is_set_for_pipelined_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(connections.VARIABLE, "8")
+    monkeypatch.setenv(connections.ORDER, "0")
+    parsed("--ampipe-degree", "4")
+    assert os.environ[connections.ORDER] == "0", "the user's choice"
+    del os.environ[connections.ORDER]
+    parsed("--ampipe-degree", "1")
+    assert connections.ORDER not in os.environ
+    # Process groups exist: NCCL may have read it.
+    torch = pytest.importorskip("torch")
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.distributed, "is_initialized", lambda: True)
+        parsed("--ampipe-degree", "4")
+    assert connections.ORDER not in os.environ
+    parsed("--ampipe-degree", "4")
+    assert os.environ[connections.ORDER] == "1"
+
+
+FINE = ("hardware queues, so that streams", "NCCL starts the collectives of all groups in one order")
+
+
+@pytest.mark.parametrize(
+    ("queues", "order", "nccl", "expected"),
+    [
+        ("32", "1", (2, 27, 5), [*FINE]),
+        ("1", "1", (2, 26, 2), ["one hardware queue: work starts", FINE[1]]),
+        (None, "0", (2, 26, 2), ["8 hardware queues", "export NCCL_LAUNCH_ORDER_IMPLICIT=1 before torchrun"]),
+        ("32", "1", (2, 21, 5), [FINE[0], "NCCL 2.21.5 ignores it"]),
+    ],
+)
+def test_the_startup_table_has_both_variables(
+    queues: str | None, order: str, nccl: tuple[int, ...], expected: list[str]
+) -> None:
+    given = {connections.VARIABLE: queues, connections.ORDER: order}
+    environ = {name: value for name, value in given.items() if value is not None}
+    rows = connections.startup_rows(environ, nccl)
+    for (label, value, why), name, text in zip(rows, given, expected, strict=True):
+        assert value == (f"{name}={environ[name]}" if name in environ else f"{name} is not set")
+        assert text in why
+        assert label == ("environment" if text in FINE else "warning")
+
+
 def test_after_cuda_is_initialised_nothing_is_set_and_a_warning_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,5 +1,7 @@
 """Partners: the order in which two passes share lanes, and how the two passes of a step meet."""
 
+import contextlib
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.host.torch_calls import HostStream
@@ -136,6 +139,7 @@ class Step:
         self.partners = Partners()
         monkeypatch.setattr("torch.cuda.current_stream", HostStream)
         monkeypatch.setattr("torch.cuda.stream", mock.MagicMock())
+        monkeypatch.setattr("torch.cuda.set_device", mock.MagicMock())
         monkeypatch.setattr(partners, "run_together", self._together)
 
     def _together(self, backward: Any, gradient: Any, forward: Any, hidden: Any, partner: Any) -> Any:
@@ -199,7 +203,102 @@ def test_a_failure_in_one_pass_ends_the_other(failing: str, monkeypatch: pytest.
     with pytest.raises(ZeroDivisionError, match=failing):
         step.run([1, 1], [1, 1], fails=fails)
     assert step.ran == (["b0+f0"] if failing.endswith("1") else [])
-    # The next step is not disturbed.
+    assert_undisturbed(step)
+
+
+def assert_undisturbed(step: Step) -> None:
+    """The passes of the next step run as if nothing had failed, alone and in pairs."""
     step.ran.clear()
+    step.partners.forward(step.call("f", 1), "hidden")
+    step.run([1, 1], [1, 1])
     step.run([1], [1])
-    assert step.ran == ["b0+f0"]
+    step.partners.backward(step.call("b", 1), "gradient")
+    assert step.ran == ["f", "b0+f0", "b1+f1", "b0+f0", "b"]
+    step.ran.clear()
+    # Without a pair in between: one micro-batch.
+    step.partners.forward(step.call("f", 1), "hidden")
+    step.partners.backward(step.call("b", 1), "gradient")
+    assert step.ran == ["f", "b"]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("failing", ["f0", "f1", "b0", "b1"])
+def test_a_lone_backward_pass_after_a_failure_runs(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(place: str) -> None:
+        if place == failing:
+            raise ZeroDivisionError(place)
+
+    step = Step(monkeypatch)
+    with pytest.raises(ZeroDivisionError):
+        step.run([1, 1], [1, 1], fails=fails)
+    step.ran.clear()
+    step.partners.backward(step.call("b", 1), "gradient")
+    assert step.ran == ["b"]
+    assert_undisturbed(step)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_interrupted_pair_does_not_disturb_the_next(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal arrives while the forward pass waits for the backward pass, for the ``at``-th time."""
+    waits = iter(range(100))
+
+    class Interrupted(threading.Semaphore):
+        def acquire(self, *args: Any, **kwargs: Any) -> bool:
+            if threading.current_thread() is threading.main_thread() and next(waits) == at:
+                raise KeyboardInterrupt
+            return super().acquire(*args, **kwargs)
+
+    names = {"Semaphore": Interrupted, "Thread": threading.Thread}
+    monkeypatch.setattr(partners, "threading", SimpleNamespace(**names))
+    step = Step(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        step.run([1, 1], [1, 1])
+    step.ran.clear()
+    step.run([1, 1], [1, 1])
+    assert step.ran == ["b0+f0", "b1+f1"]
+    assert_undisturbed(step)
+
+
+def test_the_thread_of_the_backward_pass_uses_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's own context of a stream, and a device for each thread as in CUDA: a new one is on 0."""
+    of_thread, used = threading.local(), []
+    rank_device = torch.device("cuda", 3)
+
+    def current_device() -> int:
+        return getattr(of_thread, "device", 0)
+
+    def set_device(device: Any) -> None:
+        of_thread.device = torch.device(device).index
+        used.append(of_thread.device)
+
+    def current_stream(device: Any = None) -> SimpleNamespace:
+        index = current_device() if device is None else torch.device(device).index
+        return SimpleNamespace(device=torch.device("cuda", index))
+
+    class OnDevice(contextlib.AbstractContextManager[None]):
+        """Does not make a context on a device that it leaves, as ``torch.cuda.device``."""
+
+        def __init__(self, device: Any) -> None:
+            self.device = torch.device(device).index
+
+        def __enter__(self) -> None:
+            self.before, of_thread.device = current_device(), self.device
+
+        def __exit__(self, *_: object) -> None:
+            of_thread.device = self.before
+
+    replaced = {
+        "current_stream": current_stream, "set_device": set_device, "device": OnDevice,
+        "set_stream": lambda stream: set_device(stream.device), "stream": torch.cuda.StreamContext,
+        "_get_device_index": lambda *_: current_device(),
+    }  # fmt: skip
+    for name, replacement in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, replacement)
+    set_device(rank_device)
+    joined, seen = Partners(), []
+    for device in (3, 3, 2):
+        set_device(torch.device("cuda", device))
+        joined.run(lambda: None, lambda: seen.append(current_device()))
+    assert seen == [3, 3, 2]
+    assert set(used) == {2, 3}, "the rank has made a context on another GPU"

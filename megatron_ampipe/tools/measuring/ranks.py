@@ -36,6 +36,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ampipe.errors import AMPipeError, DifferenceFound, EnvironmentMissing, RunFailed
+from megatron_ampipe.launch import connections
 from megatron_ampipe.tools.measuring import machine, network
 from megatron_ampipe.tools.measuring.network import Link
 
@@ -111,6 +112,8 @@ class Rank[Job: RankJob]:
 
         job, emulation = self.job, None
         if job.on_cuda:
+            # As in training.
+            connections.set_default()
             # Nodes of a job that this command started share a machine.
             is_launched = self.rendezvous is None and "LOCAL_RANK" in os.environ
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if is_launched else self.number)
