@@ -126,6 +126,11 @@ OPTIONAL_PACKAGES = (
 )
 
 
+def has_fused_optimizers() -> bool:
+    """Whether Megatron takes its optimizers from Transformer Engine or apex, not from torch."""
+    return any(package.is_installed for package in OPTIONAL_PACKAGES)
+
+
 def megatron_folder() -> Path | None:
     """The folder of the ``megatron.core`` that an import uses, possibly a checkout's, or None."""
     try:

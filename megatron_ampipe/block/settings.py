@@ -453,7 +453,7 @@ def check_given(given: dict[str, Any]) -> None:
             remedy = f"Leave {setting.flag} or --ampipe-plan out."
             raise setting.refuse(value, f"conflicts with the plan {given['plan']}, which says it", remedy)
         if setting.with_auto is not None and given.get("degree") == AUTO:
-            remedy = f"Leave {setting.flag} out, or name the degree: --ampipe-degree 4."
+            remedy = f"Leave {setting.flag} out, or name the degree: --ampipe-degree 2."
             raise setting.refuse(value, setting.with_auto, remedy)
         if given.get("partner") and setting.of_chunks in (..., value):
             rule = "passes with a partner have other chunks, so it would be another function in them"

@@ -19,6 +19,7 @@ from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.files import outputs
 from megatron_ampipe.launch import host, startup
 from megatron_ampipe.launch.auto import Agreement, AutoDegree, save_choice
+from megatron_ampipe.launch.ending import warn_of_optimizer_state
 from megatron_ampipe.launch.flags import SWITCHED_OFF
 from megatron_ampipe.launch.hooks import Hook, Hooks, PlacedReductions
 from megatron_ampipe.launch.partners import PartneredSteps
@@ -120,12 +121,14 @@ def make_context(
         hooks.add(TokenIdsOfModels())
     if config.routing_dir is not None:
         if args.skip_train or not args.num_experts:
-            rule = "has no effect without --num-experts, or with --skip-train"
+            rule = f"has no effect {'with --skip-train' if args.skip_train else 'without --num-experts'}"
             raise SETTING["routing_dir"].refuse(config.routing_dir, rule, "Leave it out.")
         if int(os.environ.get("RANK", "0")) == 0:
             folder = Path(config.routing_dir)
             outputs.check_folder(folder.absolute(), flag=SETTING["routing_dir"].flag, value=folder)
         hooks.add(RoutingRecording(args, config, context))
+    if (warning := warn_of_optimizer_state(args)) is not None:
+        rows.append(("warning", "checkpoints", warning))
     startup.print_startup_table([("Megatron", compat.describe_megatron()), *rows], adjustments)
     return context
 
@@ -192,7 +195,7 @@ def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> dict[str, str
         reason = "ignored: chunks send only the kept tokens, with the same result"
         changes["--moe-pad-expert-input-to-capacity"] = reason
     for flag, reason in SWITCHED_OFF.items():
-        if flag in getattr(args, "ampipe_put_aside", ()):
+        if flag in getattr(args, "ampipe_disabled_flags", ()):
             changes[flag] = f"switched off: {reason}"
     in_ring = uses_ring_attention(args)
     modes = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
@@ -258,7 +261,7 @@ def find_gate(config: AMPipeConfig, args: argparse.Namespace) -> type | None:
     reason, by_chunk = getattr(gate, "needs_all_tokens", None), config.router_scope == "chunk"
     if reason is not None and not by_chunk:
         remedy = (
-            "Add --ampipe-router-scope chunk and --ampipe-degree 4: it then compares the tokens of a chunk, "
+            "Add --ampipe-router-scope chunk and --ampipe-degree 2: it then compares the tokens of a chunk, "
             "and later tokens influence earlier ones within a chunk only."
         )
         raise setting.refuse(name, f"{reason}, which causal training does not allow", remedy)

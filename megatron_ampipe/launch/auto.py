@@ -154,7 +154,7 @@ class AutoDegree(Hook):
         tried, most = ", ".join(map(str, degrees)), most_iterations(len(pipelines))
         print_on_first_rank(
             f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, one per iteration, for "
-            f"up to {most} iterations; for a short run, set the degree: --ampipe-degree 4"
+            f"up to {most} iterations; for a short run, set the degree: --ampipe-degree 2"
         )
 
     def _settle(self, choice: Choice) -> None:

@@ -133,7 +133,7 @@ def _action_of_key(place: str, key: str, actions: dict[str, argparse.Action]) ->
     flag = f"--{key}"
     if flag not in actions:
         names = [OWN_SECTION, *(name[2:] for name in actions if name.startswith("--"))]
-        near = did_you_mean(key, names, cutoff=0.5) or "Run with --help for the list."
+        near = did_you_mean(key, names, cutoff=0.5) or "Leave it out."
         remedy = "Write it below 'ampipe:', indented." if f"{OWN_SECTION}-{key}" in names else near
         raise BadInput(f"{place}:", key, rule="there is no such flag", remedy=remedy)
     if not _sets(actions[flag]) or flag == CONFIG_FLAG:

@@ -14,15 +14,25 @@ import faulthandler
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
-from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing, RunFailed, did_you_mean
+from megatron_ampipe import compat
+from megatron_ampipe.errors import (
+    AMPipeError,
+    BadInput,
+    EnvironmentMissing,
+    RunFailed,
+    did_you_mean,
+    nearest,
+)
 
 INTERRUPTED = 130
 PEER_GRACE_S = 20.0
@@ -34,6 +44,14 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _LOST_PEER = ("timed out", "timeout", "connection closed by peer", "connection reset by peer")
 _GLOO = "gloo/transport"
 """A part of all error messages of gloo, which raises plain ``RuntimeError``; NCCL and stores have a type."""
+LONGEST_REASON = 400
+"""Characters of a reason, which can list every tensor of a checkpoint."""
+LIST_OF_FLAGS = "Run with --help for a list of all flags."
+OPTIMIZER_NOT_LOADED = (
+    "without Transformer Engine or apex, Megatron cannot load the optimizer state that "
+    "--use-distributed-optimizer saves"
+)
+WITHOUT_OPTIMIZER = "With --no-load-optim, the weights are loaded and the optimizer begins anew."
 
 
 def run_to_end(work: Callable[[], int]) -> int:
@@ -141,6 +159,13 @@ def known_cause(error: BaseException) -> AMPipeError | None:
             "which sets it: torchrun --standalone --nproc-per-node 1 ..."
         )
     is_ours = raised_in("megatron_ampipe", error)
+    if isinstance(error, EOFError) and _passed(error, "multiprocessing.managers") and _lacks_main_guard():
+        return BadInput(
+            "script",
+            sys.argv[0],
+            rule="a process that writes checkpoints imports it, and it then trains again: it has no guard",
+            remedy="Put its last lines below if __name__ == '__main__':, as Megatron's own scripts do.",
+        )
     in_loading = _passed(error, "megatron.training.checkpointing", "load_checkpoint")
     if in_loading and not (is_ours or lost_a_peer(error) or "out of memory" in said):
         return _bad_checkpoint(error)
@@ -156,7 +181,33 @@ def known_cause(error: BaseException) -> AMPipeError | None:
         return _refused("it printed what is wrong with them above", place)
     if in_training or is_ours or raised_in("torch", error) or not _passed(error, "megatron"):
         return None
-    return _refused(reason_of(error), place)
+    return _missing_argument(error) or _refused(reason_of(error), place)
+
+
+def _lacks_main_guard() -> bool:
+    """Whether the script that trains is run again by every process that is spawned."""
+    try:
+        return "__main__" not in Path(sys.argv[0]).read_text()
+    except (OSError, ValueError):
+        return False
+
+
+def _missing_argument(error: BaseException) -> BadInput | None:
+    """The error for a line of Megatron that fails because an argument was not given; None for another one."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    is_none = isinstance(error, TypeError) and "NoneType" in str(error)
+    if not is_none and re.match(r"assert args\.\w+ is not None$", line) is None:
+        return None
+    args = frame.f_locals.get("args")
+    missing = (name for name in re.findall(r"\bargs\.(\w+)", line) if getattr(args, name, ...) is None)
+    if (name := next(missing, None)) is None:
+        return None
+    flag = f"--{name.replace('_', '-')}"
+    remedy = f"Add {flag} with a value."
+    if name == "save_interval":
+        remedy = f"Add {flag} 500, say, the iterations between checkpoints, or leave out --save."
+    return BadInput(flag, "(not given)", rule="Megatron needs it with these arguments", remedy=remedy)
 
 
 def _refused(rule: str, place: str) -> BadInput:
@@ -172,15 +223,48 @@ def _bad_checkpoint(error: BaseException) -> BadInput:
     gathered = getattr(error, "failures", None)
     first = next(iter(gathered.values()))[0] if gathered else error
     reason = str(first).strip().partition("\n")[0] or type(first).__name__
+    if len(reason) > LONGEST_REASON:
+        reason = f"{reason[:LONGEST_REASON]} ..."
     if isinstance(error, SystemExit):
         reason = "Megatron has printed the reason above, on rank 0"
+    flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+    if reason.startswith("OptimizerParamScheduler:"):
+        return BadInput(
+            flag,
+            value,
+            rule=f"the run that saved this checkpoint had another schedule of the learning rate ({reason})",
+            remedy="Add --override-opt-param-scheduler to use the one of this command line, for example "
+            "another --train-iters, or --use-checkpoint-opt-param-scheduler to go on with its own.",
+        )
+    if _lacks_fused_optimizer(args) and _passed(error, "megatron.core.optimizer.distrib_optimizer"):
+        return BadInput(flag, value, rule=OPTIMIZER_NOT_LOADED, remedy=WITHOUT_OPTIMIZER)
+    if _passed(error, "megatron.core.optimizer") or "optimizer.state" in reason:
+        return BadInput(
+            flag,
+            value,
+            rule=f"the optimizer state of the checkpoint is of another layout or optimizer ({reason})",
+            remedy=f"Use the layout and the optimizer of the run that saved it. {WITHOUT_OPTIMIZER}",
+        )
     return BadInput(
-        f"--{name.replace('_', '-')}",
-        getattr(args, name),
+        flag,
+        value,
         rule=f"the checkpoint cannot be loaded ({reason})",
         remedy="Name the folder that a run saved to, give the flags of the model that it trained, and name "
         "an earlier checkpoint with --ckpt-step if this one is damaged.",
     )
+
+
+def _lacks_fused_optimizer(args: Any) -> bool:
+    """Whether Megatron cannot load the state of the optimizer that a run uses, at any degree."""
+    uses = getattr(args, "use_distributed_optimizer", False)
+    return bool(uses) and not compat.has_fused_optimizers()
+
+
+def warn_of_optimizer_state(args: Any) -> str | None:
+    """A warning for a run whose checkpoints cannot be resumed with their optimizer state; None for others."""
+    if args.save is None or args.no_save_optim or not _lacks_fused_optimizer(args):
+        return None
+    return f"{OPTIMIZER_NOT_LOADED}. {WITHOUT_OPTIMIZER}"
 
 
 def lost_a_peer(error: BaseException) -> bool:
@@ -214,19 +298,49 @@ def _passed(error: BaseException, module: str, *functions: str) -> bool:
     )
 
 
+def _unknown_argument(words: str, known: Sequence[str]) -> BadInput:
+    first = words.split()[0]
+    if not first.startswith("-"):
+        remedy = "Leave it out, or write it right after a flag that takes it."
+        return BadInput("argument", words, rule="unexpected argument", remedy=remedy)
+    near = did_you_mean(first.partition("=")[0], known)
+    return BadInput("argument", words, rule="there is no such flag", remedy=near or LIST_OF_FLAGS)
+
+
+def _wrong_value(flag: str, said: str) -> BadInput:
+    """The error for a value that argparse refuses, from its message."""
+    found = re.fullmatch(r"invalid (\w+) value: '(.*)'", said, re.S)
+    kinds = {"int": "whole number", "float": "number"}
+    if found is not None and found[1] in kinds:
+        kind, value = kinds[found[1]], found[2]
+        is_number = re.fullmatch(r"-?[0-9]{1,9}\.[0-9]*", value) is not None
+        example = int(float(value)) if is_number else 2
+        return BadInput(flag, value, rule=f"is not a {kind}", remedy=f"Use for example {flag} {example}.")
+    found = re.fullmatch(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", said, re.S)
+    if found is not None:
+        choices = [choice.strip().strip("'") for choice in found[2].split(",")]
+        return BadInput(flag, found[1], rule="is not one of its values", remedy=nearest(found[1], choices))
+    if said.startswith("expected "):
+        return BadInput(flag, "", rule=said, remedy="Write its value after it, or leave it out.")
+    found = re.fullmatch(r"(is .*): '(.*)'", said, re.S)
+    if found is not None:
+        # A type of AMPipe's.
+        remedy = f"Use for example {flag} 2, or leave it out."
+        return BadInput(flag, found[2], rule=found[1], remedy=remedy)
+    return BadInput(flag, "", rule=said, remedy=f"Use another value, or leave {flag} out.")
+
+
 def report_parser_errors(parser: argparse.ArgumentParser) -> None:
     """Make ``parser`` raise :class:`BadInput`, instead of printing 800 flags on every rank."""
 
     def error(message: str) -> NoReturn:
-        remedy = "Run with --help for the list."
         flag, separator, rule = message.removeprefix("argument ").partition(": ")
         if flag == "unrecognized arguments":
             known = [flag for action in parser._actions for flag in action.option_strings]
-            near = did_you_mean(rule.split()[0].partition("=")[0], known)
-            raise BadInput("argument", rule, rule="there is no such flag", remedy=near or remedy)
+            raise _unknown_argument(rule, known)
         if not separator or not message.startswith("argument "):
-            raise BadInput("arguments", "(incomplete)", rule=message, remedy=remedy)
-        raise BadInput(flag, "", rule=rule, remedy=remedy)
+            raise BadInput("arguments", "(incomplete)", rule=message, remedy=LIST_OF_FLAGS)
+        raise _wrong_value(flag, rule)
 
     parser.error = error  # type: ignore[method-assign]
     for action in parser._actions:

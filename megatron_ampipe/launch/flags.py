@@ -9,16 +9,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ampipe import compat
 from megatron_ampipe.block.settings import AUTO, SETTING, check_given, given_settings
-from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.errors import BadInput, EnvironmentMissing, nearest
 from megatron_ampipe.launch import config_files, connections, host
 from megatron_ampipe.launch.config_files import CONFIG_FLAG
-from megatron_ampipe.launch.ending import report_parser_errors
+from megatron_ampipe.launch.ending import LIST_OF_FLAGS, report_parser_errors
 from megatron_ampipe.launch.planned import ranks_per_node
 from megatron_ampipe.launch.refusals import offloads_experts
 from megatron_ampipe.plan.plan_file import Plan
@@ -133,17 +134,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             args, rest = parse(*words, **options)
         except KeyError as error:
             # An enum of Megatron's raises it.
-            parser.error(f"{error} is no choice of its flag")
-        args.ampipe_put_aside = ()
+            raise _no_choice(parser, words[0] if words else None, error) from error
+        args.ampipe_disabled_flags = ()
         # The caller reports these errors: not all of them concern a single flag.
         with contextlib.suppress(BadInput):
             if config_from_args(args).pipelined:
                 # Plain text: Megatron writes its arguments into checkpoints, which stock Megatron reads.
-                args.ampipe_put_aside = switch_off_overlaps(args)
-                if _OFFLOADING_FLAG in args.ampipe_put_aside:
+                args.ampipe_disabled_flags = switch_off_overlaps(args)
+                if _OFFLOADING_FLAG in args.ampipe_disabled_flags:
                     args.ampipe_memory = "offload"
                 is_open = args.ampipe_degree != AUTO and not (args.ampipe_plan or args.ampipe_save_plan)
-                if _PARTNER_FLAG in args.ampipe_put_aside and is_open:
+                if _PARTNER_FLAG in args.ampipe_disabled_flags and is_open:
                     args.ampipe_partner = True
                 setattr(args, LIFTS_ONE_CONNECTION, True)
                 connections.set_default()
@@ -151,6 +152,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     parser.parse_known_args = parsing  # type: ignore[method-assign]
     return parser
+
+
+def _no_choice(parser: argparse.ArgumentParser, words: Sequence[str] | None, error: KeyError) -> BadInput:
+    """The error for a word that no choice of its flag has as a name."""
+    name = str(error.args[0])
+    given = list(sys.argv[1:] if words is None else words)
+    before = [given[at - 1] for at, word in enumerate(given) if at and word == name]
+    before += [word.partition("=")[0] for word in given if word.endswith(f"={name}")]
+    flag = next(iter(before), "arguments")
+    actions = (action for action in parser._actions if flag in action.option_strings)
+    choices = [
+        choice.name for action in actions for choice in action.choices or () if hasattr(choice, "name")
+    ]
+    remedy = nearest(name, choices) if choices else LIST_OF_FLAGS
+    return BadInput(flag, name, rule="is not one of its values", remedy=remedy)
 
 
 def full_parser() -> argparse.ArgumentParser:
@@ -212,7 +228,7 @@ def _refuse_without_effect(given: dict[str, Any], *, stock: bool, plan: str | No
     for name, value in given.items():
         setting = SETTING[name]
         if setting.acts == "chunks" or (setting.acts == "layers" and stock):
-            remedy = f"{'Add --ampipe-degree 4, or leave' if plan is None else 'Leave'} {setting.flag} out."
+            remedy = f"{'Add --ampipe-degree 2, or leave' if plan is None else 'Leave'} {setting.flag} out."
             raise setting.refuse(value, f"has no effect {where}, {why}", remedy)
 
 
@@ -229,7 +245,7 @@ def _pipeline(given: dict[str, Any]) -> Pipeline:
         raise SETTING["memory"].refuse(
             memory,
             "names the strategy of each chunk, and their number is what --ampipe-degree auto chooses",
-            "Use one of all chunks: --ampipe-memory rebuild, or name the degree: --ampipe-degree 4.",
+            "Use one of all chunks: --ampipe-memory rebuild, or name the degree: --ampipe-degree 2.",
         )
     shares, stack = None, ALL_LAYERS
     if "chunks" in given:
@@ -240,7 +256,7 @@ def _pipeline(given: dict[str, Any]) -> Pipeline:
         degree = 1 if shares is None else len(shares)
     exchange, partner = given.get("exchange", AUTO), None
     if given.get("partner") and degree == AUTO and "cluster" not in given:
-        remedy = "Add --ampipe-cluster FILE, which predicts them, or name the degree: --ampipe-degree 4."
+        remedy = "Add --ampipe-cluster FILE, which predicts them, or name the degree: --ampipe-degree 2."
         raise SETTING["partner"].refuse("on", "is not what the first iterations can try", remedy)
     if given.get("partner") and degree != AUTO:
         partner = Partner(

@@ -18,7 +18,7 @@ from megatron_ampipe.launch.planned import (
     captured_modules,
     exchanges_of,
     layout_of_args,
-    packs_documents,
+    ranks_per_node,
     setting_of_plan,
     waits_for_stage,
 )
@@ -73,6 +73,8 @@ class Refusal:
     value that is refused. None: refused whenever the flag is set."""
     required: bool = False
     """Whether it is refused only if the flag is not set."""
+    also_with_plan: bool = False
+    """Whether the remedy is right too if a plan has the value; else another plan has to be made."""
 
     def applies(self, args: _Arguments) -> object:
         """Return the refused value; None if the combination is supported."""
@@ -122,7 +124,7 @@ def _refuse(table: tuple[Refusal, ...], args: _Arguments, flags: str, off: str) 
         value = row.applies(args)
         if value is not None:
             remedy = row.remedy.replace("--ampipe-degree 1", off)
-            if row.setting.removeprefix("--ampipe-") in args.planned:
+            if row.setting.removeprefix("--ampipe-") in args.planned and not row.also_with_plan:
                 _, remedy = setting_of_plan(args.all)
             raise BadInput(row.setting, value, rule=f"with {flags}, {row.rule}", remedy=remedy)
 
@@ -142,11 +144,40 @@ def offloads_experts(arguments: Any) -> bool:
     )
 
 
-def _lacks_layers(args: Any) -> bool:
-    stages = stages_of(args.all) or ()
-    if args.ampipe_cluster or args.ampipe_memory_budget:
-        return not runs_of(stages)
-    return "E" not in "".join(stages)
+def _with(args: Any, setting: str, *conflicts: str | None) -> str | None:
+    """The value of a flag with the first of these that is in conflict with it; None if nothing is.
+
+    A conflict is a flag, which is shown with its value, or None.
+    """
+    conflict = next((flag for flag in conflicts if flag is not None), None)
+    if conflict is None:
+        return None
+    words = [args.of(setting), "with", conflict, args.of(conflict)]
+    lists = (word if isinstance(word, list) else [word] for word in words if word is not True)
+    return " ".join(str(word) for words in lists for word in words)
+
+
+def _set(args: Any, *flags: str) -> str | None:
+    """The first of these flags that is set; None if none is."""
+    return next((flag for flag in flags if args.of(flag)), None)
+
+
+def _has_no_experts(args: Any) -> bool:
+    return "E" not in "".join(stages_of(args.all) or ())
+
+
+def _has_no_pairs(args: Any) -> str | None:
+    if runs_of(stages_of(args.all) or ()):
+        return None
+    return _with(args, "--hybrid-layer-pattern", _set(args, "--ampipe-cluster", "--ampipe-memory-budget"))
+
+
+def _documents(args: Any) -> str | None:
+    """The flag that packs documents."""
+    return _set(args, "--sft", "--dataloader-inter-document-masking")
+
+
+_DISPATCHER = "--moe-token-dispatcher-type"
 
 
 def _splits_weights_elsewhere(args: Any) -> bool:
@@ -163,6 +194,14 @@ def _measures_without_training(args: Any) -> bool:
     return bool(args.ampipe_degree == AUTO and not chosen and args.skip_train)
 
 
+def _partner_flag(args: Any) -> str | None:
+    """The flag that asks for partners: AMPipe's, or Megatron's, which becomes it."""
+    if not args.ampipe_partner:
+        return None
+    megatrons = "--overlap-moe-expert-parallel-comm"
+    return megatrons if megatrons in (args.ampipe_disabled_flags or ()) else "--ampipe-partner"
+
+
 def _resends(memory: str | None) -> bool:
     """Whether tokens of a chunk are (or may be) redispatched with this ``--ampipe-memory``."""
     return memory == AUTO or any(
@@ -175,19 +214,62 @@ def _sends_rows(args: Any) -> bool:
     return args.moe_token_dispatcher_type in (None, "alltoall")
 
 
-def _keeps_no_scores(args: Any) -> bool:
-    is_local = args.transformer_impl in (None, "local")
-    return is_local or (args.context_parallel_size or 1) > 1 or packs_documents(args)
+def _keeps_no_scores(setting: str) -> Callable[[Any], str | None]:
+    """A check that names the flag with which no attention keeps the largest scores."""
+
+    def conflict(args: Any) -> str | None:
+        is_local, is_ring = args.transformer_impl in (None, "local"), (args.context_parallel_size or 1) > 1
+        local, ring = (
+            "--transformer-impl" if is_local else None,
+            "--context-parallel-size" if is_ring else None,
+        )
+        return _with(args, setting, local, ring, _documents(args))
+
+    return conflict
 
 
-def _recomputes_experts(args: Any) -> bool:
-    modules = (args.recompute_modules or []) if args.recompute_granularity == "selective" else []
-    return args.recompute_granularity == "full" or "moe" in modules
+def _is_not_in_nodes(args: Any) -> str | None:
+    """The exchange over nodes, with the sizes of a layout that does not allow it."""
+    per_node = ranks_per_node(args.all)
+    if not _has_two_hops(args) or per_node is None or args.ampipe_exchange in exchanges_of(args.all):
+        return None
+    return (
+        f"{args.ampipe_exchange} with --expert-model-parallel-size {args.expert_model_parallel_size} and "
+        f"{per_node} ranks per node"
+    )
 
 
-def _keeps_other_tensors(args: Any) -> bool:
-    """Whether experts save other tensors for their backward pass than the inputs of two linear layers."""
-    return bool(args.fp8 or args.use_transformer_engine_op_fuser)
+def _has_two_hops(args: Any) -> bool:
+    return args.ampipe_exchange in (Exchange.NODES, Exchange.TWO_DIMENSIONAL)
+
+
+def _joins_copies(args: Any) -> bool:
+    return args.ampipe_exchange in (Exchange.RANKS, Exchange.NODES)
+
+
+def _ranks(args: Any) -> int:
+    """Number of ranks that share the experts of a layer."""
+    return int((args.expert_model_parallel_size or 1) * (expert_tensor_ranks(args) or 1))
+
+
+def _offloads_other_modules(args: Any) -> str:
+    """The flag for which ``--ampipe-memory offload`` cannot replace Megatron's offloading."""
+    own = _set(args, "--ampipe-plan", "--ampipe-memory-budget", "--ampipe-memory")
+    conflict = own or _keeps_other_tensors(args) or _recomputes_experts(args) or "--offload-modules"
+    return _with(args, "--fine-grained-activation-offloading", conflict) or ""
+
+
+def _recomputes_experts(args: Any) -> str | None:
+    """The flag with which Megatron recomputes experts."""
+    if args.recompute_granularity == "full":
+        return "--recompute-granularity"
+    is_selective = args.recompute_granularity == "selective"
+    return "--recompute-modules" if is_selective and "moe" in (args.recompute_modules or []) else None
+
+
+def _keeps_other_tensors(args: Any) -> str | None:
+    """The flag with which experts save other tensors for their backward pass than inputs of linear layers."""
+    return _set(args, "--fp8-format", "--use-transformer-engine-op-fuser")
 
 
 _CAPTURED = ("attn", "mlp", "moe_router", "moe_preprocess")
@@ -229,12 +311,12 @@ def _cannot_capture(args: Any) -> str | None:
 
 
 _OFF = "Leave it out, or train with --ampipe-degree 1."
+_OTHER_TENSORS = "experts then keep other tensors than the strategies of --ampipe-memory know"
 _GATHERED = "a layer gathers its weights and reduces their gradients in every call, and chunks are more calls"
 _SCORES = (
-    "only Transformer Engine's attention keeps the largest scores, which context-parallel layers and packed "
-    "documents do not use",
-    "Leave it out, or use --transformer-impl transformer_engine and --context-parallel-size 1, without --sft "
-    "and --dataloader-inter-document-masking.",
+    "only Transformer Engine's attention keeps the largest scores, and not of context-parallel layers or "
+    "packed documents",
+    "Leave it out, or change the flag that is named with it.",
 )
 
 
@@ -247,10 +329,15 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--hybrid-layer-pattern",
-        "there is nothing to pipeline without an MoE layer (E), and --ampipe-cluster and "
-        "--ampipe-memory-budget need one right after an attention layer (* or +)",
-        "Use a pattern such as M*EM*E, leave these two out, or train with --ampipe-degree 1.",
-        _lacks_layers,
+        "there is nothing to pipeline without an MoE layer (E)",
+        "Use a pattern such as M*EM*E, or train with --ampipe-degree 1.",
+        _has_no_experts,
+    ),
+    Refusal(
+        "--hybrid-layer-pattern",
+        "predictions need an MoE layer right after an attention layer (* or +)",
+        "Use a pattern such as M*EM*E, or leave out the flag that is named with it.",
+        _has_no_pairs,
     ),
     Refusal(
         "--ampipe-partner",
@@ -277,14 +364,20 @@ REFUSALS: tuple[Refusal, ...] = (
         "its bias of the experts is drawn for a whole sequence",
         "Use --moe-router-force-load-balancing, or leave it out.",
     ),
-    Refusal("--qk-clip", *_SCORES, _keeps_no_scores),
-    Refusal("--log-max-attention-logit", *_SCORES, _keeps_no_scores),
+    Refusal("--qk-clip", *_SCORES, _keeps_no_scores("--qk-clip")),
+    Refusal(
+        "--log-max-attention-logit",
+        *_SCORES,
+        _keeps_no_scores("--log-max-attention-logit"),
+    ),
     Refusal("--cpu-offloading-num-layers", "activation offloading is not supported yet", _OFF),
     Refusal(
         "--fine-grained-activation-offloading",
-        "--ampipe-memory offload does it for experts in their own order: for --offload-modules expert_fc1 "
-        "and moe_act, without FP8, --use-transformer-engine-op-fuser, --ampipe-memory or --ampipe-plan",
-        "Use --offload-modules expert_fc1 moe_act, or --recompute-modules layernorm moe_act in place of it.",
+        "only --ampipe-memory offload can replace it, which offloads experts alone, and is not possible with "
+        "the flag that is named here",
+        "Use --offload-modules expert_fc1 moe_act without other such flags, or --recompute-modules layernorm "
+        "moe_act in place of it.",
+        _offloads_other_modules,
     ),
     Refusal("--hybrid-context-parallel", "hybrid context parallelism is not supported", _OFF),
     Refusal(
@@ -303,7 +396,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "--context-parallel-size",
         "chunks of packed documents are not supported with context parallelism yet",
         "Use --context-parallel-size 1, or leave out --sft and --dataloader-inter-document-masking.",
-        lambda args: args.context_parallel_size > 1 and packs_documents(args),
+        lambda args: (
+            args.context_parallel_size > 1 and _with(args, "--context-parallel-size", _documents(args))
+        ),
     ),
     Refusal(
         "--moe-flex-dispatcher-backend",
@@ -317,18 +412,27 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--moe-token-dispatcher-type",
-        "is not supported with --moe-hybridep-pad-uneven-dispatch-inputs, or --ampipe-memory redispatch, S2, "
-        "S4 and auto, for which tokens would be sent once more",
-        "Leave them out, or use --ampipe-memory rebuild, or --moe-token-dispatcher-type alltoall.",
+        "this dispatcher cannot send the tokens of a chunk once more, for the backward pass",
+        "Use --ampipe-memory rebuild, or --moe-token-dispatcher-type alltoall.",
         lambda args: (
             args.moe_token_dispatcher_type == "flex"
-            and (_resends(args.ampipe_memory) or bool(args.moe_hybridep_pad_uneven_dispatch_inputs))
+            and _resends(args.ampipe_memory)
+            and _with(args, _DISPATCHER, "--ampipe-memory")
+        ),
+    ),
+    Refusal(
+        "--moe-token-dispatcher-type",
+        "its buffers would be padded for chunks of equal sizes only",
+        "Leave out --moe-hybridep-pad-uneven-dispatch-inputs, or use --moe-token-dispatcher-type alltoall.",
+        lambda args: (
+            args.moe_token_dispatcher_type == "flex"
+            and _with(args, _DISPATCHER, _set(args, "--moe-hybridep-pad-uneven-dispatch-inputs"))
         ),
     ),
     Refusal(
         "--skip-train",
         "degrees are measured in training iterations, and there are none",
-        "Use --ampipe-degree 4, or add --ampipe-cluster FILE, which plans without measuring.",
+        "Use --ampipe-degree 2, or add --ampipe-cluster FILE, which plans without measuring.",
         _measures_without_training,
     ),
     Refusal(
@@ -350,11 +454,53 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--ampipe-exchange",
-        "has nothing to save: ranks needs several expert-parallel ranks with several experts each, nodes and "
-        "2dh several ranks on each of several nodes, ranks and nodes a top-k above 1, and all of them the "
-        "dispatcher alltoall",
-        "Use --ampipe-exchange rows, or say how many ranks a node has: --ampipe-ranks-per-node.",
-        lambda args: args.ampipe_exchange != AUTO and args.ampipe_exchange not in exchanges_of(args.all),
+        "only the dispatcher alltoall sends rows that can be grouped",
+        "Use --moe-token-dispatcher-type alltoall, or --ampipe-exchange rows.",
+        lambda args: (
+            args.ampipe_exchange not in (AUTO, Exchange.ROWS)
+            and not _sends_rows(args)
+            and _with(args, "--ampipe-exchange", _DISPATCHER)
+        ),
+    ),
+    Refusal(
+        "--ampipe-exchange",
+        "has nothing to save: a token has one copy, for one expert",
+        "Use --ampipe-exchange rows.",
+        lambda args: (
+            _joins_copies(args)
+            and args.moe_router_topk == 1
+            and _with(args, "--ampipe-exchange", "--moe-router-topk")
+        ),
+    ),
+    Refusal(
+        "--ampipe-exchange",
+        "has nothing to save: one rank has all experts",
+        "Add --expert-model-parallel-size 2 or more, or use --ampipe-exchange rows.",
+        lambda args: args.ampipe_exchange == Exchange.RANKS and _ranks(args) == 1,
+    ),
+    Refusal(
+        "--ampipe-exchange",
+        "has nothing to save: every rank has one expert, so it gets a token at most once",
+        "Use fewer expert-parallel ranks than experts, or --ampipe-exchange rows.",
+        lambda args: (
+            args.ampipe_exchange == Exchange.RANKS
+            and args.num_experts <= args.expert_model_parallel_size
+            and _with(args, "--ampipe-exchange", "--expert-model-parallel-size")
+        ),
+    ),
+    Refusal(
+        "--ampipe-exchange",
+        "it is not known how many ranks share a node",
+        "Start the run with torchrun, which says so, or add --ampipe-ranks-per-node 8, or "
+        "--ranks-per-node 8 to ampipe config.",
+        lambda args: _has_two_hops(args) and ranks_per_node(args.all) is None,
+        also_with_plan=True,
+    ),
+    Refusal(
+        "--ampipe-exchange",
+        "has nothing to save: it needs expert-parallel ranks on several nodes, as many on each, and several",
+        "Use --ampipe-exchange rows, or other numbers of ranks.",
+        _is_not_in_nodes,
     ),
     Refusal(
         "--num-distributed-optimizer-instances",
@@ -402,10 +548,17 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--use-megatron-fsdp",
-        "it gathers parameters for one pass at a time, and reduces gradients itself: not with "
-        "--ampipe-partner, --overlap-moe-expert-parallel-comm or --ampipe-grad-reduce placed",
-        "Leave these out, or use --use-distributed-optimizer.",
-        lambda args: bool(args.ampipe_partner) or args.ampipe_grad_reduce == "placed",
+        "it gathers parameters for one pass at a time",
+        "Leave out the flag that is named with it, or use --use-distributed-optimizer.",
+        lambda args: _with(args, "--use-megatron-fsdp", _partner_flag(args)),
+    ),
+    Refusal(
+        "--use-megatron-fsdp",
+        "it reduces gradients itself",
+        "Leave out --ampipe-grad-reduce, or use --use-distributed-optimizer.",
+        lambda args: (
+            args.ampipe_grad_reduce == "placed" and _with(args, "--use-megatron-fsdp", "--ampipe-grad-reduce")
+        ),
     ),
     Refusal(
         "--use-torch-fsdp2",
@@ -414,18 +567,24 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--ampipe-memory",
-        "--recompute-granularity full and --recompute-modules moe keep less of the experts than this, and "
-        "--fp8-format and --use-transformer-engine-op-fuser keep other tensors",
-        "Leave it out, or recompute other modules without FP8 and that fuser: --recompute-granularity "
-        "selective --recompute-modules core_attn.",
-        lambda args: args.ampipe_memory != KEEP and (_recomputes_experts(args) or _keeps_other_tensors(args)),
+        "recomputing experts keeps less of them than this",
+        "Leave it out, or recompute other modules: --recompute-granularity selective --recompute-modules "
+        "core_attn.",
+        lambda args: args.ampipe_memory != KEEP and _with(args, "--ampipe-memory", _recomputes_experts(args)),
+    ),
+    Refusal(
+        "--ampipe-memory",
+        _OTHER_TENSORS,
+        "Leave it out, or the flag that is named with it.",
+        lambda args: (
+            args.ampipe_memory != KEEP and _with(args, "--ampipe-memory", _keeps_other_tensors(args))
+        ),
     ),
     Refusal(
         "--ampipe-memory-budget",
-        "it chooses --ampipe-memory, and --fp8-format and --use-transformer-engine-op-fuser keep other "
-        "tensors than that knows",
-        "Leave it out.",
-        _keeps_other_tensors,
+        _OTHER_TENSORS,
+        "Leave it out, or the flag that is named with it.",
+        lambda args: _with(args, "--ampipe-memory-budget", _keeps_other_tensors(args)),
     ),
     Refusal(
         "--save-tokens-per-expert-interval",
@@ -461,21 +620,37 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--ampipe-wire",
-        "it needs the dispatcher alltoall, which alone sends rows as they are; and bf16 needs rows of 32 bit",
-        "Use --moe-token-dispatcher-type alltoall; with --bf16 or --fp16 also --ampipe-wire fp8.",
-        lambda args: not _sends_rows(args) or (args.ampipe_wire == "bf16" and bool(args.bf16 or args.fp16)),
+        "only the dispatcher alltoall sends rows as they are",
+        "Use --moe-token-dispatcher-type alltoall, or leave it out.",
+        lambda args: not _sends_rows(args) and _with(args, "--ampipe-wire", _DISPATCHER),
+    ),
+    Refusal(
+        "--ampipe-wire",
+        "it halves rows of 32 bit, and these have 16",
+        "Use --ampipe-wire fp8, or leave it out.",
+        lambda args: (
+            args.ampipe_wire == "bf16" and _with(args, "--ampipe-wire", _set(args, "--bf16", "--fp16"))
+        ),
     ),
     Refusal(
         "--ampipe-condense",
-        "it needs the dispatcher alltoall, sequences of one document, and experts whose results are "
-        "weighted, not their inputs",
-        "Use --moe-token-dispatcher-type alltoall without --moe-apply-probs-on-input, --sft, "
-        "--reset-attention-mask and --dataloader-inter-document-masking, or leave it out.",
-        lambda args: (
-            not _sends_rows(args)
-            or packs_documents(args)
-            or bool(args.moe_apply_probs_on_input or args.reset_attention_mask)
+        "only the dispatcher alltoall sends rows as they are",
+        "Use --moe-token-dispatcher-type alltoall, or leave it out.",
+        lambda args: not _sends_rows(args) and _with(args, "--ampipe-condense", _DISPATCHER),
+    ),
+    Refusal(
+        "--ampipe-condense",
+        "tokens of several documents would be joined, and so those of none may be",
+        "Leave it out, or the flag that is named with it.",
+        lambda args: _with(
+            args, "--ampipe-condense", _documents(args) or _set(args, "--reset-attention-mask")
         ),
+    ),
+    Refusal(
+        "--ampipe-condense",
+        "experts would get inputs with the weight of another token, where their results should be weighted",
+        "Leave out --moe-apply-probs-on-input, or --ampipe-condense.",
+        lambda args: _with(args, "--ampipe-condense", _set(args, "--moe-apply-probs-on-input")),
     ),
     Refusal(
         "--ampipe-trace-dir",
@@ -503,7 +678,7 @@ TOKEN_ID_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--overlap-moe-expert-parallel-comm",
         "a model runs two micro-batches at once, and its routers are told the ids of one",
-        "Leave it out; --ampipe-degree 4 overlaps the same exchanges within a micro-batch.",
+        "Leave it out; --ampipe-degree 2 overlaps the same exchanges within a micro-batch.",
     ),
     Refusal(
         "--cuda-graph-impl",

@@ -320,3 +320,7 @@ class TrainingSession:
         """Restore Megatron's functions, and write this rank's trace; also called after a failure."""
         if self._hooks is not None:
             self._hooks.remove()
+        if self.context is not None and sys.exc_info()[0] is None:
+            from megatron_ampipe.launch import startup
+
+            startup.print_end(self.context.pipeline)

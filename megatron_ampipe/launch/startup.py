@@ -17,9 +17,10 @@ from megatron_ampipe.launch.planned import exchanges_of, layout_of_args, packs_d
 from megatron_ampipe.launch.recording import has_expert_communication
 from megatron_ampipe.launch.trials import Choice, candidates
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.schedule import KEEP, stack_to_text
+from megatron_ampipe.schedule import KEEP, Pipeline, stack_to_text
 from megatron_ampipe.schedule.features import boundary, fp8_recipe, rows_of_tile, uses_ring_attention
 
+TITLE = "AMPipe"
 Row = tuple[str, ...]
 """Name and value of a setting, and a reason if there is one."""
 _SAME_TILES = (
@@ -42,7 +43,7 @@ def print_startup_table(rows: Sequence[Row], adjustments: Mapping[str, str]) -> 
     """Print on rank 0 what this run does, and which flags were added or changed, with the reasons."""
     if int(os.environ.get("RANK", "0")) != 0:
         return
-    table = Table(title="AMPipe", title_justify="left", show_header=False)
+    table = Table(title=TITLE, title_justify="left", show_header=False)
     table.add_column("setting", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("why", overflow="fold")
@@ -52,6 +53,12 @@ def print_startup_table(rows: Sequence[Row], adjustments: Mapping[str, str]) -> 
         table.add_row("adjusted" if index == 0 else "", flag, reason)
     # In a log file, use a fixed width.
     Console(width=None if Console().is_terminal else 140).print(table)
+
+
+def print_end(pipeline: Pipeline) -> None:
+    """Print on rank 0, at the end of a run, how it was pipelined, and where the table says more."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"AMPipe: {pipeline}. The reasons are in the table '{TITLE}' near the start of this output.")
 
 
 def pipelined_rows(

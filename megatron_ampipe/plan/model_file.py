@@ -269,8 +269,9 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
     for key, value in (overrides or {}).items():
         values[key], lines[key] = value, 0
         if key not in TRAINING_FLAGS:
-            rule = f"has no effect: no size of a block depends on it. {did_you_mean(key, TRAINING_FLAGS)}"
-            ModelFile(path, values, lines).refuse(key, rule.rstrip(". "))
+            guess = did_you_mean(key, TRAINING_FLAGS) or "Leave it out."
+            rule = "has no effect: no size of a block depends on it"
+            ModelFile(path, values, lines).refuse(key, rule, guess)
     own = {key.replace("-", "_"): value for key, value in section.items()}
     return ModelFile(path, values, lines, Settings(**own))
 

@@ -143,7 +143,7 @@ def chunk_sequence(
     if not 1 <= degree <= num_rows:
         rule = f"must be between 1 and the number of rows of the sequence on one rank ({num_rows})"
         raise BadInput(
-            "--ampipe-degree", degree, rule=rule, remedy=f"Use --ampipe-degree {min(4, num_rows)}."
+            "--ampipe-degree", degree, rule=rule, remedy=f"Use --ampipe-degree {min(2, num_rows)}."
         )
     lengths = even_chunks(num_rows, degree) if shares is None else _shared_out(num_rows, shares)
     return cut(lengths, layout, sequence_length=sequence_length)

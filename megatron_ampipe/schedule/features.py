@@ -32,7 +32,7 @@ OTHER_FP8_RECIPE = (
 WEIGHTS_TOGETHER = (
     "only the linear layers of --transformer-impl local, and of Transformer Engine from "
     "2.3 on without its fused operations and joint biases, can compute gradients of weights apart",
-    "Use --ampipe-schedule ampipe and --ampipe-degree 4, or leave out --use-transformer-engine-op-fuser, "
+    "Use --ampipe-schedule ampipe and --ampipe-degree 2, or leave out --use-transformer-engine-op-fuser, "
     "--use-grouped-gemm-for-shared-expert and --moe-single-grouped-bias.",
 )
 """Why layers cannot run a schedule that computes gradients of weights apart, and what to do."""

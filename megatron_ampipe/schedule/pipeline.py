@@ -252,7 +252,7 @@ class Pipeline:
         degree, backward = self.degree, self.backward_degree
         if degree < 1:
             rule = "must be a whole number of chunks, at least 1"
-            remedy = "Use --ampipe-degree 4, or 1 for Megatron's own layers."
+            remedy = "Use --ampipe-degree 2, or 1 for Megatron's own layers."
             raise BadInput("--ampipe-degree", degree, rule=rule, remedy=remedy)
         if backward < 1 or max(degree, backward) % min(degree, backward):
             rule = f"must be a divisor or a multiple of the degree of the forward pass ({degree})"

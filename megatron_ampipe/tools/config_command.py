@@ -8,12 +8,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import at_least
+
+if TYPE_CHECKING:
+    from megatron_ampipe.launch.config_files import Resolved
 
 EPILOG = """\
 examples:
@@ -61,8 +67,30 @@ def _set_ranks(arguments: argparse.Namespace) -> None:
         os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
 
 
+@contextlib.contextmanager
+def _without_notes() -> Iterator[None]:
+    """Leave out what libraries log for information; importing Megatron's training switches it on."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Resolve, check and print."""
+    from megatron_ampipe.launch import config_files
+
+    with _without_notes():
+        resolved = _checked(arguments)
+    as_text = config_files.as_yaml if arguments.format == "yaml" else config_files.as_command
+    print(as_text(resolved), end="")
+    return 0
+
+
+def _checked(arguments: argparse.Namespace) -> Resolved:
+    """The merged settings, after all checks."""
     from megatron_ampipe.launch import config_files, flags
 
     _set_ranks(arguments)
@@ -83,6 +111,4 @@ def run(arguments: argparse.Namespace) -> int:
                 pretrain.check_launch(resolved.words)
             except BadInput as error:
                 raise resolved.located(error) from error
-    text = config_files.as_yaml if arguments.format == "yaml" else config_files.as_command
-    print(text(resolved), end="")
-    return 0
+    return resolved

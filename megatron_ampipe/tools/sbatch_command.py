@@ -244,7 +244,9 @@ def _check_training(arguments: argparse.Namespace, training: Sequence[str]) -> N
     command = [sys.executable, "-m", "megatron_ampipe.cli", "config", *ranks, *words]
     done = subprocess.run(command, env=inherited, capture_output=True, text=True)
     if done.returncode == BadInput.exit_code:
-        print(f"{done.stderr.strip()} To submit it anyway, add --no-check.", file=sys.stderr)
+        # Libraries may have said something before.
+        answer = re.split(r"^(?=ampipe: )", done.stderr.strip(), flags=re.M)[-1]
+        print(f"{answer} To submit it anyway, add --no-check.", file=sys.stderr)
         raise SystemExit(BadInput.exit_code)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]

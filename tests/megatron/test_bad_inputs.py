@@ -49,9 +49,12 @@ YAML = {
     "key-misspelt": ("lr: 1\nnum_layers: 2", "{line}2: num_layers: there is no such flag. Did you mean num-"),
     "section-misspelt": ("ampip:\n  degree: 2", "{line}1: ampip: there is no such flag. Did you mean amp"),
     # Values.
-    "word-for-number": ("lr: fast", "{line}1: --lr: invalid float value: 'fast'. Run with --help"),
+    "word-for-number": ("lr: fast", "{line}1: --lr fast: is not a number. Use for example --lr 2."),
     "number-for-switch": ("swiglu: 1", "{line}1: swiglu: '1': is a switch, and takes true or false without"),
-    "choice": ("attention-backend: flsh", "arguments (incomplete): 'flsh' is no choice of its flag. Run"),
+    "choice": (
+        "attention-backend: flsh",
+        "{line}1: --attention-backend flsh: is not one of its values. Did you mean flash?",
+    ),
     "list-for-pattern": ("moe-layer-freq: [0, 1]", "['0', '1']: takes numbers and text; words"),
     # Sections.
     "own-at-top": ("degree: 4", "degree: there is no such flag. Write it below 'ampipe:', indented."),
@@ -79,6 +82,23 @@ REFUSED = {
     "cluster-is-a-plan": (_PLAN + "{here}/good.plan", "good.plan:1: format: is not a known key. Use one of"),
     "set-object": (_PLAN + "dgx-h100 --set hidden-size=!!python/name:os.system", "is not FLAG=VALUE"),
     "bench-from-trace": ("bench --from {here}/a.trace", "is not a result of ampipe bench. Give a file"),
+    "set-misspelt": (
+        _PLAN + "dgx-h100 --set num-expert=4",
+        "--set num-expert 4: has no effect: no size of a block depends on it. Did you mean num-experts?",
+    ),
+    "half": (
+        "config --num-layers 7.5",
+        "--num-layers 7.5: is not a whole number. Use for example --num-layers 7.",
+    ),
+    "half-degree": (
+        "config --ampipe-degree 7.5",
+        "--ampipe-degree 7.5: is neither a whole number nor auto. Use for example --ampipe-degree 2,",
+    ),
+    "word-unknown": (
+        "config --ampipe-schedule lance",
+        "--ampipe-schedule lance: is not one of its values. Did you mean lancet?",
+    ),
+    "no-value": ("config --num-layers", "--num-layers: expected one argument. Write its value after it, or"),
     "config-flag": ("config --num_layers 2", "--num_layers 2: there is no such flag. Did you mean --num-la"),
     "config-nodes": (
         "config --ranks 4 --ranks-per-node 3",
@@ -103,7 +123,19 @@ REFUSED = {
         "--ranks-per-node 2: has no effect without --ranks. Add",
     ),
     # Launches.
-    "degree-two-words": ("train --ampipe-degree 4 4", "argument 4: there is no such flag. Run with"),
+    "degree-two-words": ("train --ampipe-degree 4 4", "argument 4: unexpected argument. Leave it out,"),
+    "degree-above-rows": (
+        "train --ampipe-degree 1000",
+        "must be between 1 and the number of rows of the sequence on one rank (64). Use --ampipe-degree 2.",
+    ),
+    "no-interval": (
+        "train --save {here}/new",
+        "--save-interval (not given): Megatron needs it with these arguments. Add --save-interval 500,",
+    ),
+    "no-micro-batch": (
+        "config --ampipe-config tiny --mock-data --ranks 2",
+        "--micro-batch-size (not given): Megatron needs it with these arguments. Add --micro-b",
+    ),
     "schedule-at-degree-1": ("train --ampipe-schedule ampipe", "has no effect at --ampipe-degree 1, which"),
     "exchange-in-one-chunk": (
         "train --ampipe-exchange ranks --cpu-offloading-num-layers 1 --moe-router-topk 2 "
@@ -141,7 +173,17 @@ REFUSED = {
     "shard-cut": ("alone --mock-data --load {here}/torn", "--load {here}/torn" + _UNLOADABLE + "EOFError). "),
     "longer": (
         "alone --mock-data --load {here}/saved --train-iters 6",
-        "--load {here}/saved" + _UNLOADABLE + "OptimizerParamScheduler: class inp",
+        "had another schedule of the learning rate (OptimizerParamScheduler: class input value 24 and",
+    ),
+    "other-optimizer": (
+        "alone --mock-data --load {here}/sharded --use-distributed-optimizer",
+        "--load {here}/sharded: without Transformer Engine or apex, Megatron cannot load the optimizer state "
+        "that --use-distributed-optimizer saves. With --no-load-optim, the weights are loaded and the",
+    ),
+    "other-layout": (
+        "alone --mock-data --load {here}/ep2",
+        "--load {here}/ep2: the optimizer state of the checkpoint is of another layout or optimizer (Could "
+        "not find parameter group",
     ),
 }
 """Command lines, and a part of the message. ``train`` goes on with those of a launch on made-up data."""
@@ -157,9 +199,26 @@ CONTROLS = {
         0,
     ),
     "data-well": ("alone --data-path {here}/data" + _WHOLE, "", 0),
+    "longer-well": (
+        "alone --mock-data --load {here}/saved --train-iters 3 --override-opt-param-scheduler",
+        "",
+        0,
+    ),
+    "other-optimizer-well": (
+        "alone --mock-data --load {here}/sharded --use-distributed-optimizer --no-load-optim --train-iters 3",
+        "",
+        0,
+    ),
+    "other-layout-well": ("alone --mock-data --load {here}/ep2 --no-load-optim --train-iters 3", "", 0),
     "load-new-folder": ("alone --mock-data --load {here}/new", "", 0),
 }
 """Valid inputs, so that only the argument of a row is wrong: the same, and the exit code."""
+
+OTHER_CHECKPOINTS = {
+    "sharded": (["--use-distributed-optimizer"], 1),
+    "ep2": (["--expert-model-parallel-size", "2"], 2),
+}
+"""Further flags of runs that save checkpoints, and their numbers of ranks, by folder."""
 
 LIMIT_S = 60.0
 SMALL = [*TINY_GPT, *TINY_MOE, "--vocab-size", "256"]
@@ -194,6 +253,12 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saving = ["--save", str(here / "saved"), "--save-interval", "2", "--exit-interval", "2"]
     run = pretrain(*SMALL, *MOCK_DATA, *saving, num_ranks=1)
     assert run.exit_code == 0, run.output[-4000:]
+    for name, (words, num_ranks) in OTHER_CHECKPOINTS.items():
+        saving[1] = str(here / name)
+        run = pretrain(*SMALL, *MOCK_DATA, *saving, *words, num_ranks=num_ranks)
+        assert run.exit_code == 0, run.output[-4000:]
+        # Said when they are saved, not only when they cannot be resumed.
+        assert run.says("With --no-load-optim, the weights are loaded") == (name == "sharded")
     for name in ("noted", "torn"):
         shutil.copytree(here / "saved", here / name)
     (here / "noted" / "latest_checkpointed_iteration.txt").write_text("3")
@@ -225,6 +290,7 @@ def test_it_ends_soon_and_says_why(name: str, here: Path) -> None:
     if code == 2:
         (said,) = (line for line in output.splitlines() if line.startswith(("error: ", "ampipe")))
         # NAME VALUE: RULE. REMEDY. Also with a long value, what is wrong and what to do are in sight.
+        assert "?." not in said and ".." not in said.replace("...", ""), said
         assert ": " in said and ". " in said and said.endswith((".", "?")) and len(said) < 2500, said
         if said.removeprefix("error: ").startswith("dataset "):
             assert "end of arguments" not in output, "some 850 lines of Megatron's stand before it"

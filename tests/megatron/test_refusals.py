@@ -2,14 +2,17 @@
 
 import argparse
 import itertools
+import re
 import shlex
+from collections import Counter
 
 import pytest
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags
-from megatron_ampipe.launch.refusals import REFUSALS, Refusal, refuse_unsupported
-from megatron_ampipe.schedule import Pipeline
+from megatron_ampipe.launch.planned import exchanges_of
+from megatron_ampipe.launch.refusals import REFUSALS, Refusal, _Arguments, refuse_unsupported
+from megatron_ampipe.schedule import Exchange, Pipeline
 from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from tests.megatron.launcher import MOCK_DATA, MODULE, REPOSITORY, TINY_GPT, execute, torchrun_command
 
@@ -20,18 +23,24 @@ ACCEPTED = [
 ]
 """A command line that AMPipe accepts; every row is added to it."""
 
+FP8 = "--fp8-format e4m3 --fp8-recipe blockwise --transformer-impl transformer_engine"
 REFUSED = {
     "--ampipe-partner": ["--pipeline-model-parallel-size 2 --num-layers 4"],
     "--ampipe-schedule": ["lancet --transformer-impl transformer_engine --use-transformer-engine-op-fuser"],
     "--position-embedding-type": ["mrope --mrope-section 2 3 3"],
-    "--qk-clip": ["--transformer-impl local"],
-    "--log-max-attention-logit": ["--transformer-impl local"],
+    "--qk-clip": [
+        "--transformer-impl local",
+        "--transformer-impl transformer_engine --context-parallel-size 2",
+        "--transformer-impl transformer_engine --dataloader-inter-document-masking",
+    ],
+    "--log-max-attention-logit": ["--transformer-impl transformer_engine --sft"],
     "--window-size": ["8,8"],
     "--hybrid-layer-pattern": ["M*-", "*-/*E"],
+    "--hybrid-layer-pattern (2)": ["ME --ampipe-cluster dgx-h100", "MEM* --ampipe-memory-budget 60GiB"],
     "--experimental-attention-variant": ["dsa"],
-    "--context-parallel-size": ["2 --sft"],
-    "--moe-token-dispatcher-type": [
-        "flex --ampipe-memory rebuild/S2/keep/keep",
+    "--context-parallel-size": ["2 --sft", "2 --dataloader-inter-document-masking"],
+    "--moe-token-dispatcher-type": ["flex --ampipe-memory rebuild/S2/keep/keep"],
+    "--moe-token-dispatcher-type (2)": [
         "flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-pad-uneven-dispatch-inputs",
     ],
     "--moe-flex-dispatcher-backend": ["ncclep --moe-token-dispatcher-type flex"],
@@ -43,7 +52,15 @@ REFUSED = {
         f"{name} --fp8-format e4m3 --transformer-impl transformer_engine" for name in ("delayed", "custom")
     ],
     "--te-precision-config-file": [str(REPOSITORY / "tests" / "megatron" / "precision.yaml")],
-    "--ampipe-exchange": ["ranks", "nodes"],
+    "--ampipe-exchange": ["nodes --moe-token-dispatcher-type allgather"],
+    "--ampipe-exchange (2)": ["ranks --moe-router-topk 1", "nodes --moe-router-topk 1"],
+    "--ampipe-exchange (3)": ["ranks --moe-router-topk 2"],
+    "--ampipe-exchange (4)": ["ranks --moe-router-topk 2 --expert-model-parallel-size 4"],
+    "--ampipe-exchange (5)": ["nodes --moe-router-topk 2", "2dh --moe-router-topk 1"],
+    "--ampipe-exchange (6)": [
+        "nodes --moe-router-topk 2 --ampipe-ranks-per-node 8 --expert-model-parallel-size 4",
+        "2dh --ampipe-ranks-per-node 1 --expert-model-parallel-size 4",
+    ],
     "--num-distributed-optimizer-instances": [
         "2 --ampipe-grad-reduce placed --overlap-grad-reduce --use-distributed-optimizer"
     ],
@@ -78,24 +95,36 @@ REFUSED = {
         ),
     ],
     "--fine-grained-activation-offloading": [
-        f"--offload-modules {modules}" for modules in ("core_attn attn_proj", "expert_fc1 mlp_norm")
+        *(f"--offload-modules {modules}" for modules in ("core_attn attn_proj", "expert_fc1 mlp_norm")),
+        *(
+            f"--offload-modules expert_fc1 {other}"
+            for other in ("--ampipe-memory rebuild", "--recompute-granularity full", "--fp8-format e4m3")
+        ),
     ],
-    "--use-megatron-fsdp": ["--ampipe-partner"],
+    "--use-megatron-fsdp": ["--ampipe-partner", "--overlap-moe-expert-parallel-comm"],
+    "--use-megatron-fsdp (2)": ["--ampipe-grad-reduce placed"],
     "--ampipe-memory": [
-        f"{name} --recompute-granularity selective --recompute-modules core_attn moe"
-        for name in ("rebuild", "redispatch")
+        "rebuild --recompute-granularity selective --recompute-modules core_attn moe",
+        "redispatch --recompute-granularity full",
     ],
-    "--ampipe-memory-budget": ["40GiB --use-transformer-engine-op-fuser"],
+    "--ampipe-memory (2)": [f"rebuild {FP8}"],
+    "--ampipe-memory-budget": ["40GiB --use-transformer-engine-op-fuser", f"40GiB {FP8}"],
     "--ampipe-grad-reduce": ["placed"],
     "--ampipe-capacity-scope": ["chunk"],
     "--ampipe-router-scope": ["chunk"],
     "--ampipe-wire": [
         f"{name} --moe-token-dispatcher-type allgather" for name in ("fp8", "tests.wires:HalvesWire")
     ],
-    "--ampipe-condense": ["0.9 --moe-router-topk 1 --moe-apply-probs-on-input"],
+    "--ampipe-wire (2)": ["bf16 --bf16", "bf16 --fp16"],
+    "--ampipe-condense": ["0.9 --moe-token-dispatcher-type allgather"],
+    "--ampipe-condense (2)": ["0.9 --sft", "0.9 --reset-attention-mask"],
+    "--ampipe-condense (3)": ["0.9 --moe-router-topk 1 --moe-apply-probs-on-input"],
     "--ampipe-trace-dir": ["traces --skip-train"],
 }
-"""What follows a flag that its row should refuse; else the test uses all choices but the default, or 2."""
+"""What follows a flag that its row should refuse; else the test uses all choices but the default, or 2.
+
+A second row of a flag has the number 2 after it, and so on.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +139,35 @@ def values_of(action: argparse.Action) -> list[str]:
     return [str(choice) for choice in action.choices or () if choice != action.default] or ["2"]
 
 
+def names_of_rows() -> list[str]:
+    """The names of all rows, as in :data:`REFUSED`."""
+    numbers: Counter[str] = Counter()
+    names = []
+    for row in REFUSALS:
+        numbers[row.setting] += 1
+        names.append(row.setting + (f" ({numbers[row.setting]})" if numbers[row.setting] > 1 else ""))
+    return names
+
+
+def conflicts_in(text: str) -> list[str]:
+    """The flags, of those that rows name with the refused value, that are in a command line."""
+    named = {"--ampipe-cluster", "--ampipe-memory-budget", "--sft", "--dataloader-inter-document-masking"}
+    named |= {"--reset-attention-mask", "--use-transformer-engine-op-fuser", "--ampipe-partner"}
+    named |= {"--moe-apply-probs-on-input", "--overlap-moe-expert-parallel-comm", "--bf16", "--fp16"}
+    return [word for word in shlex.split(text) if word in named]
+
+
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.setting.strip("-"))
-def test_a_row_applies_to_the_parsed_value_of_its_flag(row: Refusal, parser: argparse.ArgumentParser) -> None:
+@pytest.mark.parametrize(
+    ("name", "row"), zip(names_of_rows(), REFUSALS, strict=True), ids=lambda value: str(value)[:60].strip("-")
+)
+def test_a_row_applies_to_the_parsed_value_of_its_flag(
+    name: str, row: Refusal, parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a login node; tests of ``tests.forked`` set it.
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
-    texts = REFUSED.get(row.setting) or values_of(actions[row.setting])
+    texts = REFUSED.get(name) or values_of(actions[row.setting])
     command_lines = [[*ACCEPTED, row.setting, *shlex.split(text)] for text in texts]
     for words in [DENSE] if row.required else command_lines:
         with pytest.raises(BadInput) as refused:
@@ -126,11 +179,63 @@ def test_a_row_applies_to_the_parsed_value_of_its_flag(row: Refusal, parser: arg
         assert str(error) == str(BadInput(row.setting, error.value, rule=rule, remedy=row.remedy))
         given = list(itertools.takewhile(lambda word: not word.startswith("--"), words[len(ACCEPTED) + 1 :]))
         assert not given or any(word.split(",")[0] in str(error.value) for word in given)
+        if not row.required:
+            # With the value stands the flag that is in conflict with it.
+            assert all(flag in str(error) for flag in conflicts_in(" ".join(words[len(ACCEPTED) + 1 :])))
+
+
+def test_a_rule_states_one_reason_and_the_flag_in_conflict_stands_with_the_value() -> None:
+    """Rules of several conditions would leave users to find out which one applied."""
+    for row in REFUSALS:
+        named = set(re.findall(r"--[a-z0-9-]+", row.rule)) - {row.setting}
+        assert len(named) <= 1, row
+
+
+def test_an_exchange_is_refused_where_it_cannot_be_chosen_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rows give one reason each; together they are the rule of ``useful_exchanges``."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    rows = [row for row in REFUSALS if row.setting == "--ampipe-exchange"]
+    sizes = {
+        "ampipe_exchange": ["auto", *Exchange],
+        "moe_token_dispatcher_type": ["alltoall", "allgather", "flex"],
+        "moe_router_topk": [1, 2],
+        "expert_model_parallel_size": [1, 2, 4, 8],
+        "expert_tensor_parallel_size": [1, 2],
+        "num_experts": [4, 8],
+        "ampipe_ranks_per_node": [None, 1, 2, 4, 8],
+    }
+    num_refused = 0
+    for values in itertools.product(*sizes.values()):
+        named = dict(zip(sizes, values, strict=True))
+        args = argparse.Namespace(**named, tensor_model_parallel_size=1)
+        refused = [row.rule for row in rows if row.applies(_Arguments(args)) is not None]
+        allowed = named["ampipe_exchange"] in ("auto", *exchanges_of(args))
+        assert bool(refused) != allowed, (named, refused)
+        num_refused += bool(refused)
+    assert num_refused > 100
+
+
+def test_a_node_of_unknown_size_is_no_fault_of_a_plan(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = ACCEPTED.index("--ampipe-degree")
+    words = [*ACCEPTED[:at], *ACCEPTED[at + 2 :], "--moe-router-topk", "2", "--ampipe-plan", "plan.yaml"]
+    args = parser.parse_args(words)
+    config = AMPipeConfig(pipeline=Pipeline.of(2, exchange=Exchange.NODES), plan="plan.yaml")
+    for per_node, remedy in ((None, "Start the run with torchrun"), ("8", "Make one with ampipe plan")):
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if per_node is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", per_node)
+        with pytest.raises(BadInput) as refused:
+            refuse_unsupported(config, args)
+        assert refused.value.remedy.startswith(remedy)
 
 
 def test_rows_have_the_right_form_and_none_applies_twice_or_at_degree_1() -> None:
-    settings = [row.setting for row in REFUSALS]
-    assert len(settings) == len(set(settings))
+    rules = [(row.setting, row.rule) for row in REFUSALS]
+    assert len(rules) == len(set(rules))
     refuse_unsupported(AMPipeConfig(), argparse.Namespace(seq_length=64, window_size=(8, 0)))
     for row in REFUSALS:
         assert not row.rule.endswith(".")

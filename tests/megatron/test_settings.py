@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import logging
 import shlex
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import pytest
 from megatron_ampipe import cli
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.launch import config_files, flags
+from megatron_ampipe.launch import pretrain as pretrain_launch
 from tests.forked import completed
 from tests.megatron.launcher import pretrain
 from tests.unit.test_docs import help_examples
@@ -109,6 +111,28 @@ def test_every_example_of_config_does_what_it_shows(
         code, shown = cli.main(words), capsys.readouterr()
         assert code == 0, f"ampipe {words}\n{shown.err}"
         assert "num-layers" in shown.out
+
+
+@pytest.mark.ranks(1)
+def test_what_libraries_log_does_not_stand_above_the_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Importing Megatron's training lets every library log for information."""
+    written: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(logging.root, "handlers", [handler])
+    monkeypatch.setattr(logging.root, "level", logging.INFO)
+
+    def check(words: Sequence[str]) -> None:
+        logging.getLogger("megatron.core").info("something")
+        logging.getLogger("megatron.core").warning("important")
+
+    monkeypatch.setattr(pretrain_launch, "check_launch", check)
+    assert cli.main(["config", "--ranks", "2", "--ampipe-config", "tiny"]) == 0
+    assert written == ["important"]
+    logging.getLogger("megatron.core").info("after it")
+    assert written[1:] == ["after it"]
 
 
 def test_yaml_trains_like_the_same_flags_and_resolved_yaml_repeats_the_run(tmp_path: Path) -> None:

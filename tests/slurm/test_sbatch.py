@@ -206,7 +206,7 @@ def test_megatron_refuses_a_value_of_a_file_with_its_line(folder: Path, ampipe: 
     """With Megatron, in a separate process. How it checks is tested in tests/megatron/test_settings.py."""
     (folder / "run.yaml").write_text("train-iters: 10\nlr: abc\n")
     shown = ampipe(*NODES, *GPUS, "--model", "mixtral-8x7b", "--run", "run.yaml", code=2)
-    assert shown.out == "" and shown.err.startswith("ampipe: run.yaml:2: --lr: invalid float value: 'abc'. ")
+    assert shown.out == "" and shown.err.startswith("ampipe: run.yaml:2: --lr abc: is not a number. ")
     assert shown.err.endswith("To submit it anyway, add --no-check.\n")
 
 

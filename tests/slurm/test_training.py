@@ -155,4 +155,5 @@ def test_what_a_plan_says_is_accepted_by_sbatch_and_trains(
     codes, logs = run_ranks(MODULE, training, env=env, timeout_s=300, **places)
     run = parse(0, "".join(logs))
     assert codes == [0] * 4 and run.iterations == [1, 2], run.output[-4000:]
+    assert "The reasons are in the table 'AMPipe' near the start" in logs[0].splitlines()[-1]
     assert "│ exchange" in logs[0] and "│ nodes" in logs[0], "the start-up table"

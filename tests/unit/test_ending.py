@@ -120,6 +120,26 @@ def test_a_lost_peer_is_named_as_the_cause(end: End) -> None:
     assert left is not None and left.endswith(last)
 
 
+@pytest.mark.parametrize(
+    ("text", "code"), [("pretrain()", 2), ("if __name__ == '__main__':\n    pretrain()", 3)]
+)
+def test_a_script_that_spawned_processes_would_train_again_is_named(
+    text: str, code: int, end: End, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a guard, the process that writes checkpoints has ended for another reason."""
+    (tmp_path / "train.py").write_text(text)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+    failing = raising(
+        EOFError(), TRAINING, ("multiprocessing.managers", "start"), ("multiprocessing", "recv")
+    )
+    ended, output, _ = end(failing)
+    assert ended == code
+    guarded = (
+        "train.py: a process that writes checkpoints imports it, and it then trains again: it has no guard"
+    )
+    assert (guarded in output) == (code == 2), output
+
+
 def test_a_code_of_the_script_stays(end: End) -> None:
     with pytest.raises(SystemExit, match="5"):
         end(raising(SystemExit(5), HERE))

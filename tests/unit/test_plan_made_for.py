@@ -120,7 +120,7 @@ def test_a_saved_plan_for_another_block_is_refused(file: Path) -> None:
 def test_what_a_plan_says_is_refused_as_its_flags_are() -> None:
     run = run_of(recompute_granularity="full", ampipe_plan="p.yaml")
     config = AMPipeConfig(pipeline=Pipeline.of(4, memory="rebuild"), plan="p.yaml")
-    says = "^--ampipe-memory rebuild: with --ampipe-plan p.yaml, --recompute-granularity .* run's flags.$"
+    says = "^--ampipe-memory rebuild with --recompute-granularity full: with --ampipe-plan p.yaml, .* flags.$"
     with pytest.raises(BadInput, match=says):
         refuse_unsupported(config, run)
 
