@@ -9,18 +9,20 @@ waits for the device. Streams order nothing, and no kernel of CUDA runs: ``tests
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_ampipe import compat
 from megatron_ampipe.launch.host.torch_calls import FACTORIES, TENSOR_FACTORIES
+from megatron_ampipe.runtime.collectives import send_receive
 from megatron_ampipe.schedule import Span
 from tests import cuda_graph_standin
 from tests.dist.worker import report
@@ -131,6 +133,7 @@ def stand_ins() -> Iterator[Places]:
     """Within it, calls of CUDA work on the CPU. The host platform must be installed."""
     import megatron.core.transformer.moe.moe_layer as moe_layer
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    from megatron.core import parallel_state
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -150,6 +153,9 @@ def stand_ins() -> Iterator[Places]:
     def set_sync_debug_mode(mode: str) -> None:
         places.raises_at_waits = mode == "error"
 
+    # A buffer from before would be on the CPU.
+    if parallel_state._GLOBAL_MEMORY_BUFFER is not None:
+        parallel_state._GLOBAL_MEMORY_BUFFER.buffer.clear()
     with contextlib.ExitStack() as stack:
 
         def replace(target: Any, name: str, replacement: Any) -> None:
@@ -176,6 +182,12 @@ def stand_ins() -> Iterator[Places]:
         replace(torch.cuda, "_sleep", lambda _: None)
         replace(torch.cuda, "set_sync_debug_mode", set_sync_debug_mode)
         replace(torch.distributed, "init_process_group", init_process_group)
+        replace(torch.distributed, "all_to_all", _all_to_all)
+        # What Megatron has imported by name calls these.
+        for name in ("reduce_scatter_single", "all_gather_single"):
+            replace(distributed_c10d, name, _quiet(getattr(distributed_c10d, name), places))
+        # With NCCL, torch sends objects from the device.
+        replace(distributed_c10d, "_get_object_coll_device", lambda group=None: "cuda")
         replace(token_dispatcher, "maybe_move_tensor_to_cpu", splits_to_host)
         replace(compat, "current_gpu", lambda: NO_GPU)
         # Where there is a GPU, the host platform gives Megatron neither.
@@ -184,6 +196,26 @@ def stand_ins() -> Iterator[Places]:
         stack.enter_context(cuda_graph_standin.stand_ins())
         stack.enter_context(places)
         yield places
+
+
+def _all_to_all(received: Sequence[Tensor], sent: Sequence[Tensor], group: Any = None) -> None:
+    """As NCCL's, which takes tensors of different sizes; gloo's does not."""
+    for work in send_receive(sent, received, group):
+        work.wait()
+
+
+def _quiet(collective: Callable[..., Any], places: Places) -> Callable[..., Any]:
+    """A collective of which gloo's own copies are no waits."""
+
+    @functools.wraps(collective)
+    def quiet(*args: Any, **kwargs: Any) -> Any:
+        before, places.raises_at_waits = places.raises_at_waits, False
+        try:
+            return collective(*args, **kwargs)
+        finally:
+            places.raises_at_waits = before
+
+    return quiet
 
 
 def _placing(make: Callable[..., Tensor], places: Places) -> Callable[..., Tensor]:

@@ -270,10 +270,13 @@ class ChunkSharding:
 
     def by_chunk(self, hidden: Tensor) -> Tensor:
         """From this rank's part of the sequence to its part of every chunk, ``[R, B, D]``. Differentiable."""
-        rows = hidden.index_select(0, self._order.to(hidden.device))
+        # Moved once: the host would wait for the copy in every pass.
+        self._order = self._order.to(hidden.device)
+        rows = hidden.index_select(0, self._order)
         return all_to_all(self._group, rows, self._received, self._sent)
 
     def by_sequence(self, hidden: Tensor) -> Tensor:
         """The inverse of :meth:`by_chunk`."""
         moved = all_to_all(self._group, hidden.contiguous(), self._sent, self._received)
-        return moved.index_select(0, self._inverse.to(hidden.device))
+        self._inverse = self._inverse.to(hidden.device)
+        return moved.index_select(0, self._inverse)

@@ -19,7 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from gpu_check import wheels
-from gpu_check.steps import BUDGET_S, REPOSITORY, Device, Done, Outcome, missing, plan, run
+from gpu_check.steps import (
+    BUDGET_S,
+    RANK_STEPS_S,
+    REPOSITORY,
+    Device,
+    Done,
+    Outcome,
+    Step,
+    missing,
+    plan,
+    plan_of_ranks,
+    run,
+)
 from megatron_ampipe.errors import AMPipeError, DifferenceFound, EnvironmentMissing, RunFailed
 
 _INTERRUPTED = 130
@@ -65,6 +77,12 @@ def _parser() -> argparse.ArgumentParser:
         help="receives summary.json, log.txt and trace.json.gz (default: runs/gpu-check in the checkout)",
     )
     parser.add_argument(
+        "--ranks",
+        type=int,
+        choices=RANK_STEPS_S,
+        help="several ranks over NCCL that share the GPU, and nothing else (no times)",
+    )
+    parser.add_argument(
         "--only",
         metavar="WORDS",
         type=lambda text: tuple(text.split(",")),
@@ -98,7 +116,7 @@ def _check(chosen: argparse.Namespace) -> int:
         (output / "log.txt").write_text("")
         planned = [
             [step for step in group if any(word in step.name for word in chosen.only)]
-            for group in plan(Path(scratch), output)
+            for group in _groups(chosen.ranks, Path(scratch), output)
         ]
         needs = dict.fromkeys(need for group in planned for step in group for need in step.needs)
         lacking = missing(list(needs), environment)
@@ -109,6 +127,10 @@ def _check(chosen: argparse.Namespace) -> int:
             for ended in run(group, environment=environment, lacking=lacking, log=log, deadline=deadline)
         ]
         return _report(device, done, output=output, seconds=time.monotonic() - begin)
+
+
+def _groups(num_ranks: int | None, scratch: Path, output: Path) -> list[list[Step]]:
+    return plan(scratch, output) if num_ranks is None else plan_of_ranks(num_ranks, scratch)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ class Family:
             all iterations.
         norm_tolerance: Largest relative difference of a gradient norm.
         needs: Modules that it imports.
+        ranks: Processes of each training, all on one device.
     """
 
     words: str
@@ -25,6 +26,7 @@ class Family:
     tolerance: float
     norm_tolerance: float
     needs: tuple[str, ...] = ()
+    ranks: int = 1
 
     @property
     def allowed(self) -> list[float]:
@@ -93,6 +95,24 @@ FAMILIES = {
         {"degree 4": "--ampipe-degree 4"},
         *_IN_BF16,
         (*_ENGINE, "fla"),
+    ),
+    "two ranks": Family(
+        _AS_WRITTEN + "--expert-model-parallel-size 2",
+        {
+            "degree 2": "--ampipe-degree 2",
+            **_IN_CHUNKS,
+            "CUDA graphs": "--ampipe-degree 4 --cuda-graph-impl local "
+            "--cuda-graph-modules attn moe_router moe_preprocess",
+        },
+        *_IN_FP32,
+        ranks=2,
+    ),
+    "four ranks, pipeline": Family(
+        _AS_WRITTEN + "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 1",
+        _IN_CHUNKS,
+        *_IN_FP32,
+        ranks=4,
     ),
     "FP8": Family(
         _FUSED + "--num-layers 4 --fp8-format e4m3 --fp8-recipe blockwise",

@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from gpu_check import ranks
 from gpu_check.families import COMPARED
 from gpu_check.steps import Outcome
 from megatron_ampipe.files.timeline import DIRECTIONS
@@ -280,7 +281,58 @@ def _bench(text: str) -> Iterator[Row]:
         )
 
 
+def _ranks(text: str) -> Iterator[Row]:
+    """From the lines of :mod:`.ranks`: how many cases of each kind equal Megatron's layers."""
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    head, found = lines[0], ranks.outcomes(lines)
+    names_of: dict[str, list[str]] = {}
+    for name, shows in head["cases"].items():
+        names_of.setdefault(shows, []).append(name)
+    over = "gloo" if head["nccl"] is None else f"NCCL {'.'.join(map(str, head['nccl']))}"
+    for shows, names in names_of.items():
+        # On every rank.
+        ended = [name for name in names if len(found.get(name, {})) == head["ranks"]]
+        said = {name: list(found[name].values()) for name in ended}
+        skipped = [name for name in ended if all(how == "skipped" for how, _ in said[name])]
+        wrong = {
+            name: (rank, how, why)
+            for name in ended
+            for rank, (how, why) in sorted(found[name].items(), reverse=True)
+            if how in ranks.BAD
+        }
+        ran = len(ended) - len(skipped)
+        finding = f"{ran - len(wrong)} of {ran} cases"
+        if skipped:
+            finding += f", {len(skipped)} skipped ({said[skipped[0]][0][1]})"
+        if wrong:
+            name, (rank, how, why) = next(iter(wrong.items()))
+            finding += f"; first: {name}, rank {rank} {how}: {why}"[:300]
+        if len(ended) < len(names):
+            finding += f"; {len(names) - len(ended)} did not end"
+        outcome = Outcome.OK if ran else Outcome.SKIPPED
+        if wrong:
+            outcome = Outcome.DIFFERENT
+        elif len(ended) < len(names):
+            outcome = Outcome.CUT
+        yield Row(f"{head['ranks']} ranks over {over}, {shows}", outcome, finding)
+
+
+def _queues(text: str) -> Iterator[Row]:
+    """Which environments let several ranks hang: no fault, but to know."""
+    for line in (json.loads(line) for line in text.splitlines() if line.endswith("}")):
+        named = ", ".join(f"{name}={value}" for name, value in line["environment"].items())
+        bad = {name: how for name, how in line["found"].items() if set(how) & set(ranks.BAD)}
+        finding = f"{len(line['found'])} cases end"
+        if bad:
+            name, how = next(iter(bad.items()))
+            finding = f"{name}: {' and '.join(how)} ({''.join(line['said'])})"[:300]
+        different = any("different" in how for how in bad.values())
+        yield Row(named, Outcome.DIFFERENT if different else Outcome.OK, finding)
+
+
 _READERS = {
+    "ranks": _ranks,
+    "queues": _queues,
     "tests": _tests,
     "training": _training,
     "profile": _profile,

@@ -38,6 +38,7 @@ BENCHMARKS = {
 _PROFILE_S, _ATTENTION_S, _PARTNERS_S, _TRAINING_S, _DEVICE_S = 45, 40, 70, 150, 60
 _RUN = "packaging", "ruamel.yaml", "numpy", "torch", "megatron.core"
 _TEST = (*_RUN, "pytest", "pytest_timeout")
+_TRAIN = (*_RUN, "rich", "tqdm", "pydantic")
 COMPILER = "a C compiler with Python.h and triton"
 """What Triton needs to compile; all other needs are modules."""
 TESTS = {
@@ -78,8 +79,8 @@ class Step:
     """One process.
 
     Attributes:
-        kind: How its findings are read: ``tests``, ``training``, ``profile``, ``attention``, ``partners``
-            or ``bench``.
+        kind: How its findings are read: ``tests``, ``training``, ``profile``, ``attention``, ``partners``,
+            ``bench``, ``ranks`` or ``queues``.
         name: In the table.
         command: What is run, in the checkout.
         result: The file that it writes.
@@ -175,17 +176,13 @@ def plan(scratch: Path, output: Path) -> list[list[Step]]:
         scratch: Folder for what the steps write.
         output: Folder that the user keeps.
     """
-    python, needs = sys.executable, (*_RUN, "rich", "tqdm", "pydantic")
+    python, needs = sys.executable, _TRAIN
     profile, attention, partners = (
         scratch / f"{name}.json" for name in ("profile", "attention-times", "partners")
     )
     together = [_tests(name, scratch) for name in TESTS]
-    for name, family in FAMILIES.items():
-        file = scratch / f"training-{name.replace(' ', '-')}.json"
-        words: tuple[str, ...] = (python, "-m", "gpu_check.trained", name, "--json", str(file))
-        lacks = (*needs, *family.needs)
-        together.append(Step("training", f"training, {name}", words, file, _TRAINING_S, lacks))
-    words = (
+    together += [_training(name, scratch) for name, family in FAMILIES.items() if family.ranks == 1]
+    words: tuple[str, ...] = (
         *(python, "-m", "gpu_check.profiled", "--link", TRACED_LINK),
         *("--trace", str(output / "trace.json.gz"), "--json", str(profile)),
     )
@@ -204,6 +201,36 @@ def plan(scratch: Path, output: Path) -> list[list[Step]]:
             )
             alone.append(Step("bench", f"bench {grid}, {link}", words, file, limit_s, needs))
     return [together, *([step] for step in alone)]
+
+
+RANK_STEPS_S = {2: (170, 180, 170), 4: (150, 120, 0)}
+"""By number of ranks on one device: seconds for the cases, for trainings, and for the order of kernels."""
+
+
+def plan_of_ranks(num_ranks: int, scratch: Path) -> list[list[Step]]:
+    """The steps of several ranks on one device, one after another, the most important first.
+
+    Args:
+        num_ranks: On the device.
+        scratch: Folder for what the steps write.
+    """
+    cases_s, training_s, queues_s = RANK_STEPS_S[num_ranks]
+    python = (sys.executable, "-m", "gpu_check.ranks", "--ranks", str(num_ranks))
+    lines, queues = scratch / "ranks.jsonl", scratch / "queues.jsonl"
+    steps = [Step("ranks", f"{num_ranks} ranks", (*python, "--json", str(lines)), lines, cases_s, _TEST)]
+    for name, family in FAMILIES.items():
+        if family.ranks == num_ranks:
+            steps.append(_training(name, scratch, limit_s=training_s))
+    if queues_s:
+        words = (*python, "--json", str(queues), "--queues", "6")
+        steps.append(Step("queues", "order of kernels", words, queues, queues_s, _TEST))
+    return [[step] for step in steps]
+
+
+def _training(name: str, scratch: Path, *, limit_s: float = _TRAINING_S) -> Step:
+    file = scratch / f"training-{name.replace(' ', '-')}.json"
+    words = (sys.executable, "-m", "gpu_check.trained", name, "--json", str(file))
+    return Step("training", f"training, {name}", words, file, limit_s, (*_TRAIN, *FAMILIES[name].needs))
 
 
 def _tests(name: str, scratch: Path) -> Step:

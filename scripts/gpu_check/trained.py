@@ -1,7 +1,7 @@
 """Trains a small model with Megatron's own loop on the GPU, stock and with AMPipe, and compares the losses.
 
-A separate process for each family: ``python -m gpu_check.trained FAMILY``. One rank. All kinds of a family
-run at the same time, so nothing is timed. Started by :mod:`.steps`.
+A separate process for each family: ``python -m gpu_check.trained FAMILY``. One rank, or several that share
+the GPU. Kinds of a family run at the same time, so nothing is timed. Started by :mod:`.steps`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,23 @@ import operator
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from gpu_check import ranks
 from gpu_check.families import FAMILIES, TRAINING
 from megatron_ampipe.errors import DifferenceFound, RunFailed
 from megatron_ampipe.tools.measuring import result
 
 STOCK = "stock"
+_LAUNCHES_AT_ONCE = 2
 _LINE = re.compile(
     r"iteration +\d+/.*lm loss: ([0-9.E+-]+).*load_balancing_loss: ([0-9.E+-]+).*grad norm: ([0-9.]+|nan|inf)"
 )
@@ -39,12 +45,19 @@ def main() -> int:
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--json", type=Path, required=True, help="receives the losses")
     parser.add_argument("--arguments", default="", help="more of Megatron's, for tests of this")
+    parser.add_argument("--kinds", default="", help="words, separated by commas: kinds whose name has one")
+    parser.add_argument("--on", choices=("cuda", "cpu"), default="cuda")
     chosen = parser.parse_args()
-    family = FAMILIES[chosen.family]
-    kinds = {STOCK: ""} | family.kinds
-    with ThreadPoolExecutor(len(kinds)) as pool:
+    family, words = FAMILIES[chosen.family], chosen.kinds.split(",")
+    kinds = {name: more for name, more in family.kinds.items() if any(word in name for word in words)}
+    kinds = {STOCK: ""} | kinds
+    nccl = ranks.installed_nccl() if family.ranks > 1 and chosen.on == "cuda" else None
+    # Ranks that wait for one another take turns on the device.
+    at_once = len(kinds) if family.ranks == 1 else _LAUNCHES_AT_ONCE
+    with ThreadPoolExecutor(at_once) as pool:
         trained = pool.map(
-            lambda kind: _train(kind, f"{family.words} {kinds[kind]} {chosen.arguments}"), kinds
+            lambda kind: _train(kind, f"{family.words} {kinds[kind]} {chosen.arguments}", family.ranks, nccl),
+            kinds,
         )
         losses = dict(zip(kinds, trained, strict=True))
     ended = {name: of_kind for name, of_kind in losses.items() if not isinstance(of_kind, str)}
@@ -67,29 +80,68 @@ def main() -> int:
     return RunFailed.exit_code if failed else 0
 
 
-def _train(kind: str, words: str) -> list[list[float]] | str:
+def _train(kind: str, words: str, num_ranks: int, nccl: tuple[int, int] | None) -> list[list[float]] | str:
     """Of every iteration both losses and the norm of all gradients, or why there are none."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
-        *("-m", "megatron_ampipe.pretrain_gpt", *shlex.split(TRAINING), *shlex.split(words)),
-    ]
+    training = ("-m", "megatron_ampipe.pretrain_gpt", *shlex.split(TRAINING), *shlex.split(words))
+    # Where Transformer Engine is installed, Megatron's routers would multiply fp32 in TF32.
+    more = {"NVIDIA_TF32_OVERRIDE": "0"}
+    if num_ranks > 1:
+        code, said = _train_on_ranks(kind, training, num_ranks, nccl, more)
+    else:
+        code, said = _train_alone(kind, training, more)
+    losses = [[float(loss) for loss in line.groups()] for line in _LINE.finditer(said)]
+    if code == 0 and losses:
+        return losses
+    reasons = _REASON.findall(said) or [line.strip() for line in said.splitlines()[-1:]]
+    return f"ended with {code}: {''.join(reasons[:1])[:200]}"
+
+
+def _train_alone(kind: str, training: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """The exit code, and all that it said."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    command = [*launcher, *training]
     print(f"{kind}: {shlex.join(command)}", flush=True)
     lines = []
-    # Where Transformer Engine is installed, Megatron's routers would multiply fp32 in TF32.
-    environment = os.environ | {"NVIDIA_TF32_OVERRIDE": "0"}
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
             print(f"{kind}: {line}", end="", flush=True)
-    said = "".join(lines)
-    losses = [[float(loss) for loss in line.groups()] for line in _LINE.finditer(said)]
-    if process.returncode == 0 and losses:
-        return losses
-    reasons = _REASON.findall(said) or [line.strip() for line in lines[-1:]]
-    return f"ended with {process.returncode}: {''.join(reasons[:1])[:200]}"
+    return process.returncode, "".join(lines)
+
+
+def _train_on_ranks(
+    kind: str,
+    training: Sequence[str],
+    num_ranks: int,
+    nccl: tuple[int, int] | None,
+    environment: Mapping[str, str],
+) -> tuple[int, str]:
+    """Likewise of several ranks, started without torchrun: to it, ranks of a device would be an error."""
+    with tempfile.TemporaryDirectory() as folder:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = str(free.getsockname()[1])
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, **environment}
+        timeout = ("--distributed-timeout-minutes", "1")
+        launch = ranks.Launch((sys.executable, *training, *timeout), num_ranks, nccl, Path(folder), meeting)
+        processes = launch.start()
+        try:
+            while None in (codes := [process.poll() for process in processes]):
+                if any(codes):
+                    # The others notice, or are ended.
+                    time.sleep(ranks.GRACE_S)
+                    break
+                time.sleep(0.1)
+        finally:
+            ranks.end(processes)
+        said = [launch.log(rank).read_text(errors="replace") for rank in range(num_ranks)]
+    for rank, text in enumerate(said):
+        print(f"--- {kind}, rank {rank}\n{text}", flush=True)
+    wrong = [process.returncode for process in processes if process.returncode]
+    return (wrong or [0])[0], "\n".join(said)
 
 
 def _differences(expected: list[list[float]], found: list[list[float]]) -> list[float]:

@@ -177,8 +177,10 @@ def layer_specs(case: Case, config: TransformerConfig) -> list[ModuleSpec]:
         attention = spec.submodules.self_attention.submodules
         if case.whole_down:
             attention.linear_q_down_proj = attention.linear_kv_down_proj = HostLatentProjection
-        if config.multi_latent_attention or case.is_packed:
-            # Megatron's module has no argument for the head size of values, and takes no packed documents.
+        over_ranks = config.context_parallel_size > 1 and not case.transformer_engine
+        if config.multi_latent_attention or case.is_packed or over_ranks:
+            # Megatron's module has no argument for the head size of values, takes no packed documents, and
+            # knows no context parallelism.
             attention.core_attention = HostDotProductAttention
         specs.append(with_gated_delta_net(spec) if kind == "g" else spec)
     return specs

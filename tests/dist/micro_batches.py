@@ -17,6 +17,11 @@ from tests.dist.blocks import forward, inputs_of, summed_results
 from tests.dist.cases import Case
 
 NUM_MICROBATCHES = 3
+FORWARD, BACKWARD = "forward", "backward"
+ONE_FORWARD_ONE_BACKWARD = (
+    (FORWARD, 0), (FORWARD, 1), (BACKWARD, 0), (FORWARD, 2), (BACKWARD, 1), (BACKWARD, 2),
+)  # fmt: skip
+"""The passes of the first of two pipeline stages."""
 
 
 def run_passes(
@@ -59,11 +64,17 @@ def run_passes(
 
 
 def step(
-    layer: torch.nn.Module, case: Case, *, partner: Partner | None = None, in_flight: Sequence[int] = ()
+    layer: torch.nn.Module,
+    case: Case,
+    *,
+    partner: Partner | None = None,
+    in_flight: Sequence[int] = (),
+    order: Sequence[tuple[str, int]] = (),
 ) -> dict[str, torch.Tensor]:
     """The output and the input gradient of every micro-batch, and what all of them have summed.
 
-    With ``in_flight`` all forward passes run first, then the backward passes of these micro-batches.
+    With ``in_flight`` all forward passes run first, then the backward passes of these micro-batches; with
+    ``order`` passes run in this order.
     """
     logged_losses.clear()
     parameter = next(layer.parameters())
@@ -83,10 +94,12 @@ def step(
         found[f"input gradient {microbatch}"] = hidden.grad
 
     if in_flight:
-        for microbatch in range(NUM_MICROBATCHES):
-            ahead(microbatch)
-        for microbatch in in_flight:
-            back(microbatch)
+        order = [(FORWARD, microbatch) for microbatch in range(NUM_MICROBATCHES)]
+        order += [(BACKWARD, microbatch) for microbatch in in_flight]
+    if order:
+        for direction, microbatch in order:
+            run_one = ahead if direction == FORWARD else back
+            run_one(microbatch)
     else:
         run_passes(layer, ahead, back, partner=partner)
     return found | summed_results(layer)

@@ -1,5 +1,6 @@
 """``scripts/gpu_check.sh`` as far as it runs without a GPU, and its profiling step on a CPU."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpu_check import findings, ranks
+from gpu_check.steps import Done, Outcome
+from tests.dist.one_device import CASES
 from tests.dist.test_bench import GRID
 from tests.forked import REPOSITORY, completed, run_workers
 from tests.gpu.test_cuda import LAYERS
@@ -116,6 +120,48 @@ def test_the_step_that_times_attention_runs_to_its_end(tmp_path: Path) -> None:
     measured = [of_kernel for case in found["cases"] for of_kernel in case["kernels"].values()]
     assert max(of_kernel["difference"] for of_kernel in measured) < 1e-5
     assert all(0 < of_kernel["host_us"] <= 1e3 * of_kernel["ms"] for of_kernel in measured)
+
+
+FOUR = "nodes-two,2dh-redispatch,tp2-ep2,gathers-nodes,unequal-tp-cp"
+
+
+@pytest.mark.parametrize(("num_ranks", "only"), [(2, ""), (4, FOUR)])
+def test_ranks_that_share_a_device_equal_stock(num_ranks: int, only: str, tmp_path: Path) -> None:
+    """Over gloo, on the stand-ins for CUDA; where there is no Transformer Engine, its cases are skipped."""
+    file = tmp_path / "lines"
+    words = ["--ranks", str(num_ranks), "--json", file, "--on", "stand-ins", "--only", only]
+    completed(sys.executable, "-m", "gpu_check.ranks", *words, env=with_scripts(), code=None, timeout_s=600)
+    lines = ranks.read(file)
+    found = ranks.outcomes(lines)
+    planned = [one for one in CASES[num_ranks] if any(word in one.name for word in only.split(","))]
+    assert len(planned) == len({one.name for one in planned}) >= 5
+    for one in planned:
+        expected = "equal" if one.needs is None else "skipped"
+        assert found[one.name].keys() == set(range(num_ranks)), one.name
+        assert {how for how, _ in found[one.name].values()} == {expected}, (one.name, found[one.name])
+    assert ranks.exit_code(lines) == 0
+    of_table = findings.rows({"steps": [as_step("ranks", file)]})
+    assert {row.outcome for row in of_table} <= {Outcome.OK, Outcome.SKIPPED}
+
+
+def as_step(kind: str, file: Path) -> dict[str, object]:
+    done = Done(kind, kind, Outcome.OK, 1.0, "", file.read_text())
+    return dataclasses.asdict(done)
+
+
+def test_ranks_that_share_a_device_train(tmp_path: Path) -> None:
+    """Megatron's own loop; no graphs on a CPU."""
+    tiny = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 2"
+    words = [
+        *(sys.executable, "-m", "gpu_check.trained", "two ranks", "--json", tmp_path / "training.json"),
+        *("--on", "cpu", "--kinds", "partners"),
+        *("--arguments", f"{tiny} --max-position-embeddings 64"),
+    ]
+    completed(*words, env=with_scripts())
+    found = json.loads((tmp_path / "training.json").read_text())
+    assert (found["differences"].keys(), found["failed"]) == ({"partners"}, {})
+    assert len(found["losses"]["stock"]) == 2
+    assert max(found["differences"]["partners"]) < 1e-5
 
 
 def test_the_profiling_step_runs_to_its_end(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ that several streams use is tested in ``test_stress.py``.
 
 import dataclasses
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -71,12 +72,12 @@ BF16_BOUND = 2**-6
 """Relative to the largest value: a few roundings of bf16 (2**-8 each) in sums of another order."""
 
 
-def on_device(case: Case) -> list[torch.nn.Module]:
-    """Megatron's layer and AMPipe's, in the precision of a case."""
+def on_device(case: Case, **options: Any) -> list[torch.nn.Module]:
+    """Megatron's layer and AMPipe's, in the precision of a case; options as of ``build_layers``."""
     from tests.dist.blocks import build_layers
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    layers = [layer.cuda() for layer in build_layers(case)]
+    layers = [layer.cuda() for layer in build_layers(case, **options)]
     return [layer.bfloat16() for layer in layers] if case.model.get("bf16") else layers
 
 
@@ -121,12 +122,12 @@ def test_equals_stock_in_bf16(degree: int) -> None:
     assert_equal(*on_device(case), case)
 
 
-def run_without_waits(layer: torch.nn.Module, case: Case, *, passes: int) -> None:
+def run_without_waits(layer: torch.nn.Module, case: Case, *, passes: int, rank: int = 0) -> None:
     """One more pass after some, in which torch raises at any call that makes the host wait."""
     from tests.dist.blocks import inputs_of, run_pass
 
     # Copies to the device synchronize, so all inputs are copied before.
-    inputs = inputs_of(case, rank=0, device="cuda", dtype=torch.float32)
+    inputs = inputs_of(case, rank=rank, device="cuda", dtype=torch.float32)
     for _ in range(passes):
         run_pass(layer, inputs)
     torch.cuda.synchronize()

@@ -84,7 +84,7 @@ def test_transformer_engine_under_overlapped_reduction(compare: Callable[..., No
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "apart"])
-@pytest.mark.parametrize(("schedule", "degree"), [("lancet", 1), ("joined", 4)])
+@pytest.mark.parametrize(("schedule", "degree"), [("lancet", 1), ("lancet", 2), ("joined", 2), ("joined", 4)])
 def test_transformer_engine_delays_weight_gradients(
     schedule: str, degree: int, fused: bool, compare: Callable[..., None]
 ) -> None:

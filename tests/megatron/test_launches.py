@@ -180,7 +180,7 @@ def test_megatrons_demand_for_one_hardware_queue_is_not_lifted_for_its_own_layer
 def test_the_trainings_of_the_gpu_check_are_accepted(
     family: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", str(FAMILIES[family].ranks))
     model = shlex.split(TRAINING + FAMILIES[family].words)
     for flags in FAMILIES[family].kinds.values():
         assert squeezed("chunk boundaries") in table_of(flags, monkeypatch, capsys, model)
