@@ -6,7 +6,7 @@ Import it after the host platform is installed.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,13 +58,8 @@ def run_passes(
     context.pipeline, context.partners = usual, None
 
 
-def step(
-    layer: torch.nn.Module, case: Case, *, partner: Partner | None = None, in_flight: Sequence[int] = ()
-) -> dict[str, torch.Tensor]:
-    """The output and the input gradient of every micro-batch, and what all of them have summed.
-
-    With ``in_flight`` all forward passes run first, then the backward passes of these micro-batches.
-    """
+def step(layer: torch.nn.Module, case: Case, *, partner: Partner | None = None) -> dict[str, torch.Tensor]:
+    """The output and the input gradient of every micro-batch, and what all of them have summed."""
     logged_losses.clear()
     parameter = next(layer.parameters())
     passes: list[Any] = []
@@ -82,11 +77,53 @@ def step(
         found[f"output {microbatch}"] = output.detach()
         found[f"input gradient {microbatch}"] = hidden.grad
 
-    if in_flight:
-        for microbatch in range(NUM_MICROBATCHES):
-            ahead(microbatch)
-        for microbatch in in_flight:
-            back(microbatch)
-    else:
-        run_passes(layer, ahead, back, partner=partner)
+    run_passes(layer, ahead, back, partner=partner)
+    return found | summed_results(layer)
+
+
+class Action(NamedTuple):
+    """One pass of one micro-batch through one of the model chunks of a pipeline stage."""
+
+    kind: str
+    """F, B, or E for a forward pass of an evaluation."""
+    microbatch: int
+    model_chunk: int
+
+    @classmethod
+    def of(cls, text: str) -> "Action":
+        """From a text like ``F0`` or, in model chunk 1, ``F0.1``."""
+        microbatch, _, model_chunk = text[1:].partition(".")
+        return cls(text[0], int(microbatch), int(model_chunk or 0))
+
+
+def step_in_order(
+    layer: torch.nn.Module, case: Case, order: str, *, model_chunks: Sequence[torch.nn.Module] = ()
+) -> dict[str, torch.Tensor]:
+    """As :func:`step`, of passes in an order; without ``model_chunks`` the layer is the only one.
+
+    As in Megatron's pipelines, a model chunk gets the detached output of the one before.
+    """
+    logged_losses.clear()
+    parameter = next(layer.parameters())
+    model_chunks = model_chunks or [layer]
+    last = len(model_chunks) - 1
+    passes: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+    found = {}
+    for action in map(Action.of, order.split()):
+        kind, microbatch, place = action
+        rank = torch.distributed.get_rank() + 8 * microbatch
+        inputs = inputs_of(case, rank=rank, device=parameter.device.type, dtype=parameter.dtype)
+        if kind == "B":
+            output, hidden = passes.pop((microbatch, place))
+            gradient = inputs.gradient if place == last else found[f"input gradient {microbatch}.{place + 1}"]
+            output.backward(gradient)
+            found[f"input gradient {microbatch}.{place}"] = hidden.grad
+            continue
+        if place:
+            inputs = inputs._replace(hidden=found[f"output {microbatch}.{place - 1}"])
+        with torch.set_grad_enabled(kind == "F"):
+            output, hidden = forward(model_chunks[place], inputs)
+        found[f"{'evaluated' if kind == 'E' else 'output'} {microbatch}.{place}"] = output.detach()
+        if kind == "F":
+            passes[microbatch, place] = output, hidden
     return found | summed_results(layer)
