@@ -4,21 +4,28 @@ As on a GPU, a capture computes nothing that lasts: memory from before is afterw
 made is full of NaN until the first replay, which runs the same operations on the same memory. What a GPU
 would refuse to capture, because the host reads a result or sends data, is refused. A capture does not see
 what other threads do meanwhile.
+
+Captured tensors are in the memory of a pool, as torch's allocator places them: memory that nobody refers to
+is given to the next tensor of any capture in the same pool. A replay writes all memory of its capture again,
+whoever has it now.
 """
 
 import contextlib
+import weakref
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_ampipe.attention import backends
-from megatron_ampipe.runtime import graphs
 
 READS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
@@ -27,13 +34,41 @@ READS = {
 """Operations for which the host waits for the device."""
 _SENDS = {"aten::lift_fresh"}
 """Operations with which the host sends data that it has made."""
-CAPTURED: list["RecordedGraph"] = []
-REPLAYS: list["RecordedGraph"] = []
-"""Every replay so far."""
+CAPTURED: weakref.WeakSet["RecordedGraph"] = weakref.WeakSet()
+"""The graphs that have not been freed."""
+REPLAYS: list[object] = []
+"""The pool of the graph of every replay so far."""
 
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+@dataclass
+class Block:
+    """A block of a pool, which one tensor after another is in."""
+
+    memory: Tensor
+    """Its bytes."""
+    tensor: Tensor | None = None
+    """The last tensor in it."""
+    num_tensors: int = 0
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody refers to the last tensor."""
+        return self.tensor is None or torch._C._storage_Use_Count(_storage(self.tensor)) <= _OF_ONE
+
+
+POOLS: defaultdict[object, list[Block]] = defaultdict(list)
+"""The blocks of each pool. Kept until the end, because tensors are in them whose graphs have been freed."""
+_ROUNDED_TO = 512
+"""Bytes, as in torch's allocator."""
+
+
+def num_reused() -> int:
+    """How many captured tensors were given memory that an earlier one no longer used."""
+    return sum(block.num_tensors - 1 for blocks in POOLS.values() for block in blocks)
 
 
 class _Recorder(TorchDispatchMode):
@@ -53,7 +88,9 @@ class RecordedGraph:
         self._made: dict[int, Tensor] = {}
         """By storage, memory that the capture has made."""
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
-        """By storage, memory from before that it has changed, with its contents."""
+        """By storage, memory from before that it has changed, with its contents; only during the capture."""
+        self._read: dict[int, StorageWeakRef] = {}
+        """By storage, memory from before that it uses."""
         self._recorder: _Recorder | None = None
         self.pool: Any = None
         self.generators: list[torch.Generator] = []
@@ -68,7 +105,7 @@ class RecordedGraph:
         assert capture_error_mode == "thread_local", "other threads issue transfers meanwhile"
         assert self._recorder is None and not self._calls, "a second capture"
         self.pool, self._recorder = pool, _Recorder(self)
-        CAPTURED.append(self)
+        CAPTURED.add(self)
         self._recorder.__enter__()
 
     def capture_end(self) -> None:
@@ -79,7 +116,9 @@ class RecordedGraph:
         with _disable_current_modes():
             for memory, contents in self._before.values():
                 memory.copy_(contents)
-            self._poison()
+            self._before.clear()
+            for tensor in self._made.values():
+                _poison(tensor)
 
     def record(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation and keep it."""
@@ -96,12 +135,14 @@ class RecordedGraph:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 tree_map_only(Tensor, self._keep_before, value)
         known = {_storage(one) for one in given}
+        for one in given:
+            if _storage(one) not in self._made:
+                self._read.setdefault(_storage(one), StorageWeakRef(one.untyped_storage()))
         result = operation(*args, **kwargs)
         made: list[Tensor] = []
         tree_map_only(Tensor, made.append, result)
         fresh = [one for one in made if _storage(one) not in known]
-        for one in fresh:
-            self._made.setdefault(_storage(one), one.detach())
+        result = self._in_pool(result, fresh)
         is_view = bool(made) and not fresh and not schema.is_mutable
         if not is_view and "empty" not in name:
             # Through other tensors of the same memory: a replay does not count as a change for autograd.
@@ -116,22 +157,48 @@ class RecordedGraph:
                 whole = _whole(tensor)
                 self._before[key] = whole, whole.clone()
 
-    def _poison(self, *, unused: bool = False) -> None:
-        """Overwrite what was made, or of it what only this graph refers to."""
-        for tensor in self._made.values():
-            if unused and torch._C._storage_Use_Count(_storage(tensor)) > _OF_ONE:
+    def _in_pool(self, result: Any, fresh: list[Tensor]) -> Any:
+        """The result of an operation, with the new tensors in it moved to memory of the pool."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        placed: dict[int, Tensor] = {}
+        for one in fresh:
+            memory = one.untyped_storage()
+            if not memory.nbytes():
                 continue
-            if tensor.dtype.itemsize > 1:
-                value = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
-                _whole(tensor).fill_(value)
+            is_first = _storage(one) not in storages
+            if is_first:
+                with _disable_current_modes():
+                    block = self._block(memory.nbytes())
+                    block.memory[: memory.nbytes()] = torch.empty(0, dtype=torch.uint8).set_(memory)
+                storages[_storage(one)] = _storage_at(block.memory.data_ptr(), memory.nbytes())
+            layout = one.storage_offset(), one.size(), one.stride()
+            moved: Tensor = one.new_empty(0).set_(storages[_storage(one)], *layout)
+            placed[id(one)] = moved
+            if is_first:
+                block.tensor = self._made[_storage(moved)] = moved.detach()
+                block.num_tensors += 1
+        return tree_map_only(Tensor, lambda tensor: placed.get(id(tensor), tensor), result)
+
+    def _block(self, num_bytes: int) -> Block:
+        """The smallest free block of the pool that is large enough, or a new one."""
+        blocks = POOLS[self.pool]
+        size = -(-num_bytes // _ROUNDED_TO) * _ROUNDED_TO
+        fitting = [block for block in blocks if len(block.memory) >= size and block.is_free]
+        if fitting:
+            return min(fitting, key=lambda block: len(block.memory))
+        blocks.append(Block(torch.empty(size, dtype=torch.uint8)))
+        return blocks[-1]
 
     def replay(self) -> None:
-        """As in torch. Graphs of one pool share memory to which nobody refers: it is lost for the others."""
-        REPLAYS.append(self)
+        """As in torch. What nobody refers to in the pool is lost, and whatever is in memory of this graph."""
+        REPLAYS.append(self.pool)
+        assert not any(memory.expired() for memory in self._read.values()), "memory that it reads was freed"
         with torch.no_grad(), _disable_current_modes():
-            for other in CAPTURED:
-                if other.pool == self.pool:
-                    other._poison(unused=other is not self)
+            for block in POOLS[self.pool]:
+                if block.tensor is not None and block.is_free:
+                    _poison(block.tensor)
+            for tensor in self._made.values():
+                _poison(tensor)
             for operation, args, kwargs, results in self._calls:
                 computed = operation(*args, **kwargs)
                 if results is None:
@@ -139,6 +206,13 @@ class RecordedGraph:
                 for kept, value in zip(tree_leaves(results), tree_leaves(computed), strict=True):
                     if isinstance(kept, Tensor) and kept.data_ptr() != value.data_ptr():
                         kept.copy_(value)
+
+
+def _poison(tensor: Tensor) -> None:
+    """Overwrite the memory of a tensor."""
+    if tensor.dtype.itemsize > 1:
+        value = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
+        _whole(tensor).fill_(value)
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -149,9 +223,14 @@ def _whole(tensor: Tensor) -> Tensor:
 def _borrowed(tensor: Tensor) -> Tensor:
     """The same memory, without a reference to it."""
     memory = tensor.untyped_storage()
-    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), _CPU, memory.nbytes())
+    storage = _storage_at(memory.data_ptr(), memory.nbytes())
     found = torch.empty(0, dtype=tensor.dtype)
     return found.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+
+
+def _storage_at(address: int, num_bytes: int) -> torch.UntypedStorage:
+    """A storage that does not own its memory."""
+    return torch._C._construct_storage_from_data_pointer(address, _CPU, num_bytes)
 
 
 _CPU = torch.device("cpu")
@@ -165,7 +244,7 @@ def stand_ins() -> Iterator[None]:
     pools = iter(range(1, 1 << 30))
     REPLAYS.clear()
     CAPTURED.clear()
-    graphs._pool.cache_clear()
+    POOLS.clear()
     with (
         mock.patch.object(torch.cuda, "CUDAGraph", RecordedGraph),
         mock.patch.object(torch.cuda, "graph_pool_handle", lambda: (0, next(pools))),

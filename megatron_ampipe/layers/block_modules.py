@@ -15,6 +15,7 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import Attention, SelfAttention
@@ -326,7 +327,8 @@ class BlockModules:
         """
         changes = self._changes
         if changes.has_other_modules():
-            self._forget("_read", "stage_modules", "_linears", "expert_products", "_linear_layers_of_te")
+            self._forget("_read", "_called", "stage_modules", "buffer_modules", "caching_modules")
+            self._forget("_linears", "expert_products", "_linear_layers_of_te")
             self.attend.cache_clear()
             changes.refuse_replaced_modules()
         revision = changes.revision
@@ -397,18 +399,35 @@ class BlockModules:
         return frozenset(kind for kind, function in FUNCTIONS.items() if function.graph in modules)
 
     @cached_property
+    def _called(self) -> Mapping[StageKind, Sequence[Module]]:
+        """All modules that each kind of stage can call."""
+        return {
+            kind: tuple(module for part in parts if isinstance(part, Module) for module in part.modules())
+            for kind, parts in self._read.items()
+        }
+
+    @cached_property
     def stage_modules(self) -> Mapping[StageKind, Sequence[Module]]:
         """See ``BlockFunctions``."""
         return {
-            kind: tuple(
-                module
-                for part in parts
-                if isinstance(part, Module)
-                for module in part.modules()
-                if module._parameters
-            )
-            for kind, parts in self._read.items()
+            kind: tuple(module for module in modules if module._parameters)
+            for kind, modules in self._called.items()
         }
+
+    @cached_property
+    def buffer_modules(self) -> Mapping[StageKind, Sequence[Module]]:
+        """See ``BlockFunctions``."""
+        return {
+            kind: tuple(module for module in modules if module._buffers)
+            for kind, modules in self._called.items()
+        }
+
+    @cached_property
+    def caching_modules(self) -> Sequence[Module]:
+        """See ``BlockFunctions``: the rotary embeddings of latent attention."""
+        return tuple(
+            module for part in self._parts for module in part.modules() if isinstance(module, RotaryEmbedding)
+        )
 
     @cached_property
     def stage_parameters(self) -> Mapping[StageKind, Sequence[Parameter]]:

@@ -21,7 +21,7 @@ from megatron_ampipe.layers.router import sees_whole_blocks
 from megatron_ampipe.layers.user_changes import refuse_hooks_of
 from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
-from megatron_ampipe.runtime.graphs import TapeGraphs
+from megatron_ampipe.runtime.graphs import GraphCache, TapeGraphs
 from megatron_ampipe.runtime.stack_call import StackCall
 from megatron_ampipe.runtime.tape import Tapes
 from megatron_ampipe.schedule import BlockFeatures, Chunk, Pipeline, SequenceLayout
@@ -73,16 +73,11 @@ class BlockStack:
         """Whether no block has experts, so that there is nothing to hide."""
         # Cached by pipeline, which can change between iterations, and by sequence length: micro-batches
         # that are packed from whole sequences have many lengths.
-        self._chunks, self._sharding, self._tapes, self._graphs, self._check_tiles = map(
+        self._chunks, self._sharding, self._tapes, self._check_tiles = map(
             lru_cache(maxsize=64),
-            (
-                self._make_chunks,
-                self._make_sharding,
-                self._make_tapes,
-                self._make_graphs,
-                self._require_tiles,
-            ),
+            (self._make_chunks, self._make_sharding, self._make_tapes, self._require_tiles),
         )
+        self._graphs = GraphCache(self._make_graphs)
         layer = blocks[0].moe_layer
         groups, sharded = layer.pg_collection, layer.config.sequence_parallel
         self._layout = SequenceLayout(
@@ -145,7 +140,7 @@ class BlockStack:
         token_ids = self._token_ids(chunks, hidden)
         graphs = None
         if keep_graph and context.graph_modules and not context.recorder.recording:
-            graphs = self._graphs(context.pipeline, features, revisions, hidden.shape, executor)
+            graphs = self._graphs.get(context.pipeline, features, revisions, hidden.shape, executor)
         call = StackCall(
             [
                 BlockPass(

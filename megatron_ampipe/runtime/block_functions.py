@@ -35,6 +35,10 @@ class BlockFunctions(Protocol):
     """All trainable parameters of the block."""
     stage_modules: Mapping[StageKind, Sequence[Module]]
     """The modules that each kind calls and that have parameters."""
+    buffer_modules: Mapping[StageKind, Sequence[Module]]
+    """The modules that each kind calls and that have buffers."""
+    caching_modules: Sequence[Module]
+    """Modules whose outputs are in a cache, which other calls can empty."""
 
     def run(self, kind: StageKind) -> Function:
         """The function of a kind.

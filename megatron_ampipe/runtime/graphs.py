@@ -2,8 +2,12 @@
 
 A graph uses the memory with which it was captured, so every micro-batch in flight has its own set of graphs.
 Tensors that one graph of a set writes for another stay in place until the set is used again. Tensors that
-other calls write or read are copied into and out of static memory. All graphs share the memory of these
-inputs and of temporary tensors, because graphs run one after another on one stream.
+other calls write or read are copied into and out of static memory.
+
+A set shares no memory with another. torch gives memory that one capture has freed to later captures of the
+same pool, so what one graph saves for its backward pass can be where an earlier graph has temporary tensors.
+That is safe only if graphs are replayed in the order of their captures. Graphs of one set are; those of
+several sets are not, because their order is that of the micro-batches in flight.
 
 A graph replays device operations, but no Python. All else that the calls do is recorded at capture and done
 again at every replay: the slots that they fill, the sums of gradients, the state that stages store in their
@@ -16,8 +20,8 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -158,27 +162,104 @@ class TapeGraphs:
             for slot in (*step.taken, *step.given)
         }
         """Slots that calls without a graph read or write."""
+        self._parameters: list[Parameter] = []
+        """The parameters that graphs read."""
+        self._buffer_modules: list[Module] = []
+        for block_functions, block_kinds in zip(functions, kinds, strict=True):
+            for kind in block_kinds:
+                self._parameters += block_functions.stage_parameters.get(kind, ())
+                self._buffer_modules += block_functions.buffer_modules.get(kind, ())
         self._sets: list[GraphSet] = []
+        self._num_passes = 0
 
     def begin(self, state: Pass) -> GraphSet | None:
         """Get the graphs for a pass that begins; None while warming up."""
+        self._num_passes += 1
         if self._warm_up:
             self._warm_up -= 1
             return None
-        self._sets = [graphs for graphs in self._sets if not graphs.is_stale]
+        addresses, oldest = self._addresses(), self._num_passes - MAX_IDLE_PASSES
+        self._sets = [
+            graphs for graphs in self._sets if graphs.addresses == addresses and graphs.last_pass >= oldest
+        ]
         graphs = next((graphs for graphs in self._sets if graphs.is_free), None)
         if graphs is None:
-            graphs = GraphSet(self)
+            graphs = GraphSet(self, addresses)
             self._sets.append(graphs)
         graphs.begin(state)
+        graphs.last_pass = self._num_passes
+        return graphs
+
+    def free(self) -> None:
+        """Free the graphs: those that no micro-batch uses at once, others when their backward pass has ended.
+
+        Their memory does not wait for the garbage collector, which Megatron's ``--manual-gc`` runs rarely.
+        """
+        self._sets.clear()
+
+    def _addresses(self) -> list[int]:
+        """Where everything is that graphs use and that other code can move to other memory."""
+        gradients = [getattr(parameter, "main_grad", None) for parameter in self._parameters]
+        buffers = [buffer for module in self._buffer_modules for buffer in module._buffers.values()]
+        tensors = [*self._parameters, *gradients, *buffers]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+MAX_SHAPES = 2
+"""For how many shapes of micro-batches a stack keeps graphs."""
+MAX_IDLE_PASSES = 1024
+"""After how many passes that did not use them graphs are freed. An iteration has fewer micro-batches: some
+sets are needed only while a pipeline fills."""
+
+
+class GraphCache:
+    """The graphs of a stack, by all on which its tapes and the memory of its graphs depend.
+
+    For every micro-batch that was in flight, graphs keep what its backward pass needs. So there are only
+    those of the last shapes. A shape that returns later warms up again: if more shapes alternate than are
+    kept, passes run without graphs, and none is captured in vain.
+
+    Args:
+        make: Makes the graphs for a key.
+    """
+
+    def __init__(self, make: Callable[..., TapeGraphs]) -> None:
+        self._make = make
+        self._kept: OrderedDict[tuple[Hashable, ...], TapeGraphs] = OrderedDict()
+        """With the key that was used last at the end."""
+        self._last_passes: dict[tuple[Hashable, ...], int] = {}
+        self._num_passes = 0
+
+    def get(self, *key: Hashable) -> TapeGraphs:
+        """The graphs for the key of a pass that begins; those of other keys may be freed."""
+        self._num_passes += 1
+        graphs = self._kept.get(key)
+        if graphs is None:
+            graphs = self._kept[key] = self._make(*key)
+        self._kept.move_to_end(key)
+        self._last_passes[key] = self._num_passes
+        oldest = next(iter(self._kept))
+        is_idle = self._last_passes[oldest] + MAX_IDLE_PASSES < self._num_passes
+        if is_idle or len(self._kept) > MAX_SHAPES:
+            del self._last_passes[oldest]
+            self._kept.pop(oldest).free()
         return graphs
 
 
 class GraphSet:
-    """A set of graphs, which serves one micro-batch in flight at a time."""
+    """A set of graphs, which serves one micro-batch in flight at a time.
 
-    def __init__(self, tape_graphs: TapeGraphs) -> None:
-        self._shared = tape_graphs
+    Args:
+        tape_graphs: What all sets of a tape share.
+        addresses: Where parameters, buffers and ``main_grad`` are now; the set is of no use if one moves.
+    """
+
+    def __init__(self, tape_graphs: TapeGraphs, addresses: list[int]) -> None:
+        self._shared, self.addresses = tape_graphs, addresses
+        self.last_pass = 0
+        """The number of the pass that used it last."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._inputs = _Inputs()
         self._captured: dict[tuple[Direction, int], _Captured] = {}
         self._own: dict[int, object] = {id(None): None}
         """None, and the objects that graphs of this set write for each other, by ``id``."""
@@ -189,22 +270,13 @@ class GraphSet:
         # Leaves for captured graphs only: the accumulation nodes of the parameters themselves belong to a
         # stream that is not captured.
         self._leaves = [tuple(map(_leaf, functions.parameters.all)) for functions in tape_graphs.functions]
-        self._addresses = [
-            (parameter, parameter.data_ptr())
-            for functions, kinds in zip(tape_graphs.functions, tape_graphs.kinds, strict=True)
-            for kind in kinds
-            for parameter in functions.stage_parameters.get(kind, ())
-        ]
+        self._cached: list[object] = []
+        """Outputs of modules that cache them: kept, because graphs read them."""
 
     @property
     def is_free(self) -> bool:
         """Whether no micro-batch uses the set; true also after a pass that was never differentiated."""
         return self._owner is None or self._owner() is None
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether a parameter has moved to other memory since."""
-        return any(parameter.data_ptr() != address for parameter, address in self._addresses)
 
     def begin(self, state: Pass) -> None:
         """Reserve the graphs for a micro-batch."""
@@ -257,8 +329,9 @@ class GraphSet:
             assert isinstance(value, Tensor), f"a graph cannot be given {value}"
             if state.crossing is not None:
                 state.crossing.note_use([value])
-            slots[slot] = static = _inputs.take(value)
+            static = self._inputs.take(value)
             captured.inputs.append((slot, static.copy_(value)))
+            slots[slot] = static.detach()
         self._record(captured, run, state)
         for slot, value in before.items():
             result = slots[slot]
@@ -275,7 +348,7 @@ class GraphSet:
         kept = [result for _, result in captured.results] + [total for *_, total, _ in captured.sums]
         self._own.update((id(value), value) for value in kept)
         del before, result, value
-        _inputs.give_back([static for _, static in captured.inputs if id(static) not in self._own])
+        self._inputs.give_back()
         for stage in stages if forward else ():
             left = state.blocks[stage.layer].left_by(stage.kind, stage.chunk)
             if left is not None:
@@ -297,8 +370,8 @@ class GraphSet:
         for generator in self._shared.generators():
             captured.graph.register_generator_state(generator)
         torch.cuda.synchronize()
-        with self._on_leaves(state), torch.cuda.stream(_capture_stream()):
-            captured.graph.capture_begin(pool=_pool(), capture_error_mode="thread_local")
+        with self._on_leaves(state), self._keeping_cached(), torch.cuda.stream(_capture_stream()):
+            captured.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 for step in run.steps:
                     step.run(state)
@@ -340,6 +413,16 @@ class GraphSet:
             state.blocks[layer].leave(kind, chunk, left)
 
     @contextlib.contextmanager
+    def _keeping_cached(self) -> Iterator[None]:
+        """Keep the outputs of modules that cache them."""
+        with contextlib.ExitStack() as stack:
+            for functions in self._shared.functions:
+                for module in functions.caching_modules:
+                    handle = module.register_forward_hook(lambda _, __, output: self._cached.append(output))
+                    stack.callback(handle.remove)
+            yield
+
+    @contextlib.contextmanager
     def _on_leaves(self, state: Pass) -> Iterator[None]:
         """Replace the parameters by the leaves, in modules and in the sums of gradients; restore on exit."""
         replaced: list[tuple[Module, str, Parameter]] = []
@@ -365,28 +448,29 @@ class GraphSet:
 
 
 class _Inputs:
-    """Static tensors for the inputs of graphs. Graphs share those that no graph keeps."""
+    """Static tensors for the inputs of the graphs of a set. Graphs share those that no graph keeps.
+
+    An input is copied right before a replay, so without a reference from what the graph has left nobody needs
+    it afterwards. Calls get another tensor of the same memory, which counts as a reference while it lives.
+    """
 
     def __init__(self) -> None:
         self._free: defaultdict[tuple[object, ...], list[Tensor]] = defaultdict(list)
-        self._taken: dict[int, int] = {}
+        self._taken: list[tuple[Tensor, int]] = []
 
     def take(self, like: Tensor) -> Tensor:
         """Get a static tensor that no other input of the same graph uses."""
         free = self._free[like.shape, like.dtype, like.device]
         static = free.pop() if free else torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        self._taken[id(static)] = _references(static)
+        self._taken.append((static, _references(static)))
         return static
 
-    def give_back(self, tensors: Sequence[Tensor]) -> None:
-        """Let other graphs use these tensors, except those that something now refers to."""
-        for static in tensors:
-            if _references(static) == self._taken[id(static)]:
+    def give_back(self) -> None:
+        """After the capture of a graph, let other graphs use its inputs, except those that are still used."""
+        for static, references in self._taken:
+            if _references(static) == references:
                 self._free[static.shape, static.dtype, static.device].append(static)
         self._taken.clear()
-
-
-_inputs = _Inputs()
 
 
 def _references(tensor: Tensor) -> int:
@@ -424,9 +508,3 @@ def _wait_for_parameters(modules: Sequence[Module]) -> None:
 def _capture_stream() -> torch.cuda.Stream:
     """The stream of all captures: torch cannot capture on the default stream, on which Megatron trains."""
     return torch.cuda.Stream()
-
-
-@functools.cache
-def _pool() -> tuple[int, int]:
-    """The memory pool of all graphs."""
-    return torch.cuda.graph_pool_handle()

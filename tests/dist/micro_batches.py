@@ -6,7 +6,7 @@ Import it after the host platform is installed.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,11 +17,6 @@ from tests.dist.blocks import forward, inputs_of, summed_results
 from tests.dist.cases import Case
 
 NUM_MICROBATCHES = 3
-FORWARD, BACKWARD = "forward", "backward"
-ONE_FORWARD_ONE_BACKWARD = (
-    (FORWARD, 0), (FORWARD, 1), (BACKWARD, 0), (FORWARD, 2), (BACKWARD, 1), (BACKWARD, 2),
-)  # fmt: skip
-"""The passes of the first of two pipeline stages."""
 
 
 def run_passes(
@@ -63,19 +58,8 @@ def run_passes(
     context.pipeline, context.partners = usual, None
 
 
-def step(
-    layer: torch.nn.Module,
-    case: Case,
-    *,
-    partner: Partner | None = None,
-    in_flight: Sequence[int] = (),
-    order: Sequence[tuple[str, int]] = (),
-) -> dict[str, torch.Tensor]:
-    """The output and the input gradient of every micro-batch, and what all of them have summed.
-
-    With ``in_flight`` all forward passes run first, then the backward passes of these micro-batches; with
-    ``order`` passes run in this order.
-    """
+def step(layer: torch.nn.Module, case: Case, *, partner: Partner | None = None) -> dict[str, torch.Tensor]:
+    """The output and the input gradient of every micro-batch, and what all of them have summed."""
     logged_losses.clear()
     parameter = next(layer.parameters())
     passes: list[Any] = []
@@ -93,13 +77,53 @@ def step(
         found[f"output {microbatch}"] = output.detach()
         found[f"input gradient {microbatch}"] = hidden.grad
 
-    if in_flight:
-        order = [(FORWARD, microbatch) for microbatch in range(NUM_MICROBATCHES)]
-        order += [(BACKWARD, microbatch) for microbatch in in_flight]
-    if order:
-        for direction, microbatch in order:
-            run_one = ahead if direction == FORWARD else back
-            run_one(microbatch)
-    else:
-        run_passes(layer, ahead, back, partner=partner)
+    run_passes(layer, ahead, back, partner=partner)
+    return found | summed_results(layer)
+
+
+class Action(NamedTuple):
+    """One pass of one micro-batch through one of the model chunks of a pipeline stage."""
+
+    kind: str
+    """F, B, or E for a forward pass of an evaluation."""
+    microbatch: int
+    model_chunk: int
+
+    @classmethod
+    def of(cls, text: str) -> "Action":
+        """From a text like ``F0`` or, in model chunk 1, ``F0.1``."""
+        microbatch, _, model_chunk = text[1:].partition(".")
+        return cls(text[0], int(microbatch), int(model_chunk or 0))
+
+
+def step_in_order(
+    layer: torch.nn.Module, case: Case, order: str, *, model_chunks: Sequence[torch.nn.Module] = ()
+) -> dict[str, torch.Tensor]:
+    """As :func:`step`, of passes in an order; without ``model_chunks`` the layer is the only one.
+
+    As in Megatron's pipelines, a model chunk gets the detached output of the one before.
+    """
+    logged_losses.clear()
+    parameter = next(layer.parameters())
+    model_chunks = model_chunks or [layer]
+    last = len(model_chunks) - 1
+    passes: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+    found = {}
+    for action in map(Action.of, order.split()):
+        kind, microbatch, place = action
+        rank = torch.distributed.get_rank() + 8 * microbatch
+        inputs = inputs_of(case, rank=rank, device=parameter.device.type, dtype=parameter.dtype)
+        if kind == "B":
+            output, hidden = passes.pop((microbatch, place))
+            gradient = inputs.gradient if place == last else found[f"input gradient {microbatch}.{place + 1}"]
+            output.backward(gradient)
+            found[f"input gradient {microbatch}.{place}"] = hidden.grad
+            continue
+        if place:
+            inputs = inputs._replace(hidden=found[f"output {microbatch}.{place - 1}"])
+        with torch.set_grad_enabled(kind == "F"):
+            output, hidden = forward(model_chunks[place], inputs)
+        found[f"{'evaluated' if kind == 'E' else 'output'} {microbatch}.{place}"] = output.detach()
+        if kind == "F":
+            passes[microbatch, place] = output, hidden
     return found | summed_results(layer)

@@ -413,7 +413,7 @@ def _graphs(one: RankCase) -> Found:
     import torch
 
     from tests.dist.blocks import capture, differences
-    from tests.dist.micro_batches import ONE_FORWARD_ONE_BACKWARD, step
+    from tests.dist.micro_batches import step_in_order
 
     stock, ours = _layers(one.case)
     capture(ours, ("attn", "moe_router", "moe_preprocess"), warm_up=3)
@@ -421,7 +421,7 @@ def _graphs(one: RankCase) -> Found:
     for number in range(4):
         for layer in (stock, ours):
             layer.zero_grad()
-        results = [step(layer, one.case, order=ONE_FORWARD_ONE_BACKWARD) for layer in (stock, ours)]
+        results = [step_in_order(layer, one.case, "F0 F1 B0 F2 B1 B2") for layer in (stock, ours)]
         found |= {f"{name}, step {number}": value for name, value in differences(*results).items()}
         with torch.no_grad():
             for of_stock, of_ours in zip(stock.parameters(), ours.parameters(), strict=True):

@@ -3,7 +3,9 @@
 Inputs and weights change from pass to pass, so whatever a graph does not compute anew is an error.
 """
 
+import gc
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,7 +13,20 @@ import pytest
 import torch
 
 from tests import cuda_graph_standin, deep_ep_standin
-from tests.dist.cases import AUX, GQA, GRAPH_MODULES, LARGE, LATENT_EXPERTS, PARITY, SHARED, TOP2, Case
+from tests.dist.cases import (
+    AUX,
+    BIASED,
+    GQA,
+    GRAPH_MODULES,
+    LARGE,
+    LATENT_EXPERTS,
+    PARITY,
+    SHARED,
+    SWIGLU,
+    TOP2,
+    YARN,
+    Case,
+)
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -53,15 +68,54 @@ ALONE = Case("alone", layers="mdm", stack=0, rope=True, model=LARGE | SHARED)
 """What stages of one module hand to others is copied."""
 
 
+def move_parameters(layer: torch.nn.Module) -> None:
+    """As when the weights of a model are offloaded and come back."""
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def move_main_gradients(layer: torch.nn.Module) -> None:
+    """As when the buffers of gradients are offloaded and come back."""
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+
+
+def move_buffers(layer: torch.nn.Module) -> None:
+    """As a module does that registers a buffer again, with other contents."""
+    for module in layer.modules():
+        for name, buffer in module._buffers.items():
+            if name == "expert_bias":
+                module._buffers[name] = buffer.roll(1)
+
+
+def drop_cached_embeddings(layer: torch.nn.Module) -> None:
+    """As a module of Megatron does for all others of its class."""
+    from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+
+    YarnRotaryEmbedding.forward.cache_clear()
+
+
+FUSED = LARGE | {"gradient_accumulation_fusion": True}
+MOVED = [
+    (Case("parameters", model=LARGE), move_parameters),
+    (Case("main-gradients", model=FUSED), move_main_gradients),
+    (Case("buffers", model=LARGE | BIASED), move_buffers),
+    (Case("cached-embeddings", model=YARN | LARGE), drop_cached_embeddings),
+]
+"""What graphs read or write, and what puts it into other memory between passes."""
+
+
 @pytest.mark.parametrize(
-    ("case", "modules", "moves"),
+    ("case", "modules", "move"),
     [
-        *(pytest.param(case, GRAPH_MODULES, False, id=case.name) for case in CASES),
-        *(pytest.param(ALONE, (module,), False, id=f"{module}-alone") for module in GRAPH_MODULES),
-        pytest.param(Case("moved", model=LARGE), GRAPH_MODULES, True, id="moved-parameters"),
+        *(pytest.param(case, GRAPH_MODULES, None, id=case.name) for case in CASES),
+        *(pytest.param(ALONE, (module,), None, id=f"{module}-alone") for module in GRAPH_MODULES),
+        *(pytest.param(case, GRAPH_MODULES, move, id=f"moved-{case.name}") for case, move in MOVED),
     ],
 )
-def test_replays_equal_stock(case: Case, modules: tuple[str, ...], moves: bool) -> None:
+def test_replays_equal_stock(
+    case: Case, modules: tuple[str, ...], move: Callable[[torch.nn.Module], None] | None
+) -> None:
     from tests.dist.blocks import inputs_of, run, wrong
 
     stock, ours = captured(case, modules)
@@ -72,16 +126,18 @@ def test_replays_equal_stock(case: Case, modules: tuple[str, ...], moves: bool) 
             inputs = inputs._replace(rotary=inputs.rotary * (1 + number))
         expected, found = (run(layer, case, inputs=inputs) for layer in (stock, ours))
         assert wrong(expected, found, TOLERANCE) == {}, f"pass {number} differs from stock"
-        if not moves:
+        if move is None:
             assert bool(cuda_graph_standin.REPLAYS) == (number > 0 and not case.pipeline.is_stock)
-        returned = [*found.values(), *(parameter.grad for parameter in ours.parameters())]
+        # What was added to ``main_grad`` leaves a placeholder without contents.
+        with_gradient = [p for p in ours.parameters() if not getattr(p, "grad_added_to_main_grad", False)]
+        returned = [*found.values(), *(parameter.grad for parameter in with_gradient)]
         kept += [(tensor, tensor.clone()) for tensor in returned if tensor is not None]
         with torch.no_grad():
             for of_stock, of_ours in zip(stock.parameters(), ours.parameters(), strict=True):
                 of_ours.copy_(of_stock.mul_(0.9))
-                if moves:
-                    # Captured anew.
-                    of_ours.data = of_ours.data.clone()
+            if move is not None:
+                move(stock)
+                move(ours)
     assert all(torch.equal(*pair) for pair in kept), "what a pass has returned is overwritten by a later one"
 
 
@@ -102,20 +158,145 @@ def test_graphs_know_the_generators_that_change_their_state_in_a_capture() -> No
     assert graphs and all(graph.generators == list(generators.values()) for graph in graphs)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-def test_several_micro_batches_in_flight(order: tuple[int, ...]) -> None:
-    """In the last pass but one, a forward pass has no backward pass."""
-    from tests.dist.blocks import wrong
-    from tests.dist.micro_batches import step
+ORDERS = {
+    "in-turn": "F0 B0 F1 B1 F2 B2",
+    "all-first": "F0 F1 F2 B0 B1 B2",
+    "all-first-reversed": "F0 F1 F2 B2 B1 B0",
+    "1f1b": "F0 F1 B0 F2 B1 F3 B2 B3",
+    "1f1b-deep": "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",
+    "evaluated-between": "F0 E1 F1 B0 E2 F2 B1 E0 B2",
+    "never-differentiated": "F0 F1 F2 B0 F3 B2",
+}
+"""Of micro-batches in flight through all layers of a rank: F forward, B backward, E an evaluation."""
+INTERLEAVED = {
+    "interleaved": "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0",
+    "interleaved-in-turn": "F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0",
+    "interleaved-all-first": "F0.0 F1.0 F2.0 F0.1 F1.1 F2.1 B0.1 B1.1 B2.1 B0.0 B1.0 B2.0",
+    "interleaved-crossed": "F0.0 F1.0 F1.1 F0.1 B1.1 F2.0 B0.1 B0.0 F2.1 B1.0 B2.1 B2.0",
+}
+"""Of micro-batches through two model chunks of a rank, each with stacks of its own."""
+IN_FLIGHT = Case("in-flight", degree=3, executor="cuda", layers="mm", rope=True, model=LARGE | SHARED)
 
-    case = Case("in-flight", executor="cuda", layers="mm", stack=0, rope=True, model=LARGE | SHARED)
+
+@pytest.mark.parametrize(
+    ("orders", "stack"),
+    [
+        pytest.param([ORDERS["1f1b"]], 0, id="1f1b"),
+        pytest.param([ORDERS["all-first"]], 1, id="all-first-two-stacks"),
+        pytest.param([INTERLEAVED["interleaved"]], 1, id="interleaved"),
+        # Graphs are replayed in another order than they were captured in.
+        pytest.param([*ORDERS.values()], 0, id="changing"),
+        pytest.param([*reversed(ORDERS.values())], 1, id="changing-two-stacks"),
+        pytest.param([*INTERLEAVED.values()], 1, id="interleaved-changing"),
+    ],
+)
+def test_several_micro_batches_in_flight(orders: list[str], stack: int) -> None:
+    """Memory that one capture has freed belongs to later captures of its pool."""
+    from tests.dist.blocks import wrong
+    from tests.dist.micro_batches import step_in_order
+
+    case = replace(IN_FLIGHT, stack=stack)
     stock, ours = captured(case)
-    for number in range(PASSES):
+    for number in range(max(PASSES, len(orders) + 1)):
+        order = orders[number % len(orders)]
+        found = []
         for layer in (stock, ours):
             layer.zero_grad()
-        given = order if number != PASSES - 2 else order[:2]
-        expected, found = (step(layer, case, in_flight=given) for layer in (stock, ours))
-        assert wrong(expected, found, TOLERANCE) == {}
+            model_chunks = layer.layers if ".1" in order else ()
+            found.append(step_in_order(layer, case, order, model_chunks=model_chunks))
+        assert wrong(*found, TOLERANCE) == {}, f"iteration {number}, {order}"
+    assert cuda_graph_standin.REPLAYS and cuda_graph_standin.num_reused()
+
+
+@pytest.fixture
+def _no_collector() -> Any:
+    """As with Megatron's ``--manual-gc``."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_graphs_of_the_last_shapes_are_kept(_no_collector: None) -> None:
+    from tests.dist.blocks import run, wrong
+
+    case = Case("shapes", degree=2, model=LARGE)
+    stock, ours = captured(case)
+    num_graphs = []
+    # The third shape frees the graphs of the first, which returns.
+    for length in (16, 24, 32, 16):
+        of_length = replace(case, sequence_length=length)
+        for number in range(3):
+            expected, found = (run(layer, of_length, rank=number) for layer in (stock, ours))
+            assert wrong(expected, found, TOLERANCE) == {}, f"length {length}, pass {number}"
+        num_graphs.append(len(cuda_graph_standin.CAPTURED))
+    of_one = num_graphs[0]
+    assert of_one and num_graphs == [of_one, 2 * of_one, 2 * of_one, 2 * of_one]
+
+
+def test_graphs_that_are_freed_end_their_backward_pass(_no_collector: None) -> None:
+    from tests.dist.blocks import forward, inputs_of, run, run_pass, summed_results, wrong
+
+    case = Case("in-flight", degree=2, model=LARGE)
+    stock, ours = captured(case)
+    inputs = inputs_of(case, rank=torch.distributed.get_rank(), dtype=torch.float32)
+    for _ in range(2):
+        run_pass(ours, inputs)
+    of_one = len(cuda_graph_standin.CAPTURED)
+    for layer in (stock, ours):
+        layer.zero_grad()
+    outputs = [forward(layer, inputs)[0] for layer in (stock, ours)]
+    for length in (16, 24):
+        # Warms up, and is captured.
+        for number in range(2):
+            run(ours, replace(case, sequence_length=length), rank=number)
+    ours.zero_grad()
+    found = []
+    for layer, output in zip((stock, ours), outputs, strict=True):
+        output.backward(inputs.gradient)
+        found.append({"output": output.detach()} | summed_results(layer))
+    assert wrong(*found, TOLERANCE) == {}
+    del output, outputs
+    assert len(cuda_graph_standin.CAPTURED) == 2 * of_one
+
+
+@pytest.mark.parametrize("reason", ["idle", "moved"])
+def test_sets_that_no_pass_needs_are_freed(reason: str, _no_collector: None) -> None:
+    from megatron_ampipe.runtime import graphs
+    from tests.dist.micro_batches import step_in_order
+
+    case = Case("sets", degree=2, model=LARGE)
+    _, ours = captured(case)
+    for _ in range(2):
+        step_in_order(ours, case, ORDERS["all-first"])
+    of_three = len(cuda_graph_standin.CAPTURED)
+    if reason == "moved":
+        move_parameters(ours)
+    with mock.patch.object(graphs, "MAX_IDLE_PASSES", 4):
+        step_in_order(ours, case, ORDERS["in-turn"])
+        step_in_order(ours, case, ORDERS["in-turn"])
+    assert of_three and len(cuda_graph_standin.CAPTURED) == of_three / 3
+
+
+@pytest.mark.parametrize(("layers", "degree", "fused"), [("m", 2, True), ("mmm", 4, False)])
+def test_temporary_memory_of_a_set_is_as_the_docs_say(layers: str, degree: int, fused: bool) -> None:
+    """docs/gpu.md: five to eight hidden sizes per token of a stack, however many layers it has."""
+    from tests.dist.micro_batches import step_in_order
+
+    model = (
+        SWIGLU | TOP2 | {"hidden_size": 128, "ffn_hidden_size": 256, "gradient_accumulation_fusion": fused}
+    )
+    options: dict[str, Any] = {"kernel": "cpu-flash", "sequence_length": 256, "executor": "cuda"}
+    stack = 1 if len(layers) == 1 else 0
+    case = Case("memory", degree=degree, layers=layers, stack=stack, model=model, **options)
+    _, ours = captured(case)
+    for _ in range(2):
+        step_in_order(ours, case, "F0 F1 B0 B1")
+    assert len(cuda_graph_standin.POOLS) == 2
+    hidden = case.sequence_length * 128 * torch.float32.itemsize
+    for blocks in cuda_graph_standin.POOLS.values():
+        temporary = sum(len(block.memory) for block in blocks if block.is_free)
+        assert 4.5 < temporary / hidden < 8.5
 
 
 def test_hooks_for_parameters_run_in_every_pass() -> None:
