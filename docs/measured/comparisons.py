@@ -18,7 +18,10 @@ CHUNKS = "{} chunks"
 MOE_ONLY = "moe-only, {} chunks"
 PARTNERS = "partners"
 GRAPHS = "{} chunks, graphs"
+OVERLAP = "Megatron's overlap"
 OF_SCRIPT = {
+    "megatron, overlapped": OVERLAP,
+    **{f"moe-only, degree {degree}": MOE_ONLY.format(degree) for degree in (2, 4)},
     "partners, megatron-1f1b": PARTNERS,
     "partners, degree 2": "partners in 2 chunks",
     "partners, cut in two": "partners in 2 chunks",
