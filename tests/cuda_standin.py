@@ -41,9 +41,12 @@ NO_GPU = compat.Gpu(capability=(0, 0), cudnn=0, torch_flash=False, deterministic
 _LARGEST = 1000
 """Keys of the attention kernels that run here."""
 _ONE_THREAD = "places of tensors are known to one thread here"
+_NO_KERNEL = "no kernel of CUDA runs here; tests/unit/test_emulated_link.py has what is launched"
 _ONLY_A_GPU = {
     "test_a_missing_wait_is_seen": "streams order nothing here",
     "test_the_host_has_less_to_do": "replays are run operation by operation here",
+    "test_a_transfer_lasts_as_long_as_the_link_takes": _NO_KERNEL,
+    "test_every_block_moves_its_share": _NO_KERNEL,
     "test_partners_equal_stock_in_fp32": _ONE_THREAD,
     "test_partners_equal_the_sequence_of_stages": _ONE_THREAD,
 }

@@ -9,6 +9,10 @@ kernel's TCP runs on the cores that compute: how much longer attention takes whi
 measured as well, and a second bound is that of computation so much slower for as long as there are transfers.
 On a GPU all ranks but one are pretended, and stacks are also measured with their stages in CUDA graphs.
 
+What is not AMPipe's, next to Megatron's layers: its own overlap of two micro-batches
+(:mod:`megatron_overlap`), which it has in 16 bit only; and ``moe-only``, which cuts experts and their
+exchanges, but not attention, as Tutel does.
+
 Before anything is timed, gradients of every kind of step are compared with those of Megatron's layers. In
 bf16, the experts that Megatron's layers choose for the first micro-batch are prescribed to all layers and
 micro-batches, also while they are timed, since CUDA graphs would keep them. Needs root for a real link, from
@@ -57,6 +61,8 @@ LAYERS, MICROBATCHES, ROUNDS = 4, 8, 3
 DEGREES = (2, 4)
 GRAPHS = frozenset({"attn", "moe_router", "moe_preprocess"})
 """Of ``--cuda-graph-modules``."""
+OVERLAP = "megatron, overlapped"
+"""With Megatron's own ``--overlap-moe-expert-parallel-comm``."""
 PARTNERS = {
     f"partners, {MEGATRON}": Partner(order=MEGATRON),
     "partners, cut in two": Partner(2),
@@ -173,6 +179,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         emulation.num_experts = case.experts
     import torch
     import torch.distributed as dist
+    from megatron_overlap import FIELDS, run_overlapped
 
     from megatron_ampipe.runtime.partners import Partners
     from megatron_ampipe.tools.measuring.bench_job import Variant
@@ -281,6 +288,9 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
     def stack(degree: int, partner: Partner | None = None) -> Any:
         return with_same_experts(factory.build(Variant.of("ampipe", degree, stack=0, partner=partner)))
 
+    def experts_alone(degree: int) -> Any:
+        return with_same_experts(factory.build(Variant.of("moe-only", degree)))
+
     def graphed(layers: Any) -> Any:
         context = layers.layers[0]._block.context
         context.graph_modules, context.graph_warm_up = GRAPHS, 2
@@ -289,6 +299,12 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
     steps: dict[str, Callable[[], list[torch.Tensor]]] = {
         "megatron": functools.partial(in_turn, factory.stock),
         "control": functools.partial(in_turn, factory.stock),
+    }
+    if case.dtype != "fp32":
+        overlapping = with_same_experts(factory.build_megatron(**FIELDS))
+        steps[OVERLAP] = functools.partial(run_overlapped, overlapping, given, above)
+    steps |= {
+        f"moe-only, degree {degree}": functools.partial(in_turn, experts_alone(degree)) for degree in DEGREES
     }
     steps |= {f"stack, degree {degree}": functools.partial(in_turn, stack(degree)) for degree in DEGREES}
     if on_cuda:

@@ -37,6 +37,8 @@ _TESTS = {
     "test_equals_stock_at_real_sizes": "under stress, parity fp32",
     "test_a_missing_wait_is_seen": "the stress shows a missing wait",
     "test_an_early_release_is_seen": "the stress shows an early release",
+    "test_a_transfer_lasts_as_long_as_the_link_takes": "emulated transfers that move bytes, their time",
+    "test_every_block_moves_its_share": "emulated transfers, every block moves its share",
     "test_nothing_makes_the_host_wait_between_chunks": "host waits (torch's own check)",
     "test_local_layers_under_overlapped_reduction": "gradients under --overlap-grad-reduce",
     "test_transformer_engine_under_overlapped_reduction": "the same, layers of Transformer Engine",

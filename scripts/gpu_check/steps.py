@@ -47,6 +47,7 @@ TESTS = {
     "partners": (("test_partners.py",), "", 110, ()),
     "graphs": (("test_graphs.py",), "not transformer_engine", 60, ()),
     "stress": (("test_stress.py",), "", 110, ()),
+    "link": (("test_link.py",), "", 60, ()),
     "attention": (("test_attention.py",), "", 110, ()),
     "transformer engine": (
         ("test_gradients.py", "test_graphs.py"), "transformer_engine", 110, ("transformer_engine.pytorch",),

@@ -6,6 +6,7 @@ Sizes are tiny, so the values mean nothing; the tests check that they exist and 
 import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -117,15 +118,17 @@ def test_two_classes_of_links(tmp_path: Path) -> None:
 
 
 def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:
-    words = ["--link", "emulated:1gbit:10ms", "--degrees", "1,2", "--schedules", "ampipe", "--repeats", "2"]
+    link = "emulated:1gbit:10ms:nccl4:skew50ms"
+    words = ["--link", link, "--degrees", "1,2", "--schedules", "ampipe", "--repeats", "2"]
     document, shown = bench(tmp_path, *words, "--pretend-peers")
-    check_document(document, link="emulated:1gbit:10ms", rows=[("ampipe", 1, 1), ("ampipe", 2, 1)])
+    check_document(document, link=link, rows=[("ampipe", 1, 1), ("ampipe", 2, 1)])
     assert document["emulated"] is document["pretended"] is document["cases"][0]["emulated"] is True
-    assert "emulated:1gbit:10ms (emulated) · 2 ranks, all but one pretended" in shown
+    assert f"{link} (emulated) · 2 ranks, all but one pretended" in shown
     for case in document["cases"]:
         again, chunked = case["rows"]
-        # Dispatch of tokens and probabilities, combine, and the same in backward: at least six latencies.
-        assert min(case["stock_ms"], again["ms"]) > 60
+        # Dispatch of tokens and probabilities, combine, and the same in backward: at least six latencies. And
+        # one exchange of counts.
+        assert min(case["stock_ms"], again["ms"]) > 60 + 50
         assert chunked["bound_ms"] >= 2 * 2 * 30
 
 
@@ -173,8 +176,12 @@ def test_different_results_are_refused_before_timing(dtype: str) -> None:
 
 WRONG_PARTNERS = """\
 import dataclasses
+import json
+import sys
 
 import partners
+
+wrong = sys.argv[1]
 
 start = partners.Rank.start_megatron
 
@@ -187,11 +194,21 @@ def start_wrong(rank):
 
     def build_wrong(factory, variant, **options):
         layers = build(factory, variant, **options)
-        if variant.pipeline.partner is not None:
+        if wrong == "partner" and variant.pipeline.partner is not None:
             layers.register_forward_hook(lambda module, inputs, found: (found[0] * 1.05, found[1]))
         return layers
 
     BlockFactory.build = build_wrong
+    build_megatron = BlockFactory.build_megatron
+
+    def build_megatron_wrong(factory, **fields):
+        layers = build_megatron(factory, **fields)
+        if wrong == "overlap":
+            combine = layers.layers[0].mlp.combine
+            layers.layers[0].mlp.combine = lambda output: combine(output) * 1.05
+        return layers
+
+    BlockFactory.build_megatron = build_megatron_wrong
     return emulation
 
 
@@ -202,15 +219,32 @@ if __name__ == "__main__":
         partners.CPU_CASE, sequence_length=64, hidden=32, ffn=64, topk=2, dtype="bf16"
     )
     link = partners.parse_link("emulated:100MB/s")
-    partners.run_ranks(partners.Steps(num_ranks=2, link=link, case=case, rounds=1), partners.work)
+    found = partners.run_ranks(partners.Steps(num_ranks=2, link=link, case=case, rounds=1), partners.work)
+    print(json.dumps(found[0]["differences"]))
 """
 
 
-def test_partners_are_compared_in_bf16(tmp_path: Path) -> None:
-    """Chunks pass, with the same experts for all; partners that are 5 % off do not."""
-    script = tmp_path / "wrong_partners.py"
+def run_partners(folder: Path, wrong: str, *, code: int) -> subprocess.CompletedProcess[str]:
+    """The script of steps, small and in bf16, with one kind of layers that is 5 % off."""
+    script = folder / "wrong_partners.py"
     script.write_text(WRONG_PARTNERS)
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "docs/measured")])
-    done = completed(sys.executable, script, env=environment(tmp_path) | {"PYTHONPATH": path}, code=1)
-    said = "DifferenceFound: partners, megatron-1f1b does not compute what Megatron's layers do"
-    assert said in done.stderr
+    return completed(sys.executable, script, wrong, env=environment(folder) | {"PYTHONPATH": path}, code=code)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"), [("partner", "partners, megatron-1f1b"), ("overlap", "megatron, overlapped")]
+)
+def test_steps_are_compared_in_bf16(wrong: str, name: str, tmp_path: Path) -> None:
+    """What comes before passes, with the same experts for all; what is 5 % off does not."""
+    done = run_partners(tmp_path, wrong, code=1)
+    assert f"DifferenceFound: {name} does not compute what Megatron's layers do" in done.stderr
+
+
+def test_steps_of_megatron_alone_equal_its_layers(tmp_path: Path) -> None:
+    """Megatron's own overlap runs here, through its own schedule plan, and gives the same gradients."""
+    differences = json.loads(run_partners(tmp_path, "nothing", code=0).stdout)
+    assert list(differences)[:3] == ["megatron", "control", "megatron, overlapped"]
+    assert {"moe-only, degree 2", "moe-only, degree 4"} <= set(differences)
+    # The same operations, in another order of micro-batches only where gradients of weights are added.
+    assert differences["megatron, overlapped"] < 1e-6

@@ -49,6 +49,17 @@ def read_text(folder: Path, text: str) -> Path:
         Link("25MB/s", 200e6),
         Link("emulated:20GB/s", 160e9, emulated=True),
         Link("emulated:200mbit:50us", 200e6, emulated=True, latency_s=50 * 1e-6),
+        Link("emulated:20GB/s:nccl", 160e9, emulated=True, blocks=16),
+        Link("emulated:20GB/s:nccl32", 160e9, emulated=True, blocks=32),
+        Link("emulated:1gbit:skew2ms", 1e9, emulated=True, skew_s=2e-3),
+        Link(
+            "emulated:200mbit:50us:nccl8:skew1.5ms",
+            200e6,
+            emulated=True,
+            latency_s=50 * 1e-6,
+            blocks=8,
+            skew_s=1.5 * 1e-3,
+        ),
         Link("inter=50mbit,intra=2.5MB/s", 50e6, within_node_bit_per_s=20e6),
     ],
 )
@@ -63,10 +74,19 @@ def test_links_are_read(link: Link) -> None:
     "text",
     ["", "200", "0mbit", "-1mbit", "nan", "20Gbit", "1kbit", "200mbit:1ms", "emulated:1ms",
      "emulated:1gbit:1us:1us", "inter=50mbit", "intra=50mbit,inter=50mbit", "inter=1gbit,intra=1kbit",
-     "inter=1kbit,intra=1gbit", "inter=1gbit,intra=1gbit:1us", "emulated:inter=1gbit,intra=1gbit"],
+     "inter=1kbit,intra=1gbit", "inter=1gbit,intra=1gbit:1us", "emulated:inter=1gbit,intra=1gbit",
+     "1gbit:nccl", "1gbit:skew1ms", "emulated:nccl", "emulated:1gbit:NCCL", "emulated:1gbit:nccl-1",
+     "emulated:1gbit:skew", "emulated:1gbit:skew2", "emulated:1gbit:nccl:10us",
+     "emulated:1gbit:skew1ms:nccl"],
 )  # fmt: skip
 def test_bad_links_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="emulated:RATE"):
+        parse_link(text)
+
+
+@pytest.mark.parametrize("text", ["emulated:1gbit:nccl0", "emulated:1gbit:nccl65"])
+def test_a_transfer_holds_a_sensible_number_of_blocks(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="1 to 64 thread blocks; write nccl16 or nccl32"):
         parse_link(text)
 
 

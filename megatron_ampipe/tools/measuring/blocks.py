@@ -145,11 +145,11 @@ class BlockFactory:
             wire=None if variant.wire is None else load_wire(variant.wire),
         )
         make_groups_of_model(self._config, context, None)
-        layers = self._build(pipelined(self._spec, context))
-        layers.load_state_dict(self.stock.state_dict(keep_vars=True), strict=True, assign=True)
-        shared = dict(self.stock.named_parameters())
-        assert all(parameter is shared[name] for name, parameter in layers.named_parameters())
-        return layers
+        return self._with_stock_parameters(self._build(pipelined(self._spec, context)))
+
+    def build_megatron(self, **fields: Any) -> Layers:
+        """Megatron's own layers with other fields of its configuration, and the stock layers' parameters."""
+        return self._with_stock_parameters(self._build(self._spec, **fields))
 
     def build_timed(self, variant: Variant, *, num_passes: int, saved_bytes: int = 0) -> Layers:
         """The same layers, their stages run alone and recorded; see :class:`.StageTimer`."""
@@ -163,8 +163,14 @@ class BlockFactory:
         layers.timer = timer
         return layers
 
-    def _build(self, spec: TransformerBlockSubmodules) -> Layers:
-        layers = Layers(spec, dataclasses.replace(self._config))
+    def _with_stock_parameters(self, layers: Layers) -> Layers:
+        layers.load_state_dict(self.stock.state_dict(keep_vars=True), strict=True, assign=True)
+        shared = dict(self.stock.named_parameters())
+        assert all(parameter is shared[name] for name, parameter in layers.named_parameters())
+        return layers
+
+    def _build(self, spec: TransformerBlockSubmodules, **fields: Any) -> Layers:
+        layers = Layers(spec, dataclasses.replace(self._config, **fields))
         layers.train()
         return layers.cuda() if self._on_cuda else layers
 

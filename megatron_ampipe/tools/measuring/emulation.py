@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.tools.measuring.meters import Clock
+from megatron_ampipe.tools.measuring.moving import Move, device_mover, host_mover
 from megatron_ampipe.tools.measuring.network import Link
 
 SPIN_SOURCE = """
@@ -60,6 +61,8 @@ class Emulation:
 
     why_cycles: str | None = None
     num_experts: int | None = None
+    delay: Callable[[], object] = staticmethod(lambda: None)
+    """What the exchange of counts waits for."""
 
     def gather_counts(
         self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
@@ -76,7 +79,7 @@ class Emulation:
         )
         counts = input.view(-1, experts)[:, _rotation(ranks, experts, input.device)].transpose(0, 1)
         output.view(counts.shape).copy_(counts)
-        return _InTurn(()) if async_op else None
+        return _handle((self.delay,), async_op)
 
 
 @functools.cache
@@ -87,12 +90,15 @@ def _rotation(ranks: int, experts: int, device: torch.device) -> Tensor:
 
 
 def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
-    """Patch ``all_to_all_single``, and ``all_gather_into_tensor`` where ranks are pretended."""
+    """Patch ``all_to_all_single``, and ``all_gather_into_tensor`` where ranks are pretended or late."""
     emulation = Emulation()
-    occupy: Callable[[float], object] = time.sleep
+    wait: Callable[[float], object] = time.sleep
     if on_cuda:
-        occupy, emulation.why_cycles = device_spin()
-    exchange = dist.all_to_all_single
+        wait, emulation.why_cycles = device_spin()
+    occupy = _occupation(link, wait, on_cuda=on_cuda)
+    exchange, gather = dist.all_to_all_single, dist.all_gather_into_tensor
+    if link.skew_s:
+        emulation.delay = functools.partial(wait, link.skew_s)
 
     def all_to_all_single(
         output: Tensor,
@@ -104,25 +110,44 @@ def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
     ) -> Any:
         group = _or_world(group)
         splits = output_split_sizes, input_split_sizes
-        moved = max(_foreign_bytes(output, splits[0], group), _foreign_bytes(input, splits[1], group))
-        seconds = link.transfer_s(moved)
+        received = _foreign_bytes(output, splits[0], group)
+        sent = _foreign_bytes(input, splits[1], group)
         works: tuple[Callable[[], object], ...]
         if pretended:
             # Received rows must not be visible before the link's time is over.
-            works = (lambda: occupy(seconds), lambda: mirror(output, input, *splits, group=group))
+            works = (lambda: occupy(sent, received), lambda: mirror(output, input, *splits, group=group))
         else:
             work = exchange(output, input, *splits, group=group, async_op=True)
-            works = (work.wait, lambda: occupy(seconds))
-        handle = _InTurn(works)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+            works = (work.wait, lambda: occupy(sent, received))
+        return _handle(works, async_op)
+
+    def all_gather_into_tensor(
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        if input_tensor.is_floating_point():
+            return gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        work = gather(output_tensor, input_tensor, group=group, async_op=True)
+        return _handle((work.wait, emulation.delay), async_op)
 
     dist.all_to_all_single = all_to_all_single
     if pretended:
         dist.all_gather_into_tensor = emulation.gather_counts
+    elif link.skew_s:
+        dist.all_gather_into_tensor = all_gather_into_tensor
     return emulation
+
+
+def _occupation(
+    link: Link, wait: Callable[[float], object], *, on_cuda: bool
+) -> Callable[[int, int], object]:
+    """What an all-to-all does for the link's time, by the bytes that it sends and receives."""
+    if link.blocks is None:
+        return lambda sent, received: wait(link.transfer_s(max(sent, received)))
+    move = device_mover(link.blocks) if on_cuda else host_mover()
+    return lambda sent, received: move(Move.of(link, sent, received))
 
 
 @torch.no_grad()
@@ -162,6 +187,15 @@ class _InTurn:
         for work in works:
             work()
         return True
+
+
+def _handle(works: Sequence[Callable[[], object]], async_op: bool) -> _InTurn | None:
+    """The handle of these works; None if they are done at once."""
+    handle = _InTurn(works)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
 
 
 def _or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

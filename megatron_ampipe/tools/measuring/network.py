@@ -33,8 +33,13 @@ from megatron_ampipe.files.inputs import adder, at_least
 _NONE, RANKS = "none", 2
 """Defaults of ``--link`` and ``--ranks``."""
 
-SPIN_KERNELS = ("ampipe_spin", "spin_kernel")
-"""An emulated link's kernels in a GPU's trace: by nanoseconds (:mod:`.emulation`), torch's by cycles."""
+SPIN_KERNELS = ("ampipe_spin", "spin_kernel", "ampipe_move")
+"""An emulated link's kernels in a GPU's trace: by nanoseconds (:mod:`.emulation`), torch's by cycles, and the
+one that moves bytes (:mod:`.moving`)."""
+
+NCCL_BLOCKS = 16
+"""Thread blocks of a transfer over an ``:nccl`` link that names no number."""
+_MOST_BLOCKS = 64
 
 # Bits per second. The units of bits are those of tc. 'GB/s', the unit of accelerator links, is in bytes.
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12,
@@ -44,7 +49,9 @@ _MINIMUM_BIT_PER_S = 100e3
 _QUANTITY = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>\D+)")
 _RATE, _LATENCY = (rf"\d+(?:\.\d+)?(?:{'|'.join(units)})" for units in (_RATE_UNITS, _LATENCY_UNITS))
 _LINK = re.compile(
-    rf"(?P<emulated>emulated:)?(?P<rate>{_RATE})(:(?P<latency>{_LATENCY}))?"
+    rf"emulated:(?P<emulated>{_RATE})(:(?P<latency>{_LATENCY}))?(?P<nccl>:nccl(?P<blocks>\d+)?)?"
+    rf"(:skew(?P<skew>{_LATENCY}))?"
+    rf"|(?P<rate>{_RATE})"
     rf"|inter=(?P<inter>{_RATE}),intra=(?P<intra>{_RATE})"
 )
 
@@ -59,6 +66,9 @@ class Link:
         within_node_bit_per_s: Rate of each rank and direction within a node, if that is another network.
         emulated: No real link has this rate: every all-to-all is delayed by the time of such a link.
         latency_s: Latency that is added to every all-to-all of an emulated link.
+        blocks: Thread blocks that an emulated link's kernel holds while it moves the bytes through the
+            memory of the device, as NCCL's kernels do; None if one thread only waits.
+        skew_s: How much later than this rank another one arrives at every exchange of counts.
     """
 
     text: str
@@ -66,6 +76,8 @@ class Link:
     within_node_bit_per_s: float | None = None
     emulated: bool = False
     latency_s: float = 0.0
+    blocks: int | None = None
+    skew_s: float = 0.0
 
     @property
     def is_network(self) -> bool:
@@ -91,28 +103,37 @@ def parse_link(text: str | None) -> Link:
     if text in (None, _NONE):
         return Link(_NONE)
     parts = _LINK.fullmatch(text)
-    rates = []
+    rates: list[float] = []
     if parts is not None:
         rates = [
             _quantity(parts[name], _RATE_UNITS)
-            for name in ("rate", "inter", "intra")
+            for name in ("emulated", "rate", "inter", "intra")
             if parts[name] is not None
         ]
-    if (
-        parts is None
-        or min(rates) < _MINIMUM_BIT_PER_S
-        or (parts["latency"] is not None and not parts["emulated"])
-    ):
+    if parts is None or min(rates) < _MINIMUM_BIT_PER_S:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no link of at least 100kbit; write none, a rate (200mbit, 25MB/s), "
-            "emulated:RATE or emulated:RATE:LATENCY (emulated:20GB/s:10us), or inter=RATE,intra=RATE with "
+            "emulated:RATE[:LATENCY][:nccl[BLOCKS]][:skewTIME] (emulated:20GB/s, emulated:20GB/s:10us, "
+            "emulated:20GB/s:nccl32, emulated:20GB/s:skew2ms), or inter=RATE,intra=RATE with "
             "--ranks-per-node"
         )
     if parts["inter"] is not None:
         between, within = rates
         return Link(text, between, within)
-    latency_s = 0.0 if parts["latency"] is None else _quantity(parts["latency"], _LATENCY_UNITS)
-    return Link(text, rates[0], emulated=bool(parts["emulated"]), latency_s=latency_s)
+    if parts["rate"] is not None:
+        return Link(text, rates[0])
+    latency_s, skew_s = (
+        0.0 if parts[name] is None else _quantity(parts[name], _LATENCY_UNITS) for name in ("latency", "skew")
+    )
+    blocks = None
+    if parts["nccl"] is not None:
+        blocks = NCCL_BLOCKS if parts["blocks"] is None else int(parts["blocks"])
+        if not 1 <= blocks <= _MOST_BLOCKS:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: a transfer holds 1 to {_MOST_BLOCKS} thread blocks; write nccl{NCCL_BLOCKS} or "
+                f"nccl{2 * NCCL_BLOCKS}"
+            )
+    return Link(text, rates[0], emulated=True, latency_s=latency_s, blocks=blocks, skew_s=skew_s)
 
 
 def _quantity(text: str, units: Mapping[str, float]) -> float:
@@ -126,7 +147,8 @@ def add_link_arguments(parser: argparse.ArgumentParser, *, fewest_ranks: int) ->
     add = adder(parser)
     link = (
         "none, a rate (200mbit) for a real network between namespaces, inter=RATE,intra=RATE for one between "
-        "nodes and one within each, or emulated:RATE[:LATENCY]"
+        "nodes and one within each, or emulated:RATE[:LATENCY][:nccl[BLOCKS]][:skewTIME]: nccl holds thread "
+        f"blocks ({NCCL_BLOCKS}) and moves the bytes through memory, skew delays every exchange of counts"
     )
     add("--link", "L", link, type=parse_link, default=_NONE)
     add("--ranks", "N", f"expert-parallel ranks (default: {RANKS})", type=at_least(fewest_ranks))
