@@ -45,7 +45,7 @@ def environment_of(nccl: tuple[int, int] | None, *, rank: int, num_ranks: int) -
         rank: Of all.
         num_ranks: On the device.
     """
-    # To each of them, the device is that of its own machine.
+    # To each of them, the device is that of a separate machine.
     found = {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     if nccl is None:
         return found
@@ -63,7 +63,7 @@ def environment_of(nccl: tuple[int, int] | None, *, rank: int, num_ranks: int) -
             # All of them must be on the device at the same time, or they wait for one another.
             found["NCCL_MAX_CTAS"] = "8" if num_ranks <= 4 else "4"
         return found
-    # Ranks of one host must not share a GPU; as hosts of their own they talk over sockets.
+    # Ranks of one host must not share a GPU; as separate hosts they talk over sockets.
     return found | {
         "NCCL_HOSTID": f"ampipe-{rank}",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -161,7 +161,7 @@ class Watched:
         self._launch, self._lines, self._limits = launch, lines, limits
 
     def run(self, names: Sequence[str]) -> None:
-        """Run all; a case in which ranks hang or end is the last of theirs.
+        """Run all; a case in which ranks hang or end is their last.
 
         After as many starts as :data:`MOST_STARTS`, what is left does not run.
         """

@@ -174,7 +174,7 @@ INTERLEAVED = {
     "interleaved-all-first": "F0.0 F1.0 F2.0 F0.1 F1.1 F2.1 B0.1 B1.1 B2.1 B0.0 B1.0 B2.0",
     "interleaved-crossed": "F0.0 F1.0 F1.1 F0.1 B1.1 F2.0 B0.1 B0.0 F2.1 B1.0 B2.1 B2.0",
 }
-"""Of micro-batches through two model chunks of a rank, each with stacks of its own."""
+"""Of micro-batches through two model chunks of a rank, each with separate stacks."""
 IN_FLIGHT = Case("in-flight", degree=3, executor="cuda", layers="mm", rope=True, model=LARGE | SHARED)
 
 

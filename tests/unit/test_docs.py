@@ -274,7 +274,6 @@ TYPED_BY_HAND = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:x\b|\s?%|\s(?:ms|us|s|sec
 WRITTEN = ("docs/figures.md", "docs/results.md")
 """Pages that are a script's alone."""
 NOT_MEASURED = {
-    "docs/exchange.md": {"1 %"},
     "docs/measured.md": {"23 %", "41 %"},
     "docs/planner.md": {"1 %", "20 %"},
     "docs/reductions.md": {"1 %"},
@@ -306,6 +305,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 OF_OTHER_PROGRAMS = {
     *("--nproc-per-node", "--standalone"),  # torchrun
     *("--no-build-isolation", "--no-deps", "--no-isolation"),  # pip and build
+    *("--cpp", "--cuda"),  # the beginnings of apex's --cpp_ext and --cuda_ext
     *("--dependency", "--exclude", "--mem", "--qos"),  # sbatch
     *("--apply_rope_fusion", "--apply", "--custom-megatron-init-path", "--external", "--use-routing-replay"),
 }
