@@ -56,6 +56,19 @@ class BiasedByIdRouter(TokenIdRouter):
         return super().gating(input).scatter_add(-1, preferred, torch.full_like(input[..., :1], 0.5))
 
 
+class FailingRouter(TopKRouter):
+    """Fails on rank 1, in a chunk of a later iteration."""
+
+    num_calls = 0
+
+    def routing(self, logits: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Megatron's choice, until it fails."""
+        type(self).num_calls += 1
+        if self.num_calls > 50 and torch.distributed.get_rank() == 1:
+            raise ZeroDivisionError("no expert is left")
+        return super().routing(logits, *args, **kwargs)
+
+
 class LookingAheadRouter(TopKRouter):
     """Wrong: the logits of a token depend on the tokens after it."""
 

@@ -11,7 +11,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -137,6 +138,10 @@ class ThreadExecutor:
 
     A lane starts its collectives in order, each before the previous one has ended, so that the network is
     not idle while the host finishes that one. ``Transfer.begin`` starts operations that must run alone.
+
+    After a failure every lane still runs the calls before it, up to the first one that needs what has failed.
+    How far that is does not depend on time, so if all ranks fail at the same stage, all have started the same
+    collectives, and can run the next pass once these have ended.
     """
 
     host_waits = False
@@ -144,19 +149,23 @@ class ThreadExecutor:
 
     def __init__(self) -> None:
         self._lanes: dict[str, _Lane] = {}
+        self._left: tuple[Sequence[Future[None]], BaseException] | None = None
+        """Collectives of a failed pass that had not ended when its error was raised, and the error."""
 
     def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
-        """After a failure, start no further stage in any lane, and raise the first error: a collective that
-        the other ranks do not start would end the process with a timeout."""
+        """If a call fails, raise its error when the collectives before it have ended, or after a short wait.
+
+        Raises:
+            RuntimeError: An earlier pass has failed, and other ranks have not joined its collectives.
+        """
+        self._finish_failed_pass()
         in_flight: dict[int, Future[None]] = {}
-        failures: list[BaseException] = []
+        failures: dict[str, BaseException] = {}
 
         def wait_for_needs(call: Call) -> None:
             for position in call.needs:
                 if position in in_flight:
                     in_flight[position].result()
-            if failures:
-                raise failures[0]
 
         def start(call: Call) -> Transfer | None:
             wait_for_needs(call)
@@ -177,11 +186,29 @@ class ThreadExecutor:
                 collective = _Collective(call, start, recorder, failures)
                 in_flight[call.position] = collective.future
                 self._lanes[call.lane].submitted.put(collective)
+            for future in in_flight.values():
+                future.result()
         except BaseException as error:
-            failures.append(error)
+            # An interrupt ends the process.
+            wait_s = _DRAIN_S if isinstance(error, Exception) else 0.0
+            if left := futures.wait(in_flight.values(), timeout=wait_s).not_done:
+                self._left = (tuple(left), error)
             raise
-        for future in in_flight.values():
-            future.result()
+
+    def _finish_failed_pass(self) -> None:
+        """Wait for the collectives that a failed pass has left; their groups end this after their timeout."""
+        if self._left is None:
+            return
+        left, of_pass = self._left
+        self._left = None
+        for future in left:
+            error = future.exception()
+            if error is not None and error is not of_pass:
+                raise RuntimeError(
+                    "an earlier pass has failed on this rank, and other ranks have not joined its "
+                    "collectives: they have failed at another stage, or not at all. The run cannot go on; "
+                    "continue it from its last checkpoint"
+                ) from error
 
 
 def demote_gloo_threads() -> None:
@@ -211,18 +238,26 @@ class _Collective:
     call: Call
     start: RunCall
     recorder: Recorder
-    failures: list[BaseException]
+    failures: dict[str, BaseException]
+    """By lane, the first error of the pass."""
     future: Future[None] = field(default_factory=Future)
     transfer: Transfer | None = None
     begin: float = 0.0
     places: int = 1
     """How many of the :data:`_MAX_IN_FLIGHT` places it takes."""
 
+    def check_lane(self) -> None:
+        """Raise the error of an earlier collective of the lane."""
+        if self.call.lane in self.failures:
+            raise self.failures[self.call.lane]
+
     def fail(self, error: BaseException) -> None:
-        self.failures.append(error)
+        self.failures.setdefault(self.call.lane, error)
         self.future.set_exception(error)
 
 
+_DRAIN_S = 3.0
+"""How long a failed pass waits for the collectives before the failure; the next pass waits for the rest."""
 _MAX_IN_FLIGHT = 2
 """Collectives per lane: the second keeps the network busy when the first ends; a third only uses memory."""
 
@@ -257,6 +292,7 @@ class _Lane:
         while (collective := self.submitted.get()) is not None:
             self._free.acquire()
             try:
+                collective.check_lane()
                 collective.begin = time.perf_counter()
                 collective.transfer = collective.start(collective.call)
                 if collective.transfer is not None and collective.transfer.begin is not None:
