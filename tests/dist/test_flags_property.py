@@ -228,6 +228,7 @@ def due_refusals(line: str) -> set[str]:
     if stock_refuses(line):
         # In Megatron's words, or as the flag that AMPipe's launch has found first.
         due |= {"argument", "arguments", "--apply-layernorm-1p", "--transformer-impl", "--seq-length"}
+        due.add("--expert-model-parallel-size")
     if_("--tensor-model-parallel-size" in given and rows % 2 == 1, "--seq-length")
     shards = max(int(given.get(f"--{kind}-parallel-size", 1)) for kind in ("tensor-model", "context"))
     if_(degree > rows // shards, "--ampipe-degree")
