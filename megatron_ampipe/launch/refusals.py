@@ -313,6 +313,7 @@ def _cannot_capture(args: Any) -> str | None:
 _OFF = "Leave it out, or train with --ampipe-degree 1."
 _OTHER_TENSORS = "experts then keep other tensors than the strategies of --ampipe-memory know"
 _GATHERED = "a layer gathers its weights and reduces their gradients in every call, and chunks are more calls"
+_HOOKED = "Megatron's hooks would save the rows of one chunk of every module, the last one that has run"
 _SCORES = (
     "only Transformer Engine's attention keeps the largest scores, and not of context-parallel layers or "
     "packed documents",
@@ -586,6 +587,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "Leave it out, or the flag that is named with it.",
         lambda args: _with(args, "--ampipe-memory-budget", _keeps_other_tensors(args)),
     ),
+    Refusal("--save-activations-interval", _HOOKED, f"{_OFF} --save-wgrads-interval is supported."),
+    Refusal("--save-dgrads-interval", _HOOKED, f"{_OFF} --save-wgrads-interval is supported."),
     Refusal(
         "--save-tokens-per-expert-interval",
         "Megatron would record every chunk as a micro-batch",
