@@ -181,6 +181,7 @@ import sys
 
 import partners
 
+partners.LAYERS, partners.MICROBATCHES = 2, 3
 wrong = sys.argv[1]
 
 start = partners.Rank.start_megatron
