@@ -224,6 +224,12 @@ class Predictor:
         block, memory = replace(self.block, **changes), self.memory if memory is None else memory
         return Predictor(block, self.cluster, num_layers=num_layers, dense=dense, memory=memory)
 
+    def on(self, cluster: Cluster) -> Predictor:
+        """A predictor of the same layers on another cluster."""
+        return Predictor(
+            self.block, cluster, num_layers=len(self.layers), dense=self._dense, memory=self.memory
+        )
+
     def peak_bytes(self, pipeline: Pipeline) -> float:
         """Peak of the activations of a block."""
         # Without a GPU there is no Transformer Engine.

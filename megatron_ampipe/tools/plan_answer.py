@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.table import Table
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.plan.gradients import PLACED, STOCK, plan_gradients
+from megatron_ampipe.plan.host_times import FACTORS, HostRow
 from megatron_ampipe.plan.kept import equation_10_us
 from megatron_ampipe.plan.partners import timeline as partner_timeline
 from megatron_ampipe.plan.plan_file import Plan
@@ -95,6 +96,39 @@ def answer_of(
         ],
         "rank_memory": None if isinstance(memory, str) else _fullest(memory),
     }
+
+
+def host_of(predictor: Predictor, rows: Sequence[HostRow]) -> dict[str, Any]:
+    """The assumed time of the host, and the plans for slower hosts; nothing in training on a CPU."""
+    if not rows:
+        return {"host": None}
+    issue = predictor.cluster.host.issue
+    return {
+        "host": {
+            "forward_us": issue.forward_us,
+            "backward_us": issue.backward_us,
+            "basis": issue.basis,
+            "source": issue.source,
+            "choices": [asdict(row) for row in rows],
+        }
+    }
+
+
+def _host_sentences(host: Mapping[str, Any]) -> Iterator[str]:
+    """What is assumed of the host, and from which time on another plan is chosen."""
+    yield (
+        f"host: takes {host['forward_us']:.0f} us to issue a stage forward and {host['backward_us']:.0f} us "
+        f"backward ({host['basis']}: {host['source']})"
+    )
+    first, *others = host["choices"]
+    for row in others:
+        from_us = f"    from about {row['forward_us']:.0f} us on: {row['choice']}"
+        gains = row["speedup"] > 1
+        yield f"{from_us}, {row['speedup']:.2f} times as fast as Megatron's layers" if gains else from_us
+    if not others:
+        slowest = host["forward_us"] * FACTORS[-1]
+        yield f"    up to {slowest:.0f} us the choice stays the same: {first['choice']}"
+    yield "    measure it on your machines: ampipe profile, then --cluster FILE"
 
 
 def _fullest(ranks: Sequence[RankMemory]) -> dict[str, Any]:
@@ -280,6 +314,9 @@ def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bo
             say("Its order was searched: use --output FILE, and --ampipe-plan FILE in place of these flags.")
     else:
         say("choice: degree 1, Megatron's own layers")
+    if answer["host"] is not None:
+        for sentence in _host_sentences(answer["host"]):
+            say(sentence)
     for sentence in _faster_with(answer["dispatchers"]):
         say(sentence)
     say(answer["reason"])

@@ -23,6 +23,7 @@ from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least, value_of
 from megatron_ampipe.files.timeline import PREDICTED
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
+from megatron_ampipe.plan.host_times import by_host_time
 from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
 from megatron_ampipe.plan.planner import Progress, alternatives, make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
@@ -38,7 +39,7 @@ from megatron_ampipe.schedule import (
     parse_exchanges,
     parse_stack,
 )
-from megatron_ampipe.tools.plan_answer import answer_of, show, timeline_of
+from megatron_ampipe.tools.plan_answer import answer_of, host_of, show, timeline_of
 
 _QUIET_SECONDS = 3.0
 """How long a search without a terminal prints nothing."""
@@ -151,6 +152,14 @@ def run(arguments: argparse.Namespace) -> int:
         plans = make_plans(predictor, progress=progress, **options)
         compares = arguments.exchange == AUTO
         others = alternatives(predictor, progress=progress, **options) if compares else {}
+        progress("slower hosts")
+        hosts = by_host_time(
+            predictor,
+            plans.chosen.pipeline,
+            degrees=arguments.degrees,
+            stack=stack,
+            with_partner=options["with_partner"],
+        )
     plan = plans.chosen
     if plan.pipeline.partner is not None:
         assumed.append("steps have many micro-batches: the first forward, last backward pass run alone")
@@ -158,7 +167,7 @@ def run(arguments: argparse.Namespace) -> int:
         assumed.append("no partners: they need virtual stages (--num-layers-per-virtual-pipeline-stage)")
     predictor = predictor.changed(exchange=plan.pipeline.exchange)
     memory = memory_by_stage(model, predictor.block, plan.pipeline_of(predictor.block.rows))
-    answer = answer_of(predictor, plans, others, memory, arguments, assumed)
+    answer = answer_of(predictor, plans, others, memory, arguments, assumed) | host_of(predictor, hosts)
     text = json.dumps(answer, indent=1) + "\n"
     if arguments.trace is not None or arguments.tape is not None:
         shown = plan.pipeline_of(predictor.block.rows)

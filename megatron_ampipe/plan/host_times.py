@@ -1,0 +1,118 @@
+"""How a plan depends on the host, which issues every stage to a device: the plans for slower hosts.
+
+Cluster files assume a time to issue a stage, or ``ampipe profile`` has measured it. With more chunks a host
+issues more stages, so on a slow host fewer chunks are faster, or none. Quick searches with multiples of the
+assumed time show from where on another plan is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_ampipe.plan.cluster import Cluster, Overhead
+from megatron_ampipe.plan.planner import make_plans
+from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.schedule import Pipeline
+
+FACTORS = (1.0, 2.0, 4.0, 8.0)
+"""Multiples of the assumed time. An H200's host took four to five times what the cluster files assume."""
+NUM_HALVINGS = 2
+"""How often the range between two of them is halved, on a logarithmic scale, to find where a plan changes."""
+_DEGREES = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """The plan for a host's time.
+
+    Attributes:
+        forward_us: Time to issue a stage of a forward pass, in microseconds.
+        backward_us: The same of a backward pass.
+        choice: What is chosen, in words.
+        speedup: Predicted speed over Megatron's layers.
+    """
+
+    forward_us: float
+    backward_us: float
+    choice: str
+    speedup: float
+
+
+def with_host_times(cluster: Cluster, factor: float) -> Cluster:
+    """The cluster with a host that takes ``factor`` times as long to issue any stage."""
+    host = cluster.host
+    issue_of = host.issue_of
+    if issue_of is not None:
+        issue_of = {kind: _scaled(overhead, factor) for kind, overhead in issue_of.items()}
+    return replace(cluster, host=replace(host, issue=_scaled(host.issue, factor), issue_of=issue_of))
+
+
+def by_host_time(
+    predictor: Predictor, chosen: Pipeline, *, degrees: Sequence[int], **options: Any
+) -> list[HostRow]:
+    """The plans for the assumed host and for slower ones, each with the time from which on it is chosen.
+
+    Compared are equal chunks in named orders, with the exchange of the chosen plan, so the first row can be
+    a little slower than that plan. Empty where no host issues stages to a device (training on a CPU).
+
+    Args:
+        predictor: The predictor of all layers of a pipeline stage.
+        chosen: The plan for the assumed host.
+        degrees: The degrees that are compared, up to four chunks.
+        options: Further options of :func:`~.planner.make_plans`.
+    """
+    if not predictor.cluster.host.issue.forward_us:
+        return []
+    options |= {"full": False, "exchanges": (chosen.exchange,)}
+    options["degrees"] = tuple(degree for degree in degrees if degree in _DEGREES) or tuple(degrees)
+    found: dict[float, HostRow] = {}
+
+    def row(factor: float) -> HostRow:
+        if factor not in found:
+            found[factor] = _row(predictor, factor, options)
+        return found[factor]
+
+    return list(_changes(row))
+
+
+def _changes(row: Callable[[float], HostRow]) -> Iterator[HostRow]:
+    """The first row, and every row from which on another plan is chosen."""
+    yield row(FACTORS[0])
+    below = FACTORS[0]
+    for factor in FACTORS[1:]:
+        above = factor
+        if row(above).choice != row(below).choice:
+            for _ in range(NUM_HALVINGS):
+                middle = (below * above) ** 0.5
+                if row(middle).choice == row(below).choice:
+                    below = middle
+                else:
+                    above = middle
+            yield row(above)
+        below = factor
+
+
+def _row(predictor: Predictor, factor: float, options: dict[str, Any]) -> HostRow:
+    slower = predictor.on(with_host_times(predictor.cluster, factor))
+    plan = make_plans(slower, **options).chosen
+    issue = slower.cluster.host.issue
+    return HostRow(issue.forward_us, issue.backward_us, in_words(plan.pipeline), plan.predicted_speedup)
+
+
+def in_words(pipeline: Pipeline) -> str:
+    """The chunks and partners of a plan, without its order and shares."""
+    if pipeline.partner is not None:
+        cut = "uncut" if pipeline.partner.degree == 1 else f"in {pipeline.partner.degree} chunks"
+        return f"partners {cut}"
+    if pipeline.is_stock:
+        return "Megatron's layers"
+    if pipeline.num_chunks == 1:
+        return "one chunk, weight gradients during transfers" if pipeline.overlaps else "one chunk"
+    return f"{pipeline.num_chunks} chunks"
+
+
+def _scaled(overhead: Overhead, factor: float) -> Overhead:
+    forward_us, backward_us = factor * overhead.forward_us, factor * overhead.backward_us
+    return replace(overhead, forward_us=forward_us, backward_us=backward_us)

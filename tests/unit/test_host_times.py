@@ -1,0 +1,77 @@
+"""The plans for slower hosts, and what ``ampipe plan`` says of them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_ampipe.plan.cluster import find_cluster, read_cluster
+from megatron_ampipe.plan.host_times import FACTORS, by_host_time, in_words, with_host_times
+from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
+from megatron_ampipe.plan.planner import make_plans
+from megatron_ampipe.plan.predict import Predictor
+from tests.conftest import Command
+
+DEGREES = (2, 4)
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Predictor:
+    cluster = read_cluster(find_cluster("dgx-h100"))
+    model = read_model(find_model("qwen3-30b-a3b-like"), overrides={"expert-model-parallel-size": 32})
+    block, _ = block_of(model, cluster, ranks=32)
+    layers = layers_of(model)
+    return Predictor(block, cluster, num_layers=layers.num_layers, dense=layers.dense)
+
+
+def choice_at(predictor: Predictor, forward_us: float, *, with_partner: float) -> str:
+    """What a host with this time gets, searched apart."""
+    factor = forward_us / predictor.cluster.host.issue.forward_us
+    slower = predictor.on(with_host_times(predictor.cluster, factor))
+    plans = make_plans(slower, degrees=DEGREES, full=False, with_partner=with_partner)
+    return in_words(plans.chosen.pipeline)
+
+
+@pytest.mark.parametrize("with_partner", [0.0, 1.0])
+def test_every_row_is_where_another_plan_begins(predictor: Predictor, with_partner: float) -> None:
+    chosen = make_plans(predictor, degrees=DEGREES, full=False, with_partner=with_partner).chosen.pipeline
+    rows = by_host_time(predictor, chosen, degrees=DEGREES, with_partner=with_partner)
+    times = [row.forward_us for row in rows]
+    assert times[0] == predictor.cluster.host.issue.forward_us
+    assert times == sorted(times)
+    if not with_partner:
+        assert len(rows) > 1, "on a slow host, chunks are too many launches"
+    for before, row in zip(rows, rows[1:], strict=False):
+        assert row.choice != before.choice
+        assert choice_at(predictor, row.forward_us, with_partner=with_partner) == row.choice
+        # Searched in steps of a fourth root of the distance between two factors.
+        just_before = row.forward_us / 2 ** (1 / 4)
+        assert choice_at(predictor, just_before, with_partner=with_partner) == before.choice
+    assert len(rows) == 1 or rows[-1].speedup < rows[0].speedup
+
+
+def test_all_times_of_the_host_are_longer() -> None:
+    host = with_host_times(read_cluster(find_cluster("dgx-h100")), 3.0).host
+    assert (host.issue.forward_us, host.issue.backward_us) == (270.0, 360.0)
+    profiled = Path(__file__).resolve().parents[2] / "docs" / "measured" / "profile-100mbit.yaml"
+    assert read_cluster(profiled).host.issue.forward_us == 0.0, "a CPU issues nothing"
+
+
+def test_a_cpu_has_no_rows(predictor: Predictor) -> None:
+    host = predictor.cluster.host
+    no_time = replace(host, issue=replace(host.issue, forward_us=0.0, backward_us=0.0))
+    on_cpu = predictor.on(replace(predictor.cluster, host=no_time))
+    chosen = make_plans(on_cpu, degrees=(2,), full=False).chosen.pipeline
+    assert by_host_time(on_cpu, chosen, degrees=(2,)) == []
+
+
+def test_the_command_says_what_it_assumes(ampipe: Command) -> None:
+    words = ("plan", "--model", "tiny", "--cluster", "dgx-h100", "--degrees", "2", "--exchange", "rows")
+    said = ampipe(*words).out
+    assert "host: takes 90 us to issue a stage forward and 120 us backward (derived: " in said
+    assert "ampipe profile, then --cluster FILE" in said
+    host = json.loads(ampipe(*words, "--json", "-").out)["host"]
+    assert host["choices"][0]["forward_us"] == host["forward_us"] == 90.0
+    slowest = 90 * FACTORS[-1]
+    assert all(row["forward_us"] <= slowest for row in host["choices"])
