@@ -230,6 +230,7 @@ def _cannot_capture(args: Any) -> str | None:
 
 _OFF = "Leave it out, or train with --ampipe-degree 1."
 _GATHERED = "a layer gathers its weights and reduces their gradients in every call, and chunks are more calls"
+_HOOKED = "Megatron's hooks would save the rows of one chunk of every module, the last one that has run"
 _SCORES = (
     "only Transformer Engine's attention keeps the largest scores, which context-parallel layers and packed "
     "documents do not use",
@@ -427,6 +428,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "Leave it out.",
         _keeps_other_tensors,
     ),
+    Refusal("--save-activations-interval", _HOOKED, f"{_OFF} --save-wgrads-interval is supported."),
+    Refusal("--save-dgrads-interval", _HOOKED, f"{_OFF} --save-wgrads-interval is supported."),
     Refusal(
         "--save-tokens-per-expert-interval",
         "Megatron would record every chunk as a micro-batch",

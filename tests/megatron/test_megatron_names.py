@@ -4,10 +4,12 @@ A change in another Megatron is then reported here, by name and with AMPipe's fi
 before it shows as a wrong gradient.
 """
 
+import re
+
 import pytest
 
 from tests.internals import MIRRORED, PAGE, RECORD, recorded, render, report_of, used
-from tests.megatrons import at_hand, installed
+from tests.megatrons import at_hand, installed, megatron_of
 
 AGAIN = "then run: python -m tests.internals"
 
@@ -39,3 +41,33 @@ def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == "\n".join(render()) + "\n", (
         f"{RECORD.name} has changed, or imports have: {AGAIN}"
     )
+
+
+HOOKING = {
+    "core/distributed/distributed_data_parallel.py": "waits for parameters: stages call every module",
+    "core/distributed/fsdp": "--use-megatron-fsdp: hooks of layers, each of which is a stack",
+    "core/extensions/transformer_engine.py": "inside of one module of Transformer Engine, which is called",
+    "core/inference": "not in training",
+    "core/models/mimo": "not a GPT",
+    "core/transformer/moe/experts.py": "inside of the experts, which are called",
+    "core/transformer/moe/shared_experts.py": "inside of the shared experts, which are called",
+    "core/transformer/moe/router_trace.py": "--moe-routing-trace-path: routers call hooks once for a block",
+    "elastification": "no flag of a GPT; hooks of attention and MoE layers are refused when they run",
+    "training/activation_logging.py": "--save-activations-interval and -tokens-per-expert-: refused",
+    "training/dgrad_logging.py": "--save-dgrads-interval: refused",
+    "training/distillation": "the output layer, which is in no block",
+    "training/logits_saver.py": "the output layer",
+    "training/cached_logits_loss.py": "the output layer",
+}
+"""Files and folders of Megatron that hook modules, and what AMPipe does with these hooks."""
+
+
+@pytest.mark.parametrize("version", at_hand())
+def test_every_hook_of_megatron_is_known(version: str) -> None:
+    """A flag that hooks modules would see chunks."""
+    root = megatron_of(version)
+    register = re.compile(r"\.register_(module_)?(forward|full_backward|backward)(_pre)?_hook\(")
+    files = [str(file.relative_to(root)) for file in root.rglob("*.py") if register.search(file.read_text())]
+    assert files, "the search finds nothing"
+    unknown = [file for file in files if not file.startswith(tuple(HOOKING))]
+    assert not unknown, f"refuse the flags that hook modules, or say why they may: {unknown}"
