@@ -18,7 +18,7 @@ from megatron_ampipe.layers.block_pass import BlockPass
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.router import sees_whole_blocks
-from megatron_ampipe.layers.user_changes import refuse_hooks_of
+from megatron_ampipe.layers.user_changes import refuse_hooks_of, refuse_outer_checkpoint
 from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
 from megatron_ampipe.runtime.graphs import TapeGraphs
@@ -141,6 +141,8 @@ class BlockStack:
         keep_graph = torch.is_grad_enabled() and (
             hidden.requires_grad or any(block_parameters.all for block_parameters in parameters)
         )
+        if keep_graph:
+            refuse_outer_checkpoint(context)
         chunks, whole = self._chunks(context.pipeline, hidden.shape[0])
         token_ids = self._token_ids(chunks, hidden)
         graphs = None

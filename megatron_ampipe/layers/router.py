@@ -179,6 +179,16 @@ def prescribed_by(replay: Any) -> Tensor | None:
     return None
 
 
+def without_options(hook: Callable[..., Any]) -> Hook:
+    """Wrap a hook that takes the keyword arguments of a call: Megatron gives its router none."""
+
+    @functools.wraps(hook)
+    def plain_hook(module: Any, inputs: tuple[Any, ...], outputs: Any) -> Any:
+        return hook(module, inputs, {}, outputs)
+
+    return plain_hook
+
+
 def hook_of_block(hook: Hook) -> Callable[..., Any]:
     """Wrap a forward hook of a router so that it is called once per block, as by a stock router.
 
@@ -195,11 +205,13 @@ def hook_of_block(hook: Hook) -> Callable[..., Any]:
         if whole is None:
             return None
         rows, *routed = whole
-        replaced = hook(module, (rows.unsqueeze(1),), tuple(routed))
-        assert replaced is None, (
-            f"{hook}, a forward hook of a router, replaces the routing of a sequence, and chunks are sent "
-            "before the last one is routed: use --ampipe-router with a custom class"
-        )
+        if hook(module, (rows.unsqueeze(1),), tuple(routed)) is not None:
+            raise BadInput(
+                "forward hook of a router",
+                f"{hook.__module__}.{hook.__qualname__}",
+                rule="it replaces the routing of a sequence whose first chunks have been sent",
+                remedy="Use --ampipe-router with a custom class, or train with --ampipe-degree 1.",
+            )
         return None
 
     chunk_hook.sees_whole_blocks = True  # type: ignore[attr-defined]
@@ -294,10 +306,12 @@ class ChunkRouting:
     def register_forward_hook(self, hook: Hook, **options: Any) -> RemovableHandle:
         """As in torch; the hook is called once for all chunks of a block, as on a stock router.
 
-        Hooks registered with ``with_kwargs`` or ``always_call`` are called for each chunk.
+        A hook registered with ``always_call``, which also runs after a failure, is called for each chunk.
         """
-        if options.get("with_kwargs") or options.get("always_call"):
+        if options.get("always_call"):
             return super().register_forward_hook(hook, **options)
+        if options.pop("with_kwargs", False):
+            hook = without_options(hook)
         return super().register_forward_hook(hook_of_block(hook), **options, with_kwargs=True)
 
     def block_losses(self, packed: Tensor, block: BlockRouting) -> Tensor:

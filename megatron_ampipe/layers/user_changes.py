@@ -19,6 +19,7 @@ from types import FunctionType, MethodType
 from typing import NamedTuple, NoReturn, Protocol
 
 import torch
+import torch.utils.checkpoint
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import Module, Parameter
@@ -242,12 +243,49 @@ class UserChanges:
 
     @property
     def _or_off(self) -> str:
-        """What trains with Megatron's layers."""
-        context = self._block.context
-        if context.pipeline.degree > 1 and context.partners is None:
-            return "or train with --ampipe-degree 1"
-        others = "--ampipe-partner, --ampipe-schedule or --ampipe-exchange"
-        return f"or train with --ampipe-degree 1, without {others}"
+        return or_off(self._block.context)
+
+
+def or_off(context: AMPipeContext) -> str:
+    """What trains with Megatron's layers, as the end of a remedy."""
+    if context.pipeline.degree > 1 and context.partners is None:
+        return "or train with --ampipe-degree 1"
+    others = "--ampipe-partner, --ampipe-schedule or --ampipe-exchange"
+    return f"or train with --ampipe-degree 1, without {others}"
+
+
+def refuse_outer_checkpoint(context: AMPipeContext) -> None:
+    """Raise :class:`BadInput` in a forward pass that torch will recompute with ``use_reentrant=False``.
+
+    torch's hooks of saved tensors recompute the whole function once for each call of autograd's engine, and
+    AMPipe calls it for every stage. Reentrant checkpoints run here without gradients.
+    """
+    top = _top_hooks(False) if _top_hooks is not None else None
+    is_inside = top is not None and top[0].__module__ == torch.utils.checkpoint.__name__
+    frame = sys._getframe()
+    while frame is not None and not is_inside:
+        code = frame.f_code
+        is_inside = code.co_name == "checkpoint" and code.co_filename in _files_of_checkpoints()
+        frame = frame.f_back
+    if is_inside:
+        raise BadInput(
+            "torch.utils.checkpoint",
+            "use_reentrant=False",
+            rule="it would recompute the model for every stage of every chunk",
+            remedy="Use --recompute-granularity full, which recomputes in stages, or use_reentrant=True, "
+            f"{or_off(context)}.",
+        )
+
+
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+"""From torch 2.8 on. It also finds a checkpoint that has no frame, of ``torch.distributed._composable``."""
+
+
+@functools.cache
+def _files_of_checkpoints() -> tuple[str, ...]:
+    """The files of the functions ``checkpoint`` that can recompute by hooks of saved tensors."""
+    modules = (sys.modules.get("transformer_engine.pytorch.distributed"), torch.utils.checkpoint)
+    return tuple(file for module in modules if (file := getattr(module, "__file__", None)))
 
 
 def refuse_hooks_of(module: Module, *, owner: str, rule: str, remedy: str) -> None:

@@ -81,9 +81,17 @@ def pair(case: Case, recipe: str, *, experts_round: bool) -> list[torch.nn.Modul
     pair = [layer.double() for layer in build_layers(case)]
     for layer in pair:
         te_fp8_standin.quantize_linears(layer, recipe, experts_round_gradients=experts_round)
-        for one in getattr(layer, "layers", [layer]):
-            one.forward = functools.partial(in_precision, one, one.forward)
+        if hasattr(layer, "layers"):
+            layer.forward = functools.partial(loop_in_precision, layer.layers)
+        else:
+            layer.forward = functools.partial(in_precision, layer, layer.forward)
     return pair
+
+
+def loop_in_precision(layers: Any, *, hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
+    for layer in layers:
+        hidden_states, _ = in_precision(layer, layer, hidden_states=hidden_states, **given)
+    return hidden_states, None
 
 
 def in_precision(layer: Any, forward: Callable[..., Any], **given: Any) -> Any:

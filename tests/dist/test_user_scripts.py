@@ -15,6 +15,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 
 from megatron_ampipe.schedule import Partner
 from tests import cuda_graph_standin
@@ -264,6 +267,25 @@ def hooks_that_change_gradients(model: torch.nn.Module) -> None:
             module.register_full_backward_pre_hook(lambda module, outputs: (outputs[0] / 3, *outputs[1:]))
 
 
+def hooks_of_routers(model: torch.nn.Module) -> Any:
+    """Are called once for all chunks."""
+    calls: Counter[str] = Counter()
+
+    def look(module: Any, inputs: Any, outputs: Any) -> None:
+        probs, routing_map = outputs
+        calls.update(calls=1, rows=inputs[0].shape[0] * inputs[0].shape[1], chosen=int(routing_map.sum()))
+        calls.update(probs=round(probs.sum().item(), 3))
+
+    def look_at_options(module: Any, inputs: Any, options: Any, outputs: Any) -> None:
+        assert options == {}
+        look(module, inputs, outputs)
+
+    for router in _modules(model, "router"):
+        router.register_forward_hook(look)
+        router.register_forward_hook(look_at_options, with_kwargs=True)
+    return calls
+
+
 def replaced_forwards(model: torch.nn.Module) -> None:
     for name in ("linear_proj", "linear_fc2", "shared_experts"):
         for module in _modules(model, name):
@@ -337,6 +359,50 @@ def taught_by_itself(model: torch.nn.Module) -> Any:
     return Distilled(model, model)
 
 
+class Plain(torch.nn.Module):
+    """A model with positional arguments and one result."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.model(hidden_states=hidden, attention_mask=None)[0]
+        return output
+
+
+class Around(torch.nn.Module):
+    """Runs a model inside of another function."""
+
+    def __init__(self, model: Any, around: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self._around = around
+        self._block = getattr(_first(model), "_block", None)
+
+    def forward(self, *, hidden_states: Tensor, **inputs: Any) -> Any:
+        run = lambda hidden: self.model(hidden_states=hidden, **inputs)[0]  # noqa: E731
+        return self._around(run, hidden_states), None
+
+
+def recomputed_by_torch(model: torch.nn.Module) -> Any:
+    return Around(model, functools.partial(checkpoint, use_reentrant=True))
+
+
+def recomputed_by_megatron(model: torch.nn.Module) -> Any:
+    from megatron.core import tensor_parallel
+
+    return Around(model, lambda run, hidden: tensor_parallel.checkpoint(run, False, hidden))
+
+
+def saved_on_the_host(model: torch.nn.Module) -> Any:
+    def run_inside(run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return run(hidden)
+
+    return Around(model, run_inside)
+
+
 CHANGES: dict[str, Script] = {
     script.__name__: script
     for script in (
@@ -347,18 +413,30 @@ CHANGES: dict[str, Script] = {
         hooks_that_change_outputs,
         hooks_that_change_inputs,
         hooks_that_change_gradients,
+        hooks_of_routers,
         replaced_forwards,
         wrapped_modules,
         skipped_batches,
         failing_batches,
         taught_by_another,
         taught_by_itself,
+        recomputed_by_torch,
+        recomputed_by_megatron,
+        saved_on_the_host,
     )
 }
 
 
-@pytest.mark.parametrize("way", ["degree1-lancet", "degree4", "stack-partner", "stack-recompute"])
-@pytest.mark.parametrize("script", CHANGES)
+@pytest.mark.parametrize(
+    ("script", "way"),
+    [
+        (script, way)
+        for script in CHANGES
+        for way in ("degree1-lancet", "degree4", "stack-partner", "stack-recompute")
+        # Hooks run again in a recompute, as they do in Megatron's.
+        if (script, way) != ("hooks_of_routers", "stack-recompute")
+    ],
+)
 def test_a_changed_model_trains_as_stock(script: str, way: str) -> None:
     assert compared(WAYS[way], CHANGES[script]) == {}
 
@@ -448,6 +526,22 @@ def ignored_patch(model: Any) -> Any:
     return patch
 
 
+def recomputed_by_hooks(model: Any) -> Any:
+    return Around(model, functools.partial(checkpoint, use_reentrant=False))
+
+
+def recomputed_by_a_wrapper(model: Any) -> Any:
+    """Around the first layer, as scripts for FSDP do."""
+    wrapped = checkpoint_wrapper(_first(model))
+    return Around(model, lambda run, hidden: wrapped(hidden_states=hidden, attention_mask=None)[0])
+
+
+def recomputed_without_a_frame(model: Any) -> Any:
+    """By hooks that a forward pre-hook sets."""
+    plain = composable_checkpoint(Plain(model))
+    return Around(model, lambda run, hidden: plain(hidden))
+
+
 def hook_of_several_parameters(model: Any) -> Any:
     return torch.autograd.graph.register_multi_grad_hook([*model.parameters()], lambda _: None)
 
@@ -458,6 +552,7 @@ def hook_of_any_parameter(model: Any) -> Any:
 
 
 OF_SEVERAL = "torch.autograd.graph.register_multi_grad_hook with a parameter of layer 1: "
+BY_HOOKS = "torch.utils.checkpoint use_reentrant=False: "
 IGNORED: dict[Script, str] = {
     ignored_forward_hook: "hook of mlp of layer 1 tests.dist",
     ignored_forward_pre_hook: "hook of self_attention of layer 1 tests.dist",
@@ -473,6 +568,9 @@ IGNORED: dict[Script, str] = {
     ignored_parameter: "parameter of layer 1 scale: ",
     ignored_hook_of_all_modules: "hook of all modules tests.dist",
     ignored_patch: "mlp of layer 1: replaced forward of the class MoELayer: ",
+    recomputed_by_hooks: BY_HOOKS,
+    recomputed_by_a_wrapper: BY_HOOKS,
+    recomputed_without_a_frame: BY_HOOKS,
     hook_of_several_parameters: OF_SEVERAL,
     hook_of_any_parameter: OF_SEVERAL,
 }
@@ -505,14 +603,26 @@ def test_what_would_be_ignored_is_refused(script: Script, way: str, late: bool) 
         undone = script(ours)
         try:
             with pytest.raises(BadInput) as said:
-                trained(ours, chosen, None, ours=True)
+                trained(ours, chosen, undone if isinstance(undone, torch.nn.Module) else None, ours=True)
         finally:
-            if undone is not None:
+            if hasattr(undone, "remove"):
                 undone.remove()
         message = str(said.value)
         assert message.startswith(IGNORED[script])
         assert "--ampipe-degree 1" in message and "\n" not in message
         assert ("--ampipe-partner" in message) == (way in ("degree1-lancet", "stack-partner"))
-        if undone is not None:
+        if hasattr(undone, "remove"):
             expected = trained(stock, chosen, None, ours=False)
             assert wrong(expected, trained(ours, chosen, None, ours=True), TOLERANCE) == {}
+
+
+@pytest.mark.parametrize("script", [recomputed_by_hooks, recomputed_by_a_wrapper])
+def test_torch_before_2_8_does_not_say_which_hooks_there_are(script: Script) -> None:
+    from megatron_ampipe.errors import BadInput
+    from megatron_ampipe.layers import user_changes
+    from tests.dist.blocks import build_layers
+
+    _, ours = build_layers(ALONE)
+    model = script(ours)
+    with mock.patch.object(user_changes, "_top_hooks", None), pytest.raises(BadInput, match=BY_HOOKS):
+        trained(ours, WAYS["degree4"], model, ours=True)
