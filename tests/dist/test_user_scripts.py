@@ -427,8 +427,16 @@ CHANGES: dict[str, Script] = {
 }
 
 
-@pytest.mark.parametrize("way", ["degree1-lancet", "degree4", "stack-partner", "stack-recompute"])
-@pytest.mark.parametrize("script", CHANGES)
+@pytest.mark.parametrize(
+    ("script", "way"),
+    [
+        (script, way)
+        for script in CHANGES
+        for way in ("degree1-lancet", "degree4", "stack-partner", "stack-recompute")
+        # Hooks run again in a recompute, as they do in Megatron's.
+        if (script, way) != ("hooks_of_routers", "stack-recompute")
+    ],
+)
 def test_a_changed_model_trains_as_stock(script: str, way: str) -> None:
     assert compared(WAYS[way], CHANGES[script]) == {}
 

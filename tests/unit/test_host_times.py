@@ -1,5 +1,6 @@
 """The plans for slower hosts, and what ``ampipe plan`` says of them."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,7 @@ def test_every_row_is_where_another_plan_begins(predictor: Predictor, with_partn
     assert times == sorted(times)
     if not with_partner:
         assert len(rows) > 1, "on a slow host, chunks are too many launches"
-    for before, row in zip(rows, rows[1:], strict=False):
+    for before, row in itertools.pairwise(rows):
         assert row.choice != before.choice
         assert choice_at(predictor, row.forward_us, with_partner=with_partner) == row.choice
         # Searched in steps of a fourth root of the distance between two factors.
