@@ -20,8 +20,8 @@ MOST = {
 }
 """Operators and Python calls, of which Megatron's and torch's functions, run for every chunk, are most.
 
-With CUDA graphs, what is left to the host are experts and transfers, as often as there are chunks. The checks for
-hooks and other changes of a script are about 0.02 of Megatron's calls (docs/log/2026-11-28.md).
+With CUDA graphs, what is left to the host are experts and transfers, as often as there are chunks. The checks
+for hooks and other changes of a script are about 0.02 of Megatron's calls (docs/log/2026-11-28.md).
 """
 
 
