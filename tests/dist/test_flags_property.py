@@ -234,7 +234,10 @@ def due_refusals(line: str) -> set[str]:
     if_(degree > rows // shards, "--ampipe-degree")
     if_("--ampipe-chunks" in given and degree != 2, "--ampipe-degree")
     if_(experts == 0 and degree > 1, "--num-experts")
-    several = ranks > 1 and experts // ranks > 1 and int(given["--moe-router-topk"]) > 1
+    # Experts are split over as many ranks as attention, unless the line says otherwise.
+    tensor_ranks = given.get("--tensor-model-parallel-size", "1")
+    sharing = ranks * int(given.get("--expert-tensor-parallel-size", tensor_ranks))
+    several = sharing > 1 and experts // ranks > 1 and int(given["--moe-router-topk"]) > 1
     # Megatron's default dispatcher is allgather.
     several = several and given.get("--moe-token-dispatcher-type") == "alltoall"
     if_(given.get("--ampipe-exchange") == "ranks" and not several, "--ampipe-exchange")

@@ -42,8 +42,10 @@ def test_the_gpu_tests_pass_on_stand_ins_for_cuda() -> None:
     # Of these nothing runs here.
     assert functions == {
         "test_a_missing_wait_is_seen",
+        "test_a_transfer_lasts_as_long_as_the_link_takes",
         "test_all_chunks_use_the_same_backend",
         "test_compiled_by_megatron_in_fp32",
+        "test_every_block_moves_its_share",
         "test_partners_equal_stock_in_fp32",
         "test_partners_equal_the_sequence_of_stages",
         "test_the_host_has_less_to_do",

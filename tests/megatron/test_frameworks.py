@@ -116,7 +116,7 @@ def nemo_run(*, on: bool) -> Any:
 def user_file() -> dict[str, Any]:
     """What the file of docs/frameworks.md defines, after it has run as in an import."""
     code = PAGE.read_text().partition("```python\n# ampipe_on.py\n")[2].partition("```")[0]
-    assert "switch_on_models(degree=4)" in code
+    assert "switch_on_models(degree=2)" in code
     defined: dict[str, Any] = {}
     exec(code, defined)
     return defined
