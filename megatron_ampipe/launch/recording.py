@@ -179,8 +179,8 @@ class RoutingRecording(Hook):
                 rank = parallel_state.get_expert_tensor_and_model_parallel_group().rank()
                 pick = turn // len(self._routers) + rank
             see = functools.partial(self._see, pick)
-            # ``with_kwargs``: other hooks of a router are called once for all chunks, this form for each.
-            self._handles.append(router.register_forward_hook(see, with_kwargs=True))
+            # ``always_call``: other hooks of a router are called once for all chunks, this form for each.
+            self._handles.append(router.register_forward_hook(see, with_kwargs=True, always_call=True))
 
     def _see(self, pick: int | None, router: Any, inputs: Any, options: dict[str, Any], outputs: Any) -> None:
         place = router.layer_number, options.get("chunk", 0)
