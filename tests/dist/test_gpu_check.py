@@ -127,7 +127,11 @@ def test_the_step_that_times_attention_runs_to_its_end(tmp_path: Path) -> None:
 FOUR = "nodes-two,2dh-redispatch,tp2-ep2,gathers-nodes,unequal-tp-cp"
 
 
-@pytest.mark.parametrize(("num_ranks", "only"), [(2, ""), (4, FOUR)])
+# gloo copies on its own, in some runs within torch's check for waits: that case is for a GPU.
+TWO = ",".join(one.name for one in CASES[2] if not one.name.startswith("waits"))
+
+
+@pytest.mark.parametrize(("num_ranks", "only"), [(2, TWO), (4, FOUR)], ids=["2", "4"])
 def test_ranks_that_share_a_device_equal_stock(num_ranks: int, only: str, tmp_path: Path) -> None:
     """Over gloo, on the stand-ins for CUDA; where there is no Transformer Engine, its cases are skipped."""
     file = tmp_path / "lines"
