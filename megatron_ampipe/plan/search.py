@@ -8,12 +8,14 @@ stack of layers with experts is searched, and the result is predicted for all la
 Layers repeat, so one period is searched, in which each stage has a place in its lane and a relative layer
 (``Schedule.repeats``); for one block it is the order itself. List schedules with different weights give the
 first periods; the best ones are improved by moving single stages within their lane, even over the edge of the
-period.
+period. After about half of the moves, another lane follows: its stages are put into the order in which the
+moved lane needs them. Without that, most moves only make one lane wait for the other.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,12 +62,14 @@ WEIGHTS = tuple(
 """Weights of layer, chunk and critical path in the priority of a list schedule."""
 LISTED_STAGES = 1500
 """Number of list schedules, times the number of stages of a layer."""
-MOVED_STAGES = 12_000
+MOVED_STAGES = 24_000
 """Number of moves of single stages, times the number of stages of a layer."""
 REACH = 8
 """The largest distance by which a stage is moved."""
 STARTS = 2
 """How many of the first periods are improved by moves."""
+WARMTH = 0.03
+"""By about this share of the time, the first moves may make the period slower; the last ones may not."""
 
 Entry = tuple[int, int]
 """The index of a stage of a layer, and its relative layer."""
@@ -343,6 +347,66 @@ class OrderProblem:
         ]
         """For each stage of a layer, its number in each layer, in the order of the pass."""
         self._lane_of = {stage: lane for lane, (_, order) in enumerate(compiled.lanes) for stage in order}
+        self._later = self._relations(compiled.followers, reversed(compiled.issued))
+        self._earlier = self._relations(compiled.needs, compiled.issued)
+
+    def _relations(self, neighbors: Sequence[Iterable[int]], order: Iterable[int]) -> list[list[list[Entry]]]:
+        """For each stage of a layer, the nearest stages of every lane that need it, or that it needs.
+
+        Args:
+            neighbors: For each stage of the short stack, the stages that directly follow or precede it.
+            order: All stages of the short stack, each after its neighbors.
+
+        Returns:
+            For each stage and lane, entries. Their relative layers count from the layer of the stage.
+        """
+        entry_of = {
+            number: (stage, passed)
+            for stage, numbers in enumerate(self.numbers)
+            for passed, number in enumerate(numbers)
+        }
+        reached: list[set[int]] = [set() for _ in neighbors]
+        for number in order:
+            for neighbor in neighbors[number]:
+                reached[number] |= reached[neighbor] | {neighbor}
+        middle = self.num_layers // 2
+        relations = []
+        for numbers in self.numbers:
+            by_lane: list[list[Entry]] = [[] for _ in self.compiled.lanes]
+            related = reached[numbers[middle]]
+            for lane, entries in enumerate(by_lane):
+                of_lane = [number for number in related if self._lane_of[number] == lane]
+                behind = set().union(*(reached[number] for number in of_lane))
+                for number in sorted(set(of_lane) - behind):
+                    stage, passed = entry_of[number]
+                    entries.append((stage, passed - middle))
+            relations.append(by_lane)
+        return relations
+
+    def following(self, period: Period, *, lane: int, leader: int) -> Period:
+        """The period in which a lane runs its stages in the order in which the leading lane needs them.
+
+        Stages that it needs at the same time, or not at all, are in the order in which it allows them.
+        """
+        length = len(period[leader])
+        # Where the leader runs its stage of layer 0, in all its turns together.
+        place_of = {
+            stage: place - relative * length for place, (stage, relative) in enumerate(period[leader])
+        }
+        ordered = []
+        for old_place, (stage, relative) in enumerate(period[lane]):
+            allowed, needed = -relative * length, NOT_YET
+            for earlier, distance in self._earlier[stage][leader]:
+                allowed = max(allowed, place_of[earlier] + distance * length)
+            for later, distance in self._later[stage][leader]:
+                needed = min(needed, place_of[later] + distance * length)
+            if needed == NOT_YET:
+                needed = allowed
+            turn = int(needed // length)
+            ordered.append((needed - turn * length, allowed, old_place, (stage, -turn)))
+        ordered.sort()
+        followed = tuple([entry for *_, entry in ordered])
+        return (*period[:lane], followed, *period[lane + 1 :])
 
     def repeated(self, period: Period) -> Lanes:
         """The order of all stages of the short stack."""
@@ -403,8 +467,12 @@ class OrderProblem:
                 path * tail / longest - layer * deep - sign * chunk * at
                 for tail, (deep, at) in zip(tails, deep_and_at, strict=True)
             ]
-            begin, _ = self._spans(self._list_schedule(priority))
-            yield from self._periods(begin)
+            lanes = self._list_schedule(priority)
+            if self.num_layers == 1:
+                yield tuple(tuple((stage, 0) for stage in lane) for lane in lanes)
+            else:
+                begin, _ = self._spans(lanes)
+                yield from self._periods(begin)
 
     def _list_schedule(self, priority: Sequence[float]) -> Lanes:
         """The order in which a free lane always runs the ready stage with the highest priority."""
@@ -436,11 +504,9 @@ class OrderProblem:
 
     def _periods(self, begin: Sequence[float]) -> Iterator[Period]:
         """A period for each pair of adjacent layers, from the times at which their stages begin."""
-        for layer in range(max(1, self.num_layers - 1)):
-            length = NOT_YET
-            if self.num_layers > 1:
-                distances = sorted(begin[row[layer + 1]] - begin[row[layer]] for row in self.numbers)
-                length = distances[len(distances) // 2]
+        for layer in range(self.num_layers - 1):
+            distances = sorted(begin[row[layer + 1]] - begin[row[layer]] for row in self.numbers)
+            length = distances[len(distances) // 2]
             if length <= 0:
                 continue
             origin = min(begin[numbers[layer]] for numbers in self.numbers)
@@ -464,24 +530,47 @@ def improve_order(problem: OrderProblem, start: Period) -> Period:
 
 
 def _moved(problem: OrderProblem, start: Period, time: float) -> Period:
-    """Move single stages within their lane as long as the time does not increase."""
+    """Move single stages within their lane; other lanes may follow. Returns the fastest period that was seen.
+
+    Simulated annealing: a move that makes the period slower is kept with a chance that falls to zero.
+    """
     # A fixed seed: every rank has to find the same order.
     generator = random.Random(0)
-    best = start
-    for _ in range(MOVED_STAGES // len(problem.stages) // STARTS):
-        lane = generator.randrange(len(best))
-        order = list(best[lane])
-        source = generator.randrange(len(order))
-        # Short moves more often than long ones.
-        step = generator.randint(1, generator.randint(1, REACH))
-        target = source + generator.choice((-1, 1)) * step
-        stage, layer = order.pop(source)
-        # Over an edge of the period, it becomes the stage of the layer before or after; one block has none.
-        turns, place = divmod(target, len(order) + 1)
-        if turns and problem.num_layers == 1:
+    best, best_time = start, time
+    current, current_time = start, time
+    tries = MOVED_STAGES // len(problem.stages) // STARTS
+    for tried in range(tries):
+        moved = _with_one_move(problem, current, generator)
+        if moved == current:
             continue
-        order.insert(place, (stage, layer - turns))
-        moved = (*best[:lane], tuple(order), *best[lane + 1 :])
-        if moved != best and (needed := problem.time(moved)) <= time and needed < NOT_YET:
-            best, time = moved, needed
+        moved_time = problem.time(moved)
+        if moved_time >= NOT_YET:
+            continue
+        slower = moved_time - current_time
+        allowed = WARMTH * time * (1 - tried / tries)
+        if slower <= 0 or generator.random() < math.exp(-slower / allowed):
+            current, current_time = moved, moved_time
+        if moved_time < best_time:
+            best, best_time = moved, moved_time
     return best
+
+
+def _with_one_move(problem: OrderProblem, period: Period, generator: random.Random) -> Period:
+    """Move one stage within its lane; in half of the cases, another lane follows."""
+    lane = generator.randrange(len(period))
+    order = list(period[lane])
+    source = generator.randrange(len(order))
+    # Short moves more often than long ones.
+    step = generator.randint(1, generator.randint(1, REACH))
+    target = source + generator.choice((-1, 1)) * step
+    stage, layer = order.pop(source)
+    # Over an edge of the period, it becomes the stage of the layer before or after; one block has none.
+    turns, place = divmod(target, len(order) + 1)
+    if turns and problem.num_layers == 1:
+        return period
+    order.insert(place, (stage, layer - turns))
+    moved = (*period[:lane], tuple(order), *period[lane + 1 :])
+    others = [other for other in range(len(period)) if other != lane]
+    if others and generator.random() < 0.5:
+        return problem.following(moved, lane=generator.choice(others), leader=lane)
+    return moved
