@@ -10,8 +10,9 @@ from itertools import groupby
 from pathlib import Path
 
 from megatron_ampipe.block.settings import SETTING
-from megatron_ampipe.launch.flags import SWITCHED_OFF, add_arguments
+from megatron_ampipe.launch.flags import add_arguments
 from megatron_ampipe.launch.refusals import REFUSALS, TOKEN_ID_REFUSALS, Refusal
+from megatron_ampipe.launch.run import SWITCHED_OFF
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = (DOCS / "supported.md", DOCS / "usage.md")

@@ -408,6 +408,16 @@ class Settings:
         requires=("--ampipe-routing-dir routing",),
     )
 
+    @property
+    def automatic(self) -> bool:
+        """Whether a planner or the first iterations choose the pipeline."""
+        return self.degree == AUTO
+
+    @property
+    def chooses_exchange(self) -> bool:
+        """Whether they also choose the exchange."""
+        return self.exchange == AUTO
+
     def startup_rows(self, *, stock: bool) -> list[tuple[str, ...]]:
         """Rows of the start-up table for all values that differ from the default and have an effect."""
         return [

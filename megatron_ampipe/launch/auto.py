@@ -138,7 +138,7 @@ class AutoDegree(Hook):
             self._begin_trials(shape, self._ranges.left(tokens, degrees))
 
     def _begin_trials(self, shape: Shape, degrees: Sequence[int]) -> None:
-        given = self._context.config.pipeline
+        given = self._context.given
         cut = [
             replace(given, degree=degree, backward_degree=degree, exchange=exchange)
             for exchange in self._exchanges

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from megatron_ampipe.block.settings import SETTING
-from megatron_ampipe.launch.flags import LIFTS_ONE_CONNECTION
 from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.launch.planned import packs_documents
+from megatron_ampipe.launch.run import LIFTS_ONE_CONNECTION
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule.pipeline import Pipeline
 

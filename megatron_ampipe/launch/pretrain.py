@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron_ampipe import compat
 from megatron_ampipe.launch.ending import known_cause, run_to_end
-from megatron_ampipe.launch.flags import config_from_args
 from megatron_ampipe.launch.refusals import refuse_unsupported
 from megatron_ampipe.launch.script import TrainingSession, wrap_steps
 
@@ -82,6 +81,7 @@ def check_launch(words: Sequence[str]) -> None:
     try:
         args = session.parse(parse_args)
         validate_args(args, TOKENIZER_DEFAULT)
-        refuse_unsupported(config_from_args(args), args)
+        assert session.run is not None
+        refuse_unsupported(session.run.settings, session.run.pipeline, args)
     except Exception as error:
         raise known_cause(error) or error from error

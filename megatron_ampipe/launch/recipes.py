@@ -20,12 +20,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from megatron_ampipe import compat
+from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections
-from megatron_ampipe.launch.flags import switch_off_overlaps
 from megatron_ampipe.launch.refusals import refuse_unsupported
+from megatron_ampipe.launch.run import Run, switch_off_overlaps
 from megatron_ampipe.schedule import ALL_LAYERS, Pipeline
-from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 if TYPE_CHECKING:
     from megatron_ampipe.layers.context import AMPipeContext
@@ -66,11 +66,11 @@ def switch_on(recipe: Any, *, degree: int, **options: Unpack[Options]) -> None:
         raise BadInput("recipe", type(model).__name__, rule=rule, remedy=remedy)
     # Plain values, so that the recipe can still be saved.
     settings: dict[str, Any] = {"degree": degree, **options}
-    config = _config(**settings)
-    if not config.pipelined:
+    run = _run(**settings)
+    if not run.pipelined:
         return
-    arguments = Arguments(recipe, model, capacity_scope=config.capacity_scope)
-    refuse_unsupported(config, arguments)
+    arguments = Arguments(recipe, model, capacity_scope=run.settings.capacity_scope)
+    refuse_unsupported(run.settings, run.pipeline, arguments)
     switch_off_overlaps(model)
     if getattr(arguments, "use_megatron_fsdp", False):
         # As in a launch: FSDP gathers parameters by layer, and makes fused products overwrite gradients.
@@ -96,22 +96,22 @@ def switch_on_models(*, degree: int, **options: Unpack[Options]) -> None:
     from megatron_ampipe.launch.hooks import on_training_stream
     from megatron_ampipe.launch.script import models_of_megatron
 
-    config = _config(degree, **options)
+    run = _run(degree, **options)
     models = models_of_megatron()
     if any(hasattr(model.__init__, "ampipe") for model in models):
         remedy = "Call switch_on_models once, and switch_on for no recipe."
         raise BadInput("degree", degree, rule="AMPipe is switched on in this process already", remedy=remedy)
-    if not config.pipelined:
+    if not run.pipelined:
         return
     connections.set_default()
     for model in models:
-        model.__init__ = _constructor(model.__init__, config, name=GPT if model is models[0] else HYBRID)
+        model.__init__ = _constructor(model.__init__, run, name=GPT if model is models[0] else HYBRID)
     if torch.cuda.is_available():
         construct = on_training_stream(DistributedDataParallel.__init__)
         DistributedDataParallel.__init__ = construct  # type: ignore[method-assign]
 
 
-def _constructor(construct: Callable[..., None], config: AMPipeConfig, *, name: str) -> Callable[..., None]:
+def _constructor(construct: Callable[..., None], run: Run, *, name: str) -> Callable[..., None]:
     """Wrap the constructor of a model to pipeline the layers in its argument ``name``."""
     from megatron_ampipe.launch.auto import print_on_first_rank
 
@@ -127,17 +127,18 @@ def _constructor(construct: Callable[..., None], config: AMPipeConfig, *, name: 
             print_on_first_rank(f"a {kind.__name__} has no MoE layers, and stays as it is")
             return
         recipe = SimpleNamespace(train=SimpleNamespace(seq_length=given["max_sequence_length"], **given))
-        refuse_unsupported(config, Arguments(recipe, transformer, capacity_scope=config.capacity_scope))
+        arguments = Arguments(recipe, transformer, capacity_scope=run.settings.capacity_scope)
+        refuse_unsupported(run.settings, run.pipeline, arguments)
         switch_off_overlaps(transformer)
-        given[name] = _pipelined(name, given[name], transformer, config, vp_stage=given.get("vp_stage"))
+        given[name] = _pipelined(name, given[name], transformer, run, vp_stage=given.get("vp_stage"))
         if name == GPT:
-            _make_groups(transformer, config, given.get("pg_collection"))
+            _make_groups(transformer, run, given.get("pg_collection"))
         if any(base.__module__.startswith("mcore_bridge.") for base in kind.__mro__):
-            _check_patches_of_mcore_bridge(transformer, _context(config))
+            _check_patches_of_mcore_bridge(transformer, _context(run))
         construct(*bound.args, **bound.kwargs)
-        print_on_first_rank(f"the layers of a {kind.__name__} are pipelined, degree {config.pipeline.degree}")
+        print_on_first_rank(f"the layers of a {kind.__name__} are pipelined, degree {run.pipeline.degree}")
 
-    constructing.ampipe = config  # type: ignore[attr-defined]
+    constructing.ampipe = run  # type: ignore[attr-defined]
     return constructing
 
 
@@ -177,52 +178,57 @@ def pipelined_layers(
     transformer = getattr(model, "transformer", model)
     if name == GPT:
         # Megatron-Bridge's provider holds the groups that it builds its model with.
-        _make_groups(transformer, _config(**settings), getattr(model, "_pg_collection", None))
-    return _pipelined(name, given, transformer, _config(**settings), vp_stage=vp_stage)
+        _make_groups(transformer, _run(**settings), getattr(model, "_pg_collection", None))
+    return _pipelined(name, given, transformer, _run(**settings), vp_stage=vp_stage)
 
 
-def _pipelined(name: str, spec: Any, transformer: Any, config: AMPipeConfig, *, vp_stage: int | None) -> Any:
+def _pipelined(name: str, spec: Any, transformer: Any, run: Run, *, vp_stage: int | None) -> Any:
     """The specification with pipelined layers; ``transformer`` is the configuration of the layers."""
     if name == HYBRID:
         from megatron_ampipe.layers.hybrid import pipelined_stack
 
-        return pipelined_stack(spec, _context(config))
+        return pipelined_stack(spec, _context(run))
     from megatron.core.transformer.transformer_block import _get_block_submodules
 
     from megatron_ampipe.layers.layer import pipelined
 
-    if config.pipeline.stack != 1:
+    if run.pipeline.stack != 1:
         # One specification for all layers does not give their order; Megatron's list does.
         spec = _get_block_submodules(transformer, spec, vp_stage)
-    return pipelined(spec, _context(config))
+    return pipelined(spec, _context(run))
 
 
-def _make_groups(transformer: Any, config: AMPipeConfig, groups: Any) -> None:
+def _make_groups(transformer: Any, run: Run, groups: Any) -> None:
     """Make the process groups of a GPT model; every rank builds one. A hybrid stack makes its own."""
     from megatron_ampipe.layers.process_groups import make_groups_of_model
 
-    make_groups_of_model(transformer, _context(config), groups)
+    make_groups_of_model(transformer, _context(run), groups)
 
 
-def _config(
+def _run(
     degree: int,
     *,
     backward_degree: int | None = None,
     schedule: str = "ampipe",
     stack: int = ALL_LAYERS,
     capacity_scope: str = "sequence",
-) -> AMPipeConfig:
+) -> Run:
     pipeline = Pipeline.of(degree, backward_degree=backward_degree, schedule=schedule, stack=stack)
-    return AMPipeConfig(pipeline=pipeline, schedule=schedule, capacity_scope=capacity_scope)
+    settings = Settings(schedule=schedule, capacity_scope=capacity_scope)
+    return Run(settings=settings, pipeline=pipeline)
+
+
+def _context(run: Run) -> AMPipeContext:
+    return _context_of(run.settings, run.pipeline)
 
 
 @functools.cache
-def _context(config: AMPipeConfig) -> AMPipeContext:
+def _context_of(settings: Settings, pipeline: Pipeline) -> AMPipeContext:
     """The context of all models of the process, as in a launch: it owns the threads or streams of lanes."""
     from megatron_ampipe.layers.context import AMPipeContext
     from megatron_ampipe.runtime.recorder import Recorder
 
-    return AMPipeContext(config, recorder=Recorder(num_iterations=0))
+    return AMPipeContext(settings, pipeline, recorder=Recorder(num_iterations=0))
 
 
 class Arguments:

@@ -32,6 +32,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.exchange.codecs import Condenser
 from megatron_ampipe.files import outputs
@@ -41,7 +42,6 @@ from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.plan.recorded_routing import THRESHOLDS, LayerRouting, RoutingRecord, divisors
 from megatron_ampipe.schedule import Direction
 from megatron_ampipe.schedule.features import expert_tensor_ranks
-from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 # R rows of a chunk, B sequences of a micro-batch, E experts, D hidden size, P ranks of the group.
 
@@ -60,7 +60,7 @@ class Recording(Hook):
 
     def __init__(self, context: AMPipeContext, args: argparse.Namespace) -> None:
         self._context, self._args = context, args
-        self._folder = None if context.config.trace_dir is None else Path(context.config.trace_dir)
+        self._folder = None if context.settings.trace_dir is None else Path(context.settings.trace_dir)
         if self._folder is not None:
             flag = "--ampipe-trace-dir"
             outputs.check_folder(self._folder.absolute(), flag=flag, value=self._folder)
@@ -142,11 +142,11 @@ class RoutingRecording(Hook):
     expert. There is no context at degree 1.
     """
 
-    def __init__(self, args: argparse.Namespace, config: AMPipeConfig, context: AMPipeContext | None) -> None:
-        assert config.routing_dir is not None
-        self._args, self._interval, self._context = args, config.routing_interval, context
-        self._folder = Path(config.routing_dir)
-        condensed = [] if config.condense is None else [config.condense]
+    def __init__(self, args: argparse.Namespace, settings: Settings, context: AMPipeContext | None) -> None:
+        assert settings.routing_dir is not None
+        self._args, self._interval, self._context = args, settings.routing_interval, context
+        self._folder = Path(settings.routing_dir)
+        condensed = [] if settings.condense is None else [settings.condense]
         self._thresholds = tuple(sorted({*THRESHOLDS, *condensed}))
         self._routers: list[TopKRouter] = []
         self._handles: list[RemovableHandle] = []

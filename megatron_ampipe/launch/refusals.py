@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
-from megatron_ampipe.block.settings import AUTO
+from megatron_ampipe.block.settings import AUTO, Settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.planned import (
     captured_modules,
@@ -35,7 +35,7 @@ from megatron_ampipe.schedule.features import (
     rows_of_tile,
     splits_weights,
 )
-from megatron_ampipe.schedule.pipeline import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import builds_layers
 
 _DESTS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
 """Flags whose argument has another name in Megatron."""
@@ -89,22 +89,22 @@ class Refusal:
         return value if refused is True else refused
 
 
-def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
+def refuse_unsupported(settings: Settings, pipeline: Pipeline, arguments: Any) -> None:
     """Raise :class:`BadInput` for the first row of :data:`REFUSALS` that applies, or for too many chunks.
 
     ``arguments`` are Megatron's, parsed; at degree 1 nothing is refused.
     """
-    if not config.pipelined:
+    if not builds_layers(settings, pipeline):
         return
-    pipeline, plan = config.pipeline, None
+    plan = None
     pipeline.chunks(arguments.seq_length)
-    if config.plan is not None:
+    if settings.plan is not None:
         plan, flag = pipeline, setting_of_plan(arguments)[0].flag
-        flags, off = f"{flag} {config.plan}", f"no {flag}"
+        flags, off = f"{flag} {settings.plan}", f"no {flag}"
     elif pipeline.partner is not None and pipeline.degree == 1:
         flags, off = "--ampipe-partner", "no --ampipe-partner"
-    elif pipeline.degree > 1 or config.automatic:
-        flags, off = f"--ampipe-degree {AUTO if config.automatic else pipeline.degree}", "--ampipe-degree 1"
+    elif pipeline.degree > 1 or settings.automatic:
+        flags, off = f"--ampipe-degree {AUTO if settings.automatic else pipeline.degree}", "--ampipe-degree 1"
     else:
         # AMPipe's layers are used with one chunk because of the exchange.
         flags, off = f"--ampipe-exchange {pipeline.exchange}", "--ampipe-exchange rows"

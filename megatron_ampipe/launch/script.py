@@ -29,6 +29,7 @@ from megatron_ampipe.launch.ending import (
     report_parser_errors,
     run_to_end,
 )
+from megatron_ampipe.launch.run import LIFTS_ONE_CONNECTION, Run, prepare_arguments, requested
 
 _session: TrainingSession | None = None
 """The session of this process; in a patched tree, created when a wrapped function is first called."""
@@ -152,8 +153,8 @@ class TrainingSession:
         """Megatron's validated arguments; None before :meth:`validate`."""
         self.context: Any = None
         """The state that pipelined layers share, an ``AMPipeContext``; None at degree 1."""
-        self._gate: Any = None
-        """The router class of ``--ampipe-router``; None for Megatron's own."""
+        self.run: Run | None = None
+        """What this run does; None before the arguments are parsed."""
         self.num_models = 0
         """Number of models that have got pipelined layers, or a router of the user."""
 
@@ -198,14 +199,18 @@ class TrainingSession:
         parsed = parse(provide, *args, **kwargs)
         if is_ours:
             # Also refuses a --yaml-cfg, which has replaced all arguments and is not validated by Megatron.
-            config = flags.config_from_args(parsed)
+            self.run = requested(parsed)
+            prepare_arguments(parsed, self.run)
             # Before Megatron prints some 850 lines. Arguments from a checkpoint are not known yet.
             if not self.is_patch and not parsed.use_checkpoint_args:
-                if config.pipelined and parsed.seq_length is not None:
-                    config.pipeline.chunks(parsed.seq_length)
+                if self.run.pipelined and parsed.seq_length is not None:
+                    self.run.pipeline.chunks(parsed.seq_length)
                 refuse_misfit(parsed)
                 self._check_data(parsed)
         return parsed
+
+    def _requested(self, args: Any) -> Run:
+        return requested(args)
 
     def _check_data(self, args: Any) -> None:
         from megatron_ampipe.launch.datasets import check_data, use_built_helpers
@@ -222,26 +227,26 @@ class TrainingSession:
         No process group exists yet. Raises :class:`BadInput` for a wrong flag, file or combination.
         """
         validated = validate(args, *rest, **kwargs)
-        from megatron_ampipe.launch.attach import find_gate, make_context
+        from megatron_ampipe.launch.attach import attach
         from megatron_ampipe.launch.hooks import Hooks
+        from megatron_ampipe.launch.resolve import resolve
 
         if self.is_patch:
             compat.require_peers()
-        config = flags.config_from_args(args)
-        if config.pipelined:
+        run = self.run or requested(args)
+        if run.pipelined:
             # Megatron has validated its arguments, see LIFTS_ONE_CONNECTION.
-            setattr(args, flags.LIFTS_ONE_CONNECTION, False)
-        own = (config.router, config.routing_dir)
-        is_active = config.pipelined or own != (None, None) or not self.is_patch
+            setattr(args, LIFTS_ONE_CONNECTION, False)
+        own = (run.settings.router, run.settings.routing_dir)
+        is_active = run.pipelined or own != (None, None) or not self.is_patch
         if is_active:
             self._check_data(args)
         self._hooks = self._hooks or Hooks()
         keep_signal_from_children(args)
         self.args = args
-        self._gate = find_gate(config, args)
-        self.context = make_context(
-            args, config, gate=self._gate, hooks=self._hooks, adjustments=self._adjustments
-        )
+        on_gpu = not host.installed()
+        self.run = resolve(args, run, adjustments=self._adjustments, on_gpu=on_gpu)
+        self.context = attach(args, self.run, self._hooks, on_gpu=on_gpu)
         self._hooks.install(pipelined=self.context is not None)
         if is_active and int(os.environ.get("RANK", "0")) == 0:
             resolved = self._resolved or config_files.resolve(self._words, flags.full_parser())
@@ -281,6 +286,11 @@ class TrainingSession:
             raise self.refused_script(rule)
         self._hooks.models_built(models)
         return models, *others
+
+    @property
+    def _gate(self) -> type | None:
+        """The router class of ``--ampipe-router``; None for Megatron's own."""
+        return None if self.run is None else self.run.gate
 
     @property
     def changes_layers(self) -> bool:

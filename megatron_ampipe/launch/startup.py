@@ -15,8 +15,8 @@ from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.planned import exchanges_of, layout_of_args, packs_documents, rows_of_rank
 from megatron_ampipe.launch.recording import has_expert_communication
+from megatron_ampipe.launch.run import Run
 from megatron_ampipe.launch.trials import Choice, candidates
-from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule import KEEP, Pipeline, stack_to_text
 from megatron_ampipe.schedule.features import boundary, fp8_recipe, rows_of_tile, uses_ring_attention
 
@@ -62,36 +62,30 @@ def print_end(pipeline: Pipeline) -> None:
 
 
 def pipelined_rows(
-    args: argparse.Namespace,
-    context: AMPipeContext,
-    choice: Choice | None,
-    *,
-    memory: Choice | None,
-    on_gpu: bool,
+    args: argparse.Namespace, run: Run, pipeline: Pipeline, choice: Choice | None, *, on_gpu: bool
 ) -> list[Row]:
     """All rows of a pipelined run, from Megatron's validated and adjusted arguments.
 
-    ``choice`` is the choice of a plan or a planner, ``memory`` the choice for a memory budget.
+    ``pipeline`` is how the first iteration runs, ``choice`` why, if a plan or a planner has chosen it.
     """
-    pipeline = context.pipeline
-    rows = _choice_rows(args, context, choice)
+    rows = _choice_rows(args, run, pipeline, choice)
     limit = boundary(args, whole_attention=pipeline.whole_attention)
     stack = stack_to_text(pipeline.stack)
     if pipeline.stack == 1 or limit is None:
         rows.append(("layers per schedule", stack))
     else:
         rows.append(("layers per schedule", f"1, in place of {stack}", limit))
-    if (count := context.recomputed_layers) > 0:
+    if (count := run.recomputed_layers) > 0:
         layers = "every layer" if math.isinf(count) else f"first {count} of a stage"
         rows.append(("full recompute", layers, "inside the schedules"))
-    if memory is not None or pipeline.memory != KEEP:
-        rows.append(("memory", pipeline.memory, "" if memory is None else memory.reason))
+    if run.memory_reason is not None or pipeline.memory != KEEP:
+        rows.append(("memory", pipeline.memory, run.memory_reason or ""))
     if pipeline.partner is not None:
         why = (
             "a backward pass and the next micro-batch's forward pass run together; others as the degree says"
         )
         rows.append(("partner", str(pipeline.partner), why))
-    rows += context.config.startup_rows(stock=False)
+    rows += run.settings.startup_rows(stock=False)
     is_local, is_packed = args.transformer_impl == "local", packs_documents(args)
     documents = is_packed or masks_documents(args)
     kernel = choose_kernel(args, local=is_local, on_gpu=on_gpu, documents=documents)
@@ -100,8 +94,8 @@ def pipelined_rows(
         rows.append(("other layers", variant, "Megatron's own, before experts that are pipelined"))
     if uses_ring_attention(args):
         rows.append(("context", f"ring of {args.context_parallel_size} ranks"))
-    if context.graph_modules:
-        captured = " ".join(sorted(context.graph_modules))
+    if run.graph_modules:
+        captured = " ".join(sorted(run.graph_modules))
         rows.append(("CUDA graphs", captured, "of stages in schedules; other layers run without"))
     rows += fp8_row(args)
     if documents:
@@ -118,15 +112,15 @@ def reason_rows(choice: Choice) -> list[Row]:
     return [("why", choice.reason), *(("note", note) for note in choice.notes)]
 
 
-def _choice_rows(args: argparse.Namespace, context: AMPipeContext, choice: Choice | None) -> list[Row]:
+def _choice_rows(args: argparse.Namespace, run: Run, pipeline: Pipeline, choice: Choice | None) -> list[Row]:
     """Degree, schedule and exchange, or the candidates that the first iterations try."""
-    pipeline, config = context.pipeline, context.config
-    if config.automatic and choice is None:
+    if run.settings.automatic and choice is None:
         tried = candidates(rows_of_rank(args), rows_of_tile(args, args.micro_batch_size))
+        exchanges = exchanges_of(args) if run.settings.chooses_exchange else (pipeline.exchange,)
         return [
             ("degree", f"auto: the first iterations try {', '.join(map(str, tried))}, the fastest stays"),
             ("schedule", pipeline.schedule),
-            ("exchange", " or ".join(exchanges_of(args) if config.chooses_exchange else [pipeline.exchange])),
+            ("exchange", " or ".join(exchanges)),
         ]
     degree = str(pipeline.degree)
     if pipeline.backward_degree != pipeline.degree:

@@ -171,7 +171,7 @@ class BlockModules:
             return chunk
         nodes = None
         if exchange.has_two_hops:
-            between, within = node_groups(groups.ep, self.context.config.ranks_per_node)
+            between, within = node_groups(groups.ep, self.context.settings.ranks_per_node)
             nodes = made_group(between), made_group(within)
         return AllToAllChunk(
             *local,
@@ -246,7 +246,7 @@ class BlockModules:
     def _features_of_settings(self, *, with_losses: bool, shares_schedule: bool) -> BlockFeatures:
         features = features_of_settings(
             self.config,
-            self.context.config,
+            self.context.settings,
             with_losses=with_losses,
             dense=self.dense,
             shares_schedule=shares_schedule,

@@ -73,7 +73,7 @@ class BlockPass:
             return
         self.routing = block.moe.router.begin_block(
             self._num_rows * self._batch,
-            per_chunk=block.context.config.capacity_scope == "chunk",
+            per_chunk=block.context.settings.capacity_scope == "chunk",
             first_tokens=[chunk.hidden[0].local_start * self._batch for chunk in self.chunks],
         )
         # The state of a chunk is stored as attributes of a separate copy; the constants are shared.

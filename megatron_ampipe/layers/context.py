@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.codecs import Condenser, Wire
 from megatron_ampipe.runtime.executors import Executor
@@ -17,7 +18,7 @@ from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import KEEP, Pipeline
 from megatron_ampipe.schedule.chunks import Documents
-from megatron_ampipe.schedule.pipeline import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import builds_layers
 
 
 class DocumentReader:
@@ -92,6 +93,8 @@ class AMPipeContext:
     """Settings, executor and recorder of a process.
 
     Attributes:
+        settings: The values of the flags ``--ampipe-*``.
+        given: How blocks run at first.
         executor: Runs the stages; if None, the first layer that runs creates it.
         kernel: Name of the attention kernel; if None, each layer chooses.
         recomputed_layers: Full recompute inside the schedules: how many layers of a (virtual) pipeline stage,
@@ -106,12 +109,13 @@ class AMPipeContext:
         graph_modules: The values of Megatron's ``--cuda-graph-modules`` whose stages are captured.
         graph_warm_up: How many micro-batches run without graphs first.
         condenser: Chooses which of similar tokens are sent (``--ampipe-condense``); None to send all.
-        pipeline: How blocks run from the next forward pass on; initially as in ``config``.
+        pipeline: How blocks run from the next forward pass on; at first as in ``given``.
         predicted_ms: The predicted times of a block's forward and backward pass, from a plan; only logged.
         run_being_built: The ``LayerRun`` of the layer that was built last.
     """
 
-    config: AMPipeConfig
+    settings: Settings
+    given: Pipeline
     recorder: Recorder = field(default_factory=Recorder)
     executor: Executor | None = None
     kernel: str | None = None
@@ -130,9 +134,14 @@ class AMPipeContext:
     run_being_built: Any = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.pipeline = self.config.pipeline
-        if self.config.condense is not None:
-            self.condenser = Condenser(self.config.condense)
+        self.pipeline = self.given
+        if self.settings.condense is not None:
+            self.condenser = Condenser(self.settings.condense)
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether AMPipe's MoE layers are built rather than Megatron's own."""
+        return builds_layers(self.settings, self.given)
 
     @property
     def runs_megatron_layers(self) -> bool:

@@ -114,7 +114,7 @@ def pipelined_stack(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:
         BadInput: the specification is not one of ``HybridStack``, or AMPipe does not support the class of its
             MoE layer.
     """
-    if not context.config.pipelined:
+    if not context.pipelined:
         return spec
     require_class(spec.module, (HybridStack,), "hybrid stack")
     submodules: HybridStackSubmodules = spec.submodules

@@ -151,12 +151,12 @@ def pipelined(
         BadInput: an MoE layer has a class that AMPipe does not support; or layers are to share a schedule,
             and the specification does not list them.
     """
-    if not context.config.pipelined:
+    if not context.pipelined:
         return spec
     if isinstance(spec, ModuleSpec):
         if issubclass(spec.module, TransformerBlock):
             return dataclasses.replace(spec, submodules=pipelined(spec.submodules, context))
-        if (stack := context.config.pipeline.stack) != 1:
+        if (stack := context.given.stack) != 1:
             raise BadInput(
                 "--ampipe-stack",
                 stack_to_text(stack),
@@ -212,7 +212,7 @@ def _is_moe(spec: ModuleSpec) -> bool:
 
 def _can_share(spec: ModuleSpec, context: AMPipeContext) -> bool:
     """Whether a layer can share a schedule with its neighbors."""
-    if context.config.pipeline.stack == 1 and not context.config.automatic:
+    if context.given.stack == 1 and not context.settings.automatic:
         return False
     if _is_moe(spec):
         return spec.submodules.self_attention.module not in _OTHER_ATTENTION

@@ -25,7 +25,7 @@ def make_groups_of_model(
 
     ``groups`` are those that the model is built with; None for the ones of ``parallel_state``.
     """
-    if not context.config.pipelined:
+    if not context.pipelined:
         return
     if groups is None:
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "ep", "tp_ep"])
@@ -35,7 +35,7 @@ def make_groups_of_model(
     if config.num_moe_experts and config.moe_token_dispatcher_type == "allgather":
         requests.append(counts_group(groups.tp_ep))
     if any(exchange.has_two_hops for exchange in possible_exchanges(config, context)):
-        requests.extend(node_groups(groups.ep, context.config.ranks_per_node))
+        requests.extend(node_groups(groups.ep, context.settings.ranks_per_node))
     # Megatron's own function: --distributed-timeout-seconds-after-init changes the groups that it has made.
     make_groups(requests, create=parallel_state.create_group)
 
@@ -53,7 +53,7 @@ def possible_exchanges(config: TransformerConfig, context: AMPipeContext) -> set
     if not config.num_moe_experts:
         return set()
     exchanges = {context.pipeline.exchange}
-    if context.config.chooses_exchange:
-        ranks_per_node = context.config.ranks_per_node
+    if context.settings.chooses_exchange:
+        ranks_per_node = context.settings.ranks_per_node
         exchanges.update(useful_exchanges(config, config.num_moe_experts, ranks_per_node))
     return exchanges

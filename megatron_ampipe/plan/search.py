@@ -376,8 +376,8 @@ class OrderProblem:
             related = reached[numbers[middle]]
             for lane, entries in enumerate(by_lane):
                 of_lane = [number for number in related if self._lane_of[number] == lane]
-                behind = set().union(*(reached[number] for number in of_lane))
-                for number in sorted(set(of_lane) - behind):
+                of_later = set().union(*(reached[number] for number in of_lane))
+                for number in sorted(set(of_lane) - of_later):
                     stage, passed = entry_of[number]
                     entries.append((stage, passed - middle))
             relations.append(by_lane)

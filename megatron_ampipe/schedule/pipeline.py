@@ -414,42 +414,21 @@ class Pipeline:
         return ", ".join(f"{label} {value}" for label, value in self.labels.items())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AMPipeConfig(Settings):
-    """The configuration of a run: the values of its flags, and the pipeline that follows from them.
+def check_condense(settings: Settings, pipeline: Pipeline) -> None:
+    """Raise :class:`BadInput` if blocks that run like this cannot leave out similar tokens."""
+    if settings.condense is None:
+        return
+    setting, exchange, memory = SETTING["condense"], pipeline.exchange, pipeline.memory
+    if not exchange.sends_every_copy:
+        rule = f"with --ampipe-exchange {exchange}, a row is for several experts and returns their sum"
+        remedy = f"Use --ampipe-exchange rows, or leave {setting.flag} out."
+        raise setting.refuse(settings.condense, rule, remedy)
+    if any("redispatch" in STRATEGIES[name] for name in chunk_strategies(memory)):
+        rule = f"with --ampipe-memory {memory}, the similar tokens would have to be chosen again"
+        remedy = f"Use --ampipe-memory rebuild, or leave {setting.flag} out."
+        raise setting.refuse(settings.condense, rule, remedy)
 
-    Raises:
-        BadInput: a setting conflicts with the pipeline.
-    """
 
-    pipeline: Pipeline = Pipeline.of(1)  # noqa: RUF009
-    """How blocks run at first. With one chunk, Megatron's own layers are built, unless ``automatic`` can
-    choose another pipeline later, or the exchange is not Megatron's."""
-
-    def __post_init__(self) -> None:
-        if self.condense is None:
-            return
-        setting, exchange, memory = SETTING["condense"], self.pipeline.exchange, self.pipeline.memory
-        if not exchange.sends_every_copy:
-            rule = f"with --ampipe-exchange {exchange}, a row is for several experts and returns their sum"
-            remedy = f"Use --ampipe-exchange rows, or leave {setting.flag} out."
-            raise setting.refuse(self.condense, rule, remedy)
-        if any("redispatch" in STRATEGIES[name] for name in chunk_strategies(memory)):
-            rule = f"with --ampipe-memory {memory}, the similar tokens would have to be chosen again"
-            remedy = f"Use --ampipe-memory rebuild, or leave {setting.flag} out."
-            raise setting.refuse(self.condense, rule, remedy)
-
-    @property
-    def automatic(self) -> bool:
-        """Whether a plan or the first iterations choose the pipeline."""
-        return self.degree == AUTO
-
-    @property
-    def chooses_exchange(self) -> bool:
-        """Whether they also choose the exchange."""
-        return self.exchange == AUTO
-
-    @property
-    def pipelined(self) -> bool:
-        """Whether AMPipe's MoE layers are built rather than Megatron's own."""
-        return self.automatic or self.pipeline.partner is not None or not self.pipeline.is_stock
+def builds_layers(settings: Settings, pipeline: Pipeline) -> bool:
+    """Whether AMPipe's MoE layers are built rather than Megatron's own."""
+    return settings.automatic or pipeline.partner is not None or not pipeline.is_stock

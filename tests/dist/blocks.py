@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 # The kernels of tests, by name.
 import tests.reference_pieces  # noqa: F401
+from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.launch.host.megatron import HostDotProductAttention, HostLatentProjection
 from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
@@ -32,7 +33,6 @@ from megatron_ampipe.runtime.executors import CudaExecutor, Executor, Sequential
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import Exchange
-from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from megatron_ampipe.tools.measuring.blocks import Layers
 from tests.dist import changed_functions, logged_losses, routing_records
 from tests.dist.cases import GRAPH_MODULES, Case
@@ -95,14 +95,14 @@ def build_layers(
     chooses = case.pipeline.exchange is Exchange.NODES and case.pipeline.overlaps
     first = dataclasses.replace(case.pipeline, exchange=Exchange.ROWS) if chooses else case.pipeline
     context = AMPipeContext(
-        AMPipeConfig(
-            pipeline=first,
+        Settings(
             exchange="auto" if chooses else "rows",
             wire=case.wire,
             condense=case.condense,
             capacity_scope=case.capacity_scope,
             ranks_per_node=case.ranks_per_node,
         ),
+        first,
         recorder=recorder or Recorder(),
         executor=executor or EXECUTORS[case.executor](),
         kernel=case.kernel,

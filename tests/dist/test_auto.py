@@ -54,13 +54,14 @@ def _layer() -> tuple[torch.nn.Module, Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
 
+    from megatron_ampipe.block.settings import Settings
     from megatron_ampipe.layers.context import AMPipeContext
     from megatron_ampipe.layers.layer import pipelined
-    from megatron_ampipe.schedule.pipeline import AMPipeConfig
+    from megatron_ampipe.schedule import Pipeline
     from tests.dist.blocks import transformer_config
 
     config = transformer_config(Case("auto", world_size=RANKS, model=AUX))
-    context = AMPipeContext(AMPipeConfig(degree="auto"), kernel="exact")
+    context = AMPipeContext(Settings(degree="auto"), Pipeline.of(1), kernel="exact")
     torch.manual_seed(7)
     spec = pipelined(get_gpt_layer_local_spec(4, False, normalization="RMSNorm"), context)
     return build_module(spec, config=config, layer_number=1), context

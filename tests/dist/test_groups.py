@@ -85,24 +85,24 @@ def test_later_groups_of_the_world_work(purpose: str, monkeypatch: pytest.Monkey
     ones = torch.ones(1)
     dist.all_reduce(ones, group=later)
     assert ones.item() == 4
-    recipes._context.cache_clear()
+    recipes._context_of.cache_clear()
 
 
 @pytest.mark.ranks(4)
 def test_groups_of_nodes_have_the_timeout_of_the_expert_parallel_group() -> None:
     from megatron.core import parallel_state
 
+    from megatron_ampipe.block.settings import Settings
     from megatron_ampipe.layers.context import AMPipeContext
     from megatron_ampipe.layers.process_groups import make_groups_of_model
     from megatron_ampipe.runtime.recorder import Recorder
     from megatron_ampipe.schedule import Exchange, Pipeline
-    from megatron_ampipe.schedule.pipeline import AMPipeConfig
     from tests.dist.blocks import transformer_config
     from tests.dist.cases import Case
 
     use_groups(expert_model_parallel_size=4, distributed_timeout_minutes=MINUTES)
     pipeline = Pipeline.of(2, exchange=Exchange.NODES)
-    context = AMPipeContext(AMPipeConfig(pipeline=pipeline, ranks_per_node=2), recorder=Recorder())
+    context = AMPipeContext(Settings(ranks_per_node=2), pipeline, recorder=Recorder())
     make_groups_of_model(transformer_config(Case("nodes", world_size=4)), context, None)
     rank = dist.get_rank()
     found = {}

@@ -170,7 +170,7 @@ def switched_off_at_the_end() -> Iterator[None]:
     for model, construct in kept:
         model.__init__ = construct
     # What all models of a process share.
-    recipes._context.cache_clear()
+    recipes._context_of.cache_clear()
 
 
 def losses_of(model: Any, *, steps: int = 2) -> list[float]:
@@ -315,7 +315,7 @@ def test_modules_that_a_patch_adds_to_a_layer_are_refused() -> None:
         post_mlp_layernorm: Any = IdentityOp
 
     spec = block_spec(transformer_config())
-    context = recipes._context(recipes._config(degree=2))
+    context = recipes._context(recipes._run(degree=2))
     for layer in spec.layer_specs:
         layer.submodules = Patched(**vars(layer.submodules))
     assert pipelined(spec, context) is not spec

@@ -1,6 +1,6 @@
 """What flags of Megatron's MoE layers do in chunks, and by what that is known.
 
-Not listed are those that a case of ``tests/dist/cases.py`` sets, that ``launch.flags.SWITCHED_OFF`` has, or
+Not listed are those that a case of ``tests/dist/cases.py`` sets, that ``launch.run.SWITCHED_OFF`` has, or
 that have a row in ``launch.refusals.REFUSALS``. All others do what they do in Megatron's layers:
 
 - ``TESTED``, by ``PATH: TEXT``: the file with this text tests it; or by ``becomes FLAG``: Megatron turns it
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ampipe.launch.flags import SWITCHED_OFF
 from megatron_ampipe.launch.refusals import REFUSALS
+from megatron_ampipe.launch.run import SWITCHED_OFF
 from tests.dist.cases import PARITY
 from tests.megatron.launcher import REPOSITORY
 

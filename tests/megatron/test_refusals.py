@@ -1,6 +1,7 @@
 """Every row of ``refusals.REFUSALS``, with Megatron's parser; one of them in a launch."""
 
 import argparse
+import contextlib
 import itertools
 import re
 import shlex
@@ -8,12 +9,13 @@ from collections import Counter
 
 import pytest
 
+from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags
 from megatron_ampipe.launch.planned import exchanges_of
 from megatron_ampipe.launch.refusals import REFUSALS, Refusal, _Arguments, refuse_unsupported
+from megatron_ampipe.launch.run import prepare_arguments, requested
 from megatron_ampipe.schedule import Exchange, Pipeline
-from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from tests.megatron.launcher import MOCK_DATA, MODULE, REPOSITORY, TINY_GPT, execute, torchrun_command
 
 DENSE = [*TINY_GPT, *MOCK_DATA, *shlex.split("--attention-dropout 0 --hidden-dropout 0 --ampipe-degree 4")]
@@ -170,8 +172,12 @@ def test_a_row_applies_to_the_parsed_value_of_its_flag(
     texts = REFUSED.get(name) or values_of(actions[row.setting])
     command_lines = [[*ACCEPTED, row.setting, *shlex.split(text)] for text in texts]
     for words in [DENSE] if row.required else command_lines:
+        args = parser.parse_args(words)
+        # Settings that contradict each other are refused before.
+        with contextlib.suppress(BadInput):
+            prepare_arguments(args, requested(args))
         with pytest.raises(BadInput) as refused:
-            refuse_unsupported(AMPipeConfig(pipeline=Pipeline.of(4)), parser.parse_args(words))
+            refuse_unsupported(Settings(), Pipeline.of(4), args)
         error = refused.value
         assert error.name == row.setting
         assert error.exit_code == 2
@@ -223,20 +229,20 @@ def test_a_node_of_unknown_size_is_no_fault_of_a_plan(
     at = ACCEPTED.index("--ampipe-degree")
     words = [*ACCEPTED[:at], *ACCEPTED[at + 2 :], "--moe-router-topk", "2", "--ampipe-plan", "plan.yaml"]
     args = parser.parse_args(words)
-    config = AMPipeConfig(pipeline=Pipeline.of(2, exchange=Exchange.NODES), plan="plan.yaml")
+    settings, pipeline = Settings(plan="plan.yaml"), Pipeline.of(2, exchange=Exchange.NODES)
     for per_node, remedy in ((None, "Start the run with torchrun"), ("8", "Make one with ampipe plan")):
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
         if per_node is not None:
             monkeypatch.setenv("LOCAL_WORLD_SIZE", per_node)
         with pytest.raises(BadInput) as refused:
-            refuse_unsupported(config, args)
+            refuse_unsupported(settings, pipeline, args)
         assert refused.value.remedy.startswith(remedy)
 
 
 def test_rows_have_the_right_form_and_none_applies_twice_or_at_degree_1() -> None:
     rules = [(row.setting, row.rule) for row in REFUSALS]
     assert len(rules) == len(set(rules))
-    refuse_unsupported(AMPipeConfig(), argparse.Namespace(seq_length=64, window_size=(8, 0)))
+    refuse_unsupported(Settings(), Pipeline.of(1), argparse.Namespace(seq_length=64, window_size=(8, 0)))
     for row in REFUSALS:
         assert not row.rule.endswith(".")
         assert row.remedy.endswith(".") and not row.remedy.endswith("..")

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_ampipe.block.settings import check_threshold
+from megatron_ampipe.block.settings import Settings, check_threshold
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.codecs import Condenser, Trip, load_wire
 from megatron_ampipe.launch.recording import compared_rows
 from megatron_ampipe.layers.gates import load_gate
 from megatron_ampipe.schedule import Direction, Exchange, Pipeline
-from megatron_ampipe.schedule.pipeline import AMPipeConfig
+from megatron_ampipe.schedule.pipeline import check_condense
 
 TRIP = Trip(1, 0, "dispatch", Direction.FORWARD)
 
@@ -85,7 +85,7 @@ def test_settings_that_cannot_be_combined() -> None:
         (Pipeline.of(2, memory="keep/redispatch"), "Use --ampipe-memory rebuild,"),
     ):
         with pytest.raises(BadInput, match=f"{remedy} or leave --ampipe-condense out"):
-            AMPipeConfig(condense=0.9, pipeline=pipeline)
+            check_condense(Settings(condense=0.9), pipeline)
 
 
 def test_the_recorder_counts_the_rows_that_go_of_one_expert() -> None:

@@ -12,7 +12,7 @@ import pytest
 from megatron_ampipe.block.settings import SETTING, given_settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections, flags
-from megatron_ampipe.launch.flags import config_from_args
+from megatron_ampipe.launch.run import Run, prepare_arguments, requested
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
     KEEP,
@@ -26,15 +26,20 @@ from megatron_ampipe.schedule import (
     useful_exchanges,
     with_memory,
 )
-from megatron_ampipe.schedule.pipeline import AMPipeConfig
 
 
 def parsed(*words: str) -> argparse.Namespace:
     return flags.add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(list(words))
 
 
-def parse(*words: str) -> AMPipeConfig:
-    return config_from_args(parsed(*words))
+def parse(*words: str) -> Run:
+    return requested(parsed(*words))
+
+
+def prepare(*words: str) -> None:
+    """Prepare the process of a run with these flags."""
+    args = parsed(*words)
+    prepare_arguments(args, requested(args))
 
 
 @pytest.mark.parametrize("name", ["plan", "trace_dir", "stack", "memory_budget", "router"])
@@ -96,13 +101,13 @@ def of(degree: int, **fields: Any) -> Pipeline:
     ],
 )
 def test_flags_resolve_to_one_pipeline(words: str, pipeline: Pipeline) -> None:
-    config = parse(*words.split())
-    assert config.pipeline == pipeline
-    assert config.automatic == words.startswith("--ampipe-degree auto")
-    assert config.chooses_exchange == words.endswith("--ampipe-exchange auto")
-    assert config.pipelined == bool(words)
-    if not config.automatic:
-        assert parse(*config.pipeline.flags).pipeline == config.pipeline
+    run = parse(*words.split())
+    assert run.pipeline == pipeline
+    assert run.settings.automatic == words.startswith("--ampipe-degree auto")
+    assert run.settings.chooses_exchange == words.endswith("--ampipe-exchange auto")
+    assert run.pipelined == bool(words)
+    if not run.settings.automatic:
+        assert parse(*run.pipeline.flags).pipeline == run.pipeline
 
 
 @pytest.fixture
@@ -170,10 +175,12 @@ def test_what_changes_numbers_needs_pipelined_layers_of_a_fixed_degree(setting: 
 def test_ranks_of_a_node_are_those_of_the_flag_or_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     for exchange in ("nodes", "2dh"):
-        assert parse("--ampipe-exchange", exchange).ranks_per_node == 8
-        assert parse("--ampipe-exchange", exchange, "--ampipe-ranks-per-node", "4").ranks_per_node == 4
+        assert parse("--ampipe-exchange", exchange).settings.ranks_per_node == 8
+        assert (
+            parse("--ampipe-exchange", exchange, "--ampipe-ranks-per-node", "4").settings.ranks_per_node == 4
+        )
     automatic = ("--ampipe-degree", "auto", "--ampipe-exchange", "auto")
-    assert parse(*automatic, "--ampipe-ranks-per-node", "4").ranks_per_node == 4
+    assert parse(*automatic, "--ampipe-ranks-per-node", "4").settings.ranks_per_node == 4
     with pytest.raises(BadInput, match="--ampipe-ranks-per-node 0: must be at least 1"):
         parse("--ampipe-exchange", "nodes", "--ampipe-ranks-per-node", "0")
 
@@ -215,7 +222,7 @@ def test_expert_parallel_ranks_are_spread_over_nodes(
 
 def queues(*words: str) -> str | None:
     """How many hardware queues these flags choose."""
-    parsed(*words)
+    prepare(*words)
     return os.environ.get(connections.VARIABLE)
 
 
@@ -230,18 +237,18 @@ def test_hardware_queues_are_chosen_for_pipelined_runs_alone(monkeypatch: pytest
 def test_the_order_of_collectives_is_set_for_pipelined_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(connections.VARIABLE, "8")
     monkeypatch.setenv(connections.ORDER, "0")
-    parsed("--ampipe-degree", "4")
+    prepare("--ampipe-degree", "4")
     assert os.environ[connections.ORDER] == "0", "the user's choice"
     del os.environ[connections.ORDER]
-    parsed("--ampipe-degree", "1")
+    prepare("--ampipe-degree", "1")
     assert connections.ORDER not in os.environ
     # Process groups exist: NCCL may have read it.
     torch = pytest.importorskip("torch")
     with monkeypatch.context() as patched:
         patched.setattr(torch.distributed, "is_initialized", lambda: True)
-        parsed("--ampipe-degree", "4")
+        prepare("--ampipe-degree", "4")
     assert connections.ORDER not in os.environ
-    parsed("--ampipe-degree", "4")
+    prepare("--ampipe-degree", "4")
     assert os.environ[connections.ORDER] == "1"
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.refusals import refuse_unsupported
 from megatron_ampipe.plan.planner import make_plan
@@ -13,7 +14,6 @@ from megatron_ampipe.plan.search import improve_chunks, named
 from megatron_ampipe.schedule import Pipeline, SequenceLayout, even_chunks
 from megatron_ampipe.schedule.chunks import require_whole_tiles
 from megatron_ampipe.schedule.features import fp8_recipe, rows_of_tile
-from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from tests.golden.write import SETTINGS
 from tests.plan_cases import cluster, sized_block
 
@@ -62,9 +62,9 @@ def test_whole_tiles_and_one_chunk_of_any_length_are_accepted() -> None:
 def test_a_launch_is_refused_before_it_starts() -> None:
     run = {"num_experts": 4, "seq_length": 512, "micro_batch_size": 1, "sft": False}
     parsed = settings(**SETTINGS, **run, transformer_impl="transformer_engine")
-    refuse_unsupported(AMPipeConfig(pipeline=Pipeline.of(4)), parsed)
+    refuse_unsupported(Settings(), Pipeline.of(4), parsed)
     with pytest.raises(BadInput, match="--ampipe-degree 8: with this --fp8-recipe"):
-        refuse_unsupported(AMPipeConfig(pipeline=Pipeline.of(8)), parsed)
+        refuse_unsupported(Settings(), Pipeline.of(8), parsed)
 
 
 @pytest.mark.parametrize("tile", [1, 128])

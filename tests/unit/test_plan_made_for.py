@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.planned import choice_of_plan, planner_of
 from megatron_ampipe.launch.refusals import refuse_unsupported
@@ -14,7 +15,6 @@ from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import ALL_LAYERS, Pipeline
-from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from tests.golden.write import SETTINGS
 from tests.plan_cases import cluster, sized_block
 
@@ -119,10 +119,10 @@ def test_a_saved_plan_for_another_block_is_refused(file: Path) -> None:
 
 def test_what_a_plan_says_is_refused_as_its_flags_are() -> None:
     run = run_of(recompute_granularity="full", ampipe_plan="p.yaml")
-    config = AMPipeConfig(pipeline=Pipeline.of(4, memory="rebuild"), plan="p.yaml")
+    settings, pipeline = Settings(plan="p.yaml"), Pipeline.of(4, memory="rebuild")
     says = "^--ampipe-memory rebuild with --recompute-granularity full: with --ampipe-plan p.yaml, .* flags.$"
     with pytest.raises(BadInput, match=says):
-        refuse_unsupported(config, run)
+        refuse_unsupported(settings, pipeline, run)
 
 
 def test_a_plan_without_the_section_runs_with_a_note(file: Path) -> None:

@@ -81,13 +81,16 @@ def test_logged_iterations_are_not_recorded_where_graphs_are_used(
     graphs: int, traced: int, records: bool, tmp_path: Path
 ) -> None:
     """What is recorded runs without graphs: with ``--log-interval 1`` they would never be used."""
+    from megatron_ampipe.block.settings import Settings
     from megatron_ampipe.launch.recording import Recording
     from megatron_ampipe.layers.context import AMPipeContext
-    from megatron_ampipe.schedule.pipeline import AMPipeConfig, Pipeline
+    from megatron_ampipe.schedule import Pipeline
 
-    config = AMPipeConfig(pipeline=Pipeline.of(4), trace_dir=str(tmp_path) if traced else None)
+    settings = Settings(trace_dir=str(tmp_path) if traced else None)
     modules = frozenset({"attn"} if graphs else ())
-    context = AMPipeContext(config, recorder=Recorder(num_iterations=1), graph_modules=modules)
+    context = AMPipeContext(
+        settings, Pipeline.of(4), recorder=Recorder(num_iterations=1), graph_modules=modules
+    )
     args = SimpleNamespace(rank=0, world_size=1, log_interval=1, curr_iteration=6)
     Recording(context, args).before_forward(SimpleNamespace(training=True))
     assert context.recorder.recording is records

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import KERNELS, pinned_kernel
+from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import pipelined
@@ -37,7 +38,6 @@ from megatron_ampipe.layers.process_groups import make_groups_of_model
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Span
-from megatron_ampipe.schedule.pipeline import AMPipeConfig
 from megatron_ampipe.tools.measuring.bench_job import Variant
 from megatron_ampipe.tools.measuring.grid import Case, model_flags
 from megatron_ampipe.tools.measuring.meters import StageTimer
@@ -138,7 +138,8 @@ class BlockFactory:
         ``recorder`` records every stage; ``executor`` replaces the default executor.
         """
         context = AMPipeContext(
-            AMPipeConfig(pipeline=variant.pipeline, wire=variant.wire, ranks_per_node=self._ranks_per_node),
+            Settings(wire=variant.wire, ranks_per_node=self._ranks_per_node),
+            variant.pipeline,
             recorder=recorder or Recorder(),
             executor=executor,
             kernel=self.kernel,

@@ -1,0 +1,268 @@
+"""What a training run does: one record, from the flags and the files that they name to the first batch.
+
+It is made in two steps, as Megatron's arguments are: :func:`requested` after they are parsed, and
+:func:`~megatron_ampipe.launch.resolve.resolve` after they are validated. Each file is read once. What later
+code needs to know about flags is in the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ampipe.block.settings import AUTO, SETTING, Settings, check_given, given_settings
+from megatron_ampipe.launch import config_files, connections
+from megatron_ampipe.launch.planned import ranks_per_node
+from megatron_ampipe.launch.refusals import offloads_experts
+from megatron_ampipe.launch.trials import Choice
+from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.schedule import (
+    ALL_LAYERS,
+    KEEP,
+    Exchange,
+    Partner,
+    Pipeline,
+    check_memory,
+    chunk_strategies,
+    parse_shares,
+    parse_stack,
+    stack_to_text,
+)
+from megatron_ampipe.schedule.pipeline import builds_layers, check_condense
+
+_SAME_EXCHANGES = "AMPipe schedules the same all-to-alls inside each micro-batch"
+_PARTNER_FLAG = "--overlap-moe-expert-parallel-comm"
+_OFFLOADING_FLAG = "--fine-grained-activation-offloading"
+_SAME_WEIGHTS = "it delays weight gradients for an overlap that AMPipe replaces"
+_SAME_ROWS = "experts pad the rows of each chunk themselves, as without this flag"
+SWITCHED_OFF: Mapping[str, str] = {
+    "--moe-shared-expert-overlap": "AMPipe schedules the shared experts itself",
+    _PARTNER_FLAG: "--ampipe-partner does the same; with --ampipe-degree auto or a plan, which say how all "
+    "micro-batches run, the same all-to-alls are scheduled inside each",
+    "--ep-overlap-early-attn-memory-release": _SAME_EXCHANGES,
+    "--overlap-dispatch-backward-with-experts-wgrad": _SAME_WEIGHTS,
+    "--delay-wgrad-compute": _SAME_WEIGHTS,
+    "--moe-router-padding-for-quantization": _SAME_ROWS,
+    "--moe-router-padding-for-fp8": _SAME_ROWS,
+    _OFFLOADING_FLAG: "--ampipe-memory offload puts away all that experts keep, these modules included",
+    "--fused-residual-rmsnorm": (
+        "stages call the norm and the residual addition one after the other, with the same result"
+    ),
+}
+"""Flags of Megatron that are switched off if layers are pipelined, with what AMPipe does instead. The run
+computes the same function without them."""
+LIFTS_ONE_CONNECTION = "overlap_moe_expert_parallel_comm"
+"""This argument is set for every pipelined run while Megatron validates its arguments. Megatron requires
+``CUDA_DEVICE_MAX_CONNECTIONS=1`` for tensor or context parallelism on Hopper and older GPUs. If this overlap
+of the all-to-alls is on, it only prints a warning, which is right for AMPipe's overlap too. ``launch.script``
+switches the argument off afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a training run does.
+
+    Attributes:
+        settings: The values of all ``--ampipe-*`` flags. A saved plan that is read again counts as
+            ``--ampipe-plan``.
+        pipeline: How blocks run at first. With one chunk, Megatron's own layers are built, unless
+            ``--ampipe-degree auto`` can choose another pipeline later, or the exchange is not Megatron's.
+        plan: The contents of the plan file; None without.
+        disabled_flags: The flags of :data:`SWITCHED_OFF` that were given.
+
+    Set by :func:`~megatron_ampipe.launch.resolve.resolve`:
+
+    Attributes:
+        gate: The router class of ``--ampipe-router``; None for Megatron's own.
+        choice: Why the pipeline was chosen, by a plan or a planner; None if the flags say it, or if the first
+            iterations choose.
+        memory_reason: Why the memory strategy was chosen; None if the flags say it.
+        in_one_chunk: Name of a further schedule that ``--ampipe-degree auto`` tries at degree 1.
+        recomputed_layers: See ``AMPipeContext``.
+        graph_modules: The values of Megatron's ``--cuda-graph-modules`` whose stages are captured.
+        adjustments: The changed flags of Megatron, each with the reason.
+    """
+
+    settings: Settings = field(default_factory=Settings)
+    pipeline: Pipeline = field(default_factory=lambda: Pipeline.of(1))
+    plan: Plan | None = None
+    disabled_flags: tuple[str, ...] = ()
+    gate: type | None = None
+    choice: Choice | None = None
+    memory_reason: str | None = None
+    in_one_chunk: str | None = None
+    recomputed_layers: float = 0
+    graph_modules: frozenset[str] = frozenset()
+    adjustments: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether AMPipe's MoE layers are built rather than Megatron's own."""
+        return builds_layers(self.settings, self.pipeline)
+
+
+def requested(args: argparse.Namespace) -> Run:
+    """The run that parsed flags and the plan file ask for. Changes nothing.
+
+    Raises:
+        BadInput: a value or a file is wrong, or a flag has no effect.
+    """
+    config_files.refuse_unread(args)
+    given = given_settings(args)
+    check_given(given)
+    plan = _read_plan(given)
+    run = _run_of(args, given, plan)
+    if not run.pipelined:
+        return run
+    disabled = overlaps_given(args)
+    replaced: dict[str, Any] = {}
+    if _OFFLOADING_FLAG in disabled:
+        replaced["memory"] = "offload"
+    is_open = given.get("degree") != AUTO and not {"plan", "save_plan"} & given.keys()
+    if _PARTNER_FLAG in disabled and is_open:
+        replaced["partner"] = True
+    given = {**given, **replaced}
+    check_given(given)
+    return _run_of(args, given, plan, disabled=disabled)
+
+
+def prepare_arguments(args: argparse.Namespace, run: Run) -> None:
+    """Change parsed arguments, and the environment, for what a pipelined run replaces.
+
+    Call it before Megatron validates the arguments and before CUDA is initialised.
+    """
+    # Plain text: Megatron writes its arguments into checkpoints, which stock Megatron reads.
+    args.ampipe_disabled_flags = run.disabled_flags
+    if not run.pipelined:
+        return
+    switch_off_overlaps(args)
+    if _OFFLOADING_FLAG in run.disabled_flags:
+        args.ampipe_memory = run.settings.memory
+    if _PARTNER_FLAG in run.disabled_flags and run.settings.partner:
+        args.ampipe_partner = True
+    setattr(args, LIFTS_ONE_CONNECTION, True)
+    connections.set_default()
+
+
+def overlaps_given(arguments: Any) -> tuple[str, ...]:
+    """The flags in :data:`SWITCHED_OFF` that are set."""
+    given = []
+    for flag in SWITCHED_OFF:
+        # Offloading of other modules is refused later.
+        replaced = flag != _OFFLOADING_FLAG or offloads_experts(arguments)
+        if replaced and getattr(arguments, _argument_of(flag), False):
+            given.append(flag)
+    return tuple(given)
+
+
+def switch_off_overlaps(arguments: Any) -> None:
+    """Switch off the flags in :data:`SWITCHED_OFF`, before Megatron checks them."""
+    for flag in overlaps_given(arguments):
+        setattr(arguments, _argument_of(flag), False)
+
+
+def _argument_of(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _read_plan(given: Mapping[str, Any]) -> Plan | None:
+    """The plan of ``--ampipe-plan``, or of a file that an earlier run of this command line has saved."""
+    if "plan" in given:
+        return Plan.read(Path(given["plan"]))
+    saved = given.get("save_plan")
+    return Plan.read(Path(saved)) if saved is not None and Path(saved).is_file() else None
+
+
+def _run_of(
+    args: argparse.Namespace, given: dict[str, Any], plan: Plan | None, *, disabled: tuple[str, ...] = ()
+) -> Run:
+    """The run of the settings that the user gives, with the plan that they name."""
+    pipeline = _pipeline(given) if "plan" not in given or plan is None else plan.pipeline
+    if plan is not None and "plan" not in given:
+        # An earlier run of this command line has chosen; from here on as with --ampipe-plan.
+        pipeline = plan.pipeline
+        _check_saved_plan(given, pipeline)
+        saved = given["save_plan"]
+        given = {name: value for name, value in given.items() if not SETTING[name].in_plan}
+        given |= {"plan": saved, "save_plan": None}
+    elif plan is not None:
+        if pipeline.is_stock:
+            _refuse_without_effect(given, stock=True, plan=given["plan"])
+    elif pipeline.partner is None and given.get("degree") != AUTO and not pipeline.overlaps:
+        _refuse_without_effect(given, stock=pipeline.exchange is Exchange.ROWS)
+    settings = Settings(**{**given, "ranks_per_node": ranks_per_node(args)})
+    check_condense(settings, pipeline)
+    return Run(settings=settings, pipeline=pipeline, plan=plan, disabled_flags=disabled)
+
+
+def _refuse_without_effect(given: dict[str, Any], *, stock: bool, plan: str | None = None) -> None:
+    """Refuse settings without effect with one chunk, or (``stock``) in Megatron's own layers."""
+    why = "which builds Megatron's own layers" if stock else "which is one chunk"
+    where = "at --ampipe-degree 1" if plan is None else f"with the plan {plan}"
+    for name, value in given.items():
+        setting = SETTING[name]
+        if setting.acts == "chunks" or (setting.acts == "layers" and stock):
+            remedy = f"{'Add --ampipe-degree 2, or leave' if plan is None else 'Leave'} {setting.flag} out."
+            raise setting.refuse(value, f"has no effect {where}, {why}", remedy)
+
+
+def _pipeline(given: dict[str, Any]) -> Pipeline:
+    """The pipeline of the flags; if AMPipe chooses, the pipeline before its first choice."""
+    degree, schedule, memory = given.get("degree"), given.get("schedule"), given.get("memory", KEEP)
+    if schedule is not None and "cluster" in given and (degree == AUTO or "memory_budget" not in given):
+        remedy = "Leave one of the two out."
+        raise SETTING["schedule"].refuse(schedule, "is what a plan from --ampipe-cluster chooses", remedy)
+    if memory == AUTO:
+        memory = KEEP
+    check_memory(memory)
+    if degree == AUTO and len(chunk_strategies(memory)) > 1:
+        raise SETTING["memory"].refuse(
+            memory,
+            "names the strategy of each chunk, and their number is what --ampipe-degree auto chooses",
+            "Use one of all chunks: --ampipe-memory rebuild, or name the degree: --ampipe-degree 2.",
+        )
+    shares, stack = None, ALL_LAYERS
+    if "chunks" in given:
+        shares = parse_shares(given["chunks"], flag="--ampipe-chunks")
+    if "stack" in given:
+        stack = parse_stack(given["stack"], flag="--ampipe-stack")
+    if degree is None:
+        degree = 1 if shares is None else len(shares)
+    exchange, partner = given.get("exchange", AUTO), None
+    if given.get("partner") and degree == AUTO and "cluster" not in given:
+        remedy = "Add --ampipe-cluster FILE, which predicts them, or name the degree: --ampipe-degree 2."
+        raise SETTING["partner"].refuse("on", "is not what the first iterations can try", remedy)
+    if given.get("partner") and degree != AUTO:
+        partner = Partner(
+            given.get("partner_degree", 1),
+            schedule or SETTING["schedule"].default,
+            given.get("partner_order"),
+        )
+    return Pipeline.of(
+        1 if degree == AUTO else degree,
+        backward_degree=given.get("backward_degree"),
+        shares=shares,
+        schedule=schedule or SETTING["schedule"].default,
+        stack=stack,
+        memory=memory,
+        exchange=Exchange.ROWS if exchange == AUTO else Exchange(exchange),
+        partner=partner,
+    )
+
+
+def _check_saved_plan(given: dict[str, Any], chosen: Pipeline) -> None:
+    """Refuse flags that contradict the plan that an earlier run of this command line chose."""
+    planned = {"schedule": chosen.name, "memory": chosen.memory, "exchange": str(chosen.exchange)}
+    # A planner may choose layer by layer, however many layers may share a schedule.
+    if "cluster" not in given or chosen.stack != 1:
+        planned["stack"] = stack_to_text(chosen.stack)
+    for name, value in planned.items():
+        if given.get(name, AUTO) not in (AUTO, value):
+            raise SETTING[name].refuse(
+                given[name],
+                f"is not that of the plan in {given['save_plan']}, which is {value}",
+                "Remove the file, or name another one, to choose again.",
+            )
