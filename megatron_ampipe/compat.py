@@ -140,6 +140,15 @@ def megatron_folder() -> Path | None:
     return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
 
+@cache
+def torch_release() -> tuple[int, ...] | None:
+    """The version of the installed torch, as numbers, without importing it; None if there is none."""
+    try:
+        return Version(version("torch")).release
+    except PackageNotFoundError:
+        return None
+
+
 def megatron_version(folder: Path) -> Version:
     """The version of the Megatron in a ``megatron/core`` folder, read without importing it.
 

@@ -95,6 +95,11 @@ class RecordedGraph:
         self.pool: Any = None
         self.generators: list[torch.Generator] = []
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether its capture has begun and not ended."""
+        return self._recorder is not None
+
     def register_generator_state(self, generator: torch.Generator) -> None:
         """As in torch."""
         assert self._recorder is None and not self._calls, "before the capture"
@@ -248,9 +253,14 @@ def stand_ins() -> Iterator[None]:
     with (
         mock.patch.object(torch.cuda, "CUDAGraph", RecordedGraph),
         mock.patch.object(torch.cuda, "graph_pool_handle", lambda: (0, next(pools))),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", _is_capturing),
         mock.patch.object(backends, "causal_lower_right", _causal_lower_right),
     ):
         yield
+
+
+def _is_capturing() -> bool:
+    return any(graph.is_capturing for graph in CAPTURED)
 
 
 def _causal_lower_right(*sizes: int) -> Tensor:

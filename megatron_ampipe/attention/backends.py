@@ -27,6 +27,7 @@ from megatron_ampipe.attention.pieces import (
     causal_then_earlier,
     repeat_heads,
 )
+from megatron_ampipe.runtime.collectives import copy_to_device
 from megatron_ampipe.runtime.segment import sum_dtype
 from megatron_ampipe.schedule.chunks import DocumentRows
 
@@ -233,6 +234,5 @@ def bounds_of(documents: Sequence[DocumentRows], *, device: torch.device) -> Bou
     ends = torch.tensor(
         [list(itertools.accumulate(parts, initial=0)) for parts in lengths], dtype=torch.int32
     )
-    if device.type == "cuda":
-        ends = ends.pin_memory().to(device, non_blocking=True)
+    ends = copy_to_device(ends, device)
     return ends[0], ends[1], max(lengths[0]), max(lengths[1])

@@ -290,7 +290,8 @@ class Settings:
         metavar="STRATEGY",
         help="[what experts save for their backward pass](memory.md): `keep` everything; `rebuild`, "
         "`redispatch` or `offload` the rest; `S1` to `S4` of MPipeMoE; one for each chunk (`keep/rebuild`); "
-        "`auto`, the fastest that fits `--ampipe-memory-budget`. Changes no bit of any result",
+        "`auto`, the fastest that fits `--ampipe-memory-budget`. `offload` and `S1` to `S3` need "
+        "[pinned host memory](memory.md#copies-to-host-memory). Changes no bit of any result",
         acts="layers",
         in_plan=True,
         requires=("--ampipe-memory-budget 60GiB",),

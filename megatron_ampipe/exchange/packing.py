@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_ampipe.exchange.hops import NOT_ROUTED, SortHop, SumHop, copies_for, places_of, turned
 from megatron_ampipe.exchange.transports import ALL_TO_ALL, UNEQUAL_GATHER, RowTransport, all_gather
-from megatron_ampipe.runtime.collectives import HostCopy
+from megatron_ampipe.runtime.collectives import HostCopy, copy_to_device
 from megatron_ampipe.runtime.groups import GroupRequest, made_group
 
 # T tokens of a chunk, D hidden size, E experts, P expert-parallel ranks, L experts of a rank, N nodes,
@@ -201,7 +201,7 @@ class AllToAllChunk:
             by_source = here.reshape(ranks, shares, -1).swapaxes(0, 1).reshape(-1, self._num_local)
             pieces = by_source.tolist(), by_source.T.tolist()
             if self._fused:
-                on_device = torch.tensor(pieces[0]).to(gathered.on_device.device, non_blocking=True)
+                on_device = copy_to_device(torch.tensor(pieces[0]), gathered.on_device.device)
                 pieces = on_device, on_device.T.contiguous()
         return ToldCounts(
             self._packed.num_rows,

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.planned import exchanges_of, layout_of_args, packs_documents, rows_of_rank
@@ -101,7 +102,7 @@ def pipelined_rows(
     if documents:
         rows.append(("documents", "packed" if is_packed else "masked"))
     if on_gpu:
-        rows += connections.startup_rows(os.environ, torch.cuda.nccl.version())
+        rows += connections.startup_rows(os.environ, torch.cuda.nccl.version(), compat.torch_release())
     if not has_expert_communication(args):
         rows.append(("note", _NOTHING_TO_HIDE))
     return rows

@@ -19,6 +19,7 @@ from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.router import sees_whole_blocks
 from megatron_ampipe.layers.user_changes import refuse_hooks_of, refuse_outer_checkpoint
+from megatron_ampipe.runtime.collectives import copy_to_device
 from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
 from megatron_ampipe.runtime.graphs import GraphCache, TapeGraphs
@@ -262,18 +263,19 @@ class ChunkSharding:
         self._group, self._sent = group, [len(rows) for rows in sent_rows]
         self._received = (held[rank] // num_rows).bincount(minlength=ranks).tolist()
         # Rows arrive in sequence order, which is also the order of the chunks.
-        self._order = torch.cat(sent_rows)
-        self._inverse = torch.argsort(self._order)
+        order = torch.cat(sent_rows)
+        indices = order, torch.argsort(order)
+        self._indices = cache(lambda device: [copy_to_device(rows, device) for rows in indices])
+        """On a device, the order in which rows are sent, and its inverse."""
 
     def by_chunk(self, hidden: Tensor) -> Tensor:
         """From this rank's part of the sequence to its part of every chunk, ``[R, B, D]``. Differentiable."""
-        # Moved once: the host would wait for the copy in every pass.
-        self._order = self._order.to(hidden.device)
-        rows = hidden.index_select(0, self._order)
+        order, _ = self._indices(hidden.device)
+        rows = hidden.index_select(0, order)
         return all_to_all(self._group, rows, self._received, self._sent)
 
     def by_sequence(self, hidden: Tensor) -> Tensor:
         """The inverse of :meth:`by_chunk`."""
         moved = all_to_all(self._group, hidden.contiguous(), self._sent, self._received)
-        self._inverse = self._inverse.to(hidden.device)
-        return moved.index_select(0, self._inverse)
+        _, inverse = self._indices(hidden.device)
+        return moved.index_select(0, inverse)

@@ -32,6 +32,7 @@ from megatron_ampipe.attention.backends import EXACT_PIECES
 from megatron_ampipe.attention.kernels import KERNELS, TRANSFORMER_ENGINE, Kernel, has_sinks
 from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.layers.linear_layers import replaced
+from megatron_ampipe.runtime.collectives import copy_to_device
 from megatron_ampipe.runtime.moves import take_rows
 from megatron_ampipe.runtime.segment import KeyValueSums
 from megatron_ampipe.schedule import Span
@@ -104,7 +105,7 @@ def _positions_in_documents(documents: Documents, device: torch.device) -> Tenso
     for starts in documents.starts:
         first = torch.tensor(starts)
         positions.append(rows - first[torch.bucketize(rows, first, right=True) - 1])
-    return torch.stack(positions, dim=1).to(device)
+    return copy_to_device(torch.stack(positions, dim=1), device)
 
 
 class _RotaryOfRows:

@@ -319,8 +319,8 @@ class HashRouter(TokenIdRouter, ScoredRouter):
             return hashed_experts(ids, num_experts, topk, salt=self._salt)
         if self._table is None:
             # A table, because hashing takes many small operations.
-            table = hashed_experts(torch.arange(vocabulary), num_experts, topk, salt=self._salt)
-            self._table = table.to(ids.device, torch.int32)
+            every_id = torch.arange(vocabulary, device=ids.device)
+            self._table = hashed_experts(every_id, num_experts, topk, salt=self._salt).int()
         return self._table[ids].long()
 
     @property

@@ -26,6 +26,7 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.runtime.collectives import copy_to_device
 
 # S sequence rows of the whole block, R rows of one chunk, B batch, D hidden size, T tokens, E experts, K
 # experts per token.
@@ -157,8 +158,10 @@ class ChunkReplay:
         """As ``RouterReplay.get_replay_topk``, for the tokens of the chunk."""
         block = self._block
         if block.prescribed is not None:
+            if block.prescribed.device != scores.device:
+                block.prescribed = copy_to_device(block.prescribed, scores.device)
             first = block.first_tokens[self._chunk]
-            indices = block.prescribed[first : first + len(scores)].to(scores.device)
+            indices = block.prescribed[first : first + len(scores)]
             return scores.gather(1, indices), indices
         assert default_compute_topk is not None
         values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)

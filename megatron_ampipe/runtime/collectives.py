@@ -156,3 +156,18 @@ class HostCopy:
         if self._copied is not None:
             self._copied.synchronize()
         return self._on_host
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device, on the current stream. The host does not wait for that stream.
+
+    ``Tensor.to`` waits for all work of the stream, unless it is non-blocking and the tensor is in pinned
+    memory. That memory may be released before the copy has run: torch's allocator of pinned memory knows the
+    stream of the copy, and gives the memory to nobody before the stream has passed its place of release.
+
+    Not to be called while a CUDA graph is captured: a replay would copy what is in that memory by then.
+    """
+    if device.type != "cuda":
+        return tensor.to(device)
+    assert not torch.cuda.is_current_stream_capturing(), "a graph would copy from memory that is reused"
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -60,7 +60,8 @@ class HostCopies:
 
         def copy() -> None:
             for target, source in zip(targets, sources, strict=True):
-                target.bytes.copy_(source, non_blocking=True)
+                for block, part in zip(target.blocks, target.parts_of(source), strict=True):
+                    block.copy_(part, non_blocking=True)
             release()
 
         return _started(copy, (), sources)
@@ -70,7 +71,7 @@ class HostCopies:
         sources = [piece for piece in self._pieces if isinstance(piece, _HostMemory)]
         self._pieces = []
         targets = tuple(
-            torch.empty(len(source.bytes), dtype=torch.uint8, device=self._device) for source in sources
+            torch.empty(source.num_bytes, dtype=torch.uint8, device=self._device) for source in sources
         )
         outputs = tuple(
             torch.empty(0, dtype=dtype, device=self._device).set_(
@@ -81,7 +82,8 @@ class HostCopies:
 
         def copy() -> None:
             for target, source in zip(targets, sources, strict=True):
-                target.copy_(source.bytes, non_blocking=True)
+                for block, part in zip(source.blocks, source.parts_of(target), strict=True):
+                    part.copy_(block, non_blocking=True)
             sources.clear()
 
         return _started(copy, outputs, targets)
@@ -108,23 +110,51 @@ def _bytes_of(tensor: Tensor) -> tuple[int, int]:
     return first, first + count * width
 
 
+def block_sizes(num_bytes: int) -> list[int]:
+    """The sizes of the blocks of host memory for so many bytes: up to four powers of two, largest first.
+
+    torch rounds each block of pinned memory up to a power of two. One block would be up to twice as large as
+    what it holds; all of these together are larger by less than an eighth, or than :data:`SMALLEST_BLOCK`.
+    """
+    if num_bytes <= SMALLEST_BLOCK:
+        return [1 << (num_bytes - 1).bit_length()] if num_bytes else []
+    unit = max(1 << (num_bytes.bit_length() - 4), SMALLEST_BLOCK)
+    # At most 16: four binary digits, rounded up.
+    num_units = -(-num_bytes // unit)
+    digits = range(num_units.bit_length() - 1, -1, -1)
+    return [unit << digit for digit in digits if num_units >> digit & 1]
+
+
+SMALLEST_BLOCK = 1 << 16
+"""Bytes. Smaller blocks would save less than the call that copies them costs."""
+
+
 class _HostMemory:
-    """Host memory as large as ``source``, reserved as :attr:`bytes` while this object exists."""
+    """Host memory for the bytes of ``source``, reserved while this object exists."""
 
     def __init__(self, source: Tensor) -> None:
-        count = len(source)
-        if source.is_cuda:
-            self.bytes = torch.empty(count, dtype=torch.uint8, pin_memory=True)
-            return
-        # Rounding up to a power of two wastes no memory: pages are allocated at their first write.
-        size = 1 << (count - 1).bit_length()
+        self.num_bytes = len(source)
+        self.blocks: list[Tensor] = []
+        """What is used of each block, in order."""
+        left = self.num_bytes
+        for size in block_sizes(self.num_bytes):
+            self.blocks.append(self._block(size, pinned=source.is_cuda)[:left])
+            left -= size
+
+    def parts_of(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The parts of a tensor of as many bytes that belong into each block."""
+        return tensor.split([len(block) for block in self.blocks])
+
+    def _block(self, size: int, *, pinned: bool) -> Tensor:
+        if pinned:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         try:
             memory = _free[size].pop()
         except IndexError:
             memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
             _addresses.add(memory.data_ptr())
-        self.bytes = memory[:count]
         weakref.finalize(self, _free[size].append, memory)
+        return memory
 
 
 _free: dict[int, list[Tensor]] = defaultdict(list)

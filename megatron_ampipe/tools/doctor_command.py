@@ -208,6 +208,9 @@ def notes_on_variables(environ: Mapping[str, str], *, has_gpu: bool) -> list[str
     if order not in (None, "1"):
         warning = connections.order_warning(order, connections.ORDER_SINCE)
         notes.append(f"{connections.ORDER}={order}: {warning}")
+    records = environ.get(connections.RECORDS)
+    if records is not None and (problem := connections.records_warning(records, compat.torch_release())):
+        notes.append(f"{connections.RECORDS}={records}: {problem}")
     given = {name: environ.get(name, "0") for name in _HARMFUL}
     harmful = {name: value for name, value in given.items() if value not in ("", "0")}
     return notes + [f"{name}={value}: {_HARMFUL[name]}; unset it" for name, value in harmful.items()]

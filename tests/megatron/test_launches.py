@@ -164,8 +164,13 @@ def test_the_table_shows_what_orders_streams_and_collectives_on_a_gpu(
     table = table_of(flags, monkeypatch, capsys)
     for variable in ("CUDA_DEVICE_MAX_CONNECTIONS=32", "NCCL_LAUNCH_ORDER_IMPLICIT=1"):
         assert squeezed(f"environment {variable}") in table
+    assert "TORCH_NCCL_AVOID_RECORD_STREAMS" not in table
+    monkeypatch.setattr("megatron_ampipe.compat.torch_release", lambda: (2, 7, 1))
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
-    assert squeezed("warning NCCL_LAUNCH_ORDER_IMPLICIT=0") in table_of(flags, monkeypatch, capsys)
+    monkeypatch.setenv("TORCH_NCCL_AVOID_RECORD_STREAMS", "0")
+    table = table_of(flags, monkeypatch, capsys)
+    assert squeezed("warning TORCH_NCCL_AVOID_RECORD_STREAMS=0") in table
+    assert squeezed("warning NCCL_LAUNCH_ORDER_IMPLICIT=0") in table
 
 
 def test_megatrons_demand_for_one_hardware_queue_is_not_lifted_for_its_own_layers(

@@ -7,22 +7,23 @@ from unittest import mock
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from torch.autograd.graph import _engine_run_backward
 
 from megatron_ampipe.launch.hooks import on_training_stream
 from megatron_ampipe.layers.block_modules import BlockModules
-from megatron_ampipe.layers.gates import give_token_ids
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
 from megatron_ampipe.runtime import compile as compiler
 from megatron_ampipe.runtime import segment
 from megatron_ampipe.schedule import Exchange, kinds
-from tests.dist.blocks import build_layers, transformer_config
+from tests.dist import routing_records
+from tests.dist.blocks import build_layers, forward, inputs_of, transformer_config
 from tests.streams import model
 from tests.streams.cases import Run
+from tests.streams.host_calls import replacements
 from tests.streams.model import DEVICE, HOST, ModelEvent, ModelStream
-from tests.streams.tracker import HostCalls, Tracker, of_numpy, pinned
+from tests.streams.tracker import Tracker
 
 
 class RunResult(NamedTuple):
@@ -30,7 +31,7 @@ class RunResult(NamedTuple):
 
     races: tuple[str, ...]
     waits: tuple[tuple[str, str], ...]
-    """Stage and call of every host wait inside a block."""
+    """Stage and call of every wait of the host; no stage between blocks."""
     issued: dict[str, dict[str, int]]
     """For each direction and stage, the number of device calls of each kind."""
 
@@ -53,7 +54,7 @@ def _collective(outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: 
     try:
         for output in outputs:
             if input.shape[0]:
-                output.copy_(input[torch.arange(output.shape[0]) % input.shape[0]])
+                output.copy_(input[torch.arange(output.shape[0], device="cuda") % input.shape[0]])
             else:
                 output.zero_()
     finally:
@@ -81,6 +82,16 @@ PEERS = {
 """Collectives of emulated peers: one process is rank 0 of several."""
 
 
+def _splits_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """In place of Megatron's function, which copies on another stream and waits before it reads: waits at
+    once, on the stream that trains."""
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
+        return tensor
+    with DEVICE.using(DEVICE.default):
+        copy = tensor.cpu()
+    return copy.numpy() if as_numpy else copy
+
+
 @contextlib.contextmanager
 def modelled_device() -> Iterator[Tracker]:
     """Context manager that tracks all operations on a modelled device in its initial state."""
@@ -100,13 +111,13 @@ def modelled_device() -> Iterator[Tracker]:
         # Megatron's copy stream, which is created with the first layer.
         side = ModelStream(name="dtoh")
         stack.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", side))
-        stack.enter_context(mock.patch.object(torch, "empty", pinned(tracker)))
         stack.enter_context(mock.patch.object(segment, "_engine_run_backward", tracker.differentiate))
-        stack.enter_context(mock.patch.object(torch, "from_numpy", of_numpy(tracker)))
+        stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _splits_to_host))
+        for target, name, replacement in replacements(tracker):
+            stack.enter_context(mock.patch.object(target, name, replacement))
         for name, peers in PEERS.items():
             stack.enter_context(mock.patch.object(torch.distributed, name, peers))
         stack.enter_context(tracker)
-        stack.enter_context(HostCalls(tracker))
         yield tracker
 
 
@@ -128,7 +139,8 @@ def run_case(run: Run, *, warm: bool = False) -> RunResult:
         for _ in range(1 + warm):
             HOST.waits.clear()
             DEVICE.issued.clear()
-            _passes(layer, run, config.hidden_size)
+            with routing_records.watched(layer, case):
+                _passes(layer, run)
     return RunResult(tuple(tracker.races), tuple(HOST.waits), dict(DEVICE.issued))
 
 
@@ -163,21 +175,18 @@ def _host_constants(layer: Any) -> Iterator[torch.Tensor]:
             yield dispatcher.restore_output_by_local_experts
 
 
-def _passes(layer: Any, run: Run, hidden_size: int) -> None:
-    case, gradients = run.case, run.gradients
-    shape = (case.sequence_length, case.batch, hidden_size)
-    if case.router is not None:
-        give_token_ids(layer).keep(torch.zeros((case.batch, case.sequence_length), dtype=torch.int64))
+def _passes(layer: Any, run: Run) -> None:
     outputs = []
     for number in range(run.in_flight):
-        hidden = torch.randn(shape, generator=torch.Generator().manual_seed(number), requires_grad=gradients)
-        with torch.set_grad_enabled(gradients):
-            outputs.append(layer(hidden_states=hidden, attention_mask=None)[0])
-        del hidden
-    for output in outputs if gradients else ():
-        # Not torch.autograd.backward: a function mode intercepts it and is disabled inside it.
-        given = (output,), (torch.ones_like(output),), False, False, ()
-        _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
+        num_waits = len(HOST.waits)
+        inputs = inputs_of(run.case, rank=number, device="cuda", dtype=torch.float32)
+        # Those of the copies to the device.
+        del HOST.waits[num_waits:]
+        with torch.set_grad_enabled(run.gradients):
+            outputs.append(forward(layer, inputs)[0])
+        del inputs
+    for output in outputs if run.gradients else ():
+        output.backward(torch.ones_like(output))
 
 
 def _name_stages(executor: Any) -> None:

@@ -8,16 +8,16 @@ an operation follow from its schema, so new stages need no change here.
 Temporaries inside kernels and inside NCCL are not tracked, because they do not exist in a CPU run.
 """
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -29,10 +29,10 @@ _ALIASES = ("aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "a
 """Operations that return a view although their schema does not say so."""
 _WAITS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2",
-    "aten::is_nonzero", "aten::unique_consecutive", "aten::unique_dim",
+    "aten::is_nonzero", "aten::unique_consecutive", "aten::unique_dim", "aten::bincount",
 }  # fmt: skip
 """Operations whose result, or its size, the host reads: on a GPU this synchronizes with the device."""
-_TO_HOST = {torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy}
+_INDEX = ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
 
 
 @dataclass(slots=True)
@@ -43,6 +43,9 @@ class Memory:
     """The stream that allocated it; None for host memory."""
     made_by: str
     """The operation and stage that allocated it, for reports."""
+    is_pinned: bool = False
+    """Host memory of which copies need no wait of the host. When it is released, torch's allocator of such
+    memory gives it to nobody before the streams that copy it have done so."""
     writes: dict[int, Stamp] = field(default_factory=dict)
     reads: dict[int, Stamp] = field(default_factory=dict)
     last: dict[int, str] = field(default_factory=dict)
@@ -56,14 +59,25 @@ class Tracker(TorchDispatchMode):
         self.races: dict[str, None] = {}
         self._memory: dict[int, Memory] = {}
         self._freed: list[Memory] = []
+        self._places: bool | None = None
+        """Whether what is made now is on the device, if a call says so."""
+        self._copies = False
+        """Whether an operation copies between host and device."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = operation._schema.name
         reads, writes, seen = _accesses(operation, args, kwargs)
         inputs = [tensor for tensor in (*reads, *writes, *seen) if isinstance(tensor, Tensor)]
-        on_host = bool(inputs) and all(self._is_host(tensor) for tensor in inputs)
-        waits = name in _WAITS or _indexes_by_mask(name, args)
+        if inputs:
+            # Numbers that torch makes tensors of are nowhere, nor are empty tensors.
+            placed = [
+                tensor for tensor in inputs if (tensor.dim() and tensor.numel()) or self._is_known(tensor)
+            ]
+            on_host = bool(placed) and not self._copies and all(map(self.is_host, placed))
+        else:
+            on_host = self._places is False
+        waits = name in _WAITS or self._waits_for_operands(name, args, kwargs)
         output = operation(*args, **kwargs)
         made = [tensor for tensor in _tensors(output) if tensor.untyped_storage()._cdata not in self._memory]
         made = [tensor for tensor in made if not any(_same(tensor, other) for other in inputs)]
@@ -71,14 +85,17 @@ class Tracker(TorchDispatchMode):
             return output
         where = f"{DEVICE.stage or 'between blocks'}: {name.removeprefix('aten::')}"
         if on_host:
-            for tensor in (*reads, *writes):
-                self._on_host(tensor, where)
+            for tensor in reads:
+                self._on_host(tensor, where, writes=False)
+            for tensor in writes:
+                self._on_host(tensor, where, writes=True)
             for tensor in made:
                 self.make(tensor, where, owner=None)
             return output
         stream = DEVICE.current
         DEVICE.note("operation")
-        if made:
+        makes_on_host = self._copies and not self._places
+        if made and not makes_on_host:
             self._allocate(stream, where)
         stamp = stream.launch()
         for tensor in reads:
@@ -86,13 +103,55 @@ class Tracker(TorchDispatchMode):
         for tensor in writes:
             self._access(tensor, stream, stamp, where, writes=True)
         for tensor in made:
-            memory = self.make(tensor, where, owner=stream)
+            memory = self.make(tensor, where, owner=None if makes_on_host else stream)
             if memory is not None and not name.startswith(_MAKES_ONLY):
                 memory.writes[stream.number] = stamp
                 memory.last[stream.number] = where
-        if waits and DEVICE.stage:
-            HOST.waits_for(stream.clock, name.removeprefix("aten::"))
+        if waits:
+            self.wait(name.removeprefix("aten::"))
         return output
+
+    @contextlib.contextmanager
+    def placing(self, *, on_device: bool, copies: bool = False) -> Iterator[None]:
+        """Within it, new tensors are on the device, or not; with ``copies``, those of the other place."""
+        before = self._places, self._copies
+        self._places, self._copies = on_device, copies
+        try:
+            yield
+        finally:
+            self._places, self._copies = before
+
+    def note_made(self, tensor: Tensor, call: str, *, on_device: bool, is_pinned: bool) -> None:
+        """Record where a tensor is that a call has made, perhaps without an operation."""
+        memory = self._memory.get(tensor.untyped_storage()._cdata)
+        if memory is None:
+            owner = DEVICE.current if on_device else None
+            memory = self.make(tensor, f"{DEVICE.stage or 'between blocks'}: {call}", owner=owner)
+        if is_pinned:
+            DEVICE.note("pinned memory")
+        if memory is not None:
+            memory.is_pinned = is_pinned
+
+    def note_read(self, tensor: Tensor, call: str) -> None:
+        """Record that the host reads a tensor of the host."""
+        self._on_host(tensor, f"{DEVICE.stage or 'between blocks'}: {call}", writes=False)
+
+    def wait(self, call: str) -> None:
+        """The host waits for the current stream."""
+        HOST.waits_for(DEVICE.current.clock, call)
+
+    def is_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on the host."""
+        memory = self._memory.get(tensor.untyped_storage()._cdata)
+        return memory is not None and memory.owner is None
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._memory
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in pinned memory of the host."""
+        memory = self._memory.get(tensor.untyped_storage()._cdata)
+        return memory is not None and memory.is_pinned
 
     def make(self, tensor: Tensor, where: str, *, owner: ModelStream | None) -> Memory | None:
         """Record a new storage."""
@@ -103,12 +162,6 @@ class Tracker(TorchDispatchMode):
         memory = self._memory[key] = Memory(owner, where)
         weakref.finalize(storage, self._gone, key)
         return memory
-
-    def move_to_host(self, tensor: Tensor) -> None:
-        """Mark a storage as host memory."""
-        memory = self._memory.get(tensor.untyped_storage()._cdata)
-        if memory is not None:
-            memory.owner = None
 
     def differentiate(self, *args: Any, **kwargs: Any) -> Sequence[Tensor | None]:
         """Call the engine as a stage does, and check for gradients at accumulation nodes of another stream.
@@ -166,84 +219,38 @@ class Tracker(TorchDispatchMode):
         (memory.writes if writes else memory.reads)[stream.number] = stamp
         memory.last[stream.number] = where
 
-    def _on_host(self, tensor: Tensor, where: str) -> None:
+    def _waits_for_operands(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the host waits because of what an operation of the device is given."""
+        if name == "aten::copy_":
+            on_host = [tensor for tensor in args[:2] if self.is_host(tensor)]
+            non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            is_pinned = all(self.is_pinned(tensor) for tensor in on_host)
+            return len(on_host) == 1 and not (non_blocking and is_pinned)
+        if name == "aten::repeat_interleave":
+            return kwargs.get("output_size") is None
+        # The number of rows is read, or indices are copied to the device.
+        return name in _INDEX and any(
+            tensor.dtype in (torch.bool, torch.uint8) or self.is_host(tensor) for tensor in _tensors(args[1])
+        )
+
+    def _on_host(self, tensor: Tensor, where: str, *, writes: bool) -> None:
         """Record that the host reads or writes host memory."""
         memory = self._known(tensor)
-        for earlier in memory.writes.values() if memory is not None else ():
-            if HOST.clock[earlier.stream] < earlier.position:
-                self._report(f"{where}: the host reads memory that is still being copied to")
+        if memory is None:
+            return
+        for done, accesses in (("to", memory.writes), ("from", memory.reads if writes else {})):
+            for earlier in accesses.values():
+                if HOST.clock[earlier.stream] < earlier.position:
+                    verb = "writes" if writes else "reads"
+                    self._report(f"{where}: the host {verb} memory that is still being copied {done}")
 
     def _known(self, tensor: Tensor) -> Memory | None:
         memory = self._memory.get(tensor.untyped_storage()._cdata)
         # Allocated before tracking started: parameters and inputs, complete long ago.
         return memory or self.make(tensor, "earlier code", owner=DEVICE.default)
 
-    def _is_host(self, tensor: Tensor) -> bool:
-        memory = self._memory.get(tensor.untyped_storage()._cdata)
-        return memory is not None and memory.owner is None
-
     def _report(self, race: str) -> None:
         self.races[race] = None
-
-
-class HostCalls(TorchFunctionMode):
-    """Makes tensors of the modelled device behave like CUDA tensors, and records copies to the host."""
-
-    def __init__(self, tracker: Tracker) -> None:
-        super().__init__()
-        self._tracker = tracker
-        self._is_cuda = torch.Tensor.is_cuda.__get__
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function == self._is_cuda:
-            return not self._tracker._is_host(args[0])
-        if function is torch.Tensor.expand_as:
-            # How data parallelism gets the accumulation node of a parameter, which belongs to this stream.
-            expanded = function(*args, **kwargs)
-            if args[0].is_leaf and args[0].requires_grad:
-                get_gradient_edge(args[0]).node.metadata.setdefault("stream", DEVICE.current)
-            return expanded
-        copies = function in _TO_HOST or (
-            function is _TENSOR_TO and "cpu" in (*map(str, args[1:]), str(kwargs.get("device")))
-        )
-        if not copies or self._tracker._is_host(args[0]) or not DEVICE.stage:
-            return function(*args, **kwargs)
-        copy = args[0].detach().clone()
-        HOST.waits_for(DEVICE.current.clock, f"Tensor.{function.__name__}")
-        self._tracker.move_to_host(copy)
-        if function in (torch.Tensor.cpu, _TENSOR_TO):
-            return copy
-        return function(copy, *args[1:], **kwargs)
-
-
-_TENSOR_TO = torch.Tensor.to
-
-
-def pinned(tracker: Tracker) -> Any:
-    """``torch.empty`` that marks pinned memory as host memory."""
-    empty = torch.empty
-
-    def make(*args: Any, **kwargs: Any) -> Tensor:
-        is_pinned = kwargs.pop("pin_memory", False)
-        tensor: Tensor = empty(*args, **kwargs)
-        if is_pinned:
-            tracker.move_to_host(tensor)
-        return tensor
-
-    return make
-
-
-def of_numpy(tracker: Tracker) -> Any:
-    """``torch.from_numpy``, whose tensors are host memory."""
-    share = torch.from_numpy
-
-    def make(array: Any) -> Tensor:
-        tensor: Tensor = share(array)
-        tracker.make(tensor, "from_numpy", owner=None)
-        return tensor
-
-    return make
 
 
 def _accesses(
@@ -277,9 +284,3 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def _same(tensor: Tensor, other: Tensor) -> bool:
     return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
-def _indexes_by_mask(name: str, args: tuple[Any, ...]) -> bool:
-    return name in ("aten::index", "aten::index_put_", "aten::index_put") and any(
-        tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(args[1])
-    )

@@ -8,9 +8,11 @@ import os
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from megatron_ampipe import compat
 from megatron_ampipe.tools import doctor_command, doctor_ranks
 from tests.forked import REPOSITORY, completed
 from tests.megatrons import megatron_of
@@ -113,6 +115,11 @@ def test_variables() -> None:
     assert blocking.startswith("CUDA_LAUNCH_BLOCKING=1: every kernel is waited for")
     _, order = notes_on({"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, has_gpu=True)
     assert "export NCCL_LAUNCH_ORDER_IMPLICIT=1" in order
+    records = {"TORCH_NCCL_AVOID_RECORD_STREAMS": "0"}
+    for release, num_notes in (((2, 7, 1), 1), ((2, 8, 0), 0)):
+        with mock.patch.object(compat, "torch_release", lambda release=release: release):
+            notes = notes_on(records, has_gpu=False)
+        assert ["export TORCH_NCCL_AVOID_RECORD_STREAMS=1" in note for note in notes] == [True] * num_notes
 
 
 def test_no_overlap_on_a_gpu_is_a_problem() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ampipe import compat
 from megatron_ampipe.block.settings import SETTING, given_settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections, flags
@@ -252,24 +253,73 @@ def test_the_order_of_collectives_is_set_for_pipelined_runs_alone(monkeypatch: p
     assert os.environ[connections.ORDER] == "1"
 
 
-FINE = ("hardware queues, so that streams", "NCCL starts the collectives of all groups in one order")
+@pytest.mark.parametrize(
+    ("torch_release", "flags", "before", "with_groups", "after"),
+    [
+        ((2, 7, 1), "--ampipe-degree 4", None, False, "1"),
+        ((2, 7, 1), "--ampipe-degree 4", "0", False, "0"),
+        ((2, 7, 1), "--ampipe-degree 1", None, False, None),
+        # torch has read it.
+        ((2, 7, 1), "--ampipe-degree 4", None, True, None),
+        # It warns of the variable.
+        ((2, 8, 0), "--ampipe-degree 4", None, False, None),
+    ],
+)
+def test_torch_does_not_record_streams_itself(
+    torch_release: tuple[int, ...],
+    flags: str,
+    before: str | None,
+    with_groups: bool,
+    after: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(compat, "torch_release", lambda: torch_release)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: with_groups)
+    # What the flags set is removed afterwards.
+    monkeypatch.setenv(connections.RECORDS, before or "")
+    if before is None:
+        monkeypatch.delenv(connections.RECORDS)
+    parsed(*flags.split())
+    assert os.environ.get(connections.RECORDS) == after
+
+
+FINE = (
+    "hardware queues, so that streams",
+    "NCCL starts the collectives of all groups in one order",
+    "memory of collectives is free as soon as they have been waited for",
+)
+NEW, OLD = (2, 8, 0), (2, 7, 1)
 
 
 @pytest.mark.parametrize(
-    ("queues", "order", "nccl", "expected"),
+    ("values", "nccl", "torch_release", "expected"),
     [
-        ("32", "1", (2, 27, 5), [*FINE]),
-        ("1", "1", (2, 26, 2), ["one hardware queue: work starts", FINE[1]]),
-        (None, "0", (2, 26, 2), ["8 hardware queues", "export NCCL_LAUNCH_ORDER_IMPLICIT=1 before torchrun"]),
-        ("32", "1", (2, 21, 5), [FINE[0], "NCCL 2.21.5 ignores it"]),
+        (("32", "1"), (2, 27, 5), NEW, [*FINE[:2]]),
+        (("1", "1"), (2, 26, 2), NEW, ["one hardware queue: work starts", FINE[1]]),
+        (
+            (None, "0"), (2, 26, 2), NEW,
+            ["8 hardware queues", "export NCCL_LAUNCH_ORDER_IMPLICIT=1 before torchrun"],
+        ),
+        (("32", "1"), (2, 21, 5), NEW, [FINE[0], "NCCL 2.21.5 ignores it"]),
+        (("32", "1", "1"), (2, 26, 2), OLD, [*FINE]),
+        (
+            ("32", "1", "0"), (2, 26, 2), OLD,
+            [*FINE[:2], "export TORCH_NCCL_AVOID_RECORD_STREAMS=1 before torchrun"],
+        ),
+        (("32", "1", None), (2, 26, 2), OLD, [*FINE[:2], "peaks are higher"]),
     ],
-)
-def test_the_startup_table_has_both_variables(
-    queues: str | None, order: str, nccl: tuple[int, ...], expected: list[str]
+)  # fmt: skip
+def test_the_startup_table_has_all_variables(
+    values: tuple[str | None, ...],
+    nccl: tuple[int, ...],
+    torch_release: tuple[int, ...],
+    expected: list[str],
 ) -> None:
-    given = {connections.VARIABLE: queues, connections.ORDER: order}
+    names = (connections.VARIABLE, connections.ORDER, connections.RECORDS)
+    given = dict(zip(names, values, strict=False))
     environ = {name: value for name, value in given.items() if value is not None}
-    rows = connections.startup_rows(environ, nccl)
+    rows = connections.startup_rows(environ, nccl, torch_release)
     for (label, value, why), name, text in zip(rows, given, expected, strict=True):
         assert value == (f"{name}={environ[name]}" if name in environ else f"{name} is not set")
         assert text in why
