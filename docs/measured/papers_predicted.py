@@ -19,9 +19,11 @@ from typing import Any
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
 from megatron_ampipe.plan.kept import equation_10_us, fitting, simulated
+from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.model_file import block_of, find_model, read_model
 from megatron_ampipe.plan.operation_times import Pair
 from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.search import SHORT
 from megatron_ampipe.plan.simulate import TimedProgram, run
 from megatron_ampipe.schedule import KEEP, Direction, Pipeline, even_chunks
 from megatron_ampipe.tools.measuring import machine
@@ -35,6 +37,8 @@ TABLE_2_LAYERS = 12
 STRATEGIES = (KEEP, "S1", "S2", "S3", "S4")
 MPIPEMOE_RANKS = (8, 64)
 MPIPEMOE_DEGREES = (2, 4)
+MPIPEMOE_LAYERS = 8
+"""In one layer, chunks that are brought back are most of what S1 and S2 hold. Times are of fewer layers."""
 FSMOE_DEGREES = (1, 2, 3, 4, 6, 8)
 FSMOE_LENGTHS = {"fsmoe-testbed-a": (512, 1024, 2048), "fsmoe-testbed-b": (256, 512, 1024)}
 FSMOE_NODES = {"fsmoe-testbed-a": 6, "fsmoe-testbed-b": 8}
@@ -145,22 +149,28 @@ def mpipemoe() -> dict[str, Any]:
     cases = []
     for case in read_grid(find_grid("mpipemoe"), num_ranks=8):
         for ranks in MPIPEMOE_RANKS:
-            predictor = Predictor(_block(case, ranks=ranks), cluster)
+            predictor = Predictor(_block(case, ranks=ranks), cluster, num_layers=MPIPEMOE_LAYERS)
             for degree in MPIPEMOE_DEGREES:
                 found = _strategies(predictor, Pipeline.of(degree))
                 bound = equation_6(case, degree)
                 cases.append({"case": case.name, "ranks": ranks, "degree": degree, "bound": bound, **found})
-    return {"cluster": "mpipemoe-a100", "cases": cases}
+    return {
+        "cluster": "mpipemoe-a100",
+        "layers of peaks": MPIPEMOE_LAYERS,
+        "layers of times": SHORT,
+        "cases": cases,
+    }
 
 
 def _strategies(predictor: Predictor, pipeline: Pipeline) -> dict[str, Any]:
     def peak(memory: str) -> float:
-        return predictor.peak_bytes(dataclasses.replace(pipeline, memory=memory))
+        strategy = dataclasses.replace(pipeline, memory=memory)
+        return peak_bytes(predictor.block, strategy, num_layers=MPIPEMOE_LAYERS)
 
     times, peaks = {}, {name: peak(name) for name in STRATEGIES}
     for name in STRATEGIES:
         strategy = dataclasses.replace(pipeline, memory=name)
-        times[name] = total_us(predictor.of_layers(1, memory=name), strategy)
+        times[name] = total_us(predictor.of_layers(SHORT, memory=name), strategy)
     combinations = simulated(predictor, pipeline, peak)
     auto = {}
     for name in STRATEGIES[1:]:
@@ -169,8 +179,8 @@ def _strategies(predictor: Predictor, pipeline: Pipeline) -> dict[str, Any]:
         auto[name] = {"memory": chosen.memory, "us": round(chosen.time_us, 1)}
     costs = equation_10_us(predictor, degree=pipeline.degree)
     return {
-        "stock_us": round(predictor.stock().total, 1),
-        "stock_bytes": round(predictor.peak_bytes(Pipeline.of(1))),
+        "stock_us": round(predictor.of_layers(SHORT).stock().total, 1),
+        "stock_bytes": round(peak_bytes(predictor.block, Pipeline.of(1), num_layers=MPIPEMOE_LAYERS)),
         "us": _rounded(times),
         "bytes": {name: round(size) for name, size in peaks.items()},
         "auto": auto,
