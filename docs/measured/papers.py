@@ -85,22 +85,23 @@ PARTS: Mapping[str, tuple[Part, ...]] = {
         ),
     ),
     "MPipeMoE": (
-        Part("Memory, predicted for the paper's layers", PREDICTED, tables.memory_predicted),
+        Part("Memory of eight layers, predicted", PREDICTED, tables.memory_predicted),
         Part(
-            "Memory, a quarter of the widths, on CPUs",
-            r"paper-mpipemoe-cpu.*",
-            tables.memory_measured,
-            "ampipe bench --grid cpu-mpipemoe --schedules ampipe --degrees 2,4 "
-            "--memory keep,S1,S2,S3,S4 --repeats 1 --warmup 1 --json docs/measured/paper-mpipemoe-cpu.json",
+            "Memory of eight layers, measured on CPUs",
+            r"memory-(bf16|fp32|peaks-.*|offload-.*|copies-none-.*)",
+            tables.memory_on_cpus,
         ),
         Part(
-            "Memory and time, on one GPU",
-            r"paper-mpipemoe-(?!cpu).*",
+            "Memory and time of eight layers, on one GPU",
+            r"paper-mpipemoe-.*",
             tables.memory_measured,
-            f"ampipe bench --grid mpipemoe {PRETENDED} --ranks 8 --schedules ampipe --degrees 4 "
-            "--memory keep,S1,S2,S3,S4 --repeats 3 --warmup 1 --json docs/measured/paper-mpipemoe-h200.json",
+            f"ampipe bench --grid mpipemoe {PRETENDED} --ranks 8 --layers 8 --stack all --schedules ampipe "
+            "--degrees 4 --memory keep,S1,S2,S3,S4 --repeats 3 --warmup 1 "
+            "--json docs/measured/paper-mpipemoe-h200.json",
         ),
-        Part("Time by strategy, predicted (`mpipemoe-a100`)", PREDICTED, tables.strategy_times),
+        Part(
+            "Time of a few layers by strategy, predicted (`mpipemoe-a100`)", PREDICTED, tables.strategy_times
+        ),
     ),
     "FSMoE": (
         Part("1458 layers, predicted from the paper's fitted figures", PREDICTED, tables.fsmoe_predicted),
