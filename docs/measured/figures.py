@@ -3,8 +3,9 @@
     python docs/measured/figures.py
 
 ``docs/figures.md`` has a section for each claim: one table, with links to its raw files, and what their
-commands share. ``docs/results.md`` lists every raw file, where it comes from and which page uses it. Tables
-of other pages stand between two comments, which name them (``blocks.py``).
+commands share. ``docs/results.md`` lists every raw file, where it comes from and which page uses it.
+``docs/papers.md`` compares with papers (``papers.py``). Tables of other pages stand between two comments,
+which name them (``blocks.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import papers
 from blocks import BLOCKS
 from raw_files import (
     DOCS,
@@ -62,7 +64,10 @@ def pages(documents: Documents, *, with_results: bool = True) -> dict[Path, str]
     Raises:
         ValueError: A raw file is used by no page, or by several claims; a page lacks a block.
     """
-    texts = {DOCS / "figures.md": figures_page(documents)}
+    texts = {
+        DOCS / "figures.md": figures_page(documents),
+        DOCS / papers.PAGE: papers.page(documents, COMMAND),
+    }
     if with_results:
         texts[DOCS / "results.md"] = results_page(documents)
     for page in dict.fromkeys(block.page for block in BLOCKS):
@@ -148,9 +153,11 @@ def used_by(name: str, documents: Documents) -> Mapping[str, str]:
             page = ROOT / block.page
             target = page.relative_to(DOCS) if page.is_relative_to(DOCS) else f"../{block.page}"
             found[block.page] = f"[{page.stem}]({target})"
+    found |= papers.used_by(name)
     for path in [*sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("log/*.md"))]:
         short = path.relative_to(DOCS)
-        if short.name not in ("results.md", "figures.md") and f"measured/{name}.json)" in path.read_text():
+        is_written = short.name in ("results.md", "figures.md", papers.PAGE)
+        if not is_written and f"measured/{name}.json)" in path.read_text():
             found.setdefault(f"docs/{short}", f"[{path.stem}]({short})")
     return found
 

@@ -148,8 +148,21 @@ def test_bad_arguments_end_with_2_before_anything_starts(
 def test_our_grids_are_sound(name: str) -> None:
     cases = {case.name: case for case in read_grid(find_grid(name))}
     assert cases
-    if name == "paper":
+    if name in ("paper", "cpu-paper"):
         assert len(cases) == 56 and "xl-32k-b2-c4" not in cases
+    if name == "cpu-paper":
+        for case in read_grid(find_grid("paper")):
+            small = cases[case.name]
+            sizes = (small.sequence_length, small.hidden, small.ffn)
+            assert [8 * size for size in sizes] == [case.sequence_length, case.hidden, case.ffn]
+            assert (small.batch, small.topk) == (case.batch, case.topk)
+    if name == "fsmoe":
+        # Six sizes of three values each, and two kinds of experts.
+        assert len(cases) == 3**6 * 2
+    if name == "mpipemoe":
+        tokens = {case.sequence_length * case.batch for case in cases.values()}
+        assert tokens == {4096, 8192, 16384, 32768}
+    if name == "paper":
         last = cases["xl-24k-b1-c4"]
         assert (last.hidden, last.sequence_length, last.batch, last.topk) == (1600, 24576, 1, 4)
     if name == "cpu-small":
