@@ -54,7 +54,8 @@ class Plans:
     ``alone`` is the plan of one block, with which all layers take ``blocks_ms`` one after another; ``shared``
     is the plan of layers that share a schedule, None if they cannot; ``chosen`` is one of them and why.
     If passes may have a partner, ``together`` is the best way to run two, ``as_megatron`` Megatron's way.
-    ``partners_ms`` is the time of all layers with partners, if these are chosen.
+    If partners are chosen, ``partners_ms`` is the time of all layers in passes with one, and ``mixed_ms``
+    the average over all passes of a step.
     ``fewer_bytes`` is the speedup by the chosen exchange over the first that was compared; ``by_exchange``
     are the milliseconds of the layers with each exchange (:attr:`step_ms`).
     """
@@ -66,14 +67,15 @@ class Plans:
     together: Together | None = None
     as_megatron: Together | None = None
     partners_ms: float | None = None
+    mixed_ms: float | None = None
     fewer_bytes: float = 1.0
     by_exchange: Mapping[Exchange, float] = field(default_factory=dict)
 
     @property
     def step_ms(self) -> float:
-        """Predicted time of the same layers with the chosen plan, with partners if it has them."""
-        if self.partners_ms is not None:
-            return self.partners_ms
+        """Predicted time of the same layers with the chosen plan, with partners where passes have them."""
+        if self.mixed_ms is not None:
+            return self.mixed_ms
         if self.chosen.num_layers == 1:
             return self.blocks_ms
         assert self.chosen.predicted_ms is not None
@@ -282,8 +284,10 @@ class _Search:
                 best, running, layers_ms = of_stack, layers, of_stack.time_us / 1e3
         stock_ms, blocks = layers.stock().total / 1e3, running is block
         others = self._plan_of_others(running, plans, best.partner)
-        assert others.predicted_ms is not None
-        others_ms = _blocks_ms(layers, others.predicted_ms) if blocks else others.predicted_ms
+        others_ms = others.predicted_ms
+        if others.num_layers == 1:
+            others_ms = _blocks_ms(layers, others.predicted_ms)
+        assert others_ms is not None
         step_ms = share * layers_ms + (1 - share) * others_ms
         compared = f"{stock_ms / layers_ms:.2f} times as fast as Megatron's, without one"
         if step_ms >= plans.step_ms or stock_ms < MINIMUM_SPEEDUP * step_ms:
@@ -297,6 +301,16 @@ class _Search:
             "While the tokens of one micro-batch travel, another one computes: passes with a partner are "
             f"predicted to be {compared} {stock_ms / others_ms:.2f}. Passes without one: {alone}"
         )
+        if not blocks and others.num_layers == 1:
+            # Passes without a partner run block by block, those with one as one schedule.
+            others = replace(
+                others,
+                num_layers=len(layers.layers),
+                stock_ms=stock_ms,
+                predicted_ms=others_ms,
+                stages_forward_ms=None,
+                stages_backward_ms=None,
+            )
         chosen = replace(
             others,
             # Two passes can only run together if they have the same number of layers.
@@ -305,7 +319,7 @@ class _Search:
             partner_stock_ms=running.stock().total / 1e3,
             reason=reason,
         )
-        return replace(plans, chosen=chosen, partners_ms=layers_ms)
+        return replace(plans, chosen=chosen, partners_ms=layers_ms, mixed_ms=step_ms)
 
     def _plan_of_others(self, running: Predictor, plans: Plans, partner: Partner) -> Plan:
         """The plan of the passes without a partner, whose degrees and the partner's divide each other."""

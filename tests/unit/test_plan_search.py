@@ -234,6 +234,21 @@ def planned(
     return make_plans(predictor, with_partner=float(partner), **options)
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_passes_without_a_partner_count_for_all_layers(share: float) -> None:
+    """They run as Megatron's, whose plan is that of one block; those with a partner share a schedule."""
+    file, source = read_model(find_model("gpt-moe-base")), cluster("dgx-h100")
+    block, _ = block_of(file, source)
+    predictor = Predictor(block, source, num_layers=12)
+    plans = make_plans(predictor, degrees=(2,), full=False, with_partner=share)
+    assert plans.chosen.pipeline.partner is not None and plans.partners_ms is not None
+    assert not plans.alone.helps and plans.chosen.num_layers == 12
+    assert "without one 1.00. Passes without one: They run as Megatron's." in plans.chosen.reason
+    stock_ms = predictor.stock().total / 1e3
+    assert plans.step_ms == pytest.approx(share * plans.partners_ms + (1 - share) * stock_ms)
+    assert plans.chosen.predicted_ms == pytest.approx(stock_ms)
+
+
 def subsets[T](values: Sequence[T]) -> st.SearchStrategy[tuple[T, ...]]:
     """Not empty, in the same order."""
     return st.lists(st.sampled_from(values), min_size=1, unique=True).map(
