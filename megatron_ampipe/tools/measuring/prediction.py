@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_ampipe.plan.block import Block
@@ -44,7 +45,9 @@ def predict_peaks(document: dict[str, Any]) -> None:
         block, options["num_layers"] = block_of(case, document["ranks"]), case.get("layers", 1)
         case["stock_predicted_peak_bytes"] = round(peak_bytes(block, Pipeline.of(1), **options))
         for row in case["rows"]:
-            row["predicted_peak_bytes"] = round(peak_bytes(block, pipeline_of(row), **options))
+            pipeline = pipeline_of(row)
+            block_of_row = replace(block, exchange=pipeline.exchange)
+            row["predicted_peak_bytes"] = round(peak_bytes(block_of_row, pipeline, **options))
 
 
 def _predicted_ms(pipeline: Pipeline, predictor: Predictor, *, layers: int) -> float:
