@@ -387,7 +387,7 @@ class _PipelinedLayer(_Layer):
         return min(1, ended) if ended < 2 else SUM_BYTES / self.block.element_bytes
 
     def _waiting(self, moment: Moment) -> float:
-        """Operands (input and gradient) of the products for weights that are stages of their own."""
+        """Operands (input and gradient) of the products for weights that are separate stages."""
         if not self.pipeline.splits_weights:
             return 0.0
         block, chunks = self.block, self.pipeline.backward_degree

@@ -28,7 +28,7 @@ type Name = tuple[str, int | None]
 """A stage of the layer: the name of its kind, and its chunk."""
 
 IN_FLIGHT = 2
-"""Transfers of a lane that are in flight: each lane has so many threads (``runtime.executors``)."""
+"""Transfers of a lane that are in flight at most (``_MAX_IN_FLIGHT`` of ``runtime.executors``)."""
 
 _PATH = (
     kinds.ROUTE,
@@ -55,6 +55,8 @@ _RESTORING = (
 )
 """Those that bring rows back for the experts' backward; the last two take them."""
 _GATHERING = frozenset(kind.name for kind in (kinds.GATHER, kinds.REGATHER))
+_SORTING = frozenset(kind.name for kind in (kinds.SPREAD, kinds.COLLECT, kinds.RESPREAD))
+"""Transfers that have their rows twice, in order of nodes and in order of ranks (``exchange.hops``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of a chunk between two stages: what gives them, and where in the order they are let go."""
+    """The rows of a chunk between two stages: what gives them, and where in the order they begin and end."""
 
     giver: str
     first: int
@@ -105,7 +107,11 @@ def moments(pipeline: Pipeline, features: BlockFeatures, direction: Direction) -
     program = schedule.program(direction)
     order = issue_order(program, needs_of(schedule, (trained,), direction), host_waits=False)
     names = [(stage.kind.name, stage.chunk) for _, stage in order]
-    between = _between_stages(program, trained, direction, names)
+    twice = _SORTING
+    if direction is Direction.BACKWARD and not pipeline.exchange.sends_every_copy:
+        # Its gradients are received, and then copied next to zeros for rows that were not sent.
+        twice |= {kinds.DISPATCH.name}
+    between = _between_stages(program, trained, direction, names, twice)
     found = []
     for position, (_, stage) in enumerate(order):
         if not stage.kind.lane.computes:
@@ -118,9 +124,16 @@ def moments(pipeline: Pipeline, features: BlockFeatures, direction: Direction) -
 
 
 def _between_stages(
-    program: Program, features: BlockFeatures, direction: Direction, names: Sequence[Name]
+    program: Program,
+    features: BlockFeatures,
+    direction: Direction,
+    names: Sequence[Name],
+    twice: frozenset[str],
 ) -> list[_Rows]:
-    """All rows that one stage gives to the next one, with the part of the order in which they exist."""
+    """All rows that one stage gives to the next one, with the part of the order in which they exist.
+
+    ``twice`` are the kinds of transfers that have another copy of them until they have ended.
+    """
     positions = {name: position for position, name in enumerate(names)}
     ends = _ends_of_transfers(program, positions)
     degree = 1 + max((chunk for _, chunk in names if chunk is not None), default=0)
@@ -136,6 +149,8 @@ def _between_stages(
                 # A transfer has ended at the latest when the stage after it takes what it has received.
                 end = min(ends[taker], after) if taker in ends else taker
                 found.append(_Rows(giver, places[step], end))
+                if kinds_here[step + 1] in twice:
+                    found.append(_Rows(giver, taker, end))
     return found
 
 
