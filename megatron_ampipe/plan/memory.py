@@ -13,12 +13,19 @@ which Megatron has as well.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.moments import Moment, moments
-from megatron_ampipe.plan.operation_times import SUM_BYTES, mlp_products, weights_of
+from megatron_ampipe.plan.operation_times import (
+    SUM_BYTES,
+    Product,
+    attention_products,
+    mlp_products,
+    qkv_products,
+    weights_of,
+)
 from megatron_ampipe.plan.saved import (
     Modules,
     Sizes,
@@ -134,10 +141,12 @@ class _Layer:
     def __init__(self, block: Block, modules: Modules, pipeline: Pipeline, *, shares_schedule: bool) -> None:
         self.block, self.modules, self.pipeline = block, modules, pipeline
         self.sizes, self.shares_schedule = Sizes.of(block, modules), shares_schedule
-        self.expert_gradients, self.attention_gradients = 0.0, 0.0
+        self.expert_gradients = self.attention_gradients = self.projection_gradients = 0.0
         if not block.fused_gradients:
-            self.expert_gradients = number_of_expert_weights(block) * block.element_bytes
-            self.attention_gradients = weights_of(attention_weights(block)) * block.element_bytes
+            element = block.element_bytes
+            self.expert_gradients = number_of_expert_weights(block) * element
+            self.attention_gradients = weights_of(attention_weights(block)) * element
+            self.projection_gradients = weights_of(attention_products(block, 0)) * element
         self.calls = 1 if block.grouped else block.local_experts
         """Number of products in which the experts of a rank compute one linear layer."""
 
@@ -163,16 +172,32 @@ class _Layer:
         """In the backward pass, before the first product: gradients as they have arrived, and sorted."""
         return self.sizes.arrived + self.sizes.copies * self.sizes.sorts
 
-    def _within_an_expert(self, share: float) -> float:
-        """In the backward pass of a share of the rows, within the expert that comes first: sorted gradients,
-        those inside the expert, and that of its last weight (or the input of this product, which waits)."""
+    def _within_an_expert(self, share: float, before: int) -> float:
+        """In the backward pass of a share of the rows, within an expert after so many others.
+
+        Alive are sorted gradients, gradients of the rows and weights of the others, whose inner tensors are
+        released, and of this one gradients inside it and that of its last weight (or the input of this
+        product, which waits).
+        """
         block, width = self.block, self.block.ffn / self.block.expert_tensor
         rows = block.received(block.rows) * share
+        others = before / self.calls
         inside = rows * self.modules.gradient_bytes[block.gated] * width / self.calls
-        weight = self.expert_gradients / self.calls / (3 if block.gated else 2)
         if self.pipeline.splits_weights:
-            weight = rows * width * block.element_bytes / self.calls
-        return self.sizes.copies * share + inside + weight
+            released = rows * width * block.element_bytes / self.calls
+            return self.sizes.copies * share * (1 + others) + inside + released
+        weights = self.expert_gradients * (others + 1 / self.calls / (3 if block.gated else 2))
+        rows_and_inner = self.sizes.copies * (1 + others) - self.sizes.inner * others
+        return rows_and_inner * share + inside + weights
+
+    def _computing_gradients_of_experts(self, share: float) -> float:
+        """The most of all moments in the backward pass of a share of the rows."""
+        return max(
+            self._beginning_experts() * share,
+            self._within_an_expert(share, 0),
+            self._within_an_expert(share, self.calls - 1),
+            self._ending_experts(share),
+        )
 
     def _ending_experts(self, share: float) -> float:
         """In the backward pass of a share of the rows, after the last product: gradients of the rows twice,
@@ -206,7 +231,7 @@ class _MegatronLayer(_Layer):
         return self._alive(outside=sizes.saved_outside_experts, running=sent_and_arrived + running)
 
     def _differentiating_experts(self) -> Alive:
-        worst = max(self._beginning_experts(), self._within_an_expert(1.0), self._ending_experts(1.0))
+        worst = self._computing_gradients_of_experts(1.0)
         sizes, again = self.sizes, self.sizes.recomputed
         if not sizes.saves_shared:
             again += sizes.shared
@@ -368,10 +393,16 @@ class _PipelinedLayer(_Layer):
 
     def _sums(self, moment: Moment) -> float:
         """Sums of gradients: those of the second chunk make them wide."""
-        experts = _weight_kind(self.pipeline, kinds.EXPERT)
-        attention = _weight_kind(self.pipeline, kinds.ATTENTION)
-        sums = self._wide(moment, experts) * self.expert_gradients
-        sums += self._wide(moment, attention) * self.attention_gradients
+        projection = self.projection_gradients
+        gradients = {
+            kinds.EXPERT: self.expert_gradients,
+            kinds.ATTENTION: projection,
+            kinds.QKV: self.attention_gradients - projection,
+        }
+        sums = 0.0
+        for kind, one_gradient in gradients.items():
+            stage = WEIGHTS[kind] if self.pipeline.splits_weights else kind
+            sums += one_gradient * self._wide(moment, stage)
         begun = moment.number_ended(kinds.ATTENTION) > 0 or moment.kind == kinds.ATTENTION.name
         if begun and not moment.has_ended(kinds.QKV, 0):
             keys = number_of_keys(self.block)
@@ -392,16 +423,24 @@ class _PipelinedLayer(_Layer):
             return 0.0
         block, chunks = self.block, self.pipeline.backward_degree
         width = block.ffn / block.expert_tensor
-        experts = block.received(block.rows) * block.element_bytes
-        experts *= 2 * block.hidden + (2 + block.gated) * width
-        attention: float = block.rows * block.batch * block.element_bytes
-        attention *= sum(product.k + product.n for product in attention_weights(block))
+        per_expert_row = 2 * block.hidden + (2 + block.gated) * width
+        operands = {
+            kinds.EXPERT: block.received(block.rows) * block.element_bytes * per_expert_row,
+            kinds.ATTENTION: self._operands(attention_products(block, 0)),
+            kinds.QKV: self._operands(qkv_products(block, 0)),
+        }
         waiting = 0.0
-        for kind, operands in ((kinds.EXPERT, experts), (kinds.ATTENTION, attention)):
+        for kind, of_all_chunks in operands.items():
             for chunk in range(chunks):
                 if moment.has_ended(kind, chunk) and not moment.has_ended(WEIGHTS[kind], chunk):
-                    waiting += operands / chunks
+                    waiting += of_all_chunks / chunks
         return waiting
+
+    def _operands(self, products: Sequence[Product]) -> float:
+        """Inputs and gradients of the outputs of linear layers of attention."""
+        block = self.block
+        widths = sum(product.k + product.n for product in products)
+        return block.rows * block.batch * block.element_bytes * widths
 
     def _running(self, moment: Moment) -> float:
         """What the running stage itself needs at its worst, in addition to what others have."""
@@ -411,12 +450,13 @@ class _PipelinedLayer(_Layer):
             return self._sorting_again(moment)
         if moment.kind == kinds.ATTENTION.name:
             return self._differentiating_attention(moment)
+        if moment.kind == kinds.QKV.name:
+            return self._differentiating_projection(moment)
         return 0.0
 
     def _differentiating_experts(self) -> float:
         share = 1 / self.pipeline.backward_degree
-        begin, end = self._beginning_experts() * share, self._ending_experts(share)
-        return max(begin, self._within_an_expert(share), end) + self.sizes.recomputed * share
+        return self._computing_gradients_of_experts(share) + self.sizes.recomputed * share
 
     def _sorting_again(self, moment: Moment) -> float:
         """Rows that have been brought back as they had arrived; saved ones are counted as such."""
@@ -427,11 +467,21 @@ class _PipelinedLayer(_Layer):
 
     def _differentiating_attention(self, moment: Moment) -> float:
         """Gradients of residual, norm, projection and queries of the chunk, and of keys up to its last."""
-        share = seen = 1.0
-        if moment.chunk is not None:
-            share = 1 / self.pipeline.backward_degree
-            seen = (moment.chunk + 1) * share
-        return 4 * self.sizes.hidden * share + self.sizes.keys * seen
+        share = self._share(moment)
+        seen = share if moment.chunk is None else (moment.chunk + 1) * share
+        weights = 0.0 if self.pipeline.splits_weights else self.projection_gradients
+        return 4 * self.sizes.hidden * share + self.sizes.keys * seen + weights
+
+    def _differentiating_projection(self, moment: Moment) -> float:
+        """Gradients of queries, keys and values, joined; and those of the norm before."""
+        weights = 0.0
+        if not self.pipeline.splits_weights:
+            weights = self.attention_gradients - self.projection_gradients
+        return (4 * self.sizes.hidden + self.sizes.keys) * self._share(moment) + weights
+
+    def _share(self, moment: Moment) -> float:
+        """The share of the sequence that the running stage covers."""
+        return 1.0 if moment.chunk is None else 1 / self.pipeline.backward_degree
 
 
 def _is(moment: Moment, kind: StageKind, chunk: int) -> bool:
@@ -442,8 +492,3 @@ def _is(moment: Moment, kind: StageKind, chunk: int) -> bool:
 def _has_begun(moment: Moment, kind: StageKind, chunk: int) -> bool:
     """Whether the stage of this kind runs or has ended."""
     return _is(moment, kind, chunk) or moment.has_ended(kind, chunk)
-
-
-def _weight_kind(pipeline: Pipeline, kind: StageKind) -> StageKind:
-    """The kind of the stages that compute the weight gradients of a kind."""
-    return WEIGHTS[kind] if pipeline.splits_weights else kind
