@@ -40,9 +40,9 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
 
 def predict_peaks(document: dict[str, Any]) -> None:
     """Add predictions of ``peak_bytes`` to every row and case of a result. Needs no cluster."""
-    options: dict[str, Any] = {"local": True, "gathers": True}
     for case in document["cases"]:
-        block, options["num_layers"] = block_of(case, document["ranks"]), case.get("layers", 1)
+        block = block_of(case, document["ranks"])
+        options: dict[str, Any] = {"local": block.local, "gathers": True, "num_layers": case.get("layers", 1)}
         case["stock_predicted_peak_bytes"] = round(peak_bytes(block, Pipeline.of(1), **options))
         for row in case["rows"]:
             pipeline = pipeline_of(row)
