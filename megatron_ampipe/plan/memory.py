@@ -36,6 +36,7 @@ from megatron_ampipe.plan.saved import (
     saved_without_experts,
 )
 from megatron_ampipe.schedule import (
+    KEEP,
     STRATEGIES,
     WEIGHTS,
     Direction,
@@ -99,7 +100,8 @@ def peak_bytes(
             gradient of the output, as in ``ampipe bench``.
     """
     modules = modules_of(block, local=local)
-    is_stock = not pipeline.overlaps and block.exchange is Exchange.ROWS
+    overlaps = pipeline.overlaps or pipeline.partner is not None
+    is_stock = not overlaps and block.exchange is Exchange.ROWS and pipeline.memory == KEEP
     kind = _MegatronLayer if is_stock else _PipelinedLayer
     layer = kind(block, modules, pipeline, shares_schedule=pipeline.stack_of(num_layers) > 1)
     one_layer = max(alive.total for alive in layer.moments())
@@ -208,7 +210,7 @@ class _Layer:
 
 
 class _MegatronLayer(_Layer):
-    """Megatron's own layer, or AMPipe's with one chunk in its place.
+    """Megatron's own layer.
 
     The local variables of ``MoELayer.forward`` keep what is sent and what has arrived until it returns.
     """
